@@ -54,7 +54,9 @@ PRELOAD = [
     "ignite_ddl",
 ]
 
-HOLD_SECONDS = 30.0  # lines of ranks above the first running one are held this long, so that short runs print in order
+HOLD_SECONDS = (
+    30.0  # lines of ranks above the first running one are held this long, so that short runs print in order
+)
 POLL_SECONDS = 0.05  # how often printed lines are looked for
 GRACE_SECONDS = 0.2  # after a first failure: time for the rank that caused it to be heard
 EXIT_SECONDS = 5.0  # after the last result: time for the ranks to close their process group
@@ -189,7 +191,9 @@ class Parallel:
 
     def _check(self, nnodes: int | None, node_rank: int | None) -> None:
         if self.backend is not None and self.backend not in idist.available_backends():
-            raise ValueError(f"backend should be one of {idist.available_backends()} or None, but given {self.backend!r}")
+            raise ValueError(
+                f"backend should be one of {idist.available_backends()} or None, but given {self.backend!r}"
+            )
         launch_only = {
             "nproc_per_node": self.nproc_per_node,
             "nnodes": nnodes,
@@ -200,7 +204,9 @@ class Parallel:
         if self.backend is None:
             for name, value in launch_only.items():
                 if value is not None:
-                    raise ValueError(f"{name} needs a backend such as 'gloo', but given {name}={value} and backend=None")
+                    raise ValueError(
+                        f"{name} needs a backend such as 'gloo', but given {name}={value} and backend=None"
+                    )
         if self.init_method is not None and self.init_method.startswith("tcp://"):
             raise ValueError(
                 f"init_method should be 'env://' or 'file://...', but given {self.init_method!r}: for tcp, set "
@@ -224,8 +230,14 @@ class Parallel:
         if self.nnodes > 1 and node_rank is None:
             raise ValueError(f"node_rank should be given with nnodes={self.nnodes}")
         if not 0 <= self.node_rank < self.nnodes:
-            raise ValueError(f"node_rank should be between 0 and {self.nnodes - 1}, but given {self.node_rank}")
-        if self.nnodes > 1 and self.init_method is None and (self.master_addr is None or self.master_port is None):
+            raise ValueError(
+                f"node_rank should be between 0 and {self.nnodes - 1}, but given {self.node_rank}"
+            )
+        if (
+            self.nnodes > 1
+            and self.init_method is None
+            and (self.master_addr is None or self.master_port is None)
+        ):
             raise ValueError(
                 f"master_addr and master_port should be given with nnodes={self.nnodes}, but given "
                 f"master_addr={self.master_addr}, master_port={self.master_port}"
@@ -236,7 +248,9 @@ class Parallel:
                 f"{torch.cuda.device_count()} GPUs here; use backend='gloo' for ranks on the CPU"
             )
         methods = multiprocessing.get_all_start_methods()
-        if self.start_method is not None and (self.start_method == "fork" or self.start_method not in methods):
+        if self.start_method is not None and (
+            self.start_method == "fork" or self.start_method not in methods
+        ):
             raise ValueError(
                 f"start_method should be one of {[m for m in methods if m != 'fork']}, but given {self.start_method!r}"
             )
@@ -272,7 +286,9 @@ class Parallel:
             RankError: if a rank raises, dies, or does not finish within ``timeout``.
         """
         if not callable(func):
-            raise ValueError(f"func should be a function whose first argument is the local rank, but given {func!r}")
+            raise ValueError(
+                f"func should be a function whose first argument is the local rank, but given {func!r}"
+            )
         if self.nproc_per_node is None:
             return [func(idist.get_local_rank(), *args, **kwargs)]
         payload = _pack_function(func, args, kwargs)
@@ -281,7 +297,9 @@ class Parallel:
 
     def _job(self, folder: str) -> _Job:
         nproc = self.nproc_per_node
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}  # idist would join that job
+        environ = {
+            k: v for k, v in os.environ.items() if not k.startswith("SLURM_")
+        }  # idist would join that job
         environ |= {"WORLD_SIZE": str(self.nnodes * nproc), "LOCAL_WORLD_SIZE": str(nproc)}
         if self.master_addr is not None:
             environ["MASTER_ADDR"] = self.master_addr
@@ -403,7 +421,9 @@ class _Launch:
             self.output.show(finished=[rank.done for rank in self.ranks])
 
     def _ready(self, running: list[_Rank]) -> list[_Rank]:
-        by_handle = {rank.reports: rank for rank in running} | {rank.process.sentinel: rank for rank in running}
+        by_handle = {rank.reports: rank for rank in running} | {
+            rank.process.sentinel: rank for rank in running
+        }
         handles = connection.wait(list(by_handle), timeout=POLL_SECONDS)
         return list({id(by_handle[handle]): by_handle[handle] for handle in handles}.values())
 
@@ -416,9 +436,13 @@ class _Launch:
         except (EOFError, OSError):
             rank.process.join(GRACE_SECONDS)
             code = rank.process.exitcode
-            self.failures.append(_Failure(rank.rank, time.monotonic(), True, _how_it_ended(code), exitcode=code))
+            self.failures.append(
+                _Failure(rank.rank, time.monotonic(), True, _how_it_ended(code), exitcode=code)
+            )
             return
-        except Exception as error:  # the result arrived and cannot be read here, say a module that only ranks have
+        except (
+            Exception
+        ) as error:  # the result arrived and cannot be read here, say a module that only ranks have
             message = {"summary": f"returned what cannot be read here: {error!r}", "when": time.monotonic()}
         if "result" in message:
             rank.result = message["result"]
@@ -472,7 +496,9 @@ class _Output:
 
     def __init__(self, folder: Path, first_rank: int, nproc: int) -> None:
         self.first_rank = first_rank
-        self.files = [{name: folder / f"{first_rank + i}.{name}" for name in ("stdout", "stderr")} for i in range(nproc)]
+        self.files = [
+            {name: folder / f"{first_rank + i}.{name}" for name in ("stdout", "stderr")} for i in range(nproc)
+        ]
         for names in self.files:
             for path in names.values():
                 path.touch()
@@ -699,10 +725,14 @@ def _hide_gpus_if_too_few(nproc: int) -> None:
 def _redirect_output(job: _Job, rank: int) -> None:
     """Everything that this process and its children write, C++ included, goes to files that the parent reads."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        file = os.open(os.path.join(job.folder, f"{rank}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        file = os.open(
+            os.path.join(job.folder, f"{rank}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+        )
         os.dup2(file, descriptor)
         os.close(file)
-        stream = open(descriptor, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+        stream = open(
+            descriptor, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+        )  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     if _SIGNALS:  # the parent asks by this signal where a rank is that does not finish
@@ -753,7 +783,9 @@ def _pack_result(result: Any) -> bytes:
 
 
 def _pack_error(error: BaseException) -> bytes:
-    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this file's frame
+    frames = (
+        error.__traceback__.tb_next if error.__traceback__ is not None else None
+    )  # without this file's frame
     shown = traceback.TracebackException(type(error), error, frames)
     message = {
         "when": time.monotonic(),

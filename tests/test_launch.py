@@ -71,7 +71,13 @@ def test_results_come_in_rank_order():
 
 def test_idist_knows_the_job():
     def config(local_rank):
-        return idist.get_rank(), idist.get_local_rank(), idist.get_nproc_per_node(), idist.get_nnodes(), idist.backend()
+        return (
+            idist.get_rank(),
+            idist.get_local_rank(),
+            idist.get_nproc_per_node(),
+            idist.get_nnodes(),
+            idist.backend(),
+        )
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -80,7 +86,10 @@ def test_idist_knows_the_job():
 
 def test_tensors_and_large_results():
     def work(local_rank):
-        return {"tensor": torch.full((25_000_000,), float(local_rank)), "module": torch.nn.Linear(2, 2)}  # 100 MB
+        return {
+            "tensor": torch.full((25_000_000,), float(local_rank)),
+            "module": torch.nn.Linear(2, 2),
+        }  # 100 MB
 
     first, second = parallel(2).run(work)
     assert first["tensor"].sum() == 0
@@ -145,7 +154,11 @@ def test_output_is_shown_by_rank(capfd):
 
     parallel(3).run(work)
     out, err = capfd.readouterr()
-    expected = [f"[rank {r}] {text}" for r in range(3) for text in (f"line {r}", "no end of line", "from C", "from a child")]
+    expected = [
+        f"[rank {r}] {text}"
+        for r in range(3)
+        for text in (f"line {r}", "no end of line", "from C", "from a child")
+    ]
     assert out.splitlines() == expected
     assert err.splitlines() == [f"[rank {r}] error line" for r in range(3)]
 
@@ -318,7 +331,9 @@ def test_port_taken():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        error = failing_run(lambda: parallel(2, master_addr="127.0.0.1", master_port=port).run(lambda rank: rank))
+        error = failing_run(
+            lambda: parallel(2, master_addr="127.0.0.1", master_port=port).run(lambda rank: rank)
+        )
     assert error.rank == 0
     assert "EADDRINUSE" in str(error) or "in use" in str(error)
 
@@ -415,7 +430,9 @@ def test_kernel_runs_functions_of_cells_after_heavy_work(kernel):
 
 
 def test_kernel_shows_the_cell_of_the_failing_rank(kernel):
-    kernel.run("def broken(local_rank):\n    if local_rank == 1:\n        raise ValueError('not today')\n    idist.barrier()")
+    kernel.run(
+        "def broken(local_rank):\n    if local_rank == 1:\n        raise ValueError('not today')\n    idist.barrier()"
+    )
     _, error = kernel.run("parallel.run(broken)")
     assert "rank 1 raised ValueError: not today" in error
     assert "raise ValueError('not today')" in error
@@ -434,7 +451,9 @@ def test_kernel_interrupt_ends_the_ranks(kernel, pids):
             if local_rank == 0: time.sleep(60)
             idist.barrier()
     """)
-    timer = threading.Thread(target=lambda: (pids.read(4), time.sleep(0.2), kernel.manager.interrupt_kernel()))
+    timer = threading.Thread(
+        target=lambda: (pids.read(4), time.sleep(0.2), kernel.manager.interrupt_kernel())
+    )
     timer.start()
     started = time.monotonic()
     _, error = kernel.run("parallel.run(hang)", timeout=20)
@@ -485,7 +504,14 @@ def test_script_joins_torchrun_unchanged(tmp_path):
         "with ddl.Parallel('gloo') as parallel:\n"
         "    text = f'got {parallel.run(work)} '\n    print(text, flush=True)\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(script),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     assert "got [(0, 3)]" in done.stdout
@@ -513,7 +539,8 @@ def test_two_nodes_on_one_machine():
         "print(p.run(lambda r: (r, i.get_rank(), i.get_nnodes(), i.get_node_rank(), i.all_reduce(1))))\n"
     )
     nodes = [
-        subprocess.Popen([sys.executable, "-c", script, str(node)], stdout=subprocess.PIPE, text=True) for node in (0, 1)
+        subprocess.Popen([sys.executable, "-c", script, str(node)], stdout=subprocess.PIPE, text=True)
+        for node in (0, 1)
     ]
     outputs = [node.communicate(timeout=90)[0].strip() for node in nodes]
     assert outputs == ["[(0, 0, 2, 0, 4), (1, 1, 2, 0, 4)]", "[(0, 2, 2, 1, 4), (1, 3, 2, 1, 4)]"]

@@ -1,0 +1,72 @@
+# Every target that needs Python depends on `setup`, which makes .venv once and then skips.
+# pip's own environment variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, ...) reach pip unchanged: on Linux,
+# show it an index with CPU builds to save the 5 GB of CUDA libraries that torch otherwise brings.
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+LAB_ARGS ?=
+TEST_ARGS ?=
+CHAPTER ?=
+# Scripts of `make test-all` beyond `make test`: tests/extra_<name>.sh
+EXTRAS = tpu slurm browser
+
+# `make PYTHON=python3.12` wants that version in .venv; plain `make` keeps the version that is there.
+CHOSEN = $(if $(filter file,$(origin PYTHON)),,--chosen)
+# Cells and tests that start `python` or `torchrun` find .venv's.
+BIN = PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin
+# JupyterLab refuses root unless told; a container's only user is often root.
+ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
+export CONSTRAINTS
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lab test test-all notebooks run stamp lint format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+setup:  ## make or refresh .venv (PYTHON=python3.12; CONSTRAINTS= for the newest releases)
+	@command -v "$(PYTHON)" >/dev/null || { echo "ignite-ddl needs Python 3.11 or newer; \
+	there is no $(PYTHON) here. Install one, or name it: make lab PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" tools/setup_venv.py --name "$(PYTHON)" --constraints "$(CONSTRAINTS)" $(CHOSEN)
+
+lab: setup  ## open the course in JupyterLab (LAB_ARGS=--no-browser)
+	$(BIN)/jupyter lab notebooks/00_start_here.ipynb $(ROOT) $(LAB_ARGS)
+
+test: setup  ## unit tests, and every chapter executed and compared (TEST_ARGS=-x)
+	$(BIN)/python -m pytest tests notebooks --nbval --nbval-current-env --nbval-cell-timeout=60 \
+	-n 2 --dist loadfile $(TEST_ARGS)
+
+test-all: test  ## test, then what needs more: TPU, Slurm, browser
+	@ran="test"; failed=; missing=; \
+	for extra in $(EXTRAS); do \
+	    script=tests/extra_$$extra.sh; \
+	    if [ ! -e $$script ]; then missing="$$missing $$extra"; continue; fi; \
+	    echo "test-all: $$extra ($$script)"; \
+	    if PATH="$(CURDIR)/.venv/bin:$$PATH" bash $$script; then ran="$$ran $$extra"; \
+	    else failed="$$failed $$extra"; fi; \
+	done; \
+	echo "test-all: passed: $$ran; failed:$${failed:- none}; not written yet:$${missing:- none}"; \
+	[ -z "$$failed" ]
+
+notebooks: setup  ## execute the chapters in place and normalise them (CHAPTER=04 for one)
+	$(BIN)/python tools/notebooks.py execute $(CHAPTER)
+
+run: setup  ## run one chapter without a browser, page under build/ (CHAPTER=04)
+	@[ -n "$(CHAPTER)" ] || { echo "make run needs a chapter: make run CHAPTER=04" >&2; exit 1; }
+	$(BIN)/python tools/notebooks.py run $(CHAPTER)
+
+stamp: setup  ## write badges, set-up cells and the README's links from pyproject.toml
+	$(BIN)/python tools/notebooks.py stamp
+
+lint: setup  ## ruff on code and notebooks, and stamps that are up to date
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tools/notebooks.py stamp --check
+
+format: setup  ## let ruff repair and format code and notebooks
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove what runs leave behind (rm -rf .venv to start over)
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -print0 \
+	| xargs -0 rm -rf

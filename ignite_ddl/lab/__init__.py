@@ -1,0 +1,15 @@
+"""What only the chapters use: data, small models and the checks of the exercises."""
+
+from ignite_ddl.lab.data import CLASSES, fashion_mnist, fashion_mnist_tensors, normalise
+from ignite_ddl.lab.models import CNN, MLP
+from ignite_ddl.lab.vision import import_torchvision
+
+__all__ = [
+    "CLASSES",
+    "CNN",
+    "MLP",
+    "fashion_mnist",
+    "fashion_mnist_tensors",
+    "import_torchvision",
+    "normalise",
+]

@@ -1,0 +1,45 @@
+"""For every test: one thread a process, the right kernel for notebooks, each chapter's seconds at the end.
+
+All tests: ``pytest tests notebooks --nbval -n 2 --dist loadfile``. Without ``loadfile`` xdist would spread
+the cells of one chapter over two kernels.
+"""
+
+import os
+from collections import defaultdict
+
+# Set before torch is imported, and inherited by kernels and ranks: 4 ranks on 2 cores with default threads
+# are many times slower than with one thread each.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+CHAPTER_LIMIT = 60  # seconds; DESIGN's bound for a chapter on 2 cores
+CELL_TIMEOUT = 120  # seconds; nbval's own 2000 would hide a hang for half an hour
+
+
+def pytest_configure(config):
+    # Chapters run in the environment of the tests, whatever kernel named python3 is installed elsewhere.
+    if hasattr(config.option, "nbval_current_env"):
+        config.option.nbval_current_env = True
+        config.option.nbval_cell_timeout = min(config.option.nbval_cell_timeout, CELL_TIMEOUT)
+    # A plugin of its own: pytest calls the hooks of this file for what lies beside it, not for notebooks/.
+    config.pluginmanager.register(ChapterSeconds())
+
+
+class ChapterSeconds:
+    """Sums the seconds of a chapter's cells; under xdist the controller gets the reports and prints."""
+
+    def __init__(self):
+        self.seconds = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report):
+        path = report.nodeid.split("::")[0]
+        if path.endswith(".ipynb"):
+            self.seconds[path] += report.duration  # set-up (it starts the kernel), call and teardown
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if not self.seconds:
+            return
+        terminalreporter.section("seconds per chapter")
+        for path, total in sorted(self.seconds.items()):
+            slow = total > CHAPTER_LIMIT
+            note = f"  over the limit of {CHAPTER_LIMIT} s" if slow else ""
+            terminalreporter.line(f"{total:7.1f}  {path}{note}", red=slow)
