@@ -36,6 +36,8 @@ import cloudpickle
 import ignite.distributed as idist
 import torch
 
+from ignite_ddl.mesh import check_mesh, initialize_mesh
+
 __all__ = ["Parallel", "RankError"]
 
 # Imported once by the forkserver, so that no rank pays for it. Anything that a rank needs before it can read
@@ -111,6 +113,7 @@ class _Job:
     environ: dict[str, str]
     cwd: str
     modules: list[str]
+    mesh_sizes: dict[str, int]
     sources: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -138,6 +141,9 @@ class Parallel:
         master_port: a free port of machine 0; needed if ``nnodes`` > 1. On one machine none is used: ranks meet
             through a file of their own, which cannot collide.
         init_method: how ranks meet, as in ``torch.distributed.init_process_group``; "env://" or "file://...".
+        dp: size of the mesh's data-parallel axis; -1 takes what the others leave. See :mod:`ignite_ddl.mesh`.
+        pp: number of pipeline ranks.
+        tp: number of ranks that share each layer. With none of the three, the job is data parallel.
         timeout: seconds (or a ``timedelta``) that the whole run may take. Beyond it every rank is stopped and
             the error says where each one was. Default None: no limit.
         threads_per_rank: CPU threads per rank. Default ``max(1, cores // nproc_per_node)``.
@@ -172,6 +178,9 @@ class Parallel:
         master_port: int | None = None,
         init_method: str | None = None,
         *,
+        dp: int | None = None,
+        pp: int | None = None,
+        tp: int | None = None,
         timeout: float | timedelta | None = None,
         threads_per_rank: int | None = None,
         start_method: str | None = None,
@@ -186,6 +195,8 @@ class Parallel:
         self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self.threads_per_rank = threads_per_rank
         self.start_method = start_method
+        sizes = {"dp": dp, "pp": pp, "tp": tp}
+        self.mesh_sizes = {name: size for name, size in sizes.items() if size is not None}
         self._joined = False
         self._check(nnodes, node_rank)
 
@@ -218,6 +229,8 @@ class Parallel:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} should be a positive integer, but given {value!r}")
+        if self.mesh_sizes:
+            check_mesh(self._world_size(), **self.mesh_sizes)
         if self.nproc_per_node is None:
             return
         if self.backend not in ("gloo", "nccl"):
@@ -255,6 +268,13 @@ class Parallel:
                 f"start_method should be one of {[m for m in methods if m != 'fork']}, but given {self.start_method!r}"
             )
 
+    def _world_size(self) -> int:
+        if self.nproc_per_node is not None:
+            return self.nnodes * self.nproc_per_node
+        if self.backend is None or not _inside_a_job():
+            return 1
+        return int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
+
     def __enter__(self) -> Parallel:
         if self.nproc_per_node is None and self.backend is not None and _inside_a_job():
             if self.backend == "gloo":
@@ -262,6 +282,8 @@ class Parallel:
             limit = {} if self.timeout is None else {"timeout": timedelta(seconds=self.timeout)}
             idist.initialize(self.backend, init_method=self.init_method, **limit)
             self._joined = True
+            if self.mesh_sizes:
+                initialize_mesh(**self.mesh_sizes)
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -327,6 +349,7 @@ class Parallel:
             environ=environ,
             cwd=os.getcwd(),
             modules=list(PRELOAD),
+            mesh_sizes=self.mesh_sizes,
             sources=_cell_sources(),
         )
 
@@ -682,6 +705,8 @@ def _rank_main(
         if not job.init_method.startswith("env"):
             limit |= {"rank": rank, "world_size": job.world_size}
         idist.initialize(job.backend, init_method=job.init_method, **limit)
+        if job.mesh_sizes:
+            initialize_mesh(**job.mesh_sizes)
         result = func(local_rank, *args, **kwargs)
         message = _pack_result(result)
     except BaseException as error:
@@ -730,9 +755,8 @@ def _redirect_output(job: _Job, rank: int) -> None:
         )
         os.dup2(file, descriptor)
         os.close(file)
-        stream = open(
-            descriptor, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
-        )  # noqa: SIM115
+        options = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1, "closefd": False}
+        stream = open(descriptor, "w", **options)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     if _SIGNALS:  # the parent asks by this signal where a rank is that does not finish

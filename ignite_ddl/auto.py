@@ -1,0 +1,368 @@
+"""idist's trio on a mesh: a loader that deals rows to the dp axis, a model that is cut, an optimizer.
+
+Each is a no-op on a serial run, and idist's own on a mesh that is data parallel only, but for the loader: it
+pads nothing and drops nothing, so that a mesh trains on the rows of one process, in their order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.utils._pytree import tree_map
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import SequentialSampler as InOrder
+from torch.utils.data.dataloader import default_collate
+from torch.utils.data.distributed import DistributedSampler
+
+from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.pipeline import Pipeline
+from ignite_ddl.tensor import apply_plan, check_plan
+
+__all__ = [
+    "ShardedDataLoader",
+    "auto_dataloader",
+    "auto_model",
+    "auto_optim",
+    "full_state_dict",
+    "load_full_state_dict",
+]
+
+# ------------------------------------------------------------------------------------------------ the loader
+
+
+def auto_dataloader(dataset: Dataset, **kwargs: Any) -> ShardedDataLoader:
+    """A ``DataLoader`` whose global batches are those of one process, dealt to the dp axis as evenly as it goes.
+
+    Every dp rank takes its contiguous part of each global batch; tp and pp peers get the same rows. Nothing is
+    padded and nothing dropped: the last global batch may leave a rank with fewer rows, or none.
+    ``ddl.create_supervised_trainer`` weights losses and gradients by rows, so that this changes no result.
+    Shuffling is the same on every rank and differs by epoch without ``set_epoch``.
+
+    Args:
+        dataset: a map-style or an iterable dataset. An iterable one is read whole on each rank.
+        kwargs: those of ``torch.utils.data.DataLoader``. ``batch_size`` is the global one, ``num_workers`` is
+            divided among the ranks of a machine, ``sampler`` and ``batch_sampler`` are those of one process.
+
+    Returns:
+        ShardedDataLoader: the loader; its ``rows`` tells how many rows the batch at hand has here and in all.
+
+    Raises:
+        ValueError: if a sampler is given that already divides the data.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            def rows_seen(local_rank):
+                loader = ddl.auto_dataloader(torch.arange(10), batch_size=4)
+                return [batch.tolist() for batch in loader]
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2) as parallel:
+                first, second = parallel.run(rows_seen)
+
+            assert first == [[0, 1], [4, 5], [8]]
+            assert second == [[2, 3], [6, 7], [9]]
+    """
+    mesh = get_mesh()
+    for name in ("sampler", "batch_sampler"):
+        if isinstance(kwargs.get(name), DistributedSampler):
+            raise ValueError(
+                f"{name} should be the sampler of one process, which auto_dataloader divides among the ranks, "
+                f"but given a {type(kwargs[name]).__name__}"
+            )
+    batch_size = kwargs.pop("batch_size", 1)
+    if "batch_sampler" not in kwargs and (not isinstance(batch_size, int) or batch_size < 1):
+        raise ValueError(
+            f"batch_size should be the global batch size, a positive integer, but given {batch_size!r}"
+        )
+    workers = kwargs.get("num_workers", 0)
+    if workers and idist.get_world_size() > 1:
+        kwargs["num_workers"] = -(-workers // idist.get_nproc_per_node())
+    kwargs.setdefault("pin_memory", idist.device().type == "cuda")
+    drop_last = kwargs.pop("drop_last", False)
+    if isinstance(dataset, IterableDataset):
+        shares = _IterableShares(
+            dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", default_collate)
+        )
+        return ShardedDataLoader(shares, batch_size=None, **kwargs)
+    batches = kwargs.pop("batch_sampler", None)
+    if batches is None:
+        sampler = kwargs.pop("sampler", None)
+        if kwargs.pop("shuffle", False):
+            if sampler is not None:
+                raise ValueError("sampler and shuffle=True exclude each other: the sampler decides the order")
+            sampler = RandomSampler(dataset, generator=kwargs.get("generator"))
+        batches = BatchSampler(sampler if sampler is not None else InOrder(dataset), batch_size, drop_last)
+    shares = _Shares(batches, _common_seed(mesh), mesh.dp_rank, mesh.dp_size)
+    return ShardedDataLoader(dataset, batch_sampler=shares, **kwargs)
+
+
+class ShardedDataLoader(DataLoader):
+    """This rank's part of every global batch. Made by :func:`auto_dataloader`.
+
+    Attributes:
+        rows: ``(here, in all)``: the rows of the batch at hand on this rank and on the whole dp axis.
+        filler: where ``rows[0]`` is 0, a batch of one row of the global batch: a rank without rows computes it
+            with weight 0, so that its peers do not wait.
+    """
+
+    rows: tuple[int, int] = (0, 0)
+    filler: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        shares = self.batch_sampler
+        if shares is None:  # an iterable dataset, whose batches carry their sizes
+            for batch, here, in_all in super().__iter__():
+                yield self._present(batch, here, in_all)
+            return
+        shares.sizes.clear()
+        for batch in super().__iter__():
+            yield self._present(batch, *shares.sizes.popleft())
+
+    def _present(self, batch: Any, here: int, in_all: int) -> Any:
+        self.rows = here, in_all
+        self.filler = None
+        if here == 0:
+            self.filler = batch
+            return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch)
+        return batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch that the next pass shuffles for, say after a resume; else each pass is the next epoch."""
+        if isinstance(self.batch_sampler, _Shares):
+            self.batch_sampler.epoch = epoch
+
+
+class _Shares(Sampler[list[int]]):
+    """This rank's part of each batch of one process's batch sampler, in the same order on every rank."""
+
+    def __init__(self, batches: Any, seed: int, rank: int, size: int) -> None:
+        self.batches, self.seed, self.rank, self.size = batches, seed, rank, size
+        self.epoch = 0
+        self.sizes: deque[tuple[int, int]] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        with torch.random.fork_rng(devices=[]):  # the user's random stream stays as it is
+            torch.manual_seed(self.seed + self.epoch)
+            self.epoch += 1
+            batches = [list(batch) for batch in self.batches]
+        for batch in batches:
+            start, end = part(len(batch), self.rank, self.size)
+            self.sizes.append((end - start, len(batch)))
+            yield batch[start:end] or batch[:1]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class _IterableShares(IterableDataset):
+    """This rank's part of each ``batch_size`` samples of a stream."""
+
+    def __init__(
+        self, dataset: IterableDataset, batch_size: int, drop_last: bool, mesh: Mesh, collate: Any
+    ) -> None:
+        self.dataset, self.batch_size, self.drop_last, self.collate = dataset, batch_size, drop_last, collate
+        self.rank, self.size = mesh.dp_rank, mesh.dp_size
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        stream = iter(self.dataset)
+        while batch := list(islice(stream, self.batch_size)):
+            if self.drop_last and len(batch) < self.batch_size:
+                return
+            start, end = part(len(batch), self.rank, self.size)
+            yield self.collate(batch[start:end] or batch[:1]), end - start, len(batch)
+
+    def __len__(self) -> int:
+        n = len(self.dataset)
+        return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
+
+
+def part(n: int, rank: int, size: int) -> tuple[int, int]:
+    """Start and end of a rank's contiguous part of ``n`` rows; sizes differ by one at most."""
+    return n * rank // size, n * (rank + 1) // size
+
+
+def _common_seed(mesh: Mesh) -> int:
+    """Rank 0's seed, so that ranks shuffle alike also where the user seeded them differently."""
+    seed = torch.tensor([torch.initial_seed() % 2**62], device=idist.device())
+    if mesh.world_size > 1:
+        dist.broadcast(seed, src=0)
+    return int(seed)
+
+
+# ------------------------------------------------------------------------------------------------- the model
+
+
+def auto_model(
+    model: nn.Module,
+    tensor_plan: Mapping[str, ParallelStyle] | None = None,
+    *,
+    schedule: str = "1f1b",
+    n_microbatches: int | None = None,
+    split: Sequence[int] | None = None,
+    shard: bool = False,
+    **kwargs: Any,
+) -> nn.Module:
+    """Cuts a built model for the mesh; the weights are those of rank 0, which are those of one process.
+
+    On a mesh that is data parallel only this is ``idist.auto_model`` (DDP). With tp the plan's modules become
+    DTensors, with pp the model becomes a :class:`~ignite_ddl.pipeline.Pipeline` of this rank's stages, and the
+    dp axis is torch's ``replicate``, or FSDP2 with ``shard=True``.
+
+    Args:
+        model: any module; an ``nn.Sequential`` where the mesh has a pp axis.
+        tensor_plan: globs of module names to styles, see :mod:`ignite_ddl.tensor`. Checked on every mesh.
+        schedule: a name of ``ignite_ddl.pipeline.SCHEDULES``, default "1f1b". Used with pp.
+        n_microbatches: microbatches per batch, default the number of stages. Used with pp.
+        split: layers per stage, default balanced by parameters. Used with pp.
+        shard: shard parameters, gradients and optimizer state over dp (FSDP2). Default False.
+        kwargs: for ``idist.auto_model`` on a mesh that is data parallel only, say ``find_unused_parameters``.
+
+    Returns:
+        nn.Module: the model to train. With pp, call it under ``ddl.create_supervised_trainer``.
+
+    Raises:
+        ValueError: if a key of the plan matches nothing, a module cannot be cut, or the model and the schedule
+            do not suit the mesh; nothing has been sent then.
+    """
+    mesh = get_mesh()
+    styles = check_plan(model, tensor_plan or {}, mesh.tp_size)
+    if mesh.dp_size == mesh.world_size and not (shard and mesh.world_size > 1):
+        return idist.auto_model(model, **kwargs)
+    if kwargs:
+        raise ValueError(
+            f"{', '.join(kwargs)} are for DDP, but the mesh is {mesh!r}, shard={shard}: leave them out"
+        )
+    if mesh.pp_size > 1:
+        pipeline = Pipeline(model, mesh, schedule, n_microbatches, split)  # refuses before anything is sent
+    model.to(idist.device())
+    _copy_weights_of_rank_0(model)
+    if mesh.pp_size == 1:
+        if mesh.tp_size > 1:
+            apply_plan(model, styles, mesh.device_mesh["tp"])
+        return _over_dp(model, mesh, shard)
+    stages = pipeline.local
+    if mesh.tp_size > 1:
+        apply_plan(pipeline, styles, mesh.device_mesh["tp"])
+    for stage in stages.values():
+        _over_dp(stage, mesh, shard)
+    return pipeline
+
+
+def _over_dp(module: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:
+    # A DTensor's local part is a view, of which torch warns on every rank: nothing here changes it in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    if mesh.dp_size == 1 or not any(p.requires_grad for p in module.parameters()):
+        return module
+    if shard:
+        # A layer's weights are gathered when its turn comes. Under pp they stay until the backward pass is
+        # through: once a batch, however many microbatches a dp rank has.
+        options = {"mesh": mesh.device_mesh["dp"], "reshard_after_forward": mesh.pp_size == 1}
+        for child in module.children():
+            if any(True for _ in child.parameters()) and not _shares_weights(child, module):
+                fully_shard(child, **options)
+        return fully_shard(module, **options)
+    # Not DistributedDataParallel, which loses parameters beside DTensors and pipelines (see tests/test_auto.py).
+    # Still a private module of torch, from 2.11 to 2.13: its one import is here.
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate(module, mesh=mesh.device_mesh["dp"])
+
+
+def _shares_weights(child: nn.Module, module: nn.Module) -> bool:
+    inside = {id(p) for p in child.parameters()}
+    return any(
+        id(p) in inside for other in module.children() if other is not child for p in other.parameters()
+    )
+
+
+def _copy_weights_of_rank_0(model: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values():
+            dist.broadcast(tensor, src=0)
+
+
+def auto_optim(optimizer: torch.optim.Optimizer, **kwargs: Any) -> torch.optim.Optimizer:
+    """``idist.auto_optim``: the optimizer itself on gloo and NCCL, adapted on Horovod and XLA.
+
+    Args:
+        optimizer: an optimizer of the parameters of what :func:`auto_model` returned.
+        kwargs: those of ``idist.auto_optim``.
+
+    Returns:
+        torch.optim.Optimizer: the optimizer to step.
+    """
+    return idist.auto_optim(optimizer, **kwargs)
+
+
+# --------------------------------------------------------------------------------------------- plain weights
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of the uncut model, on the CPU of every rank; every rank calls it.
+
+    Args:
+        model: what :func:`auto_model` returned.
+
+    Returns:
+        dict: names as in the model that was given to :func:`auto_model`, to plain tensors.
+    """
+    mine = {_plain_name(name): _whole(tensor) for name, tensor in model.state_dict().items()}
+    if not isinstance(model, Pipeline):
+        return mine
+    parts: list[dict] = [{} for _ in range(model.mesh.pp_size)]
+    dist.all_gather_object(parts, mine, group=model.mesh.pp_group)
+    merged = {name: tensor for part_ in parts for name, tensor in part_.items()}
+    return {name: merged[name] for name in model.names if name in merged}
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Loads a plain state dict into a cut model, in place; every rank calls it with the whole dict.
+
+    Args:
+        model: what :func:`auto_model` returned.
+        state: a state dict of the uncut model.
+
+    Raises:
+        ValueError: if a name is missing, unknown, or has another shape.
+    """
+    targets = {_plain_name(name): tensor for name, tensor in model.state_dict().items()}
+    known = set(model.names) if isinstance(model, Pipeline) else set(targets)
+    if set(state) != known:
+        raise ValueError(
+            f"state should have the model's names, but lacks {sorted(known - set(state))} and has "
+            f"{sorted(set(state) - known)} besides"
+        )
+    for name, target in targets.items():
+        if target.shape != state[name].shape:
+            raise ValueError(
+                f"state[{name!r}] should have shape {tuple(target.shape)}, but has {tuple(state[name].shape)}"
+            )
+    with torch.no_grad():
+        for name, target in targets.items():
+            value = state[name].to(target.device, target.dtype)
+            if isinstance(target, DTensor):
+                value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+            target.copy_(value)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu().clone()
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix("module.")  # DDP's

@@ -1,0 +1,297 @@
+"""Ignite's supervised trainer and evaluator, whose state is the same on every rank of a mesh.
+
+Losses are means over the rows of the global batch, gradients are clipped by their one global norm, and metrics
+reduce over the ranks that saw different rows: so handlers that decide on values decide the same everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+from ignite.engine import Engine, _prepare_batch
+from ignite.metrics import Metric
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_ddl.auto import ShardedDataLoader
+from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.metrics import over_data_parallel
+from ignite_ddl.pipeline import Pipeline
+
+__all__ = ["MeshEngine", "clip_grad_norm_", "create_supervised_evaluator", "create_supervised_trainer"]
+
+
+class MeshEngine(Engine):
+    """An Ignite ``Engine`` that makes every attached metric reduce over the data-parallel group.
+
+    Use it in place of ``ignite.engine.Engine`` for an update function of your own.
+    """
+
+    def add_event_handler(self, event_name: Any, handler: Callable, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(handler, "__self__", None)
+        if isinstance(owner, Metric):
+            over_data_parallel(owner)
+        return super().add_event_handler(event_name, handler, *args, **kwargs)
+
+
+def create_supervised_trainer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    device: str | torch.device | None = None,
+    non_blocking: bool = False,
+    prepare_batch: Callable = _prepare_batch,
+    model_transform: Callable[[Any], Any] = lambda output: output,
+    output_transform: Callable[[Any, Any, Any, torch.Tensor], Any] | None = None,
+    gradient_accumulation_steps: int = 1,
+    max_norm: float | None = None,
+) -> MeshEngine:
+    """Ignite's ``create_supervised_trainer`` on a mesh.
+
+    Args:
+        model: what ``ddl.auto_model`` returned.
+        optimizer: what ``ddl.auto_optim`` returned.
+        loss_fn: takes the output and the targets of some rows and returns their mean loss.
+        device: where batches go, default ``idist.device()``.
+        non_blocking: as in Ignite.
+        prepare_batch: as in Ignite: ``(batch, device, non_blocking)`` to ``(x, y)``.
+        model_transform: as in Ignite: the model's output to what ``loss_fn`` takes.
+        output_transform: as in Ignite: ``(x, y, y_pred, loss)`` to ``engine.state.output``; ``loss`` is the mean
+            over the global batch. Under pp it runs where the last stage is and its result is sent to the other
+            pp ranks. Default: ``loss.item()``.
+        gradient_accumulation_steps: iterations per optimizer step, default 1. Gradients are reduced in the last.
+        max_norm: clips the gradients of all ranks by their one global 2-norm. Default None: no clipping. The norm
+            before clipping is ``engine.state.grad_norm``.
+
+    Returns:
+        MeshEngine: the trainer; its ``state.output`` is the same on every rank.
+
+    Raises:
+        ValueError: if ``gradient_accumulation_steps`` or ``max_norm`` is not positive.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            def training(local_rank):
+                torch.manual_seed(0)
+                data = torch.utils.data.TensorDataset(torch.randn(12, 3), torch.randn(12, 1))
+                loader = ddl.auto_dataloader(data, batch_size=5)
+                model = ddl.auto_model(torch.nn.Linear(3, 1))
+                optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+                trainer = ddl.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss, max_norm=1.0)
+                trainer.run(loader, max_epochs=2)
+                return trainer.state.output
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2) as parallel:
+                first, second = parallel.run(training)
+            assert first == second
+            assert abs(first - training(0)) < 1e-5
+    """
+    if gradient_accumulation_steps < 1:
+        raise ValueError(
+            f"gradient_accumulation_steps should be positive, but given {gradient_accumulation_steps}"
+        )
+    if max_norm is not None and max_norm <= 0:
+        raise ValueError(f"max_norm should be positive, but given {max_norm}")
+    mesh = get_mesh()
+    device = idist.device() if device is None else device
+    step = _pipeline_step if isinstance(model, Pipeline) else _plain_step
+
+    def update(engine: Engine, batch: Any) -> Any:
+        iteration = engine.state.iteration
+        if (iteration - 1) % gradient_accumulation_steps == 0:
+            optimizer.zero_grad()
+        last = iteration % gradient_accumulation_steps == 0
+        model.train()
+        here, in_all = _rows(engine)
+        x, y = prepare_batch(_filled(engine, batch), device=device, non_blocking=non_blocking)
+        # dp averages gradients: with this weight the average is the mean over the rows of the global batch.
+        weight = 1.0 if in_all is None else here * mesh.dp_size / in_all
+        with _gradient_sync(model, last):
+            y_pred, loss = step(model, x, y, loss_fn, model_transform, weight, gradient_accumulation_steps)
+        loss = _mean_loss(loss, weight, mesh, isinstance(model, Pipeline))
+        if last:
+            if isinstance(model, Pipeline):
+                model.sum_shared_gradients()
+            if max_norm is not None:
+                engine.state.grad_norm = float(clip_grad_norm_(model, max_norm))
+            optimizer.step()
+        if output_transform is None:
+            return loss.item()
+        if here == 0:
+            x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
+            y_pred = None if y_pred is None else y_pred[:0]
+        return _output(model, lambda: output_transform(x, y, y_pred, loss))
+
+    return MeshEngine(update)
+
+
+def create_supervised_evaluator(
+    model: nn.Module,
+    metrics: dict[str, Metric] | None = None,
+    device: str | torch.device | None = None,
+    non_blocking: bool = False,
+    prepare_batch: Callable = _prepare_batch,
+    model_transform: Callable[[Any], Any] = lambda output: output,
+    output_transform: Callable[[Any, Any, Any], Any] = lambda x, y, y_pred: (y_pred, y),
+) -> MeshEngine:
+    """Ignite's ``create_supervised_evaluator`` on a mesh: no gradients, metrics the same on every rank.
+
+    Args:
+        model: what ``ddl.auto_model`` returned.
+        metrics: names to Ignite metrics, attached unchanged.
+        device: where batches go, default ``idist.device()``.
+        non_blocking: as in Ignite.
+        prepare_batch: as in Ignite: ``(batch, device, non_blocking)`` to ``(x, y)``.
+        model_transform: as in Ignite.
+        output_transform: as in Ignite: ``(x, y, y_pred)`` to ``engine.state.output``. Under pp it runs where the
+            last stage is and its result is sent to the other pp ranks: return little there. Default
+            ``(y_pred, y)``.
+
+    Returns:
+        MeshEngine: the evaluator.
+    """
+    device = idist.device() if device is None else device
+
+    def evaluate(engine: Engine, batch: Any) -> Any:
+        model.eval()
+        here, _ = _rows(engine)
+        with torch.no_grad():
+            x, y = prepare_batch(_filled(engine, batch), device=device, non_blocking=non_blocking)
+            y_pred = model.forward_only(x) if isinstance(model, Pipeline) else model(x)
+            if y_pred is not None:
+                y_pred = model_transform(y_pred)
+            if here == 0:
+                x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
+                y_pred = None if y_pred is None else y_pred[:0]
+            return _output(model, lambda: output_transform(x, y, y_pred))
+
+    evaluator = MeshEngine(evaluate)
+    for name, metric in (metrics or {}).items():
+        metric.attach(evaluator, name)
+    return evaluator
+
+
+def _plain_step(model, x, y, loss_fn, model_transform, weight, accumulation):
+    y_pred = model_transform(model(x))
+    loss = loss_fn(y_pred, y)
+    (loss * (weight / accumulation)).backward()
+    return y_pred, loss.detach()
+
+
+def _pipeline_step(model, x, y, loss_fn, model_transform, weight, accumulation):
+    rows = len(x)
+
+    def microbatch_loss(output, target):
+        share = len(target) / rows
+        return loss_fn(model_transform(output), target) * (share * weight / accumulation)
+
+    y_pred, loss = model.train_step(x, y, microbatch_loss)
+    if loss is not None:
+        loss = loss * (accumulation / weight) if weight else loss  # back to the mean over this rank's rows
+        y_pred = model_transform(y_pred)
+    return y_pred, loss
+
+
+def _mean_loss(loss: torch.Tensor | None, weight: float, mesh: Mesh, pipeline: bool) -> torch.Tensor:
+    """The mean over the rows of the global batch, on every rank, in one reduction."""
+    if mesh.world_size == 1:
+        return loss
+    if loss is None:
+        loss = torch.zeros((), device=idist.device())
+    part = loss.to(torch.float64) * (weight / mesh.dp_size)
+    if not pipeline:
+        dist.all_reduce(part, group=mesh.dp_group)
+    else:  # the last stage's ranks know it; of their tp peers one speaks
+        if mesh.tp_rank != 0:
+            part.zero_()
+        dist.all_reduce(part)
+    return part
+
+
+def _rows(engine: Engine) -> tuple[int, int | None]:
+    loader = engine.state.dataloader
+    return loader.rows if isinstance(loader, ShardedDataLoader) else (1, None)
+
+
+def _filled(engine: Engine, batch: Any) -> Any:
+    """A rank without rows computes one that is not its own, with weight 0: its peers need it in collectives."""
+    loader = engine.state.dataloader
+    if isinstance(loader, ShardedDataLoader) and loader.rows[0] == 0:
+        return loader.filler
+    return batch
+
+
+def _output(model: nn.Module, transform: Callable[[], Any]) -> Any:
+    if not isinstance(model, Pipeline):
+        return transform()
+    return model.from_last_stage(transform() if model.is_last else None)
+
+
+@contextlib.contextmanager
+def _gradient_sync(model: nn.Module, sync: bool):
+    """Reduces gradients over dp only where an optimizer step follows."""
+    if isinstance(model, DistributedDataParallel):
+        with contextlib.nullcontext() if sync else model.no_sync():
+            yield
+        return
+    modules = model.local.values() if isinstance(model, Pipeline) else [model]
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(sync)
+    yield
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Clips by the 2-norm of all gradients of all ranks: shards add up, copies count once.
+
+    Args:
+        model: what ``ddl.auto_model`` returned.
+        max_norm: the largest norm to leave, positive.
+
+    Returns:
+        Tensor: the norm before clipping, the same on every rank.
+    """
+    mesh = get_mesh()
+    total = torch.zeros((), dtype=torch.float64, device=idist.device())
+    cut = False
+    gradients = []
+    counted = model.counted_here() if isinstance(model, Pipeline) else None
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        local, copies = _local_and_copies(parameter.grad, mesh)
+        gradients.append(local)
+        cut = cut or copies < mesh.dp_size * mesh.tp_size
+        if counted is None or name in counted:
+            total += local.double().square().sum() / copies
+    if mesh.world_size > 1 and (cut or mesh.pp_size > 1):
+        dist.all_reduce(total)
+    else:
+        total *= mesh.dp_size * mesh.tp_size
+    norm = total.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for local in gradients:
+        local.mul_(scale.to(local.device))
+    return norm
+
+
+def _local_and_copies(grad: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, int]:
+    """A gradient's local part, and how many ranks of a stage hold that same part."""
+    copies = mesh.dp_size * mesh.tp_size
+    if not isinstance(grad, DTensor):
+        return grad, copies
+    for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
+        if not placement.is_replicate():  # Shard, or _StridedShard where FSDP2 cuts what tp has cut
+            copies //= size
+    return grad.to_local(), copies

@@ -1,0 +1,211 @@
+"""The world as a grid of three axes: pp (pipeline stages) × dp (data) × tp (tensors).
+
+Rank numbers run along tp first, then dp, then pp: the peers that talk most, those of one tensor-parallel group,
+are neighbours, so they share a machine when machines are filled in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ignite.distributed as idist
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+__all__ = ["Mesh", "check_mesh", "get_mesh", "initialize_mesh"]
+
+AXES = ("pp", "dp", "tp")  # outermost first
+
+
+def check_mesh(world_size: int, dp: int = -1, pp: int = 1, tp: int = 1) -> dict[str, int]:
+    """Fills in the axis given as -1 and checks that the axes fill the world.
+
+    Args:
+        world_size: number of ranks.
+        dp: size of the data-parallel axis, default -1: whatever pp and tp leave.
+        pp: number of pipeline ranks, default 1.
+        tp: number of ranks that share each layer, default 1.
+
+    Returns:
+        dict: the three sizes.
+
+    Raises:
+        ValueError: if a size is no positive integer, more than one is -1, or they do not fill the world.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.mesh import check_mesh
+
+            assert check_mesh(8, pp=2, tp=2) == {"pp": 2, "dp": 2, "tp": 2}
+    """
+    sizes = {"pp": pp, "dp": dp, "tp": tp}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise ValueError(
+                f"{name} should be a positive integer, or -1 for what is left, but given {size!r}"
+            )
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise ValueError(f"{' and '.join(free)} are -1, but only one axis can take what is left")
+    fixed = 1
+    for size in sizes.values():
+        fixed *= size if size != -1 else 1
+    given = ", ".join(f"{name}={sizes[name]}" for name in ("dp", "pp", "tp"))
+    if free:
+        if world_size % fixed:
+            raise ValueError(
+                f"{free[0]}=-1 should take what is left of {world_size} ranks, but given {given}: "
+                f"{fixed} does not divide {world_size}"
+            )
+        sizes[free[0]] = world_size // fixed
+    elif fixed != world_size:
+        raise ValueError(
+            f"dp × pp × tp should be the number of ranks, {world_size}, but given {given}: {fixed}"
+        )
+    return sizes
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Mesh:
+    """Where this rank is in the grid, and the process group of each axis.
+
+    Made by :func:`initialize_mesh` or ``ddl.Parallel(..., dp=, pp=, tp=)`` and read by :func:`get_mesh`.
+
+    Attributes:
+        sizes: the size of each axis, by name.
+        rank: this process's global rank.
+        device_mesh: torch's ``DeviceMesh`` with the axes "pp", "dp", "tp"; None on a serial run.
+        groups: the process group of each axis through this rank; None on a serial run.
+    """
+
+    sizes: Mapping[str, int]
+    rank: int
+    device_mesh: DeviceMesh | None
+    groups: Mapping[str, dist.ProcessGroup | None]
+
+    @property
+    def dp_size(self) -> int:
+        return self.sizes["dp"]
+
+    @property
+    def pp_size(self) -> int:
+        return self.sizes["pp"]
+
+    @property
+    def tp_size(self) -> int:
+        return self.sizes["tp"]
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_size * self.pp_size * self.tp_size
+
+    @property
+    def pp_rank(self) -> int:
+        return self.coordinates(self.rank)["pp"]
+
+    @property
+    def dp_rank(self) -> int:
+        return self.coordinates(self.rank)["dp"]
+
+    @property
+    def tp_rank(self) -> int:
+        return self.coordinates(self.rank)["tp"]
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        return self.groups["dp"]
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        return self.groups["pp"]
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        return self.groups["tp"]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a global rank on each axis."""
+        pp, rest = divmod(rank, self.dp_size * self.tp_size)
+        dp, tp = divmod(rest, self.tp_size)
+        return {"pp": pp, "dp": dp, "tp": tp}
+
+    def rank_at(self, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
+        """The global rank at a place of the grid."""
+        return (pp * self.dp_size + dp) * self.tp_size + tp
+
+    def __repr__(self) -> str:
+        return f"Mesh(dp={self.dp_size}, pp={self.pp_size}, tp={self.tp_size}, rank={self.rank})"
+
+    def __str__(self) -> str:
+        """Who is where: a row for each place on pp and dp, the tp peers side by side, this rank in brackets."""
+        lines = [f"mesh dp={self.dp_size} × pp={self.pp_size} × tp={self.tp_size}, {self.world_size} ranks"]
+        for pp in range(self.pp_size):
+            for dp in range(self.dp_size):
+                ranks = [self.rank_at(pp, dp, tp) for tp in range(self.tp_size)]
+                cells = [f"[{rank}]" if rank == self.rank else f" {rank} " for rank in ranks]
+                lines.append(f"  pp {pp}  dp {dp}  tp 0…{self.tp_size - 1}: {' '.join(cells)}")
+        return "\n".join(lines)
+
+
+_mesh: Mesh | None = None
+_made_for: dist.ProcessGroup | None = None  # the world that the mesh belongs to: a new job needs a new mesh
+
+
+def initialize_mesh(dp: int = -1, pp: int = 1, tp: int = 1) -> Mesh:
+    """Lays the running job out as dp × pp × tp; every rank calls it, once, with the same numbers.
+
+    ``ddl.Parallel(..., dp=, pp=, tp=)`` calls it for you. Call it yourself where something else has started the
+    job (``idist.initialize``, Lightning, a cluster's own launcher).
+
+    Args:
+        dp: size of the data-parallel axis, default -1: whatever pp and tp leave.
+        pp: number of pipeline ranks, default 1.
+        tp: number of ranks that share each layer, default 1.
+
+    Returns:
+        Mesh: the mesh, which :func:`get_mesh` returns from now on.
+
+    Raises:
+        ValueError: if the axes do not fill the world.
+
+    Examples:
+        .. code-block:: python
+
+            import ignite.distributed as idist
+            import ignite_ddl as ddl
+
+            def who(local_rank):
+                mesh = ddl.initialize_mesh(dp=2, tp=2)
+                return mesh.dp_rank, mesh.tp_rank
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=4) as parallel:
+                assert parallel.run(who) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
+    global _mesh, _made_for
+    sizes = check_mesh(idist.get_world_size(), dp=dp, pp=pp, tp=tp)
+    if not dist.is_initialized():
+        _mesh, _made_for = Mesh(sizes, 0, None, dict.fromkeys(AXES)), None
+        return _mesh
+    device_mesh = init_device_mesh(
+        idist.device().type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES
+    )
+    groups = {axis: device_mesh.get_group(axis) for axis in AXES}
+    _mesh, _made_for = Mesh(sizes, dist.get_rank(), device_mesh, groups), dist.group.WORLD
+    return _mesh
+
+
+def get_mesh() -> Mesh:
+    """The mesh of the running job; in a plain idist job, or without one, that of pure data parallelism.
+
+    Returns:
+        Mesh: sizes and ranks on each axis, groups, the ``DeviceMesh`` beneath.
+
+    Note:
+        In a plain idist job the first call makes the mesh and so must happen on every rank.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if _mesh is None or _made_for is not world:
+        return initialize_mesh()
+    return _mesh

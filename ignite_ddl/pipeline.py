@@ -1,0 +1,380 @@
+"""Pipeline parallelism: a Sequential cut into stages, run by one of torch's schedules.
+
+The schedules are ``torch.distributed.pipelining``'s. This file cuts the model, gives every batch a number of
+microbatches that divides it, and refuses what a schedule would get wrong before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from ignite_ddl.mesh import Mesh
+
+__all__ = ["SCHEDULES", "Pipeline", "balance", "microbatches_for", "stage_owners"]
+
+# name: torch's class, stages per rank
+SCHEDULES: dict[str, tuple[type, int]] = {
+    "gpipe": (schedules.ScheduleGPipe, 1),
+    "1f1b": (schedules.Schedule1F1B, 1),
+    "interleaved_1f1b": (schedules.ScheduleInterleaved1F1B, 2),
+    "interleaved_zero_bubble": (schedules.ScheduleInterleavedZeroBubble, 2),
+    "zbv": (schedules.ScheduleZBVZeroBubble, 2),
+    "looped_bfs": (schedules.ScheduleLoopedBFS, 2),
+    "dualpipev": (schedules.ScheduleDualPipeV, 2),
+}
+_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
+_V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2·pp − 1 − r
+# These split the backward pass in two; on a stage without trainable weights torch leaves gradients out.
+_SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+def stage_owners(schedule: str, pp_size: int) -> list[int]:
+    """The pp rank of each stage, in the order of the model.
+
+    Args:
+        schedule: a name of ``SCHEDULES``.
+        pp_size: number of pp ranks.
+
+    Returns:
+        list: ``len(...)`` is the number of stages.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.pipeline import stage_owners
+
+            assert stage_owners("1f1b", 4) == [0, 1, 2, 3]
+            assert stage_owners("interleaved_1f1b", 2) == [0, 1, 0, 1]
+            assert stage_owners("zbv", 2) == [0, 1, 1, 0]
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule should be one of {', '.join(SCHEDULES)}, but given {schedule!r}")
+    ranks = list(range(pp_size))
+    if schedule in _V_SHAPED:
+        return ranks + ranks[::-1]
+    return ranks * SCHEDULES[schedule][1]
+
+
+def balance(costs: Sequence[float], n_stages: int) -> list[int]:
+    """Cuts a row of layers into stages so that the costliest stage is as cheap as can be.
+
+    Args:
+        costs: cost of each layer, in any unit.
+        n_stages: number of stages.
+
+    Returns:
+        list: how many layers each stage gets, at least one.
+
+    Raises:
+        ValueError: if there are more stages than layers.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.pipeline import balance
+
+            assert balance([1, 1, 1, 9], 2) == [3, 1]
+    """
+    n = len(costs)
+    if n_stages > n:
+        raise ValueError(
+            f"a model of {n} layers cannot be cut into {n_stages} stages; use fewer pp ranks or stages"
+        )
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    # best[k][i]: the cheapest costliest stage when the first i layers make k stages; cut[k][i]: its last cut
+    best = [[float("inf")] * (n + 1) for _ in range(n_stages + 1)]
+    cut = [[0] * (n + 1) for _ in range(n_stages + 1)]
+    best[0][0] = 0.0
+    for k in range(1, n_stages + 1):
+        for i in range(k, n + 1):
+            for j in range(k - 1, i):
+                costliest = max(best[k - 1][j], total[i] - total[j])
+                if costliest < best[k][i]:
+                    best[k][i], cut[k][i] = costliest, j
+    sizes, end = [], n
+    for k in range(n_stages, 0, -1):
+        sizes.append(end - cut[k][end])
+        end = cut[k][end]
+    return sizes[::-1]
+
+
+def microbatches_for(rows: int, wanted: int, schedule: str, pp_size: int) -> tuple[int, str]:
+    """Into how many equal microbatches a batch is cut, and by which schedule it runs.
+
+    torch's schedules need equal microbatches. A batch that ``wanted`` does not divide (a last batch) takes the
+    nearest number that divides it and suits the schedule; where there is none, the rows go as one microbatch
+    each through the plain schedule (gpipe, or looped_bfs on several stages a rank), whose gradients are the same.
+
+    Args:
+        rows: rows of this rank's batch, at least 1.
+        wanted: the number of microbatches asked for.
+        schedule: a name of ``SCHEDULES``.
+        pp_size: number of pp ranks.
+
+    Returns:
+        tuple: number of microbatches, name of the schedule.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.pipeline import microbatches_for
+
+            assert microbatches_for(16, 4, "1f1b", pp_size=2) == (4, "1f1b")
+            assert microbatches_for(14, 4, "1f1b", pp_size=2) == (2, "1f1b")
+            assert microbatches_for(1, 4, "1f1b", pp_size=2) == (1, "gpipe")
+    """
+    fitting = [m for m in range(1, rows + 1) if rows % m == 0 and _suits(schedule, m, pp_size)]
+    if fitting:
+        return min(fitting, key=lambda m: (abs(m - wanted), m)), schedule
+    plain = "gpipe" if SCHEDULES[schedule][1] == 1 else "looped_bfs"
+    if schedule in _V_SHAPED:
+        raise ValueError(
+            f"a batch of {rows} rows cannot be cut into microbatches for schedule={schedule!r} on pp={pp_size}; "
+            "use drop_last=True, another batch_size, or another schedule"
+        )
+    return min((m for m in range(1, rows + 1) if rows % m == 0), key=lambda m: (abs(m - wanted), m)), plain
+
+
+def _suits(schedule: str, n_microbatches: int, pp_size: int) -> bool:
+    if schedule == "1f1b":
+        return n_microbatches >= pp_size
+    if schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
+        return n_microbatches % max(1, n_microbatches // pp_size) == 0
+    if schedule == "dualpipev":
+        return n_microbatches >= 2 * pp_size
+    return True
+
+
+class Pipeline(nn.Module):
+    """This rank's stages of a Sequential, and the schedule that runs them. Made by ``ddl.auto_model``.
+
+    Parameters keep the names that they have in the whole model.
+
+    Args:
+        model: the whole model, an ``nn.Sequential``.
+        mesh: the mesh; its pp axis has more than one rank.
+        schedule: a name of ``SCHEDULES``.
+        n_microbatches: how many microbatches a batch is cut into; default the number of stages.
+        split: number of layers of each stage; default balanced by the number of parameters.
+
+    Raises:
+        ValueError: if the model is no Sequential, has fewer layers than stages, or has a stage that the schedule
+            would get wrong.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        schedule: str = "1f1b",
+        n_microbatches: int | None = None,
+        split: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Sequential):
+            raise ValueError(
+                f"model should be an nn.Sequential under pp={mesh.pp_size}, but given {type(model).__name__}: "
+                "stages are cut between its layers"
+            )
+        self.mesh = mesh
+        self.schedule = schedule
+        self.owners = stage_owners(schedule, mesh.pp_size)
+        self.n_microbatches = n_microbatches or len(self.owners)
+        if not _suits(schedule, self.n_microbatches, mesh.pp_size):
+            least = len(self.owners) if schedule == "dualpipev" else mesh.pp_size
+            raise ValueError(
+                f"n_microbatches={self.n_microbatches} does not suit schedule={schedule!r} on pp={mesh.pp_size}; "
+                f"use a multiple of {least}"
+            )
+        layers = list(model.named_children())
+        costs = [1.0 + sum(p.numel() for p in layer.parameters()) for _, layer in layers]
+        self.split = list(split) if split is not None else balance(costs, len(self.owners))
+        if len(self.split) != len(self.owners) or sum(self.split) != len(layers) or min(self.split) < 1:
+            raise ValueError(
+                f"split should name the layers of each of {len(self.owners)} stages, at least one each, "
+                f"{len(layers)} in all, but given {self.split}"
+            )
+        stages, start = [], 0
+        for size in self.split:
+            stages.append(nn.Sequential(OrderedDict(layers[start : start + size])))
+            start += size
+        self._refuse_bare_stages(stages)
+        self.shared = _shared_between(stages)
+        self.stage_of = {name: s for s, stage in enumerate(stages) for name, _ in stage.named_parameters()}
+        self.names = list(model.state_dict())  # of the whole model
+        self.local = {s: stage for s, stage in enumerate(stages) if self.owners[s] == mesh.pp_rank}
+        for stage in self.local.values():
+            for name, layer in stage.named_children():
+                self.add_module(name, layer)
+        self._schedules: dict[int, tuple[Any, _Loss]] = {}
+
+    def _refuse_bare_stages(self, stages: list[nn.Sequential]) -> None:
+        if self.schedule not in _SPLIT_BACKWARD:
+            return
+        for index, stage in enumerate(stages):
+            if not any(p.requires_grad for p in stage.parameters()):
+                raise ValueError(
+                    f"schedule={self.schedule!r} cannot run stage {index} ({', '.join(dict(stage.named_children()))}): "
+                    "it has no trainable parameter, and gradients would be lost; use '1f1b' or 'interleaved_1f1b', "
+                    "or another split"
+                )
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage, where outputs and losses arise."""
+        return self.owners[-1] == self.mesh.pp_rank
+
+    def train_step(
+        self, x: torch.Tensor, y: Any, loss_fn: Callable[[Any, Any], torch.Tensor]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """One batch forward and backward through the schedule; gradients add up as after ``loss.backward()``.
+
+        Args:
+            x: this data-parallel rank's rows, the same on each of its pp ranks.
+            y: their targets.
+            loss_fn: takes a microbatch's output and targets and returns its part of what is differentiated: the
+                parts are added.
+
+        Returns:
+            tuple: the output for all rows and the sum of the microbatches' losses, on the rank that holds the
+            last stage; (None, None) on the others.
+        """
+        fresh = len(x) not in self._schedules
+        schedule, losing = self._schedule_for(len(x))
+        losing.loss_fn = loss_fn
+        losses: list[torch.Tensor] | None = [] if self.is_last else None
+        # A schedule's first step probes its stages with real passes and clears gradients: keep those that the
+        # iterations before (gradient accumulation) have left.
+        kept = [(p, p.grad) for p in self.parameters() if p.grad is not None] if fresh else []
+        for parameter, _ in kept:
+            parameter.grad = None
+        output = schedule.step(
+            *((x,) if 0 in self.local else ()), target=y if self.is_last else None, losses=losses
+        )
+        for parameter, grad in kept:
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        return (output, torch.stack(losses).sum().detach()) if self.is_last else (None, None)
+
+    def forward_only(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The output for all rows where the last stage is, None elsewhere; without gradients.
+
+        torch's schedules run their backward plan in evaluation too (zbv fails there), so this goes stage by
+        stage, microbatch by microbatch.
+        """
+        me, outputs, sent = self.mesh.pp_rank, [], []
+        with torch.no_grad():
+            for hidden in x.tensor_split(min(self.n_microbatches, max(1, len(x)))):
+                for s, stage in self.local.items():
+                    if s > 0 and self.owners[s - 1] != me:
+                        hidden = self._receive(self.owners[s - 1])
+                    hidden = stage(hidden)
+                    if s + 1 == len(self.owners):
+                        outputs.append(hidden)
+                    elif self.owners[s + 1] != me:
+                        sent += self._send(hidden, self.owners[s + 1])
+            for work, _ in sent:
+                work.wait()
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # no backward pass will
+        return torch.cat(outputs) if outputs else None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """The output for all rows, on every pp rank, without gradients."""
+        return self.from_last_stage(self.forward_only(x))
+
+    def _peer(self, pp_rank: int) -> int:
+        return self.mesh.rank_at(**(self.mesh.coordinates(self.mesh.rank) | {"pp": pp_rank}))
+
+    def _send(self, tensor: torch.Tensor, pp_rank: int) -> list[tuple[dist.Work, torch.Tensor]]:
+        header = torch.zeros(10, dtype=torch.long, device=tensor.device)
+        header[: tensor.ndim + 2] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
+        tensors = [header, tensor.contiguous()]
+        return [(dist.isend(t, self._peer(pp_rank), group=self.mesh.pp_group), t) for t in tensors]
+
+    def _receive(self, pp_rank: int) -> torch.Tensor:
+        header = torch.zeros(10, dtype=torch.long, device=idist.device())
+        dist.recv(header, self._peer(pp_rank), group=self.mesh.pp_group)
+        dtype, ndim, *shape = header.tolist()
+        tensor = torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=idist.device())
+        dist.recv(tensor, self._peer(pp_rank), group=self.mesh.pp_group)
+        return tensor
+
+    def from_last_stage(self, value: Any) -> Any:
+        """What the rank with the last stage holds, on each of its pp peers."""
+        box = [value]
+        dist.broadcast_object_list(box, src=self._peer(self.owners[-1]), group=self.mesh.pp_group)
+        return box[0]
+
+    def sum_shared_gradients(self) -> None:
+        """Adds up the gradients of weights that several stages share, so that the copies stay the same."""
+        mine = dict(self.named_parameters())
+        for names in self.shared:
+            ranks = sorted({self.owners[self.stage_of[name]] for name in names})
+            if self.mesh.pp_rank not in ranks:
+                continue
+            held = [mine[name] for name in names if name in mine]
+            total = sum(_local(p.grad) for p in held if p.grad is not None)
+            if len(ranks) > 1:
+                peers = [self._peer(r) for r in ranks if r != self.mesh.pp_rank]
+                received = [torch.empty_like(total) for _ in peers]
+                operations = [dist.P2POp(dist.isend, total, peer) for peer in peers]
+                operations += [
+                    dist.P2POp(dist.irecv, box, peer) for box, peer in zip(received, peers, strict=True)
+                ]
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
+                total = total + sum(received)
+            for p in held:
+                _local(p.grad).copy_(total)
+
+    def counted_here(self) -> set[str]:
+        """The parameters of this rank, without those whose first copy is another stage's: for norms."""
+        later = {name for names in self.shared for name in names[1:]}
+        return {name for name, _ in self.named_parameters()} - later
+
+    def _schedule_for(self, rows: int) -> tuple[Any, _Loss]:
+        """torch's stages and schedules serve one batch size: one set for each."""
+        if rows not in self._schedules:
+            n, name = microbatches_for(rows, self.n_microbatches, self.schedule, self.mesh.pp_size)
+            stages = [
+                PipelineStage(module, s, len(self.owners), idist.device(), group=self.mesh.pp_group)
+                for s, module in self.local.items()
+            ]
+            losing = _Loss()
+            kind, per_rank = SCHEDULES[name]
+            schedule = kind(stages if per_rank > 1 else stages[0], n, loss_fn=losing, scale_grads=False)
+            self._schedules[rows] = schedule, losing
+        return self._schedules[rows]
+
+
+class _Loss:
+    """The loss of the batch that is running: torch wants it when a schedule is made, the weights change later."""
+
+    loss_fn: Callable | None = None
+
+    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        return self.loss_fn(output, target)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _shared_between(stages: list[nn.Sequential]) -> list[list[str]]:
+    owners: dict[int, list[str]] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            owners.setdefault(id(parameter), []).append(name)
+    return [names for names in owners.values() if len(names) > 1]
