@@ -35,6 +35,7 @@ from typing import Any
 import cloudpickle
 import ignite.distributed as idist
 import torch
+from ignite.distributed.comp_models.native import _NativeDistModel
 
 from ignite_ddl.mesh import check_mesh, initialize_mesh
 
@@ -70,6 +71,7 @@ class RankError(RuntimeError):
 
     Attributes:
         rank: the global rank that failed first.
+        summary: what happened to it, in a line.
         traceback: that rank's traceback as text, or how it ended (a signal, a time-out).
         exception: the exception itself where it could be sent back, else None.
         exitcode: the process's exit code where it died without a word (negative: the signal), else None.
@@ -704,6 +706,7 @@ def _rank_main(
         limit = {} if job.timeout is None else {"timeout": timedelta(seconds=job.timeout)}
         if not job.init_method.startswith("env"):
             limit |= {"rank": rank, "world_size": job.world_size}
+        _tell_nproc(job.nproc)
         idist.initialize(job.backend, init_method=job.init_method, **limit)
         if job.mesh_sizes:
             initialize_mesh(**job.mesh_sizes)
@@ -737,6 +740,12 @@ def _set_up(job: _Job, local_rank: int) -> None:
         _hide_gpus_if_too_few(job.nproc)
     for module in job.modules:
         __import__(module)
+
+
+def _tell_nproc(nproc: int) -> None:
+    """idist makes and destroys a process group to count the ranks of this machine (30 ms): it is known here."""
+    if hasattr(_NativeDistModel, "_compute_nproc_per_node"):
+        _NativeDistModel._compute_nproc_per_node = lambda model: nproc
 
 
 def _hide_gpus_if_too_few(nproc: int) -> None:

@@ -180,7 +180,9 @@ def numbers_sent(n_rows: list[int], sent: dict[str, list[int]]) -> Figure:
     Returns:
         the figure.
     """
-    figure, axes = new_figure("A bigger batch: only the model's cut sends more", height=2.8)
+    figure, axes = new_figure(
+        "A bigger batch: cutting the model sends more, cutting the batch does not", height=2.8
+    )
     for (name, counts), line in zip(sent.items(), ("o-", "s--"), strict=True):
         axes.plot(n_rows, counts, line, color=ACTIVITY["communication"], linewidth=2)
         end = (n_rows[-1], counts[-1])
