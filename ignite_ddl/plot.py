@@ -248,7 +248,8 @@ def dealt_batch(images, world_size: int = 4) -> Figure:
     Image ``i`` goes to rank ``i % world_size``, as ``DistributedSampler`` deals.
 
     Args:
-        images: the global batch, (N, 1, height, width) or (N, height, width); N is a multiple of ``world_size``.
+        images: the global batch, a tensor of shape (N, 1, height, width) or (N, height, width); N is a multiple
+            of ``world_size``.
         world_size: number of ranks, default 4.
 
     Raises:
@@ -256,7 +257,7 @@ def dealt_batch(images, world_size: int = 4) -> Figure:
     """
     if len(images) % world_size or not len(images):
         raise ValueError(f"images should be a multiple of world_size={world_size}, but given {len(images)}")
-    pixels = [image.squeeze() for image in images]
+    pixels = [image.squeeze().numpy() for image in images]
     side = next(n for n in range(1, len(pixels) + 1) if n * n >= len(pixels))  # of the mosaic
     share = len(pixels) // world_size
     columns = -(-share // 2)  # a rank's images stand in two rows
@@ -322,11 +323,11 @@ def learning_curves(runs: dict, error: float) -> Figure:
             axes.plot(
                 [point["step"] for point in history], [point["accuracy"] for point in history],
                 color=colour, linestyle=line, marker=marker, markersize=5, linewidth=1.4,
-                label=None if number else f"{who}, {len(histories)} seeds",
+                label=None if number else f"{who}, {len(histories)} seed" + "s" * (len(histories) > 1),
             )  # fmt: skip
     steps = [point["step"] for histories in runs.values() for history in histories for point in history]
     first, last = min(steps), max(steps)
-    x, low = first + 0.5 * (last - first), 0.6
+    x, low = first + 0.5 * (last - first), 0.5
     axes.errorbar([x], [low + 0.06], yerr=[2 * error], color="#555555", capsize=4, linewidth=1.4)
     axes.annotate(
         "± 2 standard errors of\none measured accuracy", (x, low + 0.06), (10, 0),

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Every chapter in a real JupyterLab, in headless Chromium: "Run All Cells" as a reader clicks it.
+# Needs Chromium and its driver (Debian: chromium, chromium-driver); installs selenium beside .venv, not in it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+for program in chromium chromedriver; do
+    command -v $program >/dev/null || { echo "browser: needs $program; on Debian: apt-get install chromium chromium-driver"; exit 1; }
+done
+[ -x build/selenium/bin/python ] || { python3 -m venv build/selenium && build/selenium/bin/pip install -q 'selenium>=4.20'; }
+build/selenium/bin/python tests/browser_lab.py ${@:-notebooks/*.ipynb}
