@@ -565,7 +565,8 @@ class _Output:
         held, self.held[index] = self.held[index], []
         for name, line in held:
             stream = getattr(sys, name)
-            stream.write(f"[rank {self.first_rank + index}] {line}")
+            # A progress bar that clears its line has no words to put a rank before.
+            stream.write(f"[rank {self.first_rank + index}] {line}" if line.strip() else line)
         if held:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -1,5 +1,6 @@
 """ddl.Parallel: results, output, errors, and every fault of the design's list; no process may be left."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -43,7 +44,7 @@ def pids(tmp_path):
     class Pids:
         folder = str(tmp_path)
 
-        def read(self, expected, within=15.0):
+        def read(self, expected, within=90.0):
             deadline = time.monotonic() + within
             while len(list(tmp_path.glob("*.pid"))) < expected and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -345,7 +346,7 @@ def test_launches_at_the_same_time_do_not_collide():
         "    assert ddl.Parallel('gloo', 2, timeout=60).run(lambda rank: idist.all_reduce(rank)) == [1, 1]\n"
     )
     runs = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
-    assert [run.wait(90) for run in runs] == [0, 0]
+    assert [run.wait(240) for run in runs] == [0, 0]
 
 
 SCRIPT = """
@@ -369,7 +370,7 @@ def test_signals_to_the_parent_leave_no_rank(pids, tmp_path, sent):
     ranks = pids.read(2)
     assert len(ranks) == 2
     run.send_signal(sent)
-    _, err = run.communicate(timeout=10)
+    _, err = run.communicate(timeout=60)
     assert run.returncode != 0
     if sent == signal.SIGINT:
         assert "KeyboardInterrupt" in err
@@ -378,7 +379,12 @@ def test_signals_to_the_parent_leave_no_rank(pids, tmp_path, sent):
 
 def test_nothing_is_left_after_a_run():
     parallel(2).run(lambda rank: rank)
-    names = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    names = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(
+            psutil.NoSuchProcess, psutil.ZombieProcess
+        ):  # it has ended since it was listed
+            names.append(" ".join(child.cmdline()))
     assert [name for name in names if "forkserver" not in name and "resource_tracker" not in name] == []
 
 
@@ -477,7 +483,7 @@ def test_killed_kernel_leaves_no_rank(pids):
             "    time.sleep(60)\n"
             "ddl.Parallel('gloo', 3, timeout=60).run(hang)"
         )
-        ranks = pids.read(3, within=30)
+        ranks = pids.read(3)
         assert len(ranks) == 3
         servers = [child.pid for child in psutil.Process(manager.provisioner.pid).children(recursive=True)]
         os.kill(manager.provisioner.pid, signal.SIGKILL)  # the kernel alone, as the out-of-memory killer does
@@ -512,11 +518,11 @@ def test_script_joins_torchrun_unchanged(tmp_path):
         "--nproc_per_node=2",
         str(script),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "got [(0, 3)]" in done.stdout
     assert "got [(1, 3)]" in done.stdout
-    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=90)
+    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240)
     assert alone.stdout.strip() == "got [(0, 1)]", alone.stderr
 
 
@@ -542,7 +548,7 @@ def test_two_nodes_on_one_machine():
         subprocess.Popen([sys.executable, "-c", script, str(node)], stdout=subprocess.PIPE, text=True)
         for node in (0, 1)
     ]
-    outputs = [node.communicate(timeout=90)[0].strip() for node in nodes]
+    outputs = [node.communicate(timeout=240)[0].strip() for node in nodes]
     assert outputs == ["[(0, 0, 2, 0, 4), (1, 1, 2, 0, 4)]", "[(0, 2, 2, 1, 4), (1, 3, 2, 1, 4)]"]
 
 

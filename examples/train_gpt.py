@@ -1,0 +1,156 @@
+"""Trains a small character GPT on Jane Austen's "Persuasion", on one process or on a mesh of them:
+
+    python train_gpt.py                                        # one process, about a minute
+    python train_gpt.py --ranks 8 --dp 2 --pp 2 --tp 2         # eight processes on this machine
+    torchrun --nproc_per_node 8 train_gpt.py --dp 2 --pp 2 --tp 2
+    srun -n 8 python train_gpt.py --dp 2 --pp 2 --tp 2
+
+Each trains the same model on the same rows. Ranks that share one CPU are slower than one process: eight on two
+cores take minutes an epoch, so try them with --steps 20. A mesh pays where every rank has a device of its own.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import ignite.distributed as idist
+import torch
+import torch.nn.functional as F
+from ignite.engine import Events
+from ignite.handlers import PiecewiseLinear, ProgressBar
+from ignite.metrics import Accuracy, Average, Loss, RunningAverage
+
+import ignite_ddl as ddl
+from ignite_ddl.lab import GPT, CharacterText, generate
+from ignite_ddl.pipeline import SCHEDULES, Pipeline
+from ignite_ddl.tensor import check_plan
+
+PROMPT = "Captain Wentworth "
+
+
+def new_model(args):
+    sizes = {"width": args.width, "n_heads": args.heads, "n_blocks": args.blocks, "tied": not args.untied}
+    return GPT(CharacterText.vocabulary_size, args.length, **sizes)
+
+
+def bits_per_character(logits, y):
+    return F.cross_entropy(logits, y) / math.log(2)
+
+
+def classes_second(logits):  # (N, T, V) -> (N, V, T), as cross entropy and Ignite's metrics take it
+    return logits.transpose(1, 2)
+
+
+def training(local_rank, args):
+    torch.manual_seed(args.seed)
+    texts = [CharacterText(split, args.length) for split in ("train", "test")]
+    train_loader = ddl.auto_dataloader(texts[0], batch_size=args.batch_size, shuffle=True)
+    test_loader = ddl.auto_dataloader(texts[1], batch_size=args.batch_size)
+    cut = {"schedule": args.schedule, "n_microbatches": args.microbatches, "shard": args.shard}
+    model = ddl.auto_model(new_model(args), GPT.tensor_plan, **cut)
+    optimizer = ddl.auto_optim(torch.optim.AdamW(model.parameters(), lr=args.lr))
+    options = {"device": idist.device(), "model_transform": classes_second}
+    trainer = ddl.create_supervised_trainer(model, optimizer, bits_per_character, max_norm=1.0, **options)
+    metrics = {"accuracy": Accuracy(), "bits": Loss(bits_per_character)}
+    evaluator = ddl.create_supervised_evaluator(model, metrics, **options)
+
+    n_steps = args.epochs * (args.steps or len(train_loader))
+    rates = [(0, 0.0), (n_steps // 20, args.lr), (n_steps, args.lr / 10)]  # warm up, then down in a line
+    trainer.add_event_handler(Events.ITERATION_STARTED, PiecewiseLinear(optimizer, "lr", rates))
+    Average().attach(trainer, "bits")
+    RunningAverage(output_transform=lambda bits: bits).attach(trainer, "running bits")
+    if idist.get_rank() == 0:
+        ProgressBar().attach(trainer, ["running bits"], event_name=Events.ITERATION_COMPLETED(every=5))
+        if idist.get_world_size() > 1:
+            print(ddl.get_mesh())
+
+    @trainer.on(Events.EPOCH_COMPLETED)
+    def report(engine):
+        seconds = engine.state.times["EPOCH_COMPLETED"]
+        test = evaluator.run(test_loader).metrics
+        if idist.get_rank() == 0:
+            print(
+                f"epoch {engine.state.epoch}: {engine.state.metrics['bits']:.5f} bits per character, "
+                f"test {test['bits']:.5f} (accuracy {test['accuracy']:.2%}), {seconds:.1f} s",
+                flush=True,
+            )
+
+    trainer.run(train_loader, max_epochs=args.epochs, epoch_length=args.steps)
+
+    weights = ddl.full_state_dict(model)
+    if idist.get_rank() == 0:
+        whole = new_model(args)
+        whole.load_state_dict(weights)
+        if args.save:
+            torch.save(weights, args.save)
+        drawn = generate(whole, CharacterText.encode(PROMPT), args.sample, temperature=0.8, seed=args.seed)
+        print(f"a sample:\n{CharacterText.decode(drawn)}")
+
+
+def positive(kind):
+    def parse(text):
+        if not 0 < kind(text) < math.inf:
+            raise argparse.ArgumentTypeError(f"should be positive, but given {text}")
+        return kind(text)
+
+    parse.__name__ = kind.__name__  # argparse's messages have it
+    return parse
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
+    count, rate = positive(int), positive(float)
+    add = parser.add_argument
+    add("--ranks", type=count, help="processes to start here; leave it out under torchrun and srun")
+    add("--dp", type=int, default=-1, help="data-parallel ranks, default -1: all that pp and tp leave")
+    add("--pp", type=int, default=1, help="pipeline ranks, default 1")
+    add("--tp", type=int, default=1, help="ranks that share each layer, default 1")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline, default 1f1b")
+    add("--microbatches", type=count, help="of the pipeline, default one per stage")
+    add("--shard", action="store_true", help="shard weights and optimizer over dp (FSDP2)")
+    add("--backend", default="gloo", help="default gloo; nccl for one GPU per rank")
+    add("--epochs", type=count, default=4, help="default 4")
+    add("--steps", type=count, help="steps per epoch, default all: 206")
+    add("--batch-size", type=count, default=32, help="rows of a step, over all ranks; default 32")
+    add("--lr", type=rate, default=2e-3, help="highest learning rate of AdamW, default 0.002")
+    add("--length", type=count, default=64, help="characters per row, default 64")
+    add("--width", type=count, default=128, help="numbers per character in the model, default 128")
+    add("--heads", type=count, default=4, help="attention heads, default 4")
+    add("--blocks", type=count, default=4, help="transformer blocks, default 4")
+    add("--untied", action="store_true", help="give the head a weight of its own, not the embedding's")
+    add("--seed", type=int, default=0, help="default 0")
+    add("--sample", type=count, default=400, help="characters to draw at the end, default 400")
+    add("--save", type=Path, metavar="FILE", help="write the weights there, as a plain state dict")
+    return parser
+
+
+def check(args):
+    """Raises what is wrong with the arguments before any rank is started."""
+    if args.save and not args.save.absolute().parent.is_dir():
+        raise ValueError(f"--save should name a file in a folder that exists, but given {args.save}")
+    for split in ("train", "test"):
+        CharacterText(split, args.length)
+    model = new_model(args)
+    check_plan(model, GPT.tensor_plan, args.tp)
+    if args.pp > 1:  # a cut for practice, which nobody runs
+        Pipeline(model, ddl.Mesh({**vars(args), "dp": 1}, 0, None, {}), args.schedule, args.microbatches)
+
+
+def main():
+    parser = make_parser()
+    args = parser.parse_args()
+    try:
+        mesh = {"dp": args.dp, "pp": args.pp, "tp": args.tp}
+        parallel = ddl.Parallel(backend=args.backend, nproc_per_node=args.ranks, **mesh)
+        check(args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error).replace("nproc_per_node", "--ranks"))
+    with parallel:
+        parallel.run(training, args)
+
+
+if __name__ == "__main__":
+    main()

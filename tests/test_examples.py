@@ -1,0 +1,181 @@
+"""examples/: the GPT script on one process, on a mesh and under torchrun, its errors, its distance from idist's."""
+
+import ast
+import difflib
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ignite_ddl.lab import GPT, CharacterText, text
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPT, PLAIN = EXAMPLES / "train_gpt.py", EXAMPLES / "train_gpt_idist.py"
+TINY = "--epochs 2 --steps 3 --width 16 --blocks 2 --length 64 --batch-size 256 --lr 0.01 --sample 20"
+BOUND = 1e-4  # bits per character, float32, printed with 5 digits
+OWN_LINES = 30  # what the mesh may cost: lines of train_gpt.py that train_gpt_idist.py lacks
+
+
+def run(*command):
+    """What a command prints; its parts are paths, or words with spaces between them."""
+    words = [word for part in command for word in ([part] if isinstance(part, Path) else part.split())]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, env=environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def losses(printed):
+    """Of each epoch: training bits, test bits, accuracy in per cent."""
+    line = re.compile(
+        r"epoch \d: ([\d.]+) bits per character, test ([\d.]+) \(accuracy ([\d.]+)%\), [\d.]+ s$", re.M
+    )
+    return [tuple(map(float, found)) for found in line.findall(printed)]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    saved = tmp_path_factory.mktemp("saved") / "gpt.pt"
+    out, err = run(SCRIPT, TINY, "--save", saved)
+    return out, err, saved
+
+
+def test_one_process_learns_and_samples(one_process):
+    out, err, saved = one_process
+    (first, first_test, _), (second, second_test, accuracy) = losses(out)
+    assert second < first < 6.5  # log2(80) = 6.32 bits is what an untrained model has
+    assert second_test < first_test
+    assert 0 < accuracy < 100
+    assert "Captain Wentworth " in out.split("a sample:\n")[1]
+    assert "mesh" not in out
+    assert "[1/3]" in err  # the progress bar
+    assert "Warning" not in err
+
+    state = torch.load(saved)
+    GPT(80, length=64, width=16, n_blocks=2).load_state_dict(state)
+
+
+def test_eight_ranks_print_the_losses_of_one_process(one_process, tmp_path):
+    saved = tmp_path / "gpt.pt"
+    out, err = run(SCRIPT, TINY, "--ranks 8 --dp 2 --pp 2 --tp 2 --save", saved)
+    assert all(line.startswith("[rank 0]") for line in out.splitlines())
+    assert "mesh dp=2 × pp=2 × tp=2, 8 ranks" in out
+    assert (
+        torch.tensor(losses(out))[:, :2].sub(torch.tensor(losses(one_process[0]))[:, :2]).abs().max() <= BOUND
+    )
+    assert "Warning" not in err
+    weights = torch.load(one_process[2])
+    for name, tensor in torch.load(saved).items():
+        assert type(tensor) is torch.Tensor
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-3)
+
+
+def test_torchrun_joins_unchanged(one_process):
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node 4"
+    out, _ = run(torchrun, SCRIPT, TINY, "--dp 2 --tp 2")
+    assert "mesh dp=2 × pp=1 × tp=2, 4 ranks" in out
+    assert out.count("a sample:") == 1
+    assert (
+        torch.tensor(losses(out))[:, :2].sub(torch.tensor(losses(one_process[0]))[:, :2]).abs().max() <= BOUND
+    )
+
+
+def test_the_plain_script_runs(one_process):
+    out, _ = run(PLAIN, TINY)
+    # Its loader shuffles by another stream, so the rows come in another order.
+    assert losses(out)[1][0] == pytest.approx(losses(one_process[0])[1][0], abs=0.1)
+
+
+def exits(monkeypatch, capsys, *arguments, script=SCRIPT):
+    """Status, stdout and stderr of a call that ends before training."""
+    monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(script), run_name="__main__")
+    captured = capsys.readouterr()
+    return exit_.value.code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("script", [SCRIPT, PLAIN])
+def test_help_names_every_option(monkeypatch, capsys, script):
+    status, out, err = exits(monkeypatch, capsys, "--help", script=script)
+    assert (status, err) == (0, "")
+    options = set(re.findall(r'add\("(--[a-z-]+)"', script.read_text()))
+    assert len(options) > 10
+    assert options <= set(re.findall(r"--[a-z-]+", out))
+    assert ast.get_docstring(ast.parse(script.read_text())).splitlines()[0] in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "--ranks 8 --dp 2 --pp 2",
+            "dp × pp × tp should be the number of ranks, 8, but given dp=2, pp=2, tp=1: 4",
+        ),
+        ("--dp 2", "dp × pp × tp should be the number of ranks, 1, but given dp=2, pp=1, tp=1: 2"),
+        ("--ranks 2 --tp 0", "tp should be a positive integer, or -1 for what is left, but given 0"),
+        ("--ranks 0", "argument --ranks: should be positive, but given 0"),
+        ("--ranks two", "argument --ranks: invalid int value: 'two'"),
+        ("--lr nan", "argument --lr: should be positive, but given nan"),
+        ("--typo", "unrecognized arguments: --typo"),
+        ("--backend mpi2", "backend should be one of .* but given 'mpi2'"),
+        ("--heads 3", "n_heads is 3; it has to divide the width, 128"),
+        ("--length 900000", "length is 900000, but the train text has 420,168 characters; .*"),
+        ("--ranks 8 --tp 8", "tp=8 should divide the 4 n_heads of 'block0.attention.q', but does not"),
+        ("--ranks 8 --pp 8", "a model of 6 layers cannot be cut into 8 stages; use fewer pp ranks or stages"),
+        ("--ranks 4 --pp 4 --schedule zbv", "a model of 6 layers cannot be cut into 8 stages; .*"),
+        ("--ranks 2 --pp 2 --microbatches 1", "n_microbatches=1 does not suit schedule='1f1b' on pp=2; .*"),
+        ("--pp 2 --schedule 2f2b", "argument --schedule: invalid choice: '2f2b' .*"),
+        (
+            "--save /nowhere/gpt.pt",
+            "--save should name a file in a folder that exists, but given /nowhere/gpt.pt",
+        ),
+    ],
+)
+def test_errors_are_one_line_and_start_nothing(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr("ignite_ddl.Parallel.run", lambda *_: pytest.fail("something was launched"))
+    status, out, err = exits(monkeypatch, capsys, *arguments.split())
+    assert (status, out) == (2, "")
+    assert re.fullmatch(rf"train_gpt\.py: error: {message}\n", err), err
+
+
+def test_a_missing_text_is_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(text, "TEXT", tmp_path / "persuasion.txt")
+    status, _, err = exits(monkeypatch, capsys)
+    assert status == 2
+    assert (
+        err
+        == f"train_gpt.py: error: the text {tmp_path}/persuasion.txt is missing: install ignite_ddl again\n"
+    )
+
+
+def test_ranks_inside_a_job_are_refused(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, err = exits(monkeypatch, capsys, "--ranks", 2)
+    assert status == 2
+    assert err.startswith(
+        "train_gpt.py: error: --ranks=2 starts ranks, but this process already is rank 0 of 2; "
+    )
+    assert err.count("\n") == 1
+
+
+def test_the_default_batch_is_what_the_help_says():
+    assert -(-len(CharacterText()) // 32) == 206
+    assert "206" in SCRIPT.read_text()
+
+
+def test_the_scripts_differ_by_the_mesh_only():
+    def code(path):  # without the docstring, which says how to call it
+        return path.read_text().split('"""\n', 1)[1].splitlines()
+
+    lines = list(difflib.unified_diff(code(PLAIN), code(SCRIPT), n=0, lineterm=""))[2:]
+    own = [line for line in lines if line.startswith("+")]
+    assert len(own) <= OWN_LINES
+    shown = "\n".join(line for line in lines if not line.startswith("@@"))
+    assert f"```diff\n{shown}\n```" in (EXAMPLES / "README.md").read_text(), f"README.md should show\n{shown}"
