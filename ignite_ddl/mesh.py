@@ -53,16 +53,17 @@ def check_mesh(world_size: int, dp: int = -1, pp: int = 1, tp: int = 1) -> dict[
     for size in sizes.values():
         fixed *= size if size != -1 else 1
     given = ", ".join(f"{name}={sizes[name]}" for name in ("dp", "pp", "tp"))
+    alone = "; nproc_per_node says how many ranks to start" if world_size == 1 else ""
     if free:
         if world_size % fixed:
             raise ValueError(
                 f"{free[0]}=-1 should take what is left of {world_size} ranks, but given {given}: "
-                f"{fixed} does not divide {world_size}"
+                f"{fixed} does not divide {world_size}{alone}"
             )
         sizes[free[0]] = world_size // fixed
     elif fixed != world_size:
         raise ValueError(
-            f"dp × pp × tp should be the number of ranks, {world_size}, but given {given}: {fixed}"
+            f"dp × pp × tp should be the number of ranks, {world_size}, but given {given}: {fixed}{alone}"
         )
     return sizes
 
@@ -145,7 +146,8 @@ class Mesh:
             for dp in range(self.dp_size):
                 ranks = [self.rank_at(pp, dp, tp) for tp in range(self.tp_size)]
                 cells = [f"[{rank}]" if rank == self.rank else f" {rank} " for rank in ranks]
-                lines.append(f"  pp {pp}  dp {dp}  tp 0…{self.tp_size - 1}: {' '.join(cells)}")
+                tp = f"  tp 0…{self.tp_size - 1}" if self.tp_size > 1 else ""
+                lines.append(f"  pp {pp}  dp {dp}{tp}: {' '.join(cells)}")
         return "\n".join(lines)
 
 

@@ -122,7 +122,7 @@ def test_environment_folder_and_threads(monkeypatch, tmp_path):
 def test_numpy_draws_differ_by_rank():
     import numpy
 
-    first, second = parallel(2).run(lambda rank: numpy.random.rand())
+    first, second = parallel(2).run(lambda rank: numpy.random.rand())  # noqa: NPY002
     assert first != second
 
 
@@ -541,7 +541,8 @@ def test_two_nodes_on_one_machine():
         port = free.getsockname()[1]
     script = (
         "import sys, ignite_ddl as ddl, ignite.distributed as i\n"
-        f"p = ddl.Parallel('gloo', 2, nnodes=2, node_rank=int(sys.argv[1]), master_addr='127.0.0.1', master_port={port}, timeout=60)\n"
+        f"here = dict(node_rank=int(sys.argv[1]), master_addr='127.0.0.1', master_port={port})\n"
+        "p = ddl.Parallel('gloo', 2, nnodes=2, timeout=60, **here)\n"
         "print(p.run(lambda r: (r, i.get_rank(), i.get_nnodes(), i.get_node_rank(), i.all_reduce(1))))\n"
     )
     nodes = [
