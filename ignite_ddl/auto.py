@@ -6,6 +6,8 @@ pads nothing and drops nothing, so that a mesh trains on the rows of one process
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torch.utils.data import SequentialSampler as InOrder
@@ -26,7 +29,7 @@ from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline import Pipeline
+from ignite_ddl.pipeline import Pipeline, reshard
 from ignite_ddl.tensor import apply_plan, check_plan
 
 __all__ = [
@@ -47,7 +50,8 @@ def auto_dataloader(dataset: Dataset, **kwargs: Any) -> ShardedDataLoader:
     Every dp rank takes its contiguous part of each global batch; tp and pp peers get the same rows. Nothing is
     padded and nothing dropped: the last global batch may leave a rank with fewer rows, or none.
     ``ddl.create_supervised_trainer`` weights losses and gradients by rows, so that this changes no result.
-    Shuffling is the same on every rank and differs by epoch without ``set_epoch``.
+    Shuffling is the same on every rank and differs by epoch without ``set_epoch``. Samplers and transforms that
+    draw should draw from torch's random stream: tp and pp peers then see the same rows.
 
     Args:
         dataset: a map-style or an iterable dataset. An iterable one is read whole on each rank.
@@ -77,14 +81,26 @@ def auto_dataloader(dataset: Dataset, **kwargs: Any) -> ShardedDataLoader:
             assert second == [[2, 3], [6, 7], [9]]
     """
     mesh = get_mesh()
+    loader = _make_loader(dataset, mesh, **kwargs)
+    if mesh.dp_size < mesh.world_size:
+        loader.stream = torch.Generator().manual_seed(_common_seed(mesh) + 1 + mesh.dp_rank).get_state()
+    return loader
+
+
+def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoader:
     for name in ("sampler", "batch_sampler"):
-        if isinstance(kwargs.get(name), DistributedSampler):
+        given = kwargs.get(name)
+        inner = getattr(given, "sampler", None)  # of a BatchSampler
+        divided = next((s for s in (given, inner) if isinstance(s, DistributedSampler)), None)
+        if divided is not None:
             raise ValueError(
                 f"{name} should be the sampler of one process, which auto_dataloader divides among the ranks, "
-                f"but given a {type(kwargs[name]).__name__}"
+                f"but given a {type(divided).__name__}"
             )
+    if kwargs.get("batch_sampler") is not None and ({"batch_size", "drop_last"} & set(kwargs)):
+        raise ValueError("batch_sampler excludes batch_size and drop_last: it decides the batches")
     batch_size = kwargs.pop("batch_size", 1)
-    if "batch_sampler" not in kwargs and (not isinstance(batch_size, int) or batch_size < 1):
+    if kwargs.get("batch_sampler") is None and (not isinstance(batch_size, int) or batch_size < 1):
         raise ValueError(
             f"batch_size should be the global batch size, a positive integer, but given {batch_size!r}"
         )
@@ -121,16 +137,38 @@ class ShardedDataLoader(DataLoader):
 
     rows: tuple[int, int] = (0, 0)
     filler: Any = None
+    stream: torch.Tensor | None = None  # state of the random stream of transforms, shared by tp and pp peers
 
     def __iter__(self) -> Iterator[Any]:
         shares = self.batch_sampler
         if shares is None:  # an iterable dataset, whose batches carry their sizes
-            for batch, here, in_all in super().__iter__():
+            for batch, here, in_all in self._batches():
                 yield self._present(batch, here, in_all)
             return
         shares.sizes.clear()
-        for batch in super().__iter__():
+        for batch in self._batches():
             yield self._present(batch, *shares.sizes.popleft())
+
+    def _batches(self) -> Iterator[Any]:
+        with self._draws_of_peers():
+            batches = super().__iter__()
+        while True:
+            with self._draws_of_peers():
+                batch = next(batches, self)
+            if batch is self:
+                return
+            yield batch
+
+    @contextlib.contextmanager
+    def _draws_of_peers(self) -> Iterator[None]:
+        """tp and pp peers must see the same rows, so what draws while rows are read draws alike on them."""
+        if self.stream is None:
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.stream)
+            yield
+            self.stream = torch.get_rng_state()
 
     def _present(self, batch: Any, here: int, in_all: int) -> Any:
         self.rows = here, in_all
@@ -254,10 +292,11 @@ def auto_model(
         if mesh.tp_size > 1:
             apply_plan(model, styles, mesh.device_mesh["tp"])
         return _over_dp(model, mesh, shard)
-    stages = pipeline.local
+    if mesh.dp_size > 1:
+        pipeline.copy_shared_layers()
     if mesh.tp_size > 1:
         apply_plan(pipeline, styles, mesh.device_mesh["tp"])
-    for stage in stages.values():
+    for stage in pipeline.local.values():
         _over_dp(stage, mesh, shard)
     return pipeline
 
@@ -271,27 +310,44 @@ def _over_dp(module: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:
         # A layer's weights are gathered when its turn comes. Under pp they stay until the backward pass is
         # through: once a batch, however many microbatches a dp rank has.
         options = {"mesh": mesh.device_mesh["dp"], "reshard_after_forward": mesh.pp_size == 1}
-        for child in module.children():
-            if any(True for _ in child.parameters()) and not _shares_weights(child, module):
+        children = _callable_children(module)
+        for child in children:
+            if any(True for _ in child.parameters()) and not _shares_weights(child, children):
                 fully_shard(child, **options)
-        return fully_shard(module, **options)
+        return _resharded_after_evaluation(fully_shard(module, **options))
     # Not DistributedDataParallel, which loses parameters beside DTensors and pipelines (see tests/test_auto.py).
     # Still a private module of torch, from 2.11 to 2.13: its one import is here.
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    return replicate(module, mesh=mesh.device_mesh["dp"])
+    return _resharded_after_evaluation(replicate(module, mesh=mesh.device_mesh["dp"]))
 
 
-def _shares_weights(child: nn.Module, module: nn.Module) -> bool:
+def _resharded_after_evaluation(module: nn.Module) -> nn.Module:
+    """Without a backward pass FSDP2 keeps its working copies: an optimizer made then would train those, in vain."""
+    if get_mesh().pp_size == 1:  # a pipeline does it itself, after its last microbatch
+        module.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else reshard(root))
+    return module
+
+
+def _callable_children(module: nn.Module) -> list[nn.Module]:
+    """The module's layers; those of a list or dict of layers, which is itself never called, one by one."""
+    children: list[nn.Module] = []
+    for child in module.children():
+        containers = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        children += _callable_children(child) if containers else [child]
+    return children
+
+
+def _shares_weights(child: nn.Module, children: list[nn.Module]) -> bool:
     inside = {id(p) for p in child.parameters()}
-    return any(
-        id(p) in inside for other in module.children() if other is not child for p in other.parameters()
-    )
+    return any(id(p) in inside for other in children if other is not child for p in other.parameters())
 
 
 def _copy_weights_of_rank_0(model: nn.Module) -> None:
     with torch.no_grad():
         for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values():
+            # A channels_last weight is not: it could be neither sent nor sharded.
+            tensor.data = tensor.contiguous()
             dist.broadcast(tensor, src=0)
 
 
@@ -320,7 +376,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Returns:
         dict: names as in the model that was given to :func:`auto_model`, to plain tensors.
     """
-    mine = {_plain_name(name): _whole(tensor) for name, tensor in model.state_dict().items()}
+    with _quiet_gathers():
+        mine = {name: _whole(tensor) for name, tensor in _plain_state(model).items()}
     if not isinstance(model, Pipeline):
         return mine
     parts: list[dict] = [{} for _ in range(model.mesh.pp_size)]
@@ -339,7 +396,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     Raises:
         ValueError: if a name is missing, unknown, or has another shape.
     """
-    targets = {_plain_name(name): tensor for name, tensor in model.state_dict().items()}
+    targets = _plain_state(model)
     known = set(model.names) if isinstance(model, Pipeline) else set(targets)
     if set(state) != known:
         raise ValueError(
@@ -364,5 +421,17 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return whole.detach().cpu().clone()
 
 
-def _plain_name(name: str) -> str:
-    return name.removeprefix("module.")  # DDP's
+def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return (model.module if isinstance(model, DistributedDataParallel) else model).state_dict()
+
+
+@contextlib.contextmanager
+def _quiet_gathers() -> Iterator[None]:
+    """torch logs on every rank that a weight cut by tp and by FSDP takes two gathers: it does, once a state dict."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

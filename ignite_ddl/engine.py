@@ -14,11 +14,13 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine, _prepare_batch
+from ignite.handlers.tqdm_logger import ProgressBar
 from ignite.metrics import Metric
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from ignite_ddl.auto import ShardedDataLoader
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -31,14 +33,21 @@ __all__ = ["MeshEngine", "clip_grad_norm_", "create_supervised_evaluator", "crea
 class MeshEngine(Engine):
     """An Ignite ``Engine`` that makes every attached metric reduce over the data-parallel group.
 
-    Use it in place of ``ignite.engine.Engine`` for an update function of your own.
+    Of the progress bars that all ranks attach, rank 0's is shown. Use it in place of ``ignite.engine.Engine`` for
+    an update function of your own.
     """
 
     def add_event_handler(self, event_name: Any, handler: Callable, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(handler, "__self__", None)
         if isinstance(owner, Metric):
             over_data_parallel(owner)
+        if any(isinstance(arg, ProgressBar) for arg in args) and idist.get_rank() > 0:
+            handler = _show_nothing
         return super().add_event_handler(event_name, handler, *args, **kwargs)
+
+
+def _show_nothing(*_: Any) -> None:
+    """In place of a progress bar."""
 
 
 def create_supervised_trainer(
@@ -130,7 +139,7 @@ def create_supervised_trainer(
             return loss.item()
         if here == 0:
             x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
-            y_pred = None if y_pred is None else y_pred[:0]
+            y_pred = _no_rows_of(y_pred)
         return _output(model, lambda: output_transform(x, y, y_pred, loss))
 
     return MeshEngine(update)
@@ -173,7 +182,7 @@ def create_supervised_evaluator(
                 y_pred = model_transform(y_pred)
             if here == 0:
                 x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
-                y_pred = None if y_pred is None else y_pred[:0]
+                y_pred = _no_rows_of(y_pred)
             return _output(model, lambda: output_transform(x, y, y_pred))
 
     evaluator = MeshEngine(evaluate)
@@ -232,10 +241,19 @@ def _filled(engine: Engine, batch: Any) -> Any:
     return batch
 
 
+def _no_rows_of(y_pred: Any) -> Any:
+    return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf, y_pred)
+
+
 def _output(model: nn.Module, transform: Callable[[], Any]) -> Any:
     if not isinstance(model, Pipeline):
         return transform()
     return model.from_last_stage(transform() if model.is_last else None)
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """What ``auto_model`` put on the dp axis: the model, or each of its stages."""
+    return list(model.local.values()) if isinstance(model, Pipeline) else [model]
 
 
 @contextlib.contextmanager
@@ -245,8 +263,7 @@ def _gradient_sync(model: nn.Module, sync: bool):
         with contextlib.nullcontext() if sync else model.no_sync():
             yield
         return
-    modules = model.local.values() if isinstance(model, Pipeline) else [model]
-    for module in modules:
+    for module in _parts(model):
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(sync)
     yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -17,7 +17,8 @@ import ignite.distributed.utils as idist_utils
 import torch
 import torch.distributed as dist
 from ignite.distributed.comp_models.native import _NativeDistModel
-from ignite.metrics import Metric
+from ignite.metrics import GpuInfo, Metric, RunningAverage
+from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.mesh import Mesh, get_mesh
 
@@ -25,28 +26,32 @@ __all__ = ["data_parallel_view", "over_data_parallel"]
 
 
 class _DataParallelModel(_NativeDistModel):
-    """idist's model of the world, told that the data-parallel group is the world."""
+    """idist's model of the world, told that the data-parallel group, or some ranks of it, is the world."""
 
-    def __init__(self, mesh: Mesh, world: _NativeDistModel) -> None:
+    def __init__(self, mesh: Mesh, world: _NativeDistModel, ranks: Sequence[int] | None = None) -> None:
         # Not the parent's constructor, which would join a process group: everything is known.
         self.__dict__.update(world.__dict__)
-        self.mesh = mesh
+        self.world = world
+        self.ranks = _dp_ranks(mesh) if ranks is None else list(ranks)  # global ranks
+        self.group = mesh.dp_group if ranks is None else _group_of(self.ranks)
 
     def get_rank(self) -> int:
-        return self.mesh.dp_rank
+        return self.ranks.index(dist.get_rank())
 
     def get_world_size(self) -> int:
-        return self.mesh.dp_size
+        return len(self.ranks)
 
     def finalize(self) -> None:
         raise RuntimeError("the job cannot be finalized while a metric works")
 
     def _do_all_reduce(self, tensor: torch.Tensor, op: str = "SUM", group: Any | None = None) -> torch.Tensor:
-        return super()._do_all_reduce(tensor, op, group=group or self.mesh.dp_group)
+        return super()._do_all_reduce(
+            tensor, op, group=self._setup_group(self.group if group is None else group)
+        )
 
     def _do_all_gather(self, tensor: torch.Tensor, group: Any | None = None) -> torch.Tensor:
         """Ranks may hold different numbers of rows: nothing was padded."""
-        group = group or self.mesh.dp_group
+        group = self._setup_group(self.group if group is None else group)
         tensor = tensor.unsqueeze(0) if tensor.ndim == 0 else tensor.contiguous()
         rows = [torch.zeros(1, dtype=torch.long, device=tensor.device) for _ in range(group.size())]
         dist.all_gather(rows, torch.tensor([len(tensor)], device=tensor.device), group=group)
@@ -58,7 +63,7 @@ class _DataParallelModel(_NativeDistModel):
         return torch.cat([part[: int(n)] for part, n in zip(parts, rows, strict=True)])
 
     def _do_all_gather_object(self, tensor: Any, group: Any | None = None) -> list[Any]:
-        return super()._do_all_gather_object(tensor, group=group or self.mesh.dp_group)
+        return super()._do_all_gather_object(tensor, group=self.group if group is None else group)
 
     def broadcast(self, tensor: Any, src: int = 0, safe_mode: bool = False) -> Any:
         if isinstance(tensor, Number) and not safe_mode:  # Ignite sends numbers in single precision
@@ -67,12 +72,33 @@ class _DataParallelModel(_NativeDistModel):
         return super().broadcast(tensor, src=src, safe_mode=safe_mode)
 
     def _do_broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
-        at = self.mesh.coordinates(self.mesh.rank) | {"dp": src}
-        dist.broadcast(tensor, src=self.mesh.rank_at(**at), group=self.mesh.dp_group)
+        dist.broadcast(tensor, src=self.ranks[src], group=self.group)
         return tensor
 
     def barrier(self) -> None:
-        dist.barrier(group=self.mesh.dp_group)
+        dist.barrier(group=self.group)
+
+
+def _dp_ranks(mesh: Mesh) -> list[int]:
+    """The global ranks of this rank's data-parallel group."""
+    here = mesh.coordinates(mesh.rank)
+    return [mesh.rank_at(**(here | {"dp": dp})) for dp in range(mesh.dp_size)]
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_groups_of: dist.ProcessGroup | None = None  # the world that they belong to
+
+
+def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+    """A process group of these ranks, made once; only they call this."""
+    global _groups_of
+    if _groups_of is not dist.group.WORLD:
+        _groups.clear()
+        _groups_of = dist.group.WORLD
+    key = tuple(ranks)
+    if key not in _groups:
+        _groups[key] = dist.new_group(ranks, use_local_synchronization=True)
+    return _groups[key]
 
 
 @contextlib.contextmanager
@@ -96,34 +122,38 @@ def data_parallel_view(mesh: Mesh | None = None) -> Iterator[None]:
             with ddl.Parallel(backend="gloo", nproc_per_node=4, dp=2, tp=2) as parallel:
                 assert parallel.run(count_rows, 10) == [20] * 4     # over the world it would be 40
     """
-    mesh = mesh or get_mesh()
-    if mesh.dp_size == mesh.world_size and mesh.world_size == 1:
+    with _view(mesh or get_mesh()):
+        yield
+
+
+@contextlib.contextmanager
+def _view(mesh: Mesh, ranks: Sequence[int] | None = None) -> Iterator[None]:
+    before = idist_utils._model
+    if mesh.world_size == 1 or (ranks is None and isinstance(before, _DataParallelModel)):
         yield
         return
-    world = idist_utils._model
-    if isinstance(world, _DataParallelModel):
-        yield
-        return
+    world = getattr(before, "world", before)
     if not isinstance(
         world, _NativeDistModel
     ):  # the group was made elsewhere: idist has not looked at it yet
         idist_utils.sync()
-        world = idist_utils._model
-    idist_utils._model = _DataParallelModel(mesh, world)
+        before = world = idist_utils._model
+    idist_utils._model = _DataParallelModel(mesh, world, ranks)
     try:
         yield
     finally:
-        idist_utils._model = world
-
-
-_WORKING = ("reset", "update", "compute", "state_dict", "load_state_dict")
+        idist_utils._model = before
 
 
 def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     """Makes this metric object reduce over the data-parallel group, in place, and returns it.
 
     The engines of ``ddl`` do this with every metric that is attached to them. Call it for a metric that you
-    update and compute yourself.
+    update and compute yourself, before its first update.
+
+    A rank whose batches had no rows has nothing that Ignite could reduce: means of no rows are NaN, sums per
+    class have no shape yet. Updates without rows are left out, and where a rank had none since the reset, the
+    others compute among themselves and send it the result.
 
     Args:
         metric: any Ignite metric; metrics inside it (``RunningAverage``, ``MetricsLambda``) are included.
@@ -132,23 +162,86 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     Returns:
         Metric: the same object.
     """
-    if getattr(metric, "_over_data_parallel", False):
+    if "_over_data_parallel" in vars(metric):  # getattr makes a MetricsLambda of any name
         return metric
     metric._over_data_parallel = True
-    for name in _WORKING:
-        method = getattr(metric, name)
+    inside = list(_metrics_inside(list(vars(metric).values())))
+    # What is made of other metrics leaves rows to them; of the others, these two never reduce in compute.
+    counts_rows = not inside and not isinstance(metric, (RunningAverage, GpuInfo))
+    work = {name: getattr(metric, name) for name in _WORKING}
+    had_rows = False
 
-        @functools.wraps(method)
+    def reset() -> None:
+        nonlocal had_rows
+        had_rows = False
+        work["reset"]()
+
+    def update(output: Any) -> None:
+        nonlocal had_rows
+        if counts_rows and _without_rows(output):
+            return
+        had_rows = True
+        work["update"](output)
+
+    def compute() -> Any:
+        if not counts_rows:
+            return work["compute"]()
+        return _among_those_with_rows(work["compute"], had_rows, mesh or get_mesh())
+
+    def load_state_dict(state: Mapping) -> None:
+        nonlocal had_rows
+        had_rows = True  # the state does not tell
+        work["load_state_dict"](state)
+
+    ours = {"reset": reset, "update": update, "compute": compute, "load_state_dict": load_state_dict}
+    for name, method in (work | ours).items():
+
+        @functools.wraps(work[name])
         def in_view(*args: Any, _method=method, **kwargs: Any) -> Any:
             with data_parallel_view(mesh):
                 return _method(*args, **kwargs)
 
         setattr(metric, name, in_view)
-    for inner in (
-        getattr(metric, "src", None),
-        *getattr(metric, "args", ()),
-        *getattr(metric, "kwargs", {}).values(),
-    ):
-        if isinstance(inner, Metric):
-            over_data_parallel(inner, mesh)
+    for inner in inside:
+        over_data_parallel(inner, mesh)
     return metric
+
+
+_WORKING = ("reset", "update", "compute", "state_dict", "load_state_dict")
+
+
+def _metrics_inside(value: Any) -> Iterator[Metric]:
+    if isinstance(value, Metric):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _metrics_inside(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _metrics_inside(item)
+
+
+def _without_rows(output: Any) -> bool:
+    batched = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
+    return bool(batched) and all(len(leaf) == 0 for leaf in batched)
+
+
+def _among_those_with_rows(compute: Callable[[], Any], had_rows: bool, mesh: Mesh) -> Any:
+    if mesh.dp_size == 1:
+        return compute()
+    flags = torch.zeros(mesh.dp_size, dtype=torch.long, device=idist_utils.device())
+    flags[mesh.dp_rank] = had_rows
+    dist.all_reduce(flags, group=mesh.dp_group)
+    ranks = [rank for rank, had in zip(_dp_ranks(mesh), flags.tolist(), strict=True) if had]
+    if len(ranks) in (0, mesh.dp_size):
+        return compute()
+    result: list[Any] = [None, None]
+    if had_rows:
+        try:
+            with _view(mesh, ranks):
+                result[0] = compute()
+        except Exception as error:
+            result[1] = error
+    dist.broadcast_object_list(result, src=ranks[0], group=mesh.dp_group)
+    if result[1] is not None:
+        raise result[1]
+    return result[0]

@@ -6,8 +6,9 @@ microbatches that divides it, and refuses what a schedule would get wrong before
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ignite.distributed as idist
@@ -16,8 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor
 
 from ignite_ddl.mesh import Mesh
+from ignite_ddl.tensor import lay_out_gradient
 
 __all__ = ["SCHEDULES", "Pipeline", "balance", "microbatches_for", "stage_owners"]
 
@@ -190,6 +193,10 @@ class Pipeline(nn.Module):
         self.mesh = mesh
         self.schedule = schedule
         self.owners = stage_owners(schedule, mesh.pp_size)
+        if n_microbatches is not None and (
+            isinstance(n_microbatches, bool) or not isinstance(n_microbatches, int) or n_microbatches < 1
+        ):
+            raise ValueError(f"n_microbatches should be a positive integer, but given {n_microbatches!r}")
         self.n_microbatches = n_microbatches or len(self.owners)
         if not _suits(schedule, self.n_microbatches, mesh.pp_size):
             least = len(self.owners) if schedule == "dualpipev" else mesh.pp_size
@@ -197,7 +204,7 @@ class Pipeline(nn.Module):
                 f"n_microbatches={self.n_microbatches} does not suit schedule={schedule!r} on pp={mesh.pp_size}; "
                 f"use a multiple of {least}"
             )
-        layers = list(model.named_children())
+        layers = list(model._modules.items())  # named_children leaves out a layer's second place
         costs = [1.0 + sum(p.numel() for p in layer.parameters()) for _, layer in layers]
         self.split = list(split) if split is not None else balance(costs, len(self.owners))
         if len(self.split) != len(self.owners) or sum(self.split) != len(layers) or min(self.split) < 1:
@@ -208,6 +215,8 @@ class Pipeline(nn.Module):
         stages, start = [], 0
         for size in self.split:
             stages.append(nn.Sequential(OrderedDict(layers[start : start + size])))
+            if schedule in _SPLIT_BACKWARD:
+                stages[-1].register_forward_hook(_no_view)
             start += size
         self._refuse_bare_stages(stages)
         self.shared = _shared_between(stages)
@@ -215,8 +224,9 @@ class Pipeline(nn.Module):
         self.names = list(model.state_dict())  # of the whole model
         self.local = {s: stage for s, stage in enumerate(stages) if self.owners[s] == mesh.pp_rank}
         for stage in self.local.values():
-            for name, layer in stage.named_children():
+            for name, layer in stage._modules.items():
                 self.add_module(name, layer)
+        self._no_weights = [nn.Parameter(torch.empty(0), requires_grad=False)]  # in a list: not registered
         self._schedules: dict[int, tuple[Any, _Loss]] = {}
 
     def _refuse_bare_stages(self, stages: list[nn.Sequential]) -> None:
@@ -229,6 +239,24 @@ class Pipeline(nn.Module):
                     "it has no trainable parameter, and gradients would be lost; use '1f1b' or 'interleaved_1f1b', "
                     "or another split"
                 )
+
+    def copy_shared_layers(self) -> None:
+        """Gives each of this rank's stages its own copy of a layer that they share: FSDP2 takes a module once.
+
+        Their gradients are added up, as those of any weight that stages share, so the copies stay the same.
+        """
+        seen: set[int] = set()
+        for stage in self.local.values():
+            memo: dict = {}  # one for the stage: what it has twice stays one
+            for name, layer in stage._modules.items():
+                if any(id(module) in seen for module in layer.modules()):
+                    stage._modules[name] = self._modules[name] = copy.deepcopy(layer, memo)
+            seen |= {id(module) for module in stage.modules()}
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of this rank's stages; of stages without any, an empty one, since optimizers refuse no parameters."""
+        mine = list(super().parameters(recurse))
+        return iter(mine or self._no_weights)
 
     @property
     def is_last(self) -> bool:
@@ -285,9 +313,8 @@ class Pipeline(nn.Module):
                         sent += self._send(hidden, self.owners[s + 1])
             for work, _ in sent:
                 work.wait()
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # no backward pass will
+        for stage in self.local.values():
+            reshard(stage)
         return torch.cat(outputs) if outputs else None
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -325,7 +352,12 @@ class Pipeline(nn.Module):
             if self.mesh.pp_rank not in ranks:
                 continue
             held = [mine[name] for name in names if name in mine]
-            total = sum(_local(p.grad) for p in held if p.grad is not None)
+            if not held[0].requires_grad:
+                continue
+            for p in held:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                lay_out_gradient(p)
+            total = sum(_local(p.grad) for p in held)
             if len(ranks) > 1:
                 peers = [self._peer(r) for r in ranks if r != self.mesh.pp_rank]
                 received = [torch.empty_like(total) for _ in peers]
@@ -359,6 +391,13 @@ class Pipeline(nn.Module):
         return self._schedules[rows]
 
 
+def reshard(root: nn.Module) -> None:
+    """Frees the working copies of FSDP2 where no backward pass will."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 class _Loss:
     """The loss of the batch that is running: torch wants it when a schedule is made, the weights change later."""
 
@@ -368,8 +407,13 @@ class _Loss:
         return self.loss_fn(output, target)
 
 
+def _no_view(stage: nn.Module, inputs: Any, output: Any) -> Any:
+    """A Linear's output on 3-D input is a view, which torch's split backward pass cannot detach in place."""
+    return output.clone() if isinstance(output, torch.Tensor) and output._is_view() else output
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shared_between(stages: list[nn.Sequential]) -> list[list[str]]:

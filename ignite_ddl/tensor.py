@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-__all__ = ["Column", "Row", "apply_plan", "check_plan"]
+__all__ = ["Column", "Row", "apply_plan", "check_plan", "lay_out_gradient"]
 
 
 class Column(ColwiseParallel):
@@ -43,8 +43,14 @@ class Column(ColwiseParallel):
 
     def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
         """Raises a ValueError if ``tp_size`` would cut a unit."""
+        _check_is_layer(self, name, module)
         units, what = module.weight.shape[0], "rows of its weight"
         if isinstance(self.units, str):
+            if not hasattr(parent, self.units):
+                raise ValueError(
+                    f"units={self.units!r} of {name!r} should be an attribute of its parent, but "
+                    f"{type(parent).__name__} has none of that name"
+                )
             units, what = getattr(parent, self.units), self.units
         elif self.units is not None:
             units, what = self.units, "units"
@@ -64,11 +70,19 @@ class Row(RowwiseParallel):
 
     def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
         """Raises a ValueError if ``tp_size`` does not divide what is cut."""
+        _check_is_layer(self, name, module)
         dim = 0 if isinstance(module, nn.Embedding) else 1
         size = module.weight.shape[dim]
         if size % tp_size:
             what = "entries of the vocabulary" if dim == 0 else "columns of the weight"
             raise ValueError(f"tp={tp_size} should divide the {size} {what} of {name!r}, but does not")
+
+
+def _check_is_layer(style: ParallelStyle, name: str, module: nn.Module) -> None:
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise ValueError(
+            f"{type(style).__name__} cuts an nn.Linear or nn.Embedding, but {name!r} is a {type(module).__name__}"
+        )
 
 
 def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
@@ -86,7 +100,7 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
     Raises:
         ValueError: if a key matches no module, or a style cannot cut a module ``tp_size`` times.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     styles: dict[str, ParallelStyle] = {}
     for key, style in plan.items():
         if not isinstance(style, ParallelStyle):
@@ -110,6 +124,8 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
 
 def _matches(name: str, key: str) -> bool:
     parts, globs = name.split("."), key.split(".")
+    if not name:  # the model itself, which "*" does not mean
+        return not key
     return len(parts) == len(globs) and all(
         fnmatch.fnmatchcase(p, g) for p, g in zip(parts, globs, strict=True)
     )
@@ -126,11 +142,19 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
     Raises:
         ValueError: if two modules share a weight that their styles cut differently.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     shared = _shared_parameters(model)
+    cut: dict[int, tuple[str, ParallelStyle]] = {}  # a module may have several names: it is cut once
     for name, style in styles.items():
-        if name in modules:
+        if name not in modules:
+            continue
+        first, before = cut.setdefault(id(modules[name]), (name, style))
+        if first == name:
             parallelize_module(modules[name], tp_mesh, style)
+        elif type(before) is not type(style) or vars(before) != vars(style):
+            raise ValueError(
+                f"tensor_plan cuts {name!r} otherwise than {first!r}, but they are one module; give both one style"
+            )
     for names in shared:  # torch makes a new parameter in each module that it cuts: tie them again
         owners = [(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
         first = getattr(*owners[0])
@@ -142,6 +166,17 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
                     f"{_layout(other)}; give its modules styles that agree"
                 )
             setattr(owner, attribute, first)
+
+
+def lay_out_gradient(parameter: nn.Parameter) -> None:
+    """Cuts a gradient as its parameter is cut; all tp peers call it.
+
+    A DTensor's gradient may come back otherwise: an embedding's whole, that of a LayerNorm between sequence-parallel
+    layers as a sum that is yet to be made.
+    """
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _layout(parameter: nn.Parameter) -> str:

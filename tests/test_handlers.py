@@ -1,0 +1,366 @@
+"""Ignite's handlers, unmodified, on a mesh: they decide the same on every rank, and what they do on one process."""
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
+from ignite.handlers import (
+    CosineAnnealingScheduler,
+    EarlyStopping,
+    PiecewiseLinear,
+    ProgressBar,
+    ReduceLROnPlateauScheduler,
+    TerminateOnNan,
+    create_lr_scheduler_with_warmup,
+)
+from ignite.metrics import Accuracy, Loss
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ignite_ddl as ddl
+from ignite_ddl.auto import part
+
+MESHES = {
+    "dp4": {"dp": 4},
+    "dp2 × tp2": {"dp": 2, "tp": 2},
+    "dp2 × pp2": {"dp": 2, "pp": 2},
+    "dp2 × pp2 × tp2": {"dp": 2, "pp": 2, "tp": 2},
+}
+ROWS, BATCH = (
+    15,
+    7,
+)  # global batches of 7, 7, and 1: dp ranks have unlike numbers of rows, then some have none
+PLAN = {"0": ddl.Column(), "2": ddl.Row()}
+loss_fn = nn.functional.cross_entropy
+
+
+def launch(mesh, function, *args):
+    world = 1
+    for size in mesh.values():
+        world *= size
+    return ddl.Parallel(backend="gloo", nproc_per_node=world, timeout=60, **mesh).run(function, *args)
+
+
+def data(seed, nan_at=None):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, 6, generator=generator, dtype=torch.double)
+    if nan_at is not None:
+        x[nan_at] = torch.nan
+    return TensorDataset(x, torch.randint(4, (ROWS,), generator=generator))
+
+
+def classifier():
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)]
+    return nn.Sequential(*layers).double()
+
+
+def clipping_trainer(model, optimizer, loss_fn, max_norm, steps):
+    """What ``max_norm`` and ``gradient_accumulation_steps`` mean, in plain torch on one process."""
+
+    def update(engine, batch):
+        if (engine.state.iteration - 1) % steps == 0:
+            optimizer.zero_grad()
+        loss = loss_fn(model(batch[0]), batch[1])
+        (loss / steps).backward()
+        if engine.state.iteration % steps == 0:
+            engine.state.grad_norm = float(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+            optimizer.step()
+        return loss.item()
+
+    return Engine(update)
+
+
+class Setting:
+    """The same names for Ignite alone on one process, and for ddl on a mesh."""
+
+    def __init__(self, plain):
+        self.plain = plain
+
+    def loader(self, dataset):
+        if self.plain:
+            return DataLoader(dataset, batch_size=BATCH)
+        return ddl.auto_dataloader(dataset, batch_size=BATCH)
+
+    def model(self, lr, **kwargs):
+        model = classifier() if self.plain else ddl.auto_model(classifier(), tensor_plan=PLAN)
+        return model, torch.optim.SGD(model.parameters(), lr=lr, **kwargs)
+
+    def trainer(self, model, optimizer, max_norm=None, steps=1, **kwargs):
+        if not self.plain:
+            return ddl.create_supervised_trainer(
+                model, optimizer, loss_fn, max_norm=max_norm, gradient_accumulation_steps=steps, **kwargs
+            )
+        if max_norm is not None:
+            return clipping_trainer(model, optimizer, loss_fn, max_norm, steps)
+        return create_supervised_trainer(
+            model, optimizer, loss_fn, gradient_accumulation_steps=steps, **kwargs
+        )
+
+    def evaluator(self, model, **kwargs):
+        make = create_supervised_evaluator if self.plain else ddl.create_supervised_evaluator
+        return make(model, **({"metrics": {"loss": Loss(loss_fn), "accuracy": Accuracy()}} | kwargs))
+
+    def weights(self, model):
+        return model.state_dict() if self.plain else ddl.full_state_dict(model)
+
+
+# ------------------------------------------------------------------------------------------------ decisions
+
+
+def decisions(local_rank, plain=False):
+    """EarlyStopping and ReduceLROnPlateau on a run that gets worse, TerminateOnNan on one with a NaN."""
+    torch.set_default_dtype(torch.double)  # Ignite's Loss adds up in it
+    setting, seen = Setting(plain), {}
+    model, optimizer = setting.model(lr=2.0)
+    trainer, evaluator = setting.trainer(model, optimizer), setting.evaluator(model)
+    stopping = EarlyStopping(patience=3, score_function=lambda e: -e.state.metrics["loss"], trainer=trainer)
+    plateau = ReduceLROnPlateauScheduler(
+        optimizer, metric_name="loss", trainer=trainer, factor=0.5, patience=0, cooldown=1
+    )
+    evaluator.add_event_handler(Events.COMPLETED, stopping)
+    evaluator.add_event_handler(Events.COMPLETED, plateau)
+    series, valid = [], setting.loader(data(seed=1))
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def evaluate():
+        evaluator.run(valid)
+        series.append(
+            (trainer.state.output, evaluator.state.metrics["loss"], optimizer.param_groups[0]["lr"])
+        )
+
+    trainer.run(setting.loader(data(seed=0)), max_epochs=10)
+    seen["stopped at"], seen["series"] = trainer.state.iteration, series
+    seen["stopping"] = stopping.state_dict()["counter"]
+
+    model, optimizer = setting.model(lr=0.1)
+    trainer = setting.trainer(model, optimizer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
+    trainer.run(setting.loader(data(seed=0, nan_at=13)), max_epochs=2)  # the second batch's last row
+    seen["NaN at"] = trainer.state.iteration
+    seen["NaN"] = trainer.state.output != trainer.state.output
+    return seen
+
+
+@pytest.fixture(scope="module")
+def decided():
+    torch.set_default_dtype(torch.double)
+    try:
+        return decisions(0, plain=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_decisions_are_those_of_one_process(mesh, decided):
+    assert 4 <= decided["stopped at"] < 30
+    rates = {lr for _, _, lr in decided["series"]}
+    assert len(rates) >= 3, rates
+    assert decided["NaN at"] == 2
+    results = launch(mesh, decisions)
+    for seen in results:
+        for name in ("stopped at", "stopping", "NaN at", "NaN"):
+            assert seen[name] == decided[name], name
+        errors = torch.tensor(seen["series"], dtype=torch.double) - torch.tensor(
+            decided["series"], dtype=torch.double
+        )
+        assert errors[:, :2].abs().max() <= 1e-12
+        assert errors[:, 2].abs().max() == 0
+        assert seen["series"] == results[0]["series"]  # to the last bit
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+def training(local_rank, plain=False):
+    """Schedulers, accumulation and clipping: every number on the way and the weights at the end."""
+    setting, seen = Setting(plain), {}
+    train = data(seed=0)
+
+    model, optimizer = setting.model(lr=0.1, momentum=0.5)
+    trainer = setting.trainer(model, optimizer)
+    points = PiecewiseLinear(optimizer, "lr", milestones_values=[(2, 0.3), (5, 0.1)])
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED,
+        create_lr_scheduler_with_warmup(points, warmup_start_value=0.01, warmup_duration=2),
+    )
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED, CosineAnnealingScheduler(optimizer, "momentum", 0.9, 0.1, cycle_size=4)
+    )
+    series = []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note():
+        group = optimizer.param_groups[0]
+        series.append((trainer.state.output, group["lr"], group["momentum"]))
+
+    trainer.run(setting.loader(train), max_epochs=2)
+    seen["schedulers"] = series, setting.weights(model)
+
+    for name, options in {
+        "accumulation of 2": {"steps": 2},  # a step is 7 + 7, 1 + 7, or 7 + 1 rows
+        "accumulation of 4": {"steps": 4},  # the last two iterations are of no step
+        "clipping": {"max_norm": 0.2},
+        "clipping of 3": {"max_norm": 0.2, "steps": 3},
+        "no clipping": {"max_norm": 1e9},
+    }.items():
+        model, optimizer = setting.model(lr=1.0)
+        trainer = setting.trainer(model, optimizer, **options)
+        series = []
+
+        @trainer.on(Events.ITERATION_COMPLETED)
+        def note_norm(engine, series=series):
+            series.append((engine.state.output, getattr(engine.state, "grad_norm", 0.0)))
+
+        trainer.run(setting.loader(train), max_epochs=2)
+        seen[name] = series, setting.weights(model)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return training(0, plain=True)
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_training_is_that_of_one_process(mesh, trained):
+    assert len({lr for _, lr, _ in trained["schedulers"][0]}) >= 4
+    norms = [norm for _, norm in trained["clipping"][0]]
+    assert min(norms) > 0.2  # all six steps clip
+    results = launch(mesh, training)
+    for rank, seen in enumerate(results):
+        for name, (series, weights) in trained.items():
+            assert largest(seen[name][0], series) <= 1e-12, (name, rank)
+            assert seen[name][0] == results[0][name][0], (name, rank)
+            assert list(seen[name][1]) == list(weights)
+            errors = {key: float((seen[name][1][key] - weights[key]).abs().max()) for key in weights}
+            assert max(errors.values()) <= 1e-12, (name, rank, errors)
+
+
+def largest(series, reference):
+    assert len(series) == len(reference)
+    mine, theirs = (torch.tensor(values, dtype=torch.double) for values in (series, reference))
+    return float((mine - theirs).abs().max())
+
+
+# ------------------------------------------------------------------------------------- outputs and evaluation
+
+
+def outputs(local_rank, plain=False):
+    setting, seen = Setting(plain), {}
+    model, optimizer = setting.model(lr=0.5)
+    modes, kept = [], []
+
+    def of_training(x, y, y_pred, loss):
+        modes.append(model.training)
+        return {"x": x, "y": y, "y_pred": y_pred.detach(), "loss": float(loss)}
+
+    trainer = setting.trainer(model, optimizer, output_transform=of_training)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: kept.append(engine.state.output))
+    trainer.run(setting.loader(data(seed=0)), max_epochs=1)
+    seen["training"] = kept
+
+    # Evaluation: neither weights nor gradients that are there change, no gradient arises.
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    weights = [p.detach().clone() for p in model.parameters()]
+    evaluated = []
+
+    def of_evaluation(x, y, y_pred):
+        modes.append(model.training)
+        return {"y_pred": y_pred["logits"], "y": y}
+
+    evaluator = setting.evaluator(
+        model,
+        metrics={},
+        output_transform=of_evaluation,
+        model_transform=lambda output: {"logits": output},  # a rank without rows gets a dict too
+    )
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda e: evaluated.append(e.state.output))
+    evaluator.run(setting.loader(data(seed=1)))
+    seen["evaluation"] = list(evaluated)
+    seen["gradients stay"] = all(
+        (p.grad is None) == (before is None)
+        and (before is None or bool((_local(p.grad) == _local(before)).all()))
+        for p, before in zip(model.parameters(), gradients, strict=True)
+    )
+    seen["has gradients"] = any(gradient is not None for gradient in gradients)
+    optimizer.zero_grad(set_to_none=True)
+    evaluator.run(setting.loader(data(seed=1)))
+    seen["no gradients"] = all(p.grad is None for p in model.parameters())
+    seen["weights stay"] = all(
+        bool((_local(p) == _local(before)).all())
+        for p, before in zip(model.parameters(), weights, strict=True)
+    )
+    seen["requires grad"] = any(output["y_pred"].requires_grad for output in evaluated)
+    seen["modes"] = modes[0] is True and modes[-1] is False if modes else None
+
+    # An optimizer that is made after an evaluation still moves the weights.
+    late = torch.optim.SGD(model.parameters(), lr=0.5)
+    setting.trainer(model, late).run(setting.loader(data(seed=0)), max_epochs=1)
+    seen["late weights"] = setting.weights(model)
+    return seen
+
+
+def _local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.fixture(scope="module")
+def put_out():
+    return outputs(0, plain=True)
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_outputs_and_evaluation(mesh, put_out):
+    results = launch(mesh, outputs)
+    assert any(seen["modes"] for seen in results)  # where the last stage is
+    per_stage = len(results) // mesh.get("pp", 1)
+    for rank, seen in enumerate(results):
+        dp_rank = rank % per_stage // mesh.get("tp", 1)
+        for kind in ("training", "evaluation"):
+            assert [len(whole["y"]) for whole in put_out[kind]] == [7, 7, 1]
+            for mine, whole in zip(seen[kind], put_out[kind], strict=True):
+                rows = slice(*part(len(whole["y"]), dp_rank, mesh["dp"]))
+                assert set(mine) == set(whole)
+                for name, value in whole.items():
+                    if name == "loss":
+                        assert abs(mine[name] - value) <= 1e-12
+                        continue
+                    assert mine[name].shape == value[rows].shape, (rank, kind, name)
+                    assert torch.allclose(mine[name], value[rows], rtol=0, atol=1e-12), (rank, kind, name)
+        assert seen["has gradients"]
+        assert seen["gradients stay"]
+        assert seen["no gradients"]
+        assert seen["weights stay"]
+        assert not seen["requires grad"]
+        assert seen["modes"] in (True, None)
+        for name, weight in put_out["late weights"].items():
+            assert torch.allclose(seen["late weights"][name], weight, rtol=0, atol=1e-12), (rank, name)
+
+
+# ----------------------------------------------------------------------------------------------------- the bar
+
+
+def with_bars(local_rank, everywhere):
+    setting = Setting(plain=False)
+    model, optimizer = setting.model(lr=0.1)
+    trainer = setting.trainer(model, optimizer)
+    evaluator = setting.evaluator(model)
+    if everywhere or idist.get_rank() == 0:
+        ProgressBar(persist=True, desc="training", ascii=True).attach(
+            trainer, output_transform=lambda o: {"loss": o}
+        )
+        ProgressBar(persist=True, desc="validation", ascii=True).attach(evaluator, metric_names="all")
+    trainer.run(setting.loader(data(seed=0)), max_epochs=1)
+    evaluator.run(setting.loader(data(seed=1)))
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["attached on all ranks", "attached on rank 0"])
+def test_one_bar(everywhere, capfd):
+    launch({"dp": 2, "pp": 2}, with_bars, everywhere)
+    lines = "".join(capfd.readouterr()).replace("\r", "\n").splitlines()
+    for name in ("training", "validation"):
+        bars = [line for line in lines if name in line]
+        assert any("[3/3] 100%" in bar for bar in bars), lines
+        assert all(bar.startswith(f"[rank 0] {name}") for bar in bars), lines
+    assert any("loss=" in line for line in lines)
