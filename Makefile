@@ -6,6 +6,7 @@ CONSTRAINTS ?= constraints.txt
 LAB_ARGS ?=
 TEST_ARGS ?=
 CHAPTER ?=
+PARITY ?=
 # Scripts of `make test-all` beyond `make test`: tests/extra_<name>.sh
 EXTRAS = tpu slurm browser
 
@@ -18,7 +19,7 @@ ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 export CONSTRAINTS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-all notebooks run stamp lint format clean
+.PHONY: help setup lab test test-all parity benchmarks notebooks run stamp lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -46,6 +47,13 @@ test-all: test  ## test, then what needs more: TPU, Slurm, browser
 	done; \
 	echo "test-all: passed: $$ran; failed:$${failed:- none}; not written yet:$${missing:- none}"; \
 	[ -z "$$failed" ]
+
+parity: setup  ## every form of parallelism against one process, the whole table (PARITY="tied zbv" for some)
+	$(BIN)/python tests/parity.py $(PARITY)
+
+benchmarks: setup  ## trainer overhead and launch times, as ratios measured in one run
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/launch.py
 
 notebooks: setup  ## execute the chapters in place and normalise them (CHAPTER=04 for one)
 	$(BIN)/python tools/notebooks.py execute $(CHAPTER)

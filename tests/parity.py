@@ -1,0 +1,643 @@
+"""Every form of parallelism against one process, in float64: ``make parity`` prints the whole table.
+
+A case trains 5 optimizer steps with SGD on ranks, and in this process with a loop of plain torch. Compared are
+the loss of every iteration, every gradient of the first step and the weights after the last, on every rank; the
+largest difference may be 1e-12. Cases that a schedule cannot do right must be refused on each rank by itself,
+before anything is sent, and deliberately wrong variants must be off by more than 1e-3.
+
+Dropout and BatchNorm are not in here yet: their reference has to replay the split and the random numbers.
+
+    python tests/parity.py            the whole table
+    python tests/parity.py tied zbv   the cases whose line has all these words
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import logging
+import os
+import sys
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ignite.engine import Events
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.utils.data import TensorDataset
+
+import ignite_ddl as ddl
+from ignite_ddl import auto
+from ignite_ddl.lab import CNN, MLP
+
+TOLERANCE = 1e-12  # never loosened
+CLEARLY_WRONG = 1e-3  # what a wrong variant must exceed, so that the comparison is seen to be able to fail
+STEPS = 5
+TIMEOUT = 240  # seconds a launch may take: a hang is a failure with a name
+ALONE = 40  # seconds that one case may take
+
+# ------------------------------------------------------------------------------------------------------ models
+
+WIDTH, WORDS, LENGTH, HEADS = 16, 20, 6, 4
+
+
+class Embed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(WORDS, WIDTH)
+        self.position = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
+
+    def forward(self, x):
+        return self.token(x) + self.position[: x.shape[1]]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.n_heads = HEADS
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )  # (N, heads, T, D / heads)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm2, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, x):
+        return self.out(self.norm(x))
+
+
+def gpt(blocks=2, tied=False):
+    """``blocks + 2`` layers; tied: the embedding is also the last matrix."""
+    layers = [("embed", Embed()), *((f"block{i}", Block()) for i in range(blocks)), ("head", Head())]
+    model = nn.Sequential(OrderedDict(layers))
+    if tied:
+        model.head.out.weight = model.embed.token.weight
+    return model
+
+
+def shared_layers():
+    """One activation and one linear layer, each used twice: the same object at two places."""
+    act, again = nn.Tanh(), nn.Linear(8, 8)
+    return nn.Sequential(nn.Linear(6, 8), act, again, act, again, nn.Linear(8, 4))
+
+
+GPT_PLAN = {
+    "block*.attention.[qkv]": ddl.Column(units="n_heads"),
+    "block*.attention.out": ddl.Row(),
+    "block*.up": ddl.Column(),
+    "block*.down": ddl.Row(),
+    "embed.token": ddl.Row(input_layouts=Replicate()),  # by vocabulary, as the head is: they may be tied
+    "head.out": ddl.Column(output_layouts=Replicate()),
+}
+MLP_PLAN = {"linear[13]": ddl.Column(), "linear[24]": ddl.Row()}
+
+
+def words(rows, generator):
+    draw = (torch.randint(WORDS, (rows, LENGTH), generator=generator) for _ in range(2))
+    return TensorDataset(*draw)
+
+
+def points(*shape, classes=4):
+    def make(rows, generator):
+        x = torch.randn(rows, *shape, generator=generator)
+        return TensorDataset(x, torch.randint(classes, (rows,), generator=generator))
+
+    return make
+
+
+def sequences(rows, generator):
+    return TensorDataset(
+        torch.randn(rows, 4, 6, generator=generator), torch.randn(rows, 4, 6, generator=generator)
+    )
+
+
+def sequence_parallel():
+    """A LayerNorm that sees a part of each sequence, so that its gradients are sums over tp."""
+    return nn.Sequential(OrderedDict(up=nn.Linear(6, 8), norm=nn.LayerNorm(8), down=nn.Linear(8, 6)))
+
+
+SHARED_PLAN = {"[24]": ddl.Column(output_layouts=Replicate())}  # two names of one module
+SEQUENCE_PLAN = {
+    "up": ddl.Column(output_layouts=Shard(1), use_local_output=False),
+    "norm": SequenceParallel(use_local_output=False),
+    "down": ddl.Row(input_layouts=Shard(1)),
+}
+
+
+def word_loss(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+# name: model, data, loss, tensor plan
+MODELS = {
+    "mlp": (lambda: MLP(6, 8, 4, layers=4), points(2, 3), F.cross_entropy, MLP_PLAN),  # begins with a Flatten
+    "cnn": (lambda: CNN(channels=2, out_features=4), points(1, 28, 28), F.cross_entropy, {}),
+    "gpt": (gpt, words, word_loss, GPT_PLAN),
+    "gpt tied": (lambda: gpt(tied=True), words, word_loss, GPT_PLAN),
+    "gpt8": (lambda: gpt(blocks=6), words, word_loss, GPT_PLAN),
+    "gpt8 tied": (lambda: gpt(blocks=6, tied=True), words, word_loss, GPT_PLAN),
+    # Stages that are a bare Linear on 3-D input: torch's split backward cannot detach views of them in place.
+    "linears": (lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), sequences, F.mse_loss, {}),
+    "sequence": (sequence_parallel, sequences, F.mse_loss, SEQUENCE_PLAN),
+    "shared layers": (shared_layers, points(6), F.cross_entropy, SHARED_PLAN),
+}
+
+# ------------------------------------------------------------------------------------------------------- cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table. ``refused`` is a part of the expected ValueError, ``wrong`` a wrong variant."""
+
+    trap: str
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    model: str = "gpt"
+    schedule: str = "1f1b"
+    n_microbatches: int | None = None
+    split: tuple[int, ...] | None = None
+    shard: bool = False
+    rows: int = 16
+    batch_size: int = 8
+    shuffle: bool = True
+    accumulation: int = 1
+    max_norm: float | None = None
+    frozen: tuple[str, ...] = ()  # globs of parameter names
+    refused: str = ""
+    refused_batch: bool = False  # the model is in order, its last batch is not
+    wrong: str = ""
+    test: bool = False  # also in `make test`
+
+    @property
+    def mesh(self) -> tuple[int, int, int]:
+        return self.dp, self.pp, self.tp
+
+    @property
+    def line(self) -> str:
+        mesh = " × ".join(
+            f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1
+        )
+        how = [self.schedule] * (self.pp > 1) + ["shard"] * self.shard
+        return f"{mesh or 'serial':15} {self.model:13} {' '.join(how):29} {self.trap}"
+
+
+UNEVEN = {"rows": 13}  # batches of 8 and 5 rows: dp ranks and microbatches of different sizes
+NO_ROWS = {"rows": 9}  # a last batch of 1 row: all but one dp rank have none
+FIRST_LAYER = ("embed.*",)
+PLAIN = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs")  # schedules with one backward pass
+SPLIT = ("zbv", "interleaved_zero_bubble")  # those that compute gradients of inputs and of weights apart
+ALL = (*PLAIN, *SPLIT, "dualpipev")
+BARE = "it has no trainable parameter"
+
+
+def test_cases():
+    """About 15 that cover every axis, schedule family and trap."""
+    return [
+        Case("uneven, last batch without rows on a rank", dp=2, model="mlp", **NO_ROWS),
+        Case("uneven, max_norm", dp=2, model="cnn", max_norm=0.1, **UNEVEN),
+        Case("uneven, tied, accumulation, first layer frozen", dp=2, model="gpt tied", shard=True,
+             accumulation=2, frozen=("embed.position",), **UNEVEN),
+        Case("uneven", dp=2, wrong="unweighted mean", **UNEVEN),
+        Case("tied, max_norm, uneven", tp=2, model="gpt tied", max_norm=0.1, **UNEVEN),
+        Case("tied, by torch's parallelize_module", tp=2, model="gpt tied", wrong="untied over tp"),
+        Case("parameterless first stage, uneven", pp=2, model="mlp", split=(1, 7), **UNEVEN),
+        Case("parameterless first stage", pp=2, model="mlp", schedule="zbv", split=(1, 3, 2, 2), refused=BARE),
+        Case("uneven, max_norm", pp=2, model="cnn", schedule="gpipe", max_norm=0.1, **UNEVEN),
+        Case("tied, accumulation, uneven", pp=2, model="gpt tied", schedule="zbv", accumulation=2, **UNEVEN),
+        Case("tied, summed by nobody", pp=2, model="gpt tied", wrong="untied over pp"),
+        Case("whole first stage frozen", pp=2, schedule="interleaved_1f1b", frozen=FIRST_LAYER),
+        Case("whole first stage frozen", pp=2, schedule="zbv", frozen=FIRST_LAYER, refused=BARE),
+        Case("bare Linear stages on 3-D input", pp=2, model="linears", schedule="zbv"),
+        Case("tied, uneven, max_norm, ranks without rows", dp=2, pp=2, tp=2, model="gpt tied", max_norm=0.1,
+             **NO_ROWS),
+        Case("tied, uneven, accumulation", dp=2, pp=2, tp=2, model="gpt tied", schedule="interleaved_1f1b",
+             shard=True, accumulation=2, **UNEVEN),
+    ]  # fmt: skip
+
+
+def all_cases():
+    cases = [Case(**{**case.__dict__, "test": True}) for case in test_cases()]
+
+    def add(trap, **kwargs):
+        cases.append(Case(trap, **kwargs))
+
+    add("uneven, max_norm, accumulation", model="gpt tied", max_norm=0.1, accumulation=2, **UNEVEN)
+    for shard in (False, True):
+        for dp in (2, 4):
+            add("uneven", dp=dp, model="mlp", shard=shard, **UNEVEN)
+            add("ranks without rows, max_norm", dp=dp, model="cnn", shard=shard, max_norm=0.1, **NO_ROWS)
+            add("tied, uneven, accumulation", dp=dp, model="gpt tied", shard=shard, accumulation=2, **UNEVEN)
+            add("first layer frozen, max_norm", dp=dp, shard=shard, max_norm=0.1, frozen=FIRST_LAYER)
+            add("shared layers", dp=dp, model="shared layers", shard=shard)
+        add("sequence parallel, max_norm", dp=2, tp=2, model="sequence", shard=shard, max_norm=0.01)
+        for dp, tp in ((2, 2), (2, 4), (4, 2)):
+            add("uneven, tied, max_norm", dp=dp, tp=tp, model="gpt tied", shard=shard, max_norm=0.1, **UNEVEN)
+            add("ranks without rows, accumulation", dp=dp, tp=tp, shard=shard, accumulation=2, **NO_ROWS)
+        add("first layer frozen, uneven", dp=2, tp=2, shard=shard, frozen=FIRST_LAYER, **UNEVEN)
+        add("uneven", dp=2, tp=2, model="mlp", shard=shard, **UNEVEN)
+    for tp in (2, 4):
+        add("sequence parallel, max_norm", tp=tp, model="sequence", max_norm=0.01)
+        add("shared layers", tp=tp, model="shared layers")
+        add("uneven", tp=tp, model="mlp", **UNEVEN)
+        add("untied, accumulation", tp=tp, accumulation=2)
+        add("tied, max_norm", tp=tp, model="gpt tied", max_norm=0.1)
+        add("first layer frozen", tp=tp, frozen=FIRST_LAYER)
+        add("tied embedding frozen", tp=tp, model="gpt tied", frozen=FIRST_LAYER)
+    add("local norm", tp=2, wrong="clipped by the local norm", max_norm=0.1)
+    add("gradients summed over dp", dp=2, wrong="sum over dp")
+    for schedule in ALL:
+        # dualpipev needs as many microbatches as stages and has no plain schedule to fall back on: 4 and 8.
+        dual = schedule == "dualpipev"
+        stages = 2 if schedule in ("gpipe", "1f1b") else 4
+        conv = {} if schedule in PLAIN else {"refused": BARE}  # two of the CNN's layers hold 9 in 10 weights
+        shared = (3, 3) if stages == 2 else (1, 2, 2, 1)
+        last = {"rows": 12} if dual else UNEVEN
+        add("uneven", pp=2, model="mlp", schedule=schedule, **last)
+        add("tied, uneven, max_norm", pp=2, model="gpt tied", schedule=schedule, max_norm=0.1, **last)
+        add("accumulation, uneven", pp=2, schedule=schedule, accumulation=2, **last)
+        add("bare Linear stages on 3-D input", pp=2, model="linears", schedule=schedule)
+        add("shared layers", pp=2, model="shared layers", schedule=schedule, split=shared)
+        bare = {"refused": BARE} if schedule not in PLAIN else {}
+        first_alone = (1, 7) if stages == 2 else (1, 3, 2, 2)
+        add("parameterless first stage", pp=2, model="mlp", schedule=schedule, split=first_alone, **bare)
+        if stages == 4:
+            add(
+                "parameterless middle stage", pp=2, model="mlp", schedule=schedule, split=(2, 1, 3, 2), **bare
+            )
+        first = (1, 3) if stages == 2 else (1, 1, 1, 1)
+        add("whole first stage frozen", pp=2, schedule=schedule, split=first, frozen=FIRST_LAYER, **bare)
+        add("first two stages frozen", pp=2, schedule=schedule, split=first if stages == 4 else (3, 1),
+            frozen=("embed.*", "block*"), **bare)  # fmt: skip
+        add("last stage frozen", pp=2, schedule=schedule, split=(3, 1) if stages == 2 else first,
+            frozen=("head.*",), **bare)  # fmt: skip
+        add("part of the first stage frozen", pp=2, schedule=schedule, frozen=("embed.position",))
+        add(
+            "first layer of the first stage frozen", pp=2, model="gpt8", schedule=schedule, frozen=FIRST_LAYER
+        )
+        add("tied embedding frozen in its stages", pp=2, model="gpt8 tied", schedule=schedule,
+            frozen=("embed.token.weight",))  # fmt: skip
+        add("8 layers, tied, uneven", pp=4, model="gpt8 tied", schedule=schedule,
+            **({"batch_size": 16, "rows": 24} if dual else UNEVEN))  # fmt: skip
+        add("uneven, n_microbatches=6", pp=2, model="cnn", schedule=schedule, n_microbatches=6, **conv,
+            **({"batch_size": 12, "rows": 24} if dual else {"batch_size": 12, "rows": 19}))  # fmt: skip
+        for shard in (False, True):
+            both = {"batch_size": 16, "rows": 24} if dual else UNEVEN
+            add("tied, uneven, max_norm", dp=2, pp=2, model="gpt tied", schedule=schedule, shard=shard,
+                max_norm=0.1, **both)  # fmt: skip
+            add("accumulation, uneven", dp=2, pp=2, schedule=schedule, shard=shard, accumulation=2, **both)
+            add("part of the first stage frozen", dp=2, pp=2, schedule=schedule, shard=shard,
+                frozen=("embed.token.*",), **({"batch_size": 16, "rows": 32} if dual else {}))  # fmt: skip
+            if not dual:
+                add("ranks without rows", dp=2, pp=2, schedule=schedule, shard=shard, **NO_ROWS)
+            if not bare:
+                add("whole first stage frozen", dp=2, pp=2, schedule=schedule, shard=shard, split=first,
+                    frozen=FIRST_LAYER, **UNEVEN)  # fmt: skip
+        add("shared layers", dp=2, pp=2, model="shared layers", schedule=schedule, split=shared,
+            shard=True, **({"batch_size": 16} if dual else {}))  # fmt: skip
+        add("shared layers", pp=2, tp=2, model="shared layers", schedule=schedule, split=shared)
+        add("tied, uneven, max_norm", pp=2, tp=2, model="gpt tied", schedule=schedule, max_norm=0.1, **last)
+        for shard in (False, True):
+            add("tied, uneven, max_norm, accumulation", dp=2, pp=2, tp=2, model="gpt tied", schedule=schedule,
+                shard=shard, max_norm=0.1, accumulation=2, **both)  # fmt: skip
+    add("rows that fit no number of microbatches", pp=2, schedule="dualpipev", rows=11,
+        refused="a batch of 3 rows cannot be cut",
+        refused_batch=True)  # fmt: skip
+    return cases
+
+
+# -------------------------------------------------------------------------------------------- one process, plain
+
+
+@dataclass
+class Trained:
+    """What one process, or one rank, can say after training. Tied weights are in under each of their names."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor | None]
+    weights: dict[str, torch.Tensor]
+
+
+def build_model(case):
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model = MODELS[case.model][0]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if any(fnmatch.fnmatchcase(name, glob) for glob in case.frozen):
+            parameter.requires_grad_(False)
+    return model
+
+
+def build_loader(case):
+    dataset = MODELS[case.model][1](case.rows, torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    return ddl.auto_dataloader(dataset, batch_size=case.batch_size, shuffle=case.shuffle)
+
+
+def reference(case):
+    """The same training in this process: plain torch but for the loader, which decides the order of rows."""
+    before = torch.get_default_dtype()
+    try:
+        return _train_plainly(case)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _train_plainly(case):
+    model, loader, loss_fn = build_model(case), build_loader(case), MODELS[case.model][2]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    names = dict(model.named_parameters(remove_duplicate=False))
+    losses, norms, gradients, done = [], [], {}, 0
+    while done < STEPS:
+        seen = []
+        for x, y in loader:
+            seen.append(len(x))
+            loss = loss_fn(model(x), y)
+            (loss / case.accumulation).backward()
+            losses.append(loss.item())
+            if len(losses) % case.accumulation == 0:
+                if case.max_norm is not None:
+                    norms.append(nn.utils.clip_grad_norm_(model.parameters(), case.max_norm).item())
+                if done == 0:
+                    gradients = {n: None if p.grad is None else p.grad.clone() for n, p in names.items()}
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+                if done == STEPS:
+                    break
+        else:
+            assert sum(seen) == case.rows  # the loader drops nothing in one process either
+    return Trained(losses, norms, gradients, {n: p.detach().clone() for n, p in names.items()})
+
+
+# ---------------------------------------------------------------------------------------------------- on ranks
+
+
+def whole(tensor):
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return None if tensor is None else tensor.detach().clone()
+
+
+def plain(name):
+    return name.removeprefix("module.")
+
+
+def train(case):
+    """This rank's part, through ddl's public names. Wrong variants replace one thing each."""
+    model, loader, loss_fn = build_model(case), build_loader(case), MODELS[case.model][2]
+    names = list(model.state_dict())
+    cutting = auto.apply_plan
+    if case.wrong == "untied over tp":
+        auto.apply_plan = _cut_without_tying
+    try:
+        model = _cut(case, model)
+    finally:
+        auto.apply_plan = cutting
+    if case.wrong == "untied over pp":
+        model.shared = []
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
+    trainer = ddl.create_supervised_trainer(
+        model,
+        optimizer,
+        (lambda output, y: 2 * loss_fn(output, y)) if case.wrong == "sum over dp" else loss_fn,
+        gradient_accumulation_steps=case.accumulation,
+        max_norm=None if case.wrong == "clipped by the local norm" else case.max_norm,
+    )
+    if case.wrong == "clipped by the local norm":
+        optimizer.register_step_pre_hook(lambda *_: _clip_locally(model, case.max_norm))
+    losses, norms, gradients = [], [], {}
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def record(engine):
+        losses.append(engine.state.output / (2 if case.wrong == "sum over dp" else 1))
+        steps, rest = divmod(engine.state.iteration, case.accumulation)
+        if rest == 0:
+            if case.max_norm is not None and not case.wrong:
+                norms.append(engine.state.grad_norm)
+            if steps == 1:
+                gradients.update({plain(n): whole(p.grad) for n, p in model.named_parameters()})
+            if steps == STEPS:
+                engine.terminate()
+
+    # A loader that ddl does not know has no rows to weight by.
+    trainer.run(list(loader) if case.wrong == "unweighted mean" else loader, max_epochs=10**6)
+    weights = {plain(n): whole(p) for n, p in model.named_parameters()}
+    if not case.wrong:
+        assert list(ddl.full_state_dict(model)) == names
+    return Trained(losses, norms, gradients, weights)
+
+
+def _cut_without_tying(model, styles, tp_mesh):
+    for name, style in styles.items():
+        parallelize_module(model.get_submodule(name), tp_mesh, style)
+
+
+def _clip_locally(model, max_norm):
+    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    norm = torch.stack([g.square().sum() for g in local]).sum().sqrt()
+    for gradient in local:
+        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+def refusal(case):
+    """This rank's ValueError. Each rank tries alone, in its turn: one that sends or waits would never return."""
+    if not case.refused_batch:
+        return _each_alone(lambda: _cut(case, build_model(case)))
+    model, rows = _cut(case, build_model(case)), case.rows % case.batch_size
+    x, y = MODELS[case.model][1](rows, torch.Generator().manual_seed(1)).tensors
+    return _each_alone(lambda: model.train_step(x, y, MODELS[case.model][2]))
+
+
+def _cut(case, model):
+    options = {"schedule": case.schedule, "n_microbatches": case.n_microbatches, "split": case.split}
+    return ddl.auto_model(model, MODELS[case.model][3], shard=case.shard, **options)
+
+
+def _each_alone(attempt):
+    message, mesh = "", ddl.get_mesh()
+    for rank in range(mesh.world_size):
+        if rank == mesh.rank:
+            try:
+                attempt()
+            except ValueError as error:
+                message = str(error)
+        dist.barrier()
+    return message
+
+
+def run_on_rank(local_rank, cases):
+    logging.getLogger("ignite.distributed.auto.auto_model").setLevel(logging.WARNING)
+    return [refusal(case) if case.refused else train(case) for case in cases]
+
+
+# -------------------------------------------------------------------------------------------------- comparison
+
+
+@dataclass
+class Outcome:
+    """What the table says of a case."""
+
+    case: Case
+    errors: dict[str, float] | None = None  # of loss, gradients, weights, norm
+    text: str = ""
+    passed: bool = False
+
+    def __str__(self) -> str:
+        mark = "   " if self.passed else "!! "
+        if self.errors is None:
+            return f"{mark}{self.case.line:108} {self.text}"
+        numbers = "  ".join(f"{self.errors[k]:8.1e}" for k in COLUMNS)
+        return f"{mark}{self.case.line:108} {numbers}  {self.text}"
+
+
+COLUMNS = ("loss", "gradients", "weights", "norm")
+
+
+def largest(pairs):
+    """The largest absolute difference; missing on one side, of another length or not finite: infinitely wrong."""
+    worst = 0.0
+    for one, other in pairs:
+        if (one is None) != (other is None):
+            return float("inf")
+        if one is not None:
+            one, other = (torch.as_tensor(v, dtype=torch.float64) for v in (one, other))
+            if one.shape != other.shape or not torch.isfinite(one).all():
+                return float("inf")
+            worst = max(worst, (one - other).abs().max().item() if one.numel() else 0.0)
+    return worst
+
+
+def compare(case, ranks):
+    """Errors of the worst rank against one process. Every parameter must be on some rank."""
+    one = reference(case)
+    errors = dict.fromkeys(COLUMNS, 0.0)
+    for rank in ranks:
+        pairs = {
+            "loss": [(rank.losses, one.losses)],
+            "norm": [(rank.norms, [] if case.wrong else one.norms)],
+            "gradients": [(rank.gradients[n], one.gradients[n]) for n in rank.gradients],
+            "weights": [(rank.weights[n], one.weights[n]) for n in rank.weights],
+        }
+        errors = {key: max(errors[key], largest(pairs[key])) for key in COLUMNS}
+    # Where weights are tied, a rank lists them under their first name; the second is on it, or on another stage.
+    per_replica = case.pp
+    for replica in range(case.dp * case.tp):
+        held = set().union(*(ranks[replica + r * case.dp * case.tp].weights for r in range(per_replica)))
+        missing = {n for n, p in build_model_here(case).named_parameters()} - held
+        assert not missing, f"no rank of replica {replica} holds {missing}"
+    return errors
+
+
+def build_model_here(case):
+    before = torch.get_default_dtype()
+    try:
+        return build_model(case)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def judge(case, results):
+    if case.refused:
+        said = [message if case.refused in message else f"?? {message!r}" for message in results]
+        passed = all(case.refused in message for message in results)
+        return Outcome(case, None, f"refused: {case.refused}" if passed else f"not refused: {said}", passed)
+    errors = compare(case, results)
+    worst = max(errors.values())
+    if case.wrong:
+        return Outcome(case, errors, f"wrong on purpose: {case.wrong}", worst > CLEARLY_WRONG)
+    return Outcome(case, errors, "", worst <= TOLERANCE)
+
+
+def launch(mesh, cases):
+    dp, pp, tp = mesh
+    if dp * pp * tp == 1:
+        return [[result] for result in ddl.Parallel().run(run_on_rank, cases)[0]]
+    parallel = ddl.Parallel(
+        "gloo", dp * pp * tp, dp=dp, pp=pp, tp=tp, timeout=TIMEOUT if len(cases) > 1 else ALONE
+    )
+    return list(zip(*parallel.run(run_on_rank, cases), strict=True))
+
+
+def run(mesh, cases):
+    """All cases of a mesh in one launch. Where one fails, each has a launch of its own, to find the culprit."""
+    before = torch.get_default_dtype()
+    try:
+        by_case = launch(mesh, cases)
+    except (ddl.RankError, ValueError, RuntimeError) as error:
+        if len(cases) == 1:
+            yield Outcome(cases[0], None, f"FAILED: {str(error).strip()[-600:]}")
+            return
+        for case in cases:
+            yield from run(mesh, [case])
+        return
+    finally:
+        torch.set_default_dtype(before)
+    for case, results in zip(cases, by_case, strict=True):
+        yield judge(case, results)
+
+
+def by_mesh(cases):
+    groups: dict[tuple[int, int, int], list[Case]] = {}
+    for case in cases:
+        groups.setdefault(case.mesh, []).append(case)
+    return dict(sorted(groups.items(), key=lambda item: (item[0][0] * item[0][1] * item[0][2], item[0])))
+
+
+def main(words_of_lines):
+    torch.set_num_threads(1)
+    cases = [case for case in all_cases() if all(word in case.line for word in words_of_lines)]
+    print(
+        f"   {'mesh':15} {'model':13} {'schedule':29} {'trap':47}  {'  '.join(f'{c:>8.8}' for c in COLUMNS)}"
+    )
+    start, outcomes = time.perf_counter(), []
+    for mesh, group in by_mesh(cases).items():
+        for outcome in run(mesh, group):
+            outcomes.append(outcome)
+            print(outcome, flush=True)
+    compared = [o for o in outcomes if o.errors is not None and not o.case.wrong]
+    worst = max((max(o.errors.values()) for o in compared), default=0.0)
+    wrong = min((max(o.errors.values()) for o in outcomes if o.errors and o.case.wrong), default=float("nan"))
+    failed = [o for o in outcomes if not o.passed]
+    print(
+        f"{len(outcomes)} cases in {time.perf_counter() - start:.0f} s: {len(compared)} compared, worst error "
+        f"{worst:.1e} (allowed {TOLERANCE:.0e}); {sum(bool(o.case.refused) for o in outcomes)} refused; wrong "
+        f"variants off by at least {wrong:.1e}; {len(failed)} not as expected"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("word", nargs="*", help="run the cases whose line has all these words")
+    sys.exit(main(parser.parse_args().word))

@@ -1,0 +1,528 @@
+"""auto_dataloader deals one process's batches, auto_model keeps one process's weights, and what both refuse."""
+
+import copy
+import re
+from collections import OrderedDict
+
+import ignite.distributed as idist
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+import ignite_ddl as ddl
+from ignite_ddl import auto
+from ignite_ddl.mesh import AXES, Mesh
+
+TIMEOUT = 90
+
+
+def run(func, nproc, *args, **axes):
+    return ddl.Parallel("gloo", nproc, timeout=TIMEOUT, **axes).run(func, *args)
+
+
+def as_rank(rank, size, make, monkeypatch):
+    """A loader as dp rank ``rank`` of ``size`` would have it, made in this process."""
+    mesh = Mesh({"pp": 1, "dp": size, "tp": 1}, rank, None, dict.fromkeys(AXES))
+    with monkeypatch.context() as patch:
+        patch.setattr(auto, "get_mesh", lambda: mesh)
+        patch.setattr(auto, "_common_seed", lambda mesh: 7)
+        return make()
+
+
+def dealt(loader):
+    """The loader's batches, and (here, in all) of each."""
+    pairs = [(batch.tolist(), loader.rows) for batch in loader]
+    return [rows for rows, _ in pairs], [sizes for _, sizes in pairs]
+
+
+def check_dealing(make, size, monkeypatch, passes=2):
+    """Every rank's parts, put together in rank order, are one process's batches. Returns those of one process."""
+    whole = as_rank(0, 1, make, monkeypatch)
+    ranks = [as_rank(rank, size, make, monkeypatch) for rank in range(size)]
+    seen = []
+    for _ in range(passes):
+        batches, sizes = dealt(whole)
+        assert sizes == [(len(batch), len(batch)) for batch in batches]
+        parts = [dealt(loader) for loader in ranks]
+        assert all(len(rows) == len(batches) for rows, _ in parts)
+        for i, batch in enumerate(batches):
+            assert sum((rows[i] for rows, _ in parts), []) == batch
+            here = [sizes[i][0] for _, sizes in parts]
+            assert here == [len(rows[i]) for rows, _ in parts]
+            assert max(here) - min(here) <= 1  # as evenly as it goes
+            assert {sizes[i][1] for _, sizes in parts} == {len(batch)}
+        assert all(len(loader) == len(whole) for loader in ranks)
+        seen.append(batches)
+    return seen
+
+
+# -------------------------------------------------------------------------------------- dealing, in this process
+
+
+@given(n=st.integers(0, 50), size=st.integers(1, 9))
+def test_part_covers_all_rows_once_and_evenly(n, size):
+    parts = [auto.part(n, rank, size) for rank in range(size)]
+    assert [row for start, end in parts for row in range(start, end)] == list(range(n))
+    lengths = [end - start for start, end in parts]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [12, 13, 9, 1])  # the last batch: full, of 5, of 1, and the only one
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_rows_in_order(size, rows, drop_last, monkeypatch):
+    def make():
+        return ddl.auto_dataloader(torch.arange(rows), batch_size=4, drop_last=drop_last)
+
+    batches = check_dealing(make, size, monkeypatch)[0]
+    assert len(make()) == len(batches)
+    assert batches == [b.tolist() for b in DataLoader(torch.arange(rows), batch_size=4, drop_last=drop_last)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_shuffled_rows(size, monkeypatch):
+    first, second = check_dealing(
+        lambda: ddl.auto_dataloader(torch.arange(13), batch_size=4, shuffle=True), size, monkeypatch
+    )
+    for batches in (first, second):
+        assert sorted(sum(batches, [])) == list(range(13))
+        assert sum(batches, []) != list(range(13))
+    assert first != second  # epochs differ without set_epoch
+
+
+def test_workers_change_nothing(monkeypatch):
+    def make(workers):
+        return lambda: ddl.auto_dataloader(
+            torch.arange(13), batch_size=4, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+        )
+
+    with_workers = check_dealing(make(2), 3, monkeypatch)
+    assert with_workers == check_dealing(make(0), 3, monkeypatch)
+
+
+SAMPLERS = {
+    "weighted": lambda: {"sampler": WeightedRandomSampler(torch.arange(13.0), 11), "batch_size": 4},
+    "subset": lambda: {"sampler": SubsetRandomSampler([1, 3, 5, 7, 9]), "batch_size": 2},
+    "batches": lambda: {"batch_sampler": BatchSampler(SubsetRandomSampler(range(13)), 5, drop_last=True)},
+    "unequal batches": lambda: {"batch_sampler": [[3], [0, 1, 2, 4, 5], [6, 7]]},
+    "a list": lambda: {"sampler": [5, 4, 3, 2, 1], "batch_size": 2},
+    "own generator": lambda: {
+        "shuffle": True,
+        "batch_size": 4,
+        "generator": torch.Generator().manual_seed(3),
+    },
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samplers_of_the_user(sampler, size, monkeypatch):
+    seen = check_dealing(
+        lambda: ddl.auto_dataloader(torch.arange(13), **SAMPLERS[sampler]()), size, monkeypatch
+    )
+    if sampler in ("weighted", "subset", "batches"):
+        assert seen[0] != seen[1]
+    if sampler == "subset":
+        assert sorted(sum(seen[0], [])) == [1, 3, 5, 7, 9]
+    if sampler == "unequal batches":
+        assert seen[0] == [[3], [0, 1, 2, 4, 5], [6, 7]]
+
+
+class Stream(IterableDataset):
+    """Numbers 0, 1, ...; with workers each has every second one, as torch's documentation tells users to do."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(self.n)) if info is None else iter(range(info.id, self.n, info.num_workers))
+
+    def __len__(self):
+        return self.n
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams(workers, drop_last, monkeypatch):
+    options = {"batch_size": 4, "num_workers": workers, "drop_last": drop_last}
+    for size in (1, 2) if workers else (1, 2, 3, 4):
+        seen = check_dealing(lambda: ddl.auto_dataloader(Stream(14), **options), size, monkeypatch, passes=1)
+        assert len(ddl.auto_dataloader(Stream(14), **options)) == len(DataLoader(Stream(14), **options))
+        assert seen[0] == [batch.tolist() for batch in DataLoader(Stream(14), **options)]
+
+
+def test_a_rank_without_rows_gets_an_empty_batch_and_a_row_to_compute(monkeypatch):
+    data = TensorDataset(torch.arange(10).reshape(5, 2), torch.arange(5))
+    for make in (lambda: ddl.auto_dataloader(data, batch_size=4), lambda: stream_of(data)):
+        batches = list(_with_filler(as_rank(0, 2, make, monkeypatch)))
+        (x, y), rows, filler = batches[-1]
+        assert rows == (0, 1)
+        assert x.shape == (0, 2)
+        assert y.shape == (0,)
+        assert filler[0].tolist() == [[8, 9]]
+        assert batches[0][2] is None
+
+
+def stream_of(data):
+    class Rows(IterableDataset):
+        def __iter__(self):
+            return iter(data)
+
+    return ddl.auto_dataloader(Rows(), batch_size=4)
+
+
+def _with_filler(loader):
+    for batch in loader:
+        yield batch, loader.rows, loader.filler
+
+
+def test_set_epoch_repeats_an_epoch(monkeypatch):
+    loader = as_rank(
+        1, 2, lambda: ddl.auto_dataloader(torch.arange(20), batch_size=5, shuffle=True), monkeypatch
+    )
+    first, second, third = (dealt(loader)[0] for _ in range(3))
+    assert first != second != third
+    loader.set_epoch(1)
+    assert dealt(loader)[0] == second
+    assert dealt(loader)[0] == third
+
+
+def test_an_epoch_that_is_left_early_does_no_harm():
+    # A worker is ahead by two batches, whose sizes are known and must be forgotten.
+    loader = ddl.auto_dataloader(torch.arange(13), batch_size=4, shuffle=True, num_workers=1)
+    for batch in loader:
+        assert len(batch) == 4
+        break
+    _, sizes = dealt(loader)
+    assert sizes == [(4, 4)] * 3 + [(1, 1)]
+
+
+def test_shuffling_leaves_the_random_stream_of_the_user_alone():
+    def draws(**options):
+        torch.manual_seed(5)
+        for _ in ddl.auto_dataloader(torch.arange(9), batch_size=2, **options):
+            pass
+        return torch.rand(3).tolist()
+
+    assert draws() == draws(shuffle=True) == draws(sampler=SubsetRandomSampler(range(9)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size should be the global batch size, a positive integer, but given 0"),
+        ({"batch_size": None}, "batch_size .* but given None"),
+        ({"batch_size": 2.0}, "batch_size .* but given 2.0"),
+        ({"sampler": DistributedSampler(range(4), 2, 0)}, "sampler should be the sampler of one process"),
+        (
+            {"batch_sampler": BatchSampler(DistributedSampler(range(4), 2, 0), 2, False)},
+            "batch_sampler should be the sampler of one process.*DistributedSampler",
+        ),
+        ({"sampler": [0, 1], "shuffle": True}, "sampler and shuffle=True exclude each other"),
+        ({"batch_sampler": [[0]], "batch_size": 2}, "batch_sampler excludes batch_size"),
+    ],
+)
+def test_loader_arguments_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        ddl.auto_dataloader(torch.arange(4), **options)
+
+
+# -------------------------------------------------------------------------------------------- dealing, on ranks
+
+
+class Noisy(Dataset):
+    """Rows with noise drawn when they are read, as by a random crop."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        return torch.tensor([float(i), torch.rand(()).item()])
+
+
+def load(local_rank, epochs=2):
+    torch.manual_seed(100 + idist.get_rank())  # differently on each rank, as idist's users do
+    loader = ddl.auto_dataloader(torch.arange(13), batch_size=4, shuffle=True)
+    rows = [[dealt(loader)[0] for _ in range(epochs)]]
+    torch.manual_seed(100 + idist.get_rank())
+    sampler = WeightedRandomSampler(torch.ones(13), 7)
+    loader = ddl.auto_dataloader(torch.arange(13), batch_size=4, sampler=sampler, num_workers=2)
+    rows.append([dealt(loader)[0]])
+    noise = [
+        torch.cat([*ddl.auto_dataloader(Noisy(), batch_size=4, num_workers=workers)]) for workers in (0, 1)
+    ]
+    return rows, loader.num_workers, noise
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_peers_see_the_same_rows_and_ranks_together_the_rows_of_one_process(axis):
+    [(alone, workers, _)] = ddl.Parallel().run(load)  # seeded with 100, as rank 0
+    assert workers == 2
+    results = run(load, 4, **{"dp": 2, axis: 2})
+    second = 2 if axis == "tp" else 1  # the first rank of the second dp place
+    assert results[0][1] == 1  # two workers for this machine's ranks, at least one each
+    for rank, (rows, _, noise) in enumerate(results):
+        first_of_its_dp = rank // 2 * 2 if axis == "tp" else rank % 2
+        assert rows == results[first_of_its_dp][0], "tp and pp peers differ"
+        for mine, theirs in zip(noise, results[first_of_its_dp][2], strict=True):
+            assert torch.equal(mine, theirs), "tp and pp peers draw differently while they read rows"
+    for mine, other in zip(results[0][2], results[second][2], strict=True):
+        assert not set(mine[:, 1].tolist()) & set(other[:, 1].tolist())  # dp ranks draw numbers of their own
+    (left, _, _), (right, _, _) = results[0], results[second]
+    for kind, kind_left, kind_right in zip(alone, left, right, strict=True):
+        for epoch, epoch_left, epoch_right in zip(kind, kind_left, kind_right, strict=True):
+            assert [a + b for a, b in zip(epoch_left, epoch_right, strict=True)] == epoch
+
+
+# ------------------------------------------------------------------------------------------- models and weights
+
+
+class Listed(nn.Module):
+    """Layers in a ModuleList and a ModuleDict, which are never called themselves, and one weight twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.heads = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 6)})
+        self.heads["a"].weight = self.blocks[0].weight
+        self.more = nn.ModuleList([nn.Linear(8, 8)])  # no weight of it is elsewhere
+        self.register_buffer("scale", torch.full((6,), 0.5))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in [*self.blocks, *self.more]:
+            x = torch.tanh(block(x))
+        return self.heads["b"](torch.tanh(self.heads["a"](x))) * self.scale
+
+
+def layers():
+    return nn.Sequential(
+        OrderedDict(
+            up=nn.Linear(6, 8),
+            norm=nn.BatchNorm1d(8),
+            relu=nn.ReLU(),
+            down=nn.Linear(8, 8),
+            end=nn.Linear(8, 4),
+        )
+    )
+
+
+PLAN = {"up": ddl.Column(output_layouts=Replicate()), "down": ddl.Row(input_layouts=Replicate())}
+MODELS = {"layers": layers, "listed": Listed}
+
+
+def build(kind, seed):
+    torch.manual_seed(seed)
+    model = MODELS[kind]()
+    for buffer in model.buffers():
+        buffer.add_(torch.rand(()).to(buffer.dtype))
+    return model
+
+
+def round_trip(local_rank, kind, shard):
+    rank = idist.get_rank()
+    model = ddl.auto_model(build(kind, rank), PLAN if kind == "layers" else None, shard=shard)
+    before = ddl.full_state_dict(model)
+    other = {name: tensor + 1 for name, tensor in build(kind, 99).state_dict().items()}
+    ddl.load_full_state_dict(model, other)
+    after = ddl.full_state_dict(model)
+    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
+    errors = []
+    name = next(iter(other))
+    wrong = [
+        {n: t for n, t in other.items() if n != name},
+        other | {"more": torch.ones(())},
+        {n: torch.ones(99, 99) for n in other},
+    ]
+    for state in wrong:
+        try:
+            ddl.load_full_state_dict(model, state)
+        except ValueError as error:
+            errors.append(str(error))
+    unchanged = ddl.full_state_dict(model)
+    assert all(torch.equal(unchanged[n], after[n]) for n in after), "a refused state has changed the model"
+    assert all(type(t) is torch.Tensor and t.device.type == "cpu" for t in after.values())
+    return before, after, held, errors
+
+
+def same(one, other):
+    assert list(one) == list(other)
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "shard", "axes"),
+    [
+        ("layers", False, {"dp": 2}),
+        ("layers", True, {"dp": 2}),
+        ("listed", True, {"dp": 2}),
+        ("layers", False, {"dp": 1, "pp": 2}),
+        ("layers", True, {"dp": 2, "tp": 2}),
+        ("layers", True, {"dp": 2, "pp": 2, "tp": 2}),
+    ],
+)
+def test_weights_are_those_of_rank_0_and_travel_both_ways(kind, shard, axes):
+    nproc = axes.get("dp", 1) * axes.get("pp", 1) * axes.get("tp", 1)
+    results = run(round_trip, nproc, kind, shard, **axes)
+    loaded = {name: tensor + 1 for name, tensor in build(kind, 99).state_dict().items()}
+    if kind == "listed":
+        loaded["heads.a.weight"] = loaded["blocks.0.weight"]
+    for before, after, _, errors in results:
+        same(before, build(kind, 0).state_dict())  # though each rank built it from another seed
+        same(after, loaded)
+        assert len(errors) == 3
+        assert "state should have the model's names, but lacks [" in errors[0]
+        assert "has ['more'] besides" in errors[1]
+        assert "should have shape" in errors[2]
+        assert "but has (99, 99)" in errors[2]
+    whole = sum(p.numel() for p in build(kind, 0).parameters())
+    if axes == {"dp": 1, "pp": 2}:
+        assert sum(held for *_, held, _ in results) == whole
+    if shard and axes == {"dp": 2}:
+        assert [held for *_, held, _ in results] == [whole // 2, whole // 2]
+    if not shard and axes == {"dp": 2}:
+        assert [held for *_, held, _ in results] == [whole, whole]
+
+
+def odd_models(local_rank):
+    """What once failed: weights that are not contiguous, a child named module, a model on its own, no weights."""
+    found = {}
+    torch.manual_seed(idist.get_rank())
+    model = nn.Sequential(nn.Conv2d(2, 3, 3)).to(memory_format=torch.channels_last)
+    found["channels_last"] = ddl.full_state_dict(ddl.auto_model(model, shard=True))["0.weight"]
+    model = nn.Sequential(OrderedDict(module=nn.Linear(2, 2)))
+    found["module"] = list(ddl.full_state_dict(ddl.auto_model(model)))
+    found["bare"] = ddl.auto_model(nn.Linear(2, 2), shard=True)(torch.ones(1, 2)).shape
+    torch.manual_seed(0)
+    model = ddl.auto_model(Listed(), shard=True)
+    model(torch.ones(2, 6)).sum().backward()
+    found["gradients"] = all(p.grad is not None for p in model.parameters())
+    return found
+
+
+def test_models_that_once_failed():
+    torch.manual_seed(0)
+    weight = nn.Conv2d(2, 3, 3).weight.detach()
+    for found in run(odd_models, 2):
+        assert torch.equal(found["channels_last"], weight)
+        assert found["module"] == ["module.weight", "module.bias"]
+        assert found["bare"] == (1, 2)
+        assert found["gradients"]
+
+
+def test_serial_calls_return_their_argument():
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    assert ddl.auto_model(model, PLAN, schedule="zbv", n_microbatches=3, shard=True) is model
+    assert ddl.auto_optim(optimizer) is optimizer
+    state = ddl.full_state_dict(model)
+    same(state, model.state_dict())
+    assert all(state[n].data_ptr() != t.data_ptr() for n, t in model.state_dict().items())
+    ddl.load_full_state_dict(model, {n: t * 0 for n, t in state.items()})
+    assert not any(t.any() for t in model.state_dict().values())
+
+
+def test_a_plan_is_checked_on_every_mesh_also_on_one_process():
+    with pytest.raises(ValueError, match="tensor_plan has the key 'upp', which matches no module"):
+        ddl.auto_model(layers(), {"upp": ddl.Column()})
+
+
+# ------------------------------------------------------------------------------------------------- refused models
+
+REFUSED = [
+    ({"tensor_plan": {"upp": ddl.Column()}}, "tensor_plan has the key 'upp'.*up, norm, down, end"),
+    (
+        {"tensor_plan": {"end": ddl.Row(), "up": ddl.Column(units=3)}},
+        "tp=2 should divide the 3 units of 'up'",
+    ),
+    ({"schedule": "pipedream"}, "schedule should be one of gpipe, .* but given 'pipedream'"),
+    ({"n_microbatches": 0}, "n_microbatches should be a positive integer, but given 0"),
+    ({"n_microbatches": 1}, "n_microbatches=1 does not suit schedule='1f1b' on pp=2; use a multiple of 2"),
+    ({"n_microbatches": 3, "schedule": "dualpipev"}, "n_microbatches=3 does not suit schedule='dualpipev'"),
+    ({"split": [5]}, "split should name the layers of each of 2 stages, .* but given \\[5\\]"),
+    ({"split": [0, 5]}, "split should name the layers"),
+    ({"split": [2, 2]}, "split should name the layers of each of 2 stages, at least one each, 5 in all"),
+    ({"find_unused_parameters": True}, "find_unused_parameters are for DDP, but the mesh is"),
+    ({"model": "listed"}, "model should be an nn.Sequential under pp=2, but given Listed"),
+    ({"model": "short", "schedule": "zbv"}, "a model of 3 layers cannot be cut into 4 stages"),
+    (
+        {"schedule": "zbv", "split": [2, 1, 1, 1]},
+        "cannot run stage 1 \\(relu\\): it has no trainable parameter",
+    ),
+]
+
+
+def refused_models(local_rank, cases):
+    """Each rank tries in its turn and alone: a message, or a wait for one, would hang this."""
+    import torch.distributed as dist
+
+    said = []
+    ddl.get_mesh()
+    for options in cases:
+        options = dict(options)
+        kind = options.pop("model", "layers")
+        model = layers()[:3] if kind == "short" else MODELS[kind]()
+        message = ""
+        for rank in range(idist.get_world_size()):
+            if rank == idist.get_rank():
+                try:
+                    ddl.auto_model(model, **options)
+                except ValueError as error:
+                    message = str(error)
+            dist.barrier()
+        said.append(message)
+    return said
+
+
+def test_models_that_do_not_fit_are_refused_on_each_rank_alone():
+    results = run(refused_models, 4, [options for options, _ in REFUSED], pp=2, tp=2)
+    for said in results:
+        for message, (options, expected) in zip(said, REFUSED, strict=True):
+            assert re.search(expected, message), f"{options}: {message or 'not refused'}"
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 40), batch=st.integers(1, 12), size=st.integers(1, 4), seed=st.integers(0, 3))
+def test_any_rows_on_any_ranks(rows, batch, size, seed):
+    def shares(rank, of):
+        batches = BatchSampler(SubsetRandomSampler(range(rows)), batch, False)
+        return auto._Shares(batches, seed, rank, of)
+
+    whole, ranks = shares(0, 1), [shares(rank, size) for rank in range(size)]
+    for expected, *parts in zip(whole, *ranks, strict=True):
+        put_together = []
+        for loader, rows_here in zip(ranks, parts, strict=True):
+            here, in_all = loader.sizes.popleft()
+            assert in_all == len(expected)
+            assert len(rows_here) == max(here, 1)  # a rank without rows reads one, to compute with weight 0
+            put_together += rows_here[:here]
+        assert put_together == expected
+
+
+def test_copies_of_a_loader_do_not_share_their_sizes():
+    loader = ddl.auto_dataloader(torch.arange(6), batch_size=4)
+    twin = copy.deepcopy(loader)
+    assert dealt(loader) == dealt(twin) == ([[0, 1, 2, 3], [4, 5]], [(4, 4), (2, 2)])
+
+
+def test_in_order_is_the_default():
+    batches = ddl.auto_dataloader(torch.arange(6), batch_size=4).batch_sampler.batches
+    assert isinstance(batches.sampler, SequentialSampler)

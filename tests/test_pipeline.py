@@ -1,0 +1,364 @@
+"""Stages, microbatches and what a schedule is refused; that training is right is parity's to show."""
+
+import itertools
+from collections import OrderedDict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.pipelining import schedules
+
+import ignite_ddl as ddl
+from ignite_ddl.mesh import AXES, Mesh
+from ignite_ddl.pipeline import SCHEDULES, Pipeline, balance, microbatches_for, stage_owners
+
+TIMEOUT = 90
+names = st.sampled_from(list(SCHEDULES))
+
+
+def mesh_of(pp, rank=0):
+    return Mesh({"pp": pp, "dp": 1, "tp": 1}, rank, None, dict.fromkeys(AXES))
+
+
+def layers(n=8, width=4):
+    torch.manual_seed(0)
+    modules = OrderedDict()
+    for i in range(n):
+        modules[f"layer{i}"] = nn.Sequential(
+            nn.Linear(width, width + i), nn.Tanh(), nn.Linear(width + i, width)
+        )
+    return nn.Sequential(modules)
+
+
+def run(func, nproc, *args, **axes):
+    return ddl.Parallel("gloo", nproc, timeout=TIMEOUT, **axes).run(func, *args)
+
+
+# ------------------------------------------------------------------------------------------------------- balance
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    costs=st.lists(st.one_of(st.integers(0, 20), st.floats(0, 10)), min_size=1, max_size=9), data=st.data()
+)
+def test_balance_is_optimal(costs, data):
+    n_stages = data.draw(st.integers(1, len(costs)))
+    sizes = balance(costs, n_stages)
+    assert len(sizes) == n_stages
+    assert sum(sizes) == len(costs)
+    assert min(sizes) >= 1
+
+    def costliest(ends):
+        starts = [0, *ends]
+        return max(sum(costs[a:b]) for a, b in zip(starts, [*ends, len(costs)], strict=True))
+
+    best = min(costliest(cuts) for cuts in itertools.combinations(range(1, len(costs)), n_stages - 1))
+    assert costliest(list(itertools.accumulate(sizes))[:-1]) == pytest.approx(best)
+
+
+def test_more_stages_than_layers():
+    with pytest.raises(ValueError, match="a model of 3 layers cannot be cut into 4 stages"):
+        balance([1, 1, 1], 4)
+
+
+# --------------------------------------------------------------------------------------------------- stage_owners
+
+
+@given(schedule=names, pp=st.integers(1, 8))
+def test_each_rank_owns_as_many_stages_as_its_schedule_says(schedule, pp):
+    owners, per_rank = stage_owners(schedule, pp), SCHEDULES[schedule][1]
+    assert len(owners) == pp * per_rank
+    assert all(owners.count(rank) == per_rank for rank in range(pp))
+    assert owners[0] == 0
+    assert owners[-1] == (0 if schedule in ("zbv", "dualpipev") else pp - 1)
+
+
+def test_stage_owners_by_name():
+    assert stage_owners("gpipe", 4) == [0, 1, 2, 3]
+    assert stage_owners("looped_bfs", 3) == [0, 1, 2, 0, 1, 2]
+    assert stage_owners("dualpipev", 3) == [0, 1, 2, 2, 1, 0]
+    with pytest.raises(ValueError, match="schedule should be one of gpipe, 1f1b, .* but given 'GPipe'"):
+        stage_owners("GPipe", 2)
+
+
+# ----------------------------------------------------------------------------------------------- microbatches_for
+
+
+class Stage:
+    """As much of a stage as torch's schedules look at when they are made."""
+
+    def __init__(self, index, n_stages, pp, owners):
+        self.stage_index, self.num_stages = index, n_stages
+        self.is_first, self.is_last = index == 0, index == n_stages - 1
+        self.group_size, self.group_rank, self.group = pp, owners[index], None
+        self.submod, self.has_backward = nn.Identity(), True
+        self.stage_index_to_group_rank = dict(enumerate(owners))
+        self.device, self.dw_builder = torch.device("cpu"), None
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+def torch_takes(schedule, n, pp):
+    """Whether torch's class can be made, and so lays out its actions, for ``n`` microbatches."""
+    kind, per_rank = SCHEDULES[schedule]
+    owners = stage_owners(schedule, pp)
+    stages = [Stage(s, len(owners), pp, owners) for s, owner in enumerate(owners) if owner == 0]
+    try:
+        kind(stages if per_rank > 1 else stages[0], n, loss_fn=lambda *args: None)
+    except (ValueError, AssertionError):
+        return False
+    return True
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedule=names, rows=st.integers(1, 30), wanted=st.integers(1, 12), pp=st.integers(2, 4))
+def test_microbatches_divide_the_rows_and_suit_the_schedule(schedule, rows, wanted, pp):
+    fitting = [m for m in range(1, rows + 1) if rows % m == 0 and torch_takes(schedule, m, pp)]
+    if schedule == "dualpipev" and not fitting:  # needs many and has no plain schedule with its stages
+        with pytest.raises(ValueError, match=f"a batch of {rows} rows cannot be cut"):
+            microbatches_for(rows, wanted, schedule, pp)
+        return
+    n, name = microbatches_for(rows, wanted, schedule, pp)
+    assert rows % n == 0
+    assert torch_takes(name, n, pp)
+    if fitting:
+        assert name == schedule
+        assert abs(n - wanted) == min(abs(m - wanted) for m in fitting)
+    else:
+        assert name in ("gpipe", "looped_bfs")
+        assert stage_owners(name, pp) == stage_owners(schedule, pp)  # the stages stay where they are
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted", "schedule", "pp", "expected"),
+    [
+        (16, 4, "gpipe", 2, (4, "gpipe")),
+        (14, 4, "gpipe", 2, (2, "gpipe")),  # 2 and 7 divide; 2 is nearer
+        (7, 4, "1f1b", 2, (7, "1f1b")),  # 1 is too few for 1f1b
+        (1, 4, "1f1b", 4, (1, "gpipe")),
+        (2, 4, "1f1b", 4, (2, "gpipe")),
+        (5, 4, "interleaved_1f1b", 2, (1, "interleaved_1f1b")),  # 5 in 2 rounds cannot be
+        (3, 2, "zbv", 2, (1, "zbv")),
+        (12, 4, "dualpipev", 2, (4, "dualpipev")),
+    ],
+)
+def test_microbatches_of_uneven_batches(rows, wanted, schedule, pp, expected):
+    assert microbatches_for(rows, wanted, schedule, pp) == expected
+
+
+def test_rows_that_cannot_be_made_equal():
+    with pytest.raises(
+        ValueError, match="a batch of 3 rows cannot be cut into microbatches for schedule='dualpipev'"
+    ):
+        microbatches_for(3, 4, "dualpipev", 2)
+
+
+# ------------------------------------------------------------------------------------------ the pipeline's refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"model": nn.ModuleList([nn.Linear(2, 2)] * 2)},
+            "model should be an nn.Sequential under pp=2, but given Mod",
+        ),
+        ({"model": layers(1)}, "a model of 1 layers cannot be cut into 2 stages"),
+        (
+            {"model": layers(3), "schedule": "interleaved_1f1b"},
+            "a model of 3 layers cannot be cut into 4 stages",
+        ),
+        ({"schedule": "1F1B"}, "schedule should be one of .* but given '1F1B'"),
+        (
+            {"n_microbatches": 1},
+            "n_microbatches=1 does not suit schedule='1f1b' on pp=2; use a multiple of 2",
+        ),
+        (
+            {"n_microbatches": 5, "schedule": "interleaved_1f1b"},
+            "n_microbatches=5 does not suit .* a multiple of 2",
+        ),
+        ({"n_microbatches": 3, "schedule": "dualpipev"}, "n_microbatches=3 does not suit .* a multiple of 4"),
+        ({"n_microbatches": 0}, "n_microbatches should be a positive integer, but given 0"),
+        (
+            {"n_microbatches": -4, "schedule": "gpipe"},
+            "n_microbatches should be a positive integer, but given -4",
+        ),
+        ({"n_microbatches": 2.0}, "n_microbatches should be a positive integer, but given 2.0"),
+        ({"split": [8]}, r"split should name the layers of each of 2 stages, .* but given \[8\]"),
+        ({"split": [4, 5]}, "at least one each, 8 in all, but given"),
+        ({"split": [8, 0]}, "at least one each"),
+        ({"split": []}, "at least one each"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, message):
+    options = {"model": layers(), **options}
+    with pytest.raises(ValueError, match=message):
+        Pipeline(mesh=mesh_of(2), **options)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble", "dualpipev"])
+def test_stages_without_trainable_weights_are_refused_where_the_backward_pass_is_split(schedule):
+    frozen = layers()
+    frozen.layer0.requires_grad_(False)
+    for rank in range(2):  # every rank, not only the one that holds it
+        with pytest.raises(ValueError, match=r"cannot run stage 0 \(layer0\): it has no trainable parameter"):
+            Pipeline(frozen, mesh_of(2, rank), schedule, split=[1, 3, 2, 2])
+    Pipeline(frozen, mesh_of(2), schedule, split=[2, 2, 2, 2])
+    Pipeline(frozen, mesh_of(2), "interleaved_1f1b", split=[1, 3, 2, 2])
+
+
+# --------------------------------------------------------------------------------------- what a rank holds, names
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_each_rank_holds_its_stages_only_under_the_names_of_the_whole_model(schedule, pp):
+    whole = layers()
+    ranks = [Pipeline(layers(), mesh_of(pp, rank), schedule) for rank in range(pp)]
+    owners = stage_owners(schedule, pp)
+    held = [dict(rank.named_parameters()) for rank in ranks]
+    assert sorted(name for part in held for name in part) == sorted(n for n, _ in whole.named_parameters())
+    for rank, part in enumerate(held):
+        for name, parameter in part.items():
+            assert torch.equal(parameter, whole.get_parameter(name))
+            assert owners[ranks[rank].stage_of[name]] == rank
+        assert ranks[rank].names == list(whole.state_dict())
+        assert ranks[rank].is_last == (rank == owners[-1])
+    starts = list(itertools.accumulate([0, *ranks[0].split]))
+    for stage, owner in enumerate(owners):
+        for i in range(starts[stage], starts[stage + 1]):
+            assert f"layer{i}.0.weight" in held[owner]
+
+
+def test_numbers_are_balanced_by_cost():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 100))
+    assert Pipeline(model, mesh_of(2)).split == [3, 1]
+    counts = [sum(p.numel() for p in Pipeline(model, mesh_of(2, r)).parameters()) for r in range(2)]
+    assert counts == [12, 300]
+    assert Pipeline(model, mesh_of(2), split=[1, 3]).split == [1, 3]
+
+
+def test_an_optimizer_can_be_made_where_a_rank_has_no_weights():
+    pipeline = Pipeline(nn.Sequential(nn.Flatten(), nn.Linear(2, 2)), mesh_of(2), split=[1, 1])
+    assert dict(pipeline.named_parameters()) == {}
+    assert dict(pipeline.state_dict()) == {}
+    assert sum(p.numel() for p in pipeline.parameters()) == 0
+    torch.optim.AdamW(pipeline.parameters(), lr=1.0).step()
+
+
+def test_a_layer_that_is_there_twice_is_run_twice():
+    act = nn.Tanh()
+    model = nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act)
+    assert sum(Pipeline(model, mesh_of(2)).split) == 4
+    stage = Pipeline(model, mesh_of(2, 1), split=[1, 3]).local[1]
+    assert len(stage) == 3
+
+
+def test_weights_that_stages_share_are_found_by_name():
+    model = layers()
+    model.layer7[2].bias = model.layer0[2].bias
+    for rank in range(2):
+        pipeline = Pipeline(model, mesh_of(2, rank))
+        assert pipeline.shared == [["layer0.2.bias", "layer7.2.bias"]]
+        counted = pipeline.counted_here()
+        assert ("layer7.2.bias" in counted, "layer0.2.bias" in counted) == (False, rank == 0)
+    assert Pipeline(layers(), mesh_of(2)).shared == []
+
+
+# ---------------------------------------------------------------------------------------------------- on ranks
+
+
+def forwards(local_rank):
+    """forward_only and forward of every schedule, for several numbers of rows, against the whole model."""
+    worst, whole = {}, layers().double()
+    for schedule in SCHEDULES:
+        pipeline = ddl.auto_model(layers().double(), schedule=schedule)
+        for rows in (1, 3, 4, 9):
+            x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
+            expected = whole(x).detach()
+            output = pipeline.forward_only(x)
+            assert (output is not None) == pipeline.is_last
+            errors = [0.0 if output is None else (output - expected).abs().max().item()]
+            output = pipeline(x)  # this one is on every rank
+            assert not output.requires_grad
+            errors.append((output - expected).abs().max().item())
+            worst[schedule] = max(worst.get(schedule, 0.0), *errors)
+        said = pipeline.from_last_stage(ddl.get_mesh().pp_rank)
+        assert said == pipeline.owners[-1]
+    return worst
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 4}])
+def test_forward_only_equals_the_whole_model_on_every_schedule(axes):
+    for worst in run(forwards, axes["pp"], **axes):
+        assert set(worst) == set(SCHEDULES)
+        assert max(worst.values()) < 1e-14
+
+
+def kinds_of_input(local_rank):
+    """Activations of other types, more dims and other shapes travel between stages."""
+    torch.manual_seed(0)
+    stages = [nn.Embedding(5, 4), nn.Conv1d(3, 2, 1), nn.Flatten(), nn.Linear(8, 2)]
+    whole = nn.Sequential(*stages)
+    tokens = torch.tensor([[1, 2, 3], [3, 4, 0], [0, 0, 1]])
+    expected = whole(tokens).detach()
+    pipeline = ddl.auto_model(nn.Sequential(*stages), schedule="interleaved_1f1b")
+    half = ddl.auto_model(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).bfloat16(), split=[1, 1])
+    output = half(torch.ones(3, 2, 2, dtype=torch.bfloat16))
+    return (pipeline(tokens) - expected).abs().max().item(), str(output.dtype), tuple(output.shape)
+
+
+def test_what_travels_between_stages():
+    for error, dtype, shape in run(kinds_of_input, 2, pp=2):
+        assert error < 1e-6
+        assert dtype == "torch.bfloat16"
+        assert shape == (3, 2)
+
+
+def steps(local_rank, schedule):
+    """train_step leaves outputs and losses on the last stage, adds gradients up, and makes schedules once."""
+    pipeline = ddl.auto_model(layers().double(), schedule=schedule, n_microbatches=2)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def part(output, target):
+        return (output - target).square().sum()
+
+    output, loss = pipeline.train_step(x, x, part)
+    assert (output is not None) == (loss is not None) == pipeline.is_last
+    once = {n: p.grad.clone() for n, p in pipeline.named_parameters()}
+    pipeline.train_step(x, x, part)
+    pipeline.train_step(x[:3], x[:3], part)
+    pipeline.train_step(x[3:], x[3:], part)  # new batch size, then known: three times the gradient in all
+    errors = [(p.grad - 3 * once[n]).abs().max().item() for n, p in pipeline.named_parameters()]
+    made = {rows: (type(s).__name__, s._n_microbatches) for rows, (s, _) in pipeline._schedules.items()}
+    whole = layers().double()
+    part(whole(x), x).backward()
+    errors += [(once[n] - p.grad).abs().max().item() for n, p in whole.named_parameters() if n in once]
+    return max(errors), made, None if loss is None else loss.item(), part(whole(x), x).item()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected_made"),
+    [
+        ("1f1b", {6: ("Schedule1F1B", 2), 3: ("Schedule1F1B", 3)}),
+        ("interleaved_1f1b", {6: ("ScheduleInterleaved1F1B", 2), 3: ("ScheduleInterleaved1F1B", 1)}),
+        ("zbv", {6: ("ScheduleZBVZeroBubble", 2), 3: ("ScheduleZBVZeroBubble", 1)}),
+    ],
+)
+def test_train_step(schedule, expected_made):
+    for error, made, loss, expected in run(steps, 2, schedule, pp=2):
+        assert error < 1e-11
+        assert made == expected_made
+        assert loss is None or loss == pytest.approx(expected, abs=1e-11)
+
+
+def test_names_are_torchs_schedules():
+    known = {cls for cls, _ in SCHEDULES.values()}
+    assert known == {
+        schedules.get_schedule_class(name)
+        for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "LoopedBFS",
+                     "DualPipeV")
+    }  # fmt: skip
