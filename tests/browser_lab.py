@@ -47,7 +47,9 @@ def run_all(browser: webdriver.Chrome, address: str, name: str, seconds: float) 
     browser.get(f"{base}/lab/tree/{name}?{token}")
     wait = WebDriverWait(browser, 60)
     wait.until(lambda b: b.find_elements(By.CSS_SELECTOR, ".jp-Notebook .jp-CodeCell"))
-    wait.until(lambda b: b.find_elements(By.CSS_SELECTOR, ".jp-Notebook-ExecutionIndicator[data-status='idle']"))
+    wait.until(
+        lambda b: b.find_elements(By.CSS_SELECTOR, ".jp-Notebook-ExecutionIndicator[data-status='idle']")
+    )
     started = time.monotonic()
     click_menu(browser, wait, "Run", "Run All Cells")
     # Every code cell has a number once the last one has run, whether it printed anything or not.
@@ -57,7 +59,9 @@ def run_all(browser: webdriver.Chrome, address: str, name: str, seconds: float) 
 
 def click_menu(browser: webdriver.Chrome, wait: WebDriverWait, menu: str, entry: str) -> None:
     def named(selector: str, text: str):
-        return next((e for e in browser.find_elements(By.CSS_SELECTOR, selector) if e.text.strip() == text), None)
+        return next(
+            (e for e in browser.find_elements(By.CSS_SELECTOR, selector) if e.text.strip() == text), None
+        )
 
     wait.until(lambda b: named(".lm-MenuBar-item", menu)).click()
     wait.until(lambda b: named(".lm-Menu-item .lm-Menu-itemLabel", entry)).click()
@@ -104,7 +108,9 @@ def main() -> None:
             problems = errors_in(folder / notebook.name)
             browser.save_screenshot(str(folder / f"{notebook.stem}.png"))
             failed += bool(problems)
-            print(f"{notebook.name}: {took:.1f} s, {'; '.join(problems) or 'every cell ran without an error'}")
+            print(
+                f"{notebook.name}: {took:.1f} s, {'; '.join(problems) or 'every cell ran without an error'}"
+            )
     finally:
         browser.quit()
         os.killpg(lab.pid, signal.SIGTERM)

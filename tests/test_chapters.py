@@ -344,9 +344,7 @@ def rule_alternative_text(notebook, path, all_paths):
             if len(alt.split()) < 5:
                 problems.append(f"the picture of cell {index} has no alternative text of 5 words: {alt!r}")
             elif output.data.get("text/plain") != alt:
-                problems.append(
-                    f"the picture of cell {index} is not displayed by ignite_ddl.plot.show"
-                )
+                problems.append(f"the picture of cell {index} is not displayed by ignite_ddl.plot.show")
     return problems + [
         "a picture in Markdown has no alternative text" for t in markdown(notebook) if "![](" in t
     ]
