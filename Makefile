@@ -30,7 +30,7 @@ setup:  ## make or refresh .venv (PYTHON=python3.12; CONSTRAINTS= for the newest
 	@"$(PYTHON)" tools/setup_venv.py --name "$(PYTHON)" --constraints "$(CONSTRAINTS)" $(CHOSEN)
 
 lab: setup  ## open the course in JupyterLab (LAB_ARGS=--no-browser)
-	$(BIN)/jupyter lab notebooks/00_start_here.ipynb $(ROOT) $(LAB_ARGS)
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ROOT) $(LAB_ARGS)
 
 test: setup  ## unit tests, and every chapter executed and compared (TEST_ARGS=-x)
 	$(BIN)/python -m pytest tests notebooks --nbval --nbval-current-env --nbval-cell-timeout=60 \

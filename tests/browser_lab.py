@@ -12,21 +12,27 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def start_lab(folder: Path) -> tuple[subprocess.Popen, str]:
+def start_lab() -> tuple[subprocess.Popen, str]:
     """JupyterLab as `make lab` starts it, and the address with its token."""
-    arguments = f"--no-browser --ServerApp.root_dir={folder} --ServerApp.port=0"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = f"--no-browser --ServerApp.root_dir={ROOT} --ServerApp.port={port} --ServerApp.port_retries=0"
     lab = subprocess.Popen(
         ["make", "lab", f"LAB_ARGS={arguments}"],
         cwd=ROOT,
@@ -37,6 +43,7 @@ def start_lab(folder: Path) -> tuple[subprocess.Popen, str]:
     )
     for line in lab.stdout:
         if found := re.search(r"http://(127\.0\.0\.1|localhost):\d+/\S*token=\w+", line):
+            threading.Thread(target=lab.stdout.read, daemon=True).start()  # a full pipe would stop the server
             return lab, found[0]
     raise SystemExit("JupyterLab did not start")
 
@@ -45,16 +52,27 @@ def run_all(browser: webdriver.Chrome, address: str, name: str, seconds: float) 
     """Opens the notebook, chooses Run All Cells from the menu and waits until the kernel is idle again."""
     base, token = re.match(r"(http://[^/]+)/\S*(token=\w+)", address).groups()
     browser.get(f"{base}/lab/tree/{name}?{token}")
-    wait = WebDriverWait(browser, 60)
+    wait = WebDriverWait(browser, 30)
     wait.until(lambda b: b.find_elements(By.CSS_SELECTOR, ".jp-Notebook .jp-CodeCell"))
-    wait.until(
-        lambda b: b.find_elements(By.CSS_SELECTOR, ".jp-Notebook-ExecutionIndicator[data-status='idle']")
-    )
+    wait.until(kernel_is_ready)
     started = time.monotonic()
     click_menu(browser, wait, "Run", "Run All Cells")
-    # Every code cell has a number once the last one has run, whether it printed anything or not.
-    WebDriverWait(browser, seconds).until(lambda b: not pending(b))
+    quiet, limit = 0, started + seconds
+    while quiet < 10:  # between two cells the kernel is idle for a moment
+        if time.monotonic() > limit:
+            raise SystemExit(f"{name} was still running after {seconds:.0f} s")
+        time.sleep(0.3)
+        quiet = 0 if busy(browser) else quiet + 1
     return time.monotonic() - started
+
+
+def kernel_is_ready(browser: webdriver.Chrome) -> bool:
+    """On a slow machine JupyterLab may ask for the kernel before it has the list: take what it offers."""
+    for button in browser.find_elements(By.CSS_SELECTOR, ".jp-Dialog .jp-mod-accept"):
+        button.click()
+    named = browser.find_elements(By.CSS_SELECTOR, ".jp-KernelName")
+    idle = browser.find_elements(By.CSS_SELECTOR, ".jp-Notebook-ExecutionIndicator[data-status='idle']")
+    return bool(idle) and any("Python" in name.text for name in named)
 
 
 def click_menu(browser: webdriver.Chrome, wait: WebDriverWait, menu: str, entry: str) -> None:
@@ -67,9 +85,8 @@ def click_menu(browser: webdriver.Chrome, wait: WebDriverWait, menu: str, entry:
     wait.until(lambda b: named(".lm-Menu-item .lm-Menu-itemLabel", entry)).click()
 
 
-def pending(browser: webdriver.Chrome) -> bool:
-    busy = browser.find_elements(By.CSS_SELECTOR, ".jp-Notebook-ExecutionIndicator[data-status='busy']")
-    return bool(busy)
+def busy(browser: webdriver.Chrome) -> bool:
+    return bool(browser.find_elements(By.CSS_SELECTOR, ".jp-Notebook-ExecutionIndicator[data-status='busy']"))
 
 
 def errors_in(path: Path) -> list[str]:
@@ -89,18 +106,25 @@ def main() -> None:
     folder = ROOT / "build" / "browser"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "notebooks", folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
-    lab, address = start_lab(folder)
+    for path in folder.glob("*.ipynb"):  # without outputs, so that a cell that does not run shows
+        notebook = json.loads(path.read_text())
+        for cell in notebook["cells"]:
+            cell.update({"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else {})
+        path.write_text(json.dumps(notebook))
+    lab, address = start_lab()
     options = webdriver.ChromeOptions()
     for flag in ("headless=new", "no-sandbox", "disable-gpu", "window-size=1200,1600", "disable-sync"):
         options.add_argument(f"--{flag}")
     for flag in ("disable-background-networking", "disable-component-update", "no-first-run", "disable-quic"):
         options.add_argument(f"--{flag}")
-    browser = webdriver.Chrome(options=options)
+    # Both named, else selenium looks for downloads.
+    options.binary_location = shutil.which("chromium")
+    browser = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     failed = 0
     try:
         for notebook in args.notebooks:
             before = (folder / notebook.name).stat().st_mtime
-            took = run_all(browser, address, notebook.name, args.seconds)
+            took = run_all(browser, address, f"build/browser/{notebook.name}", args.seconds)
             wait = WebDriverWait(browser, 60)
             click_menu(browser, wait, "File", "Save Notebook")
             wait.until(lambda _, n=notebook, t=before: (folder / n.name).stat().st_mtime > t)
@@ -111,6 +135,9 @@ def main() -> None:
             print(
                 f"{notebook.name}: {took:.1f} s, {'; '.join(problems) or 'every cell ran without an error'}"
             )
+    except Exception:
+        browser.save_screenshot(str(folder / "failed.png"))
+        raise
     finally:
         browser.quit()
         os.killpg(lab.pid, signal.SIGTERM)
