@@ -275,6 +275,27 @@ def auto_model(
     Raises:
         ValueError: if a key of the plan matches nothing, a module cannot be cut, or the model and the schedule
             do not suit the mesh; nothing has been sent then.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            def weights_held(local_rank):
+                torch.manual_seed(0)
+                model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+                model = ddl.auto_model(model, tensor_plan={"0": ddl.Column(), "2": ddl.Row()})
+                held = model[0].weight.to_local().numel()
+                return held, model(torch.ones(1, 8)).sum().item()
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2, tp=2) as parallel:
+                (held, cut), _ = parallel.run(weights_held)
+
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+            assert held == 64                                   # of the first layer's 128 weights
+            assert abs(cut - model(torch.ones(1, 8)).sum().item()) < 1e-5
     """
     mesh = get_mesh()
     styles = check_plan(model, tensor_plan or {}, mesh.tp_size)

@@ -169,6 +169,22 @@ def create_supervised_evaluator(
 
     Returns:
         MeshEngine: the evaluator.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+            from ignite.metrics import Accuracy
+
+            def evaluation(local_rank):
+                rows = torch.eye(3).repeat(4, 1)[:10]                      # 10 rows of 3 classes
+                data = torch.utils.data.TensorDataset(rows, torch.zeros(10, dtype=torch.long))
+                evaluator = ddl.create_supervised_evaluator(torch.nn.Identity(), {"accuracy": Accuracy()})
+                return evaluator.run(ddl.auto_dataloader(data, batch_size=4)).metrics["accuracy"]
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=4, dp=2, tp=2) as parallel:
+                assert parallel.run(evaluation) == [0.4] * 4               # 4 of the 10 rows are of class 0
     """
     device = idist.device() if device is None else device
 

@@ -526,3 +526,26 @@ def test_copies_of_a_loader_do_not_share_their_sizes():
 def test_in_order_is_the_default():
     batches = ddl.auto_dataloader(torch.arange(6), batch_size=4).batch_sampler.batches
     assert isinstance(batches.sampler, SequentialSampler)
+
+
+def _train_after_a_forward_pass(local_rank, shard):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)]
+    plan = {"0": ddl.Column(), "2": ddl.Row()}
+    model = ddl.auto_model(torch.nn.Sequential(*layers), plan, shard=shard)
+    with torch.no_grad():
+        model(torch.ones(4, 4))
+    before = ddl.full_state_dict(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # made of what the forward pass has left
+    data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 4))
+    trainer = ddl.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+    trainer.run(ddl.auto_dataloader(data, batch_size=8))
+    after = ddl.full_state_dict(model)
+    return all((before[name] - after[name]).abs().max() > 0 for name in before)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}])
+@pytest.mark.parametrize("shard", [False, True])
+def test_an_optimizer_made_after_a_forward_pass_trains(mesh, shard):
+    parallel = ddl.Parallel("gloo", 4, timeout=60, **mesh)
+    assert parallel.run(_train_after_a_forward_pass, shard) == [True] * 4
