@@ -533,9 +533,9 @@ def _train_after_a_forward_pass(local_rank, shard):
     layers = [torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)]
     plan = {"0": ddl.Column(), "2": ddl.Row()}
     model = ddl.auto_model(torch.nn.Sequential(*layers), plan, shard=shard)
+    before = ddl.full_state_dict(model)
     with torch.no_grad():
         model(torch.ones(4, 4))
-    before = ddl.full_state_dict(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # made of what the forward pass has left
     data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 4))
     trainer = ddl.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
