@@ -116,6 +116,7 @@ class _Job:
     cwd: str
     modules: list[str]
     mesh_sizes: dict[str, int]
+    start_method: str | None
     sources: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -352,6 +353,7 @@ class Parallel:
             cwd=os.getcwd(),
             modules=list(PRELOAD),
             mesh_sizes=self.mesh_sizes,
+            start_method=multiprocessing.get_start_method(allow_none=True),
             sources=_cell_sources(),
         )
 
@@ -729,6 +731,8 @@ def _rank_main(
 
 
 def _set_up(job: _Job, local_rank: int) -> None:
+    # Else the workers of a rank's DataLoader would be started as the rank was, slowly, and not know its classes.
+    multiprocessing.set_start_method(job.start_method, force=True)
     os.environ.clear()
     os.environ.update(job.environ, RANK=str(job.first_rank + local_rank), LOCAL_RANK=str(local_rank))
     os.environ["OMP_NUM_THREADS"] = str(job.threads)

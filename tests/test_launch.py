@@ -126,6 +126,23 @@ def test_numpy_draws_differ_by_rank():
     assert first != second
 
 
+def test_workers_of_a_rank_start_as_those_of_the_parent():
+    import multiprocessing
+
+    source = (
+        "import torch\nclass Rows(torch.utils.data.Dataset):\n    def __len__(self):\n        return 4\n"
+        "    def __getitem__(self, row):\n        return row\n"
+        "def read(rank):\n    import multiprocessing\n"
+        "    loader = torch.utils.data.DataLoader(Rows(), batch_size=2, num_workers=1)\n"
+        "    return multiprocessing.get_start_method(), [rows.tolist() for rows in loader]\n"
+    )
+    space = {"__name__": "__main__"}  # a dataset of a cell
+    exec(source, space)
+    read = parallel(2).run(space["read"])
+    assert [method for method, _ in read] == [multiprocessing.get_start_method()] * 2
+    assert [rows for _, rows in read] == [[[0, 1], [2, 3]]] * 2
+
+
 def test_ranks_that_return_early_do_not_disturb_the_others():
     def work(local_rank):
         if local_rank == 0:
