@@ -26,6 +26,7 @@ from ignite_ddl.auto import ShardedDataLoader
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.pipeline import Pipeline
+from ignite_ddl.tensor import lay_out_gradient
 
 __all__ = ["MeshEngine", "clip_grad_norm_", "create_supervised_evaluator", "create_supervised_trainer"]
 
@@ -303,6 +304,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
+        lay_out_gradient(parameter)
         local, copies = _local_and_copies(parameter.grad, mesh)
         gradients.append(local)
         cut = cut or copies < mesh.dp_size * mesh.tp_size

@@ -40,8 +40,7 @@ from ignite_ddl.lab import CNN, MLP
 TOLERANCE = 1e-12  # never loosened
 CLEARLY_WRONG = 1e-3  # what a wrong variant must exceed, so that the comparison is seen to be able to fail
 STEPS = 5
-TIMEOUT = 240  # seconds a launch may take: a hang is a failure with a name
-ALONE = 40  # seconds that one case may take
+ALONE, EACH = 40, 3  # seconds that a launch may take, and more for each of its cases: a hang is a failure too
 
 # ------------------------------------------------------------------------------------------------------ models
 
@@ -583,9 +582,7 @@ def launch(mesh, cases):
     dp, pp, tp = mesh
     if dp * pp * tp == 1:
         return [[result] for result in ddl.Parallel().run(run_on_rank, cases)[0]]
-    parallel = ddl.Parallel(
-        "gloo", dp * pp * tp, dp=dp, pp=pp, tp=tp, timeout=TIMEOUT if len(cases) > 1 else ALONE
-    )
+    parallel = ddl.Parallel("gloo", dp * pp * tp, dp=dp, pp=pp, tp=tp, timeout=ALONE + EACH * len(cases))
     return list(zip(*parallel.run(run_on_rank, cases), strict=True))
 
 
