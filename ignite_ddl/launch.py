@@ -706,7 +706,8 @@ def _rank_main(
     try:
         _set_up(job, local_rank)
         func, args, kwargs = cloudpickle.loads(payload)
-        limit = {} if job.timeout is None else {"timeout": timedelta(seconds=job.timeout)}
+        # Longer than the run may take: the parent, which knows where every rank is, speaks first.
+        limit = {} if job.timeout is None else {"timeout": timedelta(seconds=job.timeout + 60)}
         if not job.init_method.startswith("env"):
             limit |= {"rank": rank, "world_size": job.world_size}
         _tell_nproc(job.nproc)

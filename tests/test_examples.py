@@ -117,7 +117,11 @@ def test_help_names_every_option(monkeypatch, capsys, script):
             "--ranks 8 --dp 2 --pp 2",
             "dp × pp × tp should be the number of ranks, 8, but given dp=2, pp=2, tp=1: 4",
         ),
-        ("--dp 2", "dp × pp × tp should be the number of ranks, 1, but given dp=2, pp=1, tp=1: 2"),
+        (
+            "--dp 2",
+            "dp × pp × tp should be the number of ranks, 1, but given dp=2, pp=1, tp=1: 2; "
+            "--ranks says how many ranks to start",
+        ),
         ("--ranks 2 --tp 0", "tp should be a positive integer, or -1 for what is left, but given 0"),
         ("--ranks 0", "argument --ranks: should be positive, but given 0"),
         ("--ranks two", "argument --ranks: invalid int value: 'two'"),

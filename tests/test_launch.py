@@ -231,6 +231,7 @@ def test_long_runs_show_every_rank_live(monkeypatch):
 
 
 def failing_run(run, within=5.0):
+    parallel(1).run(lambda rank: None)  # a warm server: the five seconds are the fault's
     started = time.monotonic()
     with pytest.raises(ddl.RankError) as info:
         run()
@@ -246,7 +247,6 @@ def test_exception_names_the_first_rank_and_ends_its_peers(pids, capfd):
             raise KeyError("lost key")
         idist.all_reduce(1)
 
-    parallel(4).run(lambda rank: None)  # a warm server, so that the five seconds are the fault's
     error = failing_run(lambda: parallel(4).run(work, pids.folder))
     assert error.rank == 2
     assert isinstance(error.exception, KeyError)
@@ -383,7 +383,13 @@ ddl.Parallel("gloo", 2, timeout=60).run(work, sys.argv[1])  # and no `if __name_
 def test_signals_to_the_parent_leave_no_rank(pids, tmp_path, sent):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    run = subprocess.Popen([sys.executable, str(script), pids.folder], stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [sys.executable, str(script), pids.folder],
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs these tests in the background has them ignore Ctrl-C, and what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     ranks = pids.read(2)
     assert len(ranks) == 2
     run.send_signal(sent)
