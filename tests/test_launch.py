@@ -471,6 +471,50 @@ def test_kernel_shows_the_cell_of_the_failing_rank(kernel):
     assert kernel.run("print('alive')")[0] == "alive\n"
 
 
+KERNEL_FAULTS = {
+    "killed": (
+        "os.kill(os.getpid(), 9) if rank == 1 else idist.barrier()",
+        {},
+        "rank 1 was killed by SIGKILL",
+    ),
+    "hang": (
+        "time.sleep(60) if rank == 1 else idist.barrier()",
+        {"timeout": 2},
+        "rank 0 did not finish within 2 s",
+    ),
+    "exit": ("os._exit(3) if rank == 1 else idist.barrier()", {}, "rank 1 ended with exit code 3"),
+    "unpicklable": ("lock", {}, "the global 'lock' that it uses"),
+    "port taken": ("rank", {"master_addr": "127.0.0.1", "master_port": "PORT"}, "rank 0 raised"),
+}
+
+
+@posix
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_kernel_faults_end_with_an_error_and_leave_no_rank(kernel, fault):
+    import socket
+
+    body, options, expected = KERNEL_FAULTS[fault]
+    kernel.run(
+        "import threading\nlock = threading.Lock()\nddl.Parallel('gloo', 2, timeout=30).run(lambda rank: 0)"
+    )
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        options = {"timeout": 30} | {
+            k: taken.getsockname()[1] if v == "PORT" else v for k, v in options.items()
+        }
+        started = time.monotonic()
+        _, error = kernel.run(f"ddl.Parallel('gloo', 2, **{options}).run(lambda rank: {body})")
+    assert expected in error
+    assert time.monotonic() - started < 5 + (2 if fault == "hang" else 0)
+    left = (
+        "[c.pid for c in psutil.Process().children(recursive=True) if 'tracker' not in ' '.join(c.cmdline())]"
+    )
+    out, _ = kernel.run(f"import psutil\ntime.sleep(0.5)\nprint(len({left}))")
+    assert out == "1\n"  # the server alone
+    assert kernel.run("print(ddl.Parallel('gloo', 2, timeout=30).run(lambda rank: rank))")[0] == "[0, 1]\n"
+
+
 @posix
 def test_kernel_interrupt_ends_the_ranks(kernel, pids):
     kernel.run(f"folder = {pids.folder!r}")
