@@ -5,6 +5,7 @@ from ignite_ddl.engine import clip_grad_norm_, create_supervised_evaluator, crea
 from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.mesh import Mesh, get_mesh, initialize_mesh
 from ignite_ddl.tensor import Column, Row
+from ignite_ddl.timeline import Timeline
 
 __all__ = [
     "Column",
@@ -12,6 +13,7 @@ __all__ = [
     "Parallel",
     "RankError",
     "Row",
+    "Timeline",
     "auto_dataloader",
     "auto_model",
     "auto_optim",

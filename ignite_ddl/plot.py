@@ -29,10 +29,13 @@ __all__ = [
     "numbers_sent",
     "owners_over_epochs",
     "parity_errors",
+    "rank_profiles",
     "resumed_losses",
     "rows_read",
     "show",
     "sort_times",
+    "step_times",
+    "timeline",
     "who_does_what",
 ]
 
@@ -44,6 +47,9 @@ ACTIVITY = {
     "communication": "#CC79A7",
     "optimizer": "#009E73",
     "idle": "#E4E4E4",
+    "compute": "#0072B2",  # where forward and backward are not told apart
+    "data": "#F0E442",
+    "handlers": "#8C8C8C",  # what an engine does between its steps
 }
 # Which rank it is (Paul Tol's "muted" set): a different family, so that the two codes are never confused.
 RANK = ["#332288", "#CC6677", "#44AA99", "#DDCC77", "#88CCEE", "#882255", "#117733", "#999933"]
@@ -860,4 +866,149 @@ def logged_scalars(losses: dict, rate: tuple) -> Figure:
     right.plot(*rate, color=ACTIVITY["optimizer"], linewidth=2)
     right.set(xlabel="steps", ylabel="learning rate")
     right.set_ylim(0)
+    return figure
+
+
+def timeline(
+    records,
+    title: str = "What each rank did, measured",
+    start: float | None = None,
+    end: float | None = None,
+) -> Figure:
+    """A row a rank, rank 0 at the top, time to the right: what it did when.
+
+    Where times come from (measured, simulated, with delays put in) belongs into the title or beside the figure.
+
+    Args:
+        records: a ``ddl.Timeline``, or ``Record``s with rank, kind, name, start and end in seconds (and waits_for).
+        title: the finding.
+        start: draws from this second on, default from the first record.
+        end: draws up to this second, default up to the last record.
+
+    Returns:
+        the figure; its legend names the kinds that are drawn.
+    """
+    from matplotlib.patches import Patch
+
+    records = list(getattr(records, "records", records))
+    if not records:
+        raise ValueError("records is empty: nothing was recorded")
+    start = min(record.start for record in records) if start is None else start
+    end = max(record.end for record in records) if end is None else end
+    shown = [record for record in records if record.end > start and record.start < end]
+    ranks = sorted({record.rank for record in shown})
+    row = {rank: place for place, rank in enumerate(ranks)}
+    figure, axes = new_figure(title, width=7.4, height=1.15 + 0.42 * len(ranks))
+    for record in shown:
+        left, right = max(record.start, start), min(record.end, end)
+        axes.barh(
+            row[record.rank], 1e3 * (right - left), left=1e3 * (left - start), height=0.78,
+            color=ACTIVITY[record.kind], edgecolor="white", linewidth=0.4,
+        )  # fmt: skip
+        texts = [record.kind if record.kind in ("data", "handlers") else record.name]
+        if (waits_for := getattr(record, "waits_for", None)) is not None:
+            texts = [f"waits for {waits_for}", f"for {waits_for}", str(waits_for)]
+        share = (right - left) / (end - start)
+        if text := next((text for text in texts if share > 0.011 * (len(text) + 1)), ""):
+            axes.text(
+                1e3 * ((left + right) / 2 - start), row[record.rank], text, ha="center", va="center",
+                size=9, color=_on(ACTIVITY[record.kind]),
+            )  # fmt: skip
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.set_xlim(0, 1e3 * (end - start))
+    axes.set_xlabel("milliseconds")
+    kinds = [kind for kind in ACTIVITY if any(record.kind == kind for record in shown)]
+    handles = [Patch(color=ACTIVITY[kind], label=kind) for kind in kinds]
+    figure.legend(
+        handles=handles, loc="outside lower right", ncols=len(kinds), handlelength=1.2, frameon=False, fontsize=9
+    )  # fmt: skip
+    return figure
+
+
+def rank_profiles(cases: dict[str, list[dict[str, float]]], title: str) -> Figure:
+    """What each rank's profiler says of a step: a panel a case, a bar a rank, cut into data, processing, handlers.
+
+    Args:
+        cases: name of a case to a list with a dict a rank: seconds of "data", "processing" and "handlers".
+        title: the finding.
+
+    Returns:
+        the figure.
+    """
+    colours = {
+        "data": ACTIVITY["data"], "processing": ACTIVITY["compute"], "handlers": ACTIVITY["handlers"],
+    }  # fmt: skip
+    figure, panels = new_figure(
+        title, width=7.6, height=2.7, columns=max(2, len(cases)), sharex=True, sharey=True
+    )
+    for panel, (name, ranks) in zip(panels, cases.items(), strict=False):
+        panel.set_title(name, fontsize=10, fontweight="normal", loc="left")
+        for rank, seconds in enumerate(ranks):
+            left = 0.0
+            for part, colour in colours.items():
+                width = 1e3 * seconds[part]
+                panel.barh(
+                    rank, width, left=left, height=0.75, color=colour, edgecolor="white", linewidth=0.6
+                )
+                if width >= 25:
+                    panel.text(
+                        left + width / 2,
+                        rank,
+                        f"{width:.0f}",
+                        ha="center",
+                        va="center",
+                        size=9,
+                        color=_on(colour),
+                    )
+                left += width
+        panel.set_xlabel("ms a step")
+    panels[0].set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
+    panels[0].set_ylim(len(ranks) - 0.5, -0.5)
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=part) for part, colour in colours.items()]
+    figure.legend(
+        handles=handles, loc="outside lower right", ncols=3, handlelength=1.2, frameon=False, fontsize=9
+    )
+    return figure
+
+
+def step_times(seconds: list[float], warm_up: int, title: str) -> Figure:
+    """A dot a step on a logarithmic axis; median and quartiles of those after the warm-up.
+
+    Args:
+        seconds: how long each step took, in order.
+        warm_up: number of first steps that the median leaves out.
+        title: the finding.
+
+    Returns:
+        the figure.
+    """
+    from statistics import quantiles
+
+    milliseconds = [1e3 * value for value in seconds]
+    low, median, high = quantiles(milliseconds[warm_up:], n=4)
+    figure, axes = new_figure(title, height=2.8)
+    steps = range(1, len(seconds) + 1)
+    axes.axhspan(low, high, color=ACTIVITY["idle"], zorder=0)
+    axes.axhline(median, color="#444444", linewidth=1.2)
+    axes.plot(steps[:warm_up], milliseconds[:warm_up], "o", color=ACTIVITY["backward_weight"])
+    axes.plot(steps[warm_up:], milliseconds[warm_up:], "o", color=ACTIVITY["compute"], markersize=4)
+    axes.annotate("warm-up", (1, milliseconds[0]), (8, 0), textcoords="offset points", va="center", size=9)
+    label = f"median {median:.1f} ms;\nhalf of the steps\nare {low:.1f} to {high:.1f}"
+    axes.annotate(
+        label, (len(seconds) + 0.5, median), (4, 0), textcoords="offset points", va="center", size=9
+    )
+    axes.set_yscale("log")
+    axes.set_xlim(0.5, len(seconds) + 0.5)
+    ticks = [
+        tick
+        for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500)
+        if min(milliseconds) / 2 < tick < max(milliseconds) * 2
+    ]
+    axes.set_yticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("step")
+    axes.set_ylabel("milliseconds")
     return figure

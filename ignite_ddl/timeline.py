@@ -1,0 +1,828 @@
+"""What each rank did when: compute, communication, waiting for other ranks, data.
+
+A rank's own clock cannot tell a slow network from a slow peer: in a collective, waiting and sending look the
+same. Compared across ranks they part: no collective can be done before its last rank has entered, so up to
+that moment a rank waits (*idle*, for the rank that came last), and only then is it *communication*.
+
+How each part is seen, while a timeline records and only then:
+
+- Data, steps and handlers: Ignite's events.
+- Collectives and messages: the methods of a process group, which ``torch.distributed``, ``idist``, FSDP2 and
+  pipelines call, and the operators that DTensor calls; and the time a rank stands still in ``Work.wait``.
+- DDP reduces gradients in C++: its part is the end of a backward pass, when a rank has nothing left to compute.
+
+Not seen: RPC, a process group's store, and a wait on a ``torch.futures.Future``. Use :meth:`Timeline.span` there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import os
+import platform
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from ignite.engine import Engine, Events
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["KINDS", "Record", "Timeline"]
+
+KINDS = (
+    "compute",
+    "communication",
+    "idle",  # waiting for another rank
+    "data",
+    "handlers",  # what an engine does between its steps
+    "forward",  # for spans of your own: parts of compute
+    "backward",
+    "backward_weight",
+    "optimizer",
+)
+
+# Methods of a ProcessGroup, by whom a rank needs to be done: every rank, the root, or one peer.
+# fmt: off
+_TOGETHER = (
+    "allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "_allgather_base",
+    "allgather_into_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced", "reduce_scatter",
+    "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single", "barrier",
+    "monitored_barrier", "reduce", "gather",
+)
+_ROOTED = ("broadcast", "scatter")
+_MESSAGES = ("send", "recv", "recv_anysource")
+# DTensor's collectives, which go from C++ to C++, are operators of torch's dispatcher.
+_OPERATORS = (
+    "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor",
+    "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor",
+    "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced", "all_to_all_single", "broadcast", "broadcast_",
+)
+# fmt: on
+
+JOIN_SECONDS = 1e-4  # a wait that follows its call at once is one with it
+
+# One clock for all processes of a machine, on Linux, macOS and Windows.
+now = time.perf_counter
+
+
+class Record(NamedTuple):
+    """A rank did one thing from ``start`` to ``end``, in seconds.
+
+    Attributes:
+        rank: global rank.
+        kind: one of ``KINDS``.
+        name: what it was, such as "step 7" or "allreduce".
+        start: seconds; after :meth:`Timeline.merge` since the first record of all ranks.
+        end: seconds.
+        waits_for: of "idle": the rank that came last. None otherwise.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    start: float
+    end: float
+    waits_for: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class _Span(NamedTuple):
+    """Records as they were taken: one inside the other, a wait still whole."""
+
+    record: Record
+    call: int | None = None  # the collective that was waited for: its place in Timeline._calls
+
+
+class _Call:
+    """A collective or message that this rank took part in."""
+
+    __slots__ = ("done", "key", "launched", "name", "needs", "rank")
+
+    def __init__(self, rank: int, name: str, key: tuple | None, needs: tuple, launched: float) -> None:
+        self.rank = rank
+        self.name = name
+        self.key = key  # the same on all ranks that take part; None: peers unknown
+        self.needs = needs  # the ranks that this one cannot be done without
+        self.launched = launched
+        self.done: float | None = None
+
+    def moved(self, seconds: float) -> _Call:
+        moved = _Call(self.rank, self.name, self.key, self.needs, self.launched + seconds)
+        moved.done = None if self.done is None else self.done + seconds
+        return moved
+
+
+class Timeline:
+    """Records what this rank did when; a handler for Ignite's engines, or a context manager without one.
+
+    ``return`` it from the function that runs on ranks, and merge what comes back: only then is waiting told
+    apart from communication. Records grow by about 1 kB a step; :meth:`clear` forgets them, so that a long
+    training keeps the steps of interest.
+
+    On an accelerator work is queued, and times are those of the queueing, unless ``synchronize`` is given.
+
+    Args:
+        synchronize: waits for the device at the borders of steps, spans and collectives, so that times are the
+            device's. It takes overlap away and slows training down; for looking, not for training. Default
+            False; no effect without an accelerator.
+
+    Examples:
+        .. code-block:: python
+
+            import ignite.distributed as idist
+            import ignite_ddl as ddl
+            import time
+            from ignite.engine import Engine
+
+            def training(local_rank):
+                def step(engine, batch):
+                    time.sleep(0.15 if local_rank == 1 else 0.01)   # rank 1 is slow
+                    idist.all_reduce(1.0)
+
+                trainer = Engine(step)
+                timeline = ddl.Timeline().attach(trainer)
+                trainer.run([0, 1, 2])
+                return timeline
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2) as parallel:
+                timeline = ddl.Timeline.merge(parallel.run(training))
+
+            assert timeline.waits()[0, 1] > 0.1         # seconds that rank 0 waits for rank 1
+            assert timeline.totals()[1]["compute"] > 0.4
+    """
+
+    def __init__(self, synchronize: bool = False) -> None:
+        self.synchronize = synchronize and torch.accelerator.is_available()
+        self.rank: int | None = 0  # None: merged
+        self._machine = _machine()
+        self._marks: list[tuple] = []  # (what, when, engine, iteration) from events
+        self._own: list[tuple] = []  # (kind or "launch" or "wait", name, start, end, call)
+        self._calls: list[_Call] = []
+        self._counts: dict[tuple, int] = defaultdict(int)
+        self._users: set[Any] = set()  # the engines that are running, and "with"
+        self._names: dict[int, str] = {}
+        # Of a merged timeline, or of one that came from another process:
+        self._taken: tuple[list[_Span], list[_Call]] | None = None
+
+    # ------------------------------------------------------------------------------------------- recording
+
+    def attach(self, engine: Engine, name: str = "step") -> Timeline:
+        """Records an engine's runs: its data, its steps, its handlers, and collectives in any of them.
+
+        Attach it to the evaluator too, and an evaluation inside a handler is shown in its parts.
+
+        Args:
+            engine: the engine, of Ignite or of ``ddl.create_supervised_trainer``.
+            name: what its iterations are called, default "step": "step 1", "step 2" and so on.
+
+        Returns:
+            Timeline: itself.
+        """
+        if not isinstance(engine, Engine):
+            raise ValueError(f"engine should be an ignite.engine.Engine, but given {type(engine).__name__}")
+        number = len(self._names)
+        self._names[number] = name
+        take, synchronize = self._marks.append, self.synchronize
+
+        def mark(what: str) -> Callable[[], None]:
+            def handler() -> None:
+                if synchronize:
+                    torch.accelerator.synchronize()
+                take((what, now(), number, engine.state.iteration))
+
+            return handler
+
+        def run_begins() -> None:
+            for event, (handler, first) in borders.items():
+                self._to_border(engine, event, handler, first)
+            self._begin(number)
+            mark("run")()
+
+        def run_ends() -> None:
+            mark("end")()
+            self._end(number)
+
+        # With True the handler is to be the first of its event, else the last: other handlers stay outside.
+        borders = {
+            Events.GET_BATCH_STARTED: (mark("data"), False),
+            Events.GET_BATCH_COMPLETED: (mark("handlers"), True),
+            Events.ITERATION_STARTED: (mark("step"), False),
+            Events.ITERATION_COMPLETED: (mark("handlers"), True),
+            Events.COMPLETED: (run_ends, False),
+        }
+        engine.add_event_handler(Events.STARTED, run_begins)
+        self._to_border(engine, Events.STARTED, run_begins, first=True)
+        for event, (handler, _) in borders.items():
+            engine.add_event_handler(event, handler)
+        return self
+
+    @staticmethod
+    def _to_border(engine: Engine, event: Events, handler: Any, first: bool) -> None:
+        # As Ignite's own profilers do: there is no public way to order handlers.
+        handlers = engine._event_handlers[event]
+        for place, entry in enumerate(handlers):
+            if inspect.unwrap(entry[0]) is handler:  # HandlersTimeProfiler wraps
+                handlers.insert(0 if first else len(handlers), handlers.pop(place))
+                return
+
+    @contextlib.contextmanager
+    def span(self, name: str, kind: str = "compute") -> Iterator[None]:
+        """Records a stretch of your own code, inside a step or anywhere.
+
+        Args:
+            name: what to call it.
+            kind: one of ``KINDS``, default "compute". A collective inside it is recorded as such.
+
+        Raises:
+            ValueError: if ``kind`` is unknown.
+
+        Examples:
+            .. code-block:: python
+
+                with timeline.span("tokenise", kind="data"):
+                    ...
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind should be one of {KINDS}, but given {kind!r}")
+        if self.synchronize:
+            torch.accelerator.synchronize()
+        start = now()
+        try:
+            yield
+        finally:
+            if self.synchronize:
+                torch.accelerator.synchronize()
+            self._own.append((kind, name, start, now(), None))
+
+    def __enter__(self) -> Timeline:
+        self._begin("with")
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._end("with")
+
+    def stop(self) -> None:
+        """Ends recording, also after a run that an exception ended."""
+        for user in list(self._users):
+            self._end(user)
+
+    def clear(self) -> None:
+        """Forgets what was recorded so far, such as the warm-up; call it at the same step on every rank."""
+        self._marks.clear()
+        self._own.clear()
+        self._calls.clear()
+        self._taken = None
+
+    def _begin(self, user: Any) -> None:
+        self._taken = None
+        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._users.add(user)
+        if dist.is_available():
+            _watch(self)
+
+    def _end(self, user: Any) -> None:
+        self._users.discard(user)
+        if not self._users and dist.is_available():
+            _unwatch(self)
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    @property
+    def records(self) -> list[Record]:
+        """What each rank did, without overlap: of nested spans the inner one counts."""
+        spans, _ = self._spans_and_calls()
+        by_rank = defaultdict(list)
+        for span in spans:
+            by_rank[span.record.rank].append(span.record)
+        return [record for rank in sorted(by_rank) for record in _flatten(by_rank[rank])]
+
+    @property
+    def in_flight(self) -> list[Record]:
+        """Collectives and messages from their call to their end, whether or not the rank stood still meanwhile.
+
+        They overlap with compute, and with each other. Their end is that of the rank's wait: in the background
+        they may have been done before.
+        """
+        _, calls = self._spans_and_calls()
+        return [
+            Record(call.rank, "communication", call.name, call.launched, call.done)
+            for call in calls
+            if call.done is not None
+        ]
+
+    def totals(self) -> dict[int, dict[str, float]]:
+        """Seconds by rank and kind.
+
+        Returns:
+            dict: for each rank a dict with every kind that a rank of this timeline has; 0.0 where it has none.
+        """
+        records = self.records
+        kinds = [kind for kind in KINDS if any(record.kind == kind for record in records)]
+        totals = {rank: dict.fromkeys(kinds, 0.0) for rank in sorted({record.rank for record in records})}
+        for record in records:
+            totals[record.rank][record.kind] += record.seconds
+        return totals
+
+    def waits(self) -> dict[tuple[int, int], float]:
+        """Which rank waits for which: seconds by (waiting rank, rank that came last); after :meth:`merge`."""
+        waits: dict[tuple[int, int], float] = defaultdict(float)
+        for record in self.records:
+            if record.waits_for is not None:
+                waits[record.rank, record.waits_for] += record.seconds
+        return dict(waits)
+
+    @classmethod
+    def merge(cls, timelines: Iterable[Timeline]) -> Timeline:
+        """One timeline of several ranks, with waiting told apart from communication; time starts at 0.
+
+        A rank that stands still in a collective is idle until the last rank that it needs has entered, and
+        communicates from then on. For that all ranks of the collective have to be there; of one that is not
+        complete the whole wait counts as communication. Where ranks outnumber cores, "communication" also
+        holds the time until a rank gets a core again.
+
+        Ranks of one machine share a clock. Clocks of different machines differ, so each further machine's
+        times are shifted until collectives end at the same moment on all, in the median: good to about the
+        time that a collective takes.
+
+        Args:
+            timelines: one a rank, as ``ddl.Parallel.run`` returns them.
+
+        Returns:
+            Timeline: a new one, to be read.
+
+        Raises:
+            ValueError: if it is given anything but timelines of different ranks.
+        """
+        timelines = list(timelines)
+        for timeline in timelines:
+            if not isinstance(timeline, Timeline) or timeline.rank is None:
+                raise ValueError(f"timelines should be one Timeline a rank, but given {timeline!r}")
+        ranks = [timeline.rank for timeline in timelines]
+        if len(set(ranks)) < len(ranks):
+            raise ValueError(f"timelines should be of different ranks, but given ranks {ranks}")
+        parts = [timeline._spans_and_calls() for timeline in timelines]
+        for part, shift in zip(parts, _clock_shifts(timelines, parts), strict=True):
+            _move(part, shift)
+        origin = min((span.record.start for spans, _ in parts for span in spans), default=0.0)
+        spans, calls = [], []
+        for part in parts:
+            _move(part, -origin)
+            spans += [
+                span._replace(call=span.call + len(calls)) if span.call is not None else span
+                for span in part[0]
+            ]
+            calls += part[1]
+        merged = cls()
+        merged.rank = None
+        merged._taken = _split_waits(spans, calls), calls
+        return merged
+
+    def to_chrome(self, path: str | os.PathLike) -> Path:
+        """Writes the timeline as a trace for https://ui.perfetto.dev or chrome://tracing; both open it locally.
+
+        One process a rank; nested spans on its thread "rank", collectives in flight as asynchronous tracks. The
+        format is Chrome's "Trace Event Format", JSON object form.
+
+        Args:
+            path: the file to write, such as "timeline.json".
+
+        Returns:
+            Path: the file.
+        """
+        spans, calls = self._spans_and_calls()
+        events: list[dict[str, Any]] = []
+        for rank in sorted({span.record.rank for span in spans}):
+            common = {"ph": "M", "pid": rank, "tid": 0}
+            events.append(common | {"name": "process_name", "args": {"name": f"rank {rank}"}})
+            events.append(common | {"name": "process_sort_index", "args": {"sort_index": rank}})
+            events.append(common | {"name": "thread_name", "args": {"name": "rank"}})
+        origin = min((span.record.start for span in spans), default=0.0)
+        # Times in whole nanoseconds, given in microseconds: a child that ends with its parent does so exactly.
+        for span in sorted(spans, key=lambda span: (span.record.start, -span.record.end)):
+            rank, kind, name, start, end, waits_for = span.record
+            begin, stop = round((start - origin) * 1e9), round((end - origin) * 1e9)
+            event = {"ph": "X", "pid": rank, "tid": 0, "name": name, "cat": kind}
+            event |= {"ts": begin / 1e3, "dur": (stop - begin) / 1e3}
+            events.append(
+                event | {"args": {"kind": kind} | ({} if waits_for is None else {"waits for": waits_for})}
+            )
+        # Calls that their rank stood still for at once are spans already.
+        at_once = {
+            span.call
+            for span in spans
+            if span.call is not None and span.record.start == calls[span.call].launched
+        }
+        for number, call in enumerate(calls):
+            if call.done is not None and number not in at_once:
+                event = {"pid": call.rank, "tid": 0, "name": call.name, "cat": "in flight", "id": hex(number)}
+                for phase, when in (("b", call.launched), ("e", call.done)):
+                    events.append(event | {"ph": phase, "ts": max(0, round((when - origin) * 1e9)) / 1e3})
+        path = Path(path)
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        return path
+
+    def _spans_and_calls(self) -> tuple[list[_Span], list[_Call]]:
+        if self._taken is not None:
+            spans, calls = self._taken
+            return list(spans), list(calls)
+        place = {id(call): number for number, call in enumerate(self._calls)}
+        spans = [_Span(record) for record in self._records_of_marks()]
+        last: dict[int, int] = {}  # of each call: where its span is
+        for what, name, start, end, call in list(self._own):
+            number = place.get(id(call))
+            record = Record(
+                self.rank, "communication" if what in ("launch", "wait") else what, name, start, end
+            )
+            if what == "wait" and number in last and start - spans[last[number]].record.end < JOIN_SECONDS:
+                record = record._replace(start=spans[last[number]].record.start)
+                spans[last[number]] = _Span(record, number)
+            else:
+                if what == "launch" and number is not None:
+                    last[number] = len(spans)
+                spans.append(_Span(record, number if what == "wait" else None))
+        return spans, list(self._calls)
+
+    def _records_of_marks(self) -> Iterator[Record]:
+        """Engines' runs, and data and steps inside them. What an exception left open ends with the last mark."""
+        begun: dict[int, float] = {}  # runs of engines
+        inside: dict[int, tuple[str, str, float]] = {}  # data or a step of theirs
+        seen: dict[int, float] = {}
+
+        def end(number: int, when: float) -> Iterator[Record]:
+            if number in inside:
+                kind, name, start = inside.pop(number)
+                yield Record(self.rank, kind, name, start, when)
+
+        def end_run(number: int, when: float) -> Iterator[Record]:
+            yield from end(number, when)
+            if number in begun:
+                yield Record(self.rank, "handlers", "run", begun.pop(number), when)
+
+        for what, when, number, iteration in list(self._marks):
+            if what == "run":
+                yield from end_run(number, seen.get(number, when))
+            begun.setdefault(number, when)
+            seen[number] = when
+            yield from end(number, when)
+            if what == "data":
+                inside[number] = ("data", "data", when)
+            elif what == "step":
+                inside[number] = ("compute", f"{self._names[number]} {iteration}", when)
+            elif what == "end":
+                yield from end_run(number, when)
+        latest = max([*seen.values(), *(own[3] for own in self._own)], default=0.0)
+        for number in list(begun):
+            yield from end_run(number, latest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the engines' handlers and torch's objects: what was recorded, to be read and merged elsewhere.
+        kept = {name: getattr(self, name) for name in ("rank", "synchronize", "_machine")}
+        return kept | {"_taken": self._spans_and_calls()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        spans, _ = self._spans_and_calls()
+        ranks = sorted({span.record.rank for span in spans})
+        return f"Timeline({len(spans)} spans of rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks)) or 'none'})"
+
+
+# ------------------------------------------------------------------------------------- records of several ranks
+
+
+def _flatten(records: list[Record]) -> Iterator[Record]:
+    """Cuts nested records of one rank into a sequence without overlap, in which the innermost one counts."""
+    stack: list[Record] = []
+    cursor = float("-inf")
+    ending = Record(0, "", "", float("inf"), float("inf"))
+    for record in [*sorted(records, key=lambda record: (record.start, -record.end)), ending]:
+        while stack and stack[-1].end <= record.start:
+            done = stack.pop()
+            if done.end > cursor:
+                yield done._replace(start=max(cursor, done.start))
+                cursor = done.end
+        if stack and record.start > max(cursor, stack[-1].start):
+            yield stack[-1]._replace(start=max(cursor, stack[-1].start), end=record.start)
+        cursor = max(cursor, record.start)
+        stack.append(record._replace(end=min(record.end, stack[-1].end)) if stack else record)
+
+
+def _split_waits(spans: list[_Span], calls: list[_Call]) -> list[_Span]:
+    """Cuts each wait for a collective where its last rank came: idle before, communication after."""
+    together: dict[tuple, dict[int, _Call]] = defaultdict(dict)
+    for call in calls:
+        if call.key is not None:
+            together[call.key][call.rank] = call
+    split = []
+    for span in spans:
+        record, call = span.record, None if span.call is None else calls[span.call]
+        peers = {} if call is None or call.key is None else together[call.key]
+        if call is None or not all(rank in peers and _same(peers[rank], call) for rank in call.needs):
+            split.append(span)
+            continue
+        # A rank that came after this one left was not waited for, whatever the collective.
+        came = {rank: peers[rank].launched for rank in call.needs if peers[rank].launched <= record.end}
+        last = max(came, key=came.get, default=call.rank)
+        arrival = min(max(record.start, came.get(last, record.start)), record.end)
+        if last != call.rank and arrival > record.start:
+            name = f"waits for rank {last}"
+            split.append(_Span(Record(call.rank, "idle", name, record.start, arrival, last), span.call))
+        split.append(_Span(record._replace(start=arrival), span.call))
+    return split
+
+
+def _same(one: _Call, other: _Call) -> bool:
+    return one.name == other.name or {one.name, other.name} == {"send", "recv"}
+
+
+def _clock_shifts(timelines: list[Timeline], parts: list[tuple[list[_Span], list[_Call]]]) -> list[float]:
+    """Seconds to add to each rank's times. Ranks of one machine share a clock and a shift."""
+    left: dict[str, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for timeline, (spans, calls) in zip(timelines, parts, strict=True):
+        for span in spans:
+            if span.call is not None and (call := calls[span.call]).key is not None and len(call.needs) > 1:
+                left[timeline._machine][call.key].append(span.record.end)
+    reference = timelines[0]._machine if timelines else ""
+    shifts = {reference: 0.0}
+    for machine, ends in left.items():
+        common = ends.keys() & left[reference].keys()
+        if machine != reference and common:
+            shifts[machine] = statistics.median(
+                statistics.median(left[reference][key]) - statistics.median(ends[key]) for key in common
+            )
+    starts = [min((span.record.start for span in spans), default=0.0) for spans, _ in parts]
+    for timeline, start in zip(timelines, starts, strict=True):
+        shifts.setdefault(timeline._machine, starts[0] - start)  # nothing in common: they start together
+    return [shifts[timeline._machine] for timeline in timelines]
+
+
+def _move(part: tuple[list[_Span], list[_Call]], seconds: float) -> None:
+    spans, calls = part
+    for place, span in enumerate(spans):
+        record = span.record
+        spans[place] = span._replace(
+            record=record._replace(start=record.start + seconds, end=record.end + seconds)
+        )
+    for place, call in enumerate(calls):
+        calls[place] = call.moved(seconds)
+
+
+def _machine() -> str:
+    """Names the clock: processes of one running system share it, in containers of their own, too."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    with contextlib.suppress(OSError):
+        return boot.read_text().strip()
+    return platform.node()
+
+
+# ------------------------------------------------------------------------------------- watching collectives
+
+_watching: list[Timeline] = []
+_hooks = contextlib.ExitStack()
+_Noted = list[tuple["Timeline", _Call]]  # one collective, for each timeline that records
+_works: dict[int, tuple[dist.Work, _Noted]] = {}  # by id of a Work, which is kept: an id must not come again
+_outputs: dict[int, _Noted] = {}  # by address of a result, for wait_tensor, which knows no Work
+_backwards: set[int] = set()  # backward passes whose end is watched
+_ranks: dict[str, tuple[int, ...]] = {}  # by name of a process group
+
+
+def _watch(timeline: Timeline) -> None:
+    if timeline not in _watching:
+        if not _watching:
+            _install()
+        _ranks.clear()  # a group's name may come again
+        _watching.append(timeline)
+
+
+def _unwatch(timeline: Timeline) -> None:
+    if timeline in _watching:
+        _watching.remove(timeline)
+        if not _watching:
+            _hooks.close()
+            for kept in (_works, _outputs, _backwards, _ranks):
+                kept.clear()
+
+
+def _install() -> None:
+    for name in (*_TOGETHER, *_ROOTED, *_MESSAGES):
+        _replace(dist.ProcessGroup, name, functools.partial(_watched_launch, name))
+    _replace(dist.Work, "wait", _watched_wait)
+    _replace(DistributedDataParallel, "_pre_forward", _watched_pre_forward)
+    _replace(DistributedDataParallel, "_post_forward", _watched_post_forward)
+    _replace(dist, "_broadcast_coalesced", _watched_buffers)
+    library = _hooks.enter_context(torch.library._scoped_library("_c10d_functional", "IMPL"))
+    for name in (*_OPERATORS, "wait_tensor"):
+        if hasattr(torch.ops._c10d_functional, name):
+            # A dispatch key that every call passes and that has no kernel of torch's own.
+            library.impl(name, _kernel(name), "BackendSelect", with_keyset=True)
+
+
+def _replace(owner: Any, name: str, watched: Callable) -> None:
+    if (original := vars(owner).get(name)) is not None:  # as its class holds it, not as it is called
+        setattr(owner, name, watched(getattr(owner, name)))
+        _hooks.callback(setattr, owner, name, original)
+
+
+def _note(name: str, group: dist.ProcessGroup, peer: int | None = None, tag: int = 0) -> _Noted:
+    """Notes that this rank begins a collective, or a message to or from the group's rank ``peer``."""
+    ranks = _ranks_of(group)
+    noted = []
+    for timeline in _watching:
+        if timeline.synchronize:
+            torch.accelerator.synchronize()
+        me, key, needs = timeline.rank, None, ()
+        if name in ("send", "recv"):
+            needs = (me, ranks[peer]) if name == "send" else (ranks[peer], me)
+            key = (group.group_name, "message", *needs, tag)
+        elif ranks and name != "recv_anysource":
+            needs = ranks if peer is None or ranks[peer] == me else (ranks[peer], me)
+            key = (group.group_name, name if name in ("gradients", "buckets") else "", ranks)
+        if key is not None:  # what is the same on all of its ranks: the way, and the number on it
+            timeline._counts[key] = number = timeline._counts[key] + 1
+            key = (*key, number)
+        call = _Call(me, name, key, needs, now())
+        timeline._calls.append(call)
+        noted.append((timeline, call))
+    return noted
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    ranks = _ranks.get(group.group_name)
+    if ranks is None:
+        try:
+            ranks = tuple(dist.get_process_group_ranks(group))
+        except (KeyError, ValueError):  # a group that torch.distributed does not know
+            ranks = ()
+        _ranks[group.group_name] = ranks
+    return ranks
+
+
+def _stood_still(noted: _Noted, start: float | None, what: str = "wait") -> None:
+    """Records that this rank did nothing else from ``start`` (None: from the call) until now."""
+    for timeline, call in noted:
+        if timeline.synchronize:
+            torch.accelerator.synchronize()
+        end = now()
+        if what == "wait":
+            call.done = end
+        timeline._own.append((what, call.name, call.launched if start is None else start, end, call))
+
+
+def _watched_launch(name: str, method: Callable) -> Callable:
+    blocking = name == "monitored_barrier"
+
+    def watched(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        peer, tag = None, 0
+        if name in ("send", "recv"):
+            _, peer, tag = args
+        elif name in _ROOTED:
+            root = args[-1] if args else None
+            peer = root if isinstance(root, int) else getattr(root, "rootRank", None)
+        noted = _note(name, group, peer, tag)
+        work = method(group, *args, **kwargs)
+        synchronous = blocking or any(timeline.synchronize for timeline, _ in noted)
+        _stood_still(noted, None, "wait" if synchronous else "launch")
+        if work is not None and not blocking:
+            if len(_works) > 200:  # of those that nobody waited for
+                for number, (old, _) in list(_works.items()):
+                    if old.is_completed():
+                        del _works[number]
+            _works[id(work)] = work, noted
+        return work
+
+    return watched
+
+
+def _watched_wait(wait: Callable) -> Callable:
+    def watched(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        _, noted = _works.pop(id(work), (None, None))
+        start = now()
+        try:
+            return wait(work, *args, **kwargs)
+        finally:
+            _stood_still(noted or _unknown("wait"), start)
+
+    return watched
+
+
+def _unknown(name: str) -> _Noted:
+    return [(timeline, _Call(timeline.rank, name, None, (), now())) for timeline in _watching]
+
+
+def _kernel(name: str) -> Callable:
+    operator = getattr(torch.ops._c10d_functional, name).default
+    redispatch = operator._handle.redispatch_boxed  # lets go of the GIL, which the threads of gloo may need
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    arguments = [argument.name for argument in operator._schema.arguments]
+    place = arguments.index("group_name") if "group_name" in arguments else None
+
+    def launch(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        group = args[place]
+        if isinstance(group, str):
+            group = torch._C._distributed_c10d._resolve_process_group(group)
+        noted = _note(name.strip("_"), group, args[1] if name.startswith("broadcast") else None)
+        result = redispatch(keys & below, *args, **kwargs)
+        _stood_still(noted, None, "launch")
+        if len(_outputs) > 200:
+            _outputs.clear()
+        for output in result if isinstance(result, list | tuple) else [result]:
+            _outputs[_address(output)] = noted
+        return result
+
+    def wait_tensor(keys: Any, tensor: torch.Tensor) -> torch.Tensor:
+        noted, start = _outputs.pop(_address(tensor), None), now()
+        try:
+            return redispatch(keys & below, tensor)
+        finally:
+            _stood_still(noted or _unknown("wait"), start)
+
+    return launch if name != "wait_tensor" else wait_tensor
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a tensor without memory
+        return 0
+
+
+def _watched_buffers(broadcast_coalesced: Callable) -> Callable:
+    """DDP sends its buffers before a forward pass."""
+
+    def watched(group: dist.ProcessGroup, tensors: Any, size: int, root: int = 0) -> Any:
+        noted = _note("broadcast", group, root)
+        result = broadcast_coalesced(group, tensors, size, root)
+        _stood_still(noted, None)
+        return result
+
+    return watched
+
+
+def _watched_pre_forward(pre_forward: Callable) -> Callable:
+    """Once in a training, in its second step, DDP's ranks agree on the order of their buckets."""
+
+    def watched(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        if getattr(ddp, "_has_rebuilt_buckets", True):
+            return pre_forward(ddp, *args, **kwargs)
+        start = now()
+        result = pre_forward(ddp, *args, **kwargs)
+        if ddp._has_rebuilt_buckets:
+            noted = _note("buckets", ddp.process_group)
+            for _, call in noted:
+                call.launched = start
+            _stood_still(noted, start)
+        return result
+
+    return watched
+
+
+def _watched_post_forward(post_forward: Callable) -> Callable:
+    """DDP waits for its gradients at the end of a backward pass, in a callback of its own.
+
+    When the pass begins this queues a callback, which comes before DDP's; run, it queues another, which comes
+    after. The time between them is the wait. All buckets count as one collective, which a rank enters when it
+    has nothing left to compute.
+    """
+
+    def watched(ddp: DistributedDataParallel, output: Any) -> Any:
+        output = post_forward(ddp, output)
+        if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
+            for tensor in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(functools.partial(_watch_end_of_backward, ddp.process_group))
+        return output
+
+    return watched
+
+
+def _watch_end_of_backward(group: dist.ProcessGroup, _: torch.Tensor) -> None:
+    backward = torch._C._current_graph_task_id()
+    if backward in _backwards:
+        return
+    _backwards.add(backward)
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+
+    def before() -> None:
+        noted = _note("gradients", group)
+
+        def after() -> None:
+            _backwards.discard(backward)
+            _stood_still(noted, None)
+
+        queue(after)
+
+    queue(before)

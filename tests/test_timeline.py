@@ -1,0 +1,623 @@
+"""What a timeline says of delays that were put in, on one rank, on several, and of made-up clocks."""
+
+import functools
+import json
+import pickle
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from ignite.engine import Engine, Events, create_supervised_trainer
+from ignite.handlers import BasicTimeProfiler, HandlersTimeProfiler
+from torch.nn.parallel import DistributedDataParallel
+
+import ignite_ddl as ddl
+from ignite_ddl import timeline as module
+from ignite_ddl.timeline import KINDS, Record, Timeline
+
+DELAY = 0.06  # seconds of a sleep; on a loaded machine one takes longer, never shorter
+SLACK = 0.5  # what a loaded machine may add to the delays of a test; nothing may be below them
+
+
+def on_ranks(n, function, *args, **kwargs):
+    with ddl.Parallel(backend="gloo", nproc_per_node=n, threads_per_rank=1, timeout=120) as parallel:
+        return parallel.run(function, *args, **kwargs)
+
+
+def merged(n, function, *args, **kwargs):
+    return Timeline.merge(on_ranks(n, function, *args, **kwargs))
+
+
+def about(seconds, expected):
+    return 0.98 * expected <= seconds <= expected + SLACK
+
+
+def patiently(test):
+    """Up to three tries: other programs may spoil a measurement; a wrong timeline is wrong each time."""
+
+    @functools.wraps(test)
+    def tries(*args, **kwargs):
+        for left in (2, 1, 0):
+            try:
+                test(*args, **kwargs)
+                break
+            except (AssertionError, KeyError):
+                if not left:
+                    raise
+
+    return tries
+
+
+def waited(timeline, rank, late):
+    """Checks what a rank waited for another against what both did: they went through the same collectives."""
+    totals, waits = timeline.totals(), timeline.waits()
+    busy = {r: sum(totals[r].get(kind, 0) for kind in ("compute", "data", "handlers")) for r in (rank, late)}
+    expected = busy[late] + totals[late]["idle"] - busy[rank]
+    assert abs(totals[rank]["idle"] - expected) < 0.15
+    assert busy[late] >= busy[rank] + DELAY
+    assert waits[rank, late] >= waits.get((late, rank), 0)
+    return waits[rank, late]
+
+
+@pytest.fixture
+def quiet():
+    """Whatever a test does, nothing is watched afterwards."""
+    before = {name: vars(dist.ProcessGroup)[name] for name in ("allreduce", "send")}
+    yield
+    assert module._watching == []
+    assert {name: vars(dist.ProcessGroup)[name] for name in before} == before
+
+
+# ------------------------------------------------------------------------------------------------ one rank
+
+
+def slow_data(n):
+    for i in range(n):
+        time.sleep(DELAY)
+        yield i
+
+
+@pytest.mark.usefixtures("quiet")
+@patiently
+def test_data_steps_and_handlers_of_an_engine():
+    trainer = Engine(lambda engine, batch: time.sleep(2 * DELAY))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: time.sleep(DELAY / 2))
+    timeline = Timeline().attach(trainer)
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED, lambda: time.sleep(DELAY / 2)
+    )  # added later: outside, too
+    trainer.run(slow_data(3), epoch_length=3)
+    [(rank, totals)] = timeline.totals().items()
+    assert rank == 0
+    assert list(totals) == ["compute", "data", "handlers"]
+    assert about(totals["compute"], 6 * DELAY)
+    assert about(totals["data"], 3 * DELAY)
+    assert about(totals["handlers"], 3 * DELAY)
+    names = [record.name for record in timeline.records if record.kind == "compute"]
+    assert names == ["step 1", "step 2", "step 3"]
+
+
+@pytest.mark.parametrize("profiler", [BasicTimeProfiler, HandlersTimeProfiler])
+@patiently
+def test_beside_a_profiler_of_ignite(profiler):
+    """Both profilers rearrange handlers when a run begins, one of them wraps them."""
+    trainer = Engine(lambda engine, batch: time.sleep(DELAY))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: time.sleep(DELAY))
+    timeline = Timeline().attach(trainer)
+    profiler().attach(trainer)
+    trainer.run(slow_data(3), epoch_length=3)
+    totals = timeline.totals()[0]
+    assert list(totals) == ["compute", "data", "handlers"]
+    assert all(about(seconds, 3 * DELAY) for seconds in totals.values())
+
+
+def test_records_follow_each_other_without_a_gap():
+    trainer = Engine(lambda engine, batch: None)
+    timeline = Timeline().attach(trainer)
+    trainer.run([0, 1], max_epochs=3)
+    records = timeline.records
+    for before, after in zip(records, records[1:], strict=False):
+        assert before.end == after.start
+    assert [record.name for record in records if record.kind == "compute"] == [
+        f"step {i}" for i in range(1, 7)
+    ]
+
+
+@pytest.mark.usefixtures("quiet")
+@patiently
+def test_an_evaluation_inside_a_handler_is_shown_in_its_parts():
+    trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: time.sleep(DELAY))
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0, 1]))
+    timeline = Timeline().attach(trainer).attach(evaluator, name="evaluation")
+    trainer.run([0], max_epochs=2)
+    found = [record for record in timeline.records if record.name.startswith("evaluation")]
+    assert [record.name for record in found] == ["evaluation 1", "evaluation 2"] * 2
+    assert about(sum(record.seconds for record in found), 4 * DELAY)
+    assert timeline.totals()[0]["handlers"] < SLACK  # not the evaluation once more
+
+
+@patiently
+def test_spans_of_ones_own_and_of_nested_ones_the_inner():
+    timeline = Timeline()
+    with timeline, timeline.span("outer"):
+        time.sleep(DELAY)
+        with timeline.span("tokenise", kind="data"):
+            time.sleep(DELAY)
+    found = [(record.name, record.kind) for record in timeline.records]
+    assert found[:2] == [("outer", "compute"), ("tokenise", "data")]
+    assert found[2:] in ([], [("outer", "compute")])  # what is left of it after the inner one
+    assert about(timeline.totals()[0]["compute"], DELAY)
+    assert about(timeline.totals()[0]["data"], DELAY)
+
+
+@pytest.mark.parametrize("kind", ["computing", "", None])
+def test_an_unknown_kind_is_refused(kind):
+    with (
+        pytest.raises(ValueError, match="kind should be one of .*but given"),
+        Timeline().span("x", kind=kind),
+    ):
+        pass
+
+
+def test_attach_wants_an_engine():
+    with pytest.raises(ValueError, match="engine should be an ignite.engine.Engine, but given int"):
+        Timeline().attach(3)
+
+
+@pytest.mark.usefixtures("quiet")
+@patiently
+def test_a_run_that_raises_is_recorded_and_the_next_one_too(monkeypatch):
+    monkeypatch.setattr(Engine, "interrupt_resume_enabled", False)  # else Ignite runs such an engine no more
+
+    def step(engine, batch):
+        if batch == 1:
+            raise RuntimeError("on purpose")
+
+    trainer = Engine(step)
+    trainer.logger.disabled = True
+    timeline = Timeline().attach(trainer)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.run([0, 1])
+    time.sleep(DELAY)
+    trainer.run([0, 0], max_epochs=2)  # Ignite goes on with the second epoch
+    names = [record.name for record in timeline.records if record.kind == "compute"]
+    assert names == ["step 1", "step 3", "step 4"]
+    assert timeline.totals()[0]["handlers"] < DELAY  # the time between the runs belongs to neither
+    with pytest.raises(RuntimeError):
+        trainer.run([1, 1], max_epochs=3)
+    timeline.stop()
+
+
+@pytest.mark.parametrize("how", ["terminate", "terminate_epoch"])
+@pytest.mark.usefixtures("quiet")
+def test_a_run_that_is_terminated(how):
+    trainer = Engine(lambda engine, batch: None)
+    timeline = Timeline().attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: getattr(trainer, how)())
+    trainer.run([0] * 4, max_epochs=1)
+    assert [record.name for record in timeline.records if record.kind == "compute"] == ["step 1", "step 2"]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_clear_forgets_the_warm_up():
+    trainer = Engine(lambda engine, batch: None)
+    timeline = Timeline().attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), timeline.clear)
+    trainer.run([0] * 4)
+    assert [record.name for record in timeline.records if record.kind == "compute"] == ["step 3", "step 4"]
+
+
+def test_a_timeline_travels_and_records_anew_where_it_arrives():
+    timeline = Timeline()
+    with timeline, timeline.span("here"):
+        pass
+    copy = pickle.loads(pickle.dumps(timeline))
+    assert copy.records == timeline.records
+    with copy, copy.span("there"):
+        pass
+    assert [record.name for record in copy.records] == ["there"]
+    assert "Timeline(1 spans of rank 0)" in repr(copy)
+
+
+def test_nothing_recorded():
+    empty = Timeline.merge([])
+    assert (empty.records, empty.totals(), empty.waits(), empty.in_flight) == ([], {}, {}, [])
+    assert Timeline.merge([Timeline()]).records == []
+
+
+def test_synchronize_waits_for_the_device(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: calls.append(0))
+    trainer = Engine(lambda engine, batch: None)
+    timeline = Timeline(synchronize=True).attach(trainer)
+    trainer.run([0])
+    assert len(calls) == 6  # run, data, its end, step, its end, end of the run
+    with timeline.span("mine"):
+        pass
+    assert len(calls) == 8
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert not Timeline(synchronize=True).synchronize
+
+
+# --------------------------------------------------------------------------------- ranks, with delays put in
+
+
+def waiting(local_rank, late, call):
+    """Four times: a rank is late for a collective, and all have some work of their own."""
+    timeline, tensor = ddl.Timeline(), torch.ones(4)
+    size = dist.get_world_size()
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(tensor),
+        "barrier": dist.barrier,
+        "all_gather": lambda: dist.all_gather([torch.empty(4) for _ in range(size)], tensor),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.empty(4 * size), tensor),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.empty(4), torch.ones(4 * size)),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty(4 * size), torch.ones(4 * size)),
+        "async": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        "objects": lambda: dist.all_gather_object([None] * size, local_rank),
+        "functional": lambda: funcol.all_reduce(tensor, "sum", dist.group.WORLD).sum(),
+        "monitored_barrier": lambda: dist.monitored_barrier(wait_all_ranks=True),
+        "inference": lambda: torch.inference_mode()(lambda: dist.all_reduce(torch.ones(4)))(),
+    }
+    dist.barrier()
+    with timeline:
+        for _ in range(4):
+            with timeline.span("work"):
+                time.sleep(DELAY)
+                if local_rank == late:
+                    time.sleep(DELAY)
+            calls[call]()
+    return timeline
+
+
+COLLECTIVES = (
+    "all_reduce barrier all_gather all_gather_into_tensor reduce_scatter all_to_all async objects functional "
+    "monitored_barrier inference"
+)
+
+
+@pytest.mark.parametrize("call", COLLECTIVES.split())
+@patiently
+def test_who_waits_for_the_late_rank(call):
+    timeline = merged(2, waiting, late=1, call=call)
+    totals, waits = timeline.totals(), timeline.waits()
+    assert about(totals[0]["compute"], 4 * DELAY)
+    assert about(totals[1]["compute"], 8 * DELAY)
+    assert waited(timeline, 0, late=1) > DELAY  # 4 of them, on a machine that has nothing else to do
+    assert totals[0]["communication"] > 0
+    assert totals[1]["communication"] > 0
+    assert totals[0]["idle"] == waits[0, 1]
+
+
+@patiently
+def test_four_ranks_wait_for_the_one_that_is_late():
+    timeline = merged(4, waiting, late=2, call="all_reduce")
+    waits = timeline.waits()
+    for rank in (0, 1, 3):
+        assert waited(timeline, rank, late=2) > DELAY
+        assert max(waits, key=lambda pair: waits[pair] if pair[0] == rank else -1) == (rank, 2)
+
+
+def rooted(local_rank, root):
+    timeline, tensor = ddl.Timeline(), torch.ones(4)
+    dist.barrier()
+    with timeline:
+        time.sleep(3 * DELAY if local_rank == 1 else DELAY if local_rank == 2 else 0)
+        dist.broadcast(tensor, src=root)
+    return timeline
+
+
+@patiently
+def test_who_receives_a_broadcast_waits_for_the_root_only():
+    waits = merged(3, rooted, root=2).waits()
+    assert about(waits[0, 2], DELAY - 0.02)
+    assert (0, 1) not in waits
+    assert (1, 2) not in waits
+
+
+def messages(local_rank):
+    timeline, tensor = ddl.Timeline(), torch.ones(1000)
+    dist.barrier()
+    with timeline:
+        if local_rank == 0:
+            time.sleep(2 * DELAY)
+            dist.send(tensor, dst=1)
+            dist.recv(tensor, src=1)
+        else:
+            received = dist.irecv(tensor, src=0)
+            with timeline.span("meanwhile"):
+                time.sleep(DELAY)
+            received.wait()
+            time.sleep(3 * DELAY)
+            dist.send(tensor, dst=0)
+    return timeline
+
+
+@patiently
+def test_messages_between_two_ranks():
+    timeline = merged(2, messages)
+    waits = timeline.waits()
+    assert DELAY - 0.03 <= waits[1, 0] <= DELAY + SLACK  # of the 2 delays one was used
+    assert 3 * DELAY - 0.03 <= waits[0, 1] <= 3 * DELAY + SLACK
+    [flight] = [record for record in timeline.in_flight if record.rank == 1 and record.name == "recv"]
+    assert about(flight.seconds, 2 * DELAY - 0.02)
+
+
+def overlap(local_rank):
+    timeline, tensor = ddl.Timeline(), torch.ones(4)
+    dist.barrier()
+    with timeline:
+        work = dist.all_reduce(tensor, async_op=True)
+        with timeline.span("meanwhile"):
+            time.sleep(2 * DELAY)
+        work.wait()
+    return timeline
+
+
+@patiently
+def test_what_runs_beside_compute_is_in_flight_and_no_wait(tmp_path):
+    timeline = merged(2, overlap)
+    for rank, totals in timeline.totals().items():
+        assert about(totals["compute"], 2 * DELAY)
+        [flight] = [record for record in timeline.in_flight if record.rank == rank]
+        assert about(flight.seconds, 2 * DELAY)
+    asynchronous = [event for event in trace(timeline, tmp_path) if event["ph"] in "be"]
+    assert len(asynchronous) == 4
+
+
+# ------------------------------------------------------------------------------------------- training
+
+
+class Buffered(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+
+
+def training(local_rank, late, make, build=Buffered, steps=4):
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 8), torch.randn(4, 1))] * steps
+    model = build() if make == "ddl" else DistributedDataParallel(build())
+    if make == "ddl":
+        model = ddl.auto_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    create = ddl.create_supervised_trainer if make == "ddl" else create_supervised_trainer
+    trainer = create(model, optimizer, torch.nn.functional.mse_loss)
+    if local_rank == late:
+        model.register_forward_pre_hook(lambda *_: time.sleep(DELAY))
+    timeline = ddl.Timeline().attach(trainer)
+    trainer.run(data, max_epochs=1)
+    return timeline
+
+
+@pytest.mark.parametrize("make", ["ddl", "ignite"])
+@pytest.mark.parametrize("build", [Buffered, lambda: torch.nn.Linear(8, 1)], ids=["buffers", "plain"])
+@patiently
+def test_ddp_waits_are_seen_though_they_happen_in_cpp(make, build):
+    timeline = merged(2, training, late=1, make=make, build=build)
+    assert waited(timeline, 0, late=1) > DELAY
+    assert timeline.totals()[1]["compute"] > 0.98 * 4 * DELAY
+    names = {record.name for record in timeline.records if record.kind == "communication"}
+    assert {"gradients", "buckets"} <= names
+    assert ("broadcast" in names) == (build is Buffered)
+
+
+def pipeline(local_rank):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+    model = ddl.auto_model(model, schedule="gpipe", n_microbatches=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = ddl.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+    timeline = ddl.Timeline().attach(trainer)
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(once=1), timeline.clear
+    )  # the first step builds stages
+    if local_rank == 0:
+        for stage in model.local.values():
+            stage.register_forward_pre_hook(lambda *_: time.sleep(DELAY))
+    trainer.run([(torch.randn(4, 8), torch.randn(4, 8))] * 3)
+    return timeline
+
+
+@patiently
+def test_a_pipeline_stage_waits_for_the_one_before_it():
+    with ddl.Parallel(backend="gloo", nproc_per_node=2, pp=2, threads_per_rank=1, timeout=120) as parallel:
+        timeline = Timeline.merge(parallel.run(pipeline))
+    # 2 steps of 2 microbatches each: stage 1 waits for each forward pass of stage 0.
+    assert waited(timeline, 1, late=0) > DELAY
+    assert timeline.totals()[0]["compute"] >= 0.98 * 4 * DELAY
+
+
+def hybrid(local_rank):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    model = ddl.auto_model(model, tensor_plan={"0": ddl.Column(), "2": ddl.Row()})
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.01))
+    trainer = ddl.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+    timeline = ddl.Timeline().attach(trainer)
+    if local_rank == 3:
+        model.register_forward_pre_hook(lambda *_: time.sleep(DELAY))
+    trainer.run([(torch.randn(4, 8), torch.randn(4, 8))] * 4)
+    return timeline
+
+
+@patiently
+def test_tensor_parallel_peers_wait_for_each_other():
+    with ddl.Parallel(
+        backend="gloo", nproc_per_node=4, dp=2, tp=2, threads_per_rank=1, timeout=120
+    ) as parallel:
+        waits = Timeline.merge(parallel.run(hybrid)).waits()
+    assert waits[2, 3] > DELAY  # its tp peer, in each layer
+    for rank in (0, 1):  # the other pair waits too, for 3, or for 2, which waited for 3
+        assert waits.get((rank, 2), 0) + waits.get((rank, 3), 0) > DELAY
+
+
+def twice(local_rank):
+    """The same training with and without a timeline, which must not change it."""
+    losses = []
+    for with_timeline in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Buffered())
+        trainer = create_supervised_trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss
+        )
+        if with_timeline:
+            ddl.Timeline().attach(trainer)
+        torch.manual_seed(local_rank)
+        found = []
+        remember = lambda engine, found=found: found.append(engine.state.output)  # noqa: E731
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, remember)
+        trainer.run([(torch.randn(4, 8), torch.randn(4, 1)) for _ in range(5)])
+        losses.append(found)
+    hooks = [name for name in ("allreduce", "broadcast") if "watched" in repr(vars(dist.ProcessGroup)[name])]
+    return losses, hooks
+
+
+def test_a_timeline_changes_nothing_and_leaves_nothing_behind():
+    for (without, with_it), hooks in on_ranks(2, twice):
+        assert without == with_it
+        assert len(without) == 5
+        assert hooks == []
+
+
+def raising(local_rank):
+    timeline = ddl.Timeline()
+    with timeline:
+        dist.all_reduce(torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.MAX)
+
+
+def test_an_error_of_torch_stays_the_same():
+    with pytest.raises(ddl.RankError, match="all_reduce does not support"):
+        on_ranks(2, raising)
+
+
+# ----------------------------------------------------------------------------------------- merging, made up
+
+
+def made_up(rank, machine, entered, left, shift=0.0, start=0.0):
+    """A rank that works until it enters a collective, as its own clock says."""
+    timeline = Timeline()
+    timeline.rank, timeline._machine = rank, machine
+    call = module._Call(rank, "allreduce", ("world", 1), (0, 1), entered + shift)
+    timeline._calls.append(call)
+    timeline._own.append(("compute", "work", start + shift, entered + shift, None))
+    timeline._own.append(("wait", "allreduce", entered + shift, left + shift, call))
+    return pickle.loads(pickle.dumps(timeline))
+
+
+def test_a_wait_is_cut_where_the_last_rank_came():
+    timeline = Timeline.merge(
+        [made_up(0, "a", entered=1.0, left=3.5, shift=100), made_up(1, "a", 3.0, 3.5, 100)]
+    )
+    assert timeline.records == [
+        Record(0, "compute", "work", 0.0, 1.0),
+        Record(0, "idle", "waits for rank 1", 1.0, 3.0, 1),
+        Record(0, "communication", "allreduce", 3.0, 3.5),
+        Record(1, "compute", "work", 0.0, 3.0),
+        Record(1, "communication", "allreduce", 3.0, 3.5),
+    ]
+    assert timeline.totals()[0] == {"compute": 1.0, "communication": 0.5, "idle": 2.0}
+    assert timeline.totals()[1] == {"compute": 3.0, "communication": 0.5, "idle": 0.0}
+    assert timeline.waits() == {(0, 1): 2.0}
+
+
+def test_without_the_other_rank_a_wait_stays_whole():
+    for timeline in (made_up(0, "a", 1.0, 3.5), Timeline.merge([made_up(0, "a", 1.0, 3.5)])):
+        assert timeline.totals() == {0: {"compute": 1.0, "communication": 2.5}}
+        assert timeline.waits() == {}
+
+
+@pytest.mark.parametrize("shift", [0.25, -7e5])
+def test_clocks_of_two_machines_are_set_by_the_ends_of_their_collectives(shift):
+    timeline = Timeline.merge([made_up(0, "a", 1.0, 3.5), made_up(1, "b", 3.0, 3.5, shift)])
+    assert timeline.waits()[0, 1] == pytest.approx(2.0, abs=1e-6)
+    assert timeline.totals()[1]["compute"] == pytest.approx(3.0, abs=1e-6)
+
+
+def test_clocks_without_a_common_collective_start_together():
+    other = Timeline()
+    other.rank, other._machine = 1, "b"
+    other._own.append(("compute", "work", 500.0, 501.0, None))
+    timeline = Timeline.merge([made_up(0, "a", 1.0, 3.5), other])
+    assert timeline.records[-1] == Record(1, "compute", "work", 0.0, 1.0)
+
+
+def test_merge_refuses_what_it_cannot_merge():
+    one = made_up(0, "a", 1.0, 2.0)
+    with pytest.raises(ValueError, match="different ranks, but given ranks \\[0, 0\\]"):
+        Timeline.merge([one, one])
+    with pytest.raises(ValueError, match="one Timeline a rank, but given 3"):
+        Timeline.merge([3])
+    with pytest.raises(ValueError, match="one Timeline a rank"):
+        Timeline.merge([Timeline.merge([one])])
+
+
+def test_merging_leaves_its_parts_as_they_were():
+    part = made_up(1, "a", 3.0, 3.5, 100)
+    before = part.records
+    Timeline.merge([made_up(0, "a", 1.0, 3.5, 100), part])
+    assert part.records == before
+
+
+# -------------------------------------------------------------------------------------------------- the trace
+
+
+def trace(timeline, folder):
+    text = json.loads(timeline.to_chrome(folder / "trace.json").read_text())
+    assert set(text) == {"traceEvents", "displayTimeUnit"}
+    assert text["displayTimeUnit"] in ("ms", "ns")  # the two that the format knows
+    return text["traceEvents"]
+
+
+def test_the_trace_keeps_to_the_format(tmp_path):
+    """Chrome's "Trace Event Format": X has ts and dur, M names, b and e come in pairs of one cat, id and name."""
+    timeline = merged(2, training, late=1, make="ddl")
+    events = trace(timeline, tmp_path)
+    assert {event["ph"] for event in events} <= {"X", "M", "b", "e"}
+    for event in events:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name")
+            assert set(event["args"]) in ({"name"}, {"sort_index"})
+        else:
+            assert event["ts"] >= 0
+            assert isinstance(event["cat"], str)
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert event["cat"] in KINDS
+        if event["ph"] in "be":
+            assert isinstance(event["id"], str)
+    complete = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in complete} == {0, 1}
+    assert any(event["args"].get("waits for") == 1 and event["pid"] == 0 for event in complete)
+
+
+@patiently
+def test_the_trace_is_in_microseconds_and_nests(tmp_path):
+    timeline = merged(2, training, late=1, make="ddl")
+    complete = [event for event in trace(timeline, tmp_path) if event["ph"] == "X"]
+    steps = [event for event in complete if event["name"].startswith("step ") and event["pid"] == 1]
+    assert [event["name"] for event in steps] == ["step 1", "step 2", "step 3", "step 4"]
+    assert all(about(event["dur"] / 1e6, DELAY) for event in steps)
+    for rank in (0, 1):
+        mine = [event for event in complete if event["pid"] == rank]
+        stack = []
+        for event in sorted(mine, key=lambda event: (event["ts"], -event["dur"])):
+            begin, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
+            while stack and stack[-1] <= begin:
+                stack.pop()
+            assert not stack or end <= stack[-1], event  # inside its parent, to the nanosecond
+            stack.append(end)
+
+
+@patiently
+def test_the_documented_example_runs():
+    import inspect
+    import textwrap
+
+    text = inspect.getdoc(Timeline).split(".. code-block:: python")[1]
+    exec(textwrap.dedent(text), {})
