@@ -1002,6 +1002,7 @@ def step_times(seconds: list[float], warm_up: int, title: str) -> Figure:
     )
     axes.set_yscale("log")
     axes.set_xlim(0.5, len(seconds) + 0.5)
+    axes.set_ylim(min(milliseconds) / 1.5, max(milliseconds) * 1.6)
     ticks = [
         tick
         for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500)

@@ -379,11 +379,10 @@ class Buffered(torch.nn.Sequential):
 def training(local_rank, late, make, build=Buffered, steps=4):
     torch.manual_seed(0)
     data = [(torch.randn(4, 8), torch.randn(4, 1))] * steps
-    model = build() if make == "ddl" else DistributedDataParallel(build())
-    if make == "ddl":
-        model = ddl.auto_model(model)
+    shard = {"shard": True} if make == "sharded" else {}
+    model = DistributedDataParallel(build()) if make == "ignite" else ddl.auto_model(build(), **shard)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    create = ddl.create_supervised_trainer if make == "ddl" else create_supervised_trainer
+    create = create_supervised_trainer if make == "ignite" else ddl.create_supervised_trainer
     trainer = create(model, optimizer, torch.nn.functional.mse_loss)
     if local_rank == late:
         model.register_forward_pre_hook(lambda *_: time.sleep(DELAY))
@@ -402,6 +401,15 @@ def test_ddp_waits_are_seen_though_they_happen_in_cpp(make, build):
     names = {record.name for record in timeline.records if record.kind == "communication"}
     assert {"gradients", "buckets"} <= names
     assert ("broadcast" in names) == (build is Buffered)
+
+
+@patiently
+def test_fsdp2_waits_are_seen():
+    timeline = merged(2, training, late=1, make="sharded", build=lambda: torch.nn.Linear(8, 1))
+    assert waited(timeline, 0, late=1) > DELAY
+    names = {record.name for record in timeline.records if record.kind == "communication"}
+    assert any("gather" in name for name in names)
+    assert any("reduce_scatter" in name for name in names)
 
 
 def pipeline(local_rank):
