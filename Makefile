@@ -51,9 +51,11 @@ test-all: test  ## test, then what needs more: TPU, Slurm, browser
 parity: setup  ## every form of parallelism against one process, the whole table (PARITY="tied zbv" for some)
 	$(BIN)/python tests/parity.py $(PARITY)
 
-benchmarks: setup  ## trainer overhead and launch times, as ratios measured in one run
+benchmarks: setup  ## trainer overhead, launch times, the timeline's cost, as ratios measured in one run
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/launch.py
+	[ -d build/accelerate ] || $(BIN)/pip install -q --no-deps --target build/accelerate -r benchmarks/requirements.txt
+	PYTHONPATH="$(CURDIR)/build/accelerate" $(BIN)/python benchmarks/launch.py
+	$(BIN)/python benchmarks/timeline.py
 
 notebooks: setup  ## execute the chapters in place and normalise them (CHAPTER=04 for one)
 	$(BIN)/python tools/notebooks.py execute $(CHAPTER)
