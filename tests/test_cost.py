@@ -1,0 +1,244 @@
+"""Closed forms against the papers' own tables, against torch, and against counting by hand."""
+
+import math
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ignite_ddl import cost
+
+LINK = cost.Link(latency=3e-5, bandwidth=2e8)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4, 5, 6, 7, 8, 13, 16])
+def test_all_reduce_counts(n_ranks):
+    n_bytes = 48 * n_ranks
+    naive = cost.all_reduce_naive(n_ranks, n_bytes, LINK)
+    tree = cost.all_reduce_tree(n_ranks, n_bytes, LINK)
+    ring = cost.all_reduce_ring(n_ranks, n_bytes, LINK)
+    for one in (naive, tree, ring):
+        assert len(one.messages) == len(one.bytes) == n_ranks
+    assert sum(naive.messages) == n_ranks * (n_ranks - 1)
+    assert sum(tree.messages) == 2 * (n_ranks - 1)
+    assert sum(tree.bytes) == 2 * (n_ranks - 1) * n_bytes
+    assert ring.bytes == [2 * (n_ranks - 1) * 48] * n_ranks
+    assert ring.messages == [2 * (n_ranks - 1)] * n_ranks
+    # Over all ranks tree and ring send the same: the ring only shares it out.
+    assert sum(ring.bytes) == sum(tree.bytes)
+    rounds = math.ceil(math.log2(n_ranks))
+    assert tree.seconds == pytest.approx(2 * rounds * (3e-5 + n_bytes / 2e8), rel=1e-12)
+    assert ring.seconds == pytest.approx(2 * (n_ranks - 1) * (3e-5 + 48 / 2e8), rel=1e-12)
+    half = cost.ring_pass(n_ranks, n_bytes, LINK)
+    assert half.bytes == [(n_ranks - 1) * 48] * n_ranks
+    assert half.seconds == ring.seconds / 2
+
+
+def test_ring_is_for_long_buffers_and_tree_for_short_ones():
+    assert cost.all_reduce_ring(64, 1e8, LINK).seconds < cost.all_reduce_tree(64, 1e8, LINK).seconds
+    assert cost.all_reduce_ring(64, 8, LINK).seconds > cost.all_reduce_tree(64, 8, LINK).seconds
+
+
+def test_master_carries_everything():
+    step = cost.master_step(
+        4, 1000, 80, 40, cost.Link(0, 1), forward_seconds=8, backward_seconds=16, loss_seconds=1
+    )
+    assert (step.sent, step.received, step.messages) == (3 * 1030, 3 * 1010, 15)
+    assert step.communication_seconds == step.sent + step.received
+    assert step.seconds == pytest.approx(step.communication_seconds + 2 + 4 + 1)
+    assert list(step.phases) == [
+        "send weights", "scatter inputs", "forward", "gather outputs", "loss",
+        "scatter output gradients", "backward", "gather gradients",
+    ]  # fmt: skip
+    alone = cost.master_step(1, 1000, 80, 40, cost.Link(0, 1), forward_seconds=8, backward_seconds=16)
+    assert alone.seconds == 24
+    assert alone.messages == 0
+
+
+def test_parameter_servers_share_the_load():
+    one = cost.parameter_server_step(8, 1000, LINK)
+    four = cost.parameter_server_step(8, 1000, LINK, n_servers=4)
+    assert one.server_bytes == 16_000
+    assert four.server_bytes == 4_000
+    assert one.worker_bytes == four.worker_bytes == 2_000
+    # With as many servers as workers, a worker's port is as busy as a server's; more do not help.
+    fast = cost.Link(0, 1)
+    times = [cost.parameter_server_step(8, 1000, fast, n_servers=k).seconds for k in (1, 2, 4, 8, 16)]
+    assert times == pytest.approx([16_000, 8_000, 4_000, 2_000, 2_000])
+
+
+def test_ddp_hides_what_backward_covers():
+    link = cost.Link(0, 1)
+    # Two ranks: a bucket of x bytes takes x seconds.
+    assert cost.ddp_step(2, [10], link, 5, 10) == (25, 10, 10)  # one bucket: nothing to hide behind
+    assert cost.ddp_step(2, [5, 5], link, 5, 10) == (20, 10, 5)
+    assert cost.ddp_step(2, [1] * 10, link, 5, 10) == (16, 10, 1)
+    assert cost.ddp_step(2, [50, 50], link, 0, 10).seconds == 5 + 100  # bound by the network
+    assert cost.ddp_step(2, [4, 4], link, 0, 10, ready=[10, 10]).seconds == 18
+    assert cost.ddp_step(1, [4, 4], link, 1, 10).seconds == 11
+
+
+def test_ddp_step_is_the_recurrence():
+    rng = random.Random(0)
+    for _ in range(200):
+        sizes = [rng.uniform(1, 9) for _ in range(rng.randint(1, 6))]
+        ready = sorted(rng.uniform(0, 10) for _ in sizes)
+        n_ranks = rng.randint(1, 9)
+        end = 0.0
+        for size, at in zip(sizes, ready, strict=True):
+            end = max(end, at) + cost.all_reduce_ring(n_ranks, size, cost.Link(0.1, 2)).seconds
+        step = cost.ddp_step(n_ranks, sizes, cost.Link(0.1, 2), 1, 10, ready)
+        assert step.seconds == pytest.approx(1 + max(10, end), rel=1e-12)
+
+
+def test_ddp_buckets_are_torch_s():
+    rng = random.Random(1)
+    for _ in range(50):
+        parameters = [torch.zeros(rng.randint(1, 400), device="meta") for _ in range(rng.randint(1, 30))]
+        sizes = [4 * p.numel() for p in parameters]
+        reverse = list(reversed(parameters))
+        indices, _ = dist._compute_bucket_assignment_by_size(reverse, [600, 2400])
+        torchs = [sum(4 * reverse[i].numel() for i in bucket) for bucket in indices]
+        assert cost.ddp_buckets(sizes, bucket_bytes=2400, first_bucket_bytes=600) == torchs
+
+
+def test_seed_001_figures():
+    steps = {n: cost.data_parallel_step(n, **cost.RESNET50_P100) for n in (1, 8, 64, 256, 1024)}
+    assert steps[256].batch_size == 8 * 1024
+    assert steps[1024].batch_size == 32 * 1024
+    assert steps[1].share == 0
+    assert steps[1].efficiency == 1
+    shares = [step.share for step in steps.values()]
+    assert shares == sorted(shares)
+    assert 0.20 < steps[1024].share < 0.25
+    assert steps[256].share < 0.20
+    # Goyal et al. 2017, section 4.3: at least 12.8 Gbit/s so that 200 MB pass within backward's 125 ms.
+    link = cost.Link(0, 12.8e9 / 8)
+    goyal = cost.data_parallel_step(10**6, 100e6, link, 0.06, 0.125, overlap=1)
+    assert goyal.communication_seconds == pytest.approx(0, abs=1e-6)
+
+
+def test_noise_scale():
+    assert cost.noise_scale(0.1, 1000, 1000) == 0  # the whole set: no noise
+    assert cost.noise_scale(0.1, 10, 1000, momentum=0.9) == pytest.approx(99)
+    rng = random.Random(2)
+    for _ in range(100):
+        n, b = rng.randint(2_000, 10**6), rng.randint(1, 1_000)
+        old, new, m = rng.uniform(1e-3, 1), rng.uniform(1e-3, 1), rng.uniform(0, 0.99)
+        wanted = cost.batch_size_of_same_noise(b, old, new, n)
+        noise = new / (1 - m) * (n / wanted - 1)
+        assert noise == pytest.approx(cost.noise_scale(old, b, n, m), rel=1e-9)
+
+
+def test_zero_table_of_the_paper():
+    # Rajbhandari et al. 2020, figure 1 and table 1 (7.5 billion parameters), in GB.
+    table = {4: [120, 52.5, 41.3, 30], 16: [120, 35.6, 21.6, 7.5], 64: [120, 31.4, 16.6, 1.88]}
+    for n_ranks, row in table.items():
+        ours = [cost.zero_memory(7.5e9, n_ranks, stage).total / 1e9 for stage in range(4)]
+        assert ours == pytest.approx(row, abs=0.06)
+    held = cost.zero_memory(100, 4, 2)
+    assert held == (200, 50, 300, 550)
+
+
+def test_zero_bytes():
+    assert [cost.zero_bytes(1e9, 64, stage) / 1e9 for stage in range(4)] == pytest.approx(
+        [2 * 2 * 63 / 64] * 3 + [3 * 2 * 63 / 64]
+    )
+    link = cost.Link(0, 1)
+    assert cost.zero_bytes(100, 4, 0, value_bytes=4) == cost.all_reduce_ring(4, 400, link).bytes[0]
+
+
+def test_pipelines():
+    assert cost.pipeline_bubble(1, 8) == 0
+    assert cost.pipeline_bubble(4, 1) == 3 / 4
+    # Narayanan et al. 2021: (p - 1) / (v m) of the busy time.
+    share = cost.pipeline_bubble(8, 16, n_chunks=4)
+    assert share / (1 - share) == pytest.approx(7 / 64)
+    # Korthikanti et al. 2022, section 4.2.3: 1 + (p - 1) / (p v) times the layers.
+    peak = cost.pipeline_peak_activations("interleaved_1f1b", 8, 64, n_chunks=3)
+    assert peak / (8 * 3) == pytest.approx(1 + 7 / 24)
+    assert cost.zero_bubble_seconds(8, 2.0, 2.0, 1.0) == 7 * 3
+    assert cost.zero_bubble_seconds(8, 2.0, 2.0, 1.0, "zb-h2") == 7 * 2
+    assert cost.zero_bubble_seconds(8, 1.0, 1.0, 1.0, "zb-v") == 0
+    with pytest.raises(ValueError, match="zb-v"):
+        cost.zero_bubble_seconds(8, 1.0, 1.0, 0.5, "zb-v")
+
+
+def test_transformer_counts_match_a_real_one():
+    h, layers, vocabulary, sequence = 32, 2, 50, 16
+    block = torch.nn.TransformerEncoderLayer(h, 4, 4 * h, norm_first=True)
+    parameters = layers * sum(p.numel() for p in block.parameters()) + (vocabulary + sequence) * h
+    assert cost.transformer_parameters(h, layers, vocabulary, sequence) == parameters
+
+    # Narayanan et al. 2021, table 1: the 1-trillion model.
+    assert cost.transformer_parameters(25600, 128, 51200, 2048) / 1e9 == pytest.approx(1008, abs=0.5)
+    b, s, h, l, v = 3, 16, 32, 2, 50  # noqa: E741
+    eq3 = 96 * b * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
+    assert cost.transformer_flops(b, s, h, l, v, recompute=True) == pytest.approx(eq3, rel=1e-12)
+    kept = 72 * b * s * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h))
+    assert cost.transformer_flops(b, s, h, l, v) == pytest.approx(kept, rel=1e-12)
+
+
+def test_transformer_flops_match_torch_s_counter():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    b, s, h, v = 2, 8, 16, 40
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = torch.nn.Linear(h, 3 * h), torch.nn.Linear(h, h)
+            self.up, self.down, self.head = (
+                torch.nn.Linear(h, 4 * h), torch.nn.Linear(4 * h, h), torch.nn.Linear(h, v),
+            )  # fmt: skip
+
+        def forward(self, x):
+            q, k, w = self.qkv(x).chunk(3, -1)
+            x = x + self.out((q @ k.mT).softmax(-1) @ w)
+            return self.head(x + self.down(self.up(x).relu()))
+
+    x = torch.randn(b, s, h, requires_grad=True)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        Block()(x).sum().backward()
+    assert cost.transformer_flops(b, s, h, 1, v) == counter.get_total_flops()
+
+
+def test_activation_table_of_korthikanti():
+    # Table 2, as factors of s b h, at t = 8 and 5 a s / h = 80 (GPT-3: a 96, s 2048, h 12288).
+    shape = {"batch_size": 1, "sequence": 2048, "hidden": 12288, "heads": 96}
+    sbh = 2048 * 12288
+    parallel = dict(shape, n_ranks=8)
+    assert cost.activation_bytes(**shape) / sbh == 34 + 80
+    assert cost.activation_bytes(**parallel) / sbh == 10 + 3 + 10
+    assert cost.activation_bytes(**parallel, sequence_parallel=True) / sbh == 34 / 8 + 10
+    assert cost.activation_bytes(**parallel, recompute="selective") / sbh == 13
+    assert cost.activation_bytes(**parallel, sequence_parallel=True, recompute="selective") / sbh == 34 / 8
+    assert cost.activation_bytes(**parallel, recompute="full") / sbh == 2
+
+
+def test_tensor_parallel_is_four_all_reduces():
+    ring = cost.all_reduce_ring(4, 2 * 3 * 8 * 16, LINK)
+    assert cost.tensor_parallel_bytes(3, 8, 16, n_ranks=4) == 4 * ring.bytes[0]
+    assert cost.tensor_parallel_bytes(3, 8, 16, n_ranks=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: cost.all_reduce_ring(0, 8, LINK), "n_ranks should be at least 1, but given 0"),
+        (lambda: cost.all_reduce_tree(2, -8, LINK), "n_bytes"),
+        (lambda: cost.ddp_step(2, [1, 2], LINK, ready=[1]), "ready should have a time for each of 2"),
+        (lambda: cost.data_parallel_step(2, 8, LINK, 1, 1, overlap=2), "overlap"),
+        (lambda: cost.noise_scale(0.1, 64, 32), "n_samples should be at least 64"),
+        (lambda: cost.noise_scale(0.1, 8, 32, momentum=1), "momentum"),
+        (lambda: cost.zero_memory(8, 2, 4), "stage should be 0, 1, 2 or 3, but given 4"),
+        (lambda: cost.zero_bubble_seconds(4, 1, 1, 1, "zb"), "schedule"),
+        (lambda: cost.pipeline_peak_activations("zbv", 4, 8), "schedule"),
+        (lambda: cost.activation_bytes(1, 1, 1, 1, recompute="some"), "recompute"),
+    ],
+)
+def test_bad_input_says_which(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()

@@ -1,0 +1,537 @@
+"""The simulator meets the closed forms where they exist, torch's tables, and counting by hand elsewhere."""
+
+import math
+import statistics
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from ignite_ddl import cost, simulate
+from ignite_ddl.simulate import Action, Span
+from ignite_ddl.timeline import KINDS, Record
+
+LINK = cost.Link(latency=3e-5, bandwidth=2e8)
+few = settings(max_examples=30, deadline=None)
+
+
+def close(seconds):
+    return pytest.approx(seconds, rel=1e-9, abs=1e-12)
+
+
+# ------------------------------------------------------------------------------------------- the clock
+
+
+def test_ports_and_queues():
+    """By hand: rank 0's outbox is in order, rank 2's port takes one message at a time, in order of asking."""
+
+    def program(rank):
+        if rank.number == 0:
+            rank.send(1, 10)  # 0 to 10
+            yield rank.send(2, 10)  # waits for the port of rank 2: 15 to 25
+            return rank.now
+        if rank.number == 1:
+            yield rank.compute(5)
+            rank.send(2, 10)  # 5 to 15
+            yield rank.recv(0)
+            return rank.now
+        yield rank.recv(0)
+        yield rank.recv(1)
+        return rank.now
+
+    played = simulate.run(program, 3, cost.Link(0, 1))
+    assert played.returned == [25, 10, 25]
+    assert played.seconds == 25
+    assert played.messages == [2, 1, 0]
+    assert played.bytes == [20, 10, 0]
+    waits = [span for span in played.records if span.rank == 2]
+    # The message of rank 1 came before it was asked for: nothing to wait for.
+    assert waits == [Span(2, "idle", "waits", 0, 15, 0), Span(2, "communication", "from 0", 15, 25)]
+
+
+def test_compute_is_a_queue_and_background_waits_show_through():
+    def program(rank):
+        begun = rank.event()
+
+        def talk():
+            yield begun
+            rank.send(1 - rank.number, 4)
+            yield rank.recv(1 - rank.number)
+
+        told = rank.background(talk())
+        yield rank.compute(1, "first", "forward")
+        rank.fire(begun)
+        rank.compute(2)
+        yield rank.compute(1 + rank.number)  # after the two seconds before it
+        yield told
+
+    played = simulate.run(program, 2, cost.Link(0, 0.5))  # a message takes 8 s
+    assert played.seconds == 9
+    last = [span for span in played.records if span.end == 9]
+    assert last == [
+        Span(0, "communication", "from 1", 4, 9),
+        Span(1, "communication", "from 0", 5, 9),
+    ]  # the part of the message that no compute hides
+
+
+def test_rendezvous_waits_for_the_receiver():
+    def program(rank):
+        if rank.number == 0:
+            yield rank.send(1, 1)
+        else:
+            yield rank.compute(5)
+            yield rank.recv(0)
+
+    assert simulate.run(program, 2, cost.Link(0, 1)).seconds == 5
+    met = simulate.run(program, 2, cost.Link(0, 1), rendezvous=True)
+    assert met.seconds == 6
+    assert met.records[0] == Span(0, "idle", "waits", 0, 5, 1)
+
+
+def test_a_rank_that_waits_for_ever_is_named():
+    def program(rank):
+        if rank.number == 2:
+            yield rank.recv(0, tag="never")
+
+    with pytest.raises(RuntimeError, match=r"ranks \[2\]"):
+        simulate.run(program, 3, LINK)
+
+
+def test_spans_have_the_shape_of_records():
+    assert Span._fields == Record._fields
+    step = simulate.pipeline("zbv", 2, 4, transfer=0.1)
+    assert {span.kind for span in step.records} <= set(KINDS)
+    assert Record(*step.records[0]) == step.records[0] == Span(0, "forward", "0F0", 0, 1, None, 0, 0)
+
+
+def test_plot_draws_a_simulation():
+    import matplotlib
+
+    matplotlib.use("agg")
+    from ignite_ddl import plot
+
+    figure = plot.timeline(simulate.pipeline("1f1b", 3, 4), "1F1B, simulated")
+    assert len(figure.axes[0].get_yticks()) == 3
+
+
+# --------------------------------------------------------------------------- collectives and steps
+
+
+@pytest.mark.parametrize("kind", ["naive", "tree", "ring"])
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 31])
+def test_all_reduce_meets_its_closed_form(kind, n_ranks):
+    n_bytes = 48 * n_ranks
+    played = getattr(simulate, f"all_reduce_{kind}")(n_ranks, n_bytes, LINK)
+    formula = getattr(cost, f"all_reduce_{kind}")(n_ranks, n_bytes, LINK)
+    assert played.seconds == close(formula.seconds)
+    assert (played.messages, played.bytes) == (formula.messages, formula.bytes)
+    # It is an all-reduce: every rank's buffer is in every sum, once.
+    everybody = 2**n_ranks - 1
+    assert played.returned == [[everybody] * n_ranks if kind == "ring" else everybody] * n_ranks
+
+
+@few
+@given(
+    enter=st.lists(st.floats(0, 1), min_size=2, max_size=9),
+    kind=st.sampled_from(["naive", "tree", "ring"]),
+    latency=st.floats(0, 1),
+)
+def test_all_reduce_with_late_ranks(enter, kind, latency):
+    link = cost.Link(latency, 100)
+    played = getattr(simulate, f"all_reduce_{kind}")(len(enter), 8, link, enter)
+    alone = getattr(cost, f"all_reduce_{kind}")(len(enter), 8, link).seconds
+    assert played.seconds > max(enter)
+    if kind == "ring":  # there every port has one peer; elsewhere who comes late may meet others at a port
+        assert played.seconds <= (max(enter) + alone) * (1 + 1e-9)
+    everybody = 2 ** len(enter) - 1
+    assert set(sum(played.returned, []) if kind == "ring" else played.returned) == {everybody}
+    for rank in range(len(enter)):
+        spans = [span for span in played.records if span.rank == rank]
+        for one, after in zip(spans, spans[1:], strict=False):
+            assert one.end <= after.start + 1e-12
+    again = getattr(simulate, f"all_reduce_{kind}")(len(enter), 8, link, enter)
+    assert again == played  # the same answer every time
+
+
+def test_a_late_rank_is_waited_for():
+    played = simulate.all_reduce_ring(4, 48, cost.Link(0, 1), enter=[0, 0, 5, 0])
+    late = [span for span in played.records if span.kind == "idle" and span.waits_for == 2]
+    assert late[0].rank == 3  # its neighbour on the right
+    assert late[0].start == 0
+    assert late[0].end == 5
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4, 8])
+def test_master_meets_its_closed_form(n_ranks):
+    step = (n_ranks, 1000, 80, 40, LINK, 3e-4, 6e-4, 1e-4)
+    played, formula = simulate.master_step(*step), cost.master_step(*step)
+    assert played.seconds == close(formula.seconds)
+    assert played.bytes[0] == close(formula.sent)
+    assert sum(played.bytes[1:]) == close(formula.received)
+    assert sum(played.messages) == formula.messages
+    talks = sum(span.seconds for span in played.records if span.rank == 0 and span.kind == "communication")
+    assert talks == close(formula.communication_seconds)
+
+
+@pytest.mark.parametrize("n_servers", range(1, 7))
+@pytest.mark.parametrize("n_workers", range(1, 10))
+def test_parameter_server_meets_its_closed_form(n_workers, n_servers):
+    played = simulate.parameter_server_step(n_workers, 1000, LINK, n_servers, 0.1)
+    formula = cost.parameter_server_step(n_workers, 1000, LINK, n_servers, 0.1)
+    assert played.seconds == close(formula.seconds)
+    sent = sum(span.seconds for span in played.in_flight)
+    assert sent == close(2 * n_workers * n_servers * LINK.seconds(1000 / n_servers))
+    assert played.bytes[-1] == close(formula.server_bytes / 2)
+    assert played.bytes[0] == close(formula.worker_bytes / 2)
+
+
+@few
+@given(
+    n_ranks=st.integers(1, 5),
+    buckets=st.lists(st.floats(1, 100), min_size=1, max_size=5),
+    backward=st.floats(0.01, 10),
+    bandwidth=st.floats(1, 1000),
+    latency=st.floats(0, 0.1),
+)
+def test_ddp_meets_its_closed_form(n_ranks, buckets, backward, bandwidth, latency):
+    step = (n_ranks, buckets, cost.Link(latency, bandwidth), 1.0, backward)
+    played, formula = simulate.ddp_step(*step), cost.ddp_step(*step)
+    assert played.seconds == close(formula.seconds)
+    stands = sum(s.seconds for s in played.records if s.rank == 0 and s.kind in ("communication", "idle"))
+    assert stands == pytest.approx(formula.exposed_seconds, rel=1e-9, abs=1e-9)
+
+
+def test_ddp_with_a_slow_rank():
+    played = simulate.ddp_step(2, [4, 4], cost.Link(0, 1), 5, 10, slowdown=[1, 2])
+    assert played.seconds == 2 * 15 + 4
+    waits = sum(span.seconds for span in played.records if span.rank == 0 and span.kind == "idle")
+    assert waits > 10
+    assert all(s.waits_for == 1 for s in played.records if s.rank == 0 and s.kind == "idle")
+
+
+# --------------------------------------------------------------------------------------- pipelines
+
+
+class _FakeStage:
+    """What torch's loops ask of a stage; writes down what they do with it."""
+
+    has_backward = True
+
+    def __init__(self, index, n_stages):
+        self.stage_index, self.num_stages = index, n_stages
+        self.group_size, self.group_rank = n_stages, index
+        self.is_first, self.is_last = index == 0, index == n_stages - 1
+        self.actions = []
+
+    def __getattr__(self, name):
+        if name.startswith("get_"):
+            return lambda microbatch: []
+        return lambda *args, **kwargs: None
+
+    def forward_one_chunk(self, microbatch, *args, **kwargs):
+        self.actions.append(Action("F", self.stage_index, microbatch))
+
+    def backward_one_chunk(self, microbatch, *args, **kwargs):
+        self.actions.append(Action("B", self.stage_index, microbatch))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpipe", schedules.ScheduleGPipe), ("1f1b", schedules.Schedule1F1B)]
+)
+@pytest.mark.parametrize(("n_ranks", "n_microbatches"), [(1, 1), (2, 2), (2, 5), (4, 4), (4, 9)])
+def test_order_is_that_of_torch_s_loops(name, kind, n_ranks, n_microbatches):
+    ours = simulate.schedule_actions(name, n_ranks, n_microbatches)
+    for rank in range(n_ranks):
+        stage = _FakeStage(rank, n_ranks)
+        loop = object.__new__(kind)
+        loop._stage, loop._n_microbatches, loop._num_stages = stage, n_microbatches, n_ranks
+        loop._has_backward, loop.scale_grads, loop._loss_fn, loop._internal_losses = True, False, None, []
+        loop._check_inputs = lambda *args: ([[]] * n_microbatches, [{}] * n_microbatches)
+        loop._initialize_stage = lambda *args, **kwargs: None
+        loop._step_microbatches()
+        assert ours[rank] == stage.actions
+
+
+@pytest.fixture(scope="module")
+def torch_order():
+    """The pipeline_order of torch's own schedule objects, on a process group that only pretends."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    n_ranks = 4
+    dist.init_process_group("fake", rank=0, world_size=n_ranks, store=FakeStore())
+
+    def order(name, n_microbatches):
+        owners = simulate.stage_owners(name, n_ranks)
+        stages = [
+            PipelineStage(torch.nn.Linear(2, 2), index, len(owners), torch.device("cpu"))
+            for index, owner in enumerate(owners)
+            if owner == 0
+        ]
+        kind = getattr(schedules, simulate.SCHEDULES[name][0])
+        made = kind(stages, n_microbatches, loss_fn=torch.nn.functional.mse_loss)
+        rows = []
+        for rank in range(n_ranks):
+            row = []
+            for action in made.pipeline_order[rank]:
+                if action is not None:
+                    row += getattr(action, "sub_actions", None) or [action]
+            rows.append([Action(a.computation_type.value, a.stage_index, a.microbatch_index) for a in row])
+        return [[a for a in row if a.kind in "FIBW"] for row in rows]
+
+    yield order
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, _) in simulate.SCHEDULES.items() if kind])
+@pytest.mark.parametrize("n_microbatches", [4, 7, 8, 16])
+def test_order_is_that_of_torch_s_tables(torch_order, name, n_microbatches):
+    if name == "dualpipev" and n_microbatches < 8:
+        pytest.skip("dualpipev needs as many microbatches as stages")
+    assert simulate.schedule_actions(name, 4, n_microbatches) == torch_order(name, n_microbatches)
+
+
+@pytest.mark.parametrize("name", simulate.SCHEDULES)
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
+def test_every_schedule_does_everything_once(name, n_ranks):
+    n_microbatches = 4 * n_ranks
+    owners = simulate.stage_owners(name, n_ranks)
+    actions = simulate.schedule_actions(name, n_ranks, n_microbatches)
+    done = [action for order in actions for action in order]
+    wanted = {(stage, m) for stage in range(len(owners)) for m in range(n_microbatches)}
+    assert sorted((a.stage, a.microbatch) for a in done if a.kind == "F") == sorted(wanted)
+    assert sorted((a.stage, a.microbatch) for a in done if a.kind in "BI") == sorted(wanted)
+    assert sorted((a.stage, a.microbatch) for a in done if a.kind in "BW") == sorted(wanted)
+    assert all(owners[action.stage] == rank for rank, order in enumerate(actions) for action in order)
+    step = simulate.pipeline(name, n_ranks, n_microbatches, transfer=0.25, overhead=0.125)
+    hops = sum(a != b for a, b in zip(owners, owners[1:], strict=False))
+    assert sum(step.messages) == 2 * n_microbatches * hops == len(step.in_flight)
+    for rank in range(n_ranks):  # a row is full, from beginning to end, without overlap
+        row = [span for span in step.records if span.rank == rank]
+        assert row[0].start == 0
+        assert row[-1].end == step.seconds
+        assert all(one.end == close(after.start) for one, after in zip(row, row[1:], strict=False))
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("times", [(1, 1, 1), (1, 1.5, 0.5), (0.3, 0.7, 0.2)])
+@pytest.mark.parametrize("per_rank", [1, 2, 4])
+def test_pipelines_meet_their_closed_forms(n_ranks, times, per_rank):
+    m = per_rank * n_ranks
+    for name, n_chunks in [
+        ("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("looped_bfs", 2),
+    ]:  # fmt: skip
+        step = simulate.pipeline(name, n_ranks, m, *times, n_chunks=n_chunks)
+        assert step.bubble == close(cost.pipeline_bubble(n_ranks, m, n_chunks))
+        assert step.seconds * (1 - step.bubble) == close(m * n_chunks * sum(times))
+        if name in ("gpipe", "1f1b", "interleaved_1f1b"):
+            peaks = [cost.pipeline_peak_activations(name, n_ranks, m, r, n_chunks) for r in range(n_ranks)]
+            assert step.peak_activations == peaks
+
+
+@pytest.mark.parametrize("n_chunks", [1, 2, 3])
+@pytest.mark.parametrize("times", [(1, 1, 1), (1, 1.5, 0.5), (1, 1, 0.8), (2, 2, 1)])
+def test_interleaved_zero_bubble_is_zb_h1(times, n_chunks):
+    # Qi et al. 2023, table 2: 1F1B's memory, and (p - 1)(F + B - W).
+    for n_ranks in (2, 4, 8):
+        step = simulate.pipeline("interleaved_zero_bubble", n_ranks, 4 * n_ranks, *times, n_chunks=n_chunks)
+        assert step.idle[0] == max(step.idle)
+        assert step.idle[0] == close(cost.zero_bubble_seconds(n_ranks, *times))
+        assert step.peak_activations == [n_chunks * n_ranks] * n_ranks
+
+
+def test_zbv_has_no_bubble_of_its_own():
+    for n_ranks in (2, 3, 4, 8):
+        for m in (2 * n_ranks - 1, 4 * n_ranks):
+            step = simulate.pipeline("zbv", n_ranks, m)
+            assert step.idle == [0] * n_ranks
+            assert step.seconds == 6 * m + n_ranks - 1
+            assert step.peak_activations == [2 * n_ranks] * n_ranks  # p whole parts: 1F1B's at its first rank
+    assert max(simulate.pipeline("zbv", 4, 16, 1, 1.5, 0.5).idle) > 0  # where F, B and W differ, there is one
+    assert max(simulate.pipeline("zbv", 4, 4).idle) > 0  # and where microbatches are too few
+
+
+def test_pipeline_with_transfers_and_overhead_by_hand():
+    # Two ranks, one microbatch: F, hop, F, B, hop, B.
+    step = simulate.pipeline("gpipe", 2, 1, [1, 2], [3, 4], [5, 6], transfer=0.5, overhead=0.25)
+    assert step.seconds == (1 + 0.25) + 0.5 + (2 + 0.25) + (10 + 0.25) + 0.5 + (8 + 0.25)
+    assert step.messages == [1, 1]
+    by_kind = {span.kind: span for span in step.records if span.rank == 1}
+    assert by_kind["communication"].seconds == 0.5
+    assert by_kind["idle"].name == "done"
+
+
+def test_slowest_stage_sets_the_pace():
+    even = simulate.pipeline("1f1b", 4, 16).seconds
+    uneven = simulate.pipeline("1f1b", 4, 16, [0.5, 0.5, 0.5, 2.5], [1] * 4, [1] * 4)
+    assert uneven.seconds > even
+    assert uneven.seconds == close(16 * 4.5 + 3 * 0.5 + 3 * 2)
+
+
+def test_best_pipelines():
+    plans = simulate.best_pipelines(4, 32, 4e-3, 4e-3, 4e-3, overhead=1e-3)
+    assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
+    of = {(plan.schedule, plan.n_microbatches): plan for plan in plans}
+    assert of["1f1b", 8].peak_samples == 16
+    assert of["gpipe", 8].peak_samples == 32
+    assert ("1f1b", 2) not in of  # fewer microbatches than ranks
+    # Without costs of their own, more microbatches are never slower; with them there is a best number in between.
+    free = simulate.best_pipelines(4, 64, 1, 1, 1, schedules=["gpipe"])
+    assert [plan.n_microbatches for plan in free] == [64, 32, 16, 8, 4, 2, 1]
+    dear = simulate.best_pipelines(4, 64, 1, 1, 1, schedules=["gpipe"], overhead=1)
+    assert dear[0].n_microbatches not in (1, 64)
+    link = cost.Link(latency=1, bandwidth=1)
+    slow = simulate.best_pipelines(4, 64, 1, 1, 1, schedules=["gpipe"], link=link, activation_bytes=0.1)
+    assert slow[0].seconds > free[0].seconds
+    small = simulate.best_pipelines(4, 32, 4e-3, 4e-3, 4e-3, overhead=1e-3, max_peak_samples=10)
+    assert small
+    assert all(plan.peak_samples <= 10 for plan in small)
+    # Measured parts: eight of them, in pairs where a rank has one stage.
+    measured = simulate.best_pipelines(
+        4, 8, [1] * 8, [1] * 8, [1] * 8, schedules=["gpipe"], n_microbatches=[8]
+    )
+    assert measured[0].bubble == close(3 / 11)
+    assert measured[0].seconds == close(11 * 6)
+
+
+# ---------------------------------------------------------------------------------- parameter server
+
+
+def test_synchronous_updates_wait_for_the_slowest():
+    draw = simulate.Lognormal(1.0, 0.3, seed=5)
+    played = simulate.parameter_server(6, draw, 20)
+    steps = [max(draw(worker, step) for worker in range(6)) for step in range(20)]
+    assert played.times == close([sum(steps[: k + 1]) for k in range(20)])
+    assert not played.dropped
+    assert len(played.updates) == 6 * 20
+    assert {gradient.staleness for gradient in played.updates} == {0}
+
+
+def test_asynchronous_updates_by_hand():
+    played = simulate.parameter_server(2, [1.0, 2.5], 5, mode="async")
+    assert played.times == [1, 2, 2.5, 3, 4]
+    assert [(g.worker, g.pulled, g.version, g.staleness) for g in played.updates] == [
+        (0, 0, 0, 0), (0, 1, 1, 0), (1, 0, 2, 2), (0, 2, 3, 1), (0, 4, 4, 0),
+    ]  # fmt: skip
+    assert played.updates[2].pulled_at == 0
+    assert played.updates[2].pushed_at == played.updates[2].applied_at == 2.5
+    # Equal workers: everybody else updates once between one's pull and push.
+    equal = simulate.parameter_server(5, 1.0, 100, mode="async")
+    assert statistics.mode(gradient.staleness for gradient in equal.updates) == 4
+
+
+def test_backup_by_hand():
+    # Of three the first two count; the third finishes what it has, is dropped, and pulls the newest.
+    played = simulate.parameter_server(3, [1.0, 1.0, 2.5], 4, mode="backup", backup=1)
+    assert played.times == [1, 2, 3, 4]
+    assert [(g.worker, g.pulled, g.version, g.applied_at) for g in played.dropped] == [(2, 0, 2, 2.5)]
+    # It pulls at 2.5 and would push at 5. Slower than two updates, it never counts.
+    assert {gradient.worker for gradient in played.updates} == {0, 1}
+
+
+@few
+@given(
+    n_workers=st.integers(1, 6),
+    s=st.integers(0, 4),
+    seed=st.integers(0, 999),
+    sigma=st.floats(0, 2),
+)
+def test_bounded_staleness_is_never_exceeded(n_workers, s, seed, sigma):
+    draw = simulate.Lognormal(1.0, sigma, seed)
+    played = simulate.parameter_server(n_workers, draw, 60, mode="bounded", staleness=s)
+    steps = [0] * n_workers
+    for gradient in played.updates:
+        assert gradient.step == steps[gradient.worker]
+        assert gradient.step - min(steps) <= s  # steps done when it pulled, at most s ahead
+        steps[gradient.worker] += 1
+        assert gradient.staleness <= (n_workers - 1) * (2 * s + 1)
+        assert gradient.pushed_at - gradient.pulled_at == close(draw(gradient.worker, gradient.step))
+    assert played.times == sorted(played.times)
+    if s == 0 and n_workers > 1:
+        free = simulate.parameter_server(n_workers, draw, 60, mode="async")
+        assert free.seconds <= played.seconds + 1e-9  # waiting never makes updates come sooner
+
+
+@few
+@given(n_workers=st.integers(2, 8), seed=st.integers(0, 999), data=st.data())
+def test_backup_counts(n_workers, seed, data):
+    b = data.draw(st.integers(0, n_workers - 1))
+    draw = simulate.Lognormal(1.0, 0.5, seed)
+    played = simulate.parameter_server(n_workers, draw, 30, mode="backup", backup=b)
+    sync = simulate.parameter_server(n_workers, draw, 30)
+    assert len(played.updates) == 30 * (n_workers - b)
+    assert all(gradient.staleness == 0 for gradient in played.updates)
+    assert all(gradient.staleness > 0 for gradient in played.dropped)
+    assert (played == sync) if b == 0 else (played.seconds < sync.seconds)
+    for version in range(30):
+        workers = [gradient.worker for gradient in played.updates if gradient.version == version]
+        assert len(set(workers)) == n_workers - b
+
+
+def test_server_takes_one_gradient_at_a_time():
+    played = simulate.parameter_server(4, 1.0, 1, server_seconds=0.25)
+    assert played.times == [2.0]
+    assert [gradient.pushed_at for gradient in played.updates] == [1.0] * 4
+    busy = simulate.parameter_server(10, 1.0, 200, mode="async", server_seconds=0.5)
+    assert busy.seconds == close(1 + 200 * 0.5)  # bound by the server, whatever the workers do
+
+
+def test_draws_do_not_depend_on_who_asks_first():
+    one, other = simulate.Lognormal(1, 0.5, seed=1), simulate.Lognormal(1, 0.5, seed=1)
+    forwards = [one(worker, step) for worker in range(3) for step in range(5)]
+    backwards = [other(worker, step) for worker in reversed(range(3)) for step in reversed(range(5))]
+    assert forwards == backwards[::-1]
+    assert simulate.Lognormal(1, 0.5, seed=2)(0, 0) != forwards[0]
+    many = [math.log(one(0, step)) for step in range(4000)]
+    assert statistics.mean(many) == pytest.approx(0, abs=0.04)
+    assert statistics.stdev(many) == pytest.approx(0.5, abs=0.03)
+
+
+def test_chen_2016_figures():
+    draw = simulate.chen_2016()
+    steps = [sorted(draw(worker, step) for worker in range(100)) for step in range(600)]
+    mean = [statistics.mean(times[k] for times in steps) for k in range(100)]
+    assert 1.35 < mean[9] < 1.42
+    assert 1.78 < mean[89] < 1.84
+    assert statistics.mean(times[97] < 2 for times in steps) == pytest.approx(0.83, abs=0.06)
+    assert statistics.mean(times[99] < 2 for times in steps) == pytest.approx(0.24, abs=0.06)
+    # 96 + 4 of 100: gradients a second that count. What the paper found best is at most two off.
+    rate = {}
+    for b in (0, 2, 4, 6, 8, 12):
+        rate[b] = (100 - b) * 300 / simulate.parameter_server(100, draw, 300, "backup", backup=b).seconds
+    assert max(rate, key=rate.get) in (2, 4, 6)
+    assert rate[4] > 1.03 * rate[0]
+
+
+def test_same_answer_every_time():
+    twice = [
+        simulate.parameter_server(5, simulate.Lognormal(1, 0.5), 50, mode="bounded", staleness=1)
+        for _ in range(2)
+    ]
+    assert twice[0] == twice[1]
+    assert simulate.pipeline("zbv", 4, 8, transfer=0.1) == simulate.pipeline("zbv", 4, 8, transfer=0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: simulate.run(lambda rank: iter(()), 0, LINK), "n_ranks should be at least 1"),
+        (lambda: simulate.pipeline("zero", 2, 2), "schedule should be one of"),
+        (lambda: simulate.pipeline("1f1b", 4, 2), "n_microbatches should be at least 4"),
+        (lambda: simulate.pipeline("dualpipev", 2, 3), "n_microbatches should be at least 4"),
+        (lambda: simulate.pipeline("interleaved_1f1b", 4, 9), "multiple of 2"),
+        (lambda: simulate.pipeline("gpipe", 2, 2, n_chunks=2), "n_chunks=2"),
+        (lambda: simulate.pipeline("zbv", 2, 4, forward=[1, 2]), "forward should be a number or have one"),
+        (lambda: simulate.best_pipelines(4, 8, [1] * 4, 1, 1), "2 n_ranks = 8 parts"),
+        (lambda: simulate.parameter_server(2, 1.0, 5, mode="stale"), "mode should be"),
+        (lambda: simulate.parameter_server(2, 1.0, 5, mode="bounded"), "staleness=None"),
+        (lambda: simulate.parameter_server(2, 1.0, 5, staleness=3), "staleness=3"),
+        (lambda: simulate.parameter_server(2, 1.0, 5, mode="backup", backup=2), "backup=2"),
+        (lambda: simulate.parameter_server(2, 1.0, 5, backup=1), "backup=1"),
+    ],
+)
+def test_bad_input_says_which(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
