@@ -16,27 +16,52 @@ if TYPE_CHECKING:
 __all__ = [
     "ACTIVITY",
     "RANK",
+    "all_reduce_times",
+    "batch_or_rate",
+    "bytes_by_world",
+    "bytes_through_a_rank",
     "cluster",
     "collectives",
+    "communication_share",
+    "compile_times",
     "confusion_matrix",
     "course_map",
     "data_and_model_parallel",
     "dealt_batch",
     "dealt_rows",
+    "device_tiles",
+    "device_timelines",
+    "eager_and_lazy",
+    "gradient_sizes",
+    "hardest_negatives",
+    "host_and_device",
     "learning_curves",
     "logged_scalars",
+    "loss_by_iteration",
+    "loss_gaps",
+    "memory_stages",
+    "messages",
     "new_figure",
+    "normalised_by",
     "numbers_sent",
+    "over_batch_sizes",
     "owners_over_epochs",
     "parity_errors",
     "rank_profiles",
+    "ranks_on_gpus",
     "resumed_losses",
+    "ring_steps",
     "rows_read",
+    "schedules",
     "show",
     "sort_times",
+    "step_rows",
+    "step_shares",
     "step_times",
     "timeline",
     "who_does_what",
+    "zero_peaks",
+    "zero_stages",
 ]
 
 # What a rank is doing (Okabe and Ito's set).
@@ -1012,4 +1037,1204 @@ def step_times(seconds: list[float], warm_up: int, title: str) -> Figure:
     axes.minorticks_off()
     axes.set_xlabel("step")
     axes.set_ylabel("milliseconds")
+    return figure
+
+
+def ring_steps(states: list) -> Figure:
+    """A ring all-reduce, step by step: what each rank holds of each chunk, in the colours of the ranks in it.
+
+    Rank r puts in 2 ** r, so that a number says who is in it, and the stripes are read from the numbers. The
+    chunk that a rank has just received has a dark frame.
+
+    Args:
+        states: ``states[step][rank][chunk]`` is the number that stands in a chunk: first before the ring starts,
+            then after each of its 2 (n - 1) steps.
+
+    Returns:
+        the figure: the first round, which adds, above the second, which copies.
+
+    Raises:
+        ValueError: if there are not 2 n - 1 states.
+
+    Examples:
+        .. code-block:: python
+
+            before = [[1, 1], [2, 2]]
+            plot.ring_steps([before, [[1, 3], [3, 2]], [[3, 3], [3, 3]]])
+    """
+    n_ranks = len(states[0])
+    if len(states) != 2 * n_ranks - 1:
+        raise ValueError(
+            f"states should hold 2 n - 1 = {2 * n_ranks - 1} of them, one before the ring and one after each of "
+            f"its 2 (n - 1) steps, but given {len(states)}"
+        )
+    from matplotlib.patches import Rectangle
+
+    title = f"Round one adds, round two copies: {len(states) - 1} steps, one chunk of {n_ranks} a step"
+    width, height = n_ranks + 0.9, n_ranks + 1.5
+    figure, axes = new_figure(title, width=7.4, height=0.62 * n_ranks + 1.7)
+    for place in range(n_ranks):
+        axes.text(place + 0.5, n_ranks + 0.05, str(place), fontsize=9, ha="center", va="top")
+    axes.text(-0.2, n_ranks + 0.05, "chunk", fontsize=9, ha="right", va="top")
+    for step, state in enumerate(states):
+        row, column = (0, step) if step < n_ranks else (1, step - n_ranks + 1)
+        left, top = column * width, row * height
+        head = f"after step {step}" if step else "before"
+        axes.text(left, top - 0.3, head, fontsize=9, fontweight="bold", va="center")
+        for rank, chunks in enumerate(state):
+            for place, value in enumerate(chunks):
+                _stripes(axes, left + place, top + rank, value)
+                if step and value != states[step - 1][rank][place]:
+                    frame = {"fill": False, "edgecolor": "#111111", "linewidth": 2.2, "zorder": 3}
+                    axes.add_patch(Rectangle((left + place + 0.05, top + rank + 0.05), 0.9, 0.9, **frame))
+        if column == (0 if row == 0 else 1):
+            for rank in range(n_ranks):
+                style = {"color": _ink(RANK[rank]), "fontweight": "bold", "fontsize": 9}
+                axes.text(left - 0.2, top + rank + 0.5, f"rank {rank}", ha="right", va="center", **style)
+    words = f"Each rank sends to the\nnext, rank {n_ranks - 1} to rank 0.\nFramed: just received.\n"
+    words += f"All {n_ranks} colours: the sum."
+    axes.text(-1.7, height + n_ranks / 2, words, fontsize=9, va="center", linespacing=1.5)
+    axes.set(xlim=(-1.75, n_ranks * width - 0.8), ylim=(2 * height - 1.4, -0.7))
+    axes.axis("off")
+    return figure
+
+
+def _stripes(axes: Axes, left: float, top: float, value: int) -> None:
+    """A tile of 1 × 1 with a stripe for each rank whose 2 ** rank is in the value; white if there is none."""
+    from matplotlib.patches import Rectangle
+
+    origins = [rank for rank in range(len(RANK)) if int(value) >> rank & 1]
+    for index, rank in enumerate(origins):
+        stripe = 0.9 / len(origins)
+        place = (left + 0.05, top + 0.05 + index * stripe)
+        axes.add_patch(Rectangle(place, 0.9, stripe, facecolor=RANK[rank], edgecolor="none"))
+
+
+# Naive, tree and ring, as lines: the last is what the chapter is about.
+_ALGORITHMS = (("o--", "#8C8C8C"), ("s-", "#444444"), ("D-", ACTIVITY["communication"]))
+
+
+def bytes_by_world(sent: dict[str, dict[int, int]], n_bytes: int) -> Figure:
+    """The most that one rank sends in an all-reduce, against the size of the world: a line for each way to do it.
+
+    Args:
+        sent: name of an algorithm to world size to bytes, those of the rank that sends most.
+        n_bytes: size of one rank's buffer; twice of it is marked.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            plot.bytes_by_world({"naive": {2: 48, 4: 144}, "ring": {2: 48, 4: 72}}, n_bytes=48)
+    """
+    figure, axes = new_figure("A larger world: a ring's rank sends hardly more", height=2.9)
+    for (name, of_world), (look, colour) in zip(sent.items(), _ALGORITHMS, strict=False):
+        axes.plot(list(of_world), list(of_world.values()), look, color=colour, linewidth=2, markersize=7)
+        end = (max(of_world), of_world[max(of_world)])
+        axes.annotate(
+            f"{name}: {end[1]} bytes", end, (9, 0), textcoords="offset points", va="center",
+            color=_ink(colour), weight="bold", annotation_clip=False,
+        )  # fmt: skip
+    worlds = sorted({n for of_world in sent.values() for n in of_world})
+    axes.axhline(2 * n_bytes, color="#888888", linewidth=1.2, linestyle=":")
+    axes.annotate(
+        f"twice the buffer: {2 * n_bytes} bytes", (worlds[-1], 2 * n_bytes), (-12, -2),
+        textcoords="offset points", ha="right", va="top", fontsize=9, color="#555555",
+    )  # fmt: skip
+    axes.set_xticks(worlds)
+    axes.set_ylim(0)
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("bytes that the busiest\nrank sends")
+    return figure
+
+
+def all_reduce_times(
+    sizes: list[float], predicted: dict[str, list[float]], measured: dict[str, dict[float, float]], n_ranks: int
+) -> Figure:
+    """Seconds of an all-reduce against the size of its buffer: lines predicted, marks measured.
+
+    Args:
+        sizes: sizes of the buffer in bytes, in order.
+        predicted: name of an algorithm to seconds, one for each size.
+        measured: name of an algorithm to size in bytes to seconds.
+        n_ranks: size of the world, for the title.
+
+    Returns:
+        the figure; both axes are logarithmic.
+
+    Examples:
+        .. code-block:: python
+
+            plot.all_reduce_times([1, 1000], {"ring": [0.1, 0.3]}, {"ring": {1000: 0.31}}, n_ranks=8)
+    """
+    title = f"{n_ranks} ranks: a tree for small buffers, a ring for large ones"
+    figure, axes = new_figure(title, height=3.1)
+    axes.set(xscale="log", yscale="log")
+    ends = []
+    for (name, seconds), (look, colour) in zip(predicted.items(), _ALGORITHMS, strict=False):
+        milliseconds = [1e3 * value for value in seconds]
+        axes.plot(sizes, milliseconds, look[1:], color=colour, linewidth=2)
+        found = measured.get(name, {})
+        axes.plot(
+            list(found), [1e3 * value for value in found.values()], look[0], color=colour, markersize=9,
+            markeredgecolor="white", linestyle="none",
+        )  # fmt: skip
+        ends.append((milliseconds[-1], name, colour))
+    for place, (height, name, colour) in enumerate(sorted(ends)):  # two that end close by: one up, one down
+        above = place and height < 1.4 * sorted(ends)[place - 1][0]
+        axes.annotate(
+            name, (sizes[-1], height), (7, 5 if above else -3), textcoords="offset points", va="center",
+            color=_ink(colour), weight="bold", annotation_clip=False,
+        )  # fmt: skip
+    axes.set_xlim(sizes[0], sizes[-1])
+    highest = 1e3 * max(max(seconds) for seconds in predicted.values())
+    lowest = 1e3 * min(min(seconds) for seconds in predicted.values())
+    steps = [tick for power in range(7) for tick in (10**power, 2 * 10**power, 5 * 10**power)]
+    axes.set_yticks([tick for tick in steps if lowest / 1.6 < tick < highest * 1.6])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.set_xlabel("bytes in the buffer")
+    axes.set_ylabel("milliseconds")
+    axes.text(
+        0.02, 0.96, "lines: predicted\nmarks: measured, with delays put in", transform=axes.transAxes,
+        fontsize=9, va="top",
+    )  # fmt: skip
+    return figure
+
+
+def loss_by_iteration(runs: dict[str, list[list[tuple[int, float]]]], title: str) -> Figure:
+    """Loss against iterations: a line for each run, a look for each way to train, named where it ends.
+
+    Args:
+        runs: name of a way to its runs, one a seed; a run is a list of (iteration, loss).
+        title: the finding.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            plot.loss_by_iteration({"1 rank": [[(0, 2.3), (200, 0.7)]]}, "The loss falls")
+    """
+    figure, axes = new_figure(title, height=3.0)
+    looks = (("-", "#222222"), ("--", ACTIVITY["backward_weight"]), ("-", ACTIVITY["optimizer"]))
+    offsets = ((9, 0), (9, 10), (9, -10))  # away from the lines that go on to the right
+    for (name, lines), (line, colour), offset in zip(runs.items(), looks, offsets, strict=False):
+        for points in lines:
+            axes.plot(*zip(*points, strict=True), line, color=colour, linewidth=1.6, alpha=0.75)
+        ends = [points[-1] for points in lines]
+        end = (ends[0][0], sum(loss for _, loss in ends) / len(ends))
+        axes.plot(*end, "o", color=colour, markersize=6)
+        axes.annotate(
+            name, end, offset, textcoords="offset points", va="center", color=_ink(colour), weight="bold",
+            annotation_clip=False,
+        )  # fmt: skip
+    axes.set_xlim(0)
+    axes.margins(y=0.12)
+    axes.set_xlabel("iterations")
+    axes.set_ylabel("training loss")
+    return figure
+
+
+def normalised_by(means: list[list[float]], together: list[float]) -> Figure:
+    """The mean that each rank normalises a feature by, and that of the whole batch.
+
+    Args:
+        means: for each rank, a mean for each feature.
+        together: for each feature the mean over the rows of all ranks.
+
+    Returns:
+        the figure: a column a feature, a dot a rank, a bar for the whole batch.
+
+    Examples:
+        .. code-block:: python
+
+            plot.normalised_by([[0.0, 1.0], [0.4, 0.8]], together=[0.2, 0.9])
+    """
+    figure, axes = new_figure("Every rank normalises by a mean of its own", height=2.9)
+    n_ranks = len(means)
+    for rank, of_features in enumerate(means):
+        places = [feature + 0.09 * (rank - (n_ranks - 1) / 2) for feature in range(len(of_features))]
+        axes.plot(places, of_features, "o", color=RANK[rank], markersize=8, label=f"rank {rank}")
+    for feature, mean in enumerate(together):
+        label = "whole batch" if feature == 0 else None
+        axes.plot([feature - 0.32, feature + 0.32], [mean, mean], color="#111111", linewidth=2.2, label=label)
+    axes.set_xticks(range(len(together)))
+    axes.set_xlabel("feature of the hidden layer")
+    axes.set_ylabel("mean over rows")
+    figure.legend(loc="outside right center", handletextpad=0.5, frameon=False, fontsize=9)
+    return figure
+
+
+def messages(panels: dict[str, list], title: str) -> Figure:
+    """Who sends to whom and when: a panel an algorithm, a row a rank, an arrow a message; time to the right.
+
+    Args:
+        panels: name of an algorithm to its messages, such as ``in_flight`` of a ``ddl.simulate.Simulation``: each
+            has ``rank``, ``name`` ("to 1"), ``start`` and ``end`` in seconds. An arrow is the thicker the longer
+            its message takes.
+        title: the finding.
+
+    Returns:
+        the figure; the panels share one scale of time.
+
+    Examples:
+        .. code-block:: python
+
+            link = ddl.cost.Link(latency=0, bandwidth=48)
+            ring = ddl.simulate.all_reduce_ring(4, 48, link)
+            plot.messages({"ring": ring.in_flight}, "Round a ring, a quarter at a time")
+    """
+    arrows = {
+        name: [(m.rank, int(m.name.removeprefix("to ")), m.start, m.end) for m in sent]
+        for name, sent in panels.items()
+    }
+    everything = [arrow for of_panel in arrows.values() for arrow in of_panel]
+    n_ranks = 1 + max(max(source, target) for source, target, _, _ in everything)
+    longest = max(end - start for _, _, start, end in everything)
+    last = max(end for _, _, _, end in everything)
+    figure, axes = new_figure(title, width=7.6, height=0.42 * n_ranks + 1.3, columns=max(2, len(panels)))
+    for panel, (name, of_panel) in zip(axes, arrows.items(), strict=False):
+        done = max(end for _, _, _, end in of_panel)
+        panel.set_title(f"{name}: {done:g} s", fontsize=10, fontweight="bold", loc="left")
+        for rank in range(n_ranks):
+            line = {"color": ACTIVITY["idle"], "linewidth": 7, "solid_capstyle": "butt", "zorder": 0}
+            panel.plot([0, done], [rank, rank], **line)
+        for source, target, start, end in of_panel:
+            style = {"arrowstyle": "-|>", "color": RANK[source], "shrinkA": 0, "shrinkB": 1, "mutation_scale": 9}
+            width = 0.6 + 1.9 * (end - start) / longest
+            panel.annotate("", (end, target), (start, source), arrowprops=style | {"linewidth": width})
+        panel.axvline(done, color="#222222", linewidth=1)
+        panel.set_xlim(-0.03 * last, 1.05 * last)
+        panel.set_ylim(n_ranks - 0.6, -0.6)
+        panel.set_xlabel("seconds")
+        panel.set_yticks([])
+        panel.spines["left"].set_visible(False)
+    for panel in axes[len(panels) :]:
+        panel.axis("off")
+    axes[0].set_yticks(range(n_ranks), [f"rank {rank}" for rank in range(n_ranks)])
+    axes[0].tick_params(axis="y", length=0)
+    return figure
+
+
+def host_and_device() -> Figure:
+    """What chapter 02 is about in one picture: the host, the device, the queue and the bus between them.
+
+    Returns:
+        the figure; nothing in it is measured.
+
+    Examples:
+        .. code-block:: python
+
+            figure = plot.host_and_device()
+            assert len(figure.axes) == 1
+    """
+    figure, axes = new_figure("Two memories, two workers: Python writes orders, the GPU works them off")
+    for left, name, worker, memory in (
+        (0, "host", "Python, one rank", "host memory:\ndatasets, batches"),
+        (7.4, "device", "GPU, thousands of cores", "device memory:\nweights, gradients"),
+    ):
+        _box(axes, left, 0, 3.6, 4.2, "#F4F4F4")
+        axes.text(left + 0.15, 3.85, name, size=10, weight="bold", va="center")
+        _box(axes, left + 0.2, 2.2, 3.2, 1.2, ACTIVITY["compute"], worker)
+        _box(axes, left + 0.2, 0.3, 3.2, 1.2, "#DDDDDD", memory)
+    for place in range(4):
+        _box(axes, 4.55 + 0.52 * place, 2.5, 0.46, 0.6, ACTIVITY["compute"])
+    for (start, end), height in (((3.65, 4.5), 2.8), ((6.65, 7.35), 2.8), ((3.65, 7.35), 0.9)):
+        _arrow(axes, start, end, height)
+    axes.text(5.5, 3.25, "a queue of launches", size=9, ha="center", va="bottom")
+    axes.text(5.5, 1.05, "copies over the bus", size=9, ha="center", va="bottom")
+    axes.set(xlim=(-0.1, 11.1), ylim=(-0.1, 4.4))
+    axes.axis("off")
+    return figure
+
+
+def device_timelines(panels: dict[str, dict[str, list]], title: str) -> Figure:
+    """Who worked when, the host or a queue of the device: a panel a program, a row a worker, one scale of time.
+
+    Args:
+        panels: name of a program to its rows; a row is the name of a worker ("host", "copies" or "kernels") and
+            a list of (text, start, end) in seconds.
+        title: the finding; say where the times come from.
+
+    Returns:
+        the figure. Time begins in each panel with its first record.
+
+    Examples:
+        .. code-block:: python
+
+            rows = {"host": [("1", 0.0, 0.1)], "kernels": [("1", 0.1, 0.3)]}
+            figure = plot.device_timelines({"one step": rows}, title="The device works after the host")
+            assert figure.axes[0].get_xlim()[1] >= 300
+    """
+    colours = {
+        "host": ACTIVITY["handlers"], "copies": ACTIVITY["communication"], "kernels": ACTIVITY["compute"],
+    }  # fmt: skip
+    n_rows = sum(map(len, panels.values()))
+    ratios = [len(rows) for rows in panels.values()]
+    figure, axes = new_figure(title, width=7.4, height=0.9 + 0.42 * n_rows + 0.35 * len(panels))
+    axes.remove()
+    axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=ratios, squeeze=False)[:, 0]
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    longest = 0.0
+    for panel, (name, rows) in zip(axes, panels.items(), strict=True):
+        records = [record for row in rows.values() for record in row]
+        first = min(start for _, start, _ in records)
+        whole = 1e3 * (max(end for _, _, end in records) - first)
+        longest = max(longest, whole)
+        for place, (worker, row) in enumerate(rows.items()):
+            for text, start, end in row:
+                left, width = 1e3 * (start - first), 1e3 * (end - start)
+                panel.barh(
+                    place,
+                    width,
+                    left=left,
+                    height=0.78,
+                    color=colours[worker],
+                    edgecolor="white",
+                    linewidth=0.8,
+                )
+                ink = _on(colours[worker])
+                panel.text(left + width / 2, place, text, size=9, ha="center", va="center", color=ink)
+        panel.set_yticks(range(len(rows)), rows, fontsize=9)
+        panel.set_ylim(len(rows) - 0.45, -0.55)
+        panel.set_title(f"{name}: {whole:.0f} ms", fontsize=10, fontweight="normal", loc="left")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(axis="x", labelsize=9)
+    axes[-1].set_xlim(0, 1.02 * longest)
+    axes[-1].set_xlabel("milliseconds", fontsize=10)
+    return figure
+
+
+def memory_stages(stages: dict[str, dict[str, float]], peak: float) -> Figure:
+    """What lies in memory at each moment of a training step: a bar a moment, cut by what it holds.
+
+    Args:
+        stages: name of a moment to MiB of "parameters", "optimizer", "gradients", "activations", "input" (those
+            that are there).
+        peak: MiB of the peak, drawn as a line.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            stages = {"built": {"parameters": 8.0}, "forward": {"parameters": 8.0, "activations": 4.0}}
+            figure = plot.memory_stages(stages, peak=14.0)
+            assert figure.axes[0].get_ylabel() == "MiB"
+    """
+    colours = {
+        "parameters": ACTIVITY["forward"],
+        "input": ACTIVITY["idle"],
+        "optimizer": ACTIVITY["optimizer"],
+        "activations": ACTIVITY["data"],
+        "gradients": ACTIVITY["backward"],
+    }
+    figure, axes = new_figure("Weights stay, activations and gradients take turns", width=7.4, height=3.4)
+    for place, parts in enumerate(stages.values()):
+        bottom = 0.0
+        for name, colour in colours.items():
+            size = parts.get(name, 0.0)
+            if size < 0.5:  # a loss of four bytes
+                continue
+            axes.bar(place, size, bottom=bottom, width=0.82, color=colour, edgecolor="white")
+            text = f"{name} {size:.0f}"
+            axes.text(
+                place, bottom + size / 2, text, size=9, ha="center", va="center", color=_on(colour)
+            )  # fmt: skip
+            bottom += size
+        axes.text(place, bottom + 0.6, f"{bottom:.0f}", size=9, weight="bold", ha="center", va="bottom")
+    axes.axhline(peak, color="#444444", linewidth=1.2, linestyle="--")
+    axes.text(-0.4, peak + 0.6, f"peak {peak:.0f}, in the middle of backward", size=9, va="bottom")
+    axes.set_xticks(range(len(stages)), stages)
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylim(0, 1.13 * peak)
+    axes.set_ylabel("MiB")
+    return figure
+
+
+def gradient_sizes(gradient, scale: float) -> Figure:
+    """How large gradients are, and which of them float16 can hold, as they are and times a scale.
+
+    Args:
+        gradient: a tensor of any shape, float32 or float64.
+        scale: the loss scale, such as 2**16.
+
+    Returns:
+        the figure: two histograms over powers of two; what lies left of 2**-25 rounds to zero in float16.
+
+    Examples:
+        .. code-block:: python
+
+            figure = plot.gradient_sizes(torch.logspace(-9, -4, 100), scale=2.0**16)
+            assert "zero in float16" in figure.axes[0].texts[0].get_text()
+    """
+    from math import log2
+
+    from numpy import histogram
+
+    sizes = gradient.detach().flatten().abs()
+    sizes = sizes[sizes > 0].double().log2().numpy()
+    title = "Scaling the loss moves the gradients to where float16 has numbers"
+    figure, panels = new_figure(title, width=7.4, height=2.9, columns=2, sharex=True, sharey=True)
+    lowest, border = -50, -25  # float16 rounds half of its smallest number, 2**-24, to zero
+    for panel, factor, name in zip(panels, (1.0, scale), ("as they are", f"times {scale:,.0f}"), strict=True):
+        powers = (sizes + log2(factor)).clip(lowest, 17)
+        lost = float((powers <= border).mean())
+        counts, edges = histogram(powers, bins=range(lowest, 19))
+        left = edges[:-1]
+        colours = [ACTIVITY["backward_weight"] if edge < border else ACTIVITY["compute"] for edge in left]
+        panel.bar(left, 100 * counts / len(powers), width=0.9, align="edge", color=colours)
+        panel.axvspan(border, 16, color=ACTIVITY["idle"], zorder=0)
+        share = f"{lost:.0%}" if round(lost, 2) else "almost none"
+        style = {"size": 9, "va": "top", "transform": panel.get_xaxis_transform()}
+        panel.text(lowest + 1, 0.96, f"{share} are\nzero in float16", **style)
+        panel.text(-4.5, 0.96, "float16 holds these", ha="center", **style)
+        panel.set_ylim(0, 130 * counts.max() / len(powers))
+        panel.set_title(name, fontsize=10, fontweight="normal", loc="left")
+        panel.set_xlabel("size of a gradient")
+    ticks = [-48, -36, -25, -14, 0, 16]
+    panels[0].set_xticks(ticks, [f"2$^{{{tick}}}$" for tick in ticks])
+    panels[0].set_xlim(lowest, 18)
+    panels[0].set_ylabel("percent")
+    return figure
+
+
+def ranks_on_gpus(cases: dict[str, list[int]], n_gpus: int) -> Figure:
+    """Which GPU each rank of a machine takes: a panel a rule, a tile a rank; where two meet, NCCL refuses.
+
+    Args:
+        cases: name of a rule, a ": " in it starts a line, to the GPU that each rank takes.
+        n_gpus: GPUs that the machine has.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            figure = plot.ranks_on_gpus({"its own": [0, 1], "all the first": [0, 0]}, n_gpus=2)
+            assert len(figure.axes) == 2
+    """
+    title = "NCCL wants one rank on each GPU"
+    highest = max(max(gpus.count(gpu) for gpu in range(n_gpus)) for gpus in cases.values())  # the fullest GPU
+    figure, panels = new_figure(
+        title, width=7.4, height=1.7 + 0.35 * highest, columns=len(cases), sharey=True, squeeze=False,
+        width_ratios=[max(n_gpus, max(gpus) + 1) for gpus in cases.values()],
+    )  # fmt: skip
+    for panel, (name, gpus) in zip(panels.flat, cases.items(), strict=True):
+        panel.set_title(name.replace(": ", ":\n"), fontsize=10, fontweight="normal", loc="left")
+        waiting: dict[int, int] = {}
+        for rank, gpu in enumerate(gpus):
+            place = waiting.get(gpu, 0)
+            waiting[gpu] = place + 1
+            _tile(panel, 1.15 * gpu, highest - 1 - place, 1, 1, RANK[rank], f"rank {rank}")
+        for gpu in range(max(n_gpus, max(gpus) + 1)):
+            there = gpu < n_gpus
+            text = f"GPU {gpu}" if there else "no GPU"
+            colour = "#444444" if there else "white"
+            _tile(panel, 1.15 * gpu, highest + 0.1, 1, 0.75, colour, text)
+        wrong = max(gpus) >= n_gpus or len(set(gpus)) < len(gpus)
+        panel.text(
+            0, highest + 1.35, "fails" if wrong else "works", size=9, weight="bold",
+            color=ACTIVITY["backward_weight"] if wrong else "#117733",
+        )  # fmt: skip
+        panel.set(xlim=(-0.05, 1.15 * max(n_gpus, max(gpus) + 1) + 0.2), ylim=(highest + 1.5, -0.1))
+        panel.axis("off")
+    return figure
+
+
+def schedules(panels: dict, title: str, unit: str = "ms") -> Figure:
+    """Pipeline schedules under each other on one axis of time: a row a rank, a box a pass, its microbatch inside.
+
+    Measured and simulated ones are drawn alike. What a rank leaves empty between the first pass of the panel and
+    the last is grey: the bubble. Where a rank holds several stages, the passes of the later ones are paler.
+
+    Args:
+        panels: name of a schedule to records with rank, kind, start, end, microbatch and, where a rank holds
+            several stages, stage: a step of ``timeline.actions()``, or simulated.
+        title: the finding.
+        unit: "ms" for records in seconds; any other word is written under the axis as it is, with the records' own
+            numbers. Default: "ms".
+
+    Returns:
+        the figure.
+
+    Raises:
+        ValueError: if a panel holds no passes.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl import plot
+            from ignite_ddl.timeline import Record
+
+            step = [Record(0, "forward", "0F0", 0, 1, None, 0, 0), Record(1, "forward", "1F0", 1, 2, None, 1, 0)]
+            step += [Record(1, "backward", "1B0", 2, 4, None, 1, 0), Record(0, "backward", "0B0", 4, 6, None, 0, 0)]
+            figure = plot.schedules({"no microbatches": step}, "Half of the time nobody works", unit="time units")
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    passes = ("forward", "backward", "backward_weight")
+    scale = 1e3 if unit == "ms" else 1.0
+    steps = {}
+    for name, records in panels.items():
+        taken = [record for record in records if record.kind in passes]
+        if not taken:
+            raise ValueError(f"panels[{name!r}] should hold forward or backward passes, but holds none")
+        start, end = min(record.start for record in taken), max(record.end for record in taken)
+        ranks = sorted({record.rank for record in taken})
+        other = [record for record in records if record.kind == "communication"]
+        steps[name] = start, end, ranks, [*other, *taken]
+    rows = [len(ranks) for *_, ranks, _ in steps.values()]
+    longest = scale * max(end - start for start, end, *_ in steps.values())
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(
+            len(steps), figsize=(7.6, 1.05 + sum(0.3 * n + 0.32 for n in rows)), layout="constrained",
+            sharex=True, squeeze=False, height_ratios=[n + 0.5 for n in rows],
+        )  # fmt: skip
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    kinds = set()
+    for panel, (name, (start, end, ranks, records)) in zip(axes[:, 0], steps.items(), strict=True):
+        row = {rank: place for place, rank in enumerate(ranks)}
+        lowest = {}  # stage of each rank
+        for record in records:
+            if record.kind in passes:
+                stage = getattr(record, "stage", None) or 0
+                lowest[record.rank] = min(stage, lowest.get(record.rank, stage))
+        for place in row.values():
+            panel.barh(
+                place, scale * (end - start), height=0.84, color=ACTIVITY["idle"], edgecolor="none", zorder=0
+            )
+        for record in records:
+            left, right = max(record.start, start), min(record.end, end)
+            if record.rank not in row or right <= left:
+                continue
+            later = record.kind in passes and (getattr(record, "stage", None) or 0) > lowest[record.rank]
+            colour = _blend(ACTIVITY[record.kind], 0.45) if later else ACTIVITY[record.kind]
+            width, middle = scale * (right - left), scale * ((left + right) / 2 - start)
+            panel.barh(
+                row[record.rank], width, left=scale * (left - start), height=0.84, color=colour,
+                edgecolor="white", linewidth=0.5,
+            )  # fmt: skip
+            text = str(record.microbatch) if record.kind in passes else ""
+            if width / longest > 0.0135 * len(text):
+                panel.text(
+                    middle, row[record.rank], text, ha="center", va="center_baseline", size=9, color=_on(colour)
+                )
+            kinds.add(record.kind)
+        panel.set_title(name, fontsize=10, fontweight="normal", loc="left", pad=3)
+        panel.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+        panel.set_ylim(len(ranks) - 0.5, -0.5)
+        panel.spines["left"].set_visible(False)
+        panel.tick_params(left=False)
+    axes[-1, 0].set_xlim(0, longest)
+    axes[-1, 0].set_xlabel("milliseconds" if unit == "ms" else unit)
+    kinds = [kind for kind in ACTIVITY if kind in kinds | {"idle"}]
+    split = "backward_weight" in kinds
+    names = {"backward": "backward, input", "backward_weight": "backward, weights"} if split else {}
+    handles = [Patch(color=ACTIVITY[kind], label=names.get(kind, kind)) for kind in kinds]
+    figure.legend(
+        handles=handles, loc="outside lower right", ncols=len(kinds), handlelength=1.2, frameon=False, fontsize=9
+    )  # fmt: skip
+    return figure
+
+
+# --------------------------------------------------------------------------------------- chapter 03: XLA
+
+_COMPILE = ACTIVITY["data"]  # a compiler's time, which only chapter 03 shows, always with its name in it
+
+
+def eager_and_lazy(operations: list[str], rows: list[int]) -> Figure:
+    """A drawing, not a measurement: who works when, step after step, run eagerly and run lazily.
+
+    Args:
+        operations: the operations of a step, in order.
+        rows: the number of rows in each step's batch; a number not seen before is a new graph.
+
+    Returns:
+        the figure: above eager, below lazy, each with Python's row and the device's.
+
+    Examples:
+        .. code-block:: python
+
+            eager_and_lazy(["matmul", "add", "relu"], [64, 64, 48])
+    """
+    title = "Lazy: note the operations down, compile each new shape once, run them as one"
+    figure, axes = new_figure(title, width=7.6, height=3.1)
+    axes.axis("off")
+    narrow, wide, compiling = 0.55, 0.75, 3.2
+    time = 0.0
+    for step, n_rows in enumerate(rows):
+        start = time
+        for name in operations:
+            _tile(axes, time, 0, narrow, 0.8, ACTIVITY["handlers"])
+            _tile(axes, time + narrow, 0.9, wide, 0.8, ACTIVITY["compute"], name if step == 0 else "")
+            time += narrow + wide
+        _step_label(axes, start, time, -0.15, n_rows)
+    axes.text(-0.3, 0.4, "Python asks", ha="right", va="center", size=9)
+    axes.text(-0.3, 1.3, "device computes", ha="right", va="center", size=9)
+    axes.text(-3.7, -0.5, "Eager", weight="bold", va="center")
+
+    end, time = time, 0.0
+    for step, n_rows in enumerate(rows):
+        start = time
+        for place in range(len(operations)):
+            _tile(axes, time + 0.3 * place, 3.4, 0.3, 0.8, ACTIVITY["handlers"])
+        time += 0.3 * len(operations)
+        if n_rows not in rows[:step]:
+            _tile(axes, time, 3.4, compiling, 0.8, _COMPILE, f"compile for {n_rows}")
+            time += compiling
+        width = 0.45 * wide * len(operations)
+        _tile(axes, time, 4.3, width, 0.8, ACTIVITY["compute"], f"{len(operations)} as 1")
+        time += width
+        _step_label(axes, start, time, 3.25, n_rows)
+    axes.text(-0.3, 3.8, "Python notes", ha="right", va="center", size=9)
+    axes.text(-0.3, 4.7, "device computes", ha="right", va="center", size=9)
+    axes.text(-3.7, 2.9, "Lazy", weight="bold", va="center")
+    right = max(end, time)
+    axes.annotate("", (right, 5.5), (0, 5.5), arrowprops={"arrowstyle": "->", "color": "#555555"})
+    axes.text(right, 5.85, "time", ha="right", va="center", size=9)
+    axes.set_xlim(-3.8, right + 0.2)
+    axes.set_ylim(6.1, -0.9)
+    return figure
+
+
+def _step_label(axes: Axes, start: float, end: float, height: float, n_rows: int) -> None:
+    axes.plot([start + 0.05, end - 0.1], [height, height], color="#999999", linewidth=1)
+    axes.text((start + end) / 2, height - 0.3, f"{n_rows} rows", ha="center", va="center", size=9)
+
+
+def compile_times(milliseconds: list[float], rows: list[int], compiled: list[bool], source: str) -> Figure:
+    """Each step's time on a logarithmic axis; steps that compiled stand out.
+
+    Args:
+        milliseconds: time of each step.
+        rows: rows in each step's batch.
+        compiled: whether a graph was compiled in that step.
+        source: where the times come from, such as "recorded".
+
+    Returns:
+        the figure.
+    """
+    slow = sorted(t for t, new in zip(milliseconds, compiled, strict=True) if new)
+    fast = sorted(t for t, new in zip(milliseconds, compiled, strict=True) if not new)
+    ratio = slow[len(slow) // 2] / fast[len(fast) // 2]
+    title = f"A step with a new shape takes some {float(f'{ratio:.1g}'):.0f} × as long"
+    figure, axes = new_figure(title, height=2.8)
+    colours = [_COMPILE if new else ACTIVITY["compute"] for new in compiled]
+    steps = range(1, len(rows) + 1)
+    axes.bar(steps, milliseconds, color=colours, edgecolor="#444444", linewidth=0.6)
+    axes.set_yscale("log")
+    for step, time, new in zip(steps, milliseconds, compiled, strict=True):
+        text = f"compiles\n{time:.0f} ms" if new else f"{time:.1f} ms"
+        axes.text(step, time * 1.15, text, ha="center", va="bottom", size=9)
+    axes.set_ylim(min(milliseconds) / 3, max(milliseconds) * 6)
+    axes.set_xticks(list(steps), [f"{n} rows" for n in rows])
+    axes.set_ylabel(f"milliseconds, {source}")
+    axes.set_yticks([])
+    axes.minorticks_off()
+    return figure
+
+
+def device_tiles(tensors: dict[str, tuple[tuple[int, int], list]], title: str) -> Figure:
+    """Matrices cut over devices: each tile in the colours of the devices that hold it, with their numbers.
+
+    Args:
+        tensors: name of a matrix to its shape and, for each device, its ((row start, stop), (column start, stop)).
+        title: what the figure shows.
+
+    Returns:
+        the figure.
+    """
+    figure, axes = new_figure(title, width=7.4, height=2.9)
+    axes.axis("off")
+    axes.set_aspect("equal")
+    left = 0.0
+    tallest = max(shape[0] for shape, _ in tensors.values())
+    for name, (shape, tiles) in tensors.items():
+        top = (tallest - shape[0]) / 2
+        holders: dict[tuple, list[int]] = {}
+        for device, tile in enumerate(tiles):
+            holders.setdefault(tuple(map(tuple, tile)), []).append(device)
+        for (rows, columns), devices in holders.items():
+            width, height = columns[1] - columns[0], rows[1] - rows[0]
+            for place, device in enumerate(devices):
+                share = width / len(devices)
+                x = left + columns[0] + share * place
+                _tile(axes, x, top + rows[0], share, height, RANK[device], str(device))
+        axes.text(
+            left + shape[1] / 2, top - 0.3, f"{name}\n{shape[0]} × {shape[1]}", ha="center", va="bottom", size=9.5
+        )  # fmt: skip
+        left += shape[1] + 2.2
+    axes.set_xlim(-0.2, left - 2)
+    axes.set_ylim(tallest + 0.2, -2.2)
+    return figure
+
+
+def loss_gaps(gaps: dict[str, list[float]], title: str) -> Figure:
+    """How far the losses of two runs are apart, step by step, on a logarithmic axis; one labelled line a pair.
+
+    Args:
+        gaps: what is compared, to the absolute differences; 0 is drawn at the lower edge.
+        title: what the figure shows.
+
+    Returns:
+        the figure.
+    """
+    figure, axes = new_figure(title, width=7.4, height=3.2)
+    floor = 1e-17
+    styles = zip(gaps.items(), (RANK[0], RANK[1], RANK[2], RANK[5]), strict=False)
+    for (name, values), colour in styles:
+        drawn = [max(value, floor) for value in values]
+        axes.plot(range(1, len(values) + 1), drawn, color=colour, linewidth=1.5)
+        end = sorted(values[-9:])[len(values[-9:]) // 2]
+        axes.annotate(
+            name, (len(values), max(end, floor)), (8, 0), textcoords="offset points", va="center", size=9,
+            color=_ink(colour), annotation_clip=False,
+        )  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_ylim(floor, 1)
+    axes.set_yticks([1e-16, 1e-12, 1e-8, 1e-4, 1])
+    axes.minorticks_off()
+    axes.set_xlabel("step")
+    axes.set_ylabel("difference of the losses")
+    return figure
+
+
+def hardest_negatives(anchors, found: dict[int, list]) -> Figure:
+    """Images, and beside each the most similar image of another class that a batch holds: a column a batch size.
+
+    Args:
+        anchors: images, a tensor of shape (n, 1, height, width).
+        found: batch size to n pairs (image of shape (1, height, width), cosine similarity).
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            from ignite_ddl import plot
+
+            images = torch.rand(2, 1, 28, 28)
+            figure = plot.hardest_negatives(images, {8: [(images[1], 0.4), (images[0], 0.4)]})
+    """
+    n = len(anchors)
+    figure, axes = new_figure("The larger the batch, the closer its hardest negative", width=6.4, height=4.2)
+    axes.axis("off")
+    axes.set_aspect("equal")
+    columns = [("the image", [(image, None) for image in anchors])]
+    columns += [(f"in a batch of {size}", pairs) for size, pairs in found.items()]
+    for column, (name, pairs) in enumerate(columns):
+        left = 1.9 * column + (0.5 if column else 0)
+        axes.text(left + 0.5, -0.12, name, ha="center", va="bottom", size=9.5)
+        for row, (image, similarity) in enumerate(pairs):
+            top = 1.08 * row
+            axes.imshow(-image[0].numpy(), cmap="gray", extent=(left, left + 1, top + 1, top), interpolation="nearest")
+            if similarity is not None:
+                axes.text(left + 1.06, top + 0.5, f"{similarity:.2f}", va="center", size=9.5)
+    axes.set_xlim(-0.1, 1.9 * len(found) + 2)
+    axes.set_ylim(1.08 * n, -0.5)
+    return figure
+
+
+def over_batch_sizes(curves: dict[str, dict[int, tuple[float, float]]], title: str, ylabel: str) -> Figure:
+    """What becomes of a number as the batch grows: a labelled line a curve, with bars of two standard errors.
+
+    Args:
+        curves: name to batch size to (mean, standard error of the mean). An error of 0 draws no bar.
+        title: what the figure shows.
+        ylabel: what the number is, with its unit.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl import plot
+
+            figure = plot.over_batch_sizes(
+                {"same rate": {24: (0.8, 0.01), 600: (0.7, 0.02)}}, "It falls", "test accuracy"
+            )
+    """
+    figure, axes = new_figure(title, width=7.2, height=3.3)
+    sizes = sorted({size for points in curves.values() for size in points})
+    colours = [ACTIVITY[name] for name in ("forward", "backward_weight", "optimizer", "communication")]
+
+    def room(name, size):  # how far the nearest other curve is
+        others = [points[size][0] for other, points in curves.items() if other != name and size in points]
+        return min((abs(curves[name][size][0] - mean) for mean in others), default=1.0)
+
+    for (name, points), colour in zip(curves.items(), colours, strict=False):
+        means, errors = [mean for mean, _ in points.values()], [2 * error for _, error in points.values()]
+        axes.errorbar(
+            list(points), means, yerr=errors if any(errors) else None, color=colour, marker="o", markersize=5,
+            linewidth=1.6, capsize=3,
+        )  # fmt: skip
+        where = max(list(points)[1:], key=lambda size, name=name: room(name, size))
+        highest = points[where][0] >= max(other[where][0] for other in curves.values() if where in other)
+        if where == sizes[-1]:
+            offset, alignment = (9, 0), {"ha": "left", "va": "center"}
+        elif highest:
+            offset, alignment = (0, 8), {"ha": "center", "va": "bottom"}
+        else:
+            offset, alignment = (-9, -2), {"ha": "right", "va": "top"}
+        axes.annotate(
+            name, (where, points[where][0]), offset, textcoords="offset points", size=9.5, color=_ink(colour),
+            **alignment,
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlim(sizes[0] * 0.8, sizes[-1] * (sizes[-1] / sizes[0]) ** 0.45)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("batch size")
+    axes.set_ylabel(ylabel)
+    return figure
+
+
+def batch_or_rate(noise: dict[str, list[float]], curves: dict[str, tuple[list, list]]) -> Figure:
+    """Left the noise scale in each epoch, right the accuracy after it, with a band of two standard errors.
+
+    Args:
+        noise: name of a run to its noise scale in each epoch, in units of the learning rate.
+        curves: name of a run to the means and the standard errors of its accuracy after each epoch, from epoch 1.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl import plot
+
+            figure = plot.batch_or_rate({"decay": [2.0, 1.0]}, {"decay": ([0.6, 0.7], [0.01, 0.01])})
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    figure, (left, right) = new_figure(
+        "A larger batch does what a smaller rate does", width=7.6, height=3.3, columns=2, width_ratios=[1, 1.5]
+    )
+    looks = [("communication", "-", 4.5), ("forward", "--", 1.8), ("backward_weight", "-", 1.8)]
+    for (name, values), (activity, line, width) in zip(noise.items(), looks, strict=False):
+        epochs = range(1, len(values) + 1)
+        colour = ACTIVITY[activity]
+        left.plot(epochs, values, drawstyle="steps-mid", color=colour, linestyle=line, linewidth=width)
+        means, errors = curves[name]
+        right.plot(epochs, means, color=colour, linestyle=line, linewidth=width, label=name)
+        low = [mean - 2 * error for mean, error in zip(means, errors, strict=True)]
+        high = [mean + 2 * error for mean, error in zip(means, errors, strict=True)]
+        right.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
+    left.set_ylim(0)
+    left.set_ylabel("noise scale g (a learning rate)")
+    right.set_ylabel("test accuracy")
+    right.legend(loc="lower right", frameon=False)
+    for axes in (left, right):
+        axes.set_xlabel("epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def communication_share(steps: list, title: str) -> Figure:
+    """A bar for each size of the world: seconds of compute, then of communication, with its share.
+
+    Args:
+        steps: what ``cost.data_parallel_step`` returns, one for each size.
+        title: what the figure shows.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl import cost, plot
+
+            steps = [cost.data_parallel_step(n, **cost.RESNET50_P100) for n in (256, 1024)]
+            figure = plot.communication_share(steps, "More ranks, more messages")
+    """
+    figure, axes = new_figure(title, width=7.0, height=0.42 * len(steps) + 1.2)
+    for row, step in enumerate(steps):
+        compute = 1e3 * (step.seconds - step.communication_seconds)
+        communication = 1e3 * step.communication_seconds
+        axes.barh(row, compute, color=ACTIVITY["compute"], height=0.7)
+        axes.barh(row, communication, left=compute, color=ACTIVITY["communication"], height=0.7)
+        axes.text(compute + communication + 3, row, f"{step.share:.0%}", va="center", size=9.5)
+        if row == 0:
+            for x, name, colour in (
+                (compute / 2, "compute", ACTIVITY["compute"]),
+                (compute + communication / 2, "communication", ACTIVITY["communication"]),
+            ):
+                axes.text(x, -0.5, name, ha="center", va="bottom", size=9.5, color=_ink(colour))
+    axes.set_yticks(range(len(steps)), [f"{step.n_ranks} GPUs, batch {step.batch_size:,}" for step in steps])
+    axes.set_ylim(len(steps) - 0.4, -1.1)
+    axes.set_xlim(0, 1.15e3 * max(step.seconds for step in steps))
+    axes.set_xlabel("milliseconds of a step (model)")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(left=False)
+    return figure
+
+
+# ------------------------------------------------------------------- chapter 10: the master and DDP
+
+
+def step_rows(panels: dict[str, dict[str, list]], title: str) -> Figure:
+    """Steps under each other on one axis of time: a panel a step, a row of boxes for whoever works in it.
+
+    Args:
+        panels: name of a step to its rows, name of a row to its records (kind, name, start and end in seconds),
+            such as the records of one rank of a ``ddl.Timeline`` or a simulation. Every panel begins at its first
+            record. Idle time is drawn only where a record says so.
+        title: the finding.
+
+    Returns:
+        the figure; a dashed line marks each step's end, with its milliseconds.
+
+    Examples:
+        .. code-block:: python
+
+            import ignite_ddl as ddl
+
+            step = ddl.simulate.ddp_step(2, [4, 4], ddl.cost.Link(0, 1), forward_seconds=5, backward_seconds=10)
+            figure = plot.step_rows({"DDP": {"rank 0": [r for r in step.records if r.rank == 0]}}, "It overlaps")
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    begins = {n: min(r.start for row in rows.values() for r in row) for n, rows in panels.items()}
+    ends = {n: max(r.end for row in rows.values() for r in row) for n, rows in panels.items()}
+    longest = 1e3 * max(ends[name] - begins[name] for name in panels)
+    counts = [len(rows) for rows in panels.values()]
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(
+            len(panels), figsize=(7.6, 1.0 + sum(0.29 * n + 0.36 for n in counts)), layout="constrained",
+            sharex=True, squeeze=False, height_ratios=[n + 0.5 for n in counts],
+        )  # fmt: skip
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    kinds = set()
+    for axis, (name, rows) in zip(axes[:, 0], panels.items(), strict=True):
+        for place, records in enumerate(rows.values()):
+            for record in records:
+                left, width = 1e3 * (record.start - begins[name]), 1e3 * (record.end - record.start)
+                colour = ACTIVITY[record.kind]
+                style = {"color": colour, "edgecolor": "white", "linewidth": 0.5}
+                axis.barh(place, width, left=left, height=0.84, **style)
+                kinds.add(record.kind)
+                if width / longest > 0.0105 * len(record.name) and record.kind != "idle":
+                    axis.text(
+                        left + width / 2, place, record.name, ha="center", va="center_baseline", size=9,
+                        color=_on(colour),
+                    )  # fmt: skip
+        end = 1e3 * (ends[name] - begins[name])
+        axis.axvline(end, color="#222222", linewidth=1.2, linestyle="--")
+        axis.annotate(
+            f"{end:.0f} ms", (end, -0.5), (4, 0), textcoords="offset points", va="bottom", weight="bold",
+            fontsize=9, annotation_clip=False,
+        )  # fmt: skip
+        axis.set_title(name, fontsize=10, fontweight="normal", loc="left", pad=3)
+        axis.set_yticks(range(len(rows)), list(rows))
+        axis.set_ylim(len(rows) - 0.5, -0.5)
+        axis.spines["left"].set_visible(False)
+        axis.tick_params(left=False)
+    axes[-1, 0].set_xlim(0, 1.08 * longest)
+    axes[-1, 0].set_xlabel("milliseconds")
+    handles = [Patch(color=ACTIVITY[kind], label=kind) for kind in ACTIVITY if kind in kinds]
+    figure.legend(
+        handles=handles, loc="outside lower right", ncols=len(handles), handlelength=1.2, frameon=False, fontsize=9
+    )  # fmt: skip
+    return figure
+
+
+def bytes_through_a_rank(predicted: dict[str, dict[int, float]], counted: dict[str, dict[int, int]]) -> Figure:
+    """Bytes in and out of one rank in a step, against the size of the world: lines predicted, marks counted.
+
+    Args:
+        predicted: name of a scheme to world size to bytes.
+        counted: name of a scheme to world size to bytes.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            plot.bytes_through_a_rank(
+                {"master": {2: 2e6, 8: 14e6}, "rank of DDP": {2: 2e6, 8: 3.5e6}}, {"master": {2: 2_000_000}}
+            )
+    """
+    figure, axes = new_figure("The master's bytes grow with the world, a DDP rank's level off", height=2.9)
+    colours = (ACTIVITY["backward_weight"], ACTIVITY["forward"])
+    for (name, of_world), colour, mark in zip(predicted.items(), colours, "sv", strict=False):
+        worlds = list(of_world)
+        axes.plot(worlds, [1e-6 * value for value in of_world.values()], color=colour, linewidth=2)
+        found = counted.get(name, {})
+        axes.plot(
+            list(found), [1e-6 * value for value in found.values()], mark, color=colour, markersize=8,
+            markeredgecolor="white",
+        )  # fmt: skip
+        axes.annotate(
+            name, (worlds[-1], 1e-6 * of_world[worlds[-1]]), (7, 0), textcoords="offset points", va="center",
+            color=colour, weight="bold", annotation_clip=False,
+        )  # fmt: skip
+    axes.set_xticks(sorted({n for of_world in predicted.values() for n in of_world}))
+    axes.set_ylim(0)
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("MB in and out, a step")
+    axes.text(0.02, 0.97, "lines: predicted\nmarks: counted", transform=axes.transAxes, fontsize=9, va="top")
+    return figure
+
+
+def step_shares(schemes: dict[str, dict[int, dict[str, float]]], title: str) -> Figure:
+    """Where a step's time goes, against the size of the world: a panel a scheme, a bar a world, stacked.
+
+    Args:
+        schemes: name of a scheme to world size to seconds by kind ("compute", "communication"), bottom first.
+        title: the finding.
+
+    Returns:
+        the figure; the panels share the axis of time, and each bar has its milliseconds above it.
+
+    Examples:
+        .. code-block:: python
+
+            alone = {"compute": 0.3, "communication": 0.0}
+            plot.step_shares({"master": {1: alone}, "DDP": {1: alone}}, "Alone they are the same")
+    """
+    figure, axes = new_figure(title, height=2.9, columns=max(2, len(schemes)), sharey=True)
+    for panel, (name, worlds) in zip(axes, schemes.items(), strict=False):
+        for place, parts in enumerate(worlds.values()):
+            below = 0.0
+            for kind, seconds in parts.items():
+                panel.bar(place, 1e3 * seconds, bottom=below, width=0.74, color=ACTIVITY[kind])
+                below += 1e3 * seconds
+            panel.annotate(
+                f"{below:.0f}", (place, below), (0, 2), textcoords="offset points", ha="center", fontsize=9
+            )
+        panel.set_title(name, fontsize=10, fontweight="normal", loc="left", pad=9)
+        panel.set_xticks(range(len(worlds)), [str(n) for n in worlds])
+        panel.set_xlabel("ranks")
+    for panel in axes[len(schemes) :]:
+        panel.axis("off")
+    axes[0].set_ylabel("milliseconds a step")
+    axes[0].set_ylim(0, 1.12 * axes[0].get_ylim()[1])
+    largest = next(iter(schemes.values()))
+    place, parts = len(largest) - 1, largest[max(largest)]
+    below = 0.0
+    for kind, seconds in parts.items():
+        if seconds > 0.2 * sum(parts.values()):
+            axes[0].text(
+                place, below + 5e2 * seconds, kind, ha="center", va="center", rotation=90, size=9,
+                color=_on(ACTIVITY[kind]),
+            )  # fmt: skip
+        below += 1e3 * seconds
+    first = largest[min(largest)]
+    axes[0].text(
+        0, 5e2 * first["compute"], "compute", ha="center", va="center", rotation=90, size=9,
+        color=_on(ACTIVITY["compute"]),
+    )  # fmt: skip
+    return figure
+
+
+def zero_stages(memories: list) -> Figure:
+    """Who holds what of the model's states under ZeRO: a panel a stage, a row a rank, filled where it holds a slice.
+
+    Args:
+        memories: ``ddl.cost.zero_memory(1, 4, stage)`` for the stages 0 to 3: bytes a parameter on four ranks.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            figure = plot.zero_stages([ddl.cost.zero_memory(1, 4, stage) for stage in range(4)])
+            assert figure.axes[0].texts[0].get_text() == "data parallel: 16 bytes a parameter"
+    """
+    names, n_ranks = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"), 4
+    figure, axes = new_figure("From stage to stage, a rank keeps only its shard of one thing more", 7.4, 3.9)
+    for place, (name, memory) in enumerate(zip(names, memories, strict=True)):
+        left, top = 19.5 * (place % 2), 6.6 * (place // 2)
+        axes.text(left, top - 0.5, f"{name}: {memory.total:.3g} bytes a parameter", size=10, weight="bold")
+        for rank in range(n_ranks):
+            if left == 0:
+                axes.text(-0.4, top + rank + 0.42, f"rank {rank}", size=9, ha="right", va="center")
+            x = left
+            for part, colour in _ZERO_PARTS.items():
+                size, mine = getattr(memories[0], part), getattr(memory, part)
+                for owner in range(n_ranks):
+                    filled = mine == size or owner == rank
+                    step = size / n_ranks
+                    _box(axes, x, top + rank, step - 0.06, 0.84, colour if filled else ACTIVITY["idle"])
+                    x += step
+                x += 0.3
+    for x, part in ((1.0, "weights"), (3.5, "gradients"), (10.6, "optimizer")):
+        label = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer: copy, momentum, variance"}
+        down = 0.75 if part == "gradients" else 0.0
+        for left in (0, 19.5):
+            axes.text(
+                left + x, 10.75 + down, label[part], size=9, ha="center", va="top", color=_ink(_ZERO_PARTS[part])
+            )
+    axes.set(xlim=(-2.8, 36.3), ylim=(12.3, -1.4))
+    axes.axis("off")
+    return figure
+
+
+_ZERO_PARTS = {
+    "weights": ACTIVITY["forward"],
+    "gradients": ACTIVITY["backward"],
+    "optimizer": ACTIVITY["optimizer"],
+}
+
+
+def zero_peaks(memories: list, room: list[float], peaks: list[list[float]]) -> Figure:
+    """Predicted memory of a step under ZeRO as stacked bars, and the peaks measured on each rank as dots.
+
+    Args:
+        memories: ``ddl.cost.zero_memory`` of the stages 0 to 3, in MiB.
+        room: MiB that each stage needs besides, for gathered layers and gradients on their way.
+        peaks: for each stage, MiB measured on each rank.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            memories = [ddl.cost.zero_memory(1, 4, stage, 4, 4, 8) for stage in range(4)]
+            measured = [[16.3] * 4, [10.3] * 4, [7.3] * 4, [4.9] * 4]
+            figure = plot.zero_peaks(memories, [0.25, 0.25, 0.25, 1.0], measured)
+            assert figure.axes[0].get_ylabel() == "MiB on a rank"
+    """
+    figure, axes = new_figure("States shrink with every stage, the room to work in does not", width=7.2, height=3.4)
+    bars = zip(memories, room, peaks, strict=True)
+    for place, (memory, working, measured) in enumerate(bars):
+        parts = [(name, getattr(memory, name), colour) for name, colour in _ZERO_PARTS.items()]
+        bottom = 0.0
+        for name, size, colour in [*parts, ("room to work", working, ACTIVITY["data"])]:
+            axes.bar(place, size, bottom=bottom, width=0.62, color=colour, edgecolor="white")
+            if size >= 0.9:
+                axes.text(
+                    place, bottom + size / 2, f"{name} {size:g}", size=9, ha="center", va="center", color=_on(colour)
+                )
+            bottom += size
+        beside = [place + 0.36 + 0.05 * rank for rank in range(len(measured))]
+        axes.plot(beside, measured, "o", color="#222222", markersize=4)
+        axes.text(place, bottom + 0.5, f"{bottom:g}", size=9, weight="bold", ha="center", va="bottom")
+    highest = max(peaks[0])
+    axes.annotate(
+        "dots: measured, a rank each", (0.56, highest), (0.8, highest), size=9, va="center",
+        arrowprops={"arrowstyle": "-", "color": "#8C8C8C"},
+    )  # fmt: skip
+    axes.set_xticks(range(len(memories)), ["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"][: len(memories)])
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylim(0, 1.15 * highest)
+    axes.set_ylabel("MiB on a rank")
     return figure

@@ -1,0 +1,67 @@
+"""Results that were measured on a GPU, at another time and on another machine, and are shown as what they are.
+
+``benchmarks/gpu.py`` writes them, ``recorded_gpu.json`` beside this file holds them, and chapter 02 shows them
+with their date and hardware. As long as there is no such file, :func:`recorded` says so.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+__all__ = ["PATH", "gpu_here", "recorded"]
+
+PATH = Path(__file__).with_name("recorded_gpu.json")
+
+
+def recorded(section: str, path: Path = PATH) -> str:
+    """What was recorded for a section of chapter 02, with date and hardware, or that nothing was.
+
+    Args:
+        section: "copies", "timing", "pinned", "memory", "amp" or "nccl".
+        path: the file, default ``recorded_gpu.json`` beside this module.
+
+    Returns:
+        one line of text, or several.
+
+    Raises:
+        ValueError: if the file was not measured on a GPU, or has no such section.
+
+    Examples:
+        .. code-block:: python
+
+            print(recorded("copies"))
+    """
+    if not path.exists():
+        return "Not yet verified on a GPU: recorded results will stand here."
+    record = json.loads(path.read_text())
+    if record["device"] != "cuda":
+        raise ValueError(f"{path.name} was measured on {record['device']!r}; record it on a GPU")
+    if section not in record["results"]:
+        raise ValueError(f"section should be one of {list(record['results'])}, but given {section!r}")
+    lines = [f"Recorded on {record['hardware']}, {record['date']}, {record['versions']}:"]
+    for name, value, unit in record["results"][section]:
+        shown = value if isinstance(value, str) else f"{value:,.4g}"
+        lines.append(f"  {name}: {shown} {unit}".rstrip())
+    return "\n".join(lines)
+
+
+def gpu_here(section: str) -> bool:
+    """Whether there is a CUDA GPU; if not, prints that the cell is skipped and what was recorded elsewhere.
+
+    Args:
+        section: as in :func:`recorded`.
+
+    Returns:
+        True with a GPU (nothing is printed then), False without.
+
+    Examples:
+        .. code-block:: python
+
+            if gpu_here("copies"):
+                torch.zeros(3).to("cuda")
+    """
+    if torch.cuda.is_available():
+        return True
+    print(f"skipped: this machine has no GPU. {recorded(section)}")
+    return False
