@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ACTIVITY",
     "RANK",
+    "activations_by_rank",
     "all_reduce_times",
     "batch_or_rate",
     "bytes_by_world",
@@ -55,6 +56,7 @@ __all__ = [
     "schedules",
     "show",
     "sort_times",
+    "step_by_microbatches",
     "step_rows",
     "step_shares",
     "step_times",
@@ -1637,7 +1639,7 @@ def schedules(panels: dict, title: str, unit: str = "ms") -> Figure:
     axes[-1, 0].set_xlabel("milliseconds" if unit == "ms" else unit)
     kinds = [kind for kind in ACTIVITY if kind in kinds | {"idle"}]
     split = "backward_weight" in kinds
-    names = {"backward": "backward, input", "backward_weight": "backward, weights"} if split else {}
+    names = {"backward": "backward (input, or whole)", "backward_weight": "backward (weights)"} if split else {}
     handles = [Patch(color=ACTIVITY[kind], label=names.get(kind, kind)) for kind in kinds]
     figure.legend(
         handles=handles, loc="outside lower right", ncols=len(kinds), handlelength=1.2, frameon=False, fontsize=9
@@ -1668,7 +1670,7 @@ def eager_and_lazy(operations: list[str], rows: list[int]) -> Figure:
     title = "Lazy: note the operations down, compile each new shape once, run them as one"
     figure, axes = new_figure(title, width=7.6, height=3.1)
     axes.axis("off")
-    narrow, wide, compiling = 0.55, 0.75, 3.2
+    narrow, wide, compiling = 0.55, 1.4, 5.0
     time = 0.0
     for step, n_rows in enumerate(rows):
         start = time
@@ -1690,7 +1692,7 @@ def eager_and_lazy(operations: list[str], rows: list[int]) -> Figure:
         if n_rows not in rows[:step]:
             _tile(axes, time, 3.4, compiling, 0.8, _COMPILE, f"compile for {n_rows}")
             time += compiling
-        width = 0.45 * wide * len(operations)
+        width = 0.35 * wide * len(operations)
         _tile(axes, time, 4.3, width, 0.8, ACTIVITY["compute"], f"{len(operations)} as 1")
         time += width
         _step_label(axes, start, time, 3.25, n_rows)
@@ -1725,7 +1727,7 @@ def compile_times(milliseconds: list[float], rows: list[int], compiled: list[boo
     slow = sorted(t for t, new in zip(milliseconds, compiled, strict=True) if new)
     fast = sorted(t for t, new in zip(milliseconds, compiled, strict=True) if not new)
     ratio = slow[len(slow) // 2] / fast[len(fast) // 2]
-    title = f"A step with a new shape takes some {float(f'{ratio:.1g}'):.0f} × as long"
+    title = f"A step with a new shape takes some {float(f'{ratio:.1g}'):.0f} × as long ({source})"
     figure, axes = new_figure(title, height=2.8)
     colours = [_COMPILE if new else ACTIVITY["compute"] for new in compiled]
     steps = range(1, len(rows) + 1)
@@ -1736,14 +1738,14 @@ def compile_times(milliseconds: list[float], rows: list[int], compiled: list[boo
         axes.text(step, time * 1.15, text, ha="center", va="bottom", size=9)
     axes.set_ylim(min(milliseconds) / 3, max(milliseconds) * 6)
     axes.set_xticks(list(steps), [f"{n} rows" for n in rows])
-    axes.set_ylabel(f"milliseconds, {source}")
+    axes.set_ylabel("time, logarithmic")
     axes.set_yticks([])
     axes.minorticks_off()
     return figure
 
 
 def device_tiles(tensors: dict[str, tuple[tuple[int, int], list]], title: str) -> Figure:
-    """Matrices cut over devices: each tile in the colours of the devices that hold it, with their numbers.
+    """Matrices cut over devices: each tile striped in the colours of the devices that hold it, with their numbers.
 
     Args:
         tensors: name of a matrix to its shape and, for each device, its ((row start, stop), (column start, stop)).
@@ -1752,6 +1754,8 @@ def device_tiles(tensors: dict[str, tuple[tuple[int, int], list]], title: str) -
     Returns:
         the figure.
     """
+    from matplotlib.patches import Rectangle
+
     figure, axes = new_figure(title, width=7.4, height=2.9)
     axes.axis("off")
     axes.set_aspect("equal")
@@ -1763,11 +1767,16 @@ def device_tiles(tensors: dict[str, tuple[tuple[int, int], list]], title: str) -
         for device, tile in enumerate(tiles):
             holders.setdefault(tuple(map(tuple, tile)), []).append(device)
         for (rows, columns), devices in holders.items():
+            x, y = left + columns[0], top + rows[0]
             width, height = columns[1] - columns[0], rows[1] - rows[0]
-            for place, device in enumerate(devices):
-                share = width / len(devices)
-                x = left + columns[0] + share * place
-                _tile(axes, x, top + rows[0], share, height, RANK[device], str(device))
+            for place in range(n_stripes := 1 if len(devices) == 1 else 4 * len(devices)):
+                colour = RANK[devices[place % len(devices)]]
+                stripe = (x + width * place / n_stripes, y), width / n_stripes, height
+                axes.add_patch(Rectangle(*stripe, facecolor=colour, linewidth=0))
+            axes.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor="white", linewidth=3))
+            ground = {"facecolor": "white", "edgecolor": "none", "boxstyle": "round,pad=0.25"}
+            named = " and ".join(map(str, devices))
+            axes.text(x + width / 2, y + height / 2, named, size=9.5, ha="center", va="center", bbox=ground)
         axes.text(
             left + shape[1] / 2, top - 0.3, f"{name}\n{shape[0]} × {shape[1]}", ha="center", va="bottom", size=9.5
         )  # fmt: skip
@@ -2008,6 +2017,7 @@ def step_rows(panels: dict[str, dict[str, list]], title: str) -> Figure:
     """
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
+    from matplotlib.textpath import TextPath
 
     begins = {n: min(r.start for row in rows.values() for r in row) for n, rows in panels.items()}
     ends = {n: max(r.end for row in rows.values() for r in row) for n, rows in panels.items()}
@@ -2028,9 +2038,12 @@ def step_rows(panels: dict[str, dict[str, list]], title: str) -> Figure:
                 style = {"color": colour, "edgecolor": "white", "linewidth": 0.5}
                 axis.barh(place, width, left=left, height=0.84, **style)
                 kinds.add(record.kind)
-                if width / longest > 0.0105 * len(record.name) and record.kind != "idle":
+                points = 500 * width / (1.08 * longest)  # the axis is about 500 points wide
+                names = [record.name] + [record.name[7:]] * record.name.startswith("bucket ")
+                fits = (n for n in names if TextPath((0, 0), n, size=9).get_extents().width + 8 < points)
+                if record.kind != "idle" and (name_that_fits := next(fits, "")):
                     axis.text(
-                        left + width / 2, place, record.name, ha="center", va="center_baseline", size=9,
+                        left + width / 2, place, name_that_fits, ha="center", va="center_baseline", size=9,
                         color=_on(colour),
                     )  # fmt: skip
         end = 1e3 * (ends[name] - begins[name])
@@ -2053,7 +2066,9 @@ def step_rows(panels: dict[str, dict[str, list]], title: str) -> Figure:
     return figure
 
 
-def bytes_through_a_rank(predicted: dict[str, dict[int, float]], counted: dict[str, dict[int, int]]) -> Figure:
+def bytes_through_a_rank(
+    predicted: dict[str, dict[int, float]], counted: dict[str, dict[int, int]]
+) -> Figure:
     """Bytes in and out of one rank in a step, against the size of the world: lines predicted, marks counted.
 
     Args:
@@ -2175,13 +2190,11 @@ def zero_stages(memories: list) -> Figure:
                     _box(axes, x, top + rank, step - 0.06, 0.84, colour if filled else ACTIVITY["idle"])
                     x += step
                 x += 0.3
-    for x, part in ((1.0, "weights"), (3.5, "gradients"), (10.6, "optimizer")):
-        label = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer: copy, momentum, variance"}
-        down = 0.75 if part == "gradients" else 0.0
+    of_optimizer = "optimizer: copy, momentum, variance"
+    for x, down, label in ((1.0, 0.0, "weights"), (3.5, 0.75, "gradients"), (10.6, 0.0, of_optimizer)):
+        colour = _ink(_ZERO_PARTS[label.split(":")[0]])
         for left in (0, 19.5):
-            axes.text(
-                left + x, 10.75 + down, label[part], size=9, ha="center", va="top", color=_ink(_ZERO_PARTS[part])
-            )
+            axes.text(left + x, 10.75 + down, label, size=9, ha="center", va="top", color=colour)
     axes.set(xlim=(-2.8, 36.3), ylim=(12.3, -1.4))
     axes.axis("off")
     return figure
@@ -2213,17 +2226,17 @@ def zero_peaks(memories: list, room: list[float], peaks: list[list[float]]) -> F
             figure = plot.zero_peaks(memories, [0.25, 0.25, 0.25, 1.0], measured)
             assert figure.axes[0].get_ylabel() == "MiB on a rank"
     """
-    figure, axes = new_figure("States shrink with every stage, the room to work in does not", width=7.2, height=3.4)
+    title = "States shrink with every stage, the room to work in does not"
+    figure, axes = new_figure(title, width=7.2, height=3.4)
     bars = zip(memories, room, peaks, strict=True)
     for place, (memory, working, measured) in enumerate(bars):
         parts = [(name, getattr(memory, name), colour) for name, colour in _ZERO_PARTS.items()]
         bottom = 0.0
-        for name, size, colour in [*parts, ("room to work", working, ACTIVITY["data"])]:
+        for name, size, colour in [*parts, ("room", working, ACTIVITY["data"])]:
             axes.bar(place, size, bottom=bottom, width=0.62, color=colour, edgecolor="white")
             if size >= 0.9:
-                axes.text(
-                    place, bottom + size / 2, f"{name} {size:g}", size=9, ha="center", va="center", color=_on(colour)
-                )
+                text, middle = f"{name} {size:g}", bottom + size / 2
+                axes.text(place, middle, text, size=9, ha="center", va="center", color=_on(colour))
             bottom += size
         beside = [place + 0.36 + 0.05 * rank for rank in range(len(measured))]
         axes.plot(beside, measured, "o", color="#222222", markersize=4)
@@ -2237,4 +2250,79 @@ def zero_peaks(memories: list, room: list[float], peaks: list[list[float]]) -> F
     axes.tick_params(axis="x", length=0)
     axes.set_ylim(0, 1.15 * highest)
     axes.set_ylabel("MiB on a rank")
+    return figure
+
+
+# --------------------------------------------------------------------------------------- chapter 18: pipelines
+
+
+def activations_by_rank(measured: dict[str, list[float]], predicted: dict[str, list[float]], title: str) -> Figure:
+    """What the ranks of a pipeline keep for backward at most: a panel a schedule, a bar a rank, a line where predicted.
+
+    Args:
+        measured: name of a schedule to bytes, one for each rank.
+        predicted: the same.
+        title: the finding.
+
+    Returns:
+        the figure; its panels share the axis of bytes.
+
+    Examples:
+        .. code-block:: python
+
+            plot.activations_by_rank({"gpipe": [8e3, 8e3], "1f1b": [2e3, 1e3]}, {"1f1b": [2e3, 1e3]}, "1F1B keeps less")
+    """
+    figure, axes = new_figure(title, height=2.7, columns=max(2, len(measured)), sharey=True)
+    for panel, (name, bars) in zip(axes, measured.items(), strict=False):
+        for rank, value in enumerate(bars):
+            panel.bar(rank, 1e-3 * value, width=0.7, color=RANK[rank])
+        for rank, value in enumerate(predicted.get(name, [])):
+            panel.plot([rank - 0.45, rank + 0.45], [1e-3 * value] * 2, color="#222222", linewidth=2)
+        panel.set_title(name, fontsize=10, fontweight="normal", loc="left")
+        panel.set_xticks(range(len(bars)), [f"rank {rank}" for rank in range(len(bars))])
+        panel.set_ylim(0, 1.15e-3 * max(value for values in measured.values() for value in values))
+    axes[0].set_ylabel("kB of activations, at most")
+    last = axes[len(measured) - 1]
+    last.text(
+        0.97, 0.95, "bars: measured\nblack lines: predicted", transform=last.transAxes, fontsize=9, ha="right",
+        va="top",
+    )  # fmt: skip
+    return figure
+
+
+def step_by_microbatches(simulated: dict[int, float], measured: dict[int, float], title: str) -> Figure:
+    """How long a pipeline step takes, against its number of microbatches: a simulated line, measured marks.
+
+    Args:
+        simulated: number of microbatches to seconds.
+        measured: number of microbatches to seconds.
+        title: the finding.
+
+    Returns:
+        the figure; the axis of microbatches is logarithmic, and what is fastest has its time above it.
+
+    Examples:
+        .. code-block:: python
+
+            plot.step_by_microbatches({1: 0.3, 4: 0.17, 12: 0.2}, {1: 0.31, 4: 0.18, 12: 0.21}, "In between is best")
+    """
+    figure, axes = new_figure(title, height=2.9)
+    counts = sorted(simulated)
+    axes.plot(counts, [1e3 * simulated[m] for m in counts], color=ACTIVITY["forward"], linewidth=2)
+    axes.plot(
+        list(measured), [1e3 * value for value in measured.values()], "o", color=ACTIVITY["backward_weight"],
+        markersize=8, markeredgecolor="white",
+    )  # fmt: skip
+    best = min(measured, key=measured.get)
+    axes.annotate(
+        f"{best} microbatches\n{1e3 * measured[best]:.0f} ms", (best, 1e3 * measured[best]), (0, 12),
+        textcoords="offset points", ha="center", fontsize=9,
+    )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({*counts, *measured}), [str(m) for m in sorted({*counts, *measured})])
+    axes.minorticks_off()
+    axes.set_ylim(0)
+    axes.set_xlabel("microbatches")
+    axes.set_ylabel("milliseconds a step")
+    axes.text(0.5, 0.1, "line: simulated, marks: measured", transform=axes.transAxes, fontsize=9, ha="center")
     return figure
