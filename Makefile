@@ -7,6 +7,7 @@ LAB_ARGS ?=
 TEST_ARGS ?=
 CHAPTER ?=
 PARITY ?=
+TPU_ARGS ?=
 # Scripts of `make test-all` beyond `make test`: tests/extra_<name>.sh
 EXTRAS = tpu slurm browser
 
@@ -19,7 +20,7 @@ ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 export CONSTRAINTS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-all parity benchmarks notebooks run stamp lint format clean
+.PHONY: help setup lab test test-all test-tpu parity benchmarks notebooks run stamp lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -47,6 +48,9 @@ test-all: test  ## test, then what needs more: TPU, Slurm, browser
 	done; \
 	echo "test-all: passed: $$ran; failed:$${failed:- none}; not written yet:$${missing:- none}"; \
 	[ -z "$$failed" ]
+
+test-tpu: setup  ## chapter 03 and tpu.py on XLA's CPU device (7 GB in build/tpu-env), and their Jupyter kernel
+	PATH="$(CURDIR)/.venv/bin:$$PATH" bash tests/extra_tpu.sh $(TPU_ARGS)
 
 parity: setup  ## every form of parallelism against one process, the whole table (PARITY="tied zbv" for some)
 	$(BIN)/python tests/parity.py $(PARITY)

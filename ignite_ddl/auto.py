@@ -18,7 +18,7 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
@@ -28,9 +28,10 @@ from torch.utils.data import SequentialSampler as InOrder
 from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
+from ignite_ddl.layers import LazyLayers, put
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline import Pipeline, reshard
-from ignite_ddl.tensor import apply_plan, check_plan
+from ignite_ddl.tensor import apply_plan, check_plan, share_random_stream
 
 __all__ = [
     "ShardedDataLoader",
@@ -251,6 +252,7 @@ def auto_model(
     schedule: str = "1f1b",
     n_microbatches: int | None = None,
     split: Sequence[int] | None = None,
+    costs: Sequence[float] | None = None,
     shard: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
@@ -261,11 +263,14 @@ def auto_model(
     dp axis is torch's ``replicate``, or FSDP2 with ``shard=True``.
 
     Args:
-        model: any module; an ``nn.Sequential`` where the mesh has a pp axis.
+        model: any module; where the mesh has a pp axis, an ``nn.Sequential`` or a module whose attribute
+            ``pipeline_layers`` lists the names of its layers, in order. Layers may be ``ddl.lazy``.
         tensor_plan: globs of module names to styles, see :mod:`ignite_ddl.tensor`. Checked on every mesh.
         schedule: a name of ``ignite_ddl.pipeline.SCHEDULES``, default "1f1b". Used with pp.
         n_microbatches: microbatches per batch, default the number of stages. Used with pp.
-        split: layers per stage, default balanced by parameters. Used with pp.
+        split: layers per stage, default balanced by ``costs``. Used with pp.
+        costs: what each layer costs, in any unit, such as of ``ddl.layer_costs``; the same on every rank. Default
+            its number of parameters. Used with pp.
         shard: shard parameters, gradients and optimizer state over dp (FSDP2). Default False.
         kwargs: for ``idist.auto_model`` on a mesh that is data parallel only, say ``find_unused_parameters``.
 
@@ -298,28 +303,50 @@ def auto_model(
             assert abs(cut - model(torch.ones(1, 8)).sum().item()) < 1e-5
     """
     mesh = get_mesh()
-    styles = check_plan(model, tensor_plan or {}, mesh.tp_size)
-    if mesh.dp_size == mesh.world_size and not (shard and mesh.world_size > 1):
+    for_ddp = mesh.dp_size == mesh.world_size and not (shard and mesh.world_size > 1)
+    late = LazyLayers(model)
+    with late.sketched():  # what does not fit is refused here, before anything is made or sent
+        styles = check_plan(model, tensor_plan or {}, mesh.tp_size)
+        if kwargs and not for_ddp:
+            raise ValueError(
+                f"{', '.join(kwargs)} are for DDP, but the mesh is {mesh!r}, shard={shard}: leave them out"
+            )
+        cut = Pipeline(model, mesh, schedule, n_microbatches, split, costs) if mesh.pp_size > 1 else model
+    stages = list(cut.local.values()) if isinstance(cut, Pipeline) else [model]
+    if not for_ddp:
+        _copy_weights_of_rank_0(model)  # not those that are yet to be made
+    late.build(
+        mesh, [cut, *stages], lambda layer, names: _cut_alone(layer, names, stages, styles, mesh, shard)
+    )
+    if for_ddp:
         return idist.auto_model(model, **kwargs)
-    if kwargs:
-        raise ValueError(
-            f"{', '.join(kwargs)} are for DDP, but the mesh is {mesh!r}, shard={shard}: leave them out"
-        )
-    if mesh.pp_size > 1:
-        pipeline = Pipeline(model, mesh, schedule, n_microbatches, split)  # refuses before anything is sent
-    model.to(idist.device())
-    _copy_weights_of_rank_0(model)
-    if mesh.pp_size == 1:
-        if mesh.tp_size > 1:
-            apply_plan(model, styles, mesh.device_mesh["tp"])
-        return _over_dp(model, mesh, shard)
-    if mesh.dp_size > 1:
-        pipeline.copy_shared_layers()
+    if mesh.tp_size * mesh.pp_size > 1:
+        share_random_stream(mesh)
+    if isinstance(cut, Pipeline) and mesh.dp_size > 1:
+        cut.copy_shared_layers()
     if mesh.tp_size > 1:
-        apply_plan(pipeline, styles, mesh.device_mesh["tp"])
-    for stage in pipeline.local.values():
+        apply_plan(cut, styles, mesh.device_mesh["tp"])
+    for stage in stages:
         _over_dp(stage, mesh, shard)
-    return pipeline
+    return cut
+
+
+def _cut_alone(
+    layer: nn.Module, names: list[str], stages: list[nn.Module], styles: dict[str, ParallelStyle], mesh: Mesh,
+    shard: bool,
+) -> None:  # fmt: skip
+    """Cuts a layer that was made late as the whole model is going to be, before the next one takes memory."""
+    layer.to(idist.device())
+    if mesh.tp_size > 1:
+        holder = nn.Module()
+        for name in names:
+            put(holder, name, layer)
+        inside = tuple(f"{name}." for name in names)
+        own = {name: styles.pop(name) for name in list(styles) if f"{name}.".startswith(inside)}
+        apply_plan(holder, own, mesh.device_mesh["tp"])
+    alone = sum(layer in set(stage.modules()) for stage in stages) == 1  # else it is copied first
+    if shard and alone and mesh.dp_size > 1 and any(True for _ in layer.parameters()):
+        fully_shard(layer, **_how_to_shard(mesh))
 
 
 def _over_dp(module: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:
@@ -328,19 +355,27 @@ def _over_dp(module: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:
     if mesh.dp_size == 1 or not any(p.requires_grad for p in module.parameters()):
         return module
     if shard:
-        # A layer's weights are gathered when its turn comes. Under pp they stay until the backward pass is
-        # through: once a batch, however many microbatches a dp rank has.
-        options = {"mesh": mesh.device_mesh["dp"], "reshard_after_forward": mesh.pp_size == 1}
         children = _callable_children(module)
         for child in children:
-            if any(True for _ in child.parameters()) and not _shares_weights(child, children):
-                fully_shard(child, **options)
-        return _resharded_after_evaluation(fully_shard(module, **options))
+            made_late = isinstance(child, FSDPModule)
+            if (
+                not made_late
+                and any(True for _ in child.parameters())
+                and not _shares_weights(child, children)
+            ):
+                fully_shard(child, **_how_to_shard(mesh))
+        return _resharded_after_evaluation(fully_shard(module, **_how_to_shard(mesh)))
     # Not DistributedDataParallel, which loses parameters beside DTensors and pipelines (see tests/test_auto.py).
     # Still a private module of torch, from 2.11 to 2.13: its one import is here.
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     return _resharded_after_evaluation(replicate(module, mesh=mesh.device_mesh["dp"]))
+
+
+def _how_to_shard(mesh: Mesh) -> dict[str, Any]:
+    # A layer's weights are gathered when its turn comes. Under pp they stay until the backward pass is through:
+    # once a batch, however many microbatches a dp rank has.
+    return {"mesh": mesh.device_mesh["dp"], "reshard_after_forward": mesh.pp_size == 1}
 
 
 def _resharded_after_evaluation(module: nn.Module) -> nn.Module:
@@ -365,8 +400,9 @@ def _shares_weights(child: nn.Module, children: list[nn.Module]) -> bool:
 
 
 def _copy_weights_of_rank_0(model: nn.Module) -> None:
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(idist.device()))
     with torch.no_grad():
-        for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values():
+        for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()] if not t.is_meta}.values():
             # A channels_last weight is not: it could be neither sent nor sharded.
             tensor.data = tensor.contiguous()
             dist.broadcast(tensor, src=0)

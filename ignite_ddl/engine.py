@@ -133,6 +133,9 @@ def create_supervised_trainer(
         if last:
             if isinstance(model, Pipeline):
                 model.sum_shared_gradients()
+            if mesh.tp_size > 1:
+                for parameter in model.parameters():
+                    lay_out_gradient(parameter)
             if max_norm is not None:
                 engine.state.grad_norm = float(clip_grad_norm_(model, max_norm))
             optimizer.step()
@@ -264,8 +267,13 @@ def _no_rows_of(y_pred: Any) -> Any:
 
 def _output(model: nn.Module, transform: Callable[[], Any]) -> Any:
     if not isinstance(model, Pipeline):
-        return transform()
-    return model.from_last_stage(transform() if model.is_last else None)
+        return tree_map(_whole, transform())
+    return model.from_last_stage(tree_map(_whole, transform()) if model.is_last else None)
+
+
+def _whole(leaf: Any) -> Any:
+    """Logits that tp has cut, as Ignite's metrics know them; of what an output_transform leaves out nothing is sent."""
+    return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:

@@ -70,7 +70,7 @@ class RankError(RuntimeError):
     """The first rank that failed, with its own traceback.
 
     Attributes:
-        rank: the global rank that failed first.
+        rank: the global rank that failed first; of a parameter server its name, such as "server0".
         summary: what happened to it, in a line.
         traceback: that rank's traceback as text, or how it ended (a signal, a time-out).
         exception: the exception itself where it could be sent back, else None.
@@ -79,13 +79,13 @@ class RankError(RuntimeError):
 
     def __init__(
         self,
-        rank: int,
+        rank: int | str,
         summary: str,
         traceback: str = "",
         exception: BaseException | None = None,
         exitcode: int | None = None,
     ) -> None:
-        super().__init__(f"rank {rank} {summary}" + (f"\n\n{traceback.rstrip()}" if traceback else ""))
+        super().__init__(f"{_label(rank)} {summary}" + (f"\n\n{traceback.rstrip()}" if traceback else ""))
         self.rank = rank
         self.summary = summary
         self.traceback = traceback
@@ -117,6 +117,8 @@ class _Job:
     modules: list[str]
     mesh_sizes: dict[str, int]
     start_method: str | None
+    servers: int = 0
+    rpc_method: str = ""  # how workers and parameter servers meet
     sources: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -149,9 +151,14 @@ class Parallel:
         tp: number of ranks that share each layer. With none of the three, the job is data parallel.
         timeout: seconds (or a ``timedelta``) that the whole run may take. Beyond it every rank is stopped and
             the error says where each one was. Default None: no limit.
-        threads_per_rank: CPU threads per rank. Default ``max(1, cores // nproc_per_node)``.
+        threads_per_rank: CPU threads per rank. Default ``max(1, cores // (nproc_per_node + servers))``.
         start_method: "forkserver" (default) or "spawn" (the default where there is no forkserver, as on Windows:
             slower). "fork" is refused: a fork of a process that has computed may hang.
+        servers: parameter-server processes to start beside the ranks, default 0. They are not ranks: idist's world
+            is the workers only. See :class:`ignite_ddl.ParameterServer`. On a serial run the server is in-process.
+        on_failure: "raise" (default), or "continue" with ``servers``: where a worker fails and the mode of the
+            parameter server can do without it, the others go on, a line says so, and the failed worker's place
+            in the list of results holds its :class:`RankError`.
 
     Raises:
         ValueError: if an argument does not fit; nothing has been started then.
@@ -187,6 +194,8 @@ class Parallel:
         timeout: float | timedelta | None = None,
         threads_per_rank: int | None = None,
         start_method: str | None = None,
+        servers: int = 0,
+        on_failure: str = "raise",
     ) -> None:
         self.backend = backend
         self.nproc_per_node = nproc_per_node
@@ -198,6 +207,8 @@ class Parallel:
         self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self.threads_per_rank = threads_per_rank
         self.start_method = start_method
+        self.servers = servers
+        self.on_failure = on_failure
         sizes = {"dp": dp, "pp": pp, "tp": tp}
         self.mesh_sizes = {name: size for name, size in sizes.items() if size is not None}
         self._joined = False
@@ -234,6 +245,7 @@ class Parallel:
                 raise ValueError(f"{name} should be a positive integer, but given {value!r}")
         if self.mesh_sizes:
             check_mesh(self._world_size(), **self.mesh_sizes)
+        self._check_servers()
         if self.nproc_per_node is None:
             return
         if self.backend not in ("gloo", "nccl"):
@@ -271,6 +283,25 @@ class Parallel:
                 f"start_method should be one of {[m for m in methods if m != 'fork']}, but given {self.start_method!r}"
             )
 
+    def _check_servers(self) -> None:
+        if not isinstance(self.servers, int) or isinstance(self.servers, bool) or self.servers < 0:
+            raise ValueError(
+                f"servers should be a number of parameter servers, 0 or more, but given {self.servers!r}"
+            )
+        if self.on_failure not in ("raise", "continue"):
+            raise ValueError(f"on_failure should be 'raise' or 'continue', but given {self.on_failure!r}")
+        if self.on_failure == "continue" and self.servers == 0:
+            raise ValueError(
+                "on_failure='continue' needs parameter servers, which know how to do without a worker, "
+                "but given servers=0"
+            )
+        joins = self.nproc_per_node is None and self.backend is not None and _inside_a_job()
+        if self.servers and (joins or self.nnodes > 1):
+            raise ValueError(
+                f"servers={self.servers} are started beside the workers of one machine, but given "
+                + (f"nnodes={self.nnodes}" if self.nnodes > 1 else "a job to join; set nproc_per_node")
+            )
+
     def _world_size(self) -> int:
         if self.nproc_per_node is not None:
             return self.nnodes * self.nproc_per_node
@@ -279,7 +310,8 @@ class Parallel:
         return int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
 
     def __enter__(self) -> Parallel:
-        if self.nproc_per_node is None and self.backend is not None and _inside_a_job():
+        # XLA needs no launcher: one process drives every device. See tpu.py.
+        if self.nproc_per_node is None and (self.backend == "xla-tpu" or (self.backend and _inside_a_job())):
             if self.backend == "gloo":
                 _hide_gpus_if_too_few(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             limit = {} if self.timeout is None else {"timeout": timedelta(seconds=self.timeout)}
@@ -318,7 +350,7 @@ class Parallel:
             return [func(idist.get_local_rank(), *args, **kwargs)]
         payload = _pack_function(func, args, kwargs)
         with tempfile.TemporaryDirectory(prefix="ignite_ddl_", ignore_cleanup_errors=True) as folder:
-            return _Launch(self._job(folder), self._context()).run(payload)
+            return _Launch(self._job(folder), self._context(), self.on_failure == "continue").run(payload)
 
     def _job(self, folder: str) -> _Job:
         nproc = self.nproc_per_node
@@ -335,11 +367,12 @@ class Parallel:
             loopback = "lo0" if sys.platform == "darwin" else "lo"
             if sys.platform != "win32":
                 environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+                environ.setdefault("TP_SOCKET_IFNAME", loopback)  # RPC's
         init_method = self.init_method
         if init_method is None:
             by_file = self.nnodes == 1 and self.master_port is None
             init_method = (Path(folder) / "store").as_uri() if by_file else "env://"
-        threads = self.threads_per_rank or max(1, _cores() // nproc)
+        threads = self.threads_per_rank or max(1, _cores() // (nproc + self.servers))
         return _Job(
             backend=self.backend,
             nproc=nproc,
@@ -354,6 +387,8 @@ class Parallel:
             modules=list(PRELOAD),
             mesh_sizes=self.mesh_sizes,
             start_method=multiprocessing.get_start_method(allow_none=True),
+            servers=self.servers,
+            rpc_method=(Path(folder) / "rpc").as_uri(),
             sources=_cell_sources(),
         )
 
@@ -376,17 +411,19 @@ class Parallel:
 
 @dataclass
 class _Rank:
-    rank: int
+    rank: int | str  # a parameter server has a name
     process: multiprocessing.process.BaseProcess
     reports: connection.Connection  # the rank's result or exception comes through here, once
     release: connection.Connection  # closing it lets the rank close its process group
+    ready: bool = False  # a parameter server: workers can reach it
+    asked: int = 0  # how often it was asked whether the others can go on, and has not said
     done: bool = False
     result: Any = None
 
 
 @dataclass
 class _Failure:
-    rank: int
+    rank: int | str
     when: float
     died: bool
     summary: str
@@ -398,19 +435,26 @@ class _Failure:
 class _Launch:
     """One run, seen from the parent: start the ranks, watch them, and leave nothing behind."""
 
-    def __init__(self, job: _Job, context: multiprocessing.context.BaseContext) -> None:
+    def __init__(self, job: _Job, context: multiprocessing.context.BaseContext, go_on: bool = False) -> None:
         self.job = job
         self.context = context
+        self.go_on = go_on  # without workers that fail, where the parameter servers can
         self.ranks: list[_Rank] = []
+        self.servers: list[_Rank] = []
         self.failures: list[_Failure] = []
-        self.output = _Output(Path(job.folder), job.first_rank, job.nproc)
+        self.lost: list[_Failure] = []  # the run goes on without these
+        names = [job.first_rank + i for i in range(job.nproc)] + [f"server{i}" for i in range(job.servers)]
+        self.output = _Output(Path(job.folder), names)
 
     def run(self, payload: bytes) -> list[Any]:
         deadline = None if self.job.timeout is None else time.monotonic() + self.job.timeout
         try:
             with _no_main_module():
                 for local_rank in range(self.job.nproc):
-                    self.ranks.append(self._start(local_rank, payload))
+                    rank = self.job.first_rank + local_rank
+                    self.ranks.append(self._start(rank, _rank_main, local_rank, payload))
+                for index in range(self.job.servers):
+                    self.servers.append(self._start(f"server{index}", _server_main, index))
             self._watch(deadline)
             if not self.failures:
                 self._wait_for_exit()
@@ -421,29 +465,30 @@ class _Launch:
             raise self._first_failure()
         return [rank.result for rank in self.ranks]
 
-    def _start(self, local_rank: int, payload: bytes) -> _Rank:
+    def _start(self, rank: int | str, main: Callable, *args: Any) -> _Rank:
         reports, rank_reports = self.context.Pipe(duplex=False)
         rank_release, release = self.context.Pipe(duplex=False)
         process = self.context.Process(
-            target=_rank_main,
-            args=(self.job, local_rank, payload, rank_reports, rank_release),
-            name=f"ignite_ddl rank {self.job.first_rank + local_rank}",
+            target=main, args=(self.job, *args, rank_reports, rank_release), name=f"ignite_ddl {_label(rank)}"
         )
         process.start()
         rank_reports.close()  # so that a rank's death is an end of file here
         rank_release.close()
-        return _Rank(self.job.first_rank + local_rank, process, reports, release)
+        return _Rank(rank, process, reports, release)
 
     def _watch(self, deadline: float | None) -> None:
         """Waits until every rank has reported, one has failed, or time is up."""
-        while running := [rank for rank in self.ranks if not rank.done]:
+        while True:
+            running = [rank for rank in self.ranks if not rank.done]
+            if not running and not any(server.asked for server in self.servers):
+                return
             now = time.monotonic()
             if self.failures and now > min(f.when for f in self.failures) + GRACE_SECONDS:
                 return
             if deadline is not None and now > deadline:
-                self._report_timeout(running)
+                self._report_timeout(running or self.servers)
                 return
-            for rank in self._ready(running):
+            for rank in self._ready([server for server in self.servers if not server.done] + running):
                 self._hear(rank)
             self.output.show(finished=[rank.done for rank in self.ranks])
 
@@ -463,19 +508,42 @@ class _Launch:
         except (EOFError, OSError):
             rank.process.join(GRACE_SECONDS)
             code = rank.process.exitcode
-            self.failures.append(
-                _Failure(rank.rank, time.monotonic(), True, _how_it_ended(code), exitcode=code)
-            )
+            self._fail(_Failure(rank.rank, time.monotonic(), True, _how_it_ended(code), exitcode=code))
             return
         except (
             Exception
         ) as error:  # the result arrived and cannot be read here, say a module that only ranks have
             message = {"summary": f"returned what cannot be read here: {error!r}", "when": time.monotonic()}
-        if "result" in message:
+        if "can_go_on" in message:  # a server's: once when workers can reach it, then after each lost worker
+            rank.done, rank.asked, rank.ready = False, rank.asked - rank.ready, True
+            if not message["can_go_on"]:
+                self.failures += self.lost
+        elif "result" in message:
             rank.result = message["result"]
+            self._tell_servers(rank.rank, None)
         else:
             message["traceback"] = _name_cells(message.get("traceback", ""))
-            self.failures.append(_Failure(rank=rank.rank, died=False, **message))
+            self._fail(_Failure(rank=rank.rank, died=False, **message))
+
+    def _fail(self, failure: _Failure) -> None:
+        """Ends the run, or goes on without a worker and says so."""
+        alive = len(self.lost) + 1 < len(self.ranks) and all(server.ready for server in self.servers)
+        if not self.go_on or self.failures or isinstance(failure.rank, str):
+            self.failures.append(failure)
+        elif not alive:
+            self.failures += [*self.lost, failure]
+        else:
+            self.lost.append(failure)
+            self.ranks[failure.rank - self.job.first_rank].result = _rank_error(failure)
+            print(f"{_label(failure.rank)} {failure.summary}; the others go on", file=sys.stderr, flush=True)
+            self._tell_servers(failure.rank, failure.summary)
+
+    def _tell_servers(self, rank: int, failed: str | None) -> None:
+        """That a worker is through, or failed: nobody should wait for it."""
+        for server in self.servers:
+            server.asked += failed is not None
+            with contextlib.suppress(OSError):  # its own end will be heard
+                server.release.send((rank, failed))
 
     def _report_timeout(self, running: list[_Rank]) -> None:
         names = ", ".join(str(rank.rank) for rank in running)
@@ -498,20 +566,19 @@ class _Launch:
 
     def _first_failure(self) -> RankError:
         # Peers of a dead rank fail too, on their broken connections: the dead one is the cause.
-        first = min(self.failures, key=lambda failure: (not failure.died, failure.when, failure.rank))
-        return RankError(first.rank, first.summary, first.traceback, first.exception, first.exitcode)
+        return _rank_error(min(self.failures, key=lambda failure: (not failure.died, failure.when)))
 
     def _wait_for_exit(self) -> None:
-        for rank in self.ranks:
+        for rank in self.ranks + self.servers:
             rank.release.close()
         deadline = time.monotonic() + EXIT_SECONDS
-        for rank in self.ranks:
+        for rank in self.ranks + self.servers:
             rank.process.join(max(0.0, deadline - time.monotonic()))
 
     def _stop(self) -> None:
-        for rank in self.ranks:
+        for rank in self.ranks + self.servers:
             _kill(rank.process)
-        for rank in self.ranks:
+        for rank in self.ranks + self.servers:
             rank.process.join()
             rank.process.close()
             for pipe in (rank.reports, rank.release):
@@ -521,11 +588,9 @@ class _Launch:
 class _Output:
     """Shows what ranks print, each line with its rank: the lowest running rank live, the others after it."""
 
-    def __init__(self, folder: Path, first_rank: int, nproc: int) -> None:
-        self.first_rank = first_rank
-        self.files = [
-            {name: folder / f"{first_rank + i}.{name}" for name in ("stdout", "stderr")} for i in range(nproc)
-        ]
+    def __init__(self, folder: Path, ranks: list[int | str]) -> None:
+        self.labels = [_label(rank) for rank in ranks]
+        self.files = [{name: folder / f"{rank}.{name}" for name in ("stdout", "stderr")} for rank in ranks]
         for names in self.files:
             for path in names.values():
                 path.touch()
@@ -567,11 +632,21 @@ class _Output:
         held, self.held[index] = self.held[index], []
         for name, line in held:
             stream = getattr(sys, name)
+            if "tensorpipe_agent.cpp" in line:  # RPC, of a peer's end, also of each ordinary one
+                continue
             # A progress bar that clears its line has no words to put a rank before.
-            stream.write(f"[rank {self.first_rank + index}] {line}" if line.strip() else line)
+            stream.write(f"[{self.labels[index]}] {line}" if line.strip() else line)
         if held:
             sys.stdout.flush()
             sys.stderr.flush()
+
+
+def _label(rank: int | str) -> str:
+    return rank if isinstance(rank, str) else f"rank {rank}"
+
+
+def _rank_error(failure: _Failure) -> RankError:
+    return RankError(failure.rank, failure.summary, failure.traceback, failure.exception, failure.exitcode)
 
 
 def _kill(process: multiprocessing.process.BaseProcess) -> None:
@@ -704,7 +779,7 @@ def _rank_main(
     _redirect_output(job, rank)
     _die_with_parent(job.folder)
     try:
-        _set_up(job, local_rank)
+        _set_up(job, {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
         func, args, kwargs = cloudpickle.loads(payload)
         # Longer than the run may take: the parent, which knows where every rank is, speaks first.
         limit = {} if job.timeout is None else {"timeout": timedelta(seconds=job.timeout + 60)}
@@ -714,6 +789,10 @@ def _rank_main(
         idist.initialize(job.backend, init_method=job.init_method, **limit)
         if job.mesh_sizes:
             initialize_mesh(**job.mesh_sizes)
+        if job.servers:
+            from ignite_ddl import parameter_server  # it stands on this file: imported where it is needed
+
+            parameter_server.join(rank, job.world_size, job.servers, job.rpc_method)
         result = func(local_rank, *args, **kwargs)
         message = _pack_result(result)
     except BaseException as error:
@@ -731,11 +810,36 @@ def _rank_main(
             idist.finalize()
 
 
-def _set_up(job: _Job, local_rank: int) -> None:
+def _server_main(
+    job: _Job, index: int, reports: connection.Connection, release: connection.Connection
+) -> None:
+    """A parameter server: no rank, it answers the workers until the launcher lets it go."""
+    _redirect_output(job, f"server{index}")
+    _die_with_parent(job.folder)
+    try:
+        _set_up(job, {})
+        from ignite_ddl import parameter_server
+
+        parameter_server.join(job.world_size + index, job.world_size, job.servers, job.rpc_method)
+        reports.send({"can_go_on": True})
+        with contextlib.suppress(EOFError):
+            while True:
+                worker, failed = release.recv()
+                can_go_on = parameter_server.worker_ended(worker, failed)
+                if failed is not None:
+                    reports.send({"can_go_on": can_go_on})
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            reports.send_bytes(_pack_error(error))
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _set_up(job: _Job, environ: dict[str, str]) -> None:
     # Else the workers of a rank's DataLoader would be started as the rank was, slowly, and not know its classes.
     multiprocessing.set_start_method(job.start_method, force=True)
     os.environ.clear()
-    os.environ.update(job.environ, RANK=str(job.first_rank + local_rank), LOCAL_RANK=str(local_rank))
+    os.environ.update(job.environ | environ)
     os.environ["OMP_NUM_THREADS"] = str(job.threads)
     os.chdir(job.cwd)
     torch.set_num_threads(job.threads)
@@ -762,7 +866,7 @@ def _hide_gpus_if_too_few(nproc: int) -> None:
             torch.cuda.device_count.cache_clear()
 
 
-def _redirect_output(job: _Job, rank: int) -> None:
+def _redirect_output(job: _Job, rank: int | str) -> None:
     """Everything that this process and its children write, C++ included, goes to files that the parent reads."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         file = os.open(

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a Sequential cut into stages, run by one of torch's schedules.
+"""Pipeline parallelism: a model's layers cut into stages, run by one of torch's schedules.
 
 The schedules are ``torch.distributed.pipelining``'s. This file cuts the model, gives every batch a number of
 microbatches that divides it, and refuses what a schedule would get wrong before anything is sent.
@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 
+from ignite_ddl.layers import named_layers, put
 from ignite_ddl.mesh import Mesh
-from ignite_ddl.tensor import lay_out_gradient
+from ignite_ddl.tensor import draw_seed, lay_out_gradient, random_stream
 
 __all__ = ["SCHEDULES", "Pipeline", "balance", "microbatches_for", "stage_owners"]
 
@@ -160,20 +161,21 @@ def _suits(schedule: str, n_microbatches: int, pp_size: int) -> bool:
 
 
 class Pipeline(nn.Module):
-    """This rank's stages of a Sequential, and the schedule that runs them. Made by ``ddl.auto_model``.
+    """This rank's stages of a model, and the schedule that runs them. Made by ``ddl.auto_model``.
 
     Parameters keep the names that they have in the whole model.
 
     Args:
-        model: the whole model, an ``nn.Sequential``.
+        model: the whole model: an ``nn.Sequential``, or one that names its layers in ``pipeline_layers``.
         mesh: the mesh; its pp axis has more than one rank.
         schedule: a name of ``SCHEDULES``.
         n_microbatches: how many microbatches a batch is cut into; default the number of stages.
-        split: number of layers of each stage; default balanced by the number of parameters.
+        split: number of layers of each stage; default balanced by ``costs``.
+        costs: what each layer costs, in any unit, such as of ``ddl.layer_costs``; default its number of parameters.
 
     Raises:
-        ValueError: if the model is no Sequential, has fewer layers than stages, or has a stage that the schedule
-            would get wrong.
+        ValueError: if the model does not say what its layers are, has fewer layers than stages, or has a stage
+            that the schedule would get wrong.
     """
 
     def __init__(
@@ -183,13 +185,10 @@ class Pipeline(nn.Module):
         schedule: str = "1f1b",
         n_microbatches: int | None = None,
         split: Sequence[int] | None = None,
+        costs: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(model, nn.Sequential):
-            raise ValueError(
-                f"model should be an nn.Sequential under pp={mesh.pp_size}, but given {type(model).__name__}: "
-                "stages are cut between its layers"
-            )
+        layers = named_layers(model)
         self.mesh = mesh
         self.schedule = schedule
         self.owners = stage_owners(schedule, mesh.pp_size)
@@ -204,8 +203,12 @@ class Pipeline(nn.Module):
                 f"n_microbatches={self.n_microbatches} does not suit schedule={schedule!r} on pp={mesh.pp_size}; "
                 f"use a multiple of {least}"
             )
-        layers = list(model._modules.items())  # named_children leaves out a layer's second place
-        costs = [1.0 + sum(p.numel() for p in layer.parameters()) for _, layer in layers]
+        if costs is None:
+            costs = [1.0 + sum(p.numel() for p in layer.parameters()) for _, layer in layers]
+        elif len(costs) != len(layers) or not all(0 <= cost < float("inf") for cost in costs):
+            raise ValueError(
+                f"costs should hold a number of at least 0 for each of {len(layers)} layers, but given {list(costs)}"
+            )
         self.split = list(split) if split is not None else balance(costs, len(self.owners))
         if len(self.split) != len(self.owners) or sum(self.split) != len(layers) or min(self.split) < 1:
             raise ValueError(
@@ -213,8 +216,11 @@ class Pipeline(nn.Module):
                 f"{len(layers)} in all, but given {self.split}"
             )
         stages, start = [], 0
+        self.layers: list[list[str]] = []  # names, by stage
         for size in self.split:
-            stages.append(nn.Sequential(OrderedDict(layers[start : start + size])))
+            own = layers[start : start + size]
+            self.layers.append([name for name, _ in own])
+            stages.append(_in_a_row(own))
             if schedule in _SPLIT_BACKWARD:
                 stages[-1].register_forward_hook(_no_view)
             start += size
@@ -223,19 +229,19 @@ class Pipeline(nn.Module):
         self.stage_of = {name: s for s, stage in enumerate(stages) for name, _ in stage.named_parameters()}
         self.names = list(model.state_dict())  # of the whole model
         self.local = {s: stage for s, stage in enumerate(stages) if self.owners[s] == mesh.pp_rank}
-        for stage in self.local.values():
-            for name, layer in stage._modules.items():
-                self.add_module(name, layer)
+        for s, stage in self.local.items():
+            for name in self.layers[s]:
+                put(self, name, stage.get_submodule(name))
         self._no_weights = [nn.Parameter(torch.empty(0), requires_grad=False)]  # in a list: not registered
         self._schedules: dict[int, tuple[Any, _Loss]] = {}
 
-    def _refuse_bare_stages(self, stages: list[nn.Sequential]) -> None:
+    def _refuse_bare_stages(self, stages: list[nn.Module]) -> None:
         if self.schedule not in _SPLIT_BACKWARD:
             return
         for index, stage in enumerate(stages):
             if not any(p.requires_grad for p in stage.parameters()):
                 raise ValueError(
-                    f"schedule={self.schedule!r} cannot run stage {index} ({', '.join(dict(stage.named_children()))}): "
+                    f"schedule={self.schedule!r} cannot run stage {index} ({', '.join(self.layers[index])}): "
                     "it has no trainable parameter, and gradients would be lost; use '1f1b' or 'interleaved_1f1b', "
                     "or another split"
                 )
@@ -246,11 +252,14 @@ class Pipeline(nn.Module):
         Their gradients are added up, as those of any weight that stages share, so the copies stay the same.
         """
         seen: set[int] = set()
-        for stage in self.local.values():
+        for s, stage in self.local.items():
             memo: dict = {}  # one for the stage: what it has twice stays one
-            for name, layer in stage._modules.items():
+            for name in self.layers[s]:
+                layer = stage.get_submodule(name)
                 if any(id(module) in seen for module in layer.modules()):
-                    stage._modules[name] = self._modules[name] = copy.deepcopy(layer, memo)
+                    layer = copy.deepcopy(layer, memo)
+                    put(stage, name, layer)
+                    put(self, name, layer)
             seen |= {id(module) for module in stage.modules()}
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -287,9 +296,11 @@ class Pipeline(nn.Module):
         kept = [(p, p.grad) for p in self.parameters() if p.grad is not None] if fresh else []
         for parameter, _ in kept:
             parameter.grad = None
-        output = schedule.step(
-            *((x,) if 0 in self.local else ()), target=y if self.is_last else None, losses=losses
-        )
+        # All ranks take one number from their common stream, however much their stages draw: it stays common.
+        with random_stream(draw_seed()):
+            output = schedule.step(
+                *((x,) if 0 in self.local else ()), target=y if self.is_last else None, losses=losses
+            )
         for parameter, grad in kept:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         return (output, torch.stack(losses).sum().detach()) if self.is_last else (None, None)
@@ -381,7 +392,7 @@ class Pipeline(nn.Module):
         if rows not in self._schedules:
             n, name = microbatches_for(rows, self.n_microbatches, self.schedule, self.mesh.pp_size)
             stages = [
-                PipelineStage(module, s, len(self.owners), idist.device(), group=self.mesh.pp_group)
+                _Stage(module, s, len(self.owners), idist.device(), group=self.mesh.pp_group)
                 for s, module in self.local.items()
             ]
             losing = _Loss()
@@ -389,6 +400,52 @@ class Pipeline(nn.Module):
             schedule = kind(stages if per_rank > 1 else stages[0], n, loss_fn=losing, scale_grads=False)
             self._schedules[rows] = schedule, losing
         return self._schedules[rows]
+
+
+class _Stage(PipelineStage):
+    """torch's, with a random stream for each microbatch of each stage, whatever order a schedule takes them in.
+
+    Before its first step, torch 2.11 greets the rank of each neighbour stage, also itself, which gloo refuses.
+    """
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with random_stream(torch.initial_seed() + 2**20 * self.stage_index + fwd_chunk_id):  # of the batch
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        # torch learns the shapes of a new batch size from a pass of its own: BatchNorm's statistics should not.
+        modules = list(self.submod.modules())
+        own = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
+        for module, name, buffer in own:
+            module._buffers[name] = buffer.clone()
+        prepared = super()._prepare_forward_infra(*args, **kwargs)
+        for module, name, buffer in own:
+            module._buffers[name] = buffer
+        return prepared
+
+
+class _Row(nn.Module):
+    """Layers one after the other, each under its name in the whole model, dots and all."""
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        self.order = [name for name, _ in layers]
+        for name, layer in layers:
+            put(self, name, layer)
+
+    def forward(self, x: Any) -> Any:
+        for name in self.order:
+            x = self.get_submodule(name)(x)
+        return x
+
+
+def _in_a_row(layers: Sequence[tuple[str, nn.Module]]) -> nn.Module:
+    if any("." in name for name, _ in layers):
+        return _Row(layers)
+    return nn.Sequential(OrderedDict(layers))
 
 
 def reshard(root: nn.Module) -> None:
@@ -409,14 +466,16 @@ class _Loss:
 
 def _no_view(stage: nn.Module, inputs: Any, output: Any) -> Any:
     """A Linear's output on 3-D input is a view, which torch's split backward pass cannot detach in place."""
-    return output.clone() if isinstance(output, torch.Tensor) and output._is_view() else output
+    if not isinstance(output, torch.Tensor) or not output._is_view():
+        return output
+    return output.clone(memory_format=torch.contiguous_format)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _shared_between(stages: list[nn.Sequential]) -> list[list[str]]:
+def _shared_between(stages: list[nn.Module]) -> list[list[str]]:
     owners: dict[int, list[str]] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():

@@ -7,6 +7,7 @@ with its alternative text.
 from __future__ import annotations
 
 import io
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -1670,7 +1671,7 @@ def eager_and_lazy(operations: list[str], rows: list[int]) -> Figure:
     title = "Lazy: note the operations down, compile each new shape once, run them as one"
     figure, axes = new_figure(title, width=7.6, height=3.1)
     axes.axis("off")
-    narrow, wide, compiling = 0.55, 1.4, 5.0
+    narrow, wide, compiling = 0.5, 1.75, 6.0
     time = 0.0
     for step, n_rows in enumerate(rows):
         start = time
@@ -1692,7 +1693,7 @@ def eager_and_lazy(operations: list[str], rows: list[int]) -> Figure:
         if n_rows not in rows[:step]:
             _tile(axes, time, 3.4, compiling, 0.8, _COMPILE, f"compile for {n_rows}")
             time += compiling
-        width = 0.35 * wide * len(operations)
+        width = 0.33 * wide * len(operations)
         _tile(axes, time, 4.3, width, 0.8, ACTIVITY["compute"], f"{len(operations)} as 1")
         time += width
         _step_label(axes, start, time, 3.25, n_rows)
@@ -1787,32 +1788,34 @@ def device_tiles(tensors: dict[str, tuple[tuple[int, int], list]], title: str) -
 
 
 def loss_gaps(gaps: dict[str, list[float]], title: str) -> Figure:
-    """How far the losses of two runs are apart, step by step, on a logarithmic axis; one labelled line a pair.
+    """How far the losses of two runs have been apart, up to each step, on a logarithmic axis; a labelled line a pair.
 
     Args:
-        gaps: what is compared, to the absolute differences; 0 is drawn at the lower edge.
+        gaps: what is compared, to the absolute differences, step by step; 0 is drawn at the lower edge.
         title: what the figure shows.
 
     Returns:
         the figure.
     """
+    from itertools import accumulate
+
     figure, axes = new_figure(title, width=7.4, height=3.2)
-    floor = 1e-17
-    styles = zip(gaps.items(), (RANK[0], RANK[1], RANK[2], RANK[5]), strict=False)
-    for (name, values), colour in styles:
-        drawn = [max(value, floor) for value in values]
-        axes.plot(range(1, len(values) + 1), drawn, color=colour, linewidth=1.5)
-        end = sorted(values[-9:])[len(values[-9:]) // 2]
-        axes.annotate(
-            name, (len(values), max(end, floor)), (8, 0), textcoords="offset points", va="center", size=9,
-            color=_ink(colour), annotation_clip=False,
-        )  # fmt: skip
+    floor, apart = 1e-17, 1.6  # labels stand at least so many powers of ten apart
+    lowest = math.log10(floor)
+    ends = sorted(gaps.items(), key=lambda item: max(item[1]))
+    for place, (name, values) in enumerate(ends):
+        colour = _ink(RANK[place % len(RANK)])
+        drawn = [max(value, floor) for value in accumulate(values, max)]
+        axes.plot(range(1, len(values) + 1), drawn, color=colour, linewidth=2)
+        height = lowest = max(math.log10(drawn[-1]), lowest + apart if place else lowest)
+        at = {"xycoords": ("axes fraction", "data"), "va": "center", "size": 9, "annotation_clip": False}
+        axes.annotate(name, (1.01, 10**height), color=colour, **at)
     axes.set_yscale("log")
     axes.set_ylim(floor, 1)
     axes.set_yticks([1e-16, 1e-12, 1e-8, 1e-4, 1])
     axes.minorticks_off()
     axes.set_xlabel("step")
-    axes.set_ylabel("difference of the losses")
+    axes.set_ylabel("largest difference so far")
     return figure
 
 

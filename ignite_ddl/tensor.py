@@ -1,32 +1,96 @@
-"""Tensor parallelism: a plan of styles, by module name, applied on the tp axis.
+"""Tensor parallelism: a plan of styles, by module name, applied on the tp axis; and its random numbers.
 
-A plan is a dict from globs of module names to styles: torch's own, or the two of this file, which check that
-nothing is cut that must stay whole. What the plan leaves out stays replicated on every tp rank.
+A plan is a dict from globs of module names to styles: those of this file, which check that nothing is cut that must
+stay whole, or torch's own. What the plan leaves out stays replicated on every tp rank. `docs/tensor_styles.md`
+lists what each style moves, counted.
+
+**Cut and whole.** The input and the output of a styled module are plain tensors, as the module's code expects:
+whole, or this rank's part. :class:`Column` and :class:`OutputChannels` leave their output cut, :class:`Row` and
+:class:`InputChannels` take it cut and give the whole again. Between the two, code sees fewer heads, features or
+channels than it asked for; what works on each by itself (activations, pooling, attention of a head) needs no style.
+
+**Random numbers.** The rule, which is the same on every device:
+
+1. Each model replica has one random stream, that of torch's default generator. ``ddl.auto_model`` gives every rank
+   of a replica (its tp and pp peers) the state of the replica's first rank, and from then on they stay alike.
+2. *Replicated regions*, which are all modules but those of 3, draw from it: the same on all tp peers, and just what
+   one process draws.
+3. *Sharded regions*, which are the modules that :class:`ShardedRandom` and :class:`Sequence` name, draw from a stream
+   of each tp rank: at each call in training a number n is drawn from the replica's stream, and on tp rank r the
+   module draws from a stream seeded with n + r.
+4. Under pp, each batch takes one number n from the replica's stream; the forward pass of microbatch m on stage s is
+   a draw from a stream seeded with n + 2²⁰·s + m, to which 2 and 3 apply.
+5. dp ranks keep the streams that you seeded, as in idist: seeded alike they draw alike masks for their different
+   rows; for masks of their own call ``torch.manual_seed(seed + ddl.get_mesh().dp_rank)`` before ``auto_model``.
+
+So the replica's stream is all the state there is: torch's own ``get_rng_state`` is enough to resume, and activation
+checkpointing, which restores it, draws the same masks again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
 
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Column", "Row", "apply_plan", "check_plan", "lay_out_gradient"]
+from ignite_ddl.mesh import Mesh
+
+__all__ = [
+    "Column",
+    "InputChannels",
+    "OutputChannels",
+    "Row",
+    "Sequence",
+    "ShardedRandom",
+    "SharedInput",
+    "SplitSequence",
+    "apply_plan",
+    "check_plan",
+    "cross_entropy",
+    "lay_out_gradient",
+    "random_stream",
+    "share_random_stream",
+]
+
+# -------------------------------------------------------------------------------------- linear layers, embeddings
 
 
 class Column(ColwiseParallel):
     """Each tp rank computes some of the outputs of a linear layer: its weight is cut by rows of ``out_features``.
 
     Forward: no communication (the output stays cut, unless ``output_layouts`` says otherwise). Backward: the
-    gradient of the input is summed over tp. Shoeybi et al. 2019, "Megatron-LM", section 3.
+    gradient of the input is summed over tp. Shoeybi et al. 2019, "Megatron-LM", section 3. For an ``nn.Embedding``
+    the columns of its weight are cut: each rank knows a part of every vector.
+
+    A layer whose output does not stay cut by equal parts may be uneven, such as a head for 65 characters:
+    ``output_layouts=Replicate()`` gathers the logits, ``use_local_output=False`` leaves them cut, as a DTensor for
+    :func:`cross_entropy`.
 
     Args:
         units: how many parts of the output must stay whole, such as attention heads: a number, or the name of
-            an attribute of the module that contains the layer. Default: single outputs.
+            an attribute of the module that contains the layer. Default: single outputs. Of a layer that computes
+            queries, keys and values in one, the output has to be in the order of heads: (head, q or k or v, width).
         kwargs: ``input_layouts``, ``output_layouts``, ``use_local_output`` of torch's ``ColwiseParallel``.
 
     Examples:
@@ -37,14 +101,16 @@ class Column(ColwiseParallel):
             plan = {"block*.attention.[qkv]": Column(units="n_heads"), "block*.attention.out": Row()}
     """
 
-    def __init__(self, *, units: int | str | None = None, **kwargs) -> None:
+    def __init__(self, *, units: int | str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.units = units
 
     def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
         """Raises a ValueError if ``tp_size`` would cut a unit."""
         _check_is_layer(self, name, module)
-        units, what = module.weight.shape[0], "rows of its weight"
+        dim = 1 if isinstance(module, nn.Embedding) else 0
+        size = module.weight.shape[dim]
+        units, what = size, "columns of its weight" if dim else "rows of its weight"
         if isinstance(self.units, str):
             if not hasattr(parent, self.units):
                 raise ValueError(
@@ -54,35 +120,497 @@ class Column(ColwiseParallel):
             units, what = getattr(parent, self.units), self.units
         elif self.units is not None:
             units, what = self.units, "units"
-        if units % tp_size:
+        stays_cut = self.use_local_output and not self.output_layouts[0].is_replicate()
+        if self.units is None and not stays_cut:
+            _check_uneven(tp_size, size, what, name)
+        elif units % tp_size:
             raise ValueError(f"tp={tp_size} should divide the {units} {what} of {name!r}, but does not")
+        elif size % units:
+            raise ValueError(f"the {units} {what} of {name!r} should divide its {size} outputs, but do not")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        uneven = module.weight.shape[0] % device_mesh.size()
+        module = super()._apply(module, device_mesh)
+        if uneven and self.use_local_output:  # torch gathers with padding and leaves it out
+            module.register_forward_hook(_without_gaps)
+        return module
 
 
 class Row(RowwiseParallel):
     """Each tp rank computes a part of every output from its part of the inputs: the weight is cut by columns.
 
-    Forward: the partial outputs are summed over tp. Backward: no communication. For an ``nn.Embedding`` it is
-    the vocabulary that is cut. Shoeybi et al. 2019, "Megatron-LM", section 3.
+    Forward: the partial outputs are summed over tp. Backward: no communication. Shoeybi et al. 2019, "Megatron-LM",
+    section 3. For an ``nn.Embedding`` it is the vocabulary that is cut, evenly or not: a rank looks up the tokens
+    that it knows, and the sum knows all.
 
     Args:
-        kwargs: ``input_layouts``, ``output_layouts``, ``use_local_output`` of torch's ``RowwiseParallel``.
+        kwargs: ``input_layouts``, ``output_layouts``, ``use_local_output`` of torch's ``RowwiseParallel``. The
+            input of a linear layer is cut along its last dim by default, that of an embedding is whole.
+
+    Examples:
+        .. code-block:: python
+
+            from torch.distributed.tensor import Replicate
+            from ignite_ddl.tensor import Column, Row
+
+            plan = {"embed": Row(), "head": Column(output_layouts=Replicate())}      # both by vocabulary
     """
+
+    def __init__(self, *, input_layouts: Placement | None = None, **kwargs: Any) -> None:
+        super().__init__(input_layouts=input_layouts, **kwargs)
+        self.whole_input_of_embeddings = input_layouts is None
 
     def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
         """Raises a ValueError if ``tp_size`` does not divide what is cut."""
         _check_is_layer(self, name, module)
-        dim = 0 if isinstance(module, nn.Embedding) else 1
-        size = module.weight.shape[dim]
-        if size % tp_size:
-            what = "entries of the vocabulary" if dim == 0 else "columns of the weight"
-            raise ValueError(f"tp={tp_size} should divide the {size} {what} of {name!r}, but does not")
+        if isinstance(module, nn.Embedding):
+            _check_uneven(tp_size, module.weight.shape[0], "entries of the vocabulary", name)
+        elif module.weight.shape[1] % tp_size:
+            size = module.weight.shape[1]
+            raise ValueError(
+                f"tp={tp_size} should divide the {size} columns of the weight of {name!r}, but does not"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, nn.Embedding) and self.whole_input_of_embeddings:
+            self.input_layouts = (Replicate(),)
+        return super()._apply(module, device_mesh)
+
+
+class SharedInput(PrepareModuleInput):
+    """The input of a module is made ready once for all :class:`Column` layers inside that read it.
+
+    Forward: an input that is cut along the sequence is gathered; a whole one moves nothing. Backward: the gradients
+    of all those layers are added on each rank and then summed over tp once, not once a layer. For attention, whose
+    queries, keys and values are computed from one input.
+
+    Args:
+        input_layouts: how the input arrives: ``Replicate()``, the default, or ``Shard(1)`` where a sequence-parallel
+            region ends.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.tensor import Column, Row, SharedInput
+
+            plan = {
+                "block*.attention": SharedInput(),
+                "block*.attention.[qkv]": Column(units="n_heads"),
+                "block*.attention.out": Row(),
+            }
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None) -> None:
+        super().__init__(input_layouts=input_layouts or Replicate(), desired_input_layouts=Replicate())
 
 
 def _check_is_layer(style: ParallelStyle, name: str, module: nn.Module) -> None:
     if not isinstance(module, nn.Linear | nn.Embedding):
+        kin = {"Column": "OutputChannels", "Row": "InputChannels"}[type(style).__name__]
+        hint = f"; ddl.{kin} is for convolutions" if isinstance(module, _CONVOLUTIONS) else ""
         raise ValueError(
-            f"{type(style).__name__} cuts an nn.Linear or nn.Embedding, but {name!r} is a {type(module).__name__}"
+            f"{type(style).__name__} cuts an nn.Linear or nn.Embedding, but {name!r} is a "
+            f"{type(module).__name__}{hint}"
         )
+
+
+def _check_uneven(tp_size: int, size: int, what: str, name: str) -> None:
+    """torch cuts 65 rows on 4 ranks as 17, 17, 17, 14; a rank with none would leave its peers waiting."""
+    if -(-size // tp_size) * (tp_size - 1) >= size > 0 and tp_size > 1:
+        raise ValueError(
+            f"tp={tp_size} cuts the {size} {what} of {name!r} so that a rank has none; use fewer tp ranks"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ convolutions
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class OutputChannels(ParallelStyle):
+    """Each tp rank computes some of the output channels of a convolution: :class:`Column` for images.
+
+    Forward: no communication, the output is this rank's channels. Backward: the gradient of the input is summed over
+    tp. Weight and bias are DTensors cut along dim 0; the convolution runs on their local parts, since DTensor's own
+    ``conv2d`` is wrong there: from torch 2.11 to 2.13 it computes a rank's channels and calls them all of them.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.tensor import InputChannels, OutputChannels
+
+            plan = {"conv1": OutputChannels(), "conv2": InputChannels()}     # ReLU and pooling between them
+    """
+
+    def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
+        """Raises a ValueError if ``tp_size`` does not divide the output channels."""
+        _check_is_convolution(self, name, module)
+        _check_divides(tp_size, module.out_channels, "output channels", name)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cut = {"weight": Shard(0), "bias": Shard(0)}
+        return _on_local_parts(module, device_mesh, cut, _OutputChannels)
+
+
+class InputChannels(ParallelStyle):
+    """Each tp rank convolves some of the input channels: :class:`Row` for images.
+
+    Forward: the partial outputs are summed over tp, then the bias is added, once. Backward: no communication. The
+    weight is a DTensor cut along dim 1, the bias is whole.
+
+    Args:
+        whole_input: whether the input arrives with all its channels, of which each rank takes its own; the gradient
+            of the input is gathered then. Default False: it arrives cut, say from :class:`OutputChannels`.
+    """
+
+    def __init__(self, *, whole_input: bool = False) -> None:
+        super().__init__()
+        self.whole_input = whole_input
+
+    def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
+        """Raises a ValueError if ``tp_size`` does not divide the input channels."""
+        _check_is_convolution(self, name, module)
+        _check_divides(tp_size, module.in_channels, "input channels", name)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cut = {"weight": Shard(1), "bias": Replicate()}
+        module = _on_local_parts(module, device_mesh, cut, _InputChannels)
+        if self.whole_input:
+            layouts = {
+                "input_layouts": Replicate(),
+                "desired_input_layouts": Shard(1),
+                "use_local_output": True,
+            }
+            PrepareModuleInput(**layouts)._apply(module, device_mesh)
+        return module
+
+
+class _OutputChannels:
+    """Mixed into the class of a convolution, before it."""
+
+    def _conv_forward(self, x: torch.Tensor, weight: DTensor, bias: DTensor | None) -> torch.Tensor:
+        # Whole on each rank; its gradient is a part of the sum over tp.
+        x = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
+        x = x.to_local(grad_placements=[Partial()])
+        return super()._conv_forward(x, weight.to_local(), None if bias is None else bias.to_local())
+
+
+class _InputChannels:
+    """Mixed into the class of a convolution, before it."""
+
+    def _conv_forward(self, x: torch.Tensor, weight: DTensor, bias: DTensor | None) -> torch.Tensor:
+        mesh = weight.device_mesh
+        part = super()._conv_forward(x, weight.to_local(), None)
+        total = DTensor.from_local(part, mesh, [Partial()], run_check=False)
+        y = total.redistribute(placements=[Replicate()]).to_local()
+        if bias is None:
+            return y
+        return y + bias.to_local().view(-1, *[1] * (weight.ndim - 2))  # once, not once a rank
+
+
+def _on_local_parts(
+    module: nn.Module, mesh: DeviceMesh, cut: Mapping[str, Placement], mixin: type
+) -> nn.Module:
+    for name, placement in cut.items():
+        whole = getattr(module, name)
+        if whole is not None:
+            part = distribute_tensor(whole, mesh, [placement])
+            module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+    # As FSDP2 does it: the module keeps its identity, its hooks and its place, and gets another forward pass.
+    module.__class__ = type(f"{mixin.__name__[1:]}{type(module).__name__}", (mixin, type(module)), {})
+    return module
+
+
+def _check_is_convolution(style: ParallelStyle, name: str, module: nn.Module) -> None:
+    kind = type(style).__name__
+    if not isinstance(module, _CONVOLUTIONS):
+        raise ValueError(f"{kind} cuts an nn.Conv1d, 2d or 3d, but {name!r} is a {type(module).__name__}")
+    if module.groups != 1:
+        raise ValueError(
+            f"{kind} cuts a convolution with groups=1, but {name!r} has groups={module.groups}: its channels do not "
+            "all meet; leave it out of the plan"
+        )
+
+
+def _check_divides(tp_size: int, size: int, what: str, name: str) -> None:
+    if size % tp_size:
+        raise ValueError(f"tp={tp_size} should divide the {size} {what} of {name!r}, but does not")
+
+
+# ------------------------------------------------------------------------------------------- sequence parallelism
+
+
+class SplitSequence(PrepareModuleOutput):
+    """A sequence-parallel region begins: of a module's whole output, each tp rank keeps its part of the sequence.
+
+    Forward: no communication. Backward: the gradient is gathered. Between here and a layer with
+    ``input_layouts=Shard(1)``, a tensor holds ``T / tp`` of the T tokens; every module there that has weights is in
+    the plan as :class:`Sequence`, and so is every module that draws. Korthikanti et al. 2022, "Reducing Activation
+    Recomputation in Large Transformer Models", section 4.2.2.
+
+    Args:
+        dim: the dim of the sequence, default 1. Its size has to be a multiple of the tp size.
+    """
+
+    def __init__(self, *, dim: int = 1) -> None:
+        super().__init__(output_layouts=Replicate(), desired_output_layouts=Shard(dim))
+        self.dim = dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(partial(_check_sequence, self.dim, device_mesh.size()))
+        super()._apply(module, device_mesh)
+        module.register_forward_hook(_without_gaps)
+        return module
+
+
+def _without_gaps(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """A part of a tensor is a view with gaps. A pipeline stage may end here, and torch 2.11 compares strides."""
+    return output.clone(memory_format=torch.contiguous_format)
+
+
+def _check_sequence(dim: int, tp_size: int, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    if output.shape[dim] % tp_size:
+        raise ValueError(
+            f"tp={tp_size} should divide the sequence, but dim {dim} of {type(module).__name__}'s output has "
+            f"{output.shape[dim]} places"
+        )
+
+
+class Sequence(SequenceParallel):
+    """A norm, or a module without weights, that works on this rank's part of the sequence.
+
+    Forward: no communication. Backward: the gradients of the weights, which every rank holds whole, are summed over
+    tp before the optimizer steps. What it draws follows the rule for sharded regions, so ``nn.Dropout`` between
+    sequence-parallel layers is a ``Sequence`` too. Korthikanti et al. 2022, section 4.2.2.
+
+    Args:
+        dim: the dim of the sequence, default 1.
+
+    Examples:
+        .. code-block:: python
+
+            from torch.distributed.tensor import Shard
+            from ignite_ddl.tensor import Column, Row, Sequence, SharedInput, SplitSequence
+
+            plan = {
+                "embed": SplitSequence(),                                     # T tokens -> T / tp
+                "block*.norm[12]": Sequence(),
+                "block*.attention": SharedInput(input_layouts=Shard(1)),      # T / tp -> T
+                "block*.attention.[qkv]": Column(units="n_heads"),
+                "block*.attention.out": Row(output_layouts=Shard(1)),         # T -> T / tp
+                "block*.dropout": Sequence(),
+            }
+    """
+
+    def __init__(self, *, dim: int = 1) -> None:
+        super().__init__(sequence_dim=dim, use_local_output=True)
+
+    def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
+        """Raises a ValueError if the module has weights and is no norm over the last dims."""
+        if any(True for _ in module.parameters()) and not isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            raise ValueError(
+                f"Sequence is for nn.LayerNorm, nn.RMSNorm and modules without weights, but {name!r} is a "
+                f"{type(module).__name__}"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not any(True for _ in module.parameters()):
+            return ShardedRandom()._apply(module, device_mesh)
+        return super()._apply(module, device_mesh)
+
+    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
+        super()._replicate_module_fn(name, module, device_mesh)
+        for parameter in frozen:  # torch lets them train
+            module.get_parameter(parameter).requires_grad_(False)
+
+
+# -------------------------------------------------------------------------------------------------- random numbers
+
+
+class ShardedRandom(ParallelStyle):
+    """A module inside a sharded region draws from a stream of its tp rank, by the rule at the top of this file.
+
+    For dropout between :class:`Column` and :class:`Row`, and for attention's own: without it, all tp ranks would
+    draw one mask for their different features or heads. It moves nothing. In evaluation nothing is drawn.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.tensor import Column, Row, ShardedRandom
+
+            plan = {"up": Column(), "dropout": ShardedRandom(), "down": Row()}
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        tp_rank, entered = device_mesh.get_local_rank(), []
+
+        def enter(module: nn.Module, inputs: Any) -> None:
+            stream = contextlib.ExitStack()
+            if module.training:
+                stream.enter_context(random_stream(draw_seed() + tp_rank))
+            entered.append(stream)
+
+        def leave(*_: Any) -> None:
+            entered.pop().close()
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+        return module
+
+
+def draw_seed() -> int:
+    """A number from the CPU's stream, to seed others with."""
+    return int(torch.randint(2**62, ()))
+
+
+@contextlib.contextmanager
+def random_stream(seed: int) -> Iterator[None]:
+    """Inside, torch draws from a stream of its own, on the CPU and on this rank's device; after it, as before.
+
+    Args:
+        seed: where the stream starts.
+    """
+    generators = [torch.default_generator]
+    if idist.device().type == "cuda":
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    before = [(generator, generator.get_state()) for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
+
+
+def share_random_stream(mesh: Mesh) -> None:
+    """Gives tp and pp peers the random state of their replica's first rank; all ranks call it."""
+    for group, first in ((mesh.tp_group, {"tp": 0}), (mesh.pp_group, {"pp": 0})):
+        source = mesh.rank_at(**(mesh.coordinates(mesh.rank) | first))
+        state = torch.get_rng_state().to(idist.device())
+        dist.broadcast(state, src=source, group=group)
+        torch.set_rng_state(state.cpu())
+        if idist.device().type == "cuda":
+            state = torch.cuda.get_rng_state().to(idist.device())
+            dist.broadcast(state, src=source, group=group)
+            torch.cuda.set_rng_state(state.cpu())
+
+
+# ------------------------------------------------------------------------------------------------------- the loss
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    weight: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """``F.cross_entropy``, also of logits that tp ranks hold by vocabulary, and that are never gathered.
+
+    Cut logits come from a head with ``Column(use_local_output=False)``. Three numbers a row are reduced over tp:
+    its largest logit, its sum of exponentials, the logit of its target (Shoeybi et al. 2019, "Megatron-LM",
+    section 3). The gradient takes no communication. It is torch's ``loss_parallel``, with the gradient computed on
+    the spot, so that ``backward()`` may be called anywhere. Whole logits go to ``F.cross_entropy`` as they are.
+
+    Args:
+        logits: scores of shape (N, C) or (N, C, ...); a DTensor cut along the classes, or a plain tensor.
+        target: class indices of shape (N,) or (N, ...), the same on all tp peers.
+        ignore_index: a target that does not count, default -100.
+        reduction: "mean" (default), "sum" or "none".
+        weight: of each class. For whole logits only.
+        label_smoothing: default 0.0. For whole logits only.
+
+    Returns:
+        Tensor: the loss, a plain tensor that is the same on all tp peers.
+
+    Raises:
+        ValueError: if logits are cut, but not along the classes, or ``target``, ``weight`` or ``label_smoothing``
+            is something that cut logits do not support; nothing has been sent then.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            def losses(local_rank):
+                torch.manual_seed(0)
+                head = ddl.auto_model(torch.nn.Linear(4, 65), {"": ddl.Column(use_local_output=False)})
+                x, target = torch.randn(8, 4), torch.randint(65, (8,))
+                return ddl.cross_entropy(head(x), target).item()
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2, tp=2) as parallel:
+                assert all(abs(loss - losses(0)) < 1e-6 for loss in parallel.run(losses))
+    """
+    if not isinstance(logits, DTensor) or all(placement.is_replicate() for placement in logits.placements):
+        logits = logits.to_local() if isinstance(logits, DTensor) else logits
+        options = {"ignore_index": ignore_index, "reduction": reduction, "weight": weight}
+        return F.cross_entropy(logits, target, **options, label_smoothing=label_smoothing)
+    classes = 1 if logits.ndim > 1 else 0
+    if logits.device_mesh.ndim > 1 or not logits.placements[0].is_shard(classes):
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} should be cut along dim {classes}, the classes, but are cut "
+            f"as {logits.placements}; of (N, T, C) take logits.flatten(0, 1) and target.flatten()"
+        )
+    if label_smoothing:
+        raise ValueError(
+            f"label_smoothing should be 0 for logits that are cut by vocabulary, but given {label_smoothing}; "
+            "it needs the sum of all logits: gather them, by Column(output_layouts=Replicate())"
+        )
+    if weight is not None:
+        raise ValueError(
+            "weight should be None for logits that are cut by vocabulary: gather them, by "
+            "Column(output_layouts=Replicate())"
+        )
+    if target.is_floating_point():
+        raise ValueError(
+            f"target should be class indices for logits that are cut by vocabulary, but given {target.dtype} "
+            "probabilities: gather the logits, by Column(output_layouts=Replicate())"
+        )
+    if target.device.type == "cpu":  # elsewhere it would wait for the device
+        outside = target[((target < 0) | (target >= logits.shape[classes])) & (target != ignore_index)]
+        if len(outside):
+            raise ValueError(
+                f"target should be below the {logits.shape[classes]} classes, but has {int(outside[0])}"
+            )
+    options = {"ignore_index": ignore_index, "reduction": reduction}
+    return _CutCrossEntropy.apply(logits.to_local(), logits._spec, target, options)
+
+
+class _CutCrossEntropy(torch.autograd.Function):
+    """torch's ``loss_parallel`` wants the backward pass under it as well, which is then somebody else's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, spec: Any, target: torch.Tensor, options: dict
+    ) -> torch.Tensor:
+        logits = DTensor.from_local(
+            *(local.detach(), spec.device_mesh, spec.placements),
+            run_check=False,
+            shape=spec.shape,
+            stride=spec.stride,
+        )
+        logits.requires_grad_(ctx.needs_input_grad[0])
+        with torch.enable_grad(), loss_parallel():
+            loss = F.cross_entropy(logits, target, **options)
+            if ctx.needs_input_grad[0]:
+                # A row's gradient holds none of another row, so the gradient of the sum serves "none" too.
+                ctx.save_for_backward(torch.autograd.grad(loss.sum(), logits)[0].to_local())
+        return loss.detach().to_local()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (gradient,), (grad_output,) = ctx.saved_tensors, grad_outputs
+        if grad_output.ndim:
+            grad_output = grad_output.unsqueeze(1)
+        return gradient * grad_output, None, None, None
+
+
+# ------------------------------------------------------------------------------------------------------- the plan
 
 
 def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:

@@ -10,6 +10,8 @@ How each part is seen, while a timeline records and only then:
 - Collectives and messages: the methods of a process group, which ``torch.distributed``, ``idist``, FSDP2 and
   pipelines call, and the operators that DTensor calls; and the time a rank stands still in ``Work.wait``.
 - DDP reduces gradients in C++: its part is the end of a backward pass, when a rank has nothing left to compute.
+- A pipeline's forward and backward passes: the methods of torch's stages, which its schedules call for each
+  microbatch.
 
 Not seen: RPC, a process group's store, and a wait on a ``torch.futures.Future``. Use :meth:`Timeline.span` there.
 """
@@ -32,10 +34,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events
+from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["KINDS", "Record", "Timeline"]
+__all__ = ["KINDS", "Record", "Timeline", "bubble"]
 
 KINDS = (
     "compute",
@@ -43,11 +46,12 @@ KINDS = (
     "idle",  # waiting for another rank
     "data",
     "handlers",  # what an engine does between its steps
-    "forward",  # for spans of your own: parts of compute
-    "backward",
+    "forward",  # what a pipeline computes; the last one, and all four, also for spans of your own
+    "backward",  # with respect to the input, or whole
     "backward_weight",
     "optimizer",
 )
+PASSES = ("forward", "backward", "backward_weight")
 
 # Methods of a ProcessGroup, by whom a rank needs to be done: every rank, the root, or one peer.
 # fmt: off
@@ -84,6 +88,8 @@ class Record(NamedTuple):
         start: seconds; after :meth:`Timeline.merge` since the first record of all ranks.
         end: seconds.
         waits_for: of "idle": the rank that came last. None otherwise.
+        stage: of a pipeline's passes: the stage. None otherwise.
+        microbatch: of a pipeline's passes: the microbatch. None otherwise.
     """
 
     rank: int
@@ -92,6 +98,8 @@ class Record(NamedTuple):
     start: float
     end: float
     waits_for: int | None = None
+    stage: int | None = None
+    microbatch: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -169,7 +177,8 @@ class Timeline:
         self.rank: int | None = 0  # None: merged
         self._machine = _machine()
         self._marks: list[tuple] = []  # (what, when, engine, iteration) from events
-        self._own: list[tuple] = []  # (kind or "launch" or "wait", name, start, end, call)
+        # (kind or "launch" or "wait", name, start, end, call), and of a pipeline's passes stage and microbatch
+        self._own: list[tuple] = []
         self._calls: list[_Call] = []
         self._counts: dict[tuple, int] = defaultdict(int)
         self._users: set[Any] = set()  # the engines that are running, and "with"
@@ -336,6 +345,54 @@ class Timeline:
             totals[record.rank][record.kind] += record.seconds
         return totals
 
+    def actions(self) -> list[list[Record]]:
+        """What the ranks of a pipeline did in each of its training steps.
+
+        A pass is named as torch names the actions of its schedules: stage, letter, microbatch. "2F0" is the forward
+        pass of stage 2 with microbatch 0, "2B0" its backward pass; where a schedule cuts that in two, "2I0" finds
+        the gradients of the inputs and "2W0" those of the weights (on stage 0, which has no inputs to send
+        gradients to, I does nothing and W all). What is communicated inside a pass, by tp or FSDP, is part of it.
+
+        Returns:
+            list: for each step its records: the passes of all ranks (with ``stage`` and ``microbatch``), and, from
+            the first pass to the last, the communication and, once merged, the waiting between them. A first step
+            on batches of a new size also takes what torch spends on setting its stages up: look at later ones.
+
+        Examples:
+            .. code-block:: python
+
+                import ignite_ddl as ddl
+                import torch
+
+                def training(local_rank):
+                    layers = [torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4)]
+                    model = ddl.auto_model(torch.nn.Sequential(*layers), schedule="gpipe", n_microbatches=2)
+                    x = torch.randn(8, 4)
+                    with ddl.Timeline() as timeline:
+                        model.train_step(x, x, torch.nn.functional.mse_loss)
+                    return timeline
+
+                with ddl.Parallel(backend="gloo", nproc_per_node=2, pp=2) as parallel:
+                    timeline = ddl.Timeline.merge(parallel.run(training))
+
+                (step,) = timeline.actions()
+                passes = [record.name for record in step if record.rank == 1 and record.microbatch is not None]
+                assert passes == ["1F0", "1F1", "1B0", "1B1"]
+        """
+        spans, _ = self._spans_and_calls()
+        steps: list[list[Record]] = []
+        first: dict[int, str] = {}  # of each rank: the pass that each of its steps begins with
+        begun: dict[int, int] = defaultdict(int)
+        for record in sorted((span.record for span in spans), key=lambda record: record.start):
+            if record.microbatch is not None:
+                if record.name == first.setdefault(record.rank, record.name):
+                    begun[record.rank] += 1
+                    if begun[record.rank] > len(steps):
+                        steps.append([])
+                steps[begun[record.rank] - 1].append(record)
+        between = [record for record in self.records if record.kind in ("communication", "idle")]
+        return [sorted(step + _between(step, between), key=lambda record: record.start) for step in steps]
+
     def waits(self) -> dict[tuple[int, int], float]:
         """Which rank waits for which: seconds by (waiting rank, rank that came last); after :meth:`merge`."""
         waits: dict[tuple[int, int], float] = defaultdict(float)
@@ -412,7 +469,7 @@ class Timeline:
         origin = min((span.record.start for span in spans), default=0.0)
         # Times in whole nanoseconds, given in microseconds: a child that ends with its parent does so exactly.
         for span in sorted(spans, key=lambda span: (span.record.start, -span.record.end)):
-            rank, kind, name, start, end, waits_for = span.record
+            rank, kind, name, start, end, waits_for, *_ = span.record
             begin, stop = round((start - origin) * 1e9), round((end - origin) * 1e9)
             event = {"ph": "X", "pid": rank, "tid": 0, "name": name, "cat": kind}
             event |= {"ts": begin / 1e3, "dur": (stop - begin) / 1e3}
@@ -441,11 +498,10 @@ class Timeline:
         place = {id(call): number for number, call in enumerate(self._calls)}
         spans = [_Span(record) for record in self._records_of_marks()]
         last: dict[int, int] = {}  # of each call: where its span is
-        for what, name, start, end, call in list(self._own):
+        for what, name, start, end, call, *of_pass in list(self._own):
             number = place.get(id(call))
-            record = Record(
-                self.rank, "communication" if what in ("launch", "wait") else what, name, start, end
-            )
+            kind = "communication" if what in ("launch", "wait") else what
+            record = Record(self.rank, kind, name, start, end, None, *of_pass)
             if what == "wait" and number in last and start - spans[last[number]].record.end < JOIN_SECONDS:
                 record = record._replace(start=spans[last[number]].record.start)
                 spans[last[number]] = _Span(record, number)
@@ -503,6 +559,57 @@ class Timeline:
 
 
 # ------------------------------------------------------------------------------------- records of several ranks
+
+
+def bubble(records: Iterable[Record]) -> dict[int, float]:
+    """The share of a pipeline step in which each rank computes nothing.
+
+    1 − (its passes) / (the step), the step being from the first pass of any rank to the end of the last; sending,
+    receiving and waiting are all bubble. For GPipe and 1F1B on p ranks with m microbatches of equal time, with free
+    transfers, it is (p − 1) / (m + p − 1): Huang et al. 2019, "GPipe", section 2.3; Narayanan et al. 2021,
+    "Efficient large-scale language model training on GPU clusters using Megatron-LM", section 2.2.
+
+    Args:
+        records: of one step: of ``timeline.actions()``, or simulated.
+
+    Returns:
+        dict: rank to share, between 0 and 1.
+
+    Raises:
+        ValueError: if there is no pass among the records.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.timeline import Record, bubble
+
+            step = [Record(0, "forward", "0F0", 0.0, 1.0), Record(1, "forward", "1F0", 1.0, 2.0)]
+            step += [Record(1, "backward", "1B0", 2.0, 4.0), Record(0, "backward", "0B0", 4.0, 6.0)]
+            assert bubble(step) == {0: 0.5, 1: 0.5}                    # p = 2, m = 1: (p − 1) / (m + p − 1)
+    """
+    passes = [record for record in records if record.kind in PASSES]
+    if not passes:
+        raise ValueError("records should hold passes of a pipeline, forward or backward, but hold none")
+    whole = max(record.end for record in passes) - min(record.start for record in passes)
+    busy: dict[int, float] = defaultdict(float)
+    for record in passes:
+        busy[record.rank] += record.end - record.start
+    return {rank: 1 - busy[rank] / whole for rank in sorted(busy)}
+
+
+def _between(passes: list[Record], records: list[Record]) -> list[Record]:
+    """Those of the records that are in the time of the passes and not inside one of their own rank."""
+    start, end = min(record.start for record in passes), max(record.end for record in passes)
+    taken = []
+    for record in records:
+        inside = (p for p in passes if p.rank == record.rank)
+        if (
+            record.end > start
+            and record.start < end
+            and not any(p.start <= record.start and record.end <= p.end for p in inside)
+        ):
+            taken.append(record._replace(start=max(start, record.start), end=min(end, record.end)))
+    return taken
 
 
 def _flatten(records: list[Record]) -> Iterator[Record]:
@@ -625,6 +732,8 @@ def _install() -> None:
     _replace(DistributedDataParallel, "_pre_forward", _watched_pre_forward)
     _replace(DistributedDataParallel, "_post_forward", _watched_post_forward)
     _replace(dist, "_broadcast_coalesced", _watched_buffers)
+    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+        _replace(_PipelineStageBase, name, functools.partial(_watched_pass, name))
     library = _hooks.enter_context(torch.library._scoped_library("_c10d_functional", "IMPL"))
     for name in (*_OPERATORS, "wait_tensor"):
         if hasattr(torch.ops._c10d_functional, name):
@@ -827,3 +936,29 @@ def _watch_end_of_backward(group: dist.ProcessGroup, _: torch.Tensor) -> None:
         queue(after)
 
     queue(before)
+
+
+def _watched_pass(name: str, method: Callable) -> Callable:
+    """A pass of a pipeline's stage with one microbatch, named as torch names its actions."""
+    kind = {"forward_one_chunk": "forward", "backward_one_chunk": "backward"}.get(name, "backward_weight")
+
+    def watched(stage: Any, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        letter = kind[0].upper() if kind != "backward_weight" else "W"
+        if not kwargs.get("full_backward", True):
+            letter = "I"
+        start = _settled()
+        try:
+            return method(stage, microbatch, *args, **kwargs)
+        finally:
+            end, of_pass = _settled(), (stage.stage_index, microbatch)
+            for timeline in _watching:
+                timeline._own.append((kind, f"{of_pass[0]}{letter}{microbatch}", start, end, None, *of_pass))
+
+    return watched
+
+
+def _settled() -> float:
+    """Now, once the device is done if a timeline wants that."""
+    if any(timeline.synchronize for timeline in _watching):
+        torch.accelerator.synchronize()
+    return now()

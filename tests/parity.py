@@ -5,7 +5,8 @@ the loss of every iteration, every gradient of the first step and the weights af
 largest difference may be 1e-12. Cases that a schedule cannot do right must be refused on each rank by itself,
 before anything is sent, and deliberately wrong variants must be off by more than 1e-3.
 
-Dropout and BatchNorm are not in here yet: their reference has to replay the split and the random numbers.
+Where a model drops, the reference replays the split and the rule for random numbers of ignite_ddl/tensor.py, in
+code of its own. BatchNorm is not in here: its statistics are those of a rank's rows.
 
     python tests/parity.py            the whole table
     python tests/parity.py tied zbv   the cases whose line has all these words
@@ -29,13 +30,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ignite.engine import Events
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
 from ignite_ddl import auto
-from ignite_ddl.lab import CNN, MLP
+from ignite_ddl.lab import CNN, GPT, MLP
 
 TOLERANCE = 1e-12  # never loosened
 CLEARLY_WRONG = 1e-3  # what a wrong variant must exceed, so that the comparison is seen to be able to fail
@@ -117,7 +118,7 @@ GPT_PLAN = {
     "embed.token": ddl.Row(input_layouts=Replicate()),  # by vocabulary, as the head is: they may be tied
     "head.out": ddl.Column(output_layouts=Replicate()),
 }
-MLP_PLAN = {"linear[13]": ddl.Column(), "linear[24]": ddl.Row()}
+MLP_PLAN = MLP(6, 8, 4, layers=4).tensor_plan
 
 
 def words(rows, generator):
@@ -133,6 +134,18 @@ def points(*shape, classes=4):
     return make
 
 
+UNEVEN_WORDS, EVEN_LENGTH = 65, 8  # a vocabulary that no tp axis divides, a length that 2 and 4 do
+
+
+def lines(rows, generator):
+    ids = torch.randint(UNEVEN_WORDS, (rows, EVEN_LENGTH + 1), generator=generator)
+    return TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+
+
+def lab_gpt(dropout=0.0):
+    return GPT(UNEVEN_WORDS, EVEN_LENGTH, WIDTH, HEADS, n_blocks=2, dropout=dropout)
+
+
 def sequences(rows, generator):
     return TensorDataset(
         torch.randn(rows, 4, 6, generator=generator), torch.randn(rows, 4, 6, generator=generator)
@@ -144,6 +157,8 @@ def sequence_parallel():
     return nn.Sequential(OrderedDict(up=nn.Linear(6, 8), norm=nn.LayerNorm(8), down=nn.Linear(8, 6)))
 
 
+CNN_OUT_PLAN = {"conv2": ddl.OutputChannels(), "linear": ddl.Row()}  # a channel's features are neighbours
+CNN_IN_PLAN = {"conv2": ddl.InputChannels(whole_input=True)}
 SHARED_PLAN = {"[24]": ddl.Column(output_layouts=Replicate())}  # two names of one module
 SEQUENCE_PLAN = {
     "up": ddl.Column(output_layouts=Shard(1), use_local_output=False),
@@ -156,10 +171,16 @@ def word_loss(output, target):
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+def cut_loss(output, target):
+    return ddl.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
 # name: model, data, loss, tensor plan
 MODELS = {
     "mlp": (lambda: MLP(6, 8, 4, layers=4), points(2, 3), F.cross_entropy, MLP_PLAN),  # begins with a Flatten
-    "cnn": (lambda: CNN(channels=2, out_features=4), points(1, 28, 28), F.cross_entropy, {}),
+    "cnn": (lambda: CNN(channels=4, out_features=4), points(1, 28, 28), F.cross_entropy, CNN.tensor_plan),
+    "cnn out": (lambda: CNN(channels=4, out_features=4), points(1, 28, 28), F.cross_entropy, CNN_OUT_PLAN),
+    "cnn in": (lambda: CNN(channels=4, out_features=4), points(1, 28, 28), F.cross_entropy, CNN_IN_PLAN),
     "gpt": (gpt, words, word_loss, GPT_PLAN),
     "gpt tied": (lambda: gpt(tied=True), words, word_loss, GPT_PLAN),
     "gpt8": (lambda: gpt(blocks=6), words, word_loss, GPT_PLAN),
@@ -168,7 +189,14 @@ MODELS = {
     "linears": (lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), sequences, F.mse_loss, {}),
     "sequence": (sequence_parallel, sequences, F.mse_loss, SEQUENCE_PLAN),
     "shared layers": (shared_layers, points(6), F.cross_entropy, SHARED_PLAN),
+    # The lab's GPT: tied, 65 words.
+    "lab gpt": (lab_gpt, lines, word_loss, GPT.tensor_plan),
+    "lab gpt cut": (lab_gpt, lines, cut_loss, GPT.cut_logits_plan),
+    "lab gpt seq": (lab_gpt, lines, cut_loss, GPT.sequence_plan),
+    "dropout": (lambda: lab_gpt(dropout=0.3), lines, word_loss, GPT.tensor_plan),
+    "dropout seq": (lambda: lab_gpt(dropout=0.3), lines, cut_loss, GPT.sequence_plan),
 }
+DROPPING = ("dropout", "dropout seq")
 
 # ------------------------------------------------------------------------------------------------------- cases
 
@@ -239,6 +267,13 @@ def test_cases():
         Case("bare Linear stages on 3-D input", pp=2, model="linears", schedule="zbv"),
         Case("tied, uneven, max_norm, ranks without rows", dp=2, pp=2, tp=2, model="gpt tied", max_norm=0.1,
              **NO_ROWS),
+        Case("convolution by output and input channels, uneven", tp=2, model="cnn", max_norm=0.1, **UNEVEN),
+        Case("dropout, one mask for all heads", tp=2, model="dropout", wrong="no ShardedRandom"),
+        Case("65 words, tied, logits never whole, uneven", tp=4, model="lab gpt cut", max_norm=0.1, **UNEVEN),
+        Case("dropout, sequence parallel, first layer frozen", tp=4, model="dropout seq", frozen=FIRST_LAYER),
+        Case("dropout, sequence parallel, uneven", dp=2, tp=2, model="dropout seq", max_norm=0.1, **UNEVEN),
+        Case("dropout by stage and microbatch", dp=2, pp=2, tp=2, model="dropout", n_microbatches=2,
+             split=(2, 2)),
         Case("tied, uneven, accumulation", dp=2, pp=2, tp=2, model="gpt tied", schedule="interleaved_1f1b",
              shard=True, accumulation=2, **UNEVEN),
     ]  # fmt: skip
@@ -272,6 +307,40 @@ def all_cases():
         add("tied, max_norm", tp=tp, model="gpt tied", max_norm=0.1)
         add("first layer frozen", tp=tp, frozen=FIRST_LAYER)
         add("tied embedding frozen", tp=tp, model="gpt tied", frozen=FIRST_LAYER)
+    for axes in ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 2, "shard": True}):
+        for model in ("cnn", "cnn out", "cnn in"):
+            add("uneven, max_norm", model=model, max_norm=0.1, **axes, **UNEVEN)
+            add(
+                "first convolution frozen, accumulation",
+                model=model,
+                frozen=("conv1.*",),
+                accumulation=2,
+                **axes,
+            )
+        for model in ("lab gpt", "lab gpt cut", "lab gpt seq"):
+            add("65 words, tied, uneven", model=model, **axes, **UNEVEN)
+            add("65 words, tied, max_norm, accumulation", model=model, max_norm=0.1, accumulation=2, **axes)
+            add(
+                "65 words, norms and position frozen",
+                model=model,
+                frozen=("*.norm*", "embed.position"),
+                **axes,
+            )
+        for model in DROPPING:
+            add("dropout, uneven, max_norm ", model=model, max_norm=0.1, **axes, **UNEVEN)
+    add("ranks without rows", dp=2, tp=2, model="lab gpt seq", **NO_ROWS)
+    add("ranks without rows, max_norm", dp=2, tp=2, model="cnn", max_norm=0.1, **NO_ROWS)  # else it diverges
+    add("65 words, tied, uneven", pp=2, tp=2, model="lab gpt", **UNEVEN)
+    add("65 words, tied, uneven", pp=2, tp=2, model="lab gpt cut", schedule="zbv", **UNEVEN)
+    add("65 words, tied, uneven", pp=2, tp=2, model="lab gpt seq", schedule="zbv", max_norm=0.1, **UNEVEN)
+    add("dropout, a stream for each rank", tp=2, model="dropout", wrong="streams not shared")
+    add("dropout, one mask for all tokens", tp=2, model="dropout seq", wrong="no ShardedRandom")
+    add("convolution by input channels", tp=2, model="cnn in", wrong="bias once a rank")
+    for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zbv", "interleaved_zero_bubble"):
+        stages = (2, 2) if schedule in ("gpipe", "1f1b") else (1, 1, 1, 1)
+        halves = {"schedule": schedule, "split": stages, "n_microbatches": 4}
+        add("dropout by stage and microbatch", pp=2, model="dropout", **halves)
+        add("dropout by stage and microbatch", pp=2, tp=2, model="dropout seq", **halves)
     add("local norm", tp=2, wrong="clipped by the local norm", max_norm=0.1)
     add("gradients summed over dp", dp=2, wrong="sum over dp")
     for schedule in ALL:
@@ -377,11 +446,16 @@ def _train_plainly(case):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     names = dict(model.named_parameters(remove_duplicate=False))
     losses, norms, gradients, done = [], [], {}, 0
+    # What the ranks of a replica draw from: its first rank's stream, see `train`.
+    streams = [_seeded(FIRST_SEED + replica * case.tp) for replica in range(case.dp)]
+    if case.model in DROPPING and case.tp > 1:
+        _draw_by_tp_rank(case, model)
     while done < STEPS:
         seen = []
         for x, y in loader:
             seen.append(len(x))
-            loss = loss_fn(model(x), y)
+            drops = case.model in DROPPING
+            loss = _loss_by_the_rule(case, model, x, y, streams) if drops else loss_fn(model(x), y)
             (loss / case.accumulation).backward()
             losses.append(loss.item())
             if len(losses) % case.accumulation == 0:
@@ -397,6 +471,71 @@ def _train_plainly(case):
         else:
             assert sum(seen) == case.rows  # the loader drops nothing in one process either
     return Trained(losses, norms, gradients, {n: p.detach().clone() for n, p in names.items()})
+
+
+# ------------------------------------------------------------------------------- one process, replaying the rule
+
+FIRST_SEED = (
+    7  # every rank seeds itself with this and its rank: auto_model has to make a replica's ranks alike
+)
+
+
+def _seeded(seed):
+    return torch.Generator().manual_seed(seed).get_state()
+
+
+def _loss_by_the_rule(case, model, x, y, streams):
+    """The mean loss of a batch; each replica has its stream, and so has each microbatch of each stage."""
+    loss_fn, total = MODELS[case.model][2], 0.0
+    layers = list(model.children())
+    stages, start = [], 0
+    for size in case.split or [len(layers)]:
+        stages.append(nn.Sequential(*layers[start : start + size]))
+        start += size
+    for replica in range(case.dp):
+        rows = slice(*auto.part(len(x), replica, case.dp))
+        torch.set_rng_state(streams[replica])
+        if case.pp == 1:
+            total += loss_fn(model(x[rows]), y[rows]) * len(x[rows]) / len(x)
+        else:
+            number = int(torch.randint(2**62, ()))
+            after = torch.get_rng_state()
+            parts = zip(x[rows].chunk(case.n_microbatches), y[rows].chunk(case.n_microbatches), strict=True)
+            for microbatch, (hidden, target) in enumerate(parts):
+                for index, stage in enumerate(stages):
+                    torch.manual_seed(number + 2**20 * index + microbatch)
+                    hidden = stage(hidden)
+                total += loss_fn(hidden, target) * len(target) / len(x)
+            torch.set_rng_state(after)
+        streams[replica] = torch.get_rng_state()
+    return total
+
+
+class _ByTpRank(nn.Module):
+    """What the tp ranks make of a module in a sharded region, one after the other."""
+
+    def __init__(self, module, dim, tp):
+        super().__init__()
+        self.module, self.dim, self.tp = module, dim, tp
+
+    def forward(self, *inputs):
+        number, outputs = int(torch.randint(2**62, ())), []
+        after = torch.get_rng_state()
+        for tp_rank, parts in enumerate(zip(*(t.chunk(self.tp, self.dim) for t in inputs), strict=True)):
+            torch.manual_seed(number + tp_rank)
+            outputs.append(self.module(*parts))
+        torch.set_rng_state(after)
+        return torch.cat(outputs, self.dim)
+
+
+def _draw_by_tp_rank(case, model):
+    for name, block in model.named_children():
+        if name.startswith("block"):
+            block.attention.mix = _ByTpRank(
+                block.attention.mix, 1, case.tp
+            )  # (N, H, T, D / n_heads), by heads
+            if case.model == "dropout seq":
+                block.dropout = _ByTpRank(block.dropout, 1, case.tp)  # (N, T, D), by tokens
 
 
 # ---------------------------------------------------------------------------------------------------- on ranks
@@ -416,13 +555,19 @@ def train(case):
     """This rank's part, through ddl's public names. Wrong variants replace one thing each."""
     model, loader, loss_fn = build_model(case), build_loader(case), MODELS[case.model][2]
     names = list(model.state_dict())
-    cutting = auto.apply_plan
+    if case.model in DROPPING:
+        torch.manual_seed(FIRST_SEED + ddl.get_mesh().rank)
+    before = auto.apply_plan, auto.share_random_stream
     if case.wrong == "untied over tp":
         auto.apply_plan = _cut_without_tying
+    if case.wrong == "streams not shared":
+        auto.share_random_stream = lambda mesh: None
     try:
         model = _cut(case, model)
     finally:
-        auto.apply_plan = cutting
+        auto.apply_plan, auto.share_random_stream = before
+    if case.wrong == "bias once a rank":
+        type(model.conv2)._conv_forward = _add_bias_on_each_rank
     if case.wrong == "untied over pp":
         model.shared = []
     optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
@@ -462,6 +607,12 @@ def _cut_without_tying(model, styles, tp_mesh):
         parallelize_module(model.get_submodule(name), tp_mesh, style)
 
 
+def _add_bias_on_each_rank(self, x, weight, bias):
+    part = F.conv2d(x, weight.to_local(), bias.to_local(), padding=1)
+    total = DTensor.from_local(part, weight.device_mesh, [Partial()], run_check=False)
+    return total.redistribute(placements=[Replicate()]).to_local()
+
+
 def _clip_locally(model, max_norm):
     local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
     norm = torch.stack([g.square().sum() for g in local]).sum().sqrt()
@@ -480,7 +631,10 @@ def refusal(case):
 
 def _cut(case, model):
     options = {"schedule": case.schedule, "n_microbatches": case.n_microbatches, "split": case.split}
-    return ddl.auto_model(model, MODELS[case.model][3], shard=case.shard, **options)
+    plan = MODELS[case.model][3]
+    if case.wrong == "no ShardedRandom":
+        plan = {name: style for name, style in plan.items() if not name.endswith((".mix", ".dropout"))}
+    return ddl.auto_model(model, plan, shard=case.shard, **options)
 
 
 def _each_alone(attempt):

@@ -461,7 +461,7 @@ REFUSED = [
     ({"split": [0, 5]}, "split should name the layers"),
     ({"split": [2, 2]}, "split should name the layers of each of 2 stages, at least one each, 5 in all"),
     ({"find_unused_parameters": True}, "find_unused_parameters are for DDP, but the mesh is"),
-    ({"model": "listed"}, "model should be an nn.Sequential under pp=2, but given Listed"),
+    ({"model": "listed"}, "model should be an nn.Sequential under pp, but given Listed"),
     ({"model": "short", "schedule": "zbv"}, "a model of 3 layers cannot be cut into 4 stages"),
     (
         {"schedule": "zbv", "split": [2, 1, 1, 1]},

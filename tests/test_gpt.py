@@ -104,13 +104,11 @@ def test_it_is_a_row_of_layers_that_can_be_cut():
 def test_the_plan_reaches_all_linear_layers_and_refuses_to_cut_heads():
     model = GPT(**SIZES)
     layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
-    assert set(check_plan(model, GPT.tensor_plan, 4)) == layers
+    for plan in (GPT.tensor_plan, GPT.cut_logits_plan, GPT.sequence_plan):
+        assert set(check_plan(model, plan, 4)) > layers
     with pytest.raises(ValueError, match="tp=8 should divide the 4 n_heads of 'block0.attention.q'"):
         check_plan(model, GPT.tensor_plan, 8)
-    with pytest.raises(
-        ValueError, match="tp=4 should divide the 22 entries of the vocabulary of 'embed.token'"
-    ):
-        check_plan(GPT(**SIZES | {"vocabulary_size": 22}), GPT.tensor_plan, 4)
+    check_plan(GPT(**SIZES | {"vocabulary_size": 65}), GPT.tensor_plan, 4)  # the vocabulary may be uneven
 
 
 def test_dropout_is_off_unless_asked_for():

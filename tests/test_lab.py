@@ -1,6 +1,7 @@
 """ignite_ddl.lab: torchvision beside any torch, Fashion-MNIST, the two small models."""
 
 import contextlib
+import doctest
 import gzip
 import hashlib
 import pickle
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -422,3 +424,70 @@ def one_thread():
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+# ---- delays, saved bytes
+
+
+def seconds_of(act):
+    start = time.perf_counter()
+    result = act()
+    return time.perf_counter() - start, result
+
+
+def test_a_delay_takes_its_time_forward_and_backward_and_changes_nothing():
+    delay = lab.Delay(forward=0.02, backward=0.03, backward_weight=0.04)
+    x, gradient = torch.randn(3, 2, requires_grad=True), torch.randn(3, 2)
+    forward, y = seconds_of(lambda: delay(x))
+    backward, _ = seconds_of(lambda: y.backward(gradient))
+    assert forward >= 0.02
+    assert backward >= 0.03 + 0.04
+    assert torch.equal(y, x)
+    assert torch.equal(x.grad, gradient)
+    assert delay.weight.grad.item() == 0
+    parts = [seconds_of(lambda t=t: torch.autograd.grad(delay(x).sum(), t))[0] for t in (x, delay.weight)]
+    assert parts[0] >= 0.02 + 0.03
+    assert parts[1] >= 0.02 + 0.04
+    with torch.no_grad():
+        assert delay(x) is x
+
+
+def test_a_delay_may_be_per_row_and_has_a_weight_only_where_that_takes_time():
+    delay = lab.Delay(forward=0.01, per_row=True)
+    start = time.perf_counter()
+    delay(torch.zeros(4, 2))
+    assert time.perf_counter() - start >= 0.04
+    assert list(delay.parameters()) == []
+    assert repr(delay) == "Delay(forward=0.01, backward=0, backward_weight=0, per_row=True)"
+    with pytest.raises(ValueError, match="backward is -1; it has to be a time of at least 0 seconds"):
+        lab.Delay(backward=-1)
+
+
+def test_saved_bytes_are_counted_once_and_until_their_backward_pass():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU())
+    x, row = torch.randn(6, 8), 8 * 4
+    with lab.SavedBytes(layers) as saved:
+        first, second = layers(x[:2]), layers(x[2:])
+        # x, of which a microbatch counts its own rows, and the outputs of tanh and relu
+        assert saved.now == saved.peak == 6 * 3 * row
+        first.sum().backward()
+        assert saved.now == 4 * 3 * row
+        third = layers(x[:2])
+        assert saved.peak == 6 * 3 * row
+        second.sum().backward()
+        third.sum().backward()
+        assert saved.now == 0
+        saved.reset()
+        assert saved.peak == 0
+        layers(x)  # and thrown away
+        assert (saved.now, saved.peak) == (0, 6 * 3 * row)
+    layers(x)
+    assert saved.peak == 6 * 3 * row  # outside nothing is counted
+
+
+@pytest.mark.parametrize("thing", [lab.Delay, lab.SavedBytes])
+def test_the_examples_of_delays_and_saved_bytes_run(thing):
+    [example] = [
+        test for test in doctest.DocTestFinder().find(thing) if test.examples and test.name == thing.__name__
+    ]
+    assert doctest.DocTestRunner().run(example).failed == 0

@@ -164,7 +164,7 @@ def test_rows_that_cannot_be_made_equal():
     [
         (
             {"model": nn.ModuleList([nn.Linear(2, 2)] * 2)},
-            "model should be an nn.Sequential under pp=2, but given Mod",
+            "model should be an nn.Sequential under pp, but given Mod",
         ),
         ({"model": layers(1)}, "a model of 1 layers cannot be cut into 2 stages"),
         (

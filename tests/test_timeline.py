@@ -11,11 +11,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.handlers import BasicTimeProfiler, HandlersTimeProfiler
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import ignite_ddl as ddl
 from ignite_ddl import timeline as module
-from ignite_ddl.timeline import KINDS, Record, Timeline
+from ignite_ddl.timeline import KINDS, PASSES, Record, Timeline, bubble
 
 DELAY = 0.06  # seconds of a sleep; on a loaded machine one takes longer, never shorter
 SLACK = 0.5  # what a loaded machine may add to the delays of a test; nothing may be below them
@@ -53,7 +54,8 @@ def patiently(test):
 def waited(timeline, rank, late):
     """Checks what a rank waited for another against what both did: they went through the same collectives."""
     totals, waits = timeline.totals(), timeline.waits()
-    busy = {r: sum(totals[r].get(kind, 0) for kind in ("compute", "data", "handlers")) for r in (rank, late)}
+    working = ("compute", "data", "handlers", *PASSES)
+    busy = {r: sum(totals[r].get(kind, 0) for kind in working) for r in (rank, late)}
     expected = busy[late] + totals[late]["idle"] - busy[rank]
     assert abs(totals[rank]["idle"] - expected) < 0.15
     assert busy[late] >= busy[rank] + DELAY
@@ -435,7 +437,77 @@ def test_a_pipeline_stage_waits_for_the_one_before_it():
         timeline = Timeline.merge(parallel.run(pipeline))
     # 2 steps of 2 microbatches each: stage 1 waits for each forward pass of stage 0.
     assert waited(timeline, 1, late=0) > DELAY
-    assert timeline.totals()[0]["compute"] >= 0.98 * 4 * DELAY
+    assert timeline.totals()[0]["forward"] >= 0.98 * 4 * DELAY
+
+
+# ------------------------------------------------------------------------------------------- a pipeline's passes
+
+
+def test_the_bubble_is_what_the_passes_leave_empty():
+    step = [
+        Record(0, "forward", "0F0", 1.0, 2.0), Record(1, "forward", "1F0", 2.0, 3.5),
+        Record(1, "backward", "1I0", 3.5, 4.0), Record(1, "backward_weight", "1W0", 4.5, 5.0),
+        Record(0, "backward", "0B0", 5.0, 6.0),
+        Record(0, "communication", "recv", 2.0, 4.0), Record(1, "idle", "", 0.0, 1.0), Record(2, "compute", "", 0, 9),
+    ]  # fmt: skip
+    assert bubble(step) == pytest.approx({0: 1 - 2.0 / 5, 1: 1 - 2.5 / 5})
+    assert bubble(iter(step[:1])) == {0: 0.0}
+    with pytest.raises(
+        ValueError, match="records should hold passes of a pipeline, forward or backward, but hold no"
+    ):
+        bubble(step[-3:])
+
+
+def test_steps_are_told_apart_whatever_their_number_of_microbatches():
+    timeline = Timeline()
+    names = ["0F0", "0F1", "0B0", "0B1", "0F0", "0B0", "0F0", "0F1", "0F2", "0B0", "0B1", "0B2"]
+    for at, name in enumerate(names):
+        kind = "forward" if name[1] == "F" else "backward"
+        timeline._own.append((kind, name, at, at + 0.5, None, 0, int(name[2])))
+        timeline._own.append(("communication", "between", at + 0.6, at + 0.9, None))
+        timeline._own.append(("communication", "inside", at + 0.1, at + 0.2, None))
+    for read in (timeline, pickle.loads(pickle.dumps(timeline)), Timeline.merge([timeline])):
+        steps = read.actions()
+        assert [[r.name for r in step if r.microbatch is not None] for step in steps] == [
+            names[:4], names[4:6], names[6:]
+        ]  # fmt: skip
+        assert [[r.name for r in step if r.microbatch is None] for step in steps] == [
+            ["between"] * 3, ["between"], ["between"] * 5
+        ]  # fmt: skip
+    assert Timeline().actions() == []
+
+
+def by_hand(local_rank):
+    """torch's own stages and schedule, without ddl.auto_model."""
+    stage = PipelineStage(torch.nn.Linear(4, 4), local_rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+    x = torch.zeros(4, 4)
+    step = (
+        functools.partial(schedule.step, x) if local_rank == 0 else functools.partial(schedule.step, target=x)
+    )
+    step()
+    before = PipelineStage.forward_one_chunk
+    with Timeline() as timeline:
+        step()
+        assert PipelineStage.forward_one_chunk is not before
+    assert PipelineStage.forward_one_chunk is before
+    step()
+    return timeline
+
+
+def test_a_pipeline_written_by_hand_is_seen_too_and_only_while_recording(tmp_path):
+    [step] = Timeline.merge(timelines := on_ranks(2, by_hand)).actions()
+    assert len(timelines[0].actions()) == 1
+    for rank in range(2):
+        passes = [
+            (r.name, r.kind, r.stage, r.microbatch) for r in step if r.rank == rank and r.kind in PASSES
+        ]
+        assert passes == [
+            (f"{rank}F0", "forward", rank, 0), (f"{rank}F1", "forward", rank, 1),
+            (f"{rank}B0", "backward", rank, 0), (f"{rank}B1", "backward", rank, 1),
+        ]  # fmt: skip
+    path = Timeline.merge(timelines).to_chrome(tmp_path / "trace.json")
+    assert {"0F0", "1B1"} <= {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
 
 
 def hybrid(local_rank):

@@ -10,10 +10,10 @@ from collections import OrderedDict
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from ignite_ddl.lab.models import _check_counts, _take
-from ignite_ddl.tensor import Column, Row
+from ignite_ddl.tensor import Column, Row, Sequence, ShardedRandom, SharedInput, SplitSequence
 
 
 class Embedding(nn.Module):
@@ -34,10 +34,22 @@ class Embedding(nn.Module):
         return self.token(ids) + self.position[: ids.shape[1]]  # (N, T, D)
 
 
+class Heads(nn.Module):
+    """What each head does with its queries, keys and values; dropout sets some of its weights to zero."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q, k, v):  # (N, H, T, D / n_heads) each
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+
+
 class Attention(nn.Module):
     """Each token takes what it needs from the tokens before it, once per head."""
 
-    def __init__(self, width, n_heads):
+    def __init__(self, width, n_heads, dropout):
         super().__init__()
         self.n_heads = n_heads
         self.head_width = width // n_heads
@@ -45,11 +57,12 @@ class Attention(nn.Module):
         self.q = nn.Linear(width, width)
         self.k = nn.Linear(width, width)
         self.v = nn.Linear(width, width)
+        self.mix = Heads(dropout)
         self.out = nn.Linear(width, width)
 
     def forward(self, x):  # (N, T, D)
         q, k, v = (self.heads(layer(x)) for layer in (self.q, self.k, self.v))  # (N, H, T, D / n_heads) each
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (N, H, T, D / n_heads)
+        y = self.mix(q, k, v)  # (N, H, T, D / n_heads)
         return self.out(y.transpose(1, 2).flatten(2))  # (N, T, D)
 
     def heads(self, x):  # (N, T, H · D / n_heads), with the H of this rank
@@ -62,7 +75,7 @@ class Block(nn.Module):
     def __init__(self, width, n_heads, dropout):
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, n_heads)
+        self.attention = Attention(width, n_heads, dropout)
         self.norm2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
@@ -91,19 +104,22 @@ class GPT(nn.Sequential):
     The weights come from torch's random stream: call `torch.manual_seed` first where they must be the same.
 
     Args:
-        vocabulary_size: Number of tokens; the tp axis has to divide it.
+        vocabulary_size: Number of tokens; the tp axis need not divide it.
         length: Longest row, in tokens. Default: 64.
         width: Numbers per token. Default: 128, which makes 0.8 million parameters with four blocks.
         n_heads: Attention heads per block; it divides ``width``, and the tp axis divides it. Default: 4.
         n_blocks: Number of blocks; the model has ``n_blocks + 2`` layers to be cut into stages. Default: 4.
         tied: Whether the head uses the embedding's weight. Default: True.
-        dropout: Share of each block's additions that training sets to zero. On a mesh, tp peers have to draw the
-            same: give them the same seed. Default: 0.0.
+        dropout: Share of the attention weights and of each block's additions that training sets to zero; how the
+            ranks of a mesh draw is said in ``ignite_ddl.tensor``. Default: 0.0.
 
     Attributes:
         tensor_plan: How the tp axis cuts it, for ``ddl.auto_model(model, GPT.tensor_plan)``: attention by heads,
             the middle of a block by columns, embedding and head by vocabulary, so that they stay tied; logits
             are whole on every rank.
+        cut_logits_plan: The same, but logits stay cut by vocabulary, for ``ddl.cross_entropy`` as the loss.
+        sequence_plan: The same as cut_logits_plan, and between the layers that are cut each tp rank has its part of
+            the tokens. The tp axis has to divide the tokens of a row.
 
     Returns:
         Of its forward: logits of shape (N, T, vocabulary_size), for ids of shape (N, T) with T ≤ ``length``.
@@ -121,12 +137,26 @@ class GPT(nn.Sequential):
     """
 
     tensor_plan = {
-        "embed.token": Row(input_layouts=Replicate()),  # a rank knows some tokens; the sum knows all
+        "embed.token": Row(),  # a rank knows some tokens; the sum knows all
+        "block*.attention": SharedInput(),  # q, k and v read one input: its gradient is summed once
         "block*.attention.[qkv]": Column(units="n_heads"),
+        "block*.attention.mix": ShardedRandom(),  # each rank drops weights of its own heads
         "block*.attention.out": Row(),
         "block*.up": Column(),
         "block*.down": Row(),
         "head.out": Column(output_layouts=Replicate()),
+    }
+    cut_logits_plan = tensor_plan | {"head.out": Column(use_local_output=False)}
+    sequence_plan = tensor_plan | {
+        "embed": SplitSequence(),  # T tokens -> T / tp
+        "block*.norm[12]": Sequence(),
+        "block*.attention": SharedInput(input_layouts=Shard(1)),  # T / tp -> T
+        "block*.attention.out": Row(output_layouts=Shard(1)),  # T -> T / tp
+        "block*.dropout": Sequence(),
+        "block*.up": Column(input_layouts=Shard(1)),
+        "block*.down": Row(output_layouts=Shard(1)),
+        "head.norm": Sequence(),
+        "head.out": Column(input_layouts=Shard(1), use_local_output=False),
     }
 
     def __init__(self, vocabulary_size, length=64, width=128, n_heads=4, n_blocks=4, tied=True, dropout=0.0):

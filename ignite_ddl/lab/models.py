@@ -8,6 +8,9 @@ The weights come from torch's random stream: call `torch.manual_seed` first wher
 from collections import OrderedDict
 
 from torch import nn
+from torch.distributed.tensor import Replicate
+
+from ignite_ddl.tensor import Column, InputChannels, OutputChannels, Row
 
 
 class MLP(nn.Sequential):
@@ -18,6 +21,10 @@ class MLP(nn.Sequential):
         hidden: Width of each layer but the last. Default: 128.
         out_features: Number of classes. Default: 10.
         layers: Number of linear layers, at least 1. Default: 2.
+
+    Attributes:
+        tensor_plan: How the tp axis cuts it: linear layers in pairs, by columns and then by rows; a layer without
+            a partner stays whole. The class's own is that of two layers, a model's is that of its number.
 
     Returns:
         Of its forward: logits of shape (N, out_features), for an input of shape (N, ...) that flattens to
@@ -33,6 +40,8 @@ class MLP(nn.Sequential):
         torch.Size([5, 10])
     """
 
+    tensor_plan = {"linear1": Column(), "linear2": Row()}
+
     def __init__(self, in_features=784, hidden=128, out_features=10, layers=2):
         _check_counts(in_features=in_features, hidden=hidden, out_features=out_features, layers=layers)
         modules = OrderedDict(flatten=nn.Flatten())  # (N, 1, 28, 28) -> (N, in_features)
@@ -43,6 +52,9 @@ class MLP(nn.Sequential):
             modules[f"relu{index}"] = nn.ReLU()
         modules[f"linear{layers}"] = nn.Linear(in_features if layers == 1 else hidden, out_features)
         super().__init__(modules)
+        styles = MLP.tensor_plan.values()
+        paired = range(1, layers - layers % 2 + 1)
+        self.tensor_plan = {f"linear{i}": list(styles)[(i - 1) % 2] for i in paired}
 
     def __getitem__(self, index):
         return _take(self, index)
@@ -59,6 +71,10 @@ class CNN(nn.Sequential):
             9,098 parameters.
         out_features: Number of classes. Default: 10.
 
+    Attributes:
+        tensor_plan: How the tp axis cuts it: the first convolution by output channels, the second by input
+            channels, the linear layer by rows, of which each rank takes its part of the features.
+
     Returns:
         Of its forward: logits of shape (N, out_features), for images of shape (N, 1, 28, 28).
 
@@ -71,6 +87,12 @@ class CNN(nn.Sequential):
         >>> CNN()(torch.zeros(5, 1, 28, 28)).shape
         torch.Size([5, 10])
     """
+
+    tensor_plan = {
+        "conv1": OutputChannels(),
+        "conv2": InputChannels(),
+        "linear": Row(input_layouts=Replicate()),
+    }
 
     def __init__(self, channels=8, out_features=10):
         _check_counts(channels=channels, out_features=out_features)

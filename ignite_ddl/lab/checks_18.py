@@ -1,0 +1,148 @@
+"""The checks of chapter 18: the order of 1F1B, a model cut by cost, and the number of microbatches."""
+
+from ignite_ddl.lab.exercises import Hint, exercise
+from ignite_ddl.pipeline import balance
+
+FORWARD, BACKWARD = 1, 2  # time units of a pass, as in the chapter's drawings
+
+
+@exercise
+def one_f_one_b(function):
+    for n_ranks, n_microbatches in ((4, 8), (2, 5), (3, 3), (4, 6), (1, 3)):
+        case = f"{n_ranks} ranks, {n_microbatches} microbatches"
+        orders = [_passes(function(rank, n_ranks, n_microbatches), rank, n_microbatches, case)
+                  for rank in range(n_ranks)]  # fmt: skip
+        seconds = _play(orders, case)
+        least = (n_microbatches + n_ranks - 1) * (FORWARD + BACKWARD)
+        if seconds > least:
+            raise Hint(f"{case}: your step takes {seconds} time units, 1F1B takes {least}")
+        for rank, order in enumerate(orders):
+            kept, fewest = _most_alive(order), min(n_microbatches, n_ranks - rank)
+            if kept > fewest:
+                raise Hint(
+                    f"{case}: your step takes {seconds} time units, as it should, but rank {rank} keeps the "
+                    f"activations of {kept} microbatches at once; 1F1B keeps {fewest}"
+                )
+    return "the time of GPipe, and rank r keeps no more than p - r microbatches"
+
+
+def _passes(order, rank, n_microbatches, case):
+    """The order as pairs ("F", 0), if each pass is in it once."""
+    if not isinstance(order, list | tuple) or not all(isinstance(name, str) for name in order):
+        raise Hint('return a list of names such as ["F0", "F1", "B0"]')
+    wanted = {f"{kind}{m}" for kind in "FB" for m in range(n_microbatches)}
+    if unknown := [name for name in order if name not in wanted]:
+        raise Hint(
+            f"{case}: rank {rank} has a pass {unknown[0]!r}; there are F0 to F{n_microbatches - 1}, and B"
+        )
+    if missing := sorted(wanted - set(order)):
+        raise Hint(f"{case}: rank {rank} leaves out {missing[0]}, and the ranks that need it wait for ever")
+    if len(order) > len(wanted):
+        raise Hint(f"{case}: rank {rank} has {len(order)} passes, {len(wanted)} are there to do")
+    return [(name[0], int(name[1:])) for name in order]
+
+
+def _play(orders, case):
+    """When the last pass ends; each starts as soon as its rank is free and what it needs has come."""
+    last, done = len(orders) - 1, {}
+    free, place = [0] * len(orders), [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(orders):
+            if place[rank] == len(order):
+                continue
+            kind, m = order[place[rank]]
+            if kind == "F":
+                needs = [("F", rank - 1, m)] if rank > 0 else []
+            else:
+                needs = [("F", rank, m)] + ([("B", rank + 1, m)] if rank < last else [])
+            if all(need in done for need in needs):
+                start = max([free[rank], *(done[need] for need in needs)])
+                free[rank] = done[kind, rank, m] = start + (FORWARD if kind == "F" else BACKWARD)
+                place[rank] += 1
+                moved = True
+    for rank, order in enumerate(orders):
+        if place[rank] < len(order):
+            kind, m = order[place[rank]]
+            raise Hint(f"{case}: nobody can go on, rank {rank} stands before {kind}{m} for ever")
+    return max(free)
+
+
+def _most_alive(order):
+    alive = most = 0
+    for kind, _ in order:
+        alive += 1 if kind == "F" else -1
+        most = max(most, alive)
+    return most
+
+
+@exercise
+def cut_layers(function):
+    for costs, n_stages in (
+        ([1, 1, 1, 9], 2),
+        ([4, 1, 1, 1, 1, 4, 4, 4], 4),
+        ([3, 1, 2, 2, 5, 1, 1, 3], 3),
+        ([5, 5, 5], 3),
+        ([1] * 7 + [7], 2),
+        ([(7 * i) % 10 + 1 for i in range(24)], 5),
+    ):
+        case = f"layers of cost {costs} in {n_stages} stages"
+        sizes = function(list(costs), n_stages)
+        if not isinstance(sizes, list | tuple) or not all(isinstance(size, int) for size in sizes):
+            raise Hint("return a list with the number of layers of each stage")
+        if len(sizes) != n_stages or sum(sizes) != len(costs):
+            raise Hint(
+                f"{case}: you return {list(sizes)}; that should be {n_stages} numbers, {len(costs)} in all"
+            )
+        if min(sizes) < 1:
+            raise Hint(f"{case}: you return {list(sizes)}; a stage needs a layer")
+        mine, best = _slowest(costs, sizes), _slowest(costs, balance(costs, n_stages))
+        if mine > best:
+            raise Hint(f"{case}: your cut {list(sizes)} has a stage of cost {mine}, {best} can be had")
+    return "no cut has a faster slowest stage"
+
+
+def _slowest(costs, sizes):
+    starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
+    return max(sum(costs[start : start + size]) for start, size in zip(starts, sizes, strict=True))
+
+
+@exercise
+def choose_microbatches(function):
+    for rows, n_ranks, row_seconds, overhead, max_rows in (
+        (64, 4, 0.001, 0.002, 64),
+        (64, 4, 0.001, 0.0001, 64),
+        (64, 4, 0.001, 0.02, 64),
+        (64, 4, 0.001, 0.02, 16),
+        (60, 8, 0.003, 0.01, 60),
+        (60, 8, 0.003, 0.01, 30),
+        (48, 2, 0.002, 0.005, 24),
+        (48, 1, 0.002, 0.005, 48),
+    ):
+        case = (
+            f"{rows} rows on {n_ranks} ranks, {1e3 * row_seconds:g} ms a row, "
+            f"{1e3 * overhead:g} ms a microbatch, room for {max_rows} rows"
+        )
+        m = function(rows, n_ranks, row_seconds, overhead, max_rows)
+        if not isinstance(m, int) or m < 1 or rows % m:
+            raise Hint(f"{case}: you return {m!r}, which does not cut {rows} rows into equal microbatches")
+        if (alive := _alive(rows, n_ranks, m)) > max_rows:
+            raise Hint(f"{case}: with your {m} microbatches rank 0 keeps {alive} rows")
+
+        def seconds(m, rows=rows, n_ranks=n_ranks, row_seconds=row_seconds, overhead=overhead):
+            return (m + n_ranks - 1) * (rows / m * row_seconds + overhead)
+
+        fitting = [m for m in range(1, rows + 1) if rows % m == 0 and _alive(rows, n_ranks, m) <= max_rows]
+        best = min(fitting, key=seconds)
+        if seconds(m) > seconds(best) * (1 + 1e-9):
+            raise Hint(
+                f"{case}: with your {m} microbatches a step takes {1e3 * seconds(m):.1f} ms, "
+                f"{1e3 * seconds(best):.1f} can be had"
+            )
+    return "the fastest number of microbatches that fits"
+
+
+def _alive(rows, n_ranks, m):
+    """Rows whose activations rank 0 keeps at most, under 1F1B."""
+    return min(m, n_ranks) * rows // m

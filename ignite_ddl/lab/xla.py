@@ -1,0 +1,179 @@
+"""Runs a function of a cell on XLA, or brings back what an earlier run of it recorded.
+
+torch_xla 2.9 is the last, and it wants torch 2.9; the course runs on newer ones. So torch_xla lives in an
+environment of its own, which ``make test-tpu`` builds with a Jupyter kernel. In that kernel a function runs for
+real, on XLA's CPU device: in a fresh process, because XLA reads its environment variables once, at its first
+import. In any other kernel ``recorded_xla.json`` beside this file answers, with date, versions and machine.
+``make test-tpu`` runs chapter 03 for real and compares each number that the page shows with the recorded one.
+"""
+
+import hashlib
+import importlib.util
+import inspect
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+import cloudpickle
+
+__all__ = ["PATH", "has_xla", "on_xla"]
+
+PATH = Path(__file__).with_name("recorded_xla.json")
+RECORD = "IGNITE_DDL_RECORD"  # an environment variable: where it is set, each run is recorded
+TIMEOUT = 300  # seconds
+
+# Has torch_xla imported, which takes seconds, and is forked for each call; it computes nothing itself, so that a
+# fork is a fresh process to XLA. Not one import of ignite_ddl: chapter 03 shows Ignite without the repair, too.
+SERVER = """
+import json, os, pickle, signal, sys, traceback
+import ignite.distributed, torch, torch_xla
+versions = {module.__name__: module.__version__ for module in (torch_xla, torch, ignite)}
+for line in sys.stdin:
+    call, answer, log, environ, seconds = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(seconds)
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(1, 2)
+        status = 1
+        try:
+            os.environ.update(environ)
+            function, args = pickle.load(open(call, "rb"))
+            with open(answer, "w") as file:
+                json.dump({"versions": versions, "result": function(*args)}, file)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(status)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+_server = None  # the running SERVER; it ends with this process
+
+
+def has_xla():
+    """Whether this kernel's Python has torch_xla, so that :func:`on_xla` runs for real."""
+    return importlib.util.find_spec("torch_xla") is not None
+
+
+def on_xla(function, *args, devices=1, collectives=False):
+    """``function(*args)`` on XLA's CPU device: run now where torch_xla is installed, else as it was recorded.
+
+    It prints one line that says which of the two. A function that is not the recorded one any more is refused
+    rather than answered with another's result.
+
+    Args:
+        function: a function of a cell, by its ``def``; it runs in a process of its own and returns what JSON holds.
+        args: its arguments; JSON holds them, too.
+        devices: number of XLA devices, default 1; more are virtual ones, for SPMD.
+        collectives: whether to return also what the devices of each compiled graph say to each other.
+
+    Returns:
+        what the function returned; with ``collectives`` a pair of that and a list with, for each compiled graph in
+        order, a list of the collectives in it: name, shape of the result, the devices that take part.
+
+    Raises:
+        ValueError: without torch_xla, if this function was not recorded with these arguments.
+        RuntimeError: if the function fails; the message is its traceback.
+
+    Examples:
+        .. code-block:: python
+
+            def double(x):
+                import torch, torch_xla
+
+                return (torch.tensor(x, device=torch_xla.device()) * 2).tolist()
+
+            on_xla(double, [1, 2])
+    """
+    key = f"{function.__name__}{json.dumps([*args, devices])}"
+    source = hashlib.sha256("".join(_source(function).split()).encode()).hexdigest()[:16]
+    if has_xla():
+        entry = {"source": source, "date": date.today().isoformat()} | _run(
+            function, args, devices, collectives
+        )
+        if os.environ.get(RECORD):
+            _record(key, entry)
+    else:
+        entry = _recorded(key, source, function.__name__)
+    when = "run now" if has_xla() else f"recorded on {entry['date']}"
+    print(f"XLA, {when}: torch_xla {entry['versions']['torch_xla']}, its CPU device, {entry['machine']}")
+    return (entry["result"], entry["collectives"]) if collectives else entry["result"]
+
+
+def _source(function):
+    """The text of a function, and of the functions beside it that it calls."""
+    text = inspect.getsource(function)
+    for name in function.__code__.co_names:
+        called = function.__globals__.get(name)
+        if inspect.isfunction(called) and called.__module__ == function.__module__:
+            text += _source(called)
+    return text
+
+
+def _run(function, args, devices, collectives):
+    with tempfile.TemporaryDirectory(prefix="ignite_ddl_xla_") as folder:
+        call, answer, log, programs = (Path(folder) / name for name in ("call", "answer", "log", "programs"))
+        call.write_bytes(cloudpickle.dumps((function, args), protocol=pickle.DEFAULT_PROTOCOL))
+        flags = f"--xla_force_host_platform_device_count={devices}"
+        if collectives:
+            flags += f" --xla_dump_to={programs} --xla_dump_hlo_as_text"
+        environ = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "XLA_FLAGS": flags}
+        status = _ask(json.dumps([str(call), str(answer), str(log), environ, TIMEOUT]))
+        if status != 0:
+            end = log.read_text()[-4000:] if log.exists() else "torch_xla could not be imported"
+            raise RuntimeError(f"{function.__name__} failed on XLA (status {status})\n{end}")
+        entry = json.loads(answer.read_text()) | {"machine": f"a machine with {os.cpu_count()} cores"}
+        if collectives:
+            graphs = sorted(programs.glob("module_*after_optimizations.txt"))
+            entry["collectives"] = [_collectives(path.read_text()) for path in graphs]
+        return entry
+
+
+def _ask(line):
+    """Hands the server one call; its exit status, 0 if all went well."""
+    global _server
+    if _server is None or _server.poll() is not None:
+        environ = os.environ | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        command = [sys.executable, "-c", SERVER]
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        _server = subprocess.Popen(command, env=environ, text=True, **streams)
+    try:
+        _server.stdin.write(line + "\n")
+        _server.stdin.flush()
+        return int(_server.stdout.readline())
+    except (BrokenPipeError, ValueError):
+        return None  # it has died
+    except KeyboardInterrupt:
+        _server.kill()
+        raise
+
+
+def _collectives(program):
+    """[name, shape, groups] of each collective in a compiled graph, XLA's text form ("HLO")."""
+    names = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf"= (\(?\w+\[.*?) ({names})(?:-start)?\(.*?replica_groups=(\S+?),? ", program)
+    # "f32[8,3]{1,0}": the part in braces is the order in memory.
+    return [[name, re.sub(r"(?<=\])\{[\d,]*\}", "", shape), groups] for shape, name, groups in found]
+
+
+def _record(key, entry):
+    entries = json.loads(PATH.read_text()) if PATH.exists() else {}
+    PATH.write_text(json.dumps(entries | {key: entry}, indent=1) + "\n")
+
+
+def _recorded(key, source, name):
+    entry = json.loads(PATH.read_text()).get(key) if PATH.exists() else None
+    if entry is None or entry["source"] != source:
+        what = "was changed since" if entry else "was not recorded with these arguments"
+        raise ValueError(
+            f"{name} {what}, and this kernel has no torch_xla to run it. `make test-tpu` builds an environment that "
+            "has it; then choose the kernel 'ignite-ddl on XLA'"
+        )
+    return entry

@@ -1,0 +1,148 @@
+"""Ignite on today's XLA: the repairs that Ignite 0.5.5 needs beside torch_xla 2.7 to 2.9, and the TPU's device.
+
+``import ignite_ddl`` calls :func:`repair_ignite`. Without torch_xla, and with a torch_xla older than 2.7, it
+imports nothing and changes nothing. With it, five methods of Ignite's private XLA classes are replaced:
+
+- ``get_rank`` and ``get_world_size`` call ``xm.get_ordinal`` and ``xm.xrt_world_size``, which torch_xla 2.7
+  removed; ``torch_xla.runtime`` has both.
+- ``spawn`` hands its ``nproc_per_node`` to ``xmp.spawn``, which refuses every number but 1; None starts a process
+  on each device.
+- ``_XLADistributedOptimizer.__init__``, behind ``idist.auto_optim``, raises ``TypeError: super(type, obj)``:
+  Ignite copies its methods into another class, and ``super()`` still looks for the first.
+- ``create_from_context`` takes the job for an XLA job wherever torch_xla can be imported, gloo jobs and plain
+  processes too. It now waits until this process has used an XLA device, or ``idist.initialize("xla-tpu")``.
+
+Delete :func:`repair_ignite` when the oldest Ignite that the course supports runs with torch_xla 2.9, or when the
+course no longer runs on torch_xla: 2.9 is its last release, torch_tpu its successor. tests/test_tpu.py shows each
+break without the repair, and fails when one has gone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+__all__ = ["device", "repair_ignite"]
+
+
+def repair_ignite() -> bool:
+    """Lets Ignite run on torch_xla 2.7 to 2.9; elsewhere it does nothing. A second call changes nothing.
+
+    Returns:
+        bool: whether Ignite was repaired, that is, whether a torch_xla that needs it is installed.
+
+    Examples:
+        .. code-block:: python
+
+            from importlib.util import find_spec
+
+            from ignite_ddl import tpu
+
+            assert find_spec("torch_xla") or not tpu.repair_ignite()
+    """
+    if importlib.util.find_spec("torch_xla") is None:
+        return False
+    from ignite.distributed.comp_models import xla
+
+    if not xla.has_xla_support or hasattr(xla.xm, "xrt_world_size"):
+        return False
+    from ignite.distributed import auto
+
+    model = xla._XlaDistModel
+    model.get_rank = _get_rank
+    model.get_world_size = _get_world_size
+    model.spawn = staticmethod(_spawn)
+    model.create_from_context = staticmethod(_create_from_context)
+    auto._XLADistributedOptimizer.__init__ = _wrap_optimizer
+    return True
+
+
+def device() -> torch.device:
+    """The TPU where torch_tpu finds one, else idist's device: XLA's in an "xla-tpu" job, a GPU, or the CPU.
+
+    torch_tpu (torch 2.11 to 2.15) makes a TPU a device of torch's own, named "tpu", of which Ignite 0.5.5 does
+    not know yet. This branch was never run: no machine of the project has a TPU.
+
+    Returns:
+        torch.device: where to put a model and its batches.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            from ignite_ddl import tpu
+
+            batch = torch.ones(2, 3).to(tpu.device())
+            assert batch.device.type == tpu.device().type
+    """
+    if importlib.util.find_spec("torch_tpu") is not None:
+        import torch_tpu  # noqa: F401, registers the device
+
+        native = torch.accelerator.current_accelerator(check_available=True)
+        if native is not None and native.type == "tpu":
+            return native
+    import ignite.distributed as idist
+
+    return idist.device()
+
+
+# ------------------------------------------------------------------------- methods for Ignite's XLA classes
+
+
+def _get_rank(model: Any) -> int:
+    import torch_xla.runtime as xr
+
+    return xr.global_ordinal()
+
+
+def _get_world_size(model: Any) -> int:
+    import torch_xla.runtime as xr
+
+    return xr.world_size()
+
+
+def _create_from_context() -> Any:
+    import torch_xla
+    from ignite.distributed.comp_models.xla import _XlaDistModel
+
+    # As _NativeDistModel asks torch.distributed.is_initialized(): that torch_xla is installed says nothing.
+    return _XlaDistModel() if torch_xla._XLAC._xla_runtime_is_initialized() else None
+
+
+def _spawn(
+    fn: Any,
+    args: tuple,
+    kwargs_dict: Any = None,
+    nproc_per_node: int = 1,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    backend: str = "xla-tpu",
+    **kwargs: Any,
+) -> None:
+    import torch_xla.distributed.xla_multiprocessing as xmp
+
+    kwargs.setdefault("start_method", "fork")
+    # Not counted before the start: counting initialises the runtime, and a process that has one cannot start others.
+    args = (nproc_per_node, backend, fn, args, kwargs_dict or {})
+    xmp.spawn(_worker, args=args, nprocs=1 if nproc_per_node == 1 else None, **kwargs)
+
+
+def _worker(rank: int, nproc: int, backend: str, fn: Any, args: tuple, kwargs_dict: dict) -> None:
+    import torch_xla.runtime as xr
+    from ignite.distributed.comp_models.xla import _XlaDistModel
+
+    if nproc not in (1, xr.local_device_count()):
+        raise ValueError(
+            f"nproc_per_node should be 1 or the number of XLA devices here, {xr.local_device_count()}, "
+            f"but given {nproc}"
+        )
+    _XlaDistModel._dist_worker_task_fn(rank, backend, fn, args, kwargs_dict)
+
+
+def _wrap_optimizer(self: Any, optimizer: torch.optim.Optimizer) -> None:
+    # type(self) is the class that auto_optim makes of the optimizer's own: its parent is that one.
+    super(type(self), self).__init__(optimizer.param_groups)
+    self.state = optimizer.state  # else a checkpoint would hold no momentum
+    self.wrapped_optimizer = optimizer

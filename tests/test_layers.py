@@ -1,0 +1,432 @@
+"""A model's layers before the mesh cuts it: their names, layers that are made one at a time, what layers cost."""
+
+import gc
+import itertools
+import logging
+import time
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+import ignite_ddl as ddl
+from ignite_ddl.lab import CNN, Delay
+from ignite_ddl.layers import Lazy, named_layers
+from ignite_ddl.mesh import AXES, Mesh
+from ignite_ddl.pipeline import SCHEDULES, Pipeline
+
+TIMEOUT = 90
+
+
+def run(func, nproc, *args, **axes):
+    return ddl.Parallel("gloo", nproc, timeout=TIMEOUT, **axes).run(func, *args)
+
+
+def mesh_of(pp, rank=0):
+    return Mesh({"pp": pp, "dp": 1, "tp": 1}, rank, None, dict.fromkeys(AXES))
+
+
+class Block(nn.Module):
+    """Draws its weights in two ways, and has a buffer."""
+
+    def __init__(self, width, scale=1.0):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        nn.init.normal_(self.down.weight, std=0.1 * scale)
+        self.register_buffer("scale", torch.tensor(scale))
+
+    def forward(self, x):
+        return x + self.scale * self.down(torch.tanh(self.up(x)))
+
+
+# ----------------------------------------------------------------------------------------------------- their names
+
+
+class Net(nn.Module):
+    """No Sequential: its layers are in a list and beside it."""
+
+    def __init__(self, width=4, n=6):
+        super().__init__()
+        self.embed = nn.Embedding(5, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(n)])
+        self.head = nn.Linear(width, 5)
+
+    def pipeline_layers(self):
+        return ["embed", *(f"blocks.{i}" for i in range(len(self.blocks))), "head"]
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_the_layers_of_a_sequential_and_of_a_model_that_names_them():
+    act = nn.Tanh()
+    model = nn.Sequential(nn.Linear(2, 2), act, act)
+    assert named_layers(model) == [("0", model[0]), ("1", act), ("2", act)]
+    net = Net(n=2)
+    assert named_layers(net) == [
+        ("embed", net.embed), ("blocks.0", net.blocks[0]), ("blocks.1", net.blocks[1]), ("head", net.head)
+    ]  # fmt: skip
+    assert [name for name, _ in named_layers(CNN())][:2] == ["conv1", "relu1"]
+
+
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda: nn.ModuleList([nn.Tanh()]), "model should be an nn.Sequential under pp, but given ModuleList: .*"
+         "or give it an attribute pipeline_layers"),
+        (lambda: Residual(nn.Linear(2, 2), nn.Tanh()), "model is a Residual, an nn.Sequential with a forward of its"),
+        (lambda: names(["embed", "block.0"]), r"Net.pipeline_layers should name modules .* but names \['block.0'\]"),
+        (lambda: names([]), "Net.pipeline_layers should name modules of the model, but names none"),
+        (lambda: names(["embed", "blocks.0"]), "leaves out blocks.1.scale, .*head.bias: no stage would hold them"),
+        (lambda: names(["embed", "blocks.0", "blocks.1", "head"], extra=True), "leaves out extra: no stage"),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_say_what_its_layers_are_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        Pipeline(change(), mesh_of(2))
+
+
+def names(layers, extra=False):
+    net = Net(n=2)
+    net.pipeline_layers = layers
+    if extra:
+        net.register_buffer("extra", torch.zeros(2))
+    return net
+
+
+def test_the_stages_of_a_model_with_dots_in_its_names():
+    torch.manual_seed(0)
+    net = Net()
+    ranks = [Pipeline(net, mesh_of(2, rank), "interleaved_1f1b") for rank in range(2)]
+    held = [dict(rank.named_parameters()) for rank in ranks]
+    assert sorted(n for part in held for n in part) == sorted(n for n, _ in net.named_parameters())
+    assert all(part[n] is net.get_parameter(n) for part in held for n in part)
+    assert ranks[0].names == list(net.state_dict())
+    ids = torch.tensor([[0, 3], [4, 1]])
+    x = ids
+    for s in range(4):
+        x = ranks[s % 2].local[s](x)
+    assert torch.equal(x, net(ids))
+
+
+def train_named(local_rank, schedule, shard):
+    """5 steps of SGD on a model that names its layers; the weights after them, under its own names."""
+    logging.disable(logging.INFO)
+    torch.manual_seed(0)
+    net = Net().double()
+    model = net if schedule is None else ddl.auto_model(net, schedule=schedule, n_microbatches=4, shard=shard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ids = torch.randint(5, (16, 3), generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.TensorDataset(ids, (ids + 1) % 5)
+    trainer = ddl.create_supervised_trainer(
+        model,
+        optimizer,
+        lambda out, y: nn.functional.cross_entropy(out.flatten(0, 1), y.flatten()),
+        max_norm=1.0,
+    )
+    trainer.run(ddl.auto_dataloader(data, batch_size=16), max_epochs=5)
+    return trainer.state.output, ddl.full_state_dict(model)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "axes", "schedule", "shard"),
+    [(2, {"pp": 2}, "1f1b", False), (4, {"dp": 2, "pp": 2}, "zbv", True)],
+)
+def test_a_model_that_names_its_layers_trains_as_on_one_process(nproc, axes, schedule, shard):
+    loss, weights = train_named(0, None, False)
+    for one_loss, one in run(train_named, nproc, schedule, shard, **axes):
+        assert one_loss == pytest.approx(loss, abs=1e-12)
+        assert list(one) == list(weights)
+        assert max((one[n] - weights[n]).abs().max().item() for n in one) < 1e-12
+
+
+# ------------------------------------------------------------------------------------------- made one at a time
+
+
+def test_lazy_layers_on_a_serial_run_are_made_as_one_process_makes_them():
+    torch.manual_seed(0)
+    eager = nn.Sequential(
+        nn.Linear(3, 4), nn.Tanh(), nn.Sequential(Block(4), nn.Linear(4, 2)), nn.Linear(2, 1)
+    )
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    inner = nn.Sequential(ddl.lazy(Block, 4), ddl.lazy(nn.Linear, 4, 2))
+    late = ddl.auto_model(
+        nn.Sequential(ddl.lazy(nn.Linear, 3, 4), nn.Tanh(), inner, ddl.lazy(nn.Linear, 2, 1))
+    )
+    assert torch.equal(torch.rand(1), after)
+    assert list(late.state_dict()) == list(eager.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(late.state_dict().values(), eager.state_dict().values()))  # noqa: B905
+    assert not any(isinstance(module, Lazy) for module in late.modules())
+    late(torch.ones(2, 3)).sum().backward()
+
+
+def test_one_lazy_layer_at_two_places_is_made_once():
+    again = ddl.lazy(nn.Linear, 4, 4)
+    model = ddl.auto_model(nn.Sequential(again, nn.Tanh(), again))
+    assert model[0] is model[2]
+
+
+def test_what_is_done_to_a_lazy_layer_is_done_to_what_it_becomes():
+    layers = nn.Sequential(ddl.lazy(nn.Linear, 2, 2), ddl.lazy(nn.Linear, 2, 2)).double().eval()
+    layers[0].requires_grad_(False)
+    first, second = ddl.auto_model(layers)
+    assert first.weight.dtype == second.weight.dtype == torch.float64
+    assert (first.weight.requires_grad, second.weight.requires_grad) == (False, True)
+    assert not first.training
+
+
+def test_a_lazy_layer_says_what_it_is_and_what_it_cannot():
+    layer = ddl.lazy(nn.Linear, 2, 3, bias=False)
+    assert repr(layer) == "Lazy(Linear, 2, 3, bias=False)"
+    with pytest.raises(RuntimeError, match="has not been made yet: give the model to ddl.auto_model first"):
+        layer(torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="do it in its factory"):
+        nn.Sequential(layer).apply(lambda module: None)
+    for given in (nn.Linear(2, 2), 3):
+        with pytest.raises(ValueError, match="factory should be a class of layers or a function"):
+            ddl.lazy(given)
+    with pytest.raises(ValueError, match="factory should return a layer, but .* returned int"):
+        ddl.auto_model(nn.Sequential(ddl.lazy(int)))
+
+
+def reads_a_value():
+    """Cannot be made on the meta device: a number of layers that depends on a value."""
+    return nn.Sequential(*[nn.Linear(2, 2) for _ in range(int(torch.ones(3).sum().item()))])
+
+
+def test_a_sketch_has_shapes_and_draws_nothing():
+    before = torch.get_rng_state()
+    for factory, args, n in ((Block, (4,), 76), (reads_a_value, (), 18)):
+        sketch = ddl.lazy(factory, *args).double().sketch()
+        assert sum(p.numel() for p in sketch.parameters()) == n
+        assert all(p.is_meta and p.dtype == torch.float64 for p in sketch.parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_refusal_leaves_the_lazy_layers_as_they_were():
+    model = nn.Sequential(ddl.lazy(nn.Linear, 2, 2), nn.Tanh())
+    with pytest.raises(ValueError, match="tensor_plan has the key 'nothing', which matches no module"):
+        ddl.auto_model(model, {"nothing": ddl.Column()})
+    assert isinstance(model[0], Lazy)
+    assert ddl.auto_model(model, {"0": ddl.Column()})(torch.ones(1, 2)).shape == (1, 2)
+
+
+def model_of(wrap):
+    """Lazy or eager layers by name; ``wrap`` is ddl.lazy, or calls at once."""
+    layers = OrderedDict(embed=wrap(nn.Linear, 6, 8))
+    layers |= {f"block{i}": wrap(Block, 8, scale=1.0 + i) for i in range(6)}
+    return nn.Sequential(layers | OrderedDict(act=nn.Tanh(), head=wrap(nn.Linear, 8, 4)))
+
+
+PLAN = {"block*.up": ddl.Column(), "block*.down": ddl.Row(), "head": ddl.Column(output_layouts=Replicate())}
+MESHES = [
+    (2, {"dp": 2}, {}),
+    (2, {"dp": 2}, {"shard": True}),
+    (2, {"tp": 2}, {"tensor_plan": PLAN}),
+    (2, {"pp": 2}, {}),
+    (4, {"dp": 2, "pp": 2}, {"schedule": "zbv", "shard": True}),
+    (4, {"pp": 2, "tp": 2}, {"schedule": "interleaved_1f1b", "tensor_plan": PLAN}),
+    (4, {"dp": 2, "tp": 2}, {"shard": True, "tensor_plan": PLAN}),
+    (8, {"dp": 2, "pp": 2, "tp": 2}, {"shard": True, "tensor_plan": PLAN}),
+]
+
+
+def local(tensor):
+    return (tensor.to_local(), str(tensor.placements)) if isinstance(tensor, DTensor) else (tensor, "")
+
+
+def eager_and_lazy(local_rank, options):
+    """Whether both have the same parts of the same weights on this rank, draw alike afterwards and train alike."""
+    logging.disable(logging.INFO)
+    models, drawn, losses = [], [], []
+    for wrap in (lambda make, *args, **kwargs: make(*args, **kwargs), ddl.lazy):
+        torch.manual_seed(0)
+        models.append(ddl.auto_model(model_of(wrap), **options))
+        drawn.append(torch.rand(1).item())
+        optimizer = torch.optim.SGD(models[-1].parameters(), lr=0.1)
+        trainer = ddl.create_supervised_trainer(models[-1], optimizer, nn.functional.mse_loss, max_norm=1.0)
+        parts = {n: local(t) for n, t in models[-1].state_dict().items()}
+        models[-1].before = {n: (t.clone(), how) for n, (t, how) in parts.items()}
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(ddl.get_mesh().dp_rank))
+        trainer.run([(x, x[:, :4])] * 3)
+        losses.append(trainer.state.output)
+    eager, late = (model.before for model in models)
+    same = list(eager) == list(late) and all(
+        torch.equal(eager[n][0], late[n][0]) and eager[n][1] == late[n][1] for n in eager
+    )
+    return same, drawn[0] == drawn[1], losses[0] == losses[1], len(eager), losses[0]
+
+
+@pytest.mark.parametrize(("nproc", "axes", "options"), MESHES, ids=lambda value: str(value)[:45])
+def test_lazy_layers_have_the_weights_of_eager_ones_on_every_mesh(nproc, axes, options):
+    for same, drawn, trained, n, loss in run(eager_and_lazy, nproc, options, **axes):
+        assert (same, drawn, trained) == (True, True, True)
+        assert n > 5
+        assert loss == loss
+
+
+def seeded_otherwise(local_rank):
+    """Rank 1 has another seed: it gets rank 0's weights and keeps its own stream."""
+    torch.manual_seed(local_rank)
+    model = ddl.auto_model(nn.Sequential(*[ddl.lazy(nn.Linear, 2, 2) for _ in range(3)]), shard=True)
+    return {n: w.tolist() for n, w in ddl.full_state_dict(model).items()}, torch.rand(1).item()
+
+
+def test_the_weights_are_those_of_rank_0_however_ranks_are_seeded():
+    (weights, _), (others, drawn) = run(seeded_otherwise, 2, dp=2)
+    torch.manual_seed(0)
+    one = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
+    assert weights == others == {n: w.tolist() for n, w in one.state_dict().items()}
+    torch.manual_seed(1)
+    assert drawn == torch.rand(1).item()
+
+
+def live_numbers():
+    """float32 numbers that this process holds in tensors made since gc.freeze(), views counted once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        plain = issubclass(type(thing), torch.Tensor) and not issubclass(type(thing), DTensor)
+        if plain and thing.dtype == torch.float32 and not thing.is_meta:
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes() // 4
+    return sum(storages.values())
+
+
+WIDTH, N_LAYERS = 64, 8
+ONE = WIDTH * WIDTH
+
+
+def memory(local_rank, options):
+    """The most numbers that are alive when a layer has just been made, and in the end, beyond those before."""
+    logging.disable(logging.INFO)
+    gc.collect()
+    gc.freeze()
+    before, seen = live_numbers(), []
+
+    def make():
+        layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        if layer.weight.device.type != "meta":
+            seen.append(live_numbers() - before)
+        return layer
+
+    model = ddl.auto_model(nn.Sequential(*[ddl.lazy(make) for _ in range(N_LAYERS)]), **options)
+    held = sum(local(p)[0].numel() for p in model.parameters())
+    return len(seen), max(seen), live_numbers() - before, held
+
+
+@pytest.mark.parametrize(
+    ("nproc", "axes", "options", "share"),
+    [
+        (2, {"pp": 2}, {}, 2),
+        (4, {"pp": 4}, {"schedule": "interleaved_zero_bubble"}, 4),
+        (2, {"tp": 2}, {"tensor_plan": {"*": ddl.Column(output_layouts=Replicate())}}, 2),
+        (4, {"dp": 4}, {"shard": True}, 4),
+        (4, {"dp": 2, "pp": 2}, {"shard": True}, 4),
+        (4, {"pp": 2, "tp": 2}, {"tensor_plan": {"*": ddl.Column(output_layouts=Replicate())}}, 4),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_memory_holds_a_shard_and_one_layer_at_most(nproc, axes, options, share):
+    for n_made, peak, after, held in run(memory, nproc, options, **axes):
+        assert n_made == N_LAYERS  # every rank draws every layer
+        assert held == N_LAYERS * ONE // share
+        assert held <= after <= held + 64  # a few small buffers
+        assert ONE <= peak <= held + ONE + 64
+
+
+# ------------------------------------------------------------------------------------------------ what they cost
+
+
+def test_flops_are_counted_by_shape():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), ddl.lazy(nn.Linear, 8, 3))
+    before, state = torch.get_rng_state(), {n: t.clone() for n, t in model.state_dict().items()}
+    costs = ddl.layer_costs(model, torch.zeros(5, 3, 4))
+    assert costs == [
+        0,
+        2 * 2 * 5 * 12 * 8,
+        0,
+        3 * 2 * 5 * 8 * 3,
+    ]  # the first weights' input needs no gradient
+    assert costs == ddl.layer_costs(model, torch.zeros(5, 3, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert isinstance(model[3], Lazy)
+    assert all(torch.equal(t, state[n]) and not t.is_meta for n, t in model.state_dict().items())
+    assert model[1].weight.grad is None
+
+
+def test_the_flops_of_convolutions_embeddings_and_named_layers():
+    conv, *rest = ddl.layer_costs(CNN(channels=2), torch.zeros(1, 1, 28, 28))
+    assert conv == 2 * 2 * 28 * 28 * 9 * 2  # forward and weights: 9 products an output, 2 channels
+    assert sum(cost > 0 for cost in rest) == 2
+    embed, *blocks, head = ddl.layer_costs(Net(), torch.zeros(2, 3, dtype=torch.long))
+    assert embed == 0
+    assert blocks == [3 * 2 * (2 * 6 * 4 * 8)] * 6
+    assert head == 3 * 2 * 6 * 4 * 5
+
+
+def test_seconds_are_measured_and_leave_no_trace():
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2), Delay(0.02, 0.03))
+    )
+    before, state = torch.get_rng_state(), {n: t.clone() for n, t in model.state_dict().items()}
+    quick, _, slow = ddl.layer_costs(model, torch.randn(4, 2, generator=torch.Generator()), unit="seconds")
+    assert slow > 0.05 > quick
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_units_are_flops_or_seconds():
+    with pytest.raises(ValueError, match='unit should be "flops" or "seconds", but given \'ms\''):
+        ddl.layer_costs(nn.Sequential(nn.Linear(2, 2)), torch.zeros(1, 2), unit="ms")
+
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        if ddl.get_mesh().rank > 0:
+            raise AssertionError("only rank 0 measures")
+        time.sleep(0.02)
+        return super().forward(x)
+
+
+def measured(local_rank):
+    logging.disable(logging.INFO)
+    torch.manual_seed(local_rank)
+    model = nn.Sequential(Slow(2, 2), *[nn.Linear(2, 2) for _ in range(3)])
+    costs = ddl.layer_costs(model, torch.zeros(1, 2), unit="seconds", repeats=3)
+    return costs, ddl.auto_model(model, costs=costs).split
+
+
+def test_every_rank_cuts_by_what_rank_0_measured():
+    (costs, split), (others, other) = run(measured, 2, pp=2)
+    assert costs == others
+    assert split == other == [1, 3]
+
+
+@pytest.mark.parametrize("costs", [[1.0] * 3, [1.0, -1.0, 1.0, 1.0], [1.0, float("nan"), 1.0, 1.0]])
+def test_costs_that_do_not_fit_are_refused(costs):
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)])
+    with pytest.raises(ValueError, match="costs should hold a number of at least 0 for each of 4 layers"):
+        Pipeline(model, mesh_of(2), costs=costs)
+
+
+def test_costs_decide_the_split_of_every_schedule():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(9)])
+    for schedule, pp in itertools.product(SCHEDULES, (2, 4)):
+        stages = len(Pipeline(model, mesh_of(pp), schedule).owners)
+        costs = [100.0] + [0.01] * 8
+        assert Pipeline(model, mesh_of(pp), schedule, costs=costs).split[0] == 1
+        assert Pipeline(model, mesh_of(pp), schedule, costs=costs[::-1]).split[-1] == 1
+        assert len(Pipeline(model, mesh_of(pp), schedule, costs=[0.0] * 9).split) == stages

@@ -1,0 +1,878 @@
+"""The parameter server: its four modes against one process, the bounds they promise, and every fault."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+
+import cloudpickle
+import ignite.distributed as idist
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ignite.engine import Engine, Events
+from ignite.metrics import Average
+from torch import nn
+from torch.distributed import rpc
+
+import ignite_ddl as ddl
+from ignite_ddl import parameter_server
+from ignite_ddl.parameter_server import _Shard
+
+TIMEOUT = 60  # seconds; a run that works takes about one
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest and hypothesis
+posix = pytest.mark.skipif(os.name != "posix", reason="signals are POSIX")
+
+
+def parallel(workers=2, servers=1, **kwargs):
+    return ddl.Parallel(
+        **({"backend": "gloo", "timeout": TIMEOUT} | kwargs), nproc_per_node=workers, servers=servers
+    )
+
+
+def ranks_and_servers():
+    """The living processes that launches have started: the forkserver's children."""
+    of_mine = psutil.Process().children()
+    deeper = [child for child in psutil.Process().children(recursive=True) if child not in of_mine]
+    alive = []
+    for process in deeper:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    yield
+    deadline = time.monotonic() + 5
+    while (left := ranks_and_servers()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left
+
+
+# -------------------------------------------------------------------------------------------- equal to one process
+
+
+class Model(nn.Module):
+    """With what gets in the way: a tied weight, a frozen layer, and a parameter that never has a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.last = nn.Linear(7, 5, bias=False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.last.weight = nn.Parameter(self.first.weight.detach().T.clone())
+        self.tied = self.last
+
+    def forward(self, x):
+        return self.tied(torch.tanh(self.frozen(self.last(torch.tanh(self.first(x))).repeat(1, 2)[:, :7])))
+
+
+def rows(n=30):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 5, generator=generator, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(x, x.flip(1) * 0.5)
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return Model().double()
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),  # it looks at a parameter's whole shape
+}
+
+
+def one_process(optimizer, batch_size, n_rows, epochs=3):
+    model = build()
+    optimizer = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+    for _ in range(epochs):
+        for x, y in torch.utils.data.DataLoader(rows(n_rows), batch_size):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def train(local_rank, optimizer, batch_size, n_rows, epochs=3, **options):
+    """An ordinary Ignite trainer. Ranks start from different weights: worker 0's count."""
+    model = build(seed=local_rank)
+    server = ddl.ParameterServer(model, OPTIMIZERS[optimizer], **options)
+
+    def step(engine, batch):
+        x, y = batch
+        server.pull()
+        if len(x):
+            nn.functional.mse_loss(model(x), y).backward()
+        server.push(rows=len(x))
+        return len(x)
+
+    trainer = Engine(step)
+    trainer.run(ddl.auto_dataloader(rows(n_rows), batch_size=batch_size), max_epochs=epochs)
+    server.pull()
+    return model.state_dict(), server.statistics()
+
+
+def distance(one, other):
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "workers", "servers", "batch_size", "n_rows"),
+    [
+        ("sgd", 2, 1, 6, 30),
+        ("sgd", 4, 2, 8, 30),  # the last batch: 6 rows, 2 2 1 1
+        ("adam", 3, 3, 9, 20),  # the last batch: 2 rows, one worker has none
+        ("adam", 1, 2, 8, 30),
+        ("adafactor", 2, 2, 8, 30),
+    ],
+)
+def test_sync_equals_one_process(optimizer, workers, servers, batch_size, n_rows):
+    expected = one_process(optimizer, batch_size, n_rows)
+    assert distance(expected, build().state_dict()) > 1e-2  # it moves
+    results = parallel(workers, servers).run(train, optimizer, batch_size, n_rows, mode="sync")
+    for weights, _ in results:
+        assert distance(expected, weights) <= 1e-12
+    updates = results[0][1]["updates"]
+    assert {record["staleness"] for record in updates} == {0}
+    with_rows = [r for r in updates if r["server"] == 0]
+    assert sum(record["rows"] for record in with_rows) == 3 * n_rows
+
+
+@pytest.mark.parametrize("options", [{"mode": "async"}, {"mode": "bounded", "staleness": 0}], ids=str)
+@pytest.mark.parametrize("servers", [0, 1, 2])
+def test_one_worker_equals_one_process_in_any_mode(options, servers):
+    expected = one_process("adam", 8, 30)
+    if servers == 0:  # the same code, serially
+        weights, statistics = ddl.Parallel().run(train, "adam", 8, 30, **options)[0]
+    else:
+        weights, statistics = parallel(1, servers).run(train, "adam", 8, 30, **options)[0]
+    assert distance(expected, weights) <= 1e-12
+    assert [r["version"] for r in statistics["updates"] if r["server"] == 0] == list(range(12))
+
+
+def test_serial_run_of_sync_and_backup():
+    expected = one_process("sgd", 8, 30)
+    for options in ({"mode": "sync"}, {"mode": "backup", "backup": 1}):
+        assert distance(expected, train(0, "sgd", 8, 30, **options)[0]) <= 1e-12
+
+
+def test_sync_repeats_to_the_bit():
+    """Gradients are added in the order of workers, not in that of their arrival."""
+
+    def work(local_rank, seed):
+        torch.manual_seed(0)
+        model = nn.Linear(50, 50)
+        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1))
+        x = torch.randn(4, 8, 50)[local_rank]
+        delays = torch.rand(6, 4, generator=torch.Generator().manual_seed(seed))[:, local_rank]
+        for delay in delays.tolist():
+            server.pull()
+            model(x).square().mean().backward()
+            time.sleep(delay * 0.01)
+            server.push()
+        server.pull()
+        return model.weight.detach()
+
+    one, other = (parallel(4).run(work, seed)[0] for seed in (1, 2))
+    assert torch.equal(one, other)
+
+
+def test_a_scheduler_on_the_server():
+    def with_schedule(parameters):
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        return optimizer
+
+    model = nn.Linear(1, 1, bias=False)
+    server = ddl.ParameterServer(model, with_schedule)
+    server.pull()
+    start = model.weight.item()
+    for _ in range(3):
+        server.push({"weight": torch.ones(1, 1)})
+        server.pull()
+    assert start - model.weight.item() == pytest.approx(0.1 * (1 + 0.5 + 0.25), abs=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ the rules alone
+
+
+SIZES = 3, 4
+
+
+def shard_of(workers, mode, staleness=None, backup=0):
+    shard = _Shard()
+    agreed = {"mode": mode, "staleness": staleness, "backup": backup, "workers": workers, "servers": 1}
+    # Each update adds one to every number: a tensor is its version.
+    make = cloudpickle.dumps(lambda p: torch.optim.SGD(p, lr=1.0))
+    shard.create(agreed, make, [torch.zeros(size) for size in SIZES], [])
+    return shard
+
+
+def now(future):
+    assert future.done()  # else its wait would never end: nobody else is there
+    return future.wait()
+
+
+def gradients():
+    return [torch.full((size,), -1.0) for size in SIZES]
+
+
+modes = st.one_of(
+    st.tuples(st.just("sync"), st.none(), st.just(0)),
+    st.tuples(st.just("async"), st.none(), st.just(0)),
+    st.tuples(st.just("bounded"), st.integers(0, 3), st.just(0)),
+    st.tuples(st.just("backup"), st.none(), st.integers(1, 2)),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(modes, st.integers(2, 4), st.data())
+def test_rules_hold_in_any_order_of_events(mode, workers, data):
+    mode, staleness, backup = mode
+    backup = min(backup, workers - 1)
+    shard = shard_of(workers, mode, staleness, backup)
+    batches = [data.draw(st.integers(0, 4)) for _ in range(workers)]  # in each of two epochs
+    dies = (
+        data.draw(st.integers(0, workers - 1))
+        if mode in ("async", "bounded") and data.draw(st.booleans())
+        else None
+    )
+    left = {worker: list(batches[worker : worker + 1] * 2) for worker in range(workers)}
+    held = {}  # a pull that was answered, or is waiting
+    lead = []
+    while left:
+        # Whoever can move: not those whose pull waits. If nobody could, the rules would hang.
+        able = [worker for worker in left if worker not in held or held[worker].done()]
+        assert able, (shard.clock, shard.pending.keys(), shard.ended)
+        worker = data.draw(st.sampled_from(able))
+        if worker == dies and data.draw(st.booleans()):
+            held.pop(worker, None)
+            del left[worker]
+            assert shard.end(worker, "was killed")
+        elif worker in held:
+            version, tensors = now(held.pop(worker))
+            assert all((tensor == version).all() for tensor in tensors)  # nobody has touched what it read
+            shard.push(worker, version, gradients(), rows=1)
+            left[worker][0] -= 1
+        elif left[worker][0] == 0:
+            shard.end_epoch(worker)
+            left[worker].pop(0)
+            if not left[worker]:
+                del left[worker]
+                shard.end(worker, None)
+        else:
+            held[worker] = shard.pull(worker, 0)
+            if mode == "bounded":
+                for other in (w for w in held if held[w].done()):
+                    lead.append(shard.clock[other] - min(shard.clock[w] for w in shard._active() | {other}))
+    if mode == "bounded" and lead:
+        assert max(lead) <= staleness
+        limit = (workers - 1) * (2 * staleness + 1)
+        assert all(record["staleness"] <= limit for record in shard.updates)
+    if mode == "sync":
+        assert not shard.dropped
+    pushed = sum(shard.pushes.values())
+    assert len(shard.updates) + len(shard.dropped) == pushed
+    if dies is None:
+        assert pushed == 2 * sum(batches)
+
+
+def test_bounded_waits_exactly_beyond_s():
+    shard = shard_of(2, "bounded", staleness=2)
+    for _ in range(3):  # steps 0, 1, 2: ahead by 0, 1, 2
+        version, _ = now(shard.pull(0, 0))
+        shard.push(0, version, gradients(), 1)
+    ahead_by_3 = shard.pull(0, 0)
+    assert not ahead_by_3.done()
+    assert shard.waits_for() == [1]
+    version, _ = now(shard.pull(1, 0))
+    shard.push(1, version, gradients(), 1)
+    assert ahead_by_3.done()
+    assert shard.updates[-1]["staleness"] == 0  # it pulled version 3 and was applied to it
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(1, 5))
+def test_servers_share_by_bytes(sizes, servers):
+    named = {f"p{i}": nn.Parameter(torch.empty(size)) for i, size in enumerate(sizes)}
+    if len(named) < servers:
+        with pytest.raises(ValueError, match=f"{len(named)} for {servers} servers"):
+            parameter_server._share_out(named, servers)
+        return
+    shares = parameter_server._share_out(named, servers)
+    assert sorted(name for share in shares for name in share) == sorted(named)
+    held = [sum(named[name].nbytes for name in share) for share in shares]
+    assert max(held) - min(held) <= 4 * max(sizes)
+
+
+# --------------------------------------------------------------------------------------------------------- staleness
+
+
+def scenario_runs(local_rank, scenarios):
+    """Each scenario: a bound s, and for each worker the milliseconds of its steps. One launch for all of them."""
+    found = []
+    for staleness, delays in scenarios:
+        model = nn.Linear(3, 2)
+        server = ddl.ParameterServer(
+            model, lambda p: torch.optim.SGD(p, lr=0.1), mode="bounded", staleness=staleness, timeout=20
+        )
+        idist.barrier()
+        for delay in delays[local_rank]:
+            server.pull()
+            time.sleep(delay / 1000)
+            model(torch.ones(1, 3)).sum().backward()
+            server.push()
+        idist.barrier()
+        found.append(server.statistics()["updates"])
+    return found
+
+
+def leads(updates, workers):
+    """How far each worker was ahead of the slowest when it pulled, from the records alone."""
+    done = [record["worker"] for record in updates]
+    for record in updates:
+        clocks = [done[: record["pulled"]].count(worker) for worker in range(workers)]
+        yield clocks[record["worker"]] - min(clocks)
+
+
+STEPS = 6
+delays = st.lists(st.lists(st.integers(0, 6), min_size=STEPS, max_size=STEPS), min_size=3, max_size=3)
+
+
+@settings(max_examples=3, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), delays), min_size=8, max_size=8))
+def test_the_bound_on_staleness_is_never_exceeded(scenarios):
+    first, *others = parallel(3, 1).run(scenario_runs, scenarios)
+    assert all(other == first for other in others)
+    for (staleness, _), updates in zip(scenarios, first, strict=True):
+        assert len(updates) == 3 * STEPS
+        assert max(leads(updates, 3)) <= staleness
+        assert max(record["staleness"] for record in updates) <= 2 * (2 * staleness + 1)
+
+
+def test_async_is_stale_where_bounded_is_not():
+    """What the bound prevents does happen without it: else the test above shows nothing."""
+
+    def work(local_rank, **options):
+        model = nn.Linear(3, 2)
+        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1), **options)
+        for _ in range(3 if local_rank else 30):
+            server.pull()
+            time.sleep(0.1 if local_rank else 0)
+            model(torch.ones(1, 3)).sum().backward()
+            server.push()
+        server.end_epoch()  # worker 1, in the barrier, holds nobody
+        idist.barrier()
+        return server.statistics()["updates"]
+
+    def worst(updates):
+        return max(leads([r for r in updates if r["server"] == 0], 2))
+
+    assert worst(parallel(2, 2).run(work, mode="async")[0]) > 5
+    bounded = parallel(2, 2).run(work, mode="bounded", staleness=1)[0]
+    # After its 3 steps worker 1 holds nobody any more: look at what came before.
+    last = max(i for i, r in enumerate(bounded) if r["worker"] == 1 and r["server"] == 0)
+    assert worst(bounded[: last + 1]) == 1
+    assert len(bounded) == 2 * 33
+
+
+def test_a_pull_is_one_version_whole():
+    """Others update while a pull is on its way: each of its numbers still is of one version."""
+
+    def work(local_rank):
+        model = nn.ParameterDict({"a": torch.zeros(300_000), "b": torch.zeros(300_000)})
+        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=1.0), mode="async")
+        minus_one = {name: torch.full((300_000,), -1.0) for name in ("a", "b")}
+        torn = 0
+        for _ in range(30):
+            (version,) = server.pull()
+            torn += any(p.min() != version or p.max() != version for p in model.values())
+            server.push(minus_one)
+        return torn
+
+    assert parallel(4, 1).run(work) == [0] * 4
+
+
+# -------------------------------------------------------------------------------------------------- backup workers
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_backup_averages_those_that_arrived(servers):
+    steps = 8
+
+    def work(local_rank):
+        model = nn.ParameterDict({"a": torch.zeros(4), "b": torch.zeros(3)}).double()
+        server = ddl.ParameterServer(
+            model, lambda p: torch.optim.SGD(p, lr=1.0), mode="backup", backup=1, timeout=20
+        )
+        idist.barrier()
+        seen, pushed = {}, 0
+        while server.pull()[0] < steps:
+            seen[server.versions[0]] = model["a"][0].item(), model["b"][0].item()
+            time.sleep(0.06 if local_rank == 2 else 0.01)  # worker 2 is slow
+            mine = float(10**local_rank)
+            pushed += server.push(
+                {"a": torch.full_like(model["a"], -mine), "b": torch.full_like(model["b"], -mine)}
+            )
+        idist.barrier()
+        return seen, pushed, server.statistics()
+
+    results = parallel(4, servers).run(work)
+    statistics = results[0][2]
+    for index, name in enumerate(server["parameters"][0] for server in statistics["servers"]):
+        updates = [r for r in statistics["updates"] if r["server"] == index]
+        expected = 0.0
+        for version in range(steps):
+            arrived = [r["worker"] for r in updates if r["version"] == version]
+            assert len(arrived) == len(set(arrived)) == 3  # N of N + 1
+            expected += sum(10.0**worker for worker in arrived) / 3
+            for seen, _, _ in results:
+                if version + 1 in seen:
+                    assert abs(seen[version + 1]["ab".index(name)] - expected) <= 1e-12 * expected
+        assert {r["staleness"] for r in updates} == {0}
+    accepted = sum(r["server"] == 0 for r in statistics["updates"])
+    assert accepted == sum(pushed for _, pushed, _ in results) == 3 * steps
+    late = statistics["dropped"]
+    assert 2 in {r["worker"] for r in late}
+    assert all(r["staleness"] > 0 and r["server"] == 0 for r in late)  # the first server tells what is late
+
+
+# ------------------------------------------------------------------------------------------------ epochs and Ignite
+
+
+def test_idist_sees_the_workers_alone():
+    def work(local_rank):
+        model = nn.Linear(3, 1)
+        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1))
+
+        def step(engine, batch):
+            server.pull()
+            model(batch[0]).sum().backward()
+            server.push()
+            return float(batch[0].sum())
+
+        trainer = Engine(step)
+        Average().attach(trainer, "mean")
+        data = torch.utils.data.TensorDataset(torch.arange(24.0).reshape(8, 3))
+        trainer.run(ddl.auto_dataloader(data, batch_size=4), max_epochs=1)
+        return idist.get_world_size(), idist.get_rank(), trainer.state.metrics["mean"]
+
+    # The mean of the four batches' sums (two workers, two steps) is the same on both.
+    assert parallel(2, 2).run(work) == [(2, 0, 69.0), (2, 1, 69.0)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "sync"}, {"mode": "bounded", "staleness": 0}, {"mode": "backup", "backup": 1}],
+    ids=str,
+)
+def test_a_worker_that_ends_its_epoch_holds_nobody(options):
+    def work(local_rank):
+        model = nn.Linear(3, 1)
+        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1), timeout=20, **options)
+
+        def step(engine, batch):
+            server.pull()
+            model(batch).sum().backward()
+            server.push()
+
+        trainer = Engine(step)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, server.end_epoch)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: idist.barrier())  # as an evaluator would
+        trainer.run([torch.ones(2, 3)] * (3 if local_rank else 5), max_epochs=2)
+        return server.statistics()
+
+    statistics = parallel(2).run(work)[0]
+    updates, dropped = statistics["updates"], statistics["dropped"]
+    assert len(updates) + len(dropped) == 2 * (3 + 5)
+    if options["mode"] == "sync":
+        per_version = [[r["worker"] for r in updates if r["version"] == v] for v in range(10)]
+        assert per_version == [[0, 1], [0, 1], [0, 1], [0], [0]] * 2
+
+
+def test_buffers_and_frozen_parameters_start_as_worker_0s_and_stay_with_the_worker():
+    def work(local_rank):
+        torch.manual_seed(local_rank)
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
+        model[0].weight.requires_grad = True
+        model[1](torch.randn(4, 2))
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1))
+        server.pull()
+        after = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model(torch.randn(4, 2)).sum().backward()
+        server.push()
+        server.pull()
+        return before, after, model[1].running_mean.clone(), server.statistics()["servers"][0]["parameters"]
+
+    (before, first, mean_0, names), (_, second, mean_1, _) = parallel(2).run(work)
+    for after in (first, second):
+        assert all(torch.equal(after[name], before[name]) for name in before)
+    assert not torch.equal(mean_0, mean_1)
+    assert names == ["0.weight"]
+
+
+def test_two_servers_objects_in_one_run_and_plain_statistics():
+    def work(local_rank):
+        found = []
+        for mode in ("async", "sync"):
+            model = nn.Linear(10, 10)
+            server = ddl.ParameterServer(model, lambda p: torch.optim.Adam(p), mode=mode)
+            for _ in range(2):
+                server.pull()
+                model(torch.ones(1, 10)).sum().backward()
+                server.push()
+            idist.barrier()
+            found.append(server.statistics())
+        return found
+
+    for mode, statistics in zip(("async", "sync"), parallel(2, 2).run(work)[0], strict=True):
+        assert json.loads(json.dumps(statistics)) == statistics
+        assert statistics["mode"] == mode
+        weight, bias = statistics["servers"]
+        assert (weight["parameters"], weight["bytes"]) == (["weight"], 400)
+        assert (bias["parameters"], bias["bytes"]) == (["bias"], 40)
+        for server in (weight, bias):  # 2 workers, 2 pulls and pushes each
+            assert server["bytes_in"] == server["bytes_out"] == 4 * server["bytes"]
+            assert server["version"] == (4 if mode == "async" else 2)
+        for record in statistics["updates"]:
+            assert record["staleness"] == record["version"] - record["pulled"] >= 0
+            assert 0 <= record["pulled_at"] <= record["pushed_at"] <= record["applied_at"]
+
+
+# ------------------------------------------------------------------------------------------------------ failures
+
+
+def train_and_fail(local_rank, how, steps=40, **options):
+    model = nn.Linear(3, 1)
+    server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.01), timeout=20, **options)
+    for step in range(steps):
+        server.pull()
+        if local_rank == 1 and step == 3:
+            if how == "raise":
+                raise KeyError("lost")
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(1, 3)).sum().backward()
+        server.push()
+        time.sleep(0.005)
+    return server.statistics()
+
+
+@posix
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_killed_worker_ends_the_run(mode):
+    start = time.monotonic()
+    with pytest.raises(ddl.RankError, match="rank 1 was killed by SIGKILL") as caught:
+        parallel(3).run(train_and_fail, "kill", steps=2000, mode=mode)
+    assert time.monotonic() - start < 15
+    assert (caught.value.rank, caught.value.exitcode) == (1, -9)
+
+
+@posix
+@pytest.mark.parametrize(
+    ("how", "servers", "options"),
+    [
+        ("kill", 2, {"mode": "async"}),
+        ("kill", 1, {"mode": "bounded", "staleness": 1}),
+        ("kill", 1, {"mode": "backup", "backup": 1}),
+        ("raise", 1, {"mode": "async"}),
+    ],
+    ids=str,
+)
+def test_others_go_on_without_a_lost_worker(how, servers, options, capfd):
+    results = parallel(3, servers, on_failure="continue").run(train_and_fail, how, **options)
+    assert isinstance(results[1], ddl.RankError)
+    assert results[1].rank == 1
+    what = "was killed by SIGKILL" if how == "kill" else "raised KeyError"
+    assert f"rank 1 {what}" in str(results[1])
+    error = capfd.readouterr().err
+    assert f"rank 1 {what}" in error
+    assert "the others go on" in error
+    assert "tensorpipe" not in error
+    for worker in (0, 2):
+        statistics = results[worker]
+        assert what in statistics["lost"][1]
+        own = [
+            r
+            for r in statistics["updates"] + statistics["dropped"]
+            if r["worker"] == worker and r["server"] == 0
+        ]
+        assert len(own) in (39, 40)  # the last may still wait for another worker's gradient
+        assert sum(r["worker"] == 1 for r in statistics["updates"]) <= 3 * servers
+
+
+@posix
+@pytest.mark.parametrize(
+    ("servers", "options"), [(1, {"mode": "sync"}), (2, {"mode": "backup", "backup": 1})], ids=str
+)
+def test_a_mode_that_needs_the_lost_worker_ends_the_run(servers, options):
+    start = time.monotonic()
+    with pytest.raises(ddl.RankError, match="rank 1 was killed by SIGKILL"):
+        parallel(3, servers, on_failure="continue").run(train_and_fail, "kill", steps=2000, **options)
+    assert time.monotonic() - start < 15
+
+
+def test_continue_raises_where_all_workers_fail_or_none_has_begun():
+    def all_fail(local_rank):
+        server = ddl.ParameterServer(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.01), mode="async")
+        server.pull()
+        raise KeyError(f"of {local_rank}")
+
+    def early(local_rank):
+        if local_rank == 1:
+            raise KeyError("early")
+        ddl.ParameterServer(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.01), mode="async")
+        time.sleep(30)
+
+    with pytest.raises(ddl.RankError, match="KeyError: 'of"):
+        parallel(2, on_failure="continue").run(all_fail)
+    with pytest.raises(ddl.RankError, match="rank 1 raised KeyError: 'early'"):
+        parallel(2, on_failure="continue").run(early)
+
+
+@posix
+@pytest.mark.parametrize("on_failure", ["raise", "continue"])
+def test_killed_server_ends_all_workers(on_failure, tmp_path):
+    folder = str(tmp_path)
+
+    def work(local_rank):
+        model = nn.Linear(3, 1)
+        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.01), mode="async", timeout=60)
+        for step in range(100_000):
+            if local_rank == 0 and step == 5:
+                open(os.path.join(folder, f"{time.time()}.killed"), "w").close()
+                os.kill(rpc.rpc_sync("server1", os.getpid), signal.SIGKILL)
+            try:
+                server.pull()
+                model(torch.ones(1, 3)).sum().backward()
+                server.push()
+            except ConnectionError as error:
+                with open(os.path.join(folder, f"{local_rank}.error"), "w") as file:
+                    file.write(str(error))
+                raise
+
+    with pytest.raises(ddl.RankError, match="server1 was killed by SIGKILL") as caught:
+        parallel(3, 2, on_failure=on_failure).run(work)
+    killed = float(next(tmp_path.glob("*.killed")).stem)
+    assert time.time() - killed <= 5
+    assert caught.value.rank == "server1"
+    errors = [path.read_text() for path in tmp_path.glob("*.error")]
+    assert all(error.startswith("server1 is gone, at p") for error in errors)
+
+
+def test_a_worker_that_is_late_is_named():
+    def work(local_rank):
+        model = nn.Linear(3, 1)
+        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.01), timeout=0.5)
+        server.pull()
+        if local_rank == 0:
+            model(torch.ones(1, 3)).sum().backward()
+            server.push()
+            server.pull()
+        time.sleep(30)
+
+    message = r"TimeoutError: pull took more than 0.5 s: server0 \(mode 'sync'\) waits for workers \[1\]"
+    with pytest.raises(ddl.RankError, match=message):
+        parallel(2).run(work)
+
+
+def test_an_error_on_the_server_reaches_the_worker():
+    class Breaks(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ArithmeticError("this optimizer breaks")
+
+    def work(local_rank):
+        model = nn.Linear(3, 1)
+        server = ddl.ParameterServer(model, lambda p: Breaks(p, lr=0.1), mode="async")
+        server.pull()
+        model(torch.ones(1, 3)).sum().backward()
+        server.push()
+
+    with pytest.raises(ddl.RankError, match="ArithmeticError") as caught:
+        parallel(1).run(work)
+    assert "this optimizer breaks" in str(caught.value)
+    with pytest.raises(ddl.RankError, match="Invalid learning rate"):
+        parallel(1).run(
+            lambda rank: ddl.ParameterServer(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=-1.0))
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ bad input
+
+
+def full(value, size=3):
+    return torch.full((1, size), float(value))
+
+
+BAD_PUSHES = {
+    "nan": ({"weight": full("nan")}, {}, "'weight' should be finite, but 3 of its 3 numbers are not"),
+    "inf": ({"weight": torch.tensor([[1.0, float("inf"), 2.0]])}, {}, "'weight' should be finite, but 1 of"),
+    "both": ({"weight": torch.tensor([[1.0, float("inf"), -float("inf")]])}, {}, "but 2 of its 3"),
+    "last is nan": ({"weight": full(1), "bias": full("nan", 1)[0]}, {}, "'bias' should be finite"),
+    "shape": ({"weight": full(1, 4)}, {}, r"'weight' should be \(1, 3\), torch.float32, but given \(1, 4\)"),
+    "dtype": ({"weight": full(1).double()}, {}, r"but given \(1, 3\), torch.float64"),
+    "sparse": ({"weight": full(1).to_sparse()}, {}, "'weight' should be dense"),
+    "unknown": ({"wieght": full(1)}, {}, "should be of trainable parameters, but 'wieght' is unknown"),
+    "frozen": ({"frozen": full(1)}, {}, "but 'frozen' requires no gradient"),
+    "none": ({}, {}, r"no parameter has a gradient: call loss.backward\(\)"),
+    "no backward": (None, {}, "no parameter has a gradient"),
+    "rows": ({"weight": full(1)}, {"rows": -1}, "rows should be a number of rows, 0 or more, but given -1"),
+    "rows text": ({"weight": full(1)}, {"rows": 1.5}, "rows should be a number of rows"),
+}
+
+
+def bad_pushes(local_rank):
+    """Every bad push, and what the servers say before and after it."""
+    model = nn.Linear(3, 1)
+    model.frozen = nn.Parameter(torch.ones(1, 3), requires_grad=False)
+    server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), mode="async")
+
+    def state():
+        statistics = server.statistics()
+        return [(s["version"], s["bytes_in"]) for s in statistics["servers"]], len(statistics["updates"])
+
+    def message(error_type, *args, **kwargs):
+        before = state()
+        try:
+            server.push(*args, **kwargs)
+        except error_type as error:
+            assert state() == before
+            return str(error)
+        return "accepted"
+
+    found = {"before pull": message(RuntimeError, {"weight": full(1)})}
+    server.pull()
+    weights = model.weight.detach().clone()
+    for name, (given_, kwargs, _) in BAD_PUSHES.items():
+        found[name] = message(ValueError, given_, **kwargs)
+    server.push({"weight": full(1)})  # after all of them a good one still goes, once
+    found["twice"] = message(RuntimeError, {"weight": full(1)})
+    server.pull()
+    found["moved"] = (weights - model.weight).flatten().tolist()
+    server.push({"weight": full(3e38)})  # finite, though its sum is not
+    return found
+
+
+@pytest.mark.parametrize("servers", [0, 2])
+def test_bad_pushes_are_refused_and_leave_the_server_as_it_was(servers):
+    found = bad_pushes(0) if servers == 0 else parallel(1, servers).run(bad_pushes)[0]
+    assert found.pop("before pull").startswith("push needs a pull before it")
+    assert found.pop("twice").startswith("push needs a pull before it")
+    assert found.pop("moved") == pytest.approx([1.0, 1.0, 1.0], abs=1e-6)
+    for name, message in found.items():
+        assert re.search(BAD_PUSHES[name][2], message), (name, message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "eager"}, "mode should be one of .* but given 'eager'"),
+        ({"mode": "bounded"}, "staleness should be a number of steps, 0 or more, .* but given None"),
+        ({"mode": "bounded", "staleness": -1}, "but given -1"),
+        ({"staleness": 2}, "staleness=2 needs mode='bounded', but given mode='sync'"),
+        ({"mode": "backup"}, "backup should be between 1 and"),
+        ({"mode": "async", "backup": 1}, "backup=1 needs mode='backup'"),
+        ({"timeout": 0}, "timeout should be a positive number of seconds, but given 0"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        ddl.ParameterServer(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), **options)
+
+
+def test_bad_models():
+    def refused(local_rank, what):
+        model = nn.Linear(3, 1)
+        mode = "async"
+        if what == "other shape" and local_rank == 1:
+            model = nn.Linear(4, 1)
+        elif what == "other mode" and local_rank == 1:
+            mode = "sync"
+        elif what == "ddp":
+            model = nn.parallel.DistributedDataParallel(model)
+        elif what == "small":
+            model = nn.Linear(3, 1, bias=False)
+        try:
+            options = {"mode": "backup", "backup": 2} if what == "backup" else {"mode": mode}
+            ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1), **options)
+        except ValueError as error:
+            return str(error)
+        return "accepted"
+
+    run = parallel(2, 2).run
+    different = "should be the same on all workers, but given"
+    shapes = "((1, 4), 'torch.float32') on worker 1 and ((1, 3), 'torch.float32') on worker 0"
+    assert run(refused, "other shape") == ["accepted", f"'weight' {different} {shapes}"]
+    assert run(refused, "other mode") == [
+        "accepted",
+        f"mode {different} sync on worker 1 and async on worker 0",
+    ]
+    assert all(text.startswith("model should be the plain module") for text in run(refused, "ddp"))
+    assert all(text.endswith("given 1 for 2 servers") for text in run(refused, "small"))
+    assert all("between 1 and 1 of 2 workers" in text for text in run(refused, "backup"))
+    no_server = parallel(2, 0).run(refused, "no server")
+    assert all("start the workers by ddl.Parallel(..., servers=1)" in text for text in no_server)
+    tensor_parallel = parallel(2, 1, tp=2).run(refused, "")
+    assert all("but given Mesh(dp=1, pp=1, tp=2" in text for text in tensor_parallel)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"servers": -1}, "servers should be a number of parameter servers, 0 or more, but given -1"),
+        ({"servers": True}, "servers should be a number"),
+        ({"on_failure": "ignore"}, "on_failure should be 'raise' or 'continue', but given 'ignore'"),
+        ({"servers": 0, "on_failure": "continue"}, "on_failure='continue' needs parameter servers"),
+        (
+            {"nnodes": 2, "node_rank": 0},
+            "servers=1 are started beside the workers of one machine, but given nnodes=2",
+        ),
+    ],
+)
+def test_bad_launches(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        ddl.Parallel(**({"backend": "gloo", "nproc_per_node": 2, "servers": 1} | kwargs))
+
+
+def test_servers_do_not_join_a_job(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="but given a job to join; set nproc_per_node"):
+        ddl.Parallel("gloo", servers=1)
+
+
+# ------------------------------------------------------------------------------------------------------ the network
+
+
+def test_all_listen_on_loopback():
+    def addresses(local_rank):
+        pids = [os.getpid(), rpc.rpc_sync("server0", os.getpid)]
+        sockets = [c for pid in pids for c in psutil.Process(pid).net_connections("inet")]
+        return [c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN]
+
+    found = parallel(2, 1).run(addresses)
+    assert all(len(of_rank) >= 2 for of_rank in found)
+    assert {ip for of_rank in found for ip in of_rank} == {"127.0.0.1"}
+
+
+def test_waiting_costs_nothing():
+    """TensorPipe's default transport polls, at half a core for each process."""
+
+    def busy(local_rank):
+        idist.barrier()
+        start = time.process_time()
+        time.sleep(1)
+        return time.process_time() - start
+
+    assert max(parallel(2, 1).run(busy)) < 0.03

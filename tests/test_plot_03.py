@@ -1,0 +1,76 @@
+"""The figures of chapter 03: what they draw, and that their text is large enough to read."""
+
+import matplotlib.pyplot as plt
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
+
+from ignite_ddl import plot
+
+
+@pytest.fixture(autouse=True)
+def _no_window():
+    plt.switch_backend("agg")
+    yield
+    plt.close("all")
+
+
+HALVES = [[(0, 4), (0, 6)]] * 2 + [[(4, 8), (0, 6)]] * 2
+QUARTERS = [[(0, 4), (0, 4)], [(0, 4), (4, 8)], [(4, 8), (0, 4)], [(4, 8), (4, 8)]]
+FIGURES = {
+    "eager_and_lazy": lambda: plot.eager_and_lazy(["matmul", "add", "relu"], [64, 64, 48]),
+    "compile_times": lambda: plot.compile_times(
+        [60.0, 0.5, 0.4, 20.0], [16, 16, 16, 4], [1, 0, 0, 1], "recorded"
+    ),
+    "device_tiles": lambda: plot.device_tiles({"x": ((8, 6), HALVES), "y": ((8, 8), QUARTERS)}, "cut"),
+    "loss_gaps": lambda: plot.loss_gaps({"float32": [1e-7, 1e-3], "float64": [0.0, 1e-15]}, "gaps"),
+}
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_text_is_at_least_9_points(name):
+    figure = FIGURES[name]()
+    figure.canvas.draw()
+    sizes = {text.get_text(): text.get_size() for text in figure.findobj(Text) if text.get_text()}
+    assert min(sizes.values()) >= 9, sizes
+
+
+@pytest.mark.parametrize(("rows", "compiled"), [([64, 64, 48], 2), ([8, 8, 8], 1), ([1, 2, 3, 1], 3)])
+def test_a_new_number_of_rows_compiles_once(rows, compiled):
+    drawn = texts(plot.eager_and_lazy(["matmul", "relu"], rows))
+    assert sum(text.startswith("compile for") for text in drawn) == compiled
+    assert drawn.count("2 as 1") == len(rows)
+
+
+def test_bars_that_compiled_say_so_and_the_title_has_the_ratio():
+    figure = FIGURES["compile_times"]()
+    drawn = texts(figure)
+    assert sum(text.startswith("compiles") for text in drawn) == 2
+    assert "100 ×" in figure.axes[0].get_title(loc="left")
+
+
+def test_each_tile_names_its_devices_and_the_tiles_fill_the_matrices():
+    [axes] = FIGURES["device_tiles"]().axes
+    names = [text.get_text() for text in axes.texts]
+    assert names == ["0 and 1", "2 and 3", "x\n8 × 6", "0", "1", "2", "3", "y\n8 × 8"]
+    filled = [p for p in axes.patches if isinstance(p, Rectangle) and p.get_fill()]
+    assert sum(p.get_width() * p.get_height() for p in filled) == 8 * 6 + 8 * 8
+    area = dict.fromkeys(plot.RANK[:4], 0)
+    for patch in filled:
+        area[to_hex(patch.get_facecolor()).upper()] += patch.get_width() * patch.get_height()
+    assert list(area.values()) == [8 * 6 / 4 + 8 * 8 / 4] * 4
+
+
+def test_the_largest_difference_so_far_is_drawn_and_labels_stand_apart():
+    [axes] = plot.loss_gaps({"a": [1e-7, 0.0, 1e-3], "b": [0.0, 1e-15, 1e-16], "c": [1e-3] * 3}, "gaps").axes
+    lines = {line.get_color(): list(line.get_ydata()) for line in axes.lines}
+    assert list(lines.values()) == [[1e-17, 1e-15, 1e-15], [1e-7, 1e-7, 1e-3], [1e-3] * 3]
+    heights = {text.get_text(): text.xy[1] for text in axes.texts}
+    assert heights["b"] == pytest.approx(1e-15)
+    assert heights["a"] == pytest.approx(1e-3)
+    assert heights["c"] > 10 * heights["a"]
