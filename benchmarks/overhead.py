@@ -102,7 +102,8 @@ def by_hand(steps):
 
 def _plain_by_hand(mesh, model, loader):
     if mesh.dp_size > 1 and mesh.tp_size > 1:
-        replicate(model, mesh=mesh.device_mesh["dp"])  # DDP loses DTensor parameters, see tests/test_breaks.py
+        # DDP loses DTensor parameters, see tests/test_breaks.py
+        replicate(model, mesh=mesh.device_mesh["dp"])
     elif mesh.dp_size > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

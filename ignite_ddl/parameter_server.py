@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import cmath
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -75,7 +76,10 @@ class _Shard:
             self.pushes = dict.fromkeys(self.workers, 0)  # pushes in all
             self.ended: set[int] = set()  # through with their epoch
             self.gone: dict[int, str | None] = {}  # through with everything: why, or None
-            self.pending: dict[int, tuple] = {}  # gradients of the update that is being collected
+            self.pending: dict[
+                int, dict[str, Any]
+            ] = {}  # workers whose gradients wait for the others', records
+            self.means: dict[tuple[int, int], _Mean] = {}  # of those gradients, see _average
             self.reading: set[int] = set()  # pulled, and not heard of since: their answer may be on its way
             self.times: dict[int, dict[str, float]] = {}  # of each worker's latest pull
             self.updates: list[dict[str, Any]] = []
@@ -116,7 +120,8 @@ class _Shard:
                 if rows:
                     self._update(gradients, [record])
             elif pulled == self.version:
-                self.pending[worker] = (gradients, rows, record)
+                self.pending[worker] = record
+                self._average(worker, (rows, gradients))
                 self._update_if_complete()
             else:
                 self.dropped.append(record | {"version": self.version, "staleness": self.version - pulled})
@@ -183,18 +188,26 @@ class _Shard:
             self.ended.clear()
             self.clock = dict.fromkeys(self.workers, 0)
 
+    def _average(self, worker: int, mean: _Mean) -> None:
+        """Takes a gradient into the means of those that have come.
+
+        They meet along a binary tree over the workers' numbers, two neighbours as soon as both are there: little is
+        left to do when the last one comes, and whoever comes first, the same workers give the same bits.
+        """
+        level = 0
+        while (neighbour := self.means.pop((level, worker ^ 1), None)) is not None:
+            mean = _mean_of(neighbour, mean) if worker % 2 else _mean_of(mean, neighbour)
+            level, worker = level + 1, worker // 2
+        self.means[level, worker] = mean
+
     def _update_if_complete(self) -> None:
         if len(self.pending) < self.needed and not self._active() <= self.pending.keys():
             return
-        # In the order of workers, not of arrival: the same run gives the same bits.
-        arrived = [self.pending[worker] for worker in sorted(self.pending)]
-        self.pending = {}
-        rows = sum(rows for _, rows, _ in arrived)
+        rows, mean = functools.reduce(_mean_of, (self.means[place] for place in sorted(self.means)))
+        records = [self.pending[worker] for worker in sorted(self.pending)]
+        self.pending, self.means = {}, {}
         if rows:
-            weights = [part / rows for _, part, _ in arrived]
-            columns = zip(*(gradients for gradients, _, _ in arrived), strict=True)
-            mean = [_weighted_sum(column, weights) for column in columns]
-            self._update(mean, [record for _, part, record in arrived if part])
+            self._update(mean, [record for record in records if record["rows"]])
 
     def _update(self, gradients: list[torch.Tensor | None], records: list[dict[str, Any]]) -> None:
         if self.reading:  # leave them the memory that they read: what is pulled is one version, whole
@@ -234,15 +247,26 @@ class _Shard:
             future.set_result(answer)
 
 
-def _weighted_sum(gradients: Iterable[torch.Tensor | None], weights: list[float]) -> torch.Tensor | None:
-    total = None
-    for gradient, weight in zip(gradients, weights, strict=True):
-        if gradient is not None and weight:
-            if total is None:
-                total = gradient if weight == 1 else gradient.mul_(weight)
-            else:
-                total.add_(gradient, alpha=weight)
-    return total
+_Mean = tuple[int, list[torch.Tensor | None]]  # a number of rows, and the mean gradient over them
+
+
+def _scaled(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:
+    return None if gradient is None else gradient.mul_(factor)
+
+
+def _mean_of(one: _Mean, other: _Mean) -> _Mean:
+    """Over the rows of both, in the memory of one of them. No gradient counts as zeros."""
+    (rows, gradients), (other_rows, others) = one, other
+    if not rows or not other_rows:
+        return one if rows else other
+    share = other_rows / (rows + other_rows)
+    mean = []
+    for mine, theirs in zip(gradients, others, strict=True):
+        if mine is None or theirs is None:
+            mean.append(_scaled(mine, 1 - share) if theirs is None else _scaled(theirs, share))
+        else:
+            mean.append(mine.lerp_(theirs, share))
+    return rows + other_rows, mean
 
 
 def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:

@@ -1154,7 +1154,10 @@ def bytes_by_world(sent: dict[str, dict[int, int]], n_bytes: int) -> Figure:
 
 
 def all_reduce_times(
-    sizes: list[float], predicted: dict[str, list[float]], measured: dict[str, dict[float, float]], n_ranks: int
+    sizes: list[float],
+    predicted: dict[str, list[float]],
+    measured: dict[str, dict[float, float]],
+    n_ranks: int,
 ) -> Figure:
     """Seconds of an all-reduce against the size of its buffer: lines predicted, marks measured.
 
@@ -1307,7 +1310,13 @@ def messages(panels: dict[str, list], title: str) -> Figure:
             line = {"color": ACTIVITY["idle"], "linewidth": 7, "solid_capstyle": "butt", "zorder": 0}
             panel.plot([0, done], [rank, rank], **line)
         for source, target, start, end in of_panel:
-            style = {"arrowstyle": "-|>", "color": RANK[source], "shrinkA": 0, "shrinkB": 1, "mutation_scale": 9}
+            style = {
+                "arrowstyle": "-|>",
+                "color": RANK[source],
+                "shrinkA": 0,
+                "shrinkB": 1,
+                "mutation_scale": 9,
+            }
             width = 0.6 + 1.9 * (end - start) / longest
             panel.annotate("", (end, target), (start, source), arrowprops=style | {"linewidth": width})
         panel.axvline(done, color="#222222", linewidth=1)
@@ -1628,7 +1637,13 @@ def schedules(panels: dict, title: str, unit: str = "ms") -> Figure:
             text = str(record.microbatch) if record.kind in passes else ""
             if width / longest > 0.0135 * len(text):
                 panel.text(
-                    middle, row[record.rank], text, ha="center", va="center_baseline", size=9, color=_on(colour)
+                    middle,
+                    row[record.rank],
+                    text,
+                    ha="center",
+                    va="center_baseline",
+                    size=9,
+                    color=_on(colour),
                 )
             kinds.add(record.kind)
         panel.set_title(name, fontsize=10, fontweight="normal", loc="left", pad=3)
@@ -1640,7 +1655,9 @@ def schedules(panels: dict, title: str, unit: str = "ms") -> Figure:
     axes[-1, 0].set_xlabel("milliseconds" if unit == "ms" else unit)
     kinds = [kind for kind in ACTIVITY if kind in kinds | {"idle"}]
     split = "backward_weight" in kinds
-    names = {"backward": "backward (input, or whole)", "backward_weight": "backward (weights)"} if split else {}
+    names = (
+        {"backward": "backward (input, or whole)", "backward_weight": "backward (weights)"} if split else {}
+    )
     handles = [Patch(color=ACTIVITY[kind], label=names.get(kind, kind)) for kind in kinds]
     figure.legend(
         handles=handles, loc="outside lower right", ncols=len(kinds), handlelength=1.2, frameon=False, fontsize=9
@@ -1849,7 +1866,9 @@ def hardest_negatives(anchors, found: dict[int, list]) -> Figure:
         axes.text(left + 0.5, -0.12, name, ha="center", va="bottom", size=9.5)
         for row, (image, similarity) in enumerate(pairs):
             top = 1.08 * row
-            axes.imshow(-image[0].numpy(), cmap="gray", extent=(left, left + 1, top + 1, top), interpolation="nearest")
+            axes.imshow(
+                -image[0].numpy(), cmap="gray", extent=(left, left + 1, top + 1, top), interpolation="nearest"
+            )
             if similarity is not None:
                 axes.text(left + 1.06, top + 0.5, f"{similarity:.2f}", va="center", size=9.5)
     axes.set_xlim(-0.1, 1.9 * len(found) + 2)
@@ -1933,7 +1952,11 @@ def batch_or_rate(noise: dict[str, list[float]], curves: dict[str, tuple[list, l
     from matplotlib.ticker import MaxNLocator
 
     figure, (left, right) = new_figure(
-        "A larger batch does what a smaller rate does", width=7.6, height=3.3, columns=2, width_ratios=[1, 1.5]
+        "A larger batch does what a smaller rate does",
+        width=7.6,
+        height=3.3,
+        columns=2,
+        width_ratios=[1, 1.5],
     )
     looks = [("communication", "-", 4.5), ("forward", "--", 1.8), ("backward_weight", "-", 1.8)]
     for (name, values), (activity, line, width) in zip(noise.items(), looks, strict=False):
@@ -2259,7 +2282,9 @@ def zero_peaks(memories: list, room: list[float], peaks: list[list[float]]) -> F
 # --------------------------------------------------------------------------------------- chapter 18: pipelines
 
 
-def activations_by_rank(measured: dict[str, list[float]], predicted: dict[str, list[float]], title: str) -> Figure:
+def activations_by_rank(
+    measured: dict[str, list[float]], predicted: dict[str, list[float]], title: str
+) -> Figure:
     """What the ranks of a pipeline keep for backward at most: a panel a schedule, a bar a rank, a line where predicted.
 
     Args:

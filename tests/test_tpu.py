@@ -184,7 +184,9 @@ def test_both_trainers_give_the_loss_of_the_cpu(maker):
             optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
             trainer = {maker}(model, optimizer, torch.nn.functional.cross_entropy, device=idist.device())
             history = []
-            trainer.add_event_handler("iteration_completed", lambda engine: history.append(engine.state.output))
+            trainer.add_event_handler(
+                ignite.engine.Events.ITERATION_COMPLETED, lambda engine: history.append(engine.state.output)
+            )
             trainer.run([(torch.randn(8, 5).double(), torch.randint(0, 3, (8,))) for _ in range(5)])
             return history
         torch_xla._XLAC._xla_num_devices()  # so that autograd counts XLA's device in the first backward pass
