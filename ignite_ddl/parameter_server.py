@@ -342,7 +342,7 @@ class ParameterServer:
       since (Dean et al., section 4.1, Downpour SGD).
     - ``mode="bounded"``: as async, but the pull of a worker that is more than ``staleness`` steps ahead of the
       slowest waits (Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server,
-      2013, section 2). A pulled gradient is then at most (workers − 1)(2 · staleness + 1) updates old when applied.
+      2013, section 2). A gradient is then at most (workers − 1)(2 · staleness + 1) updates old when it is applied.
     - ``mode="backup"``: of the N + b workers, the first N gradients of a step make the update; those that come
       later are dropped and counted (Chen et al., Revisiting Distributed Synchronous SGD, 2016, section 3). A step
       is the server's here, not the worker's: end training at a version, not after a number of batches.

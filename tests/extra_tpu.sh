@@ -30,11 +30,13 @@ if [ "$(cat $env/stamp 2>/dev/null)" != "$stamp" ]; then
     echo "$stamp" >$env/stamp
 fi
 if [ -d .venv ]; then
-    $python -m ipykernel install --prefix .venv --name ignite-ddl-xla --display-name "ignite-ddl on XLA" >build/tpu-kernel.log 2>&1
+    $python -m ipykernel install --prefix .venv --name ignite-ddl-xla --display-name "ignite-ddl on XLA" \
+        --env PJRT_DEVICE CPU >build/tpu-kernel.log 2>&1
 fi
 
-# PJRT_DEVICE: else torch_xla says in each process which device it takes.
-export PJRT_DEVICE=CPU OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Else torch_xla says in each process which device it takes, and a CUDA build of torch that it finds no GPU.
+export PJRT_DEVICE=CPU TORCH_LOGS=-torch.utils.cpp_extension
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Two commands: tests/conftest.py would hold a cell to 120 s, which two compilations may take on a busy machine.
 chapter="$python -m pytest -q -p no:cacheprovider notebooks/03_tpu_basics.ipynb --nbval-current-env --nbval-cell-timeout=600"
 if [ "${1:-}" = --record ]; then
