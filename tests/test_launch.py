@@ -291,7 +291,7 @@ def test_hang_ends_at_the_timeout_and_says_where(pids):
         if local_rank != 2:
             idist.all_reduce(1)
 
-    error = failing_run(lambda: parallel(3, timeout=8).run(work, pids.folder))
+    error = failing_run(lambda: parallel(3, timeout=3).run(work, pids.folder))
     assert error.rank == 0
     assert "Not finished: 0, 1. Finished: 2." in str(error)
     if hasattr(signal, "SIGUSR1"):
