@@ -895,14 +895,17 @@ def activation_bytes(
     n_ranks: int = 1,
     sequence_parallel: bool = False,
     recompute: str = "none",
+    value_bytes: float = 2,
+    mask_bytes: float = 1,
 ) -> float:
     """Bytes of activations that one transformer layer keeps for backward, on each tensor-parallel rank.
 
     s b h (34 + 5 a s / h) on one rank; with tensor parallel s b h (10 + 24 / t + 5 a s / (h t)), with sequence
     parallel all of it over t; selective recomputation drops the 5 a s / h, full recomputation keeps s b h 2.
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023 (arXiv
-    2205.05198), equation 1 and table 2. Assumes 2 bytes a number, 1 byte a dropout mask, an MLP four times as wide,
-    attention that keeps its s x s matrices (FlashAttention does not: use "selective").
+    2205.05198), equation 1 and table 2. Assumes an MLP four times as wide, attention that keeps its s x s matrices
+    (FlashAttention does not: use "selective"), and that sequence parallel gathers again in backward, as Megatron-LM
+    does; torch's DTensor keeps what it gathered, 2 (1 - 1 / t) s b h numbers more.
 
     Args:
         batch_size: b, rows of a microbatch.
@@ -912,6 +915,9 @@ def activation_bytes(
         n_ranks: t, ranks that share a layer. Default: 1.
         sequence_parallel: norms and dropout are cut over the sequence. Default: False.
         recompute: "none" (default), "selective" (attention's core) or "full" (the layer; its input is kept whole).
+        value_bytes: bytes a number. Default: 2, as in the paper; 4 in float32.
+        mask_bytes: bytes of a dropout mask a number. Default: 1, as on a GPU; on a CPU torch keeps it as numbers, so
+            ``value_bytes`` again; 0 without dropout.
 
     Returns:
         float: bytes.
@@ -931,10 +937,11 @@ def activation_bytes(
         raise ValueError(f"recompute should be 'none', 'selective' or 'full', but given {recompute!r}")
     sbh = sequence * batch_size * hidden
     if recompute == "full":
-        return 2 * sbh
-    whole = 10 / n_ranks if sequence_parallel else 10  # norms, dropout, the inputs of both blocks
-    scores = 0 if recompute == "selective" else 5 * heads * sequence / hidden
-    return sbh * (whole + 24 / n_ranks + scores / n_ranks)
+        return value_bytes * sbh
+    # What is not cut by features: the inputs of norms, attention and MLP, and two masks.
+    whole = (4 * value_bytes + 2 * mask_bytes) / (n_ranks if sequence_parallel else 1)
+    scores = 0 if recompute == "selective" else (2 * value_bytes + mask_bytes) * heads * sequence / hidden
+    return sbh * (whole + 12 * value_bytes / n_ranks + scores / n_ranks)
 
 
 def _at_least(least: int, **given: float) -> None:

@@ -71,6 +71,8 @@ def stage_owners(schedule: str, pp_size: int) -> list[int]:
 def balance(costs: Sequence[float], n_stages: int) -> list[int]:
     """Cuts a row of layers into stages so that the costliest stage is as cheap as can be.
 
+    Of several such cuts it takes the one whose stages are most alike (the least sum of squares).
+
     Args:
         costs: cost of each layer, in any unit.
         n_stages: number of stages.
@@ -87,6 +89,7 @@ def balance(costs: Sequence[float], n_stages: int) -> list[int]:
             from ignite_ddl.pipeline import balance
 
             assert balance([1, 1, 1, 9], 2) == [3, 1]
+            assert balance([9, 1, 1, 1, 1], 3) == [1, 2, 2]
     """
     n = len(costs)
     if n_stages > n:
@@ -96,21 +99,33 @@ def balance(costs: Sequence[float], n_stages: int) -> list[int]:
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[k][i]: the cheapest costliest stage when the first i layers make k stages; cut[k][i]: its last cut
+    least, _ = _best_cut(total, n_stages, max)
+    _, sizes = _best_cut(
+        total, n_stages, lambda before, cost: before + cost**2 if cost <= least else float("inf")
+    )
+    return sizes
+
+
+def _best_cut(
+    total: list[float], n_stages: int, add: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """The least worth that a cut can have, and its sizes; ``add`` takes what was before and a stage's cost."""
+    n = len(total) - 1
+    # best[k][i]: the least worth of the first i layers as k stages; cut[k][i]: where the last of these begins
     best = [[float("inf")] * (n + 1) for _ in range(n_stages + 1)]
     cut = [[0] * (n + 1) for _ in range(n_stages + 1)]
     best[0][0] = 0.0
     for k in range(1, n_stages + 1):
         for i in range(k, n + 1):
             for j in range(k - 1, i):
-                costliest = max(best[k - 1][j], total[i] - total[j])
-                if costliest < best[k][i]:
-                    best[k][i], cut[k][i] = costliest, j
+                worth = add(best[k - 1][j], total[i] - total[j])
+                if worth < best[k][i]:
+                    best[k][i], cut[k][i] = worth, j
     sizes, end = [], n
     for k in range(n_stages, 0, -1):
         sizes.append(end - cut[k][end])
         end = cut[k][end]
-    return sizes[::-1]
+    return best[n_stages][n], sizes[::-1]
 
 
 def microbatches_for(rows: int, wanted: int, schedule: str, pp_size: int) -> tuple[int, str]:

@@ -19,8 +19,13 @@ __all__ = [
     "RANK",
     "activations_by_rank",
     "all_reduce_times",
+    "along_a_block",
+    "backup_workers",
     "batch_or_rate",
+    "by_workers",
+    "bytes_by_plan",
     "bytes_by_world",
+    "bytes_over_rows",
     "bytes_through_a_rank",
     "cluster",
     "collectives",
@@ -28,25 +33,32 @@ __all__ = [
     "compile_times",
     "confusion_matrix",
     "course_map",
+    "cut_products",
+    "cuts_of_a_model",
     "data_and_model_parallel",
     "dealt_batch",
     "dealt_rows",
     "device_tiles",
     "device_timelines",
+    "dropout_masks",
     "eager_and_lazy",
     "gradient_sizes",
     "hardest_negatives",
+    "held_blocks",
     "host_and_device",
+    "kept_by_block",
     "learning_curves",
     "logged_scalars",
     "loss_by_iteration",
     "loss_gaps",
+    "loss_over_time",
     "memory_stages",
     "messages",
     "new_figure",
     "normalised_by",
     "numbers_sent",
     "over_batch_sizes",
+    "over_staleness",
     "owners_over_epochs",
     "parity_errors",
     "rank_profiles",
@@ -55,13 +67,21 @@ __all__ = [
     "ring_steps",
     "rows_read",
     "schedules",
+    "server_rows",
+    "server_scheme",
+    "server_shares",
     "show",
     "sort_times",
+    "stale_descent",
+    "staleness_histogram",
     "step_by_microbatches",
     "step_rows",
     "step_shares",
     "step_times",
+    "time_and_memory",
+    "time_to_accuracy",
     "timeline",
+    "weight_versions",
     "who_does_what",
     "zero_peaks",
     "zero_stages",
@@ -1560,7 +1580,7 @@ def ranks_on_gpus(cases: dict[str, list[int]], n_gpus: int) -> Figure:
     return figure
 
 
-def schedules(panels: dict, title: str, unit: str = "ms") -> Figure:
+def schedules(panels: dict, title: str, unit: str = "ms", row: float = 0.3) -> Figure:
     """Pipeline schedules under each other on one axis of time: a row a rank, a box a pass, its microbatch inside.
 
     Measured and simulated ones are drawn alike. What a rank leaves empty between the first pass of the panel and
@@ -1572,6 +1592,8 @@ def schedules(panels: dict, title: str, unit: str = "ms") -> Figure:
         title: the finding.
         unit: "ms" for records in seconds; any other word is written under the axis as it is, with the records' own
             numbers. Default: "ms".
+        row: height of a rank's row in inches, smaller where there are many panels; below 0.2 without numbers.
+            Default: 0.3.
 
     Returns:
         the figure.
@@ -1590,7 +1612,7 @@ def schedules(panels: dict, title: str, unit: str = "ms") -> Figure:
             figure = plot.schedules({"no microbatches": step}, "Half of the time nobody works", unit="time units")
     """
     import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
+    from matplotlib.patches import Patch, Rectangle
 
     passes = ("forward", "backward", "backward_weight")
     scale = 1e3 if unit == "ms" else 1.0
@@ -1607,38 +1629,35 @@ def schedules(panels: dict, title: str, unit: str = "ms") -> Figure:
     longest = scale * max(end - start for start, end, *_ in steps.values())
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(
-            len(steps), figsize=(7.6, 1.05 + sum(0.3 * n + 0.32 for n in rows)), layout="constrained",
+            len(steps), figsize=(7.6, 1.05 + sum(row * n + 0.32 for n in rows)), layout="constrained",
             sharex=True, squeeze=False, height_ratios=[n + 0.5 for n in rows],
         )  # fmt: skip
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     kinds = set()
     for panel, (name, (start, end, ranks, records)) in zip(axes[:, 0], steps.items(), strict=True):
-        row = {rank: place for place, rank in enumerate(ranks)}
+        row_of = {rank: place for place, rank in enumerate(ranks)}
         lowest = {}  # stage of each rank
         for record in records:
             if record.kind in passes:
                 stage = getattr(record, "stage", None) or 0
                 lowest[record.rank] = min(stage, lowest.get(record.rank, stage))
-        for place in row.values():
-            panel.barh(
-                place, scale * (end - start), height=0.84, color=ACTIVITY["idle"], edgecolor="none", zorder=0
-            )
+        for place in row_of.values():
+            ground = (0, place - 0.42), scale * (end - start), 0.84
+            panel.add_patch(Rectangle(*ground, facecolor=ACTIVITY["idle"], edgecolor="none", zorder=0))
         for record in records:
             left, right = max(record.start, start), min(record.end, end)
-            if record.rank not in row or right <= left:
+            if record.rank not in row_of or right <= left:
                 continue
             later = record.kind in passes and (getattr(record, "stage", None) or 0) > lowest[record.rank]
             colour = _blend(ACTIVITY[record.kind], 0.45) if later else ACTIVITY[record.kind]
             width, middle = scale * (right - left), scale * ((left + right) / 2 - start)
-            panel.barh(
-                row[record.rank], width, left=scale * (left - start), height=0.84, color=colour,
-                edgecolor="white", linewidth=0.5,
-            )  # fmt: skip
+            box = (scale * (left - start), row_of[record.rank] - 0.42), width, 0.84
+            panel.add_patch(Rectangle(*box, facecolor=colour, edgecolor="white", linewidth=0.5))
             text = str(record.microbatch) if record.kind in passes else ""
-            if width / longest > 0.0135 * len(text):
+            if row >= 0.2 and width / longest > 0.0135 * len(text):
                 panel.text(
                     middle,
-                    row[record.rank],
+                    row_of[record.rank],
                     text,
                     ha="center",
                     va="center_baseline",
@@ -2353,4 +2372,952 @@ def step_by_microbatches(simulated: dict[int, float], measured: dict[int, float]
     axes.set_xlabel("microbatches")
     axes.set_ylabel("milliseconds a step")
     axes.text(0.5, 0.1, "line: simulated, marks: measured", transform=axes.transAxes, fontsize=9, ha="center")
+    return figure
+
+
+def server_scheme(n_workers: int, weight_bytes: int, row_bytes: int) -> Figure:
+    """The parameter server's step: the server above, the workers, the data's own node below, numbered arrows.
+
+    Args:
+        n_workers: number of workers, at most 8.
+        weight_bytes: bytes of the parameters; a gradient has as many.
+        row_bytes: bytes of the rows that one worker gets.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            plot.server_scheme(4, weight_bytes=63_680, row_bytes=25_120)
+    """
+    figure, axes = new_figure("One step: all parameters pass through one machine", width=7.6, height=3.3)
+    axes.axis("off")
+    down, up, rows = (_ink(ACTIVITY[kind]) for kind in ("communication", "backward", "data"))
+    left, right = 3.4, 10.0
+    _box(axes, left, 0, right - left, 0.8, ACTIVITY["optimizer"], "parameter server: holds the parameters")
+    _box(axes, left, 4.3, right - left, 0.8, ACTIVITY["data"], "the data's node: holds all rows")
+    step = (right - left) / n_workers
+    for worker in range(n_workers):
+        middle = left + (worker + 0.5) * step
+        _box(axes, middle - 0.42 * step, 2.3, 0.84 * step, 0.8, RANK[worker], f"worker {worker}")
+        for x, start, end, colour in (
+            (middle - 0.14 * step, 0.8, 2.3, down),
+            (middle + 0.14 * step, 2.3, 0.8, up),
+            (middle, 4.3, 3.1, rows),
+        ):
+            style = {"arrowstyle": "-|>", "color": colour, "linewidth": 2, "mutation_scale": 13}
+            axes.annotate("", (x, end), (x, start), arrowprops=style | {"shrinkA": 0, "shrinkB": 0})
+    for height, text, colour in (
+        (0.4, "4  average, update", _ink(ACTIVITY["optimizer"])),
+        (1.22, f"1  parameters down, {weight_bytes:,} bytes each", down),
+        (1.88, f"3  gradients up, {weight_bytes:,} bytes each", up),
+        (2.7, "2  forward, backward", "#222222"),
+        (3.7, f"1  rows up, {row_bytes:,} bytes each", rows),
+    ):
+        axes.text(left - 0.15, height, text, ha="right", va="center", size=9, weight="bold", color=colour)
+    axes.set_xlim(-1.0, right + 0.05)
+    axes.set_ylim(5.15, -0.05)
+    return figure
+
+
+def by_workers(
+    predicted: dict[str, dict[int, float]],
+    measured: dict[str, dict[int, float]],
+    title: str,
+    ylabel: str,
+    note: str,
+) -> Figure:
+    """Anything against the number of workers, both axes logarithmic: lines predicted, marks measured.
+
+    Args:
+        predicted: name of a scheme to number of workers to value; the line is named where it ends.
+        measured: name of a scheme to number of workers to value.
+        title: the finding.
+        ylabel: what the values are, with their unit.
+        note: what lines and marks are.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            lines = {"one server": {1: 2, 4: 8, 64: 128}, "ring": {2: 2, 4: 3, 64: 3.94}}
+            plot.by_workers(lines, {"one server": {4: 8}}, "It grows", "bytes", "lines: predicted")
+    """
+    figure, axes = new_figure(title, height=3.1)
+    axes.set(xscale="log", yscale="log")
+    colours = ACTIVITY["backward_weight"], ACTIVITY["forward"], ACTIVITY["communication"]
+    for (name, values), colour, mark in zip(predicted.items(), colours, "sov", strict=False):
+        axes.plot(list(values), list(values.values()), color=colour, linewidth=2)
+        found = measured.get(name, {})
+        axes.plot(
+            list(found), list(found.values()), mark, color=colour, markersize=8, markeredgecolor="white",
+        )  # fmt: skip
+        axes.annotate(
+            name, (max(values), values[max(values)]), (7, 0), textcoords="offset points", va="center",
+            color=_ink(colour), weight="bold", annotation_clip=False,
+        )  # fmt: skip
+    workers = sorted({n for values in predicted.values() for n in values})
+    axes.set_xticks(workers, [str(n) for n in workers])
+    everything = [value for values in predicted.values() for value in values.values()]
+    steps = [tick * 10**power for power in range(-3, 7) for tick in (1, 2, 5)]
+    axes.set_yticks([tick for tick in steps if min(everything) / 1.3 <= tick <= 1.3 * max(everything)])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.set_xlabel("workers")
+    axes.set_ylabel(ylabel)
+    axes.text(0.02, 0.97, note, transform=axes.transAxes, fontsize=9, va="top")
+    return figure
+
+
+def server_shares(panels: dict[str, list[dict[str, int]]], title: str) -> Figure:
+    """What each server holds: a panel a model, a bar a server, cut into parameters, with its share of all bytes.
+
+    Args:
+        panels: name of a model to a list with a dict a server: parameter to bytes.
+        title: the finding.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            plot.server_shares({"a net": [{"0.weight": 62_720}, {"0.bias": 80, "2.weight": 880}]}, "One has it all")
+    """
+    n_servers = max(len(servers) for servers in panels.values())
+    figure, axes = new_figure(title, width=7.4, height=1.2 + 0.42 * n_servers, columns=max(2, len(panels)))
+    shades = ACTIVITY["forward"], _blend(ACTIVITY["forward"], 0.62)
+    for panel, (name, servers) in zip(axes, panels.items(), strict=False):
+        total = sum(sum(share.values()) for share in servers)
+        for place, share in enumerate(servers):
+            left = 0.0
+            for index, (parameter, size) in enumerate(share.items()):
+                width, colour = 100 * size / total, shades[index % 2]
+                _box(panel, left, place - 0.39, width, 0.78, colour, parameter if width >= 20 else "")
+                left += width
+            panel.text(left + 2, place, f"{left:.1f} %", va="center", fontsize=9, weight="bold")
+        panel.set_title(name, fontsize=10, fontweight="normal", loc="left")
+        panel.set_yticks(range(len(servers)), [f"server {i}" for i in range(len(servers))])
+        panel.set_xlim(0, 122)
+        panel.set_ylim(n_servers - 0.5, -0.5)
+        panel.set_xticks([0, 50, 100])
+        panel.set_xlabel("% of the model's bytes")
+        panel.spines["left"].set_visible(False)
+        panel.tick_params(axis="y", left=False)
+    for panel in axes[len(panels) :]:
+        panel.axis("off")
+    return figure
+
+
+# ------------------------------------------------------------------- chapter 13: asynchronous updates
+
+
+def server_rows(panels: dict[str, tuple[list, list]], title: str, end: float, unit: str = "ms") -> Figure:
+    """Workers and their gradients: a panel a mode, a row a worker, a box from each pull to its push.
+
+    A box holds its gradient's staleness. Grey is waiting for a pull, a dashed box a gradient that came too late, a
+    green line the update that a gradient went into.
+
+    Args:
+        panels: name of a mode to its applied and its dropped gradients: records of ``simulate.parameter_server``, or
+            those of ``ParameterServer.statistics()``.
+        title: the finding.
+        end: draws up to this second.
+        unit: "ms" for records in seconds; any other word stands under the axis, with the records' own numbers.
+            Default: "ms".
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            import ignite_ddl as ddl
+
+            run = ddl.simulate.parameter_server(2, [1.0, 3.0], 6, mode="async")
+            figure = plot.server_rows({"async": (run.updates, run.dropped)}, "One is slow", end=4, unit="time units")
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    scale = 1e3 if unit == "ms" else 1.0
+    runs = {
+        name: [[_fields(record) for record in records] for records in lists] for name, lists in panels.items()
+    }
+    rows = [1 + max(r["worker"] for records in lists for r in records) for lists in runs.values()]
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(
+            len(runs), figsize=(7.4, 1.0 + sum(0.27 * n + 0.33 for n in rows)), layout="constrained",
+            sharex=True, squeeze=False, height_ratios=rows,
+        )  # fmt: skip
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    for axis, (name, (updates, dropped)), n_rows in zip(axes[:, 0], runs.items(), rows, strict=True):
+        for record, late in [(r, False) for r in updates] + [(r, True) for r in dropped]:
+            left, right = min(record["pulled_at"], end), min(record["pushed_at"], end)
+            row, since = record["worker"], min(record["pulled_at"] - record["waited"], end)
+            axis.barh(row, scale * (left - since), left=scale * since, height=0.72, color=ACTIVITY["idle"])
+            look = {"color": "white" if late else ACTIVITY["compute"], "edgecolor": "white", "linewidth": 0.8}
+            if late:
+                look |= {"edgecolor": ACTIVITY["backward_weight"], "linestyle": "--"}
+            axis.barh(row, scale * (right - left), left=scale * left, height=0.72, **look)
+            if right - left > 0.03 * end:
+                text = str(record["staleness"]) if not late else "dropped" * (right - left > 0.1 * end) or "×"
+                axis.text(
+                    scale * (left + right) / 2, row, text, ha="center", va="center_baseline", size=9,
+                    color=_ink(ACTIVITY["backward_weight"]) if late else "white",
+                )  # fmt: skip
+            if not late and record["applied_at"] <= end:
+                at = [scale * record["applied_at"]] * 2
+                axis.plot(at, [row - 0.44, row + 0.44], color=ACTIVITY["optimizer"], linewidth=2.2)
+        axis.set_title(name, fontsize=10, fontweight="normal", loc="left", pad=3)
+        axis.set_yticks(range(n_rows), [f"worker {worker}" for worker in range(n_rows)])
+        axis.set_ylim(n_rows - 0.5, -0.5)
+        axis.spines["left"].set_visible(False)
+        axis.tick_params(left=False)
+    axes[-1, 0].set_xlim(0, scale * end)
+    axes[-1, 0].set_xlabel("milliseconds" if unit == "ms" else unit)
+    handles = [
+        Patch(color=ACTIVITY["compute"], label="a gradient, its staleness"),
+        Patch(color=ACTIVITY["idle"], label="waits"),
+        Line2D([], [], color=ACTIVITY["optimizer"], label="update"),
+    ]
+    if any(lists[1] for lists in runs.values()):
+        edge = ACTIVITY["backward_weight"]
+        handles.insert(2, Patch(facecolor="white", edgecolor=edge, linestyle="--", label="too late, dropped"))
+    figure.legend(
+        handles=handles, loc="outside lower right", ncols=len(handles), handlelength=1.2, frameon=False, fontsize=9
+    )  # fmt: skip
+    return figure
+
+
+def _fields(record) -> dict:
+    return record if isinstance(record, dict) else {**record._asdict(), "staleness": record.staleness}
+
+
+def stale_descent(paths: dict[int, list[float]], found: dict[int, float]) -> Figure:
+    """Left a weight on its way down a bowl, for some stalenesses; right the largest rate that is stable.
+
+    Args:
+        paths: staleness to the weight after each step, at one rate.
+        found: staleness to the largest stable rate that was found. The line is 2 sin(π / (4 · staleness + 2)), from
+            S. Levin and R. May, A note on difference-delay equations, 1976.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            figure = plot.stale_descent({0: [1.0, 0.2, 0.04], 1: [1.0, 1.0, 0.2]}, {0: 2.0, 1: 1.0})
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    figure, (left, right) = new_figure(
+        "The older the gradient, the smaller the rate it bears", width=7.6, columns=2, width_ratios=[1.35, 1]
+    )
+    colours = [ACTIVITY[kind] for kind in ("optimizer", "forward", "backward_weight")]
+    left.axhline(0, color="#BBBBBB", linewidth=0.8)
+    for (staleness, path), colour in zip(paths.items(), colours, strict=False):
+        left.plot(path, color=colour, linewidth=1.7)
+        left.annotate(
+            f"staleness {staleness}", (len(path) - 1, path[-1]), (5, 0), textcoords="offset points", va="center",
+            color=_ink(colour), size=9.5, annotation_clip=False,
+        )  # fmt: skip
+    left.set_xlim(0, 1.36 * (max(map(len, paths.values())) - 1))
+    left.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    left.set_xlabel("step")
+    left.set_ylabel("weight (best: 0)")
+    line = range(max(found) + 1)
+    right.plot(line, [2 * math.sin(math.pi / (4 * s + 2)) for s in line], color="#8C8C8C", linewidth=1.4)
+    right.plot(list(found), list(found.values()), "o", color=ACTIVITY["forward"], markersize=6)
+    right.annotate("found", (1, found.get(1, 1.0)), (10, 8), textcoords="offset points", size=9.5)
+    right.set_ylim(0)
+    right.set_xlabel("staleness (updates)")
+    right.set_ylabel("largest stable rate")
+    return figure
+
+
+def staleness_histogram(runs: dict[str, list[dict]], title: str) -> Figure:
+    """How many gradients of each staleness, a panel a run, stacked by worker; a dashed line marks the mean.
+
+    Args:
+        runs: name of a run to its records, each with "worker" and "staleness", as ``ParameterServer.statistics()``
+            gives them.
+        title: the finding.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            records = [{"worker": 0, "staleness": 1}, {"worker": 1, "staleness": 1}, {"worker": 0, "staleness": 0}]
+            figure = plot.staleness_histogram({"two workers": records}, "Mostly one")
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = new_figure(title, width=7.6, height=3.1, columns=len(runs), sharex=True, squeeze=False)
+    workers = sorted({record["worker"] for records in runs.values() for record in records})
+    for place, (axis, (name, records)) in enumerate(zip(axes[0], runs.items(), strict=True)):
+        bottom = [0] * (max(record["staleness"] for record in records) + 1)
+        for worker in workers:
+            counts = [0] * len(bottom)
+            for record in records:
+                counts[record["staleness"]] += record["worker"] == worker
+            axis.bar(
+                range(len(bottom)), counts, 0.86, bottom=bottom, color=RANK[worker], label=f"worker {worker}"
+            )
+            bottom = [below + count for below, count in zip(bottom, counts, strict=True)]
+        mean = sum(record["staleness"] for record in records) / len(records)
+        axis.axvline(mean, color="#222222", linewidth=1.2, linestyle="--")
+        axis.set_ylim(0, 1.18 * max(bottom))
+        axis.annotate(
+            f"mean {mean:.1f}",
+            (mean, 1.17 * max(bottom)),
+            (5, 0),
+            textcoords="offset points",
+            va="top",
+            size=9.5,
+        )
+        axis.set_title(name, fontsize=10, fontweight="normal")
+        axis.set_xlabel("staleness (updates)")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if place == 0:
+            axis.set_ylabel("gradients")
+    axes[0][-1].legend(loc="upper right", frameon=False, fontsize=9)
+    return figure
+
+
+def over_staleness(
+    curves: dict[str, dict[int, tuple[float, float]]], title: str, xlabel: str, ylabel: str
+) -> Figure:
+    """What becomes of a share as staleness, or the bound on it, grows: a labelled line a curve.
+
+    Args:
+        curves: name to whole number to (mean, standard error); bars are two standard errors, an error of 0 draws none.
+            The numbers stand at equal distances.
+        title: the finding.
+        xlabel: what the whole number is.
+        ylabel: what the share is; its axis is in percent, from 0.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            curve = {1: (0.73, 0.01), 16: (0.5, 0.02)}
+            figure = plot.over_staleness({"rate 0.1": curve}, "It falls", "workers", "test accuracy")
+    """
+    from matplotlib.ticker import PercentFormatter
+
+    figure, axes = new_figure(title, width=7.2, height=3.1)
+    places = sorted({number for points in curves.values() for number in points})
+    colours = [ACTIVITY[kind] for kind in ("forward", "backward_weight", "optimizer", "communication")]
+    for (name, points), colour in zip(curves.items(), colours, strict=False):
+        at = [places.index(number) for number in points]
+        means, errors = [mean for mean, _ in points.values()], [2 * error for _, error in points.values()]
+        axes.errorbar(
+            at, means, yerr=errors if any(errors) else None, color=colour, marker="o", markersize=5,
+            linewidth=1.7, capsize=3,
+        )  # fmt: skip
+        axes.annotate(
+            name,
+            (at[-1], means[-1]),
+            (9, 0),
+            textcoords="offset points",
+            va="center",
+            color=_ink(colour),
+            size=9.5,
+        )
+    axes.set_xticks(range(len(places)), [str(number) for number in places])
+    axes.set_xlim(-0.3, 1.36 * (len(places) - 1))
+    axes.set_ylim(0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set_xlabel(xlabel, x=0.37)
+    axes.set_ylabel(ylabel)
+    return figure
+
+
+def time_to_accuracy(
+    curves: dict[str, list[tuple[float, float]]], reached: dict[str, float], target: float, title: str
+) -> Figure:
+    """Accuracy against seconds, a line a mode, and when each has reached the target.
+
+    Args:
+        curves: name of a mode to its points (seconds, accuracy), in order of time.
+        reached: name of a mode to the seconds when it had the target.
+        target: accuracy, from 0 to 1.
+        title: the finding.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            curves = {"sync": [(0, 0.1), (2, 0.7)], "async": [(0, 0.1), (1, 0.7)]}
+            figure = plot.time_to_accuracy(curves, {"sync": 1.9, "async": 0.9}, 0.65, "Nobody waits for the slow")
+    """
+    from matplotlib.ticker import PercentFormatter
+
+    figure, axes = new_figure(title, width=7.4, height=3.6)
+    kinds = {"sync": "forward", "async": "backward_weight", "bounded": "communication"}
+    axes.axhline(target, color="#8C8C8C", linewidth=1, linestyle="--")
+    order = sorted(reached, key=reached.get)
+    for name, points in curves.items():
+        colour = ACTIVITY[kinds.get(name.split()[0], "optimizer")]
+        axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=name)
+        axes.plot([reached[name]] * 2, [0, target], color=colour, linewidth=1, linestyle=":")
+        axes.plot(reached[name], target, "o", color=colour, markersize=6)
+        axes.annotate(
+            f"{name}  {reached[name]:.1f} s", (reached[name], 0.3 - 0.075 * order.index(name)), (5, 0),
+            textcoords="offset points", va="center", color=_ink(colour), size=9.5, weight="bold",
+            bbox={"color": "white", "pad": 1},
+        )  # fmt: skip
+    axes.annotate(f"{target:.0%}", (0, target), (4, 3), textcoords="offset points", size=9.5)
+    axes.set_xlim(0)
+    axes.set_ylim(0, 1.25 * max(value for points in curves.values() for _, value in points))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("test accuracy")
+    return figure
+
+
+def backup_workers(
+    arrivals: dict[int, float], paper_arrivals: dict[int, float], rates: dict[int, float], paper_b: int
+) -> Figure:
+    """Left how often the last gradients are in in time; right the gradients a second that count, by number of backups.
+
+    Args:
+        arrivals: k to the share of steps in which the k-th gradient came in time, simulated.
+        paper_arrivals: the same, of the paper.
+        rates: b to gradients that count in a second, simulated.
+        paper_b: the paper's best b.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            figure = plot.backup_workers({98: 0.8, 99: 0.6, 100: 0.3}, {98: 0.8}, {0: 48.0, 4: 50.3, 8: 49.7}, 4)
+    """
+    from matplotlib.ticker import PercentFormatter
+
+    best = max(rates, key=rates.get)
+    figure, (left, right) = new_figure(
+        f"100 workers: with {best} backups the most gradients count", width=7.6, height=3.2, columns=2
+    )
+    left.plot(list(arrivals), list(arrivals.values()), color=ACTIVITY["forward"], linewidth=1.8)
+    left.plot(
+        list(paper_arrivals),
+        list(paper_arrivals.values()),
+        "D",
+        color=ACTIVITY["backward_weight"],
+        markersize=7,
+    )
+    first = min(arrivals)
+    left.annotate(
+        "simulated", (first, arrivals[first]), (2, -14), textcoords="offset points", size=9.5,
+        color=_ink(ACTIVITY["forward"]),
+    )  # fmt: skip
+    for k, share in paper_arrivals.items():
+        left.annotate(
+            f"paper: {share:.0%}", (k, share), (-8, -3), textcoords="offset points", size=9.5, ha="right",
+            va="top", color=_ink(ACTIVITY["backward_weight"]),
+        )  # fmt: skip
+    left.set_ylim(0, 1.05)
+    left.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    left.set_xlabel("k-th of 100 gradients")
+    left.set_ylabel("steps in which it is in by 2 s")
+    right.plot(
+        list(rates), list(rates.values()), color=ACTIVITY["forward"], marker="o", markersize=5, linewidth=1.8
+    )
+    right.plot(best, rates[best], "o", color=ACTIVITY["optimizer"], markersize=10)
+    right.axvline(paper_b, color=ACTIVITY["backward_weight"], linewidth=1.2, linestyle="--")
+    low, high = min(rates.values()), max(rates.values())
+    right.annotate(
+        f"paper: b = {paper_b}", (paper_b, low), (5, 2), textcoords="offset points", size=9.5,
+        color=_ink(ACTIVITY["backward_weight"]),
+    )  # fmt: skip
+    right.set_ylim(low - 0.1 * (high - low), high + 0.15 * (high - low))
+    right.set_xlabel("backups b, of 100 workers")
+    right.set_ylabel("gradients that count, a second")
+    return figure
+
+
+# ------------------------------------------------------------------- chapter 19: pipeline schedules
+
+
+def weight_versions(used: list[list[int]], newest: list[list[int]], title: str) -> Figure:
+    """With which version of its weights each stage runs a microbatch: a row a rank, a column a microbatch.
+
+    A tile holds the version at the forward pass and the newest one at the backward pass; the more updates lie in
+    between, the darker it is.
+
+    Args:
+        used: for each rank, the version at each microbatch's forward pass.
+        newest: for each rank, the newest version at each microbatch's backward pass.
+        title: the finding.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            plot.weight_versions([[0, 0, 1], [0, 1, 2]], [[0, 1, 2], [0, 1, 2]], "Rank 0 is one update behind")
+    """
+    n_ranks, count = len(used), len(used[0])
+    figure, axes = new_figure(title, width=7.4, height=1.1 + 0.42 * n_ranks)
+    behind = [
+        [late - early for early, late in zip(*pair, strict=True)] for pair in zip(used, newest, strict=True)
+    ]
+    most = max(1, *(max(row) for row in behind))
+    for rank in range(n_ranks):
+        for m in range(count):
+            colour = _blend(ACTIVITY["backward_weight"], 0.08 + 0.8 * behind[rank][m] / most)
+            _tile(axes, m, rank, 1, 0.92, colour, f"{used[rank][m]} → {newest[rank][m]}")
+    axes.set_xlim(0, count)
+    axes.set_ylim(n_ranks, 0)
+    axes.set_xticks([m + 0.5 for m in range(count)], range(count))
+    axes.set_yticks([rank + 0.46 for rank in range(n_ranks)], [f"rank {rank}" for rank in range(n_ranks)])
+    axes.tick_params(length=0)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.set_xlabel("microbatch; in a tile: updates before its forward pass → before its backward pass")
+    return figure
+
+
+def loss_over_time(
+    panels: dict[str, dict[str, list[list[tuple[float, float]]]]], title: str, time: str
+) -> Figure:
+    """Training loss against time, a panel a setting: a colour a way to train, a line a seed.
+
+    Args:
+        panels: name of a setting to ways to train (three at most), each with its runs; a run is a list of
+            (time, loss).
+        title: the finding.
+        time: what the axis of time counts.
+
+    Returns:
+        the figure; its panels share the axis of losses.
+
+    Examples:
+        .. code-block:: python
+
+            runs = {"1F1B": [[(7, 2.3), (14, 2.0)]], "PipeDream": [[(4, 2.3), (14, 1.6)]]}
+            plot.loss_over_time({"learning rate 0.01": runs}, "PipeDream is ahead", "turns")
+    """
+    figure, axes = new_figure(title, height=3.2, columns=max(2, len(panels)), sharey=True)
+    looks = (("-", "#222222"), ("-", ACTIVITY["backward_weight"]), ("--", ACTIVITY["forward"]))
+    for panel, (name, ways) in zip(axes, panels.items(), strict=False):
+        for (way, lines), (line, colour) in zip(ways.items(), looks, strict=False):
+            for seed, points in enumerate(lines):
+                panel.plot(
+                    *zip(*points, strict=True), line, color=colour, linewidth=1.4, alpha=0.8,
+                    label=way if seed == 0 else None,
+                )  # fmt: skip
+        panel.set_title(name, fontsize=10, fontweight="normal", loc="left")
+        panel.set_xlabel(time)
+        panel.set_xlim(0)
+    axes[0].set_ylim(0)
+    axes[0].set_ylabel("training loss")
+    axes[0].legend(loc="lower left", frameon=False, fontsize=9)
+    return figure
+
+
+def time_and_memory(schedules: dict[str, tuple[float, list[float]]], title: str) -> Figure:
+    """The bubble of each schedule against the activations that its ranks keep: down and to the left is better.
+
+    Args:
+        schedules: name to its bubble, a share, and for each rank the microbatches that it keeps at most. A line leads
+            from the rank that keeps least to the one that keeps most, where the mark and the name are.
+        title: the finding.
+
+    Returns:
+        the figure; schedules at one place share a mark.
+
+    Examples:
+        .. code-block:: python
+
+            plot.time_and_memory({"gpipe": (0.27, [8, 8]), "1f1b": (0.27, [2, 1])}, "1F1B keeps less")
+    """
+    figure, axes = new_figure(title, height=3.4)
+    places: dict[tuple[float, float], list[str]] = {}
+    for name, (bubble, kept) in schedules.items():
+        places.setdefault((max(kept), round(100 * bubble, 3)), []).append(name)
+        axes.plot(
+            [min(kept), max(kept)], [100 * bubble] * 2, color=ACTIVITY["forward"], linewidth=1.5, alpha=0.5
+        )
+    for (kept, percent), names in places.items():
+        axes.plot(kept, percent, "o", color=ACTIVITY["forward"], markersize=8)
+        axes.annotate(
+            "\n".join(names), (kept, percent), (9, 0), textcoords="offset points", va="center", fontsize=9
+        )
+    widest = max(kept for kept, _ in places)
+    axes.set_xlim(0, 1.22 * widest)
+    highest = max(percent for _, percent in places)
+    axes.set_ylim(-0.1 * highest, 1.15 * highest)
+    axes.set_xlabel(
+        "activations kept at most, in microbatches (mark: the fullest rank, line: to the emptiest)"
+    )
+    axes.set_ylabel("bubble, % of a step")
+    return figure
+
+
+# ---------------------------------------------------------------------------------- chapter 16: tensor parallel
+
+
+def cut_products(rows: int, inputs: int, outputs: int, n_ranks: int) -> Figure:
+    """X times W is Y, cut for ranks: above by columns of W, below by its rows. Drawn to scale.
+
+    Args:
+        rows: of X and Y.
+        inputs: columns of X, rows of W; a multiple of ``n_ranks``.
+        outputs: columns of W and Y; a multiple of ``n_ranks``.
+        n_ranks: how many, at most 8.
+
+    Returns:
+        the figure; a block has its rank's colour and number, grey is whole on every rank.
+
+    Examples:
+        .. code-block:: python
+
+            plot.cut_products(rows=6, inputs=8, outputs=32, n_ranks=4)
+    """
+    title = "By columns, Y comes in blocks; by rows, it comes in terms that have to be added"
+    figure, axes = new_figure(title, width=7.4, height=2.7)
+    axes.set_aspect("equal")
+    axes.axis("off")
+    starts = (0, inputs + 4, inputs + outputs + 8)  # left edges of X, W and Y
+    for top, by in ((0, "columns"), (inputs + 6, "rows")):
+        middle = top + inputs / 2
+        x_and_y = middle - rows / 2, rows
+        shapes = {"X": (*x_and_y, inputs), "W": (top, inputs, outputs), "Y": (*x_and_y, outputs)}
+        axes.text(-1, middle, f"by {by}", size=10, weight="bold", ha="right", va="center")
+        for left, sign in ((starts[1], "×"), (starts[2], "=")):
+            axes.text(left - 2, middle, sign, size=13, ha="center", va="center")
+        for left, (name, (y, height, width)) in zip(starts, shapes.items(), strict=True):
+            label = f"{name}  {height} × {width}"
+            axes.text(left + width / 2, top + inputs + 1.7, label, size=9, ha="center")
+            if name == "X" and by == "columns":
+                _box(axes, left, y, width, height, ACTIVITY["idle"], "whole")
+                continue
+            for rank in reversed(range(n_ranks)):
+                if name == "Y" and by == "rows":  # sheets, one before the other
+                    away = 0.8 * rank
+                    _sheet(axes, left + away, y + 1 - away, width, height, RANK[rank])
+                elif name == "W" and by == "rows":
+                    tall = height / n_ranks
+                    _box(axes, left, y + rank * tall, width, tall - 0.15, RANK[rank], str(rank))
+                else:
+                    wide = width / n_ranks
+                    _box(axes, left + rank * wide, y, wide - 0.15, height, RANK[rank], str(rank))
+            if name == "Y" and by == "rows":
+                text = " + ".join(map(str, range(n_ranks)))
+                place = {"ha": "center", "va": "center", "color": _on(RANK[0]), "zorder": 3}
+                axes.text(left + width / 2, y + 1 + height / 2, text, size=9, **place)
+    axes.set_xlim(-13, starts[2] + outputs + 3)
+    axes.set_ylim(2 * inputs + 8.2, -0.5)
+    return figure
+
+
+def held_blocks(tensors: dict[str, tuple[tuple, list]], title: str) -> Figure:
+    """Weights and biases as they are stored, each block in the colour and with the number of the rank that holds it.
+
+    Args:
+        tensors: name of a tensor of one or two dims to its shape and, for each rank, the (start, stop) of what it
+            holds along each dim.
+        title: the finding.
+
+    Returns:
+        the figure; grey is whole on every rank.
+
+    Examples:
+        .. code-block:: python
+
+            by_rank = [[(0, 4), (0, 3)], [(4, 8), (0, 3)]]
+            plot.held_blocks({"weight": ((8, 3), by_rank), "bias": ((8,), [[(0, 8)]] * 2)}, "The bias is whole")
+    """
+    figure, axes = new_figure(title, width=7.4, height=2.6)
+    axes.set_aspect("equal")
+    axes.axis("off")
+    left, tallest = 0.0, max(shape[0] for shape, _ in tensors.values())
+    for name, (shape, blocks) in tensors.items():
+        wide = shape[1] if len(shape) == 2 else 2
+        for rank, (rows, *columns) in enumerate(blocks):
+            start, stop = columns[0] if columns else (0, wide)
+            everywhere = len(blocks) > 1 and all(block == blocks[0] for block in blocks)
+            colour, text = (ACTIVITY["idle"], "all") if everywhere else (RANK[rank], str(rank))
+            if not everywhere or rank == 0:
+                size = stop - start - 0.15, rows[1] - rows[0] - 0.15
+                _box(axes, left + start, rows[0], *size, colour, text)
+        label = f"{name}\n{' × '.join(map(str, shape))}"
+        axes.text(left + wide / 2, -0.6, label, size=9, ha="center", va="bottom")
+        left += wide + 8
+    axes.set_xlim(-4, left - 4)
+    axes.set_ylim(tallest + 0.2, -4.2)
+    return figure
+
+
+def _sheet(axes: Axes, x: float, y: float, width: float, height: float, colour: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="white", linewidth=1.2))
+
+
+def bytes_by_plan(counted: dict[str, tuple[int, int]], title: str) -> Figure:
+    """Bytes that collectives hand a rank in a step, a bar a plan: forward, then backward.
+
+    Args:
+        counted: name of a plan to its bytes forward and backward.
+        title: the finding.
+
+    Returns:
+        the figure; the first plan is at the top.
+
+    Examples:
+        .. code-block:: python
+
+            plot.bytes_by_plan({"column, row": (384, 384), "row, column": (1920, 1920)}, "Five times the bytes")
+    """
+    figure, axes = new_figure(title, height=0.45 * len(counted) + 1.1)
+    widest = max(map(sum, counted.values()))
+    for place, (forward, backward) in enumerate(counted.values()):
+        for kind, left, size in (("forward", 0, forward), ("backward", forward, backward)):
+            axes.barh(place, size, left=left, height=0.62, color=ACTIVITY[kind], edgecolor="white")
+            if size > 0.18 * widest:
+                text = f"{kind} {size:,}"
+                colour = _on(ACTIVITY[kind])
+                axes.text(left + size / 2, place, text, size=9, ha="center", va="center", color=colour)
+        total = f"{forward + backward:,}"
+        axes.text(forward + backward + 0.01 * widest, place, total, size=9, weight="bold", va="center")
+    axes.set_yticks(range(len(counted)), list(counted), fontsize=10)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(counted) - 0.5, -0.5)
+    axes.set_xlim(0, 1.1 * widest)
+    axes.set_xlabel("bytes handed to a rank in a step")
+    return figure
+
+
+# ----------------------------------------------------------------------------- chapter 15: where to cut a model
+
+
+def cuts_of_a_model(n_layers: int, n_ranks: int) -> Figure:
+    """A model three times: whole on every rank, cut between its layers, and cut inside them. A colour is a rank.
+
+    Args:
+        n_layers: number of layers, a multiple of ``n_ranks``.
+        n_ranks: number of ranks.
+
+    Returns:
+        the figure; under each drawing stands how much of the model a rank holds.
+
+    Examples:
+        .. code-block:: python
+
+            plot.cuts_of_a_model(n_layers=4, n_ranks=4)
+    """
+    if n_layers % n_ranks:
+        raise ValueError(f"n_layers should be a multiple of n_ranks={n_ranks}, but given {n_layers}")
+    figure, axes = new_figure("Three ways to put a model on ranks", width=7.4, height=2.9)
+    axes.axis("off")
+    for place, name in enumerate(
+        ("data parallel:\nwhole on every rank", "cut between layers", "cut inside layers")
+    ):
+        left = 11 * place
+        axes.text(left + 4, -0.25, name, ha="center", va="bottom", size=10, weight="bold")
+        for layer in range(n_layers):
+            if place == 0:
+                pieces = [(0, 8, ACTIVITY["idle"], "all ranks")]
+            elif place == 1:
+                rank = layer * n_ranks // n_layers
+                pieces = [(0, 8, RANK[rank], f"rank {rank}")]
+            else:
+                wide = 8 / n_ranks
+                pieces = [(rank * wide, wide, RANK[rank], str(rank)) for rank in range(n_ranks)]
+            for start, wide, colour, text in pieces:
+                _box(axes, left + start, layer, wide - 0.1, 0.82, colour, text)
+        share = 1 if place == 0 else 1 / n_ranks
+        axes.text(left + 4, n_layers + 0.1, f"a rank holds {share:.0%}", ha="center", va="top", size=10)
+    for layer in range(n_layers):
+        axes.text(-0.4, layer + 0.41, f"layer {layer}", ha="right", va="center", size=9)
+    axes.set_xlim(-3.2, 30.2)
+    axes.set_ylim(n_layers + 0.8, -1.5)
+    return figure
+
+
+def bytes_over_rows(
+    predicted: dict[str, dict[int, float]], counted: dict[str, dict[int, int]], title: str
+) -> Figure:
+    """Bytes that a rank gets in a step against the rows of the batch: lines predicted, marks counted.
+
+    Args:
+        predicted: name of a cut to rows to bytes.
+        counted: name of a cut to rows to bytes.
+        title: the finding.
+
+    Returns:
+        the figure, in kB; both axes are logarithmic.
+
+    Examples:
+        .. code-block:: python
+
+            plot.bytes_over_rows({"data parallel": {1: 8000, 64: 8000}}, {"data parallel": {8: 8000}}, "It is flat")
+    """
+    figure, axes = new_figure(title, width=7.4, height=2.9)
+    colours = (ACTIVITY["compute"], ACTIVITY["backward_weight"], ACTIVITY["optimizer"])
+    for (name, line), colour, mark in zip(predicted.items(), colours, "sov", strict=False):
+        rows = list(line)
+        axes.plot(rows, [value / 1e3 for value in line.values()], color=colour, linewidth=2)
+        axes.plot(
+            list(counted[name]), [value / 1e3 for value in counted[name].values()], mark, color=colour, markersize=8,
+            markeredgecolor="white",
+        )  # fmt: skip
+        axes.annotate(
+            name, (rows[-1], line[rows[-1]] / 1e3), (8, 0), textcoords="offset points", va="center", color=colour,
+            weight="bold", annotation_clip=False,
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({n for line in counted.values() for n in line})
+    axes.set_xticks(ticks, [str(n) for n in ticks])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("rows of the batch")
+    axes.set_ylabel("kB a rank gets in a step")
+    axes.text(0.98, 0.04, "lines: predicted\nmarks: counted", transform=axes.transAxes, fontsize=9, ha="right")
+    return figure
+
+
+# ------------------------------------------------------------------- chapter 17: tensor parallel in a transformer
+
+
+def along_a_block(steps: list[tuple], n_ranks: int, title: str) -> Figure:
+    """What the ranks hold at each place of a transformer block: tokens down, features across.
+
+    Args:
+        steps: in order; each (name, features, how, calls): features of the whole, ``how`` "whole" on every rank, cut by
+            "features" or by "tokens", and the collectives just before, such as ["all_reduce"].
+        n_ranks: how many.
+        title: the finding.
+
+    Returns:
+        the figure; a part has its rank's colour and number, grey is whole on every rank.
+
+    Examples:
+        .. code-block:: python
+
+            steps = [("norm", 8, "whole", []), ("up", 32, "features", []), ("down", 8, "whole", ["all_reduce"])]
+            plot.along_a_block(steps, n_ranks=4, title="One all-reduce")
+    """
+    figure, axes = new_figure(title, width=7.6, height=1.95)
+    axes.axis("off")
+    narrow, left = min(features for _, features, *_ in steps), 0.0
+    for name, features, how, calls in steps:
+        if left:
+            left += 0.62
+            colour = ACTIVITY["communication"] if calls else "#8C8C8C"
+            arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 2.5 if calls else 1}
+            axes.annotate("", (left - 0.06, 0.5), (left - 0.56, 0.5), arrowprops=arrow)
+            for call in calls:
+                text = call.replace("_", "-").replace("-", "-\n", 1)
+                place = {"ha": "center", "va": "bottom", "weight": "bold", "color": "#A2457A"}
+                axes.text(left - 0.31, 1.28, text, size=9, **place)
+                axes.plot([left - 0.31] * 2, [0.6, 1.24], color=colour, linewidth=1.2)
+        wide = features / narrow
+        if how == "whole":
+            _box(axes, left, 0, wide, 1, ACTIVITY["idle"], "all")
+        for rank in range(n_ranks) if how != "whole" else ():
+            part = 1 / n_ranks
+            if how == "features":
+                _box(axes, left + rank * part * wide, 0, part * wide, 1, RANK[rank], str(rank))
+            else:
+                _box(axes, left, 1 - (rank + 1) * part, wide, part, RANK[rank], str(rank))
+        axes.text(left + wide / 2, -0.1, name, size=9, ha="center", va="top")
+        left += wide
+    axes.set_xlim(-0.15, left + 0.15)
+    axes.set_ylim(-0.62, 2.05)
+    return figure
+
+
+def dropout_masks(panels: dict[str, tuple[list, list]], title: str) -> Figure:
+    """What each rank drops of one token: of its own features, and of those that all ranks hold.
+
+    Args:
+        panels: name of a way to draw to two lists by rank, of the cut and of the whole features: True is kept.
+        title: the finding.
+
+    Returns:
+        the figure; a filled tile is kept, an empty one dropped.
+
+    Examples:
+        .. code-block:: python
+
+            own, whole = [[True, False], [False, True]], [[True, True], [True, True]]
+            plot.dropout_masks({"the rule": (own, whole)}, "Apart where it is cut, alike where it is whole")
+    """
+    from matplotlib.patches import Rectangle
+
+    figure, all_axes = new_figure(title, width=7.6, height=2.2, columns=max(2, len(panels)))
+    for axes in all_axes:
+        axes.axis("off")
+    for axes, (name, (cut, whole)) in zip(all_axes, panels.items(), strict=False):
+        for rank in range(len(cut)):
+            left = 0.0
+            for mask, colour in ((cut[rank], RANK[rank]), (whole[rank], "#8C8C8C")):
+                for kept in mask:
+                    fill = colour if kept else "white"
+                    tile = (left + 0.08, rank + 0.12), 0.84, 0.76
+                    axes.add_patch(Rectangle(*tile, facecolor=fill, edgecolor=colour, linewidth=1))
+                    left += 1
+                left += 1
+            axes.text(-0.3, rank + 0.5, str(rank), size=9, ha="right", va="center")
+        n_cut, n_whole = len(cut[0]), len(whole[0])
+        axes.text(-0.3, -0.12, "rank", size=9, ha="right", va="bottom")
+        axes.text(n_cut / 2, -0.12, "cut", size=9, ha="center", va="bottom")
+        axes.text(n_cut + 1 + n_whole / 2, -0.12, "whole", size=9, ha="center", va="bottom")
+        axes.set_title(name, fontsize=10, fontweight="normal", loc="left")
+        axes.set_xlim(-2.6, n_cut + n_whole + 1.2)
+        axes.set_ylim(len(cut) + 0.1, -0.9)
+    return figure
+
+
+def kept_by_block(cases: dict[str, tuple[float, float, float]], title: str) -> Figure:
+    """Activations that a block keeps on each rank: bars predicted, marks measured.
+
+    Args:
+        cases: name to bytes: what the formula says, what gathered tokens add to it, and measured.
+        title: the finding.
+
+    Returns:
+        the figure, in kB; the first case is at the top.
+
+    Examples:
+        .. code-block:: python
+
+            plot.kept_by_block({"one rank": (8000, 0, 8100), "sequence": (2000, 400, 2450)}, "Not a quarter")
+    """
+    figure, axes = new_figure(title, width=7.4, height=0.38 * len(cases) + 1.1)
+    widest = max(max(formula + more, measured) for formula, more, measured in cases.values()) / 1e3
+    parts = (("predicted", ACTIVITY["forward"]), ("+ gathered tokens", ACTIVITY["communication"]))
+    for place, (formula, more, measured) in enumerate(cases.values()):
+        for left, size, (label, colour) in zip((0, formula), (formula, more), parts, strict=True):
+            look = {"height": 0.62, "color": colour, "edgecolor": "white", "label": None if place else label}
+            axes.barh(place, size / 1e3, left=left / 1e3, **look)
+        label = None if place else "measured"
+        axes.plot(measured / 1e3, place, "D", color=ACTIVITY["backward_weight"], markersize=7, label=label)
+        right = max(formula + more, measured) / 1e3 + 0.025 * widest
+        axes.text(right, place, f"{measured / 1e3:.0f}", size=9, weight="bold", va="center")
+    axes.set_yticks(range(len(cases)), list(cases), fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(cases) - 0.5, -0.5)
+    axes.set_xlim(0, 1.1 * widest)
+    axes.set_xlabel("kB that a block keeps on a rank")
+    axes.legend(loc="lower right", frameon=False, fontsize=9)
     return figure

@@ -5,7 +5,8 @@ Four parts, and each can be read alone:
 - :func:`run`: ranks are generators that compute, send and receive; a heap of events moves the clock.
 - Collectives and training steps, written for it as one would write them for real ranks; ``cost`` has the closed
   forms that they meet.
-- :func:`pipeline`: any of torch's schedules as a table of actions, with times of your own; :func:`best_pipelines`.
+- :func:`pipeline`: any of torch's schedules as a table of actions, with times of your own; :func:`best_pipelines`;
+  :func:`pipedream`, which never drains, and the versions of the weights that it uses.
 - :func:`parameter_server`: workers of uneven speed, synchronous or not.
 
 No wall clock, no random numbers but those of a seed. What comes back has ``ddl.Timeline``'s records, so that
@@ -28,6 +29,7 @@ __all__ = [
     "Action",
     "Gradient",
     "Lognormal",
+    "PipeDream",
     "Pipeline",
     "PipelinePlan",
     "Rank",
@@ -43,6 +45,7 @@ __all__ = [
     "master_step",
     "parameter_server",
     "parameter_server_step",
+    "pipedream",
     "pipeline",
     "ring",
     "run",
@@ -818,7 +821,8 @@ def schedule_actions(
     actions = []
     for rank in range(n_ranks):
         if SCHEDULES[schedule][0] is not None:
-            actions.append(_torchs_actions(schedule, rank, n_ranks, n_microbatches, n_stages))
+            entries = _torchs_entries(schedule, rank, n_ranks, n_microbatches, n_stages)
+            actions.append([action for entry in entries for action in entry])
             continue
         warm_up = n_microbatches if schedule == "gpipe" else min(n_microbatches, n_ranks - rank)
         order = [Action("F", rank, m) for m in range(warm_up)]
@@ -830,9 +834,10 @@ def schedule_actions(
     return actions
 
 
-def _torchs_actions(
+def _torchs_entries(
     schedule: str, rank: int, n_ranks: int, n_microbatches: int, n_stages: int
-) -> list[Action]:
+) -> list[list[Action]]:
+    """torch's own table for a rank: an entry is one action, or dualpipev's two that are meant to overlap."""
     from torch.distributed.pipelining import schedules
 
     kind = getattr(schedules, SCHEDULES[schedule][0])
@@ -843,12 +848,14 @@ def _torchs_actions(
     planner._stages = [None] * planner.n_local_stages
     planner.number_of_rounds = max(1, n_microbatches // n_ranks)
     planner.microbatches_per_round = n_microbatches // planner.number_of_rounds
-    actions = []
-    for action in planner._calculate_single_rank_operations(rank):
-        if action is not None:
-            for one in getattr(action, "sub_actions", None) or [action]:
-                actions.append(Action(one.computation_type.value, one.stage_index, one.microbatch_index))
-    return actions
+    return [
+        [
+            Action(one.computation_type.value, one.stage_index, one.microbatch_index)
+            for one in getattr(action, "sub_actions", None) or [action]
+        ]
+        for action in planner._calculate_single_rank_operations(rank)
+        if action is not None
+    ]
 
 
 def pipeline(
@@ -870,7 +877,8 @@ def pipeline(
     F = B = W and at least 2p - 1 microbatches: no rank is idle between its first and its last action (Qi et
     al.); up to the makespan remain the (p - 1) F of filling. Where torch differs from the papers: its zbv keeps one
     fixed order, the paper's scheduler rearranges where F, B and W differ; its dualpipev overlaps forward with
-    backward, which is not modelled: here one comes after the other, forward first.
+    backward, which is not modelled: here one comes after the other, forward first, and what the two have to send
+    leaves when both are done. That is how torch runs them.
 
     Args:
         schedule: a name of ``SCHEDULES``.
@@ -911,8 +919,16 @@ def pipeline(
         f, i, w = (_of(given, action.stage) for given in (forward, backward_input, backward_weight))
         return overhead + {"F": f, "I": i, "W": w, "B": i + w}[action.kind]
 
+    # Of a pair that torch overlaps, what the first gives is sent when the second is done.
+    firsts = {
+        entry[0]
+        for rank in range(n_ranks if schedule == "dualpipev" else 0)
+        for entry in _torchs_entries(schedule, rank, n_ranks, n_microbatches, len(owners))
+        if len(entry) == 2
+    }
+
     def program(rank: Rank) -> Generator:
-        done = set()
+        done, outgoing = set(), []
         for action in actions[rank.number]:
             kind, stage, microbatch = action
             # Forward needs the stage before it, backward the stage behind it, and both travel as messages.
@@ -930,7 +946,11 @@ def pipeline(
             if kind != "W":
                 done.add((tag[0], stage, microbatch))
                 if 0 <= gives < len(owners) and owners[gives] != rank.number:
-                    rank.send(owners[gives], 0, tag=(*tag, gives))
+                    outgoing.append((owners[gives], (*tag, gives)))
+            if action not in firsts:
+                for to, its_tag in outgoing:
+                    rank.send(to, 0, tag=its_tag)
+                outgoing.clear()
 
     played = run(program, n_ranks, Link(latency=transfer, bandwidth=math.inf))
     busy = [sum(seconds(action) for action in order) for order in actions]
@@ -964,6 +984,88 @@ def _with_idle_ends(records: list[Span], n_ranks: int, end: float) -> list[Span]
         last[span.rank] = max(last[span.rank], span.end)
     ends = [Span(rank, "idle", "done", at, end) for rank, at in last.items() if at < end]
     return sorted([*records, *ends], key=lambda span: (span.rank, span.start, span.end))
+
+
+class PipeDream(NamedTuple):
+    """What an asynchronous pipeline would do. A version is the number of updates that a stage has made.
+
+    Attributes:
+        pipeline: the passes, times and activations of the whole run: one long 1F1B.
+        forward_versions: for each stage, the version with which each microbatch's forward pass is made. With
+            stashing its backward pass uses it again.
+        backward_versions: for each stage, the newest version at each microbatch's backward pass, which is what that
+            pass uses without stashing.
+        stashed: for each stage the most versions that it holds at once with stashing, the newest among them.
+    """
+
+    pipeline: Pipeline
+    forward_versions: list[list[int]]
+    backward_versions: list[list[int]]
+    stashed: list[int]
+
+
+def pipedream(
+    n_ranks: int,
+    n_microbatches: int,
+    forward: float | Sequence[float] = 1.0,
+    backward_input: float | Sequence[float] = 1.0,
+    backward_weight: float | Sequence[float] = 1.0,
+    transfer: float = 0.0,
+    overhead: float = 0.0,
+) -> PipeDream:
+    """Plays PipeDream: 1F1B without a flush, where every stage updates its weights after each of its backward passes.
+
+    The order is that of one 1F1B over all microbatches of the run, so it fills once and drains once, and with equal
+    stages and free transfers the bubble is (p - 1) / (m + p - 1) of the whole run. Stage s (from 0) runs microbatch k
+    forward with version max(0, k - (p - 1 - s)) and comes to its backward pass with version k; it stashes p - s
+    versions once m is at least 2 (p - s) - 1. Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism
+    for DNN Training", SOSP 2019, sections 3.2 (1F1B) and 3.3 (weight stashing, with stages from 1).
+
+    Args:
+        n_ranks: p, ranks of the pipeline, one stage each.
+        n_microbatches: m, all microbatches of the run (the paper's minibatches), at least ``n_ranks``.
+        forward: seconds of one microbatch on one stage, a number or one for each stage. Default: 1.
+        backward_input: of its gradient with respect to the input. Default: 1.
+        backward_weight: with respect to the weights, and of the update. Default: 1.
+        transfer: seconds of an activation or its gradient between two ranks. Default: 0.
+        overhead: seconds that every pass costs besides. Default: 0.
+
+    Returns:
+        PipeDream: the run, and which version of the weights each pass uses.
+
+    Raises:
+        ValueError: for numbers that 1F1B cannot do.
+
+    Examples:
+        .. code-block:: python
+
+            import ignite_ddl as ddl
+
+            run = ddl.simulate.pipedream(n_ranks=4, n_microbatches=8)
+            assert run.forward_versions[0] == [0, 0, 0, 0, 1, 2, 3, 4]
+            assert run.forward_versions[3] == run.backward_versions[3] == list(range(8))
+            assert run.stashed == [4, 3, 2, 1]
+    """
+    played = pipeline(
+        "1f1b", n_ranks, n_microbatches, forward, backward_input, backward_weight, transfer, overhead
+    )
+    forward_versions, backward_versions, stashed = [], [], []
+    for order in played.actions:
+        version, most = 0, 1
+        used, met, in_flight = [], [], {}
+        for action in order:
+            if action.kind == "F":
+                used.append(version)
+                in_flight[action.microbatch] = version
+            else:
+                met.append(version)
+                del in_flight[action.microbatch]
+                version += 1
+            most = max(most, len({version, *in_flight.values()}))
+        forward_versions.append(used)
+        backward_versions.append(met)
+        stashed.append(most)
+    return PipeDream(played, forward_versions, backward_versions, stashed)
 
 
 class PipelinePlan(NamedTuple):
@@ -1150,7 +1252,9 @@ def chen_2016(seed: int = 0) -> Lognormal:
     Of the paper (Inception, 100 workers; section 3.1 and its two figures of arrival times): most mean times to
     collect k of 100 gradients lie between 1.4 and 1.8 s; the 98th comes within 2 s in 80 % of the steps, the
     last in 30 %; of 100 machines, N = 96 with b = 4 backups trained fastest. These figures are quoted from memory of
-    the paper and of public summaries, which confirm the last one; its text could not be opened here.
+    the paper, whose text could not be opened here. Public summaries confirm 96 + 4 and the shares of 80 and 30 %
+    (one says "second last" where we have the 98th), and add that the number of iterations grows nearly in inverse
+    proportion to N.
 
     A fit: one lognormal for all workers and steps, median 1.58 s and sigma 0.107. It gives means of 1.37 s (10th)
     and 1.81 s (90th), 83 % and 24 %. b was not used for the fit. The paper's own last gradients come later than

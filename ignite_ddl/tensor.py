@@ -626,7 +626,8 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
         dict: full module names to styles.
 
     Raises:
-        ValueError: if a key matches no module, or a style cannot cut a module ``tp_size`` times.
+        ValueError: if a key matches no module, a style cannot cut a module ``tp_size`` times, or a module or weight
+            that has several names is to be cut in two ways.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     styles: dict[str, ParallelStyle] = {}
@@ -647,7 +648,51 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
     for name, style in styles.items():
         if hasattr(style, "check"):
             style.check(name, modules[name], modules[name.rpartition(".")[0]], tp_size)
+    _check_agreement(model, modules, styles)
     return styles
+
+
+def _check_agreement(
+    model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]
+) -> None:
+    """What has several names, a module or a weight, is cut in one way."""
+    of_module: dict[int, tuple[str, ParallelStyle]] = {}
+    for name, style in styles.items():
+        first, before = of_module.setdefault(id(modules[name]), (name, style))
+        if type(before) is not type(style) or vars(before) != vars(style):
+            raise ValueError(
+                f"tensor_plan cuts {name!r} otherwise than {first!r}, but they are one module; give both one style"
+            )
+    for names in _shared_parameters(model):
+        owners = [name.rpartition(".") for name in names]
+        cuts = []
+        for owner, _, attribute in owners:
+            _, style = of_module.get(id(modules[owner]), (owner, None))
+            cuts.append(_cut_of(style, modules[owner], attribute))
+        _check_same(names, cuts)
+
+
+def _cut_of(style: ParallelStyle | None, module: nn.Module, attribute: str) -> str | None:
+    """How a style is going to cut a parameter; None for a style that this file does not know."""
+    is_weight, embedding = attribute == "weight", isinstance(module, nn.Embedding)
+    if isinstance(style, ColwiseParallel | OutputChannels):
+        dim = 1 if embedding else 0
+    elif isinstance(style, RowwiseParallel | InputChannels):
+        dim = 0 if embedding else 1 if is_weight else None
+    elif style is None or type(style).__module__ in (__name__, ColwiseParallel.__module__):
+        dim = None
+    else:
+        return None
+    return "replicated" if dim is None else f"(Shard(dim={dim}),)"
+
+
+def _check_same(names: list[str], cuts: list[str | None]) -> None:
+    for cut in cuts[1:]:
+        if None not in (cut, cuts[0]) and cut != cuts[0]:
+            raise ValueError(
+                f"tensor_plan cuts the shared weight {names[0]!r} in two ways: {cuts[0]} and {cut}; give its "
+                "modules styles that agree"
+            )
 
 
 def _matches(name: str, key: str) -> bool:
@@ -668,31 +713,21 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
         tp_mesh: the tp axis of the ``DeviceMesh``.
 
     Raises:
-        ValueError: if two modules share a weight that their styles cut differently.
+        ValueError: if two modules share a weight that their styles cut differently, where :func:`check_plan` does
+            not know the styles.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     shared = _shared_parameters(model)
-    cut: dict[int, tuple[str, ParallelStyle]] = {}  # a module may have several names: it is cut once
+    cut = set()  # a module may have several names: it is cut once
     for name, style in styles.items():
-        if name not in modules:
-            continue
-        first, before = cut.setdefault(id(modules[name]), (name, style))
-        if first == name:
+        if name in modules and id(modules[name]) not in cut:
+            cut.add(id(modules[name]))
             parallelize_module(modules[name], tp_mesh, style)
-        elif type(before) is not type(style) or vars(before) != vars(style):
-            raise ValueError(
-                f"tensor_plan cuts {name!r} otherwise than {first!r}, but they are one module; give both one style"
-            )
     for names in shared:  # torch makes a new parameter in each module that it cuts: tie them again
         owners = [(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
         first = getattr(*owners[0])
         for owner, attribute in owners[1:]:
-            other = getattr(owner, attribute)
-            if _layout(first) != _layout(other):
-                raise ValueError(
-                    f"tensor_plan cuts the shared weight {names[0]!r} in two ways: {_layout(first)} and "
-                    f"{_layout(other)}; give its modules styles that agree"
-                )
+            _check_same(names, [_layout(first), _layout(getattr(owner, attribute))])
             setattr(owner, attribute, first)
 
 

@@ -218,6 +218,21 @@ def test_activation_table_of_korthikanti():
     assert cost.activation_bytes(**parallel, recompute="full") / sbh == 2
 
 
+@pytest.mark.parametrize(("dropout", "recompute"), [(0.0, "selective"), (0.1, "none")])
+def test_activations_of_a_block_are_what_autograd_keeps(dropout, recompute):
+    from ignite_ddl.lab import GPT, SavedBytes
+
+    block = GPT(8, length=32, width=64, n_heads=4, n_blocks=1, dropout=dropout).block0
+    x = torch.randn(2, 32, 64, requires_grad=True)
+    with SavedBytes(block) as saved:
+        _ = block(x)  # alive, and what it keeps with it
+        kept = saved.now
+    shape = {"batch_size": 2, "sequence": 32, "hidden": 64, "heads": 4, "recompute": recompute}
+    # Without dropout on a CPU attention keeps no s x s matrices; with it, all of them, and masks as numbers.
+    predicted = cost.activation_bytes(**shape, value_bytes=4, mask_bytes=4 if dropout else 0)
+    assert kept == pytest.approx(predicted, rel=0.01)
+
+
 def test_tensor_parallel_is_four_all_reduces():
     ring = cost.all_reduce_ring(4, 2 * 3 * 8 * 16, LINK)
     assert cost.tensor_parallel_bytes(3, 8, 16, n_ranks=4) == 4 * ring.bytes[0]

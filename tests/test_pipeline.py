@@ -58,6 +58,11 @@ def test_balance_is_optimal(costs, data):
     assert costliest(list(itertools.accumulate(sizes))[:-1]) == pytest.approx(best)
 
 
+def test_of_cuts_with_the_same_costliest_stage_the_most_even_is_taken():
+    assert balance([9, 1, 1, 1, 1, 1, 1], 4) == [1, 2, 2, 2]
+    assert balance([0, 9, 0, 2, 0, 2, 0, 2], 4) == [2, 2, 2, 2]  # a first layer that only flattens
+
+
 def test_more_stages_than_layers():
     with pytest.raises(ValueError, match="a model of 3 layers cannot be cut into 4 stages"):
         balance([1, 1, 1], 4)

@@ -1,6 +1,7 @@
 """The simulator meets the closed forms where they exist, torch's tables, and counting by hand elsewhere."""
 
 import math
+import operator
 import statistics
 
 import pytest
@@ -256,14 +257,14 @@ def test_order_is_that_of_torch_s_loops(name, kind, n_ranks, n_microbatches):
 
 
 @pytest.fixture(scope="module")
-def torch_order():
-    """The pipeline_order of torch's own schedule objects, on a process group that only pretends."""
+def torch_schedule():
+    """torch's own schedule objects, on a process group that only pretends."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     n_ranks = 4
     dist.init_process_group("fake", rank=0, world_size=n_ranks, store=FakeStore())
 
-    def order(name, n_microbatches):
+    def made(name, n_microbatches):
         owners = simulate.stage_owners(name, n_ranks)
         stages = [
             PipelineStage(torch.nn.Linear(2, 2), index, len(owners), torch.device("cpu"))
@@ -271,26 +272,68 @@ def torch_order():
             if owner == 0
         ]
         kind = getattr(schedules, simulate.SCHEDULES[name][0])
-        made = kind(stages, n_microbatches, loss_fn=torch.nn.functional.mse_loss)
-        rows = []
-        for rank in range(n_ranks):
-            row = []
-            for action in made.pipeline_order[rank]:
-                if action is not None:
-                    row += getattr(action, "sub_actions", None) or [action]
-            rows.append([Action(a.computation_type.value, a.stage_index, a.microbatch_index) for a in row])
-        return [[a for a in row if a.kind in "FIBW"] for row in rows]
+        return kind(stages, n_microbatches, loss_fn=torch.nn.functional.mse_loss)
 
-    yield order
+    yield made
     dist.destroy_process_group()
+
+
+def torch_order(made):
+    rows = []
+    for _, planned in sorted(made.pipeline_order.items()):
+        row = []
+        for action in planned:
+            if action is not None:
+                row += getattr(action, "sub_actions", None) or [action]
+        rows.append([Action(a.computation_type.value, a.stage_index, a.microbatch_index) for a in row])
+    return [[a for a in row if a.kind in "FIBW"] for row in rows]
 
 
 @pytest.mark.parametrize("name", [name for name, (kind, _) in simulate.SCHEDULES.items() if kind])
 @pytest.mark.parametrize("n_microbatches", [4, 7, 8, 16])
-def test_order_is_that_of_torch_s_tables(torch_order, name, n_microbatches):
+def test_order_is_that_of_torch_s_tables(torch_schedule, name, n_microbatches):
     if name == "dualpipev" and n_microbatches < 8:
         pytest.skip("dualpipev needs as many microbatches as stages")
-    assert simulate.schedule_actions(name, 4, n_microbatches) == torch_order(name, n_microbatches)
+    assert simulate.schedule_actions(name, 4, n_microbatches) == torch_order(
+        torch_schedule(name, n_microbatches)
+    )
+
+
+def played_with_torch_s_messages(table, owners):
+    """When the last rank is done if it runs torch's table with its own SENDs: a pass takes 1, B 2, a message 0."""
+    rows = {
+        rank: [one for a in row for one in getattr(a, "sub_actions", None) or [a]]
+        for rank, row in table.items()
+    }
+    read = operator.attrgetter("computation_type.value", "stage_index", "microbatch_index")
+    clock, place, ready = [0] * len(rows), [0] * len(rows), {}
+    while any(place[rank] < len(row) for rank, row in rows.items()):
+        before = list(place)
+        for rank, row in rows.items():
+            while place[rank] < len(row):
+                kind, stage, m = read(row[place[rank]])
+                way, step = ("F", -1) if kind in ("F", "SEND_F") else ("B", 1)
+                if kind in ("F", "I", "B") and 0 <= stage + step < len(owners):
+                    if (way, stage + step, m) not in ready:
+                        break
+                    clock[rank] = max(clock[rank], ready[way, stage + step, m])
+                clock[rank] += {"F": 1, "I": 1, "W": 1, "B": 2}.get(kind, 0)
+                own = 0 <= stage - step < len(owners) and owners[stage - step] == rank  # needs no message
+                if kind in ("SEND_F", "SEND_B") or (kind in ("F", "I", "B") and own):
+                    ready[way, stage, m] = clock[rank]
+                place[rank] += 1
+        assert place != before, "stuck"
+    return max(clock)
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipev"])
+@pytest.mark.parametrize("n_microbatches", [8, 12, 16])
+def test_a_step_is_as_long_as_with_torch_s_own_messages(torch_schedule, name, n_microbatches):
+    """dualpipev's runtime sends what an overlapped pair has made when both are done."""
+    table = torch_schedule(name, n_microbatches).pipeline_order_with_comms
+    seconds = played_with_torch_s_messages(table, simulate.stage_owners(name, 4))
+    assert simulate.pipeline(name, 4, n_microbatches).seconds == seconds
+    assert seconds == 6 * n_microbatches + (3 if name == "zbv" else 6)
 
 
 @pytest.mark.parametrize("name", simulate.SCHEDULES)
@@ -368,6 +411,48 @@ def test_slowest_stage_sets_the_pace():
     uneven = simulate.pipeline("1f1b", 4, 16, [0.5, 0.5, 0.5, 2.5], [1] * 4, [1] * 4)
     assert uneven.seconds > even
     assert uneven.seconds == close(16 * 4.5 + 3 * 0.5 + 3 * 2)
+
+
+@few
+@given(n_ranks=st.integers(1, 8), more=st.integers(0, 20), f=st.floats(0.1, 3), b=st.floats(0.1, 3))
+def test_pipedream_meets_its_closed_forms(n_ranks, more, f, b):
+    # Narayanan et al. 2019, section 3.3, with stages from 0: stage s is p - 1 - s updates behind.
+    m = n_ranks + more
+    run = simulate.pipedream(n_ranks, m, f, b, 2 * b)
+    for stage in range(n_ranks):
+        assert run.forward_versions[stage] == [max(0, k - (n_ranks - 1 - stage)) for k in range(m)]
+        assert run.backward_versions[stage] == list(range(m))
+        # The newest before backward pass k is k, the oldest that is still needed that of its forward pass.
+        if m >= 2 * (n_ranks - stage) - 1:
+            assert run.stashed[stage] == n_ranks - stage
+        assert run.stashed[stage] <= n_ranks - stage
+    assert run.pipeline.peak_activations == [n_ranks - stage for stage in range(n_ranks)]
+    assert run.pipeline.bubble == close((n_ranks - 1) / (m + n_ranks - 1))
+
+
+def test_pipedream_stands_idle_only_at_its_beginning_and_its_end():
+    run = simulate.pipedream(4, 24, forward=1, backward_input=1, backward_weight=1)
+    filled, drained = 3 * 1, run.pipeline.seconds - 3 * 2  # the last stage begins, and ends
+    computed = [span for span in run.pipeline.records if span.kind in ("forward", "backward")]
+    for rank in range(4):
+        # From the first gradient that comes back to the last forward pass there is no gap.
+        row = [span for span in computed if span.rank == rank and filled + 9 <= span.start < drained - 18]
+        assert len(row) > 20
+        assert all(one.end == close(after.start) for one, after in zip(row, row[1:], strict=False))
+    flushed = [simulate.pipeline("1f1b", 4, 4) for _ in range(6)]
+    assert sum(step.seconds for step in flushed) == 6 * 7 * 3
+    assert run.pipeline.seconds == (24 + 3) * 3
+
+
+def test_pipedream_by_hand():
+    # Two stages, three microbatches. Stage 0: F0 F1 B0 F2 B1 B2, and so F2 has seen one update, B2 two.
+    run = simulate.pipedream(2, 3)
+    assert [[f"{a.kind}{a.microbatch}" for a in order] for order in run.pipeline.actions] == [
+        ["F0", "F1", "B0", "F2", "B1", "B2"], ["F0", "B0", "F1", "B1", "F2", "B2"],
+    ]  # fmt: skip
+    assert run.forward_versions == [[0, 0, 1], [0, 1, 2]]
+    assert run.backward_versions == [[0, 1, 2], [0, 1, 2]]
+    assert run.stashed == [2, 1]
 
 
 def test_best_pipelines():
@@ -524,6 +609,7 @@ def test_same_answer_every_time():
         (lambda: simulate.pipeline("interleaved_1f1b", 4, 9), "multiple of 2"),
         (lambda: simulate.pipeline("gpipe", 2, 2, n_chunks=2), "n_chunks=2"),
         (lambda: simulate.pipeline("zbv", 2, 4, forward=[1, 2]), "forward should be a number or have one"),
+        (lambda: simulate.pipedream(4, 3), "n_microbatches should be at least 4"),
         (lambda: simulate.best_pipelines(4, 8, [1] * 4, 1, 1), "2 n_ranks = 8 parts"),
         (lambda: simulate.parameter_server(2, 1.0, 5, mode="stale"), "mode should be"),
         (lambda: simulate.parameter_server(2, 1.0, 5, mode="bounded"), "staleness=None"),

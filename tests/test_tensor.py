@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ignite.metrics import Accuracy, Loss
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import SequenceParallel
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -59,7 +59,7 @@ def run(func, nproc, *args):
 @pytest.mark.parametrize(
     ("glob", "names"),
     [
-        ("head", ["head"]),
+        ("block1.attention.v", ["block1.attention.v"]),
         ("block*.attention.k", ["block0.attention.k", "block1.attention.k"]),
         ("block0.attention.[qkv]", ["block0.attention.q", "block0.attention.k", "block0.attention.v"]),
         ("*.attention.out", ["block0.attention.out", "block1.attention.out"]),
@@ -165,8 +165,8 @@ def test_heads_are_counted_where_the_layer_is():
 
 
 def test_one_rank_divides_everything():
-    plan = {"block*.attention.*": ddl.Column(units=1), "embed": ddl.Row()}
-    assert len(check_plan(model(), plan, tp_size=1)) == 9
+    plan = {"block*.attention.*": ddl.Column(units=1), "embed": ddl.Row(), "head": ddl.Column(units=1)}
+    assert len(check_plan(model(), plan, tp_size=1)) == 10
 
 
 # -------------------------------------------------------------------------------------------------- on the axis
@@ -215,12 +215,21 @@ CONFLICTS = [
 ]
 
 
+class OwnRow(ParallelStyle):
+    """A style that check_plan does not know."""
+
+    def _apply(self, module, device_mesh):
+        return ddl.Row()._apply(module, device_mesh)
+
+
 def conflicts(local_rank):
     said = []
-    for plan in CONFLICTS:
-        with pytest.raises(ValueError, match="cuts the shared weight 'embed.weight' in two ways") as raised:
+    for plan in [*CONFLICTS, {"embed": OwnRow()}]:
+        in_two_ways = pytest.raises(ValueError, match="cuts the shared weight 'embed.weight' in two ways")
+        with in_two_ways as raised, count_bytes() as sent:
             cut(local_rank, plan)
         said.append(str(raised.value))
+        assert plan not in CONFLICTS or not sent.calls  # an unknown style is found out once it is applied
     return said
 
 
@@ -247,10 +256,8 @@ def one_module_two_names(local_rank):
         found.append(
             (layers[0] is layers[1], layers[0].weight.to_local().shape[0], (layers(x) - whole(x)).abs().max())
         )
-    layers = twice()
-    styles = check_plan(layers, {"0": ddl.Column(), "1": ddl.Row()}, 2)
     with pytest.raises(ValueError, match="cuts '1' otherwise than '0', but they are one module"):
-        apply_plan(layers, styles, mesh)
+        check_plan(twice(), {"0": ddl.Column(), "1": ddl.Row()}, 2)
     return found
 
 
