@@ -443,6 +443,7 @@ class _Launch:
         self.servers: list[_Rank] = []
         self.failures: list[_Failure] = []
         self.lost: list[_Failure] = []  # the run goes on without these
+        self.said = 0  # of these, once all servers can go on
         names = [job.first_rank + i for i in range(job.nproc)] + [f"server{i}" for i in range(job.servers)]
         self.output = _Output(Path(job.folder), names)
 
@@ -518,6 +519,8 @@ class _Launch:
             rank.done, rank.asked, rank.ready = False, rank.asked - rank.ready, True
             if not message["can_go_on"]:
                 self.failures += self.lost
+            elif not self.failures and not any(server.asked for server in self.servers):
+                self._say_who_is_lost()
         elif "result" in message:
             rank.result = message["result"]
             self._tell_servers(rank.rank, None)
@@ -526,7 +529,7 @@ class _Launch:
             self._fail(_Failure(rank=rank.rank, died=False, **message))
 
     def _fail(self, failure: _Failure) -> None:
-        """Ends the run, or goes on without a worker and says so."""
+        """Ends the run, or asks the servers whether it can go on without a worker."""
         alive = len(self.lost) + 1 < len(self.ranks) and all(server.ready for server in self.servers)
         if not self.go_on or self.failures or isinstance(failure.rank, str):
             self.failures.append(failure)
@@ -535,8 +538,12 @@ class _Launch:
         else:
             self.lost.append(failure)
             self.ranks[failure.rank - self.job.first_rank].result = _rank_error(failure)
-            print(f"{_label(failure.rank)} {failure.summary}; the others go on", file=sys.stderr, flush=True)
             self._tell_servers(failure.rank, failure.summary)
+
+    def _say_who_is_lost(self) -> None:
+        for failure in self.lost[self.said :]:
+            print(f"{_label(failure.rank)} {failure.summary}; the others go on", file=sys.stderr, flush=True)
+        self.said = len(self.lost)
 
     def _tell_servers(self, rank: int, failed: str | None) -> None:
         """That a worker is through, or failed: nobody should wait for it."""

@@ -2660,9 +2660,10 @@ def staleness_histogram(runs: dict[str, list[dict]], title: str) -> Figure:
     """
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = new_figure(title, width=7.6, height=3.1, columns=len(runs), sharex=True, squeeze=False)
+    figure, axes = new_figure(title, width=7.6, height=3.1, columns=len(runs), sharex=True)
+    axes = [axes] if len(runs) == 1 else axes
     workers = sorted({record["worker"] for records in runs.values() for record in records})
-    for place, (axis, (name, records)) in enumerate(zip(axes[0], runs.items(), strict=True)):
+    for place, (axis, (name, records)) in enumerate(zip(axes, runs.items(), strict=True)):
         bottom = [0] * (max(record["staleness"] for record in records) + 1)
         for worker in workers:
             counts = [0] * len(bottom)
@@ -2683,12 +2684,13 @@ def staleness_histogram(runs: dict[str, list[dict]], title: str) -> Figure:
             va="top",
             size=9.5,
         )
-        axis.set_title(name, fontsize=10, fontweight="normal")
+        if len(runs) > 1:
+            axis.set_title(name, fontsize=10, fontweight="normal")
         axis.set_xlabel("staleness (updates)")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         if place == 0:
             axis.set_ylabel("gradients")
-    axes[0][-1].legend(loc="upper right", frameon=False, fontsize=9)
+    axes[-1].legend(loc="upper right", frameon=False, fontsize=9)
     return figure
 
 

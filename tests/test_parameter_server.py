@@ -616,11 +616,12 @@ def test_others_go_on_without_a_lost_worker(how, servers, options, capfd):
 @pytest.mark.parametrize(
     ("servers", "options"), [(1, {"mode": "sync"}), (2, {"mode": "backup", "backup": 1})], ids=str
 )
-def test_a_mode_that_needs_the_lost_worker_ends_the_run(servers, options):
+def test_a_mode_that_needs_the_lost_worker_ends_the_run(servers, options, capfd):
     start = time.monotonic()
     with pytest.raises(ddl.RankError, match="rank 1 was killed by SIGKILL"):
         parallel(3, servers, on_failure="continue").run(train_and_fail, "kill", steps=2000, **options)
     assert time.monotonic() - start < 15
+    assert "go on" not in capfd.readouterr().err
 
 
 def test_continue_raises_where_all_workers_fail_or_none_has_begun():
