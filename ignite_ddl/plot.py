@@ -3193,7 +3193,9 @@ def bytes_over_rows(
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("rows of the batch")
     axes.set_ylabel("kB a rank gets in a step")
-    axes.text(0.98, 0.04, "lines: predicted\nmarks: counted", transform=axes.transAxes, fontsize=9, ha="right")
+    axes.text(
+        0.98, 0.04, "lines: predicted\nmarks: counted", transform=axes.transAxes, fontsize=9, ha="right"
+    )
     return figure
 
 
