@@ -215,13 +215,13 @@ def test_actions_and_memory_are_those_of_the_simulator(schedule, pp):
 
 # ------------------------------------------------------------------------------------------ bubbles with stated delays
 
-FORWARD, BACKWARD, N = 0.03, 0.06, 6
+N = 6
 
 
-def delayed(local_rank, schedule):
+def delayed(local_rank, schedule, forward, backward):
     logging.disable(logging.INFO)
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(4, 4), Delay(FORWARD, BACKWARD)) for _ in range(4)]
+    layers = [nn.Sequential(nn.Linear(4, 4), Delay(forward, backward)) for _ in range(4)]
     model = ddl.auto_model(nn.Sequential(*layers), schedule=schedule, n_microbatches=N)
     x = torch.randn(2 * N, 4)
     model.train_step(x, x, sums)
@@ -232,18 +232,20 @@ def delayed(local_rank, schedule):
 
 
 def patiently(test):
-    """Up to four tries: other programs may spoil a measurement; a wrong bubble is wrong each time."""
+    """Up to four tries, each with delays twice as long: what other programs take is less of a longer step, while
+    a wrong bubble is wrong each time."""
 
     @functools.wraps(test)
-    def tries(*args, **kwargs):
-        for left in (3, 2, 1, 0):
+    def tries(schedule):
+        for stretch in (1, 2, 4, 8):
             try:
-                test(*args, **kwargs)
+                test(schedule, 0.03 * stretch, 0.06 * stretch)
                 break
             except AssertionError:
-                if not left:
+                if stretch == 8:
                     raise
 
+    del tries.__wrapped__  # pytest would read the test's own arguments
     return tries
 
 
@@ -254,15 +256,17 @@ def makespan(step):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @patiently
-def test_the_measured_bubble_is_within_5_points_of_the_formula_and_of_the_simulator(schedule):
-    timeline = Timeline.merge(run(delayed, 4, schedule, pp=4))
+def test_the_measured_bubble_is_within_5_points_of_the_formula_and_of_the_simulator(
+    schedule, forward, backward
+):
+    timeline = Timeline.merge(run(delayed, 4, schedule, forward, backward, pp=4))
     step = min(timeline.actions(), key=makespan)
     planned = simulate.pipeline(
-        schedule, 4, N, forward=FORWARD, backward_input=BACKWARD / 2, backward_weight=BACKWARD / 2
+        schedule, 4, N, forward=forward, backward_input=backward / 2, backward_weight=backward / 2
     )
     formula = pipeline_bubble(4, N)
     assert formula == pytest.approx(3 / (N + 3))
-    assert makespan(step) >= (N + 3) * (FORWARD + BACKWARD)  # a sleep takes longer, never shorter
+    assert makespan(step) >= (N + 3) * (forward + backward)  # a sleep takes longer, never shorter
     for share, simulated in zip(bubble(step).values(), bubble(planned.records).values(), strict=True):
         assert share == pytest.approx(formula, abs=0.05)
         assert share == pytest.approx(simulated, abs=0.05)
