@@ -8,7 +8,8 @@ imports nothing and changes nothing. With it, five methods of Ignite's private X
 - ``spawn`` hands its ``nproc_per_node`` to ``xmp.spawn``, which refuses every number but 1; None starts a process
   on each device.
 - ``_XLADistributedOptimizer.__init__``, behind ``idist.auto_optim``, raises ``TypeError: super(type, obj)``:
-  Ignite copies its methods into another class, and ``super()`` still looks for the first.
+  Ignite copies its methods into another class, and ``super()`` still looks for the first. The new one also lets
+  wrapper and optimizer share their state, before and after ``load_state_dict``.
 - ``create_from_context`` takes the job for an XLA job wherever torch_xla can be imported, gloo jobs and plain
   processes too. It now waits until this process has used an XLA device, or ``idist.initialize("xla-tpu")``.
 
@@ -144,5 +145,11 @@ def _worker(rank: int, nproc: int, backend: str, fn: Any, args: tuple, kwargs_di
 def _wrap_optimizer(self: Any, optimizer: torch.optim.Optimizer) -> None:
     # type(self) is the class that auto_optim makes of the optimizer's own: its parent is that one.
     super(type(self), self).__init__(optimizer.param_groups)
-    self.state = optimizer.state  # else a checkpoint would hold no momentum
     self.wrapped_optimizer = optimizer
+    self.state = optimizer.state  # else a checkpoint would hold no momentum
+    self.register_load_state_dict_post_hook(_hand_on)  # load_state_dict makes new dicts
+
+
+def _hand_on(wrapper: Any) -> None:
+    wrapper.wrapped_optimizer.state = wrapper.state
+    wrapper.wrapped_optimizer.param_groups = wrapper.param_groups

@@ -154,6 +154,35 @@ def test_auto_optim_steps_as_the_optimizer_and_keeps_its_state():
 
 
 @with_xla
+def test_auto_optim_goes_on_from_a_loaded_state():
+    said = run("""
+        import copy
+        import ignite.distributed as idist, torch, torch_xla, ignite_ddl as ddl
+        def job(local_rank):
+            w = torch.ones(3, device=idist.device(), requires_grad=True)
+            optimizer = ddl.auto_optim(torch.optim.SGD([w], lr=0.1, momentum=0.9))
+            def step():
+                optimizer.zero_grad()
+                (w ** 2).sum().backward()
+                optimizer.step()
+                return w.detach().cpu()
+            step()
+            saved = w.detach().cpu(), copy.deepcopy(optimizer.state_dict())
+            straight = step()
+            with torch.no_grad():
+                w.copy_(saved[0])
+            optimizer.load_state_dict(saved[1])
+            resumed = step()
+            optimizer.param_groups[0]["lr"] = 0.0
+            return torch.equal(straight, resumed), torch.equal(resumed, step())
+        torch_xla.device()
+        with ddl.Parallel(backend="xla-tpu") as parallel:
+            print(*parallel.run(job))
+    """)
+    assert said == "(True, True)"
+
+
+@with_xla
 @pytest.mark.parametrize(
     ("nproc", "status", "says"),
     [
