@@ -7,6 +7,8 @@ the cells of one chapter over two kernels.
 import os
 from collections import defaultdict
 
+import pytest
+
 # Set before torch is imported, and inherited by kernels and ranks: 4 ranks on 2 cores with default threads
 # are many times slower than with one thread each.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
@@ -43,3 +45,13 @@ class ChapterSeconds:
             slow = total > CHAPTER_LIMIT
             note = f"  over the limit of {CHAPTER_LIMIT} s" if slow else ""
             terminalreporter.line(f"{total:7.1f}  {path}{note}", red=slow)
+
+
+@pytest.fixture
+def no_window():
+    """For tests of figures: drawn without a screen, and closed afterwards."""
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("agg")
+    yield
+    plt.close("all")

@@ -703,7 +703,7 @@ TABLE = {
     "no_machine_paths": [
         add("See /home/ada/data."),
         add('open("/tmp/x")', kind="code"),
-        output(stream("File /root/x.py\n")),
+        output(stream("File /opt/x.py\n")),
         output(stream("C:\\Users\\ada\n")),
         output(ERROR | {"evalue": "python3.11/site-packages/torch"}),
     ],
@@ -746,8 +746,8 @@ def test_tags_that_permit(broken, rule):
         "The formula $n!$ and $$\nn! = 1 \\cdot 2\n$$",
         "```\nbang!\n```",
         "![a tree](tree.png)",
-        "https://example.org/work/tmp/home/x",
-        "see ../work/x and a/home",
+        "https://example.org/opt/tmp/home/x",
+        "see ../opt/x and a/home",
     ],
 )
 def test_what_is_no_prose_and_no_path(text):

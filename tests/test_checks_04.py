@@ -3,16 +3,9 @@
 import ignite.distributed as idist
 import pytest
 import torch
+from checking import said, stub
 
 from ignite_ddl.lab import checks_04 as checks
-
-
-def said(capsys) -> str:
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.count("\n") == 1, "one line"
-    return out[:-1]
-
 
 # --- rows ----------------------------------------------------------------------------------------------
 
@@ -85,10 +78,6 @@ def test_rows_steps_without_rows_count(capsys):
     """With 21 rows in batches of 8 on 4 ranks every rank has a row at every step; with 50 in 12 not."""
     assert not checks.deal_rows(without_empty_steps)
     assert "waiting in all-reduce" in said(capsys)
-
-
-def stub(*args):
-    raise NotImplementedError
 
 
 def test_rows_stub(capsys):

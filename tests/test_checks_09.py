@@ -4,16 +4,9 @@ import ignite.distributed as idist
 import pytest
 import torch
 import torch.distributed as dist
+from checking import said, stub
 
 from ignite_ddl.lab import checks_09 as checks
-
-
-def said(capsys) -> str:
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.count("\n") == 1, "one line"
-    return out[:-1]
-
 
 # --- a ring's first round ------------------------------------------------------------------------------
 
@@ -37,10 +30,6 @@ def round_one(gradient, first):
 
 def right(gradient):
     return round_one(gradient, first=1)[idist.get_rank()]
-
-
-def stub(*args):
-    raise NotImplementedError
 
 
 def chapters_ring(gradient):

@@ -6,22 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from checking import said, stub
 
 import ignite_ddl as ddl
 from ignite_ddl import cost, lab
 from ignite_ddl.lab import checks_10 as checks
-
-
-def said(capsys) -> str:
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.count("\n") == 1, "one line"
-    return out[:-1]
-
-
-def stub(*args):
-    raise NotImplementedError
-
 
 # --- buckets --------------------------------------------------------------------------------------------
 

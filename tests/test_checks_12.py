@@ -6,20 +6,9 @@ import ignite.distributed as idist
 import pytest
 import torch
 import torch.distributed as dist
+from checking import said, stub
 
 from ignite_ddl.lab import checks_12 as checks
-
-
-def said(capsys) -> str:
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.count("\n") == 1, "one line"
-    return out[:-1]
-
-
-def stub(*args):
-    raise NotImplementedError
-
 
 # --- a model cut by bytes -------------------------------------------------------------------------------
 

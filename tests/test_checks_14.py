@@ -4,6 +4,7 @@ import ignite.distributed as idist
 import pytest
 import torch
 import torch.distributed as dist
+from checking import said, stub, wrong
 
 import ignite_ddl as ddl
 from ignite_ddl import cost
@@ -15,24 +16,6 @@ def _ranks_have_started_once():
     """The first launch of a process loads torch, which on a busy machine takes longer than a check waits."""
     with ddl.Parallel(backend="gloo", nproc_per_node=1, threads_per_rank=1) as parallel:
         parallel.run(int)
-
-
-def said(capsys) -> str:
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.count("\n") == 1, "one line"
-    return out[:-1]
-
-
-def stub(*args):
-    raise NotImplementedError
-
-
-def wrong(check, function, hint, capsys):
-    assert not check(function)
-    line = said(capsys)
-    assert line.startswith("not yet: ")
-    assert hint in line
 
 
 # --- who owns which slice ------------------------------------------------------------------------------

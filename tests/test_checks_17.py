@@ -3,27 +3,9 @@
 import ignite.distributed as idist
 import pytest
 import torch
+from checking import said, stub, wrong
 
 from ignite_ddl.lab import checks_17 as checks
-
-
-def said(capsys) -> str:
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.count("\n") == 1, "one line"
-    return out[:-1]
-
-
-def stub(*args):
-    raise NotImplementedError
-
-
-def wrong(check, function, hint, capsys):
-    assert not check(function)
-    line = said(capsys)
-    assert line.startswith("not yet: ")
-    assert hint in line
-
 
 # --- heads ----------------------------------------------------------------------------------------------
 

@@ -1,29 +1,11 @@
 """The exercises of chapter 18: what is right passes, and each natural mistake gets a hint that helps."""
 
 import pytest
+from checking import said, stub, wrong
 
 from ignite_ddl.lab import checks_18 as checks
 from ignite_ddl.pipeline import balance
 from ignite_ddl.simulate import schedule_actions
-
-
-def said(capsys) -> str:
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.count("\n") == 1, "one line"
-    return out[:-1]
-
-
-def stub(*args):
-    raise NotImplementedError
-
-
-def wrong(check, function, hint, capsys):
-    assert not check(function)
-    line = said(capsys)
-    assert line.startswith("not yet: ")
-    assert hint in line
-
 
 # --- 1F1B -----------------------------------------------------------------------------------------------
 

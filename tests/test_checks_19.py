@@ -1,28 +1,11 @@
 """The exercises of chapter 19: what is right passes, and each natural mistake gets a hint that helps."""
 
 import pytest
+from checking import said, stub, wrong
 
 from ignite_ddl.lab import checks_19 as checks
+from ignite_ddl.lab import orders
 from ignite_ddl.simulate import schedule_actions
-
-
-def said(capsys) -> str:
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.count("\n") == 1, "one line"
-    return out[:-1]
-
-
-def stub(*args):
-    raise NotImplementedError
-
-
-def wrong(check, function, hint, capsys):
-    assert not check(function)
-    line = said(capsys)
-    assert line.startswith("not yet: ")
-    assert hint in line
-
 
 # --- weight stashing ------------------------------------------------------------------------------------
 
@@ -144,9 +127,9 @@ def test_the_order_that_fills_the_bubble(capsys):
 def test_torchs_order_is_one_that_fills_the_bubble(capsys):
     """Where torch can do the numbers of the check: m a multiple of m // p."""
     for p, m in ((4, 8), (4, 12), (3, 3)):
-        orders = [checks._passes(torchs(rank, p, m), rank, m, "") for rank in range(p)]
-        assert checks._play(orders, "") == 3 * m + p - 1
-        assert max(map(checks._most_kept, orders)) <= p
+        ranks = [orders.read(torchs(rank, p, m), "FIW", rank, m, "") for rank in range(p)]
+        assert orders.play(ranks, "") == 3 * m + p - 1
+        assert max(map(orders.most_kept, ranks)) <= p
 
 
 WRONG_ORDERS = {

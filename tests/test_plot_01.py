@@ -1,21 +1,16 @@
 """The figures of chapter 01: what they draw, and that their text is large enough to read."""
 
-import matplotlib.pyplot as plt
 import pytest
+from checking import text_sizes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import Rectangle
-from matplotlib.text import Text
 
 from ignite_ddl import plot
 
 BEFORE = [1, 2, 4, 8]
 
 
-@pytest.fixture(autouse=True)
-def _no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_window")
 
 
 FIGURES = {
@@ -47,10 +42,7 @@ def tiles(axes):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_text_is_at_least_9_points(name):
-    figure = FIGURES[name]()
-    figure.canvas.draw()
-    sizes = {text.get_text(): text.get_size() for text in figure.findobj(Text) if text.get_text()}
-    assert min(sizes.values()) >= 9, sizes
+    assert min(text_sizes(FIGURES[name]()).values()) >= 9
 
 
 @pytest.mark.parametrize("name", ["cluster", "collectives", "groups"])

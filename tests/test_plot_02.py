@@ -15,11 +15,7 @@ STAGES = {
 CASES = {"2 ranks: local_rank": [0, 1], "2 ranks: nothing set": [0, 0], "4 ranks: local_rank": [0, 1, 2, 3]}
 
 
-@pytest.fixture(autouse=True)
-def _no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_window")
 
 
 def gradient():

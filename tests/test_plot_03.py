@@ -1,19 +1,14 @@
 """The figures of chapter 03: what they draw, and that their text is large enough to read."""
 
-import matplotlib.pyplot as plt
 import pytest
+from checking import text_sizes
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from ignite_ddl import plot
 
-
-@pytest.fixture(autouse=True)
-def _no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_window")
 
 
 HALVES = [[(0, 4), (0, 6)]] * 2 + [[(4, 8), (0, 6)]] * 2
@@ -34,10 +29,7 @@ def texts(figure):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_text_is_at_least_9_points(name):
-    figure = FIGURES[name]()
-    figure.canvas.draw()
-    sizes = {text.get_text(): text.get_size() for text in figure.findobj(Text) if text.get_text()}
-    assert min(sizes.values()) >= 9, sizes
+    assert min(text_sizes(FIGURES[name]()).values()) >= 9
 
 
 @pytest.mark.parametrize(("rows", "compiled"), [([64, 64, 48], 2), ([8, 8, 8], 1), ([1, 2, 3, 1], 3)])

@@ -1,18 +1,12 @@
 """The figures of chapter 04: what they draw, and that their text is large enough to read."""
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
-from matplotlib.text import Text
+from checking import text_sizes
 
 from ignite_ddl import plot
 
-
-@pytest.fixture(autouse=True)
-def _no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_window")
 
 
 def history(*accuracies):
@@ -32,10 +26,7 @@ FIGURES = {
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_text_is_at_least_9_points(name):
-    figure = FIGURES[name]()
-    figure.canvas.draw()
-    sizes = {text.get_text(): text.get_size() for text in figure.findobj(Text) if text.get_text()}
-    assert min(sizes.values()) >= 9, sizes
+    assert min(text_sizes(FIGURES[name]()).values()) >= 9
 
 
 @pytest.mark.parametrize(("n_images", "world_size"), [(64, 4), (6, 2), (3, 3)])

@@ -1,19 +1,13 @@
 """The figures of chapter 07: timelines and profiles show what they are given, in letters that can be read."""
 
-import matplotlib.pyplot as plt
 import pytest
+from checking import text_sizes
 from matplotlib.colors import to_hex
-from matplotlib.text import Text
 
 from ignite_ddl import plot
 from ignite_ddl.timeline import KINDS, Record, Timeline
 
-
-@pytest.fixture(autouse=True)
-def _no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_window")
 
 
 RECORDS = [
@@ -52,10 +46,7 @@ def labels(axes):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_text_is_at_least_9_points(name):
-    figure = FIGURES[name]()
-    figure.canvas.draw()
-    sizes = {text.get_text(): text.get_size() for text in figure.findobj(Text) if text.get_text()}
-    assert min(sizes.values()) >= 9, sizes
+    assert min(text_sizes(FIGURES[name]()).values()) >= 9
 
 
 def test_every_kind_of_a_timeline_has_a_colour():

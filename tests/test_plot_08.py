@@ -1,6 +1,5 @@
 """The figure of chapter 08: a dot a step, the median of those after the warm-up."""
 
-import matplotlib.pyplot as plt
 import pytest
 from matplotlib.text import Text
 
@@ -9,11 +8,7 @@ from ignite_ddl import plot
 SECONDS = [0.03, 0.006, *[0.004, 0.005, 0.003] * 10]
 
 
-@pytest.fixture(autouse=True)
-def _no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_window")
 
 
 def figure():

@@ -4,21 +4,15 @@ import inspect
 import re
 import textwrap
 
-import matplotlib.pyplot as plt
 import pytest
+from checking import text_sizes
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
-from matplotlib.text import Text
 
 import ignite_ddl as ddl
 from ignite_ddl import cost, plot, simulate
 
-
-@pytest.fixture(autouse=True)
-def _no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_window")
 
 
 TWO_RANKS = [[[1, 1], [2, 2]], [[1, 3], [3, 2]], [[3, 3], [3, 3]]]
@@ -51,10 +45,7 @@ def texts(axes):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_text_is_at_least_9_points(name):
-    figure = FIGURES[name]()
-    figure.canvas.draw()
-    sizes = {text.get_text(): text.get_size() for text in figure.findobj(Text) if text.get_text()}
-    assert min(sizes.values()) >= 9, sizes
+    assert min(text_sizes(FIGURES[name]()).values()) >= 9
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -1,18 +1,12 @@
 """The figures of chapter 10: what they draw, and that their text is large enough to read."""
 
-import matplotlib.pyplot as plt
 import pytest
+from checking import text_sizes
 from matplotlib.colors import to_hex
-from matplotlib.text import Text
 
 from ignite_ddl import cost, plot, simulate
 
-
-@pytest.fixture(autouse=True)
-def _no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_window")
 
 
 STEP = simulate.ddp_step(2, [4, 4], cost.Link(0, 1), forward_seconds=5, backward_seconds=10)
@@ -31,10 +25,7 @@ FIGURES = {
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_text_is_at_least_9_points(name):
-    figure = FIGURES[name]()
-    figure.canvas.draw()
-    sizes = {text.get_text(): text.get_size() for text in figure.findobj(Text) if text.get_text()}
-    assert min(sizes.values()) >= 9, sizes
+    assert min(text_sizes(FIGURES[name]()).values()) >= 9
 
 
 def test_a_box_stands_where_its_record_says():

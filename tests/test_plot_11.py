@@ -1,6 +1,5 @@
 """The figures of chapter 11: hard negatives, accuracy over batch sizes, batch or rate, share of communication."""
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 from matplotlib.text import Text
@@ -15,11 +14,7 @@ CURVES = {
 STEPS = [cost.data_parallel_step(n, **cost.RESNET50_P100) for n in (8, 256, 1024)]
 
 
-@pytest.fixture(autouse=True)
-def _no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_window")
 
 
 def negatives():

@@ -4,18 +4,12 @@ import inspect
 import re
 import textwrap
 
-import matplotlib.pyplot as plt
 import pytest
-from matplotlib.text import Text
+from checking import text_sizes
 
 from ignite_ddl import plot
 
-
-@pytest.fixture(autouse=True)
-def _no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_window")
 
 
 SERVER, RING = {1: 2.0, 4: 8.0, 64: 128.0}, {2: 2.0, 4: 3.0, 64: 3.9375}
@@ -36,10 +30,7 @@ FIGURES = {
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_text_is_at_least_9_points(name):
-    figure = FIGURES[name]()
-    figure.canvas.draw()
-    sizes = {text.get_text(): text.get_size() for text in figure.findobj(Text) if text.get_text()}
-    assert min(sizes.values()) >= 9, sizes
+    assert min(text_sizes(FIGURES[name]()).values()) >= 9
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -1,6 +1,5 @@
 """The figures of chapter 13: rows of workers, stale descent, histograms, accuracy, the race, and backup workers."""
 
-import matplotlib.pyplot as plt
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
@@ -13,11 +12,7 @@ CURVES = {"rate 0.1": {1: (0.73, 0.01), 4: (0.7, 0.02)}, "the best": {1: (0.73, 
 RACE = {"sync": [(0, 0.1), (2, 0.7)], "async": [(0, 0.1), (1, 0.7)]}
 
 
-@pytest.fixture(autouse=True)
-def _no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_window")
 
 
 def rows(as_dicts=False, **kwargs):

@@ -4,21 +4,15 @@ import inspect
 import re
 import textwrap
 
-import matplotlib.pyplot as plt
 import pytest
+from checking import text_sizes
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
-from matplotlib.text import Text
 
 import ignite_ddl as ddl
 from ignite_ddl import cost, plot
 
-
-@pytest.fixture(autouse=True)
-def _no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_window")
 
 
 STATES = [cost.zero_memory(1, 4, stage, 4, 4, 8) for stage in range(4)]
@@ -31,10 +25,7 @@ FIGURES = {
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_text_is_at_least_9_points(name):
-    figure = FIGURES[name]()
-    figure.canvas.draw()
-    sizes = {text.get_text(): text.get_size() for text in figure.findobj(Text) if text.get_text()}
-    assert min(sizes.values()) >= 9, sizes
+    assert min(text_sizes(FIGURES[name]()).values()) >= 9
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -2,16 +2,11 @@
 
 import matplotlib.pyplot as plt
 import pytest
-from matplotlib.text import Text
+from checking import text_sizes
 
 from ignite_ddl import plot
 
-
-@pytest.fixture(autouse=True)
-def _no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_window")
 
 
 KEPT = {"gpipe": [8000, 8000], "1f1b": [2000, 1000]}
@@ -24,10 +19,7 @@ FIGURES = {
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_text_is_at_least_9_points(name):
-    figure = FIGURES[name]()
-    figure.canvas.draw()
-    sizes = {text.get_text(): text.get_size() for text in figure.findobj(Text) if text.get_text()}
-    assert min(sizes.values()) >= 9, sizes
+    assert min(text_sizes(FIGURES[name]()).values()) >= 9
 
 
 def test_a_bar_is_a_rank_and_a_line_its_prediction():

@@ -1,6 +1,5 @@
 """The figure of schedules: a row a rank, a box a pass, the same for measured and simulated ones."""
 
-import matplotlib.pyplot as plt
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
@@ -9,12 +8,7 @@ from ignite_ddl import plot, simulate
 from ignite_ddl.plot import ACTIVITY
 from ignite_ddl.timeline import Record
 
-
-@pytest.fixture(autouse=True)
-def _no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_window")
 
 
 STEP = [

@@ -1,80 +1,28 @@
 """The checks of chapter 18: the order of 1F1B, a model cut by cost, and the number of microbatches."""
 
 from ignite_ddl.lab.exercises import Hint, exercise
+from ignite_ddl.lab.orders import SECONDS, most_kept, play, read
 from ignite_ddl.pipeline import balance
-
-FORWARD, BACKWARD = 1, 2  # time units of a pass, as in the chapter's drawings
 
 
 @exercise
 def one_f_one_b(function):
     for n_ranks, n_microbatches in ((4, 8), (2, 5), (3, 3), (4, 6), (1, 3)):
         case = f"{n_ranks} ranks, {n_microbatches} microbatches"
-        orders = [_passes(function(rank, n_ranks, n_microbatches), rank, n_microbatches, case)
+        orders = [read(function(rank, n_ranks, n_microbatches), "FB", rank, n_microbatches, case)
                   for rank in range(n_ranks)]  # fmt: skip
-        seconds = _play(orders, case)
-        least = (n_microbatches + n_ranks - 1) * (FORWARD + BACKWARD)
+        seconds = play(orders, case)
+        least = (n_microbatches + n_ranks - 1) * (SECONDS["F"] + SECONDS["B"])
         if seconds > least:
             raise Hint(f"{case}: your step takes {seconds} time units, 1F1B takes {least}")
         for rank, order in enumerate(orders):
-            kept, fewest = _most_alive(order), min(n_microbatches, n_ranks - rank)
+            kept, fewest = most_kept(order), min(n_microbatches, n_ranks - rank)
             if kept > fewest:
                 raise Hint(
                     f"{case}: your step takes {seconds} time units, as it should, but rank {rank} keeps the "
                     f"activations of {kept} microbatches at once; 1F1B keeps {fewest}"
                 )
     return "the time of GPipe, and rank r keeps no more than p - r microbatches"
-
-
-def _passes(order, rank, n_microbatches, case):
-    """The order as pairs ("F", 0), if each pass is in it once."""
-    if not isinstance(order, list | tuple) or not all(isinstance(name, str) for name in order):
-        raise Hint('return a list of names such as ["F0", "F1", "B0"]')
-    wanted = {f"{kind}{m}" for kind in "FB" for m in range(n_microbatches)}
-    if unknown := [name for name in order if name not in wanted]:
-        raise Hint(
-            f"{case}: rank {rank} has a pass {unknown[0]!r}; there are F0 to F{n_microbatches - 1}, and B"
-        )
-    if missing := sorted(wanted - set(order)):
-        raise Hint(f"{case}: rank {rank} leaves out {missing[0]}, and the ranks that need it wait for ever")
-    if len(order) > len(wanted):
-        raise Hint(f"{case}: rank {rank} has {len(order)} passes, {len(wanted)} are there to do")
-    return [(name[0], int(name[1:])) for name in order]
-
-
-def _play(orders, case):
-    """When the last pass ends; each starts as soon as its rank is free and what it needs has come."""
-    last, done = len(orders) - 1, {}
-    free, place = [0] * len(orders), [0] * len(orders)
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(orders):
-            if place[rank] == len(order):
-                continue
-            kind, m = order[place[rank]]
-            if kind == "F":
-                needs = [("F", rank - 1, m)] if rank > 0 else []
-            else:
-                needs = [("F", rank, m)] + ([("B", rank + 1, m)] if rank < last else [])
-            if all(need in done for need in needs):
-                start = max([free[rank], *(done[need] for need in needs)])
-                free[rank] = done[kind, rank, m] = start + (FORWARD if kind == "F" else BACKWARD)
-                place[rank] += 1
-                moved = True
-    for rank, order in enumerate(orders):
-        if place[rank] < len(order):
-            kind, m = order[place[rank]]
-            raise Hint(f"{case}: nobody can go on, rank {rank} stands before {kind}{m} for ever")
-    return max(free)
-
-
-def _most_alive(order):
-    alive = most = 0
-    for kind, _ in order:
-        alive += 1 if kind == "F" else -1
-        most = max(most, alive)
-    return most
 
 
 @exercise

@@ -3,6 +3,7 @@
 import weakref
 
 from ignite_ddl.lab.exercises import Hint, exercise
+from ignite_ddl.lab.orders import most_kept, play, read
 from ignite_ddl.simulate import schedule_actions
 
 
@@ -73,10 +74,10 @@ def _one_stage(function, stage, n_ranks, n_microbatches):
 def fill_the_bubble(function):
     for n_ranks, n_microbatches in ((4, 8), (2, 5), (3, 3), (4, 12), (1, 3)):
         case = f"{n_ranks} ranks, {n_microbatches} microbatches"
-        orders = [_passes(function(rank, n_ranks, n_microbatches), rank, n_microbatches, case)
+        orders = [read(function(rank, n_ranks, n_microbatches), "FIW", rank, n_microbatches, case)
                   for rank in range(n_ranks)]  # fmt: skip
-        seconds, least = _play(orders, case), 3 * n_microbatches + n_ranks - 1
-        kept = [_most_kept(order) for order in orders]
+        seconds, least = play(orders, case), 3 * n_microbatches + n_ranks - 1
+        kept = [most_kept(order) for order in orders]
         fullest = max(range(n_ranks), key=lambda rank: kept[rank])
         if seconds > least:
             raise Hint(f"{case}: your step takes {seconds} time units, {least} can be had")
@@ -86,56 +87,3 @@ def fill_the_bubble(function):
                 f"of {kept[fullest]} microbatches at once; {n_ranks} are enough"
             )
     return "a third of 1F1B's bubble, and no rank keeps more than 1F1B's first"
-
-
-def _passes(order, rank, n_microbatches, case):
-    """The order as pairs ("F", 0), if each pass is in it once."""
-    if not isinstance(order, list | tuple) or not all(isinstance(name, str) for name in order):
-        raise Hint('return a list of names such as ["F0", "I0", "W0"]')
-    wanted = {f"{kind}{m}" for kind in "FIW" for m in range(n_microbatches)}
-    if unknown := [name for name in order if name not in wanted]:
-        raise Hint(
-            f"{case}: rank {rank} has a pass {unknown[0]!r}; there are F0 to F{n_microbatches - 1}, I and W"
-        )
-    if missing := sorted(wanted - set(order)):
-        raise Hint(f"{case}: rank {rank} leaves out {missing[0]}")
-    if len(order) > len(wanted):
-        raise Hint(f"{case}: rank {rank} has {len(order)} passes, {len(wanted)} are there to do")
-    return [(name[0], int(name[1:])) for name in order]
-
-
-def _play(orders, case):
-    """When the last pass ends, each taking 1; it starts as soon as its rank is free and what it needs is there."""
-    last, done = len(orders) - 1, {}
-    free, place = [0] * len(orders), [0] * len(orders)
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(orders):
-            if place[rank] == len(order):
-                continue
-            kind, m = order[place[rank]]
-            needs = {
-                "F": [("F", rank - 1, m)] if rank > 0 else [],
-                "I": [("F", rank, m)] + ([("I", rank + 1, m)] if rank < last else []),
-                "W": [("I", rank, m)],
-            }[kind]
-            if all(need in done for need in needs):
-                start = max([free[rank], *(done[need] for need in needs)])
-                free[rank] = done[kind, rank, m] = start + 1
-                place[rank] += 1
-                moved = True
-    for rank, order in enumerate(orders):
-        if place[rank] < len(order):
-            kind, m = order[place[rank]]
-            raise Hint(f"{case}: nobody can go on, rank {rank} stands before {kind}{m} for ever")
-    return max(free)
-
-
-def _most_kept(order):
-    """W needs the activations too: they are kept from F to W."""
-    kept = most = 0
-    for kind, _ in order:
-        kept += {"F": 1, "I": 0, "W": -1}[kind]
-        most = max(most, kept)
-    return most
