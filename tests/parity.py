@@ -765,6 +765,21 @@ def by_mesh(cases):
     return dict(sorted(groups.items(), key=lambda item: (item[0][0] * item[0][1] * item[0][2], item[0])))
 
 
+class Outcomes:
+    """Outcomes by case; a mesh is launched when the first of its cases is asked for."""
+
+    def __init__(self, cases):
+        self.groups = by_mesh(cases)
+        self.cases = [case for group in self.groups.values() for case in group]
+        self.known = {}
+
+    def __getitem__(self, case):
+        if case not in self.known:
+            group = self.groups[case.mesh]
+            self.known.update(zip(group, run(case.mesh, group), strict=True))
+        return self.known[case]
+
+
 def main(words_of_lines):
     torch.set_num_threads(1)
     cases = [case for case in all_cases() if all(word in case.line for word in words_of_lines)]

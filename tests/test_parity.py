@@ -6,28 +6,12 @@ import parity
 import pytest
 import torch
 
-GROUPS = parity.by_mesh(parity.test_cases())
+OUTCOMES = parity.Outcomes(parity.test_cases())
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    """Outcomes by case; a mesh is launched when the first of its cases is asked for."""
-    known = {}
-
-    def outcome(case):
-        if case not in known:
-            known.update(zip(GROUPS[case.mesh], parity.run(case.mesh, GROUPS[case.mesh]), strict=True))
-        return known[case]
-
-    return outcome
-
-
-@pytest.mark.parametrize(
-    "case", [c for group in GROUPS.values() for c in group], ids=lambda c: c.line.strip()
-)
-def test_case_is_as_promised(case, outcomes):
-    outcome = outcomes(case)
-    assert outcome.passed, str(outcome)
+@pytest.mark.parametrize("case", OUTCOMES.cases, ids=lambda case: case.line.strip())
+def test_case_is_as_promised(case):
+    assert OUTCOMES[case].passed, str(OUTCOMES[case])
 
 
 def test_every_trap_mesh_and_schedule_is_in_the_whole_table():

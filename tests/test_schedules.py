@@ -65,27 +65,12 @@ def cases():
                       batch_size=16)  # fmt: skip
 
 
-GROUPS = parity.by_mesh(list(cases()))
+OUTCOMES = parity.Outcomes(cases())
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    known = {}
-
-    def outcome(case):
-        if case not in known:
-            known.update(zip(GROUPS[case.mesh], parity.run(case.mesh, GROUPS[case.mesh]), strict=True))
-        return known[case]
-
-    return outcome
-
-
-@pytest.mark.parametrize(
-    "case", [c for group in GROUPS.values() for c in group], ids=lambda c: c.line.strip()
-)
-def test_a_schedule_is_right_or_refuses(case, outcomes):
-    outcome = outcomes(case)
-    assert outcome.passed, str(outcome)
+@pytest.mark.parametrize("case", OUTCOMES.cases, ids=lambda case: case.line.strip())
+def test_a_schedule_is_right_or_refuses(case):
+    assert OUTCOMES[case].passed, str(OUTCOMES[case])
 
 
 def with_statistics():
