@@ -315,7 +315,8 @@ class Parallel:
             if self.backend == "gloo":
                 _hide_gpus_if_too_few(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             limit = {} if self.timeout is None else {"timeout": timedelta(seconds=self.timeout)}
-            idist.initialize(self.backend, init_method=self.init_method, **limit)
+            init_method = self.init_method and _for_ignite(self.init_method, _rank_here(), self._world_size())
+            idist.initialize(self.backend, init_method=init_method, **limit)
             self._joined = True
             if self.mesh_sizes:
                 initialize_mesh(**self.mesh_sizes)
@@ -371,7 +372,7 @@ class Parallel:
         init_method = self.init_method
         if init_method is None:
             by_file = self.nnodes == 1 and self.master_port is None
-            init_method = (Path(folder) / "store").as_uri() if by_file else "env://"
+            init_method = _file_address(folder, "store") if by_file else "env://"
         threads = self.threads_per_rank or max(1, _cores() // (nproc + self.servers))
         return _Job(
             backend=self.backend,
@@ -388,7 +389,7 @@ class Parallel:
             mesh_sizes=self.mesh_sizes,
             start_method=multiprocessing.get_start_method(allow_none=True),
             servers=self.servers,
-            rpc_method=(Path(folder) / "rpc").as_uri(),
+            rpc_method=_file_address(folder, "rpc"),
             sources=_cell_sources(),
         )
 
@@ -756,6 +757,10 @@ def _inside_a_job() -> bool:
     return torchrun or int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ
 
 
+def _rank_here() -> int:
+    return int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
+
+
 def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -793,7 +798,8 @@ def _rank_main(
         if not job.init_method.startswith("env"):
             limit |= {"rank": rank, "world_size": job.world_size}
         _tell_nproc(job.nproc)
-        idist.initialize(job.backend, init_method=job.init_method, **limit)
+        init_method = _for_ignite(job.init_method, rank, job.world_size)
+        idist.initialize(job.backend, init_method=init_method, **limit)
         if job.mesh_sizes:
             initialize_mesh(**job.mesh_sizes)
         if job.servers:
@@ -815,6 +821,23 @@ def _rank_main(
     if job.backend != "gloo":  # gloo's sockets close with the process; destroying the group takes 35 ms more
         with contextlib.suppress(Exception):
             idist.finalize()
+
+
+def _for_ignite(init_method: str, rank: int, world_size: int) -> str:
+    """An address that Ignite cannot take for "env://".
+
+    Ignite tells torch the rank only if "env" is nowhere in the address, and a folder's name may hold these
+    letters (one in eight thousand random names does). Then rank and world size stand in the address itself.
+    """
+    if init_method.startswith("env") or "env" not in init_method or "rank=" in init_method:
+        return init_method
+    return f"{init_method}{'&' if '?' in init_method else '?'}rank={rank}&world_size={world_size}"
+
+
+def _file_address(folder: str, name: str) -> str:
+    path = Path(folder) / name
+    # torch decodes %20 and the like on Windows only.
+    return path.as_uri() if sys.platform == "win32" else f"file://{path}"
 
 
 def _server_main(

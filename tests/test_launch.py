@@ -70,6 +70,25 @@ def test_results_come_in_rank_order():
     assert parallel(2).run(lambda rank: (rank, idist.get_world_size())) == [(0, 2), (1, 2)]
 
 
+@pytest.mark.parametrize("servers", [0, 1])
+def test_any_folder_for_temporary_files(tmp_path, monkeypatch, servers):
+    """Ignite takes an address with "env" in it for "env://", and torch decodes no %20."""
+    folder = tmp_path / "my envs"
+    folder.mkdir()
+    parallel(1).run(abs)  # multiprocessing makes its own folder, for good, with the first launch
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    assert parallel(servers=servers).run(lambda rank: idist.all_reduce(idist.get_rank() + 1)) == [3, 3]
+    assert list(folder.iterdir()) == []
+
+
+def test_joining_a_job_that_meets_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with ddl.Parallel("gloo", init_method=f"file://{tmp_path}/my environment", timeout=TIMEOUT) as job:
+        assert job.run(lambda rank: (rank, idist.all_reduce(5))) == [(0, 5)]
+
+
 def test_idist_knows_the_job():
     def config(local_rank):
         return (
