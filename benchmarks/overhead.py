@@ -28,7 +28,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -36,7 +42,6 @@ from torch.utils.data.distributed import DistributedSampler
 import ignite_ddl as ddl
 from ignite_ddl.lab import GPT
 from ignite_ddl.pipeline import Pipeline
-from ignite_ddl.tensor import check_plan
 
 TARGET = 1.03
 MESHES = {
@@ -85,19 +90,34 @@ def through_ddl(steps):
 
 
 def by_hand(steps):
-    """The same training as a torch user writes it, without anything of ddl but the process groups."""
+    """The same training as a torch user writes it: torch's styles, and nothing of ddl but the mesh and the model."""
     mesh, model = ddl.get_mesh(), build()
     dataset = data(steps)
     sampler = DistributedSampler(dataset, mesh.dp_size, mesh.dp_rank, shuffle=False)
     loader = DataLoader(dataset, batch_size=BATCH // mesh.dp_size, sampler=sampler)
     if mesh.tp_size > 1:
-        for name, style in check_plan(model, GPT.tensor_plan, mesh.tp_size).items():
-            if isinstance(style, ddl.ShardedRandom):  # there is no dropout here, and torch has no such style
-                continue
-            parallelize_module(model.get_submodule(name), mesh.device_mesh["tp"], style)
+        _cut_by_hand(model, mesh.device_mesh["tp"])
     if mesh.pp_size == 1:
         return _plain_by_hand(mesh, model, loader)
     return _pipeline_by_hand(mesh, model, loader)
+
+
+def _cut_by_hand(model, tp_mesh):
+    """What GPT.tensor_plan says, in torch's own styles: the same cuts, the same collectives. Nothing drops here."""
+    whole = Replicate()
+    plan = {
+        "embed.token": RowwiseParallel(input_layouts=whole),
+        "head.out": ColwiseParallel(output_layouts=whole),
+    }
+    for name in (name for name, _ in model.named_children() if name.startswith("block")):
+        plan |= {
+            f"{name}.attention": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+            **{f"{name}.attention.{layer}": ColwiseParallel() for layer in "qkv"},
+            f"{name}.attention.out": RowwiseParallel(),
+            f"{name}.up": ColwiseParallel(),
+            f"{name}.down": RowwiseParallel(),
+        }
+    parallelize_module(model, tp_mesh, plan)
 
 
 def _plain_by_hand(mesh, model, loader):

@@ -7,7 +7,8 @@ without checks, records or faults (parameter_server_by_hand.py). Two tables:
 
 - what a pull and a push cost, by hand and through ddl, with nothing computed in between;
 - a training step (batch of 8 rows, SGD): through the server, synchronous, and by DDP, with the bytes that went into
-  and out of the server and those that a rank handed to all-reduce, both counted, not calculated.
+  and out of the server and those that each rank handed to all-reduce, both counted, not calculated. Of what it is
+  handed, a rank of a ring sends 2 (n - 1) / n.
 
     python benchmarks/parameter_server.py [--rounds 11] [--sizes 0.1 1 10] [--workers 1 2 3 4] [--servers 1]
 """
@@ -238,13 +239,13 @@ def main():
         )
     servers = f"{options.servers} server" + "s" * (options.servers > 1)
     print(
-        f"\n{'training step':14} {servers:>10} {'DDP':>10}   ratio   MB a step: server in, out   each DDP rank"
+        f"\n{'training step':14} {servers:>10} {'DDP':>10}   ratio   MB a step: server in, out   handed to all-reduce"
     )
     for line in (line for line in lines if line["benchmark"] == "training step"):
         mb = {name: number / 1e6 for name, number in line["bytes"].items()}
         print(
             f"{line['millions']:4g} M × {line['workers']}   {line['server_ms']:7.2f} ms {line['ddp_ms']:7.2f} ms "
-            f"{line['ratio']:7.2f}   {mb['server in']:14.2f} {mb['server out']:10.2f} {mb['all-reduce']:15.2f}"
+            f"{line['ratio']:7.2f}   {mb['server in']:14.2f} {mb['server out']:10.2f} {mb['all-reduce']:22.2f}"
         )
     for line in lines:
         print(json.dumps(line | {"torch": torch.__version__}))

@@ -22,8 +22,7 @@ from ignite.metrics import Accuracy, Average, Loss, RunningAverage
 
 import ignite_ddl as ddl
 from ignite_ddl.lab import GPT, CharacterText, generate
-from ignite_ddl.pipeline import SCHEDULES, Pipeline
-from ignite_ddl.tensor import check_plan
+from ignite_ddl.pipeline import SCHEDULES
 
 PROMPT = "Captain Wentworth "
 
@@ -127,16 +126,14 @@ def make_parser():
     return parser
 
 
-def check(args):
-    """Raises what is wrong with the arguments before any rank is started."""
+def check(args, mesh):
+    """Raises what is wrong with the arguments before any rank is started; ``mesh`` has the size of each axis."""
     if args.save and not args.save.absolute().parent.is_dir():
         raise ValueError(f"--save should name a file in a folder that exists, but given {args.save}")
-    for split in ("train", "test"):
-        CharacterText(split, args.length)
-    model = new_model(args)
-    check_plan(model, GPT.tensor_plan, args.tp)
-    if args.pp > 1:  # a cut for practice, which nobody runs
-        Pipeline(model, ddl.Mesh({**vars(args), "dp": 1}, 0, None, {}), args.schedule, args.microbatches)
+    texts = [CharacterText(split, args.length) for split in ("train", "test")]
+    cut = {"schedule": args.schedule, "n_microbatches": args.microbatches}
+    rows = args.batch_size, len(texts[0]) % args.batch_size  # of the last batch
+    ddl.check_model(new_model(args), GPT.tensor_plan, **cut, **mesh, batches=rows)
 
 
 def main():
@@ -145,7 +142,7 @@ def main():
     try:
         mesh = {"dp": args.dp, "pp": args.pp, "tp": args.tp}
         parallel = ddl.Parallel(backend=args.backend, nproc_per_node=args.ranks, **mesh)
-        check(args)
+        check(args, parallel.mesh_sizes)
     except (ValueError, OSError) as error:
         parser.error(str(error).replace("nproc_per_node", "--ranks"))
     with parallel:

@@ -1,7 +1,14 @@
 """Model parallelism for PyTorch-Ignite: name a mesh, keep the Engine, the metrics and the handlers."""
 
 from ignite_ddl import cost, simulate, tpu
-from ignite_ddl.auto import auto_dataloader, auto_model, auto_optim, full_state_dict, load_full_state_dict
+from ignite_ddl.auto import (
+    auto_dataloader,
+    auto_model,
+    auto_optim,
+    check_model,
+    full_state_dict,
+    load_full_state_dict,
+)
 from ignite_ddl.engine import clip_grad_norm_, create_supervised_evaluator, create_supervised_trainer
 from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.layers import layer_costs, lazy
@@ -15,6 +22,7 @@ from ignite_ddl.tensor import (
     Sequence,
     ShardedRandom,
     SharedInput,
+    SharedWeight,
     SplitSequence,
     cross_entropy,
 )
@@ -32,11 +40,13 @@ __all__ = [
     "Sequence",
     "ShardedRandom",
     "SharedInput",
+    "SharedWeight",
     "SplitSequence",
     "Timeline",
     "auto_dataloader",
     "auto_model",
     "auto_optim",
+    "check_model",
     "clip_grad_norm_",
     "cost",
     "create_supervised_evaluator",

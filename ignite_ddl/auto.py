@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -30,7 +30,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_ddl.layers import LazyLayers, put
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline import Pipeline, reshard
+from ignite_ddl.pipeline import Pipeline, microbatches_for, reshard, share_buffers, stage_owners
 from ignite_ddl.tensor import apply_plan, check_plan, share_random_stream
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "auto_dataloader",
     "auto_model",
     "auto_optim",
+    "check_model",
     "full_state_dict",
     "load_full_state_dict",
 ]
@@ -51,13 +52,19 @@ def auto_dataloader(dataset: Dataset, **kwargs: Any) -> ShardedDataLoader:
     Every dp rank takes its contiguous part of each global batch; tp and pp peers get the same rows. Nothing is
     padded and nothing dropped: the last global batch may leave a rank with fewer rows, or none.
     ``ddl.create_supervised_trainer`` weights losses and gradients by rows, so that this changes no result.
-    Shuffling is the same on every rank and differs by epoch without ``set_epoch``. Samplers and transforms that
-    draw should draw from torch's random stream: tp and pp peers then see the same rows.
+    Shuffling is the same on every rank and differs by epoch without ``set_epoch``. The epoch is over when a pass
+    has given its last batch; a pass that is left before that, by a peek or a ``break``, is followed by one in the
+    same order. So a rank may look at a batch alone, as long as an epoch has more than one. Samplers and transforms
+    that draw should draw from torch's random stream: tp and pp peers then see the same rows. An iterable dataset,
+    and a sampler or a ``generator`` with a random state of its own, move on with every pass that begins: begin
+    those on all ranks.
 
     Args:
-        dataset: a map-style or an iterable dataset. An iterable one is read whole on each rank.
+        dataset: a map-style or an iterable dataset. An iterable one is read whole on each rank; what it draws is
+            alike on all.
         kwargs: those of ``torch.utils.data.DataLoader``. ``batch_size`` is the global one, ``num_workers`` is
-            divided among the ranks of a machine, ``sampler`` and ``batch_sampler`` are those of one process.
+            divided among the ranks of a machine, ``sampler`` and ``batch_sampler`` are those of one process, and end:
+            an epoch's batches are listed as it begins.
 
     Returns:
         ShardedDataLoader: the loader; its ``rows`` tells how many rows the batch at hand has here and in all.
@@ -83,8 +90,12 @@ def auto_dataloader(dataset: Dataset, **kwargs: Any) -> ShardedDataLoader:
     """
     mesh = get_mesh()
     loader = _make_loader(dataset, mesh, **kwargs)
-    if mesh.dp_size < mesh.world_size:
-        loader.stream = torch.Generator().manual_seed(_common_seed(mesh) + 1 + mesh.dp_rank).get_state()
+    streamed = isinstance(
+        dataset, IterableDataset
+    )  # and read whole by each dp rank: their parts must fit together
+    if mesh.dp_size < mesh.world_size or (streamed and mesh.world_size > 1):
+        seed = _common_seed(mesh) + 1 + (0 if streamed else mesh.dp_rank)
+        loader.stream = torch.Generator().manual_seed(seed)
     return loader
 
 
@@ -112,7 +123,7 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
     drop_last = kwargs.pop("drop_last", False)
     if isinstance(dataset, IterableDataset):
         shares = _IterableShares(
-            dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", default_collate)
+            dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", None) or default_collate
         )
         return ShardedDataLoader(shares, batch_size=None, **kwargs)
     batches = kwargs.pop("batch_sampler", None)
@@ -138,51 +149,68 @@ class ShardedDataLoader(DataLoader):
 
     rows: tuple[int, int] = (0, 0)
     filler: Any = None
-    stream: torch.Tensor | None = None  # state of the random stream of transforms, shared by tp and pp peers
+    stream: torch.Generator | None = None  # the random stream of transforms, shared by tp and pp peers
 
     def __iter__(self) -> Iterator[Any]:
         shares = self.batch_sampler
         if shares is None:  # an iterable dataset, whose batches carry their sizes
-            for batch, here, in_all in self._batches():
+            for batch, here, in_all in self._batches(self.stream):
                 yield self._present(batch, here, in_all)
             return
-        shares.sizes.clear()
-        for batch in self._batches():
-            yield self._present(batch, *shares.sizes.popleft())
+        # A pass has its own sizes, filled when it reads its first batch, and a stream of its own until it is over.
+        epoch, sizes = shares.epoch, deque()
+        shares.sizes, stream = sizes, self.stream and self.stream.clone_state()
+        for batch in self._batches(stream):
+            here, in_all = sizes.popleft()
+            # Not when it begins, which a rank may do alone, nor at its end, for which Ignite's last one is not asked.
+            if not sizes and shares.epoch == epoch:
+                shares.epoch, self.stream = epoch + 1, stream
+            yield self._present(batch, here, in_all)
 
-    def _batches(self) -> Iterator[Any]:
-        with self._draws_of_peers():
+    def _batches(self, stream: torch.Generator | None) -> Iterator[Any]:
+        with _draws_of_peers(stream):
             batches = super().__iter__()
         while True:
-            with self._draws_of_peers():
+            with _draws_of_peers(stream):
                 batch = next(batches, self)
             if batch is self:
                 return
             yield batch
-
-    @contextlib.contextmanager
-    def _draws_of_peers(self) -> Iterator[None]:
-        """tp and pp peers must see the same rows, so what draws while rows are read draws alike on them."""
-        if self.stream is None:
-            yield
-            return
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.stream)
-            yield
-            self.stream = torch.get_rng_state()
 
     def _present(self, batch: Any, here: int, in_all: int) -> Any:
         self.rows = here, in_all
         self.filler = None
         if here == 0:
             self.filler = batch
-            return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch)
+            return tree_map(_no_rows, batch, is_leaf=_is_words)
         return batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch that the next pass shuffles for, say after a resume; else each pass is the next epoch."""
+        """Sets the epoch that the next pass shuffles for, say after a resume; else it goes on after each whole pass."""
         if isinstance(self.batch_sampler, _Shares):
             self.batch_sampler.epoch = epoch
+
+
+def _is_words(leaf: Any) -> bool:
+    """What the default collate function makes of strings."""
+    return isinstance(leaf, list | tuple) and len(leaf) > 0 and all(isinstance(w, str | bytes) for w in leaf)
+
+
+def _no_rows(leaf: Any) -> Any:
+    rows = isinstance(leaf, torch.Tensor) and leaf.ndim > 0  # a number of the whole batch stays
+    return leaf[:0] if rows or _is_words(leaf) else leaf
+
+
+@contextlib.contextmanager
+def _draws_of_peers(stream: torch.Generator | None) -> Iterator[None]:
+    """tp and pp peers must see the same rows, so what draws while rows are read draws alike on them."""
+    if stream is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(stream.get_state())
+        yield
+        stream.set_state(torch.get_rng_state())
 
 
 class _Shares(Sampler[list[int]]):
@@ -190,17 +218,18 @@ class _Shares(Sampler[list[int]]):
 
     def __init__(self, batches: Any, seed: int, rank: int, size: int) -> None:
         self.batches, self.seed, self.rank, self.size = batches, seed, rank, size
-        self.epoch = 0
-        self.sizes: deque[tuple[int, int]] = deque()
+        self.epoch = 0  # that the next pass shuffles for; the loader counts
+        self.sizes: deque[tuple[int, int]] = deque()  # (here, in all) of the latest pass, those not yet given
 
     def __iter__(self) -> Iterator[list[int]]:
         with torch.random.fork_rng(devices=[]):  # the user's random stream stays as it is
             torch.manual_seed(self.seed + self.epoch)
-            self.epoch += 1
             batches = [list(batch) for batch in self.batches]
-        for batch in batches:
-            start, end = part(len(batch), self.rank, self.size)
-            self.sizes.append((end - start, len(batch)))
+        parts = [part(len(batch), self.rank, self.size) for batch in batches]
+        self.sizes.extend(
+            (end - start, len(batch)) for (start, end), batch in zip(parts, batches, strict=True)
+        )
+        for (start, end), batch in zip(parts, batches, strict=True):
             yield batch[start:end] or batch[:1]
 
     def __len__(self) -> int:
@@ -271,7 +300,12 @@ def auto_model(
         split: layers per stage, default balanced by ``costs``. Used with pp.
         costs: what each layer costs, in any unit, such as of ``ddl.layer_costs``; the same on every rank. Default
             its number of parameters. Used with pp.
-        shard: shard parameters, gradients and optimizer state over dp (FSDP2). Default False.
+        shard: shard parameters, gradients and optimizer state over dp (FSDP2). Default False. Weights are gathered
+            when their turn comes, as one: on the way down from the model, a module that holds no list of layers
+            (``nn.Sequential``, ``nn.ModuleList``, ``nn.ModuleDict``), or that has a twin of the same shapes in such
+            a list, as a transformer block has. Tied weights and what is left over, such as parameters of the model
+            itself, are gathered with the whole model. Weights that are read without a call of the module that is
+            gathered with them are not there.
         kwargs: for ``idist.auto_model`` on a mesh that is data parallel only, say ``find_unused_parameters``.
 
     Returns:
@@ -331,6 +365,62 @@ def auto_model(
     return cut
 
 
+def check_model(
+    model: nn.Module,
+    tensor_plan: Mapping[str, ParallelStyle] | None = None,
+    *,
+    dp: int = 1,
+    pp: int = 1,
+    tp: int = 1,
+    schedule: str = "1f1b",
+    n_microbatches: int | None = None,
+    split: Sequence[int] | None = None,
+    costs: Sequence[float] | None = None,
+    batches: Sequence[int] = (),
+) -> None:
+    """Raises in one process, before any rank is started, what :func:`auto_model` would raise on a mesh.
+
+    Args:
+        model: the model; it stays as it is.
+        tensor_plan: as in :func:`auto_model`.
+        dp: size of the mesh's data-parallel axis.
+        pp: number of pipeline ranks.
+        tp: number of ranks that share each layer.
+        schedule: as in :func:`auto_model`.
+        n_microbatches: as in :func:`auto_model`.
+        split: as in :func:`auto_model`.
+        costs: as in :func:`auto_model`.
+        batches: rows of the global batches that will come, say ``batch_size`` and those of the last batch: some
+            schedules cannot cut each number of rows.
+
+    Raises:
+        ValueError: if the model, the plan, the schedule or a batch does not suit the mesh.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+            ddl.check_model(layers, {"0": ddl.Column(), "2": ddl.Row()}, dp=2, tp=4)
+            try:
+                ddl.check_model(layers, pp=4)
+            except ValueError as error:
+                assert "a model of 3 layers cannot be cut into 4 stages" in str(error)
+    """
+    with LazyLayers(model).sketched():
+        check_plan(model, tensor_plan or {}, tp)
+        if pp == 1:
+            return
+        mesh = Mesh({"pp": pp, "dp": dp, "tp": tp}, 0, None, {})
+        Pipeline(model, mesh, schedule, n_microbatches, split, costs)  # a cut for practice, which nobody runs
+    wanted = n_microbatches or len(stage_owners(schedule, pp))
+    for rows in batches:
+        for here in {rows // dp, -(-rows // dp)} - {0}:  # of a dp rank
+            microbatches_for(here, wanted, schedule, pp)
+
+
 def _cut_alone(
     layer: nn.Module, names: list[str], stages: list[nn.Module], styles: dict[str, ParallelStyle], mesh: Mesh,
     shard: bool,
@@ -346,25 +436,20 @@ def _cut_alone(
         apply_plan(holder, own, mesh.device_mesh["tp"])
     alone = sum(layer in set(stage.modules()) for stage in stages) == 1  # else it is copied first
     if shard and alone and mesh.dp_size > 1 and any(True for _ in layer.parameters()):
-        fully_shard(layer, **_how_to_shard(mesh))
+        _fully_shard(layer, mesh)
 
 
 def _over_dp(module: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:
     # A DTensor's local part is a view, of which torch warns on every rank: nothing here changes it in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    if mesh.dp_size == 1 or not any(p.requires_grad for p in module.parameters()):
+    if mesh.dp_size == 1:
+        return module
+    if mesh.pp_size == 1:  # a pipeline does it itself, once a batch
+        module.register_forward_pre_hook(lambda root, _: share_buffers(root, mesh))
+    if not any(p.requires_grad for p in module.parameters()):
         return module
     if shard:
-        children = _callable_children(module)
-        for child in children:
-            made_late = isinstance(child, FSDPModule)
-            if (
-                not made_late
-                and any(True for _ in child.parameters())
-                and not _shares_weights(child, children)
-            ):
-                fully_shard(child, **_how_to_shard(mesh))
-        return _resharded_after_evaluation(fully_shard(module, **_how_to_shard(mesh)))
+        return _resharded_after_evaluation(_fully_shard(module, mesh))
     # Not DistributedDataParallel, which loses parameters beside DTensors and pipelines (see tests/test_auto.py).
     # Still a private module of torch, from 2.11 to 2.13: its one import is here.
     from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -372,10 +457,13 @@ def _over_dp(module: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:
     return _resharded_after_evaluation(replicate(module, mesh=mesh.device_mesh["dp"]))
 
 
-def _how_to_shard(mesh: Mesh) -> dict[str, Any]:
-    # A layer's weights are gathered when its turn comes. Under pp they stay until the backward pass is through:
+def _fully_shard(module: nn.Module, mesh: Mesh) -> nn.Module:
+    # Weights are gathered when their turn comes. Under pp they stay until the backward pass is through:
     # once a batch, however many microbatches a dp rank has.
-    return {"mesh": mesh.device_mesh["dp"], "reshard_after_forward": mesh.pp_size == 1}
+    how = {"mesh": mesh.device_mesh["dp"], "reshard_after_forward": mesh.pp_size == 1}
+    for unit in _gathered_alone(module):
+        fully_shard(unit, **how)
+    return fully_shard(module, **how)  # what is left
 
 
 def _resharded_after_evaluation(module: nn.Module) -> nn.Module:
@@ -385,18 +473,33 @@ def _resharded_after_evaluation(module: nn.Module) -> nn.Module:
     return module
 
 
-def _callable_children(module: nn.Module) -> list[nn.Module]:
-    """The module's layers; those of a list or dict of layers, which is itself never called, one by one."""
-    children: list[nn.Module] = []
-    for child in module.children():
-        containers = isinstance(child, nn.ModuleList | nn.ModuleDict)
-        children += _callable_children(child) if containers else [child]
-    return children
+_LISTS = nn.Sequential | nn.ModuleList | nn.ModuleDict
 
 
-def _shares_weights(child: nn.Module, children: list[nn.Module]) -> bool:
-    inside = {id(p) for p in child.parameters()}
-    return any(id(p) in inside for other in children if other is not child for p in other.parameters())
+def _gathered_alone(root: nn.Module) -> list[nn.Module]:
+    """The modules that FSDP2 gathers one at a time, by the rule that :func:`auto_model` states."""
+    passed, units = [root], []
+    for module in passed:  # it grows meanwhile
+        shapes = {child: tuple(p.shape for p in child.parameters()) for child in module.children()}
+        alike = Counter(shapes.values() if isinstance(module, _LISTS) else ())
+        for child in (child for child in shapes if shapes[child]):
+            block = alike[shapes[child]] > 1 and not isinstance(child, _LISTS)
+            made_late = isinstance(child, FSDPModule)  # and sharded already
+            known = units if block or made_late or not _holds_layers(child) else passed
+            if child not in known:
+                known.append(child)
+    # A weight that is tied across them has to be there for all of them: it is left to the root.
+    holders = Counter(id(p) for unit in units for p in unit.parameters())
+    holders.update(id(p) for module in passed for p in module.parameters(recurse=False))
+    return [
+        unit
+        for unit in units
+        if not isinstance(unit, FSDPModule) and all(holders[id(p)] == 1 for p in unit.parameters())
+    ]
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    return any(isinstance(m, _LISTS) and any(True for _ in m.parameters()) for m in module.modules())
 
 
 def _copy_weights_of_rank_0(model: nn.Module) -> None:
@@ -433,6 +536,11 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Returns:
         dict: names as in the model that was given to :func:`auto_model`, to plain tensors.
     """
+    mesh = get_mesh()
+    for part_ in model.local.values() if isinstance(model, Pipeline) else [model]:
+        share_buffers(
+            part_, mesh
+        )  # DDP has shared them before the last forward pass, and that one changed them
     with _quiet_gathers():
         mine = {name: _whole(tensor) for name, tensor in _plain_state(model).items()}
     if not isinstance(model, Pipeline):
@@ -440,7 +548,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     parts: list[dict] = [{} for _ in range(model.mesh.pp_size)]
     dist.all_gather_object(parts, mine, group=model.mesh.pp_group)
     merged = {name: tensor for part_ in parts for name, tensor in part_.items()}
-    return {name: merged[name] for name in model.names if name in merged}
+    return {name: merged[name] for name in model.shapes if name in merged}
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
@@ -454,17 +562,16 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
         ValueError: if a name is missing, unknown, or has another shape.
     """
     targets = _plain_state(model)
-    known = set(model.names) if isinstance(model, Pipeline) else set(targets)
-    if set(state) != known:
+    # Of every stage, so that all ranks refuse alike.
+    known = model.shapes if isinstance(model, Pipeline) else {n: tuple(t.shape) for n, t in targets.items()}
+    if set(state) != set(known):
         raise ValueError(
-            f"state should have the model's names, but lacks {sorted(known - set(state))} and has "
-            f"{sorted(set(state) - known)} besides"
+            f"state should have the model's names, but lacks {sorted(set(known) - set(state))} and has "
+            f"{sorted(set(state) - set(known))} besides"
         )
-    for name, target in targets.items():
-        if target.shape != state[name].shape:
-            raise ValueError(
-                f"state[{name!r}] should have shape {tuple(target.shape)}, but has {tuple(state[name].shape)}"
-            )
+    for name, shape in known.items():
+        if shape != tuple(state[name].shape):
+            raise ValueError(f"state[{name!r}] should have shape {shape}, but has {tuple(state[name].shape)}")
     with torch.no_grad():
         for name, target in targets.items():
             value = state[name].to(target.device, target.dtype)

@@ -8,7 +8,9 @@ to be asked. ``simulate`` plays the same things out message by message, ``timeli
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = [
@@ -43,7 +45,8 @@ __all__ = [
 ]
 
 
-class Link(NamedTuple):
+@dataclass(frozen=True)
+class Link:
     """The alpha-beta model of a network: a message of n bytes takes ``latency + n / bandwidth`` seconds.
 
     Source: Hockney, "The communication challenge for MPP", Parallel Computing 20 (1994), where bandwidth is r_inf
@@ -65,9 +68,50 @@ class Link(NamedTuple):
     latency: float
     bandwidth: float
 
+    def __post_init__(self) -> None:
+        at_least(0, latency=self.latency)
+        above_0(bandwidth=self.bandwidth)
+
     def seconds(self, n_bytes: float) -> float:
         """The time of one message of ``n_bytes`` bytes."""
         return self.latency + n_bytes / self.bandwidth
+
+
+def at_least(least: float, **given: float | Sequence[float]) -> None:
+    """Refuses a number, or one in a sequence, that is smaller; ``simulate`` checks by it too."""
+    for name, value in given.items():
+        for one in value if isinstance(value, Sequence) else [value]:
+            if not one >= least:  # so that NaN is refused
+                raise ValueError(f"{name} should be at least {least}, but given {value}")
+
+
+def above_0(**given: float | Sequence[float]) -> None:
+    """Refuses a number, or one in a sequence, that is 0 or less."""
+    for name, value in given.items():
+        for one in value if isinstance(value, Sequence) else [value]:
+            if not one > 0:
+                raise ValueError(f"{name} should be above 0, but given {value}")
+
+
+def when_full(
+    bucket_bytes: Sequence[float], backward_seconds: float, ready: Sequence[float] | None
+) -> list[float]:
+    """When each of DDP's buckets is full, in seconds after backward's begin; by default in proportion to the bytes."""
+    above_0(bucket_bytes=bucket_bytes)
+    at_least(0, backward_seconds=backward_seconds)
+    if ready is None:
+        total, filled = sum(bucket_bytes), itertools.accumulate(bucket_bytes)
+        return [min(backward_seconds, backward_seconds * size / total) for size in filled]
+    if len(ready) != len(bucket_bytes):
+        raise ValueError(
+            f"ready should have a time for each of {len(bucket_bytes)} buckets, but has {len(ready)}"
+        )
+    times = [0, *ready, backward_seconds]
+    if not all(one <= after for one, after in zip(times, times[1:], strict=False)):
+        raise ValueError(
+            f"ready should rise from 0 to backward_seconds={backward_seconds} at most, but given {list(ready)}"
+        )
+    return list(ready)
 
 
 class Collective(NamedTuple):
@@ -109,8 +153,8 @@ def all_reduce_naive(n_ranks: int, n_bytes: float, link: Link) -> Collective:
             cost = ddl.cost.all_reduce_naive(4, 48, ddl.cost.Link(latency=0, bandwidth=1))
             assert cost.bytes == [144, 144, 144, 144] and cost.seconds == 144
     """
-    _at_least(1, n_ranks=n_ranks)
-    _at_least(0, n_bytes=n_bytes)
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, n_bytes=n_bytes)
     others = n_ranks - 1
     return Collective(others * link.seconds(n_bytes), [others] * n_ranks, [others * n_bytes] * n_ranks)
 
@@ -138,8 +182,8 @@ def all_reduce_tree(n_ranks: int, n_bytes: float, link: Link) -> Collective:
             cost = ddl.cost.all_reduce_tree(4, 48, ddl.cost.Link(latency=1, bandwidth=1e30))
             assert cost.messages == [2, 1, 2, 1] and cost.seconds == 4
     """
-    _at_least(1, n_ranks=n_ranks)
-    _at_least(0, n_bytes=n_bytes)
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, n_bytes=n_bytes)
     rounds = (n_ranks - 1).bit_length()  # ceil(log2(n_ranks)), exactly
     messages = []
     for rank in range(n_ranks):
@@ -153,9 +197,9 @@ def all_reduce_tree(n_ranks: int, n_bytes: float, link: Link) -> Collective:
 def all_reduce_ring(n_ranks: int, n_bytes: float, link: Link) -> Collective:
     """Twice round the ring, once adding and once copying, a chunk of n_bytes / n at a time.
 
-    seconds = 2 (n - 1) (alpha + n_bytes beta / n); each rank sends 2 (n - 1) / n of its buffer, the least that any
-    all-reduce can. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations", JPDC 69 (2009), theorem 1 and section 4. Assumes equal chunks.
+    seconds = 2 (n - 1) (alpha + n_bytes beta / n); each rank sends 2 (n - 1) / n of its buffer: in any all-reduce
+    the busiest rank sends as much or more. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
+    clusters of workstations", JPDC 69 (2009), theorem 1 and section 4. Assumes equal chunks.
 
     Args:
         n_ranks: size of the world.
@@ -197,8 +241,8 @@ def ring_pass(n_ranks: int, n_bytes: float, link: Link) -> Collective:
 
             assert ddl.cost.ring_pass(4, 48, ddl.cost.Link(latency=0, bandwidth=1)).bytes == [36] * 4
     """
-    _at_least(1, n_ranks=n_ranks)
-    _at_least(0, n_bytes=n_bytes)
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, n_bytes=n_bytes)
     steps = n_ranks - 1
     each = steps * n_bytes / n_ranks  # not steps * (n_bytes / n_ranks): whole numbers stay whole
     return Collective(steps * link.seconds(n_bytes / n_ranks), [steps] * n_ranks, [each] * n_ranks)
@@ -242,7 +286,8 @@ def master_step(
     The master sends out weights and inputs, gathers the outputs (logits), computes the loss, sends back the
     gradients of the outputs, gathers the gradients of the weights and updates. Everything goes through its one
     port, one message after the other: n - 1 messages a phase, and the time grows with n while the work a rank
-    shrinks with 1 / n. Source: seed 002, steps "initialise" to "backward"; the sum is by definition.
+    shrinks with 1 / n. Source: a note of boostcamp AI Tech on the basic concepts of parallelism (in Korean), steps
+    "initialise" to "backward"; the sum is by definition.
 
     Args:
         n_ranks: size of the world, the master included (it computes too).
@@ -265,7 +310,9 @@ def master_step(
             step = ddl.cost.master_step(4, 1000, 80, 40, ddl.cost.Link(latency=0, bandwidth=1))
             assert step.sent == 3 * (1000 + 20 + 10) and step.received == 3 * (10 + 1000)
     """
-    _at_least(1, n_ranks=n_ranks)
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, weight_bytes=weight_bytes, input_bytes=input_bytes, output_bytes=output_bytes)
+    at_least(0, forward_seconds=forward_seconds, backward_seconds=backward_seconds, loss_seconds=loss_seconds)
     others, share = n_ranks - 1, 1 / n_ranks
     messages = {
         "send weights": weight_bytes,
@@ -332,7 +379,8 @@ def parameter_server_step(
             assert ddl.cost.parameter_server_step(8, 100, link).seconds == 1600
             assert ddl.cost.parameter_server_step(8, 100, link, n_servers=4).seconds == 400
     """
-    _at_least(1, n_workers=n_workers, n_servers=n_servers)
+    at_least(1, n_workers=n_workers, n_servers=n_servers)
+    at_least(0, weight_bytes=weight_bytes, compute_seconds=compute_seconds)
     part = weight_bytes / n_servers
     communication = 2 * max(n_workers, n_servers) * link.seconds(part)
     return ServerStep(
@@ -379,7 +427,8 @@ def ddp_step(
         link: the network between neighbours.
         forward_seconds: one rank's forward. Default: 0.
         backward_seconds: one rank's backward. Default: 0.
-        ready: when each bucket is full, in seconds after backward's begin. Default: in proportion to the bytes.
+        ready: when each bucket is full, in seconds after backward's begin, none before the one in front of it.
+            Default: in proportion to the bytes.
 
     Returns:
         DDPStep: seconds.
@@ -393,35 +442,30 @@ def ddp_step(
             step = ddl.cost.ddp_step(2, [4, 4], link, forward_seconds=5, backward_seconds=10)
             assert step.communication_seconds == 8 and step.exposed_seconds == 4    # the first bucket hides
     """
-    _at_least(1, n_ranks=n_ranks)
-    if ready is None:
-        total, filled, ready = sum(bucket_bytes), 0.0, []
-        for size in bucket_bytes:
-            filled += size
-            ready.append(backward_seconds * filled / total)
-    if len(ready) != len(bucket_bytes):
-        raise ValueError(
-            f"ready should have a time for each of {len(bucket_bytes)} buckets, but has {len(ready)}"
-        )
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, forward_seconds=forward_seconds)
+    ready = when_full(bucket_bytes, backward_seconds, ready)
     times = [all_reduce_ring(n_ranks, size, link).seconds for size in bucket_bytes]
     end = max([backward_seconds] + [at + sum(times[k:]) for k, at in enumerate(ready)])
     return DDPStep(forward_seconds + end, sum(times), end - backward_seconds)
 
 
 def ddp_buckets(
-    parameter_bytes: Sequence[int], bucket_bytes: int = 25 * 2**20, first_bucket_bytes: int = 2**20
+    parameter_bytes: Sequence[int], bucket_bytes: int | None = None, first_bucket_bytes: int | None = None
 ) -> list[int]:
     """The sizes of DDP's buckets, in the order in which backward fills them.
 
-    From the last parameter to the first, a bucket is closed as soon as it holds its cap or more; the first is small,
-    so that communication begins early. Source: Li et al. 2020, section 3.2.2, and torch's
-    ``_compute_bucket_assignment_by_size``. Assumes one device and dtype, and gradients that come in the reverse
-    order of ``model.parameters()``; DDP sorts its buckets by the real order after its first step.
+    From the last parameter to the first, a bucket is closed as soon as it holds its cap or more; with the default
+    cap the first is small, so that communication begins early. Source: Li et al. 2020, section 3.2.2; for the caps
+    torch 2.13's ``nn/parallel/distributed.py`` and ``_compute_bucket_assignment_by_size``. Assumes one device and
+    dtype, and gradients that come in the reverse order of ``model.parameters()``; DDP sorts its buckets by the real
+    order after its first step.
 
     Args:
         parameter_bytes: the parameters' sizes, in the order of ``model.parameters()``.
-        bucket_bytes: the cap, DDP's ``bucket_cap_mb``. Default: 25 MiB.
-        first_bucket_bytes: the first bucket's cap. Default: 1 MiB, as in DDP.
+        bucket_bytes: the cap, DDP's ``bucket_cap_mb`` times 2 ** 20. Default: DDP's own, 25 MiB.
+        first_bucket_bytes: the first bucket's cap. Default: as in DDP, 1 MiB with the default cap, and that cap
+            itself where one is given.
 
     Returns:
         list: bytes of each bucket.
@@ -431,8 +475,16 @@ def ddp_buckets(
 
             import ignite_ddl as ddl
 
+            assert ddl.cost.ddp_buckets([10, 10, 10, 10], bucket_bytes=20) == [20, 20]
             assert ddl.cost.ddp_buckets([10, 10, 10, 10], bucket_bytes=20, first_bucket_bytes=5) == [10, 20, 10]
+            assert ddl.cost.ddp_buckets([2**20] * 27) == [2**20, 25 * 2**20, 2**20]
     """
+    if first_bucket_bytes is None:
+        first_bucket_bytes = 2**20 if bucket_bytes is None else bucket_bytes
+    if bucket_bytes is None:
+        bucket_bytes = 25 * 2**20
+    at_least(0, parameter_bytes=parameter_bytes)
+    above_0(bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
     buckets, filled = [], 0
     for size in reversed(parameter_bytes):
         filled += size
@@ -462,9 +514,10 @@ class ScaledStep(NamedTuple):
     efficiency: float
 
 
-# ResNet-50 on ImageNet, 32 images a GPU, as seed 001 has it (8K on 256 GPUs, 32K on 1024). What is where from:
+# ResNet-50 on ImageNet, 32 images a GPU, as in the lecture of Kazuhiro Yamasaki (NVIDIA, 2019, in Japanese): 8K on
+# 256 GPUs, 32K on 1024. What is where from:
 RESNET50_P100 = {
-    "batch_per_rank": 32,  # the seed; Goyal et al. 2017, section 5.1
+    "batch_per_rank": 32,  # the lecture; Goyal et al. 2017, section 5.1
     "gradient_bytes": 100e6,  # 25 million parameters of 4 bytes: Goyal et al. 2017, section 4.3
     "forward_seconds": 0.060,  # ASSUMED: half of backward
     "backward_seconds": 0.120,  # on one P100: Goyal et al. 2017, section 4.3
@@ -485,9 +538,10 @@ def data_parallel_step(
 ) -> ScaledStep:
     """A data-parallel step with a ring all-reduce, at a fixed batch a rank (weak scaling).
 
-    communication = max(0, ring - overlap * backward). Source: :func:`all_reduce_ring`; the figures that seed 001
-    shows (a fifth of the time in communication on 1024 GPUs) come out with ``RESNET50_P100``, whose comments say
-    which numbers are of a paper and which are assumed. One flat ring: real clusters reduce inside a machine first.
+    communication = max(0, ring - overlap * backward). Source: :func:`all_reduce_ring`; the figures that Kazuhiro
+    Yamasaki's lecture shows (NVIDIA, 2019: a fifth of the time in communication on 1024 GPUs) come out with
+    ``RESNET50_P100``, whose comments say which numbers are of a paper and which are assumed. One flat ring: real
+    clusters reduce inside a machine first.
 
     Args:
         n_ranks: size of the world.
@@ -510,10 +564,13 @@ def data_parallel_step(
             assert [step.batch_size for step in steps] == [8192, 32768]
             assert steps[1].share > 0.2 > steps[0].share
     """
-    _at_least(1, n_ranks=n_ranks)
+    at_least(1, n_ranks=n_ranks, batch_per_rank=batch_per_rank)
+    at_least(0, gradient_bytes=gradient_bytes)
+    at_least(0, forward_seconds=forward_seconds, backward_seconds=backward_seconds)
     if not 0 <= overlap <= 1:
         raise ValueError(f"overlap should be a share of backward, from 0 to 1, but given {overlap}")
     compute = forward_seconds + backward_seconds
+    above_0(**{"forward_seconds + backward_seconds": compute})
     ring = all_reduce_ring(n_ranks, gradient_bytes, link).seconds
     exposed = max(0.0, ring - overlap * backward_seconds)
     seconds = compute + exposed
@@ -528,12 +585,13 @@ def data_parallel_step(
 def noise_scale(learning_rate: float, batch_size: int, n_samples: int, momentum: float = 0.0) -> float:
     """How strong the noise of SGD is: g = learning_rate / (1 - momentum) (N / B - 1).
 
-    Its unit is the learning rate's times one: the integral of SGD's noise over a step is g times the covariance of
-    a sample's gradient. For B much below N it is learning_rate N / (B (1 - momentum)), so that doubling the
-    batch does what halving the rate does. Source: Smith and Le, "A Bayesian perspective on generalization and
-    stochastic gradient descent", ICLR 2018, section 4 (without momentum); Smith, Kindermans, Ying, Le, "Don't decay
-    the learning rate, increase the batch size", ICLR 2018, section 3 (with it). Assumes small steps (SGD as a
-    stochastic differential equation) and independent samples; says nothing about the first, noise-free phase.
+    Its unit is the learning rate's. A step without momentum moves the weights by the whole set's gradient and by
+    noise; this noise has the covariance learning_rate / N * g times that of one sample's gradient. For B much below
+    N it is learning_rate N / (B (1 - momentum)), so that doubling the batch does what halving the rate does.
+    Source: Smith and Le, "A Bayesian perspective on generalization and stochastic gradient descent", ICLR 2018,
+    section 4 (without momentum); Smith, Kindermans, Ying, Le, "Don't decay the learning rate, increase the batch
+    size", ICLR 2018, section 3 (with it). Assumes small steps (SGD as a stochastic differential equation) and
+    independent samples; says nothing about the first, noise-free phase.
 
     Args:
         learning_rate: of SGD.
@@ -552,8 +610,9 @@ def noise_scale(learning_rate: float, batch_size: int, n_samples: int, momentum:
             g = ddl.cost.noise_scale(learning_rate=0.1, batch_size=100, n_samples=1000, momentum=0.9)
             assert abs(g - 9.0) < 1e-12
     """
-    _at_least(1, batch_size=batch_size)
-    _at_least(batch_size, n_samples=n_samples)
+    at_least(1, batch_size=batch_size)
+    at_least(batch_size, n_samples=n_samples)
+    at_least(0, learning_rate=learning_rate)
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum should be from 0 up to but not 1, but given {momentum}")
     return learning_rate / (1 - momentum) * (n_samples / batch_size - 1)
@@ -566,7 +625,10 @@ def batch_size_of_same_noise(
 
     B' = N / (1 + learning_rate / new_learning_rate (N / B - 1)), which is :func:`noise_scale` solved for B at the
     same momentum. With ``new_learning_rate`` ten times larger it is nearly ten times the batch. To keep a decay's
-    noise without the decay, ask the other way round: what batch at the *undecayed* rate has its noise?
+    noise without the decay, ask the other way round: what batch at the *undecayed* rate has its noise? Source: the
+    algebra, and that equal noise gives an equal curve: Smith, Kindermans, Ying, Le, ICLR 2018, sections 3 and 4.
+    Assumes what :func:`noise_scale` assumes, a rate at which training is stable, and enough steps after the change
+    for the momentum to forget what was before it.
 
     Args:
         batch_size: B.
@@ -585,8 +647,10 @@ def batch_size_of_same_noise(
             # Decay the rate from 0.1 to 0.02 at batch 64, or stay at 0.1 and grow the batch to:
             assert round(ddl.cost.batch_size_of_same_noise(64, 0.02, 0.1, n_samples=60_000)) == 319
     """
-    _at_least(1, batch_size=batch_size)
-    _at_least(batch_size, n_samples=n_samples)
+    at_least(1, batch_size=batch_size)
+    at_least(batch_size, n_samples=n_samples)
+    at_least(0, learning_rate=learning_rate)
+    above_0(new_learning_rate=new_learning_rate)
     return n_samples / (1 + learning_rate / new_learning_rate * (n_samples / batch_size - 1))
 
 
@@ -643,7 +707,9 @@ def zero_memory(
             gigabytes = [ddl.cost.zero_memory(7.5e9, 64, stage).total / 1e9 for stage in range(4)]
             assert [round(x, 1) for x in gigabytes] == [120.0, 31.4, 16.6, 1.9]      # figure 1 of the paper
     """
-    _at_least(1, n_ranks=n_ranks)
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, n_parameters=n_parameters, weight_bytes=weight_bytes, gradient_bytes=gradient_bytes)
+    at_least(0, optimizer_bytes=optimizer_bytes)
     _zero_stage(stage)
     sizes = [optimizer_bytes, gradient_bytes, weight_bytes]  # in the order in which they are cut
     held = [n_parameters * size / (n_ranks if stage > place else 1) for place, size in enumerate(sizes)]
@@ -675,7 +741,8 @@ def zero_bytes(n_parameters: float, n_ranks: int, stage: int, value_bytes: float
 
             assert ddl.cost.zero_bytes(100, 4, stage=3) == 1.5 * ddl.cost.zero_bytes(100, 4, stage=2) == 450
     """
-    _at_least(1, n_ranks=n_ranks)
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, n_parameters=n_parameters, value_bytes=value_bytes)
     _zero_stage(stage)
     return (3 if stage == 3 else 2) * n_parameters * value_bytes * (n_ranks - 1) / n_ranks
 
@@ -707,7 +774,7 @@ def pipeline_bubble(n_ranks: int, n_microbatches: int, n_chunks: int = 1) -> flo
             assert ddl.cost.pipeline_bubble(4, 8) == 3 / 11
             assert ddl.cost.pipeline_bubble(4, 8, n_chunks=2) == 3 / 19
     """
-    _at_least(1, n_ranks=n_ranks, n_microbatches=n_microbatches, n_chunks=n_chunks)
+    at_least(1, n_ranks=n_ranks, n_microbatches=n_microbatches, n_chunks=n_chunks)
     return (n_ranks - 1) / (n_chunks * n_microbatches + n_ranks - 1)
 
 
@@ -717,14 +784,16 @@ def zero_bubble_seconds(
     """Idle seconds a rank and step, when backward is split into its input and its weight part.
 
     1F1B (p-1)(F + B + W), ZB-H1 (p-1)(F + B - W), ZB-H2 (p-1)(F + B - 2W), with the memory of 1F1B, the same,
-    and up to twice as much; ZB-V none, with 1F1B's memory, where F = B = W. Source: Qi, Wan, Huang, Lin, "Zero
+    and up to twice as much; ZB-V none, with 1F1B's memory, where F = B = W. Counted is what the first rank waits
+    between its first and its last pass: up to the end of the step as much under 1F1B and ZB-H1, and (p-1) F of
+    filling under ZB-V. ZB-H2 is this formula only: ``simulate`` plays the others. Source: Qi, Wan, Huang, Lin, "Zero
     Bubble Pipeline Parallelism", ICLR 2024 (arXiv 2401.10241, November 2023), table 2 (ZB-H1 and H2); and
     "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, for ZB-V. Assumes enough microbatches (ZB-H2 at
     least 2p - 1), W no longer than B, free transfers.
 
     Args:
         n_ranks: p, ranks of the pipeline.
-        forward: F, seconds of a microbatch on a rank (on all of a rank's stages).
+        forward: F, seconds of a microbatch on one stage.
         backward_input: B, the gradients of the inputs.
         backward_weight: W, the gradients of the weights.
         schedule: "1f1b", "zb-h1" (default), "zb-h2" or "zb-v" (two stages a rank).
@@ -733,7 +802,8 @@ def zero_bubble_seconds(
         float: seconds.
 
     Raises:
-        ValueError: for an unknown schedule, and for "zb-v" where the three times differ.
+        ValueError: for an unknown schedule, for "zb-v" where the three times differ, and for "zb-h1" and "zb-h2" where
+            W is longer than B.
 
     Examples:
         .. code-block:: python
@@ -743,8 +813,13 @@ def zero_bubble_seconds(
             idle = [ddl.cost.zero_bubble_seconds(4, 1, 1, 1, name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-v")]
             assert idle == [9, 3, 0, 0]
     """
-    _at_least(1, n_ranks=n_ranks)
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, forward=forward, backward_input=backward_input, backward_weight=backward_weight)
     f, b, w = forward, backward_input, backward_weight
+    if schedule in ("zb-h1", "zb-h2") and w > b:
+        raise ValueError(
+            f"backward_weight should be at most backward_input for {schedule}, but given {w} and {b}"
+        )
     if schedule == "zb-v" and not f == b == w:
         raise ValueError(
             f"zb-v has a closed form only where the three times are equal, but given {f}, {b}, {w}"
@@ -762,7 +837,9 @@ def pipeline_peak_activations(
 
     GPipe m; 1F1B min(m, p - r); interleaved 1F1B min(v m, 2 (p - r - 1) + (v - 1) p + 1), each a v-th as large as a
     whole rank's part. Source: Narayanan et al. 2021, sections 2.2.1 and 2.2.2; Korthikanti et al. 2022, section
-    4.2.3, which gives the first rank's: 1 + (p - 1) / (p v) times 1F1B's.
+    4.2.3, which gives the first rank's: 1 + (p - 1) / (p v) times 1F1B's. Assumes that every stage keeps as much for a
+    microbatch, from its forward until the end of its backward pass (no recomputation, no split backward); that
+    passes come in Megatron-LM's order; and for v > 1 that m is a multiple of p.
 
     Args:
         schedule: "gpipe", "1f1b" or "interleaved_1f1b".
@@ -774,6 +851,10 @@ def pipeline_peak_activations(
     Returns:
         int: microbatches times stages.
 
+    Raises:
+        ValueError: for an unknown schedule, a rank that is none of the p, and for "interleaved_1f1b" with v > 1 where
+            m is no multiple of p.
+
     Examples:
         .. code-block:: python
 
@@ -782,7 +863,13 @@ def pipeline_peak_activations(
             peaks = [ddl.cost.pipeline_peak_activations("1f1b", 4, 8, rank) for rank in range(4)]
             assert peaks == [4, 3, 2, 1]
     """
-    _at_least(1, n_ranks=n_ranks, n_microbatches=n_microbatches, n_chunks=n_chunks)
+    at_least(1, n_ranks=n_ranks, n_microbatches=n_microbatches, n_chunks=n_chunks)
+    if rank not in range(n_ranks):
+        raise ValueError(f"rank should be from 0 to {n_ranks - 1}, but given {rank}")
+    if schedule == "interleaved_1f1b" and n_chunks > 1 and n_microbatches % n_ranks:
+        raise ValueError(
+            f"n_microbatches should be a multiple of n_ranks={n_ranks} for interleaved_1f1b, but given {n_microbatches}"
+        )
     below = n_ranks - rank - 1
     peaks = {
         "gpipe": n_chunks * n_microbatches,
@@ -823,7 +910,8 @@ def tensor_parallel_bytes(
 
             assert ddl.cost.tensor_parallel_bytes(1, 10, 10, n_ranks=2, value_bytes=4) == 4 * 400
     """
-    _at_least(1, n_ranks=n_ranks)
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, batch_size=batch_size, sequence=sequence, hidden=hidden, value_bytes=value_bytes)
     return 4 * 2 * (n_ranks - 1) * batch_size * sequence * hidden * value_bytes / n_ranks
 
 
@@ -849,6 +937,7 @@ def transformer_parameters(hidden: int, layers: int, vocabulary: int, sequence: 
 
             assert round(ddl.cost.transformer_parameters(12288, 96, 51200, 2048) / 1e9) == 175     # GPT-3
     """
+    at_least(0, hidden=hidden, layers=layers, vocabulary=vocabulary, sequence=sequence)
     h, l, v, s = hidden, layers, vocabulary, sequence  # noqa: E741 - the paper's letters
     return 12 * l * h * h + 13 * l * h + (v + s) * h
 
@@ -882,6 +971,7 @@ def transformer_flops(
             flops = ddl.cost.transformer_flops(1536, 2048, 12288, 96, 51200, recompute=True)
             assert round(flops / 1e18, 1) == 4.5                                 # GPT-3's batch, 1024 GPUs
     """
+    at_least(0, batch_size=batch_size, sequence=sequence, hidden=hidden, layers=layers, vocabulary=vocabulary)
     b, s, h, l, v = batch_size, sequence, hidden, layers, vocabulary  # noqa: E741 - the paper's letters
     layer = 24 * b * s * h * h + 4 * b * s * s * h  # forward: the weights' products, then the attention's own
     return (4 if recompute else 3) * l * layer + 6 * b * s * h * v
@@ -932,7 +1022,9 @@ def activation_bytes(
             kept = ddl.cost.activation_bytes(**gpt3, recompute="selective")
             assert round(1 - kept / whole, 2) == 0.7                            # "70 %" in the paper, section 5
     """
-    _at_least(1, n_ranks=n_ranks)
+    at_least(1, n_ranks=n_ranks, hidden=hidden)
+    at_least(0, batch_size=batch_size, sequence=sequence, heads=heads)
+    at_least(0, value_bytes=value_bytes, mask_bytes=mask_bytes)
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"recompute should be 'none', 'selective' or 'full', but given {recompute!r}")
     sbh = sequence * batch_size * hidden
@@ -942,12 +1034,6 @@ def activation_bytes(
     whole = (4 * value_bytes + 2 * mask_bytes) / (n_ranks if sequence_parallel else 1)
     scores = 0 if recompute == "selective" else (2 * value_bytes + mask_bytes) * heads * sequence / hidden
     return sbh * (whole + 12 * value_bytes / n_ranks + scores / n_ranks)
-
-
-def _at_least(least: int, **given: float) -> None:
-    for name, value in given.items():
-        if value < least:
-            raise ValueError(f"{name} should be at least {least}, but given {value}")
 
 
 def _zero_stage(stage: int) -> None:

@@ -14,6 +14,7 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine, _prepare_batch
+from ignite.handlers.base_logger import BaseOutputHandler
 from ignite.handlers.tqdm_logger import ProgressBar
 from ignite.metrics import Metric
 from torch import nn
@@ -26,7 +27,7 @@ from ignite_ddl.auto import ShardedDataLoader
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.pipeline import Pipeline
-from ignite_ddl.tensor import lay_out_gradient
+from ignite_ddl.tensor import WholeWeights, lay_out_gradient
 
 __all__ = ["MeshEngine", "clip_grad_norm_", "create_supervised_evaluator", "create_supervised_trainer"]
 
@@ -42,7 +43,9 @@ class MeshEngine(Engine):
         owner = getattr(handler, "__self__", None)
         if isinstance(owner, Metric):
             over_data_parallel(owner)
-        if any(isinstance(arg, ProgressBar) for arg in args) and idist.get_rank() > 0:
+        # What ProgressBar.attach adds; a handler of the user's that is given the bar runs on every rank.
+        draws = isinstance(handler, BaseOutputHandler) and any(isinstance(arg, ProgressBar) for arg in args)
+        if draws and idist.get_rank() > 0:
             handler = _show_nothing
         return super().add_event_handler(event_name, handler, *args, **kwargs)
 
@@ -65,6 +68,12 @@ def create_supervised_trainer(
 ) -> MeshEngine:
     """Ignite's ``create_supervised_trainer`` on a mesh.
 
+    What a mesh asks for: run it on the loader of ``ddl.auto_dataloader`` itself, which knows the rows of each
+    rank (a generator around it does not, and losses would be means of means); let ``loss_fn`` be a mean over rows
+    (``ignore_index`` makes it a mean over those that are left, on each dp rank by itself); under pp ``x`` is one
+    tensor. BatchNorm normalises over a dp rank's rows, or a microbatch's, and refuses a single one, as in DDP; the
+    running statistics are those of dp rank 0.
+
     Args:
         model: what ``ddl.auto_model`` returned.
         optimizer: what ``ddl.auto_optim`` returned.
@@ -75,16 +84,19 @@ def create_supervised_trainer(
         model_transform: as in Ignite: the model's output to what ``loss_fn`` takes.
         output_transform: as in Ignite: ``(x, y, y_pred, loss)`` to ``engine.state.output``; ``loss`` is the mean
             over the global batch. Under pp it runs where the last stage is and its result is sent to the other
-            pp ranks. Default: ``loss.item()``.
-        gradient_accumulation_steps: iterations per optimizer step, default 1. Gradients are reduced in the last.
+            pp ranks. Default: ``loss.item()``. What it returns of ``y_pred`` is this dp rank's.
+        gradient_accumulation_steps: iterations per optimizer step, default 1. Gradients are reduced over dp in
+            the last; under pp in each, because torch's schedules do.
         max_norm: clips the gradients of all ranks by their one global 2-norm. Default None: no clipping. The norm
             before clipping is ``engine.state.grad_norm``.
 
     Returns:
-        MeshEngine: the trainer; its ``state.output`` is the same on every rank.
+        MeshEngine: the trainer; its ``state.output``, the loss, is the same on every rank.
 
     Raises:
-        ValueError: if ``gradient_accumulation_steps`` or ``max_norm`` is not positive.
+        ValueError: if ``gradient_accumulation_steps`` is not a positive integer, ``max_norm`` is not positive, or
+            the optimizer has none of the model's parameters; and by a step, if a batch does not suit the mesh,
+            the loss is a DTensor, or tp ranks have different gradients of a weight that each holds whole.
 
     Examples:
         .. code-block:: python
@@ -107,15 +119,16 @@ def create_supervised_trainer(
             assert first == second
             assert abs(first - training(0)) < 1e-5
     """
-    if gradient_accumulation_steps < 1:
-        raise ValueError(
-            f"gradient_accumulation_steps should be positive, but given {gradient_accumulation_steps}"
-        )
-    if max_norm is not None and max_norm <= 0:
-        raise ValueError(f"max_norm should be positive, but given {max_norm}")
+    steps = gradient_accumulation_steps
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"gradient_accumulation_steps should be a positive integer, but given {steps!r}")
+    if max_norm is not None:
+        _check_max_norm(max_norm)
+    _check_optimizer(optimizer, model)
     mesh = get_mesh()
     device = idist.device() if device is None else device
     step = _pipeline_step if isinstance(model, Pipeline) else _plain_step
+    whole_weights = WholeWeights(mesh)
 
     def update(engine: Engine, batch: Any) -> Any:
         iteration = engine.state.iteration
@@ -125,6 +138,7 @@ def create_supervised_trainer(
         model.train()
         here, in_all = _rows(engine)
         x, y = prepare_batch(_filled(engine, batch), device=device, non_blocking=non_blocking)
+        _check_rows(x, model)
         # dp averages gradients: with this weight the average is the mean over the rows of the global batch.
         weight = 1.0 if in_all is None else here * mesh.dp_size / in_all
         with _gradient_sync(model, last):
@@ -136,6 +150,7 @@ def create_supervised_trainer(
             if mesh.tp_size > 1:
                 for parameter in model.parameters():
                     lay_out_gradient(parameter)
+                whole_weights.check(model)
             if max_norm is not None:
                 engine.state.grad_norm = float(clip_grad_norm_(model, max_norm))
             optimizer.step()
@@ -197,6 +212,7 @@ def create_supervised_evaluator(
         here, _ = _rows(engine)
         with torch.no_grad():
             x, y = prepare_batch(_filled(engine, batch), device=device, non_blocking=non_blocking)
+            _check_rows(x, model)
             y_pred = model.forward_only(x) if isinstance(model, Pipeline) else model(x)
             if y_pred is not None:
                 y_pred = model_transform(y_pred)
@@ -213,7 +229,7 @@ def create_supervised_evaluator(
 
 def _plain_step(model, x, y, loss_fn, model_transform, weight, accumulation):
     y_pred = model_transform(model(x))
-    loss = loss_fn(y_pred, y)
+    loss = _plain_loss(loss_fn, y_pred, y)
     (loss * (weight / accumulation)).backward()
     return y_pred, loss.detach()
 
@@ -223,13 +239,31 @@ def _pipeline_step(model, x, y, loss_fn, model_transform, weight, accumulation):
 
     def microbatch_loss(output, target):
         share = len(target) / rows
-        return loss_fn(model_transform(output), target) * (share * weight / accumulation)
+        return _plain_loss(loss_fn, model_transform(output), target) * (share * weight / accumulation)
 
     y_pred, loss = model.train_step(x, y, microbatch_loss)
     if loss is not None:
         loss = loss * (accumulation / weight) if weight else loss  # back to the mean over this rank's rows
         y_pred = model_transform(y_pred)
     return y_pred, loss
+
+
+def _plain_loss(loss_fn: Callable, y_pred: Any, y: Any) -> torch.Tensor:
+    """torch's own losses fail, or give a DTensor, where the logits are cut by vocabulary."""
+    advice = "of logits that are cut by vocabulary take ddl.cross_entropy as loss_fn"
+    try:
+        loss = loss_fn(y_pred, y)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            raise ValueError(
+                f"loss_fn should take what the model returns, but fails on a DTensor: {advice}"
+            ) from error
+        raise
+    if isinstance(loss, DTensor):
+        raise ValueError(
+            f"loss_fn should return a plain tensor, but gave a DTensor, {loss.placements}: {advice}"
+        )
+    return loss
 
 
 def _mean_loss(loss: torch.Tensor | None, weight: float, mesh: Mesh, pipeline: bool) -> torch.Tensor:
@@ -259,6 +293,35 @@ def _filled(engine: Engine, batch: Any) -> Any:
     if isinstance(loader, ShardedDataLoader) and loader.rows[0] == 0:
         return loader.filler
     return batch
+
+
+def _check_rows(x: Any, model: nn.Module) -> None:
+    if isinstance(model, Pipeline) and not isinstance(x, torch.Tensor):
+        raise ValueError(
+            f"x should be one tensor where the mesh has a pp axis, but prepare_batch gave a {type(x).__name__}: "
+            "the schedule cuts it into microbatches; put a mask or the like into the first layer"
+        )
+    if isinstance(x, torch.Tensor) and x.ndim and not len(x):
+        raise ValueError(
+            "this rank's batch has no rows: run the engine on the loader of ddl.auto_dataloader itself, which fills "
+            "such a batch, and not on something made of it"
+        )
+
+
+def _check_max_norm(max_norm: float) -> None:
+    if not max_norm > 0:  # nor is NaN
+        raise ValueError(f"max_norm should be positive, but given {max_norm!r}")
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """An optimizer that was made before the model was cut holds weights that nobody trains."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if trained and not any(id(p) in stepped for p in trained):
+        raise ValueError(
+            "optimizer should hold parameters of the model, but holds none of them: make it after ddl.auto_model, "
+            "of what that returned"
+        )
 
 
 def _no_rows_of(y_pred: Any) -> Any:
@@ -303,7 +366,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
     Returns:
         Tensor: the norm before clipping, the same on every rank.
+
+    Raises:
+        ValueError: if ``max_norm`` is not positive.
     """
+    _check_max_norm(max_norm)
     mesh = get_mesh()
     total = torch.zeros((), dtype=torch.float64, device=idist.device())
     cut = False

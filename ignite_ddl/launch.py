@@ -26,9 +26,10 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import connection
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,20 @@ POLL_SECONDS = 0.05  # how often printed lines are looked for
 GRACE_SECONDS = 0.2  # after a first failure: time for the rank that caused it to be heard
 EXIT_SECONDS = 5.0  # after the last result: time for the ranks to close their process group
 _SIGNALS = hasattr(signal, "SIGUSR1")  # not on Windows
+
+
+def limit_in_seconds(timeout: float | timedelta, longest: float = 1e9) -> float:
+    """The argument ``timeout`` as a number of seconds; a ValueError where it is no limit of time.
+
+    Thirty years, the default of ``longest``, is what clocks that count nanoseconds can still add up.
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < seconds <= longest:
+        raise ValueError(
+            f"timeout should be a positive number of seconds, but given {timeout!r}"
+            + (f"; the longest is {longest:g}" if isinstance(seconds, Real) and seconds > 0 else "")
+        )
+    return float(seconds)
 
 
 class RankError(RuntimeError):
@@ -149,8 +164,8 @@ class Parallel:
         dp: size of the mesh's data-parallel axis; -1 takes what the others leave. See :mod:`ignite_ddl.mesh`.
         pp: number of pipeline ranks.
         tp: number of ranks that share each layer. With none of the three, the job is data parallel.
-        timeout: seconds (or a ``timedelta``) that the whole run may take. Beyond it every rank is stopped and
-            the error says where each one was. Default None: no limit.
+        timeout: seconds (or a ``timedelta``) that the run may take, once its processes have started. Beyond it every
+            rank is stopped and the error says where each one was. Default None: no limit.
         threads_per_rank: CPU threads per rank. Default ``max(1, cores // (nproc_per_node + servers))``.
         start_method: "forkserver" (default) or "spawn" (the default where there is no forkserver, as on Windows:
             slower). "fork" is refused: a fork of a process that has computed may hang.
@@ -158,7 +173,9 @@ class Parallel:
             is the workers only. See :class:`ignite_ddl.ParameterServer`. On a serial run the server is in-process.
         on_failure: "raise" (default), or "continue" with ``servers``: where a worker fails and the mode of the
             parameter server can do without it, the others go on, a line says so, and the failed worker's place
-            in the list of results holds its :class:`RankError`.
+            in the list of results holds its :class:`RankError`. Use no collective after a loss: it needs every
+            rank, so it fails, and whoever called it is lost too. When nobody is left, the error names the worker
+            that was lost first.
 
     Raises:
         ValueError: if an argument does not fit; nothing has been started then.
@@ -204,7 +221,7 @@ class Parallel:
         self.master_addr = master_addr
         self.master_port = master_port
         self.init_method = init_method
-        self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        self.timeout = None if timeout is None else limit_in_seconds(timeout)
         self.threads_per_rank = threads_per_rank
         self.start_method = start_method
         self.servers = servers
@@ -237,14 +254,12 @@ class Parallel:
                 f"init_method should be 'env://' or 'file://...', but given {self.init_method!r}: for tcp, set "
                 "master_addr and master_port instead (idist cannot take the address from init_method)"
             )
-        if self.timeout is not None and self.timeout <= 0:
-            raise ValueError(f"timeout should be a positive number of seconds, but given {self.timeout}")
         for name in ("nproc_per_node", "nnodes", "threads_per_rank"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} should be a positive integer, but given {value!r}")
         if self.mesh_sizes:
-            check_mesh(self._world_size(), **self.mesh_sizes)
+            self.mesh_sizes = check_mesh(self._world_size(), **self.mesh_sizes)
         self._check_servers()
         if self.nproc_per_node is None:
             return
@@ -449,7 +464,6 @@ class _Launch:
         self.output = _Output(Path(job.folder), names)
 
     def run(self, payload: bytes) -> list[Any]:
-        deadline = None if self.job.timeout is None else time.monotonic() + self.job.timeout
         try:
             with _no_main_module():
                 for local_rank in range(self.job.nproc):
@@ -457,7 +471,8 @@ class _Launch:
                     self.ranks.append(self._start(rank, _rank_main, local_rank, payload))
                 for index in range(self.job.servers):
                     self.servers.append(self._start(f"server{index}", _server_main, index))
-            self._watch(deadline)
+            # Not before: the first launch starts the forkserver, too, which a busy machine may take long for.
+            self._watch(None if self.job.timeout is None else time.monotonic() + self.job.timeout)
             if not self.failures:
                 self._wait_for_exit()
         finally:
@@ -538,7 +553,10 @@ class _Launch:
             self.failures += [*self.lost, failure]
         else:
             self.lost.append(failure)
-            self.ranks[failure.rank - self.job.first_rank].result = _rank_error(failure)
+            rank = self.ranks[failure.rank - self.job.first_rank]
+            rank.result = _rank_error(failure)
+            # It would stand until it is let go, and whoever calls a collective would stand with it.
+            _kill(rank.process)
             self._tell_servers(failure.rank, failure.summary)
 
     def _say_who_is_lost(self) -> None:
@@ -574,7 +592,13 @@ class _Launch:
 
     def _first_failure(self) -> RankError:
         # Peers of a dead rank fail too, on their broken connections: the dead one is the cause.
-        return _rank_error(min(self.failures, key=lambda failure: (not failure.died, failure.when)))
+        first = min(self.failures, key=lambda failure: (not failure.died, failure.when))
+        if self.lost and len(self.failures) > 1:
+            others = sorted((f for f in self.failures if f is not first), key=lambda failure: failure.when)
+            said = "; ".join(f"{_label(f.rank)} {f.summary.splitlines()[0]}" for f in others)
+            more = f"Lost as well: {said}. A collective needs all ranks: use none after a loss."
+            first = replace(first, traceback=f"{first.traceback}\n{more}".lstrip())
+        return _rank_error(first)
 
     def _wait_for_exit(self) -> None:
         for rank in self.ranks + self.servers:

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from multiprocessing import util
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.distributed import rpc
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_ddl.launch import limit_in_seconds
 from ignite_ddl.mesh import get_mesh
 
 __all__ = ["ParameterServer"]
@@ -37,6 +39,7 @@ MODES = ("sync", "async", "bounded", "backup")
 # Plain TCP: TensorPipe's shared memory polls, which costs half a core for each process that waits.
 _TRANSPORT = {"_transports": ["uv"], "_channels": ["basic"]}
 _THREADS = 8  # that serve requests; they wait for a lock at most, never for a worker
+_LONGEST_SECONDS = 2e6  # that a request may take: torch counts its milliseconds in 32 bits
 _JOIN_SECONDS = 600.0  # until every worker and server has met the others
 
 
@@ -49,10 +52,12 @@ class _Shard:
     What a method returns at once is its answer; a ``Future`` is an answer that has to wait for other workers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gone: Mapping[int, str | None] | None = None) -> None:
         self.lock = threading.Lock()
         self.waiting: list[tuple[Callable[[], bool], Callable[[], Any], Future]] = []
+        self.gone = dict(gone or {})  # workers through with everything: why, or None
         self.agreed: dict[str, Any] | None = None  # what every worker must have in common; None: not made yet
+        self.others: list[torch.Tensor] = []
 
     def create(
         self,
@@ -60,8 +65,11 @@ class _Shard:
         optimizer: bytes,
         tensors: list[torch.Tensor],
         others: list[torch.Tensor],
-    ) -> None:
-        """Worker 0's call: the parameters as they are at the start, and how to make their optimizer."""
+    ) -> str | None:
+        """Worker 0's call: the parameters as they are at the start, and how to make their optimizer.
+
+        What is wrong with that comes back as text: RPC would bring an exception as a RuntimeError.
+        """
         with self._changing():
             self.mode, self.staleness = agreed["mode"], agreed["staleness"]
             self.workers = set(range(agreed["workers"]))
@@ -71,11 +79,12 @@ class _Shard:
             self.parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
             self.others = others
             self.optimizer = cloudpickle.loads(optimizer)(self.parameters)
+            if wrong := _whats_wrong(self.optimizer, self.parameters):
+                return wrong
             self.version = 0  # updates so far
             self.clock = dict.fromkeys(self.workers, 0)  # pushes since the epoch began
             self.pushes = dict.fromkeys(self.workers, 0)  # pushes in all
             self.ended: set[int] = set()  # through with their epoch
-            self.gone: dict[int, str | None] = {}  # through with everything: why, or None
             self.pending: dict[
                 int, dict[str, Any]
             ] = {}  # workers whose gradients wait for the others', records
@@ -88,10 +97,16 @@ class _Shard:
             self.bytes_in = self.bytes_out = 0
             self.start = time.monotonic()
             self.agreed = agreed
+            return None
 
     def join(self) -> Future:
-        """What worker 0 made: what all must have in common, and the tensors that are not trained."""
-        return self._when(lambda: self.agreed is not None, lambda: (self.agreed, self.others))
+        """What worker 0 made: what all must have in common, and the tensors that are not trained.
+
+        None and nothing if worker 0 has ended before it made them.
+        """
+        return self._when(
+            lambda: self.agreed is not None or 0 in self.gone, lambda: (self.agreed, self.others)
+        )
 
     def pull(self, worker: int, at_least: int) -> Future:
         """The version and its tensors, as soon as this worker may have them."""
@@ -135,10 +150,10 @@ class _Shard:
 
     def end(self, worker: int, failed: str | None) -> bool:
         """A worker has returned, or failed: nobody waits for it any more. Whether the others can go on."""
-        if self.agreed is None:
-            return failed is None
         with self._changing():
             self.gone[worker] = failed
+            if self.agreed is None:
+                return failed is None
             self._someone_left()
             if failed is None or self.mode in ("async", "bounded"):
                 return True
@@ -269,6 +284,21 @@ def _mean_of(one: _Mean, other: _Mean) -> _Mean:
     return rows + other_rows, mean
 
 
+def _whats_wrong(optimizer: Any, parameters: list[nn.Parameter]) -> str | None:
+    """It should take steps over exactly these parameters: over copies of the model's it would learn for nobody."""
+    if not hasattr(optimizer, "param_groups"):
+        return f"optimizer should return an optimizer, but it returned {optimizer!r}"
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    given = {id(parameter) for parameter in parameters}
+    if held == given:
+        return None
+    return (
+        f"optimizer should return an optimizer of all {len(given)} parameters that it is given and of no others, but "
+        f"it leaves out {len(given - held)} and has {len(held - given)} others; on the server, the parameters of a "
+        "model that it uses are copies"
+    )
+
+
 def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -276,8 +306,9 @@ def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 # ----------------------------------------------------------------------------------------- the launcher's side
 
 _servers: list[rpc.WorkerInfo] = []  # in order, once this process has joined them
-_shards: dict[int, _Shard] = defaultdict(_Shard)  # on a server: by the number of the ParameterServer
-_shards_lock = threading.Lock()
+_gone: dict[int, str | None] = {}  # on a server: the workers that are through, as _Shard.gone
+_shards: dict[int, _Shard] = defaultdict(lambda: _Shard(_gone))  # by the number of the ParameterServer
+_shards_lock = threading.Lock()  # for both
 _numbers = itertools.count()  # on a worker: its ParameterServers, in the order in which all workers make them
 
 
@@ -304,6 +335,7 @@ def join(index: int, workers: int, servers: int, init_method: str) -> None:
 def worker_ended(worker: int, failed: str | None) -> bool:
     """On a server, from the launcher: a worker has returned, or failed. Whether the others can go on."""
     with _shards_lock:
+        _gone[worker] = failed  # for those to come
         shards = [_shards[number] for number in sorted(_shards)]
     can_go_on = [shard.end(worker, failed) for shard in shards]
     return failed is None or bool(can_go_on) and can_go_on[-1]  # earlier ones are through
@@ -356,8 +388,9 @@ class ParameterServer:
     worker keeps its own. Evaluate on one worker, or average them yourself.
 
     A worker that dies ends the run with a :class:`RankError` that names it. With ``on_failure="continue"`` in
-    ``ddl.Parallel``, "async" and "bounded" go on without it, and "backup" on one server as long as N are left.
-    Use no collective after that: it would wait for the dead.
+    ``ddl.Parallel``, "async" and "bounded" go on without it, and "backup" on one server as long as N are left. A
+    ParameterServer that is made later counts on the living. Use no collective after a loss: it needs every rank, so
+    it fails, and whoever called it is lost too.
 
     RPC runs what it is sent: whoever can reach its port owns the process. It listens on loopback; the environment's
     ``TP_SOCKET_IFNAME`` names another interface, and says that you trust all of that network.
@@ -365,16 +398,21 @@ class ParameterServer:
     Args:
         model: a plain module, the same on every worker. Parameters that require no gradient stay with the workers.
         optimizer: takes the list of a server's parameters and returns their optimizer, say
-            ``lambda parameters: torch.optim.SGD(parameters, lr=0.1)``. It is called once on each server, and its state
-            stays there. To schedule the rate, step the scheduler in a ``register_step_post_hook`` of the optimizer.
+            ``lambda parameters: torch.optim.SGD(parameters, lr=0.1)``: of all of these, not of the model's, which are
+            elsewhere. It is called once on each server, and its state stays there. To schedule the rate, step the
+            scheduler in a ``register_step_post_hook`` of the optimizer.
         mode: "sync" (default), "async", "bounded" or "backup".
         staleness: for "bounded": how many steps a worker may be ahead of the slowest, 0 or more.
         backup: for "backup": b, how many of the workers' gradients a step can do without, 1 or more.
-        timeout: seconds that a pull or a push may take, waiting for other workers included. Default 300.
+        timeout: seconds (or a ``timedelta``) that a pull or a push may take, waiting for other workers included.
+            Default 300. Making a ParameterServer waits for worker 0, which may be reading data: up to 600 s.
 
     Raises:
         ValueError: if an argument does not fit, there is no server, the model is wrapped by DDP or cut by pp or tp,
-            or differs from worker 0's. The server is untouched then.
+            or differs from worker 0's, or if ``optimizer`` makes no optimizer of all the parameters that it is
+            given. The server is untouched then.
+        RuntimeError: if worker 0, whose weights are to be the first, has ended.
+        TimeoutError: if worker 0 does not make its ParameterServer within 600 seconds.
 
     Examples:
         .. code-block:: python
@@ -416,13 +454,13 @@ class ParameterServer:
         *,
         staleness: int | None = None,
         backup: int = 0,
-        timeout: float = 300.0,
+        timeout: float | timedelta = 300.0,
     ) -> None:
         self.mode = mode
-        self.timeout = timeout
+        self.timeout = limit_in_seconds(timeout, _LONGEST_SECONDS)
         self._worker = idist.get_rank()
         workers = idist.get_world_size()
-        _check_arguments(mode, staleness, backup, timeout, workers)
+        _check_arguments(optimizer, mode, staleness, backup, workers)
         _check_model(model)
         if workers > 1 and not _servers:
             raise ValueError(
@@ -451,14 +489,20 @@ class ParameterServer:
         agreed |= {"servers": len(self._names), "parameters": shapes, "other tensors": len(others)}
         if self._worker == 0:
             make = cloudpickle.dumps(optimizer)
-            self._ask_all(
+            found = self._ask_all(
                 "create",
                 [
                     (agreed, make, self._on_cpu(names), [t.detach().cpu() for t in others] if i == 0 else [])
                     for i, names in enumerate(self._names)
                 ],
             )
+            for wrong in filter(None, found):
+                raise ValueError(wrong)
         answers = self._ask_all("join", [()] * len(self._names))
+        if any(theirs is None for theirs, _ in answers):
+            raise RuntimeError(
+                "a ParameterServer begins with the weights of worker 0, and worker 0 has ended"
+            )
         theirs = answers[0][0]
         for what, value in agreed.items():
             if theirs[what] != value:
@@ -477,12 +521,10 @@ class ParameterServer:
             TimeoutError: if other workers keep this one waiting for more than ``timeout`` seconds.
             ConnectionError: if a server is gone.
         """
-        if self._first_decides:
-            answers = self._ask_all("pull", [(self._worker, 0)], servers=slice(1))
-            request = (self._worker, answers[0][0])
-            answers += self._ask_all("pull", [request] * (len(self._names) - 1), servers=slice(1, None))
-        else:
-            answers = self._ask_all("pull", [(self._worker, 0)] * len(self._names))
+        answers = self._ask_for_parameters()
+        while self._first_decides and len({version for version, _ in answers}) > 1:
+            # An update came in between: a gradient of these would be late.
+            answers = self._ask_for_parameters()
         with torch.no_grad():
             for names, (_, tensors) in zip(self._names, answers, strict=True):
                 for name, tensor in zip(names, tensors, strict=True):
@@ -490,6 +532,13 @@ class ParameterServer:
         self.versions = [version for version, _ in answers]
         self._pulled = self.versions
         return list(self.versions)
+
+    def _ask_for_parameters(self) -> list[tuple[int, list[torch.Tensor]]]:
+        if not self._first_decides:
+            return self._ask_all("pull", [(self._worker, 0)] * len(self._names))
+        answers = self._ask_all("pull", [(self._worker, 0)], servers=slice(1))
+        request = (self._worker, answers[0][0])
+        return answers + self._ask_all("pull", [request] * (len(self._names) - 1), servers=slice(1, None))
 
     def push(self, gradients: Mapping[str, torch.Tensor] | None = None, rows: int = 1) -> bool:
         """Sends a gradient and takes it away from the model: ``p.grad`` is None afterwards.
@@ -507,7 +556,9 @@ class ParameterServer:
         Raises:
             RuntimeError: if there was no pull since the last push.
             ValueError: if a gradient is not finite, not dense, of another shape or dtype, or of no trainable
-                parameter, or if there is none. Nothing has been sent then, and push can be called again.
+                parameter, or if there is none. Nothing has been sent then, each ``p.grad`` is as it was, and push
+                can be called again: with other gradients, or with ``rows=0``, which leaves this batch out and
+                takes its ``p.grad`` away. (Without that the next ``backward()`` would add to them.)
             TimeoutError: if a server does not answer within ``timeout`` seconds.
             ConnectionError: if a server is gone.
         """
@@ -581,6 +632,10 @@ class ParameterServer:
         return [self._parameters[name].detach().cpu() for name in names]
 
     def _check_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        if not isinstance(gradients, Mapping):
+            raise ValueError(
+                f"gradients should be a dict, parameter names to gradients, but given {type(gradients).__name__}"
+            )
         if not gradients:
             raise ValueError("no parameter has a gradient: call loss.backward() before push, or push(rows=0)")
         for name, gradient in gradients.items():
@@ -588,6 +643,11 @@ class ParameterServer:
             if parameter is None:
                 why = "requires no gradient" if name in self._frozen else "is unknown"
                 raise ValueError(f"gradients should be of trainable parameters, but {name!r} {why}")
+            if not isinstance(gradient, torch.Tensor):
+                raise ValueError(
+                    f"the gradient of {name!r} should be a tensor, but given {type(gradient).__name__}; leave a "
+                    "parameter without gradient out"
+                )
             if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
                 raise ValueError(
                     f"the gradient of {name!r} should be {tuple(parameter.shape)}, {parameter.dtype}, "
@@ -599,7 +659,7 @@ class ParameterServer:
             if not cmath.isfinite(gradient.sum().item()) and not (finite := gradient.isfinite()).all():
                 raise ValueError(
                     f"the gradient of {name!r} should be finite, but {int((~finite).sum())} of its "
-                    f"{gradient.numel()} numbers are not"
+                    f"{gradient.numel()} numbers are not; push(rows=0) leaves this batch out"
                 )
 
     def _ask_all(self, method: str, requests: list[tuple], servers: slice = slice(None)) -> list[Any]:
@@ -618,9 +678,9 @@ class ParameterServer:
             ]
         except RuntimeError as error:
             raise ConnectionError(f"a parameter server is gone, at {method}: {error}") from None
-        return [self._answer(server.name, method, f) for server, f in zip(asked, futures, strict=True)]
+        return [self._answer(server.name, method, f, limit) for server, f in zip(asked, futures, strict=True)]
 
-    def _answer(self, server: str, method: str, future: Future) -> Any:
+    def _answer(self, server: str, method: str, future: Future, limit: float) -> Any:
         try:
             return future.wait()
         except RuntimeError as error:
@@ -632,12 +692,17 @@ class ParameterServer:
         with contextlib.suppress(RuntimeError):
             waits_for = rpc.rpc_sync(server, _ask, args=(self._number, "waits_for"), timeout=2.0)
         raise TimeoutError(
-            f"{method} took more than {self.timeout:g} s: {server} (mode {self.mode!r}) waits for workers "
+            f"{method} took more than {limit:g} s: {server} (mode {self.mode!r}) waits for workers "
             f"{waits_for}"
         )
 
 
-def _check_arguments(mode: str, staleness: int | None, backup: int, timeout: float, workers: int) -> None:
+def _check_arguments(optimizer: Any, mode: str, staleness: int | None, backup: int, workers: int) -> None:
+    if not callable(optimizer):
+        raise ValueError(
+            "optimizer should be a function that takes parameters and returns their optimizer, say "
+            f"lambda parameters: torch.optim.SGD(parameters, lr=0.1), but given {type(optimizer).__name__}"
+        )
     if mode not in MODES:
         raise ValueError(f"mode should be one of {MODES}, but given {mode!r}")
     if mode == "bounded":
@@ -655,8 +720,6 @@ def _check_arguments(mode: str, staleness: int | None, backup: int, timeout: flo
             )
     elif backup != 0:
         raise ValueError(f"backup={backup!r} needs mode='backup', but given mode={mode!r}")
-    if timeout <= 0:
-        raise ValueError(f"timeout should be a positive number of seconds, but given {timeout}")
 
 
 def _check_model(model: nn.Module) -> None:

@@ -6,7 +6,9 @@ microbatches that divides it, and refuses what a schedule would get wrong before
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,10 +37,12 @@ SCHEDULES: dict[str, tuple[type, int]] = {
     "looped_bfs": (schedules.ScheduleLoopedBFS, 2),
     "dualpipev": (schedules.ScheduleDualPipeV, 2),
 }
-_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
+_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+           torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]  # fmt: skip
 _V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2·pp − 1 − r
 # These split the backward pass in two; on a stage without trainable weights torch leaves gradients out.
 _SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
+_SCHEDULES_KEPT = 16  # of a pipeline, one for each shape of a batch: each holds its stages' receive buffers
 
 
 def stage_owners(schedule: str, pp_size: int) -> list[int]:
@@ -51,6 +55,9 @@ def stage_owners(schedule: str, pp_size: int) -> list[int]:
     Returns:
         list: ``len(...)`` is the number of stages.
 
+    Raises:
+        ValueError: if there is no such schedule, or ``pp_size`` is less than 1.
+
     Examples:
         .. code-block:: python
 
@@ -60,12 +67,18 @@ def stage_owners(schedule: str, pp_size: int) -> list[int]:
             assert stage_owners("interleaved_1f1b", 2) == [0, 1, 0, 1]
             assert stage_owners("zbv", 2) == [0, 1, 1, 0]
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule should be one of {', '.join(SCHEDULES)}, but given {schedule!r}")
+    _check_schedule(schedule)
+    if pp_size < 1:
+        raise ValueError(f"pp_size should be at least 1, but given {pp_size}")
     ranks = list(range(pp_size))
     if schedule in _V_SHAPED:
         return ranks + ranks[::-1]
     return ranks * SCHEDULES[schedule][1]
+
+
+def _check_schedule(schedule: str) -> None:
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
+        raise ValueError(f"schedule should be one of {', '.join(SCHEDULES)}, but given {schedule!r}")
 
 
 def balance(costs: Sequence[float], n_stages: int) -> list[int]:
@@ -81,7 +94,7 @@ def balance(costs: Sequence[float], n_stages: int) -> list[int]:
         list: how many layers each stage gets, at least one.
 
     Raises:
-        ValueError: if there are more stages than layers.
+        ValueError: if there are more stages than layers or none, or a cost is negative or not finite.
 
     Examples:
         .. code-block:: python
@@ -92,6 +105,10 @@ def balance(costs: Sequence[float], n_stages: int) -> list[int]:
             assert balance([9, 1, 1, 1, 1], 3) == [1, 2, 2]
     """
     n = len(costs)
+    if n_stages < 1:
+        raise ValueError(f"n_stages should be at least 1, but given {n_stages}")
+    if not _are_costs(costs):
+        raise ValueError(f"costs should be numbers of at least 0, but given {list(costs)}")
     if n_stages > n:
         raise ValueError(
             f"a model of {n} layers cannot be cut into {n_stages} stages; use fewer pp ranks or stages"
@@ -104,6 +121,13 @@ def balance(costs: Sequence[float], n_stages: int) -> list[int]:
         total, n_stages, lambda before, cost: before + cost**2 if cost <= least else float("inf")
     )
     return sizes
+
+
+def _are_costs(costs: Sequence[float]) -> bool:
+    try:
+        return all(0 <= cost < float("inf") for cost in costs)  # nor is it NaN
+    except TypeError:
+        return False
 
 
 def _best_cut(
@@ -144,6 +168,10 @@ def microbatches_for(rows: int, wanted: int, schedule: str, pp_size: int) -> tup
     Returns:
         tuple: number of microbatches, name of the schedule.
 
+    Raises:
+        ValueError: if there is no such schedule, ``rows`` or ``wanted`` is less than 1, or a V-shaped schedule
+            ("zbv", "dualpipev"), which no plain one can stand in for, cannot do any number that divides the rows.
+
     Examples:
         .. code-block:: python
 
@@ -153,6 +181,10 @@ def microbatches_for(rows: int, wanted: int, schedule: str, pp_size: int) -> tup
             assert microbatches_for(14, 4, "1f1b", pp_size=2) == (2, "1f1b")
             assert microbatches_for(1, 4, "1f1b", pp_size=2) == (1, "gpipe")
     """
+    _check_schedule(schedule)
+    for name, given in {"rows": rows, "wanted": wanted}.items():
+        if given < 1:
+            raise ValueError(f"{name} should be at least 1, but given {given}")
     fitting = [m for m in range(1, rows + 1) if rows % m == 0 and _suits(schedule, m, pp_size)]
     if fitting:
         return min(fitting, key=lambda m: (abs(m - wanted), m)), schedule
@@ -178,7 +210,17 @@ def _suits(schedule: str, n_microbatches: int, pp_size: int) -> bool:
 class Pipeline(nn.Module):
     """This rank's stages of a model, and the schedule that runs them. Made by ``ddl.auto_model``.
 
-    Parameters keep the names that they have in the whole model.
+    Parameters keep the names that they have in the whole model. Between two stages one tensor travels, of any shape
+    and dtype: a layer at a border takes one and returns one, and works in place only if its ``inplace`` says so.
+    Targets are one tensor too, cut by rows as the input is.
+
+    A schedule is set up by a batch of its own for each shape of the input, and the last 16 are kept: pads of many
+    lengths cost time. It is set up for the stages that have weights to train; whoever freezes or thaws a stage later
+    calls :meth:`forget_schedules` on every rank, or is refused.
+
+    "interleaved_zero_bubble", "zbv" and "dualpipev" take the gradients of a weight apart from those of the stage's
+    input. They refuse a stage without trainable weights, and fail on a weight that is used both on the way of the
+    stage's input and beside it, such as ``w`` in ``tanh(linear(x * w)) + w``: take another schedule for those.
 
     Args:
         model: the whole model: an ``nn.Sequential``, or one that names its layers in ``pipeline_layers``.
@@ -204,6 +246,7 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         layers = named_layers(model)
+        # The names of these may be those of layers too: see _hold and get_submodule.
         self.mesh = mesh
         self.schedule = schedule
         self.owners = stage_owners(schedule, mesh.pp_size)
@@ -220,43 +263,65 @@ class Pipeline(nn.Module):
             )
         if costs is None:
             costs = [1.0 + sum(p.numel() for p in layer.parameters()) for _, layer in layers]
-        elif len(costs) != len(layers) or not all(0 <= cost < float("inf") for cost in costs):
+        elif not hasattr(costs, "__len__") or len(costs) != len(layers) or not _are_costs(costs):
             raise ValueError(
-                f"costs should hold a number of at least 0 for each of {len(layers)} layers, but given {list(costs)}"
+                f"costs should hold a number of at least 0 for each of {len(layers)} layers, but given {costs!r}"
             )
-        self.split = list(split) if split is not None else balance(costs, len(self.owners))
-        if len(self.split) != len(self.owners) or sum(self.split) != len(layers) or min(self.split) < 1:
+        try:
+            sizes = balance(costs, len(self.owners)) if split is None else [operator.index(n) for n in split]
+        except TypeError:  # not whole numbers, or no numbers
+            sizes = []
+        if len(sizes) != len(self.owners) or sum(sizes) != len(layers) or min(sizes) < 1:
             raise ValueError(
                 f"split should name the layers of each of {len(self.owners)} stages, at least one each, "
-                f"{len(layers)} in all, but given {self.split}"
+                f"{len(layers)} in all, but given {split!r}"
             )
+        self.split = sizes
         stages, start = [], 0
-        self.layers: list[list[str]] = []  # names, by stage
+        self._layers: list[list[str]] = []  # names, by stage
         for size in self.split:
             own = layers[start : start + size]
-            self.layers.append([name for name, _ in own])
+            self._layers.append([name for name, _ in own])
             stages.append(_in_a_row(own))
+            if start and any(getattr(module, "inplace", False) for module in stages[-1].modules()):
+                stages[-1].register_forward_pre_hook(_copied)
             if schedule in _SPLIT_BACKWARD:
                 stages[-1].register_forward_hook(_no_view)
             start += size
-        self._refuse_bare_stages(stages)
+        self._refuse_bare_stages(dict(enumerate(stages)))
         self.shared = _shared_between(stages)
         self.stage_of = {name: s for s, stage in enumerate(stages) for name, _ in stage.named_parameters()}
-        self.names = list(model.state_dict())  # of the whole model
+        self.shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}  # of the whole model
         self.local = {s: stage for s, stage in enumerate(stages) if self.owners[s] == mesh.pp_rank}
         for s, stage in self.local.items():
-            for name in self.layers[s]:
-                put(self, name, stage.get_submodule(name))
+            for name in self._layers[s]:
+                self._hold(name, stage.get_submodule(name))
         self._no_weights = [nn.Parameter(torch.empty(0), requires_grad=False)]  # in a list: not registered
-        self._schedules: dict[int, tuple[Any, _Loss]] = {}
+        self._schedules: dict[tuple, tuple[Any, _Loss]] = {}  # by shape and dtype of a batch
+        self._trained: dict[int, bool] = {}  # whether a stage had weights to train when they were made
 
-    def _refuse_bare_stages(self, stages: list[nn.Module]) -> None:
+    def _hold(self, name: str, layer: nn.Module) -> None:
+        """As ``add_module``, which refuses a name that this class has an attribute of, say "split" or "mesh"."""
+        first, _, rest = name.partition(".")
+        if rest:
+            put(self._modules.setdefault(first, nn.ModuleDict()), rest, layer)
+        else:
+            self._modules[first] = layer
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As any module's; a layer whose name is an attribute here is found too."""
+        first, _, rest = target.partition(".")
+        if first not in self._modules:
+            return super().get_submodule(target)
+        return self._modules[first].get_submodule(rest)
+
+    def _refuse_bare_stages(self, stages: dict[int, nn.Module]) -> None:
         if self.schedule not in _SPLIT_BACKWARD:
             return
-        for index, stage in enumerate(stages):
+        for index, stage in stages.items():
             if not any(p.requires_grad for p in stage.parameters()):
                 raise ValueError(
-                    f"schedule={self.schedule!r} cannot run stage {index} ({', '.join(self.layers[index])}): "
+                    f"schedule={self.schedule!r} cannot run stage {index} ({', '.join(self._layers[index])}): "
                     "it has no trainable parameter, and gradients would be lost; use '1f1b' or 'interleaved_1f1b', "
                     "or another split"
                 )
@@ -269,12 +334,12 @@ class Pipeline(nn.Module):
         seen: set[int] = set()
         for s, stage in self.local.items():
             memo: dict = {}  # one for the stage: what it has twice stays one
-            for name in self.layers[s]:
+            for name in self._layers[s]:
                 layer = stage.get_submodule(name)
                 if any(id(module) in seen for module in layer.modules()):
                     layer = copy.deepcopy(layer, memo)
                     put(stage, name, layer)
-                    put(self, name, layer)
+                    self._hold(name, layer)
             seen |= {id(module) for module in stage.modules()}
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -288,22 +353,38 @@ class Pipeline(nn.Module):
         return self.owners[-1] == self.mesh.pp_rank
 
     def train_step(
-        self, x: torch.Tensor, y: Any, loss_fn: Callable[[Any, Any], torch.Tensor]
+        self, x: torch.Tensor, y: torch.Tensor, loss_fn: Callable[[Any, Any], torch.Tensor]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """One batch forward and backward through the schedule; gradients add up as after ``loss.backward()``.
 
         Args:
             x: this data-parallel rank's rows, the same on each of its pp ranks.
-            y: their targets.
+            y: their targets, a row for each.
             loss_fn: takes a microbatch's output and targets and returns its part of what is differentiated: the
                 parts are added.
 
         Returns:
             tuple: the output for all rows and the sum of the microbatches' losses, on the rank that holds the
             last stage; (None, None) on the others.
+
+        Raises:
+            ValueError: if ``x`` or ``y`` is not a tensor, they have different numbers of rows or none, or a
+                stage was frozen or thawed since the first step (see :meth:`forget_schedules`).
         """
-        fresh = len(x) not in self._schedules
-        schedule, losing = self._schedule_for(len(x))
+        for name, given in {"x": x, "y": y}.items():
+            if not isinstance(given, torch.Tensor):
+                raise ValueError(
+                    f"{name} should be one tensor where the mesh has a pp axis, but given a {type(given).__name__}: "
+                    "the schedule cuts it into microbatches"
+                )
+        if not x.ndim or not y.ndim or len(x) != len(y) or not len(x):
+            raise ValueError(
+                f"x and y should have a row for each sample, but have shapes {tuple(x.shape)} and {tuple(y.shape)}"
+            )
+        fresh = _kind(x) not in self._schedules
+        schedule, losing = self._schedule_for(x)
+        for stage in self.local.values():
+            share_buffers(stage, self.mesh)
         losing.loss_fn = loss_fn
         losses: list[torch.Tensor] | None = [] if self.is_last else None
         # A schedule's first step probes its stages with real passes and clears gradients: keep those that the
@@ -312,13 +393,40 @@ class Pipeline(nn.Module):
         for parameter, _ in kept:
             parameter.grad = None
         # All ranks take one number from their common stream, however much their stages draw: it stays common.
-        with random_stream(draw_seed()):
+        with random_stream(draw_seed()), self._explained():
             output = schedule.step(
                 *((x,) if 0 in self.local else ()), target=y if self.is_last else None, losses=losses
             )
         for parameter, grad in kept:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         return (output, torch.stack(losses).sum().detach()) if self.is_last else (None, None)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if self.schedule in _SPLIT_BACKWARD and "backward through the graph a second time" in str(error):
+                raise RuntimeError(
+                    f"schedule={self.schedule!r} takes the gradients of weights apart from those of a stage's input, "
+                    "and torch cannot do that here: a stage of this rank uses some weight both on the way of its "
+                    "input and beside it, as w in tanh(linear(x * w)) + w; use '1f1b' or 'interleaved_1f1b'"
+                ) from error
+            raise
+
+    def forget_schedules(self) -> None:
+        """Lets the next step set up its schedule anew: call it on every rank after freezing or thawing a stage.
+
+        The pipeline's own ``requires_grad_`` does. A stage that was frozen whole when ``ddl.auto_model`` cut the
+        model stays so where the mesh has a dp axis: nothing averages its gradients.
+        """
+        self._schedules.clear()
+        self._trained = {}
+
+    def requires_grad_(self, requires_grad: bool = True) -> Pipeline:
+        """As any module's, on every rank; what schedules were set up for is forgotten."""
+        self.forget_schedules()
+        return super().requires_grad_(requires_grad)
 
     def forward_only(self, x: torch.Tensor) -> torch.Tensor | None:
         """The output for all rows where the last stage is, None elsewhere; without gradients.
@@ -327,6 +435,8 @@ class Pipeline(nn.Module):
         stage, microbatch by microbatch.
         """
         me, outputs, sent = self.mesh.pp_rank, [], []
+        for stage in self.local.values():
+            share_buffers(stage, self.mesh)
         with torch.no_grad():
             for hidden in x.tensor_split(min(self.n_microbatches, max(1, len(x)))):
                 for s, stage in self.local.items():
@@ -385,15 +495,13 @@ class Pipeline(nn.Module):
                 lay_out_gradient(p)
             total = sum(_local(p.grad) for p in held)
             if len(ranks) > 1:
-                peers = [self._peer(r) for r in ranks if r != self.mesh.pp_rank]
-                received = [torch.empty_like(total) for _ in peers]
-                operations = [dist.P2POp(dist.isend, total, peer) for peer in peers]
-                operations += [
-                    dist.P2POp(dist.irecv, box, peer) for box, peer in zip(received, peers, strict=True)
-                ]
+                parts = {r: torch.empty_like(total) for r in ranks} | {self.mesh.pp_rank: total}
+                peers = [(self._peer(r), parts[r]) for r in ranks if r != self.mesh.pp_rank]
+                operations = [dist.P2POp(dist.isend, total, peer) for peer, _ in peers]
+                operations += [dist.P2POp(dist.irecv, part, peer) for peer, part in peers]
                 for work in dist.batch_isend_irecv(operations):
                     work.wait()
-                total = total + sum(received)
+                total = sum(parts[r] for r in ranks)  # in one order on all of them: equal to the last bit
             for p in held:
                 _local(p.grad).copy_(total)
 
@@ -402,10 +510,33 @@ class Pipeline(nn.Module):
         later = {name for names in self.shared for name in names[1:]}
         return {name for name, _ in self.named_parameters()} - later
 
-    def _schedule_for(self, rows: int) -> tuple[Any, _Loss]:
-        """torch's stages and schedules serve one batch size: one set for each."""
-        if rows not in self._schedules:
-            n, name = microbatches_for(rows, self.n_microbatches, self.schedule, self.mesh.pp_size)
+    def _schedule_for(self, x: torch.Tensor) -> tuple[Any, _Loss]:
+        """torch's stages and schedules serve one shape: one set for each, of which all ranks keep the same few."""
+        for s, was in self._trained.items():
+            if any(p.requires_grad for p in self.local[s].parameters()) != was:
+                raise ValueError(
+                    f"stage {s} ({', '.join(self._layers[s])}) had {'' if was else 'no '}weights to train when its "
+                    "schedule was set up: after freezing or thawing a stage, call forget_schedules() of the model on "
+                    "every rank"
+                )
+        kind_ = _kind(x)
+        if kind_ in self._schedules:
+            self._schedules[kind_] = self._schedules.pop(kind_)  # now the last that was used
+        else:
+            n, name = microbatches_for(len(x), self.n_microbatches, self.schedule, self.mesh.pp_size)
+            self._refuse_bare_stages(self.local)
+            for s, stage in self.local.items():
+                alone = self.mesh.dp_size > 1 and not isinstance(stage, FSDPModule)
+                if alone and any(p.requires_grad for p in stage.parameters()):
+                    raise ValueError(
+                        f"stage {s} ({', '.join(self._layers[s])}) was frozen when the model was cut, so that nothing "
+                        "averages its gradients over dp: leave one weight trainable until then"
+                    )
+            self._trained = {
+                s: any(p.requires_grad for p in stage.parameters()) for s, stage in self.local.items()
+            }
+            if len(self._schedules) == _SCHEDULES_KEPT:
+                del self._schedules[next(iter(self._schedules))]
             stages = [
                 _Stage(module, s, len(self.owners), idist.device(), group=self.mesh.pp_group)
                 for s, module in self.local.items()
@@ -413,8 +544,8 @@ class Pipeline(nn.Module):
             losing = _Loss()
             kind, per_rank = SCHEDULES[name]
             schedule = kind(stages if per_rank > 1 else stages[0], n, loss_fn=losing, scale_grads=False)
-            self._schedules[rows] = schedule, losing
-        return self._schedules[rows]
+            self._schedules[kind_] = schedule, losing
+        return self._schedules[kind_]
 
 
 class _Stage(PipelineStage):
@@ -436,7 +567,11 @@ class _Stage(PipelineStage):
         own = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
         for module, name, buffer in own:
             module._buffers[name] = buffer.clone()
+        # Nor does what happens to be in its memory reach a stage: no row of an embedding may have that number.
+        zeros = self.submod.register_forward_pre_hook(_zeros, prepend=True) if self.stage_index > 0 else None
         prepared = super()._prepare_forward_infra(*args, **kwargs)
+        if zeros is not None:
+            zeros.remove()
         for module, name, buffer in own:
             module._buffers[name] = buffer
         return prepared
@@ -447,12 +582,12 @@ class _Row(nn.Module):
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
-        self.order = [name for name, _ in layers]
+        self._order = [name for name, _ in layers]
         for name, layer in layers:
             put(self, name, layer)
 
     def forward(self, x: Any) -> Any:
-        for name in self.order:
+        for name in self._order:
             x = self.get_submodule(name)(x)
         return x
 
@@ -479,6 +614,21 @@ class _Loss:
         return self.loss_fn(output, target)
 
 
+def _kind(x: torch.Tensor) -> tuple:
+    return tuple(x.shape), x.dtype
+
+
+def _copied(stage: nn.Module, inputs: tuple) -> tuple:
+    """What a stage receives is a leaf, or its neighbour's own output: a layer that works in place needs a copy."""
+    return tuple(x.clone() for x in inputs)
+
+
+def _zeros(stage: nn.Module, inputs: tuple) -> None:
+    with torch.no_grad():
+        for x in inputs:
+            x.zero_()
+
+
 def _no_view(stage: nn.Module, inputs: Any, output: Any) -> Any:
     """A Linear's output on 3-D input is a view, which torch's split backward pass cannot detach in place."""
     if not isinstance(output, torch.Tensor) or not output._is_view():
@@ -496,3 +646,19 @@ def _shared_between(stages: list[nn.Module]) -> list[list[str]]:
         for name, parameter in stage.named_parameters():
             owners.setdefault(id(parameter), []).append(name)
     return [names for names in owners.values() if len(names) > 1]
+
+
+def share_buffers(module: nn.Module, mesh: Mesh) -> None:
+    """Gives dp rank 0's buffers, say BatchNorm's running statistics, to the dp axis, as DDP does before a forward."""
+    if mesh.dp_size == 1:
+        return
+    buffers = [b for b in module.buffers() if not isinstance(b, DTensor)]
+    first = dist.get_global_rank(mesh.dp_group, 0)
+    for dtype in dict.fromkeys(b.dtype for b in buffers):  # one message for each
+        alike = [b for b in buffers if b.dtype == dtype]
+        flat = torch.cat([b.detach().reshape(-1) for b in alike])
+        dist.broadcast(flat, src=first, group=mesh.dp_group)
+        if mesh.dp_rank > 0:
+            with torch.no_grad():
+                for buffer, values in zip(alike, flat.split([b.numel() for b in alike]), strict=True):
+                    buffer.copy_(values.view_as(buffer))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import statistics
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ __all__ = [
     "resumed_losses",
     "ring_steps",
     "rows_read",
+    "sample_predictions",
     "schedules",
     "server_rows",
     "server_scheme",
@@ -867,6 +869,34 @@ def confusion_matrix(matrix, classes: list[str], n_ranks: int) -> Figure:
     return figure
 
 
+def sample_predictions(images, true, predicted, classes: list[str]) -> Figure:
+    """A row of images, each with its true class above and the predicted class below, red and bold if that is wrong.
+
+    Args:
+        images: a tensor of shape (N, 1, height, width) or (N, height, width).
+        true: the true class of each image, N numbers.
+        predicted: the class that the model gives it, N numbers.
+        classes: the names of the classes; one with a space or a slash is broken there.
+    """
+    true, predicted = [int(number) for number in true], [int(number) for number in predicted]
+    n_right = sum(one == other for one, other in zip(true, predicted, strict=True))
+    figure, axes = new_figure(
+        f"The model names {n_right} of these {len(true)} images right", width=7.6, height=1.7
+    )
+    axes.axis("off")
+    names = [name.replace(" ", "\n").replace("/", "/\n") for name in classes]
+    for place, (image, label, guess) in enumerate(zip(images, true, predicted, strict=True)):
+        extent = (place + 0.03, place + 0.97, 0.97, 0.03)
+        axes.imshow(image.squeeze().numpy(), cmap="gray", extent=extent, interpolation="nearest")
+        axes.text(place + 0.5, -0.05, names[label], ha="center", va="bottom", fontsize=9)
+        look = {} if guess == label else {"color": ACTIVITY["backward_weight"], "fontweight": "bold"}
+        axes.text(place + 0.5, 1.05, names[guess], ha="center", va="top", fontsize=9, **look)
+    for height, head, side in ((-0.05, "true", "bottom"), (1.05, "predicted", "top")):
+        axes.text(-0.1, height, head, ha="right", va=side, fontsize=9, style="italic")
+    axes.set(xlim=(-1.0, len(true)), ylim=(1.55, -0.55))
+    return figure
+
+
 def _blend(colour: str, strength: float) -> str:
     """A colour on white: strength 0 is nearly white, 1 the colour itself."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
@@ -1580,11 +1610,17 @@ def ranks_on_gpus(cases: dict[str, list[int]], n_gpus: int) -> Figure:
     return figure
 
 
+def _has_room(record: tuple, scale: float) -> bool:
+    """Whether a box of :func:`schedules` is as wide as its number; ``scale`` makes seconds shares of the axis."""
+    return scale * (record.end - record.start) > 0.0135 * len(str(record.microbatch))
+
+
 def schedules(panels: dict, title: str, unit: str = "ms", row: float = 0.3) -> Figure:
     """Pipeline schedules under each other on one axis of time: a row a rank, a box a pass, its microbatch inside.
 
-    Measured and simulated ones are drawn alike. What a rank leaves empty between the first pass of the panel and
-    the last is grey: the bubble. Where a rank holds several stages, the passes of the later ones are paler.
+    Measured and simulated ones are drawn alike. Boxes with no room for the number stay without, and where that is most
+    of a kind in a panel, all of it. What a rank leaves empty between the first pass of the panel and the last is grey:
+    the bubble. Where a rank holds several stages, the passes of the later ones are paler.
 
     Args:
         panels: name of a schedule to records with rank, kind, start, end, microbatch and, where a rank holds
@@ -1641,6 +1677,8 @@ def schedules(panels: dict, title: str, unit: str = "ms", row: float = 0.3) -> F
             if record.kind in passes:
                 stage = getattr(record, "stage", None) or 0
                 lowest[record.rank] = min(stage, lowest.get(record.rank, stage))
+        rooms = {kind: [_has_room(r, scale / longest) for r in records if r.kind == kind] for kind in passes}
+        numbered = [kind for kind, rooms_ in rooms.items() if row >= 0.2 and 2 * sum(rooms_) > len(rooms_)]
         for place in row_of.values():
             ground = (0, place - 0.42), scale * (end - start), 0.84
             panel.add_patch(Rectangle(*ground, facecolor=ACTIVITY["idle"], edgecolor="none", zorder=0))
@@ -1653,12 +1691,11 @@ def schedules(panels: dict, title: str, unit: str = "ms", row: float = 0.3) -> F
             width, middle = scale * (right - left), scale * ((left + right) / 2 - start)
             box = (scale * (left - start), row_of[record.rank] - 0.42), width, 0.84
             panel.add_patch(Rectangle(*box, facecolor=colour, edgecolor="white", linewidth=0.5))
-            text = str(record.microbatch) if record.kind in passes else ""
-            if row >= 0.2 and width / longest > 0.0135 * len(text):
+            if record.kind in numbered and _has_room(record, scale / longest):
                 panel.text(
                     middle,
                     row_of[record.rank],
-                    text,
+                    str(record.microbatch),
                     ha="center",
                     va="center_baseline",
                     size=9,
@@ -1752,6 +1789,8 @@ def _step_label(axes: Axes, start: float, end: float, height: float, n_rows: int
 def compile_times(milliseconds: list[float], rows: list[int], compiled: list[bool], source: str) -> Figure:
     """Each step's time on a logarithmic axis; steps that compiled stand out.
 
+    The title compares the medians of those that did, without the first of all, and of those that did not.
+
     Args:
         milliseconds: time of each step.
         rows: rows in each step's batch.
@@ -1761,10 +1800,13 @@ def compile_times(milliseconds: list[float], rows: list[int], compiled: list[boo
     Returns:
         the figure.
     """
-    slow = sorted(t for t, new in zip(milliseconds, compiled, strict=True) if new)
-    fast = sorted(t for t, new in zip(milliseconds, compiled, strict=True) if not new)
-    ratio = slow[len(slow) // 2] / fast[len(fast) // 2]
-    title = f"A step with a new shape takes some {float(f'{ratio:.1g}'):.0f} × as long ({source})"
+    slow, fast = (
+        [t for t, new in zip(milliseconds, compiled, strict=True) if new == kind] for kind in (True, False)
+    )
+    if compiled[0] and len(slow) > 1:
+        slow = slow[1:]  # the first step of all also takes what a start takes
+    ratio = statistics.median(slow) / statistics.median(fast)
+    title = f"A step with a new shape takes some {float(f'{ratio:.2g}'):.0f} × as long ({source})"
     figure, axes = new_figure(title, height=2.8)
     colours = [_COMPILE if new else ACTIVITY["compute"] for new in compiled]
     steps = range(1, len(rows) + 1)
@@ -1775,8 +1817,8 @@ def compile_times(milliseconds: list[float], rows: list[int], compiled: list[boo
         axes.text(step, time * 1.15, text, ha="center", va="bottom", size=9)
     axes.set_ylim(min(milliseconds) / 3, max(milliseconds) * 6)
     axes.set_xticks(list(steps), [f"{n} rows" for n in rows])
-    axes.set_ylabel("time, logarithmic")
-    axes.set_yticks([])
+    axes.set_ylabel("milliseconds, logarithmic")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     return figure
 
@@ -1989,7 +2031,7 @@ def batch_or_rate(noise: dict[str, list[float]], curves: dict[str, tuple[list, l
         right.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
     left.set_ylim(0)
     left.set_ylabel("noise scale g (a learning rate)")
-    right.set_ylabel("test accuracy")
+    right.set_ylabel("test accuracy ± 2 standard errors")
     right.legend(loc="lower right", frameon=False)
     for axes in (left, right):
         axes.set_xlabel("epoch")
@@ -2633,6 +2675,10 @@ def stale_descent(paths: dict[int, list[float]], found: dict[int, float]) -> Fig
     left.set_ylabel("weight (best: 0)")
     line = range(max(found) + 1)
     right.plot(line, [2 * math.sin(math.pi / (4 * s + 2)) for s in line], color="#8C8C8C", linewidth=1.4)
+    right.text(
+        0.97, 0.52, "line: 2 sin(π / (4s + 2)),\ns the staleness", transform=right.transAxes, ha="right", va="bottom",
+        size=9.5, color="#666666",
+    )  # fmt: skip
     right.plot(list(found), list(found.values()), "o", color=ACTIVITY["forward"], markersize=6)
     right.annotate("found", (1, found.get(1, 1.0)), (10, 8), textcoords="offset points", size=9.5)
     right.set_ylim(0)
@@ -2793,12 +2839,12 @@ def time_to_accuracy(
 def backup_workers(
     arrivals: dict[int, float], paper_arrivals: dict[int, float], rates: dict[int, float], paper_b: int
 ) -> Figure:
-    """Left how often the last gradients are in in time; right the gradients a second that count, by number of backups.
+    """Left how often the last gradients are in in time; right how many more gradients a second count, by backups.
 
     Args:
         arrivals: k to the share of steps in which the k-th gradient came in time, simulated.
         paper_arrivals: the same, of the paper.
-        rates: b to gradients that count in a second, simulated.
+        rates: b to gradients that count in a second, simulated; drawn in percent of those with the smallest b.
         paper_b: the paper's best b.
 
     Returns:
@@ -2837,19 +2883,21 @@ def backup_workers(
     left.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     left.set_xlabel("k-th of 100 gradients")
     left.set_ylabel("steps in which it is in by 2 s")
+    gains = {b: 100 * (rate / rates[min(rates)] - 1) for b, rate in rates.items()}
     right.plot(
-        list(rates), list(rates.values()), color=ACTIVITY["forward"], marker="o", markersize=5, linewidth=1.8
+        list(gains), list(gains.values()), color=ACTIVITY["forward"], marker="o", markersize=5, linewidth=1.8
     )
-    right.plot(best, rates[best], "o", color=ACTIVITY["optimizer"], markersize=10)
+    right.plot(best, gains[best], "o", color=ACTIVITY["optimizer"], markersize=10)
     right.axvline(paper_b, color=ACTIVITY["backward_weight"], linewidth=1.2, linestyle="--")
-    low, high = min(rates.values()), max(rates.values())
     right.annotate(
-        f"paper: b = {paper_b}", (paper_b, low), (5, 2), textcoords="offset points", size=9.5,
+        f"paper: b = {paper_b}", (paper_b, min(gains.values())), (5, 2), textcoords="offset points", size=9.5,
         color=_ink(ACTIVITY["backward_weight"]),
     )  # fmt: skip
+    low, high = min(gains.values()), max(gains.values())
     right.set_ylim(low - 0.1 * (high - low), high + 0.15 * (high - low))
+    right.yaxis.set_major_formatter("{x:+g} %")
     right.set_xlabel("backups b, of 100 workers")
-    right.set_ylabel("gradients that count, a second")
+    right.set_ylabel(f"gradients that count, a second,\nbeyond those with b = {min(rates)}")
     return figure
 
 

@@ -16,13 +16,14 @@ No wall clock, no random numbers but those of a seed. What comes back has ``ddl.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ignite_ddl.cost import Link
+from ignite_ddl.cost import Link, above_0, at_least, when_full
 
 __all__ = [
     "SCHEDULES",
@@ -86,7 +87,8 @@ class Simulation(NamedTuple):
     """What a simulation says.
 
     Attributes:
-        seconds: until the last rank was done.
+        seconds: until the last rank was done: its programs, and what it computes. A message that nobody asks for
+            may still be under way.
         messages: how many messages each rank sent, in rank order.
         bytes: how many bytes each rank sent, in rank order.
         records: what each rank did, by rank and time, without overlap; waiting and communication are what it
@@ -126,6 +128,7 @@ class _Program:
         self.end = _Event()
         self.end.program = self
         self.since = 0.0  # waits since
+        self.ended = 0.0
         self.waits_for: _Event | None = None
         self.records: list[Span] = []
 
@@ -202,6 +205,9 @@ class _World:
         stuck = sorted({program.rank for program in self.programs if not program.end.happened})
         if stuck:
             raise RuntimeError(f"ranks {stuck} wait for a message or an event that never comes")
+        for message in itertools.chain(*self.outbox):  # there are any with rendezvous only
+            source, to = message.between
+            raise RuntimeError(f"rank {source} sends rank {to} a message that is never received")
 
     # programs
 
@@ -215,6 +221,7 @@ class _World:
         try:
             event = program.body.send(value)
         except StopIteration as stop:
+            program.ended = self.now
             program.end.value = stop.value
             self.fire(program.end)
             return
@@ -257,6 +264,7 @@ class _World:
     # a rank's compute queue
 
     def compute(self, rank: int, seconds: float, name: str, kind: str, of: dict[str, int]) -> _Event:
+        at_least(0, seconds=seconds)
         begin = max(self.now, self.busy_until[rank])
         end = self.busy_until[rank] = begin + seconds
         if seconds > 0:
@@ -269,6 +277,9 @@ class _World:
 
     def match(self, side: str, source: int, to: int, tag: Any) -> _Event:
         """The n-th message of a sender, receiver and tag is the n-th that is asked for."""
+        for name, rank in (("source", source), ("to", to)):
+            if rank not in range(self.n_ranks):
+                raise ValueError(f"{name} should be a rank from 0 to {self.n_ranks - 1}, but given {rank}")
         self.counted[side, source, to, tag] += 1
         key = (source, to, tag, self.counted[side, source, to, tag])
         if key in self.matched:
@@ -278,6 +289,7 @@ class _World:
         return message
 
     def send(self, source: int, to: int, n_bytes: float, value: Any, tag: Any) -> _Event:
+        at_least(0, n_bytes=n_bytes)
         message = self.match("sent", source, to, tag)
         message.n_bytes, message.value = n_bytes, value
         self.messages[source] += 1
@@ -337,7 +349,7 @@ def run(
         Simulation: seconds, messages, bytes, records, and what the programs returned.
 
     Raises:
-        RuntimeError: if a rank waits for ever.
+        RuntimeError: if a rank waits for ever; with ``rendezvous``, also if nobody receives a message.
 
     Examples:
         .. code-block:: python
@@ -353,14 +365,13 @@ def run(
             assert two.returned == [1, 0]
             assert two.seconds == 2 + 0.5 + 0.5            # rank 0 computes 1 s, waits for rank 1, receives
     """
-    if n_ranks < 1:
-        raise ValueError(f"n_ranks should be at least 1, but given {n_ranks}")
+    at_least(1, n_ranks=n_ranks)
     world = _World(n_ranks, link, rendezvous)
     programs = [world.start(rank, program(Rank(world, rank))) for rank in range(n_ranks)]
     world.play()
     records = world.computed + [span for one in programs for span in one.records]
     return Simulation(
-        seconds=world.now,
+        seconds=max([one.ended for one in world.programs] + world.busy_until),
         messages=world.messages,
         bytes=world.bytes,
         records=sorted(records, key=lambda span: (span.rank, span.start, span.end)),
@@ -416,8 +427,12 @@ def all_reduce_naive(
             assert four.bytes == [144] * 4 and four.returned == [0b1111] * 4
     """
 
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, n_bytes=n_bytes)
+    entered = _each(n_ranks, enter=enter)
+
     def program(rank: Rank) -> Generator:
-        yield rank.compute(_of(enter, rank.number))
+        yield rank.compute(entered[rank.number])
         mine = total = 1 << rank.number
         for step in range(1, rank.n_ranks):
             rank.send((rank.number + step) % rank.n_ranks, n_bytes, mine)
@@ -449,8 +464,12 @@ def all_reduce_tree(
             assert ddl.simulate.all_reduce_tree(8, 1, ddl.cost.Link(latency=1, bandwidth=1)).seconds == 2 * 3 * 2
     """
 
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, n_bytes=n_bytes)
+    entered = _each(n_ranks, enter=enter)
+
     def program(rank: Rank) -> Generator:
-        yield rank.compute(_of(enter, rank.number))
+        yield rank.compute(entered[rank.number])
         total, bit = 1 << rank.number, 1
         while bit < n_ranks and not rank.number & bit:
             if rank.number + bit < n_ranks:
@@ -495,8 +514,12 @@ def all_reduce_ring(
             assert four.bytes == [72] * 4 and four.returned == [[0b1111] * 4] * 4
     """
 
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, n_bytes=n_bytes)
+    entered = _each(n_ranks, enter=enter)
+
     def program(rank: Rank) -> Generator:
-        yield rank.compute(_of(enter, rank.number))
+        yield rank.compute(entered[rank.number])
         chunks = [1 << rank.number] * n_ranks
         yield from ring(rank, chunks, n_bytes)
         return chunks
@@ -539,6 +562,9 @@ def master_step(
             step = 4, 1000, 80, 40, ddl.cost.Link(latency=0, bandwidth=1)
             assert ddl.simulate.master_step(*step).seconds == ddl.cost.master_step(*step).seconds
     """
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, weight_bytes=weight_bytes, input_bytes=input_bytes, output_bytes=output_bytes)
+    at_least(0, forward_seconds=forward_seconds, backward_seconds=backward_seconds, loss_seconds=loss_seconds)
     share = 1 / n_ranks
 
     def master(rank: Rank) -> Generator:
@@ -595,6 +621,9 @@ def parameter_server_step(
             link = ddl.cost.Link(latency=0, bandwidth=1)
             assert ddl.simulate.parameter_server_step(8, 100, link, n_servers=4).seconds == 400
     """
+    at_least(1, n_workers=n_workers, n_servers=n_servers)
+    at_least(0, weight_bytes=weight_bytes)
+    computes = _each(n_workers, compute_seconds=compute_seconds)
     part = weight_bytes / n_servers
     pulled: list[int] = []
     all_pulled = _Event()
@@ -607,7 +636,7 @@ def parameter_server_step(
         if len(pulled) == n_workers:
             rank.fire(all_pulled)
         yield all_pulled  # the phases do not overlap, as in the closed form
-        yield rank.compute(_of(compute_seconds, rank.number))
+        yield rank.compute(computes[rank.number])
         servers = [n_workers + (rank.number + turn) % n_servers for turn in range(n_servers)]
         yield [rank.send(server, part) for server in servers][-1]  # the others arrive before it
 
@@ -639,8 +668,9 @@ def ddp_step(
         link: the network.
         forward_seconds: one rank's forward. Default: 0.
         backward_seconds: one rank's backward. Default: 0.
-        ready: when each bucket is full, in seconds after backward's begin. Default: in proportion to the bytes.
-        slowdown: by which factor each rank computes slower. Default: 1 for all.
+        ready: when each bucket is full, in seconds after backward's begin, none before the one in front of it.
+            Default: in proportion to the bytes.
+        slowdown: by which factor each rank computes slower, above 0. Default: 1 for all.
 
     Returns:
         Simulation: ``in_flight`` shows what hides behind backward, ``records`` what does not.
@@ -653,13 +683,14 @@ def ddp_step(
             step = 2, [4, 4], ddl.cost.Link(latency=0, bandwidth=1), 5, 10
             assert ddl.simulate.ddp_step(*step).seconds == ddl.cost.ddp_step(*step).seconds == 19
     """
-    if ready is None:
-        total = sum(bucket_bytes)
-        filled = [sum(bucket_bytes[: place + 1]) for place in range(len(bucket_bytes))]
-        ready = [backward_seconds * size / total for size in filled]
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, forward_seconds=forward_seconds)
+    ready = when_full(bucket_bytes, backward_seconds, ready)
+    slower = _each(n_ranks, slowdown=1.0 if slowdown is None else slowdown)
+    above_0(slowdown=slower)
 
     def program(rank: Rank) -> Generator:
-        slow = 1.0 if slowdown is None else slowdown[rank.number]
+        slow = slower[rank.number]
         full = [rank.event() for _ in bucket_bytes]
 
         def communication() -> Generator:
@@ -680,10 +711,18 @@ def ddp_step(
     return run(program, n_ranks, link)
 
 
-def _of(seconds: float | Sequence[float] | None, place: int) -> float:
-    if seconds is None:
-        return 0.0
+def _of(seconds: float | Sequence[float], place: int) -> float:
     return seconds[place] if isinstance(seconds, Sequence) else seconds
+
+
+def _each(n: int, **given: float | Sequence[float] | None) -> list[float]:
+    """A number for each of n ranks or workers; one number holds for all, None is 0."""
+    [(name, value)] = given.items()
+    each = list(value) if isinstance(value, Sequence) else [value or 0.0] * n
+    if len(each) != n:
+        raise ValueError(f"{name} should have a number for each of {n}, but has {len(each)}")
+    at_least(0, **{name: each})
+    return each
 
 
 # ------------------------------------------------------------------------------------------- pipelines
@@ -755,6 +794,9 @@ def stage_owners(schedule: str, n_ranks: int, n_chunks: int | None = None) -> li
     Returns:
         list: a rank for each stage.
 
+    Raises:
+        ValueError: for an unknown schedule, and for numbers that it cannot do.
+
     Examples:
         .. code-block:: python
 
@@ -767,6 +809,7 @@ def stage_owners(schedule: str, n_ranks: int, n_chunks: int | None = None) -> li
         raise ValueError(f"schedule should be one of {', '.join(SCHEDULES)}, but given {schedule!r}")
     own = SCHEDULES[schedule][1]
     n_chunks = own if n_chunks is None else n_chunks
+    at_least(1, n_ranks=n_ranks, n_chunks=n_chunks)
     ranks = list(range(n_ranks))
     if schedule in ("gpipe", "1f1b", "zbv", "dualpipev") and n_chunks != own:
         raise ValueError(
@@ -873,9 +916,10 @@ def pipeline(
 
     Equal stages and free transfers give the closed forms. gpipe, 1f1b, interleaved_1f1b and looped_bfs:
     ``cost.pipeline_bubble`` (Narayanan et al. 2021). interleaved_zero_bubble: (p - 1)(F + B - W) with a stage's
-    times, where W is no longer than F; with one stage a rank that is ZB-H1 (Qi et al. 2023, table 2). zbv with
-    F = B = W and at least 2p - 1 microbatches: no rank is idle between its first and its last action (Qi et
-    al.); up to the makespan remain the (p - 1) F of filling. Where torch differs from the papers: its zbv keeps one
+    times, where W is no longer than F; with one stage a rank that is ZB-H1 (Qi et al. 2023, table 2; its ZB-H2, of
+    which torch has no schedule, is a formula only, in ``cost.zero_bubble_seconds``). zbv with F = B = W and at
+    least 2p - 1 microbatches: no rank is idle between its first and its last action (Qi et al.); up to the makespan
+    remain the (p - 1) F of filling. Where torch differs from the papers: its zbv keeps one
     fixed order, the paper's scheduler rearranges where F, B and W differ; its dualpipev overlaps forward with
     backward, which is not modelled: here one comes after the other, forward first, and what the two have to send
     leaves when both are done. That is how torch runs them.
@@ -884,7 +928,8 @@ def pipeline(
         schedule: a name of ``SCHEDULES``.
         n_ranks: ranks of the pipeline.
         n_microbatches: microbatches of a step.
-        forward: seconds of one microbatch on one stage, a number or one for each stage. Default: 1.
+        forward: seconds of one microbatch on one stage, a number or one for each stage (a list, an array or a
+            tensor). Default: 1.
         backward_input: of its gradient with respect to the input. Default: 1. A whole backward is both parts.
         backward_weight: with respect to the weights. Default: 1.
         transfer: seconds of an activation or its gradient between two ranks. Default: 0.
@@ -893,6 +938,10 @@ def pipeline(
 
     Returns:
         Pipeline: seconds, bubble, peak activations, and records for ``plot.timeline``.
+
+    Raises:
+        ValueError: for an unknown schedule, numbers that it cannot do, negative times, or as many times as there are
+            not stages.
 
     Examples:
         .. code-block:: python
@@ -905,18 +954,17 @@ def pipeline(
     """
     owners = stage_owners(schedule, n_ranks, n_chunks)
     actions = schedule_actions(schedule, n_ranks, n_microbatches, n_chunks)
-    for name, given in {
-        "forward": forward,
-        "backward_input": backward_input,
-        "backward_weight": backward_weight,
-    }.items():
-        if isinstance(given, Sequence) and len(given) != len(owners):
+    at_least(0, transfer=transfer, overhead=overhead)
+    times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
+    for name, given in times.items():
+        times[name] = given = _listed(**{name: given})
+        if isinstance(given, list) and len(given) != len(owners):
             raise ValueError(
                 f"{name} should be a number or have one for each of {len(owners)} stages, but given {len(given)}"
             )
 
     def seconds(action: Action) -> float:
-        f, i, w = (_of(given, action.stage) for given in (forward, backward_input, backward_weight))
+        f, i, w = (_of(given, action.stage) for given in times.values())
         return overhead + {"F": f, "I": i, "W": w, "B": i + w}[action.kind]
 
     # Of a pair that torch overlaps, what the first gives is sent when the second is done.
@@ -975,6 +1023,16 @@ def pipeline(
         peak_activations=peaks,
         actions=actions,
     )
+
+
+def _listed(**given: Any) -> float | list[float]:
+    """A number as it is; a sequence, an array or a tensor of them as a list; none below 0."""
+    [(name, value)] = given.items()
+    if hasattr(value, "tolist"):  # of numpy or torch
+        value = value.tolist()
+    value = list(value) if isinstance(value, Sequence) else value
+    at_least(0, **{name: value})
+    return value
 
 
 def _with_idle_ends(records: list[Span], n_ranks: int, end: float) -> list[Span]:
@@ -1115,12 +1173,16 @@ def best_pipelines(
         activation_bytes: of one sample between two stages. Default: 0.
         link: the network; with None (default) transfers are free.
         schedules: names to try. Default: all.
-        n_microbatches: numbers to try, those that a schedule cannot do are left out. Default: all that divide
-            the batch.
+        n_microbatches: numbers to try, each a divisor of the batch; those that a schedule cannot do are left out.
+            Default: all that divide the batch.
         max_peak_samples: leaves out what keeps more activations. Default: no limit.
 
     Returns:
         list: of :class:`PipelinePlan`, the fastest first; at the same time the one that keeps less.
+
+    Raises:
+        ValueError: for an unknown schedule, a number of microbatches that does not divide the batch (torch's pieces
+            are equal), negative times, or other than 2 ``n_ranks`` measured ones.
 
     Examples:
         .. code-block:: python
@@ -1133,8 +1195,17 @@ def best_pipelines(
             )
             assert plans[0].schedule == "1f1b" and plans[0].n_microbatches == 16
     """
+    at_least(1, n_ranks=n_ranks, batch_size=batch_size)
+    at_least(0, activation_bytes=activation_bytes)
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     candidates = divisors if n_microbatches is None else list(n_microbatches)
+    if uneven := [count for count in candidates if count not in divisors]:
+        raise ValueError(f"n_microbatches should divide batch_size={batch_size}, but given {uneven[0]}")
+    forward, backward_input, backward_weight = (
+        _listed(forward=forward),
+        _listed(backward_input=backward_input),
+        _listed(backward_weight=backward_weight),
+    )
     plans = []
     for schedule in schedules:
         n_chunks = len(stage_owners(schedule, n_ranks)) // n_ranks
@@ -1318,6 +1389,7 @@ def parameter_server(
             stale = ddl.simulate.parameter_server(**two, mode="async")
             assert stale.times == [1, 2, 3, 3] and [g.staleness for g in stale.updates] == [0, 0, 0, 3]
     """
+    at_least(1, n_workers=n_workers)
     if mode not in ("sync", "async", "bounded", "backup"):
         raise ValueError(f"mode should be 'sync', 'async', 'bounded' or 'backup', but given {mode!r}")
     if (mode == "bounded") != (staleness is not None) or (staleness is not None and staleness < 0):
@@ -1326,7 +1398,9 @@ def parameter_server(
         )
     if not 0 <= backup < n_workers or (backup and mode != "backup"):
         raise ValueError(f"backup={backup} does not suit mode={mode!r} with {n_workers} workers")
-    take = seconds if callable(seconds) else lambda worker, step: _of(seconds, worker)
+    at_least(0, n_updates=n_updates, server_seconds=server_seconds)
+    fixed = [] if callable(seconds) else _each(n_workers, seconds=seconds)
+    take = seconds if callable(seconds) else lambda worker, step: fixed[worker]
     together = mode in ("sync", "backup")
     needed = n_workers - backup
     version, server_free = 0, 0.0

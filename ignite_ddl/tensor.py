@@ -7,12 +7,17 @@ lists what each style moves, counted.
 **Cut and whole.** The input and the output of a styled module are plain tensors, as the module's code expects:
 whole, or this rank's part. :class:`Column` and :class:`OutputChannels` leave their output cut, :class:`Row` and
 :class:`InputChannels` take it cut and give the whole again. Between the two, code sees fewer heads, features or
-channels than it asked for; what works on each by itself (activations, pooling, attention of a head) needs no style.
+channels than it asked for. What works on each by itself and has no weights (ReLU, pooling, attention of a head) needs
+no style. A weight that all of them share (``nn.PReLU``, a norm of each head) gets a part of its gradient on each rank:
+:class:`SharedWeight` sums it, and the trainer raises an error where a plan forgets it. Weights of single channels
+(BatchNorm, GroupNorm, ``nn.PReLU(C)``) have no style, and what mixes features, such as a softmax over them, has no
+place there.
 
 **Random numbers.** The rule, which is the same on every device:
 
 1. Each model replica has one random stream, that of torch's default generator. ``ddl.auto_model`` gives every rank
-   of a replica (its tp and pp peers) the state of the replica's first rank, and from then on they stay alike.
+   of a replica (its tp and pp peers) the state of the replica's first rank. From then on they stay alike if all of
+   them draw alike: one ``torch.rand(1)`` on one rank alone, and replicated dropout drops other values on each.
 2. *Replicated regions*, which are all modules but those of 3, draw from it: the same on all tp peers, and just what
    one process draws.
 3. *Sharded regions*, which are the modules that :class:`ShardedRandom` and :class:`Sequence` name, draw from a stream
@@ -30,6 +35,7 @@ checkpointing, which restores it, draws the same masks again.
 from __future__ import annotations
 
 import contextlib
+import copy
 import fnmatch
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -40,6 +46,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -64,7 +71,9 @@ __all__ = [
     "Sequence",
     "ShardedRandom",
     "SharedInput",
+    "SharedWeight",
     "SplitSequence",
+    "WholeWeights",
     "apply_plan",
     "check_plan",
     "cross_entropy",
@@ -102,6 +111,10 @@ class Column(ColwiseParallel):
     """
 
     def __init__(self, *, units: int | str | None = None, **kwargs: Any) -> None:
+        if units is not None and not isinstance(units, str):
+            _check_units(units, f"units={units!r}")
+        for argument in ("input_layouts", "output_layouts"):
+            _check_layout(self, argument, kwargs.get(argument))
         super().__init__(**kwargs)
         self.units = units
 
@@ -110,7 +123,7 @@ class Column(ColwiseParallel):
         _check_is_layer(self, name, module)
         dim = 1 if isinstance(module, nn.Embedding) else 0
         size = module.weight.shape[dim]
-        units, what = size, "columns of its weight" if dim else "rows of its weight"
+        units, what = size, f"{'columns' if dim else 'rows'} of the weight"
         if isinstance(self.units, str):
             if not hasattr(parent, self.units):
                 raise ValueError(
@@ -118,10 +131,10 @@ class Column(ColwiseParallel):
                     f"{type(parent).__name__} has none of that name"
                 )
             units, what = getattr(parent, self.units), self.units
+            _check_units(units, f"units={self.units!r} of {name!r}")
         elif self.units is not None:
             units, what = self.units, "units"
-        stays_cut = self.use_local_output and not self.output_layouts[0].is_replicate()
-        if self.units is None and not stays_cut:
+        if self.units is None and not _stays_cut(self):
             _check_uneven(tp_size, size, what, name)
         elif units % tp_size:
             raise ValueError(f"tp={tp_size} should divide the {units} {what} of {name!r}, but does not")
@@ -129,7 +142,7 @@ class Column(ColwiseParallel):
             raise ValueError(f"the {units} {what} of {name!r} should divide its {size} outputs, but do not")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        uneven = module.weight.shape[0] % device_mesh.size()
+        uneven = module.weight.shape[isinstance(module, nn.Embedding)] % device_mesh.size()
         module = super()._apply(module, device_mesh)
         if uneven and self.use_local_output:  # torch gathers with padding and leaves it out
             module.register_forward_hook(_without_gaps)
@@ -141,7 +154,7 @@ class Row(RowwiseParallel):
 
     Forward: the partial outputs are summed over tp. Backward: no communication. Shoeybi et al. 2019, "Megatron-LM",
     section 3. For an ``nn.Embedding`` it is the vocabulary that is cut, evenly or not: a rank looks up the tokens
-    that it knows, and the sum knows all.
+    that it knows, and the sum knows all. (Its gradient is whole on every rank, V × D, until the trainer cuts it.)
 
     Args:
         kwargs: ``input_layouts``, ``output_layouts``, ``use_local_output`` of torch's ``RowwiseParallel``. The
@@ -157,6 +170,8 @@ class Row(RowwiseParallel):
     """
 
     def __init__(self, *, input_layouts: Placement | None = None, **kwargs: Any) -> None:
+        _check_layout(self, "input_layouts", input_layouts)
+        _check_layout(self, "output_layouts", kwargs.get("output_layouts"))
         super().__init__(input_layouts=input_layouts, **kwargs)
         self.whole_input_of_embeddings = input_layouts is None
 
@@ -172,9 +187,10 @@ class Row(RowwiseParallel):
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        style = copy.copy(self)  # torch's, too, writes into the style, which may be that of other layers
         if isinstance(module, nn.Embedding) and self.whole_input_of_embeddings:
-            self.input_layouts = (Replicate(),)
-        return super()._apply(module, device_mesh)
+            style.input_layouts = (Replicate(),)
+        return super(Row, style)._apply(module, device_mesh)
 
 
 class SharedInput(PrepareModuleInput):
@@ -182,7 +198,8 @@ class SharedInput(PrepareModuleInput):
 
     Forward: an input that is cut along the sequence is gathered; a whole one moves nothing. Backward: the gradients
     of all those layers are added on each rank and then summed over tp once, not once a layer. For attention, whose
-    queries, keys and values are computed from one input.
+    queries, keys and values are computed from one input, the module's first positional argument; others, such as a
+    mask, come through as they are.
 
     Args:
         input_layouts: how the input arrives: ``Replicate()``, the default, or ``Shard(1)`` where a sequence-parallel
@@ -201,17 +218,45 @@ class SharedInput(PrepareModuleInput):
     """
 
     def __init__(self, *, input_layouts: Placement | None = None) -> None:
+        _check_layout(self, "input_layouts", input_layouts)
         super().__init__(input_layouts=input_layouts or Replicate(), desired_input_layouts=Replicate())
+
+    def _prepare_input_fn(self, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
+        if not (inputs and isinstance(inputs[0], torch.Tensor)):
+            raise ValueError(
+                "SharedInput takes the first positional argument of its module, which should be a tensor, but given "
+                f"{type(inputs[0]).__name__ if inputs else 'keyword arguments only'}"
+            )
+        return (*super()._prepare_input_fn(inputs[:1], device_mesh), *inputs[1:])
+
+
+def _check_units(units: Any, what: str) -> None:
+    if isinstance(units, bool) or not isinstance(units, int) or units < 1:
+        raise ValueError(f"{what} should be a positive whole number, but is {units!r}")
+
+
+def _check_layout(style: ParallelStyle, argument: str, layout: Any) -> None:
+    if layout is not None and not isinstance(layout, Placement):
+        raise ValueError(
+            f"{argument} of {type(style).__name__} should be a placement such as Replicate() or Shard(1), but given "
+            f"{layout!r}"
+        )
 
 
 def _check_is_layer(style: ParallelStyle, name: str, module: nn.Module) -> None:
     if not isinstance(module, nn.Linear | nn.Embedding):
-        kin = {"Column": "OutputChannels", "Row": "InputChannels"}[type(style).__name__]
+        kin = "OutputChannels" if isinstance(style, Column) else "InputChannels"
         hint = f"; ddl.{kin} is for convolutions" if isinstance(module, _CONVOLUTIONS) else ""
         raise ValueError(
             f"{type(style).__name__} cuts an nn.Linear or nn.Embedding, but {name!r} is a "
             f"{type(module).__name__}{hint}"
         )
+    for option in ("max_norm", "sparse"):
+        if getattr(module, option, None):
+            raise ValueError(
+                f"{type(style).__name__} cuts an nn.Embedding without {option}, but {name!r} has "
+                f"{option}={getattr(module, option)}: torch's DTensor cannot do that; leave it out of the plan"
+            )
 
 
 def _check_uneven(tp_size: int, size: int, what: str, name: str) -> None:
@@ -240,6 +285,10 @@ class OutputChannels(ParallelStyle):
             from ignite_ddl.tensor import InputChannels, OutputChannels
 
             plan = {"conv1": OutputChannels(), "conv2": InputChannels()}     # ReLU and pooling between them
+
+    A BatchNorm, GroupNorm or ``nn.PReLU(C)`` between them would see fewer channels than its weights are made for, and
+    no style cuts it: an error, at once in an ``nn.Sequential``, else in the first forward pass. ``nn.PReLU()`` is a
+    :class:`SharedWeight`.
     """
 
     def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
@@ -261,6 +310,23 @@ class InputChannels(ParallelStyle):
     Args:
         whole_input: whether the input arrives with all its channels, of which each rank takes its own; the gradient
             of the input is gathered then. Default False: it arrives cut, say from :class:`OutputChannels`.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            def convolved(local_rank):
+                torch.manual_seed(0)
+                layer = ddl.auto_model(torch.nn.Conv2d(4, 8, 3), {"": ddl.InputChannels(whole_input=True)})
+                return tuple(layer.weight.to_local().shape), layer(torch.ones(1, 4, 5, 5)).sum().item()
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2, tp=2) as parallel:
+                (shape, total), _ = parallel.run(convolved)
+            assert shape == (8, 2, 3, 3)                        # 2 of the 4 input channels
+            torch.manual_seed(0)
+            assert abs(total - torch.nn.Conv2d(4, 8, 3)(torch.ones(1, 4, 5, 5)).sum().item()) < 1e-4
     """
 
     def __init__(self, *, whole_input: bool = False) -> None:
@@ -337,6 +403,131 @@ def _check_divides(tp_size: int, size: int, what: str, name: str) -> None:
         raise ValueError(f"tp={tp_size} should divide the {size} {what} of {name!r}, but does not")
 
 
+# -------------------------------------------------------------------------------------------------- shared weights
+
+
+class SharedWeight(ParallelStyle):
+    """A module inside a sharded region whose weights all heads, features or channels share: ``nn.PReLU()``, a norm of
+    each head, a learned scale.
+
+    Each rank computes with the whole weight on its own part, so its gradient is a part of a sum. Forward: no
+    communication. Backward: the gradients of the weights are summed over tp before the optimizer steps. It is for the
+    weights that the module itself holds; modules inside it have names and styles of their own.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.tensor import Column, Row, SharedWeight
+
+            plan = {"up": Column(), "act": SharedWeight(), "down": Row()}      # act is nn.PReLU()
+            plan |= {"block*.attention.[qk]_norm": SharedWeight()}             # norms of each head
+    """
+
+    def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
+        """Raises a ValueError if the module holds no weights, or some of single channels."""
+        kind = type(module).__name__
+        if not any(True for _ in module.parameters(recurse=False)):
+            raise ValueError(f"SharedWeight is for a module that holds weights, but {name!r} is a {kind}")
+        if _is_by_channel(module):
+            raise ValueError(
+                f"SharedWeight is for weights that all channels share, but {name!r} is a {kind} with some for each "
+                "channel: keep it outside the sharded region"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        whole = {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
+        return _on_local_parts(module, device_mesh, whole, _SharedWeight)
+
+
+def _is_by_channel(module: nn.Module) -> bool:
+    """Whether a part of the channels is not what it is made for."""
+    if isinstance(module, nn.PReLU):
+        return module.num_parameters > 1
+    norm = isinstance(module, nn.modules.batchnorm._NormBase) and bool(module.state_dict())
+    return norm or isinstance(module, nn.GroupNorm)  # whose groups would be others
+
+
+class _SharedWeight:
+    """Mixed into the class of a module, before it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        whole = dict(self._parameters)
+        try:
+            for name, weight in whole.items():
+                if weight is not None:  # a plain tensor, whose gradient is a part of the sum over tp
+                    self._parameters[name] = weight.to_local(grad_placements=[Partial()])
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters.update(whole)
+
+
+class WholeWeights:
+    """Asks once of each weight that a plan leaves whole whether all tp peers have the same gradient of it.
+
+    They have not where their parts of features, heads, channels or tokens share the weight, or where they saw different
+    rows or drew different numbers; the copies would drift apart, without an error. The trainer asks in the first step,
+    by one all-gather of 16 numbers a weight, and, of weights that have no gradient yet, in up to nine more.
+
+    Args:
+        mesh: whose tp ranks are compared.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.steps_left, self.agreed = mesh, 10, set()
+
+    def check(self, model: nn.Module) -> None:
+        """All tp peers call it, after the backward pass.
+
+        Args:
+            model: what ``ddl.auto_model`` returned.
+
+        Raises:
+            ValueError: on all tp peers, if they have different gradients of a weight that each holds whole.
+        """
+        if self.steps_left == 0:
+            return
+        self.steps_left -= 1
+        asked = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and name not in self.agreed and not _is_on_tp(parameter)
+        }
+        if not asked:
+            return
+        here = torch.stack([_digest(parameter.grad) for parameter in asked.values()])
+        peers = [torch.empty_like(here) for _ in range(self.mesh.tp_size)]
+        dist.all_gather(peers, here, group=self.mesh.tp_group)
+        peers = torch.stack(peers).cpu()  # (tp, weights, 16)
+        sizes = peers[..., 8:].norm(dim=2).amax(dim=0)
+        differences = (peers - peers[0]).norm(dim=2).amax(dim=0)
+        # Far below the others it is what rounding left of a gradient that should be zero.
+        rounding = sizes.max() * max(torch.finfo(parameter.dtype).eps for parameter in asked.values()) ** 0.5
+        for name, size, difference in zip(asked, sizes, differences, strict=True):
+            if size > rounding:
+                self.agreed.add(name)
+                if difference > 0.01 * size:
+                    raise ValueError(
+                        f"tp ranks have different gradients of {name!r}, which tensor_plan leaves whole on each of "
+                        "them. If it works on a part of the heads, features, channels or tokens, name its module in "
+                        "the plan: ddl.SharedWeight(), or ddl.Sequence() for tokens. Else the ranks saw different rows "
+                        "or drew different random numbers"
+                    )
+
+
+def _is_on_tp(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _digest(gradient: torch.Tensor | None) -> torch.Tensor:
+    """16 numbers: of each eighth its sum and its norm, scaled so that they differ by no more than gradients do."""
+    if gradient is None:
+        return torch.zeros(16, dtype=torch.float64, device=idist.device())
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    parts = local.detach().to(idist.device(), torch.float64).flatten().tensor_split(8)
+    sums = [part.sum() / max(len(part), 1) ** 0.5 for part in parts]
+    return torch.stack(sums + [part.norm() for part in parts])
+
+
 # ------------------------------------------------------------------------------------------- sequence parallelism
 
 
@@ -350,6 +541,19 @@ class SplitSequence(PrepareModuleOutput):
 
     Args:
         dim: the dim of the sequence, default 1. Its size has to be a multiple of the tp size.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            def tokens_here(local_rank):
+                layer = ddl.auto_model(torch.nn.Embedding(10, 4), {"": ddl.SplitSequence()})
+                return tuple(layer(torch.zeros(2, 6, dtype=torch.long)).shape)
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2, tp=2) as parallel:
+                assert parallel.run(tokens_here) == [(2, 3, 4)] * 2
     """
 
     def __init__(self, *, dim: int = 1) -> None:
@@ -369,6 +573,11 @@ def _without_gaps(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch
 
 
 def _check_sequence(dim: int, tp_size: int, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    if not isinstance(output, torch.Tensor):
+        raise ValueError(
+            f"SplitSequence is for a module whose output is one tensor, but {type(module).__name__}'s is a "
+            f"{type(output).__name__}"
+        )
     if output.shape[dim] % tp_size:
         raise ValueError(
             f"tp={tp_size} should divide the sequence, but dim {dim} of {type(module).__name__}'s output has "
@@ -381,7 +590,8 @@ class Sequence(SequenceParallel):
 
     Forward: no communication. Backward: the gradients of the weights, which every rank holds whole, are summed over
     tp before the optimizer steps. What it draws follows the rule for sharded regions, so ``nn.Dropout`` between
-    sequence-parallel layers is a ``Sequence`` too. Korthikanti et al. 2022, section 4.2.2.
+    sequence-parallel layers is a ``Sequence`` too. For a norm of each head, which also sees a part, it is
+    :class:`SharedWeight`. Korthikanti et al. 2022, section 4.2.2.
 
     Args:
         dim: the dim of the sequence, default 1.
@@ -514,7 +724,8 @@ def cross_entropy(
     Cut logits come from a head with ``Column(use_local_output=False)``. Three numbers a row are reduced over tp:
     its largest logit, its sum of exponentials, the logit of its target (Shoeybi et al. 2019, "Megatron-LM",
     section 3). The gradient takes no communication. It is torch's ``loss_parallel``, with the gradient computed on
-    the spot, so that ``backward()`` may be called anywhere. Whole logits go to ``F.cross_entropy`` as they are.
+    the spot, so that ``backward()`` may be called anywhere, once: it has no second derivative. Half-precision logits
+    are computed with in float32. Whole logits go to ``F.cross_entropy`` as they are.
 
     Args:
         logits: scores of shape (N, C) or (N, C, ...); a DTensor cut along the classes, or a plain tensor.
@@ -525,11 +736,11 @@ def cross_entropy(
         label_smoothing: default 0.0. For whole logits only.
 
     Returns:
-        Tensor: the loss, a plain tensor that is the same on all tp peers.
+        Tensor: the loss, a plain tensor that is the same on all tp peers; float32 for cut logits in half precision.
 
     Raises:
         ValueError: if logits are cut, but not along the classes, or ``target``, ``weight`` or ``label_smoothing``
-            is something that cut logits do not support; nothing has been sent then.
+            is something that cut logits do not support, or ``target`` has another shape; nothing has been sent then.
 
     Examples:
         .. code-block:: python
@@ -571,6 +782,14 @@ def cross_entropy(
             f"target should be class indices for logits that are cut by vocabulary, but given {target.dtype} "
             "probabilities: gather the logits, by Column(output_layouts=Replicate())"
         )
+    if reduction not in ("mean", "sum", "none"):  # torch would say it too late to put its own handlers back
+        raise ValueError(f'reduction should be "mean", "sum" or "none", but given {reduction!r}')
+    rows = logits.shape[:classes] + logits.shape[classes + 1 :]
+    if target.shape != rows:
+        raise ValueError(
+            f"target should be of shape {tuple(rows)} for logits of shape {tuple(logits.shape)}, but is of "
+            f"{tuple(target.shape)}"
+        )
     if target.device.type == "cpu":  # elsewhere it would wait for the device
         outside = target[((target < 0) | (target >= logits.shape[classes])) & (target != ignore_index)]
         if len(outside):
@@ -588,8 +807,10 @@ class _CutCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, local: torch.Tensor, spec: Any, target: torch.Tensor, options: dict
     ) -> torch.Tensor:
+        # A scaled loss saves small gradients from half precision only if they are not rounded before it is applied.
+        precise = local.detach().to(torch.promote_types(local.dtype, torch.float32))
         logits = DTensor.from_local(
-            *(local.detach(), spec.device_mesh, spec.placements),
+            *(precise, spec.device_mesh, spec.placements),
             run_check=False,
             shape=spec.shape,
             stride=spec.stride,
@@ -600,14 +821,16 @@ class _CutCrossEntropy(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 # A row's gradient holds none of another row, so the gradient of the sum serves "none" too.
                 ctx.save_for_backward(torch.autograd.grad(loss.sum(), logits)[0].to_local())
+        ctx.dtype = local.dtype
         return loss.detach().to_local()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (gradient,), (grad_output,) = ctx.saved_tensors, grad_outputs
         if grad_output.ndim:
             grad_output = grad_output.unsqueeze(1)
-        return gradient * grad_output, None, None, None
+        return (gradient * grad_output).to(ctx.dtype), None, None, None
 
 
 # ------------------------------------------------------------------------------------------------------- the plan
@@ -626,9 +849,13 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
         dict: full module names to styles.
 
     Raises:
-        ValueError: if a key matches no module, a style cannot cut a module ``tp_size`` times, or a module or weight
-            that has several names is to be cut in two ways.
+        ValueError: if ``plan`` is no dict of styles by name, a key matches no module, a style cannot cut a module
+            ``tp_size`` times, or a module or weight that has several names is to be cut in two ways.
     """
+    if not isinstance(plan, Mapping) or not all(isinstance(key, str) for key in plan):
+        raise ValueError(
+            f"tensor_plan should be a dict from globs of module names to styles, but given {plan!r}"
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
     styles: dict[str, ParallelStyle] = {}
     for key, style in plan.items():
@@ -648,8 +875,32 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
     for name, style in styles.items():
         if hasattr(style, "check"):
             style.check(name, modules[name], modules[name.rpartition(".")[0]], tp_size)
+    if tp_size > 1:
+        _check_channels(modules, styles)
     _check_agreement(model, modules, styles)
     return styles
+
+
+def _check_channels(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> None:
+    """What stands between a layer that cuts and the next with a style, where the order of layers can be seen."""
+    for name, module in modules.items():
+        if type(module).forward is not nn.Sequential.forward:
+            continue
+        cut_by = ""
+        for child_name, child in module.named_children():
+            full_name = f"{name}.{child_name}" if name else child_name
+            style = styles.get(full_name)
+            if style is not None and not isinstance(style, ShardedRandom | SharedWeight):
+                cut_by = full_name if isinstance(style, OutputChannels) or _stays_cut(style) else ""
+            elif cut_by and _is_by_channel(child):
+                raise ValueError(
+                    f"{full_name!r} is a {type(child).__name__} of all channels, but {cut_by!r} before it leaves each "
+                    "rank some of them, and no style cuts it: leave its neighbours out of tensor_plan"
+                )
+
+
+def _stays_cut(style: ParallelStyle) -> bool:
+    return isinstance(style, Column) and style.use_local_output and not style.output_layouts[0].is_replicate()
 
 
 def _check_agreement(

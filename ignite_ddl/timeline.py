@@ -26,6 +26,7 @@ import os
 import platform
 import statistics
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -182,6 +183,7 @@ class Timeline:
         self._calls: list[_Call] = []
         self._counts: dict[tuple, int] = defaultdict(int)
         self._users: set[Any] = set()  # the engines that are running, and "with"
+        self._stopped: set[Any] = set()  # those of them that should wait for their next run
         self._names: dict[int, str] = {}
         # Of a merged timeline, or of one that came from another process:
         self._taken: tuple[list[_Span], list[_Call]] | None = None
@@ -191,6 +193,7 @@ class Timeline:
     def attach(self, engine: Engine, name: str = "step") -> Timeline:
         """Records an engine's runs: its data, its steps, its handlers, and collectives in any of them.
 
+        Called in the midst of a run, by a handler of ``Events.EPOCH_STARTED(once=2)`` say, it records the rest of it.
         Attach it to the evaluator too, and an evaluation inside a handler is shown in its parts.
 
         Args:
@@ -208,15 +211,22 @@ class Timeline:
 
         def mark(what: str) -> Callable[[], None]:
             def handler() -> None:
+                if number not in self._users:  # attached while the engine runs, or stopped
+                    if number in self._stopped:
+                        return
+                    self._begin(number)
                 if synchronize:
                     torch.accelerator.synchronize()
                 take((what, now(), number, engine.state.iteration))
 
             return handler
 
-        def run_begins() -> None:
+        def to_borders() -> None:
             for event, (handler, first) in borders.items():
                 self._to_border(engine, event, handler, first)
+
+        def run_begins() -> None:
+            to_borders()  # again: other handlers came meanwhile
             self._begin(number)
             mark("run")()
 
@@ -236,6 +246,7 @@ class Timeline:
         self._to_border(engine, Events.STARTED, run_begins, first=True)
         for event, (handler, _) in borders.items():
             engine.add_event_handler(event, handler)
+        to_borders()
         return self
 
     @staticmethod
@@ -244,16 +255,20 @@ class Timeline:
         handlers = engine._event_handlers[event]
         for place, entry in enumerate(handlers):
             if inspect.unwrap(entry[0]) is handler:  # HandlersTimeProfiler wraps
-                handlers.insert(0 if first else len(handlers), handlers.pop(place))
+                others = handlers[:place] + handlers[place + 1 :]
+                # A new list: the engine may be going through this one.
+                engine._event_handlers[event] = [entry, *others] if first else [*others, entry]
                 return
 
     @contextlib.contextmanager
     def span(self, name: str, kind: str = "compute") -> Iterator[None]:
         """Records a stretch of your own code, inside a step or anywhere.
 
+        Collectives are watched inside ``with timeline`` and runs of engines; elsewhere their time is the span's.
+
         Args:
             name: what to call it.
-            kind: one of ``KINDS``, default "compute". A collective inside it is recorded as such.
+            kind: one of ``KINDS``, default "compute". A collective that is watched inside it is recorded as such.
 
         Raises:
             ValueError: if ``kind`` is unknown.
@@ -266,6 +281,8 @@ class Timeline:
         """
         if kind not in KINDS:
             raise ValueError(f"kind should be one of {KINDS}, but given {kind!r}")
+        if not self._users:
+            self._record_here()
         if self.synchronize:
             torch.accelerator.synchronize()
         start = now()
@@ -284,21 +301,32 @@ class Timeline:
         self._end("with")
 
     def stop(self) -> None:
-        """Ends recording, also after a run that an exception ended."""
+        """Ends recording until the next run or ``with``, also after a run that an exception ended."""
+        self._stopped |= self._users
         for user in list(self._users):
             self._end(user)
 
     def clear(self) -> None:
-        """Forgets what was recorded so far, such as the warm-up; call it at the same step on every rank."""
+        """Forgets what was recorded so far, such as the warm-up; call it at the same step on every rank.
+
+        The n-th collective of a group that one rank records is taken for the n-th that another records. So let
+        recording *begin* at the same place on every rank, too: with a barrier in front of ``with timeline``, or by
+        ``attach``. If a rank begins one collective earlier, each of its waits is compared with the wrong one;
+        :meth:`merge` warns where the numbers differ.
+        """
         self._marks.clear()
         self._own.clear()
         self._calls.clear()
         self._taken = None
 
-    def _begin(self, user: Any) -> None:
+    def _record_here(self) -> None:
         self._taken = None
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    def _begin(self, user: Any) -> None:
+        self._record_here()
         self._users.add(user)
+        self._stopped.discard(user)
         if dist.is_available():
             _watch(self)
 
@@ -422,8 +450,16 @@ class Timeline:
 
         Raises:
             ValueError: if it is given anything but timelines of different ranks.
+
+        Warns:
+            UserWarning: if ranks recorded unlike numbers of collectives of a group, see :meth:`clear`.
         """
-        timelines = list(timelines)
+        try:
+            timelines = list(timelines)
+        except TypeError:
+            raise ValueError(
+                f"timelines should be one Timeline a rank, in a list, but given {timelines!r}"
+            ) from None
         for timeline in timelines:
             if not isinstance(timeline, Timeline) or timeline.rank is None:
                 raise ValueError(f"timelines should be one Timeline a rank, but given {timeline!r}")
@@ -431,6 +467,7 @@ class Timeline:
         if len(set(ranks)) < len(ranks):
             raise ValueError(f"timelines should be of different ranks, but given ranks {ranks}")
         parts = [timeline._spans_and_calls() for timeline in timelines]
+        _warn_of_unlike_numbers(ranks, [calls for _, calls in parts])
         for part, shift in zip(parts, _clock_shifts(timelines, parts), strict=True):
             _move(part, shift)
         origin = min((span.record.start for spans, _ in parts for span in spans), default=0.0)
@@ -451,7 +488,8 @@ class Timeline:
         """Writes the timeline as a trace for https://ui.perfetto.dev or chrome://tracing; both open it locally.
 
         One process a rank; nested spans on its thread "rank", collectives in flight as asynchronous tracks. The
-        format is Chrome's "Trace Event Format", JSON object form.
+        format is Chrome's "Trace Event Format", JSON object form. Rank r has the pid r + 1: Perfetto treats pid 0
+        and tid 0 specially.
 
         Args:
             path: the file to write, such as "timeline.json".
@@ -462,7 +500,7 @@ class Timeline:
         spans, calls = self._spans_and_calls()
         events: list[dict[str, Any]] = []
         for rank in sorted({span.record.rank for span in spans}):
-            common = {"ph": "M", "pid": rank, "tid": 0}
+            common = {"ph": "M", "pid": rank + 1, "tid": 1}
             events.append(common | {"name": "process_name", "args": {"name": f"rank {rank}"}})
             events.append(common | {"name": "process_sort_index", "args": {"sort_index": rank}})
             events.append(common | {"name": "thread_name", "args": {"name": "rank"}})
@@ -471,7 +509,7 @@ class Timeline:
         for span in sorted(spans, key=lambda span: (span.record.start, -span.record.end)):
             rank, kind, name, start, end, waits_for, *_ = span.record
             begin, stop = round((start - origin) * 1e9), round((end - origin) * 1e9)
-            event = {"ph": "X", "pid": rank, "tid": 0, "name": name, "cat": kind}
+            event = {"ph": "X", "pid": rank + 1, "tid": 1, "name": name, "cat": kind}
             event |= {"ts": begin / 1e3, "dur": (stop - begin) / 1e3}
             events.append(
                 event | {"args": {"kind": kind} | ({} if waits_for is None else {"waits for": waits_for})}
@@ -484,7 +522,13 @@ class Timeline:
         }
         for number, call in enumerate(calls):
             if call.done is not None and number not in at_once:
-                event = {"pid": call.rank, "tid": 0, "name": call.name, "cat": "in flight", "id": hex(number)}
+                event = {
+                    "pid": call.rank + 1,
+                    "tid": 1,
+                    "name": call.name,
+                    "cat": "in flight",
+                    "id": hex(number),
+                }
                 for phase, when in (("b", call.launched), ("e", call.done)):
                     events.append(event | {"ph": phase, "ts": max(0, round((when - origin) * 1e9)) / 1e3})
         path = Path(path)
@@ -653,6 +697,26 @@ def _split_waits(spans: list[_Span], calls: list[_Call]) -> list[_Span]:
     return split
 
 
+def _warn_of_unlike_numbers(ranks: list[int], calls: list[list[_Call]]) -> None:
+    numbers: dict[tuple, dict[int, int]] = defaultdict(dict)  # of collectives: by way and rank
+    for rank, of_rank in zip(ranks, calls, strict=True):
+        for call in of_rank:
+            if call.key is not None and call.key[1] != "message":
+                *way, members, number = call.key
+                counted = numbers[*way, members]
+                counted.update({member: counted.get(member, 0) for member in members if member in ranks})
+                counted[rank] = max(counted[rank], number)
+    for (group, *_), counted in numbers.items():
+        if len(set(counted.values())) > 1:
+            told = ", ".join(f"{number} by rank {rank}" for rank, number in sorted(counted.items()))
+            warnings.warn(
+                f"the ranks of group {group!r} recorded unlike numbers of collectives: {told}. The n-th of one rank "
+                "is compared with the n-th of another, so what is said of waits may be wrong: begin recording at "
+                "the same place on every rank",
+                stacklevel=3,
+            )
+
+
 def _same(one: _Call, other: _Call) -> bool:
     return one.name == other.name or {one.name, other.name} == {"send", "recv"}
 
@@ -755,11 +819,12 @@ def _note(name: str, group: dist.ProcessGroup, peer: int | None = None, tag: int
         if timeline.synchronize:
             torch.accelerator.synchronize()
         me, key, needs = timeline.rank, None, ()
-        if name in ("send", "recv"):
+        known = peer in range(len(ranks))  # else the call itself will say what is wrong with it
+        if name in ("send", "recv") and known:
             needs = (me, ranks[peer]) if name == "send" else (ranks[peer], me)
             key = (group.group_name, "message", *needs, tag)
-        elif ranks and name != "recv_anysource":
-            needs = ranks if peer is None or ranks[peer] == me else (ranks[peer], me)
+        elif ranks and name not in _MESSAGES:
+            needs = (ranks[peer], me) if known and ranks[peer] != me else ranks
             key = (group.group_name, name if name in ("gradients", "buckets") else "", ranks)
         if key is not None:  # what is the same on all of its ranks: the way, and the number on it
             timeline._counts[key] = number = timeline._counts[key] + 1
@@ -796,13 +861,7 @@ def _watched_launch(name: str, method: Callable) -> Callable:
     blocking = name == "monitored_barrier"
 
     def watched(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        peer, tag = None, 0
-        if name in ("send", "recv"):
-            _, peer, tag = args
-        elif name in _ROOTED:
-            root = args[-1] if args else None
-            peer = root if isinstance(root, int) else getattr(root, "rootRank", None)
-        noted = _note(name, group, peer, tag)
+        noted = _note(name, group, *_peer_and_tag(name, args, kwargs))
         work = method(group, *args, **kwargs)
         synchronous = blocking or any(timeline.synchronize for timeline, _ in noted)
         _stood_still(noted, None, "wait" if synchronous else "launch")
@@ -815,6 +874,21 @@ def _watched_launch(name: str, method: Callable) -> Callable:
         return work
 
     return watched
+
+
+def _peer_and_tag(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[int | None, int]:
+    """Whom a message or a rooted collective is from or for, its arguments given by place or by name."""
+    if name in ("send", "recv"):
+        given = (
+            dict(zip(("tensors", "dstRank" if name == "send" else "srcRank", "tag"), args, strict=False))
+            | kwargs
+        )
+        return given.get("dstRank", given.get("srcRank")), given.get("tag", 0)
+    if name in _ROOTED:  # root, or opts that hold it, come after one tensor or two
+        place = 1 if name == "broadcast" else 2
+        root = args[place] if len(args) > place else kwargs.get("root", kwargs.get("opts"))
+        return (root if hasattr(root, "__index__") else getattr(root, "rootRank", 0)), 0
+    return None, 0
 
 
 def _watched_wait(wait: Callable) -> Callable:

@@ -9,7 +9,7 @@ imports nothing and changes nothing. With it, five methods of Ignite's private X
   on each device.
 - ``_XLADistributedOptimizer.__init__``, behind ``idist.auto_optim``, raises ``TypeError: super(type, obj)``:
   Ignite copies its methods into another class, and ``super()`` still looks for the first. The new one also lets
-  wrapper and optimizer share their state, before and after ``load_state_dict``.
+  wrapper and optimizer share their groups and their state, before and after ``load_state_dict``.
 - ``create_from_context`` takes the job for an XLA job wherever torch_xla can be imported, gloo jobs and plain
   processes too. It now waits until this process has used an XLA device, or ``idist.initialize("xla-tpu")``.
 
@@ -146,6 +146,7 @@ def _wrap_optimizer(self: Any, optimizer: torch.optim.Optimizer) -> None:
     # type(self) is the class that auto_optim makes of the optimizer's own: its parent is that one.
     super(type(self), self).__init__(optimizer.param_groups)
     self.wrapped_optimizer = optimizer
+    self.param_groups = optimizer.param_groups  # else add_param_group would add to the wrapper alone
     self.state = optimizer.state  # else a checkpoint would hold no momentum
     self.register_load_state_dict_post_hook(_hand_on)  # load_state_dict makes new dicts
 

@@ -1,7 +1,5 @@
 """What the tests of exercises and of figures have in common."""
 
-from matplotlib.text import Text
-
 
 def said(capsys) -> str:
     """The one line that a check has printed."""
@@ -26,5 +24,7 @@ def wrong(check, function, hint, capsys):
 
 def text_sizes(figure) -> dict[str, float]:
     """Each text of a figure, to its size in points."""
+    from matplotlib.text import Text  # not above: ranks read this file to find a test's function
+
     figure.canvas.draw()
     return {text.get_text(): text.get_size() for text in figure.findobj(Text) if text.get_text()}

@@ -5,7 +5,9 @@ the cells of one chapter over two kernels.
 """
 
 import os
+import sys
 from collections import defaultdict
+from importlib.util import find_spec
 
 import pytest
 
@@ -24,6 +26,15 @@ def pytest_configure(config):
         config.option.nbval_cell_timeout = min(config.option.nbval_cell_timeout, CELL_TIMEOUT)
     # A plugin of its own: pytest calls the hooks of this file for what lies beside it, not for notebooks/.
     config.pluginmanager.register(ChapterSeconds())
+
+
+def pytest_collection_finish(session):
+    """Ranks find a test's function in its file, which imports these: once in the server, not in each rank."""
+    if launch := sys.modules.get("ignite_ddl.launch"):
+        wanted = ["pytest", "hypothesis", "psutil", "sklearn.metrics", "ignite_ddl.lab"]
+        launch.PRELOAD.extend(
+            name for name in wanted if find_spec(name.split(".")[0])
+        )  # tests/extra_tpu.sh lacks some
 
 
 class ChapterSeconds:

@@ -2,7 +2,7 @@
 # ignite_ddl/tpu.py and chapter 03 on XLA's CPU device, in an environment of their own: torch_xla 2.9 wants torch 2.9.
 # Builds build/tpu-env once (7 GB, 3 minutes), adds its kernel "ignite-ddl on XLA" to .venv, then runs the tests for
 # real and compares each number that chapter 03 shows with the recorded one.
-#     tests/extra_tpu.sh            the tests
+#     tests/extra_tpu.sh            the tests; exits 77 where it skips them: no disk for it, or no wheels
 #     tests/extra_tpu.sh --record   runs chapter 03 and writes ignite_ddl/lab/recorded_xla.json anew
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,9 +19,9 @@ if [ "$(cat $env/stamp 2>/dev/null)" != "$stamp" ]; then
     free=$(df -Pk build | awk 'NR == 2 {print int($4 / 1000000)}')
     if [ ! -e $env ] && [ "$free" -lt $needed ]; then
         echo "tpu: SKIPPED: torch_xla's environment needs $needed GB, $free GB are free here"
-        exit 0
+        exit 77
     fi
-    [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] || { echo "tpu: SKIPPED: torch_xla has no wheels for $(uname -sm)"; exit 0; }
+    [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] || { echo "tpu: SKIPPED: torch_xla has no wheels for $(uname -sm)"; exit 77; }
     echo "tpu: making $env: about 7 GB, 3 minutes"
     [ -x $python ] || python3 -m venv $env
     $python -m pip install -q -c $constraints $wanted

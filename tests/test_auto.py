@@ -1,6 +1,7 @@
 """auto_dataloader deals one process's batches, auto_model keeps one process's weights, and what both refuse."""
 
 import copy
+import logging
 import re
 from collections import OrderedDict
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ignite.engine import Engine, Events
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.utils.data import (
@@ -22,10 +24,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 import ignite_ddl as ddl
 from ignite_ddl import auto
+from ignite_ddl.lab.counting import count_bytes
 from ignite_ddl.mesh import AXES, Mesh
 
 TIMEOUT = 90
@@ -167,6 +171,42 @@ def test_streams(workers, drop_last, monkeypatch):
         assert seen[0] == [batch.tolist() for batch in DataLoader(Stream(14), **options)]
 
 
+class Shuffled(IterableDataset):
+    def __iter__(self):
+        yield from torch.randperm(9).tolist()
+
+
+def drawn(local_rank, workers):
+    torch.manual_seed(local_rank)
+    loader = ddl.auto_dataloader(Shuffled(), batch_size=4, num_workers=workers, collate_fn=None)
+    return [torch.cat([*loader]).tolist() for _ in range(2)]
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_draws_gives_each_row_once(workers, axes):
+    """Every dp rank reads the whole stream, so all have to draw alike for their parts to fit together."""
+    ranks = run(drawn, 2 * len(axes), workers, **axes)
+    for first, second in zip(ranks[0], ranks[-1], strict=True):  # of dp rank 0, of dp rank 1
+        assert sorted(first + second) == list(range(9))
+    assert ranks[0][0] != ranks[0][1]
+    assert ranks == [ranks[0]] * len(axes) + [ranks[-1]] * len(axes)
+
+
+def test_what_a_rank_without_rows_keeps_of_a_batch(monkeypatch):
+    """No rows of tensors and lists of strings; a number of the whole batch stays."""
+    rows = [{"x": torch.ones(2), "file": "a.png"}]
+
+    def collate(samples):
+        return default_collate(samples) | {"scale": torch.tensor(0.5)}
+
+    make = lambda: ddl.auto_dataloader(rows, batch_size=2, collate_fn=collate)  # noqa: E731
+    [batch] = as_rank(0, 2, make, monkeypatch)
+    assert batch["x"].shape == (0, 2)
+    assert batch["file"] == []
+    assert batch["scale"] == 0.5
+
+
 def test_a_rank_without_rows_gets_an_empty_batch_and_a_row_to_compute(monkeypatch):
     data = TensorDataset(torch.arange(10).reshape(5, 2), torch.arange(5))
     for make in (lambda: ddl.auto_dataloader(data, batch_size=4), lambda: stream_of(data)):
@@ -211,6 +251,62 @@ def test_an_epoch_that_is_left_early_does_no_harm():
         break
     _, sizes = dealt(loader)
     assert sizes == [(4, 4)] * 3 + [(1, 1)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_that_is_left_early_is_no_epoch(workers, monkeypatch):
+    """So a rank may look at a batch alone; an engine that stops at the last batch has had the whole epoch."""
+    options = {"batch_size": 4, "shuffle": True, "num_workers": workers}
+    make = lambda: as_rank(1, 2, lambda: ddl.auto_dataloader(torch.arange(13), **options), monkeypatch)  # noqa: E731
+    untouched, loader = make(), make()
+    epochs = [dealt(untouched) for _ in range(3)]
+    assert epochs[0][0] != epochs[1][0] != epochs[2][0]
+    next(iter(loader))
+    for batch, _ in zip(loader, range(2), strict=False):
+        assert len(batch) == 2
+    assert dealt(loader) == epochs[0]
+    batches = iter(loader)
+    again = [(next(batches).tolist(), loader.rows) for _ in range(2)]
+    next(iter(loader))  # a peek inside the pass
+    again += [(next(batches).tolist(), loader.rows) for _ in range(2)]
+    assert ([rows for rows, _ in again], [sizes for _, sizes in again]) == epochs[1]
+    assert dealt(loader) == epochs[2]
+    loader.set_epoch(1)
+    next(iter(loader))
+    assert dealt(loader) == epochs[1]
+
+
+def test_runs_of_an_engine_are_epochs_of_their_own():
+    """An engine asks for no batch after its last one, and goes on in the same pass where its epochs are shorter."""
+    loader = ddl.auto_dataloader(torch.arange(12), batch_size=4, shuffle=True)
+    seen = []
+    step = lambda engine, batch: seen.append(batch.tolist())  # noqa: E731
+    for _ in range(2):
+        Engine(step).run(loader, max_epochs=1)
+    assert seen[:3] != seen[3:]
+    assert sorted(sum(seen[:3], [])) == sorted(sum(seen[3:], [])) == list(range(12))
+    seen.clear()
+    Engine(step).run(loader, max_epochs=3, epoch_length=2)
+    assert sorted(sum(seen[:3], [])) == sorted(sum(seen[3:], [])) == list(range(12))
+    assert seen[:3] != seen[3:]
+
+
+def peek_by_rank_0(local_rank, workers):
+    torch.manual_seed(local_rank)
+    loader = ddl.auto_dataloader(Noisy(), batch_size=4, shuffle=True, num_workers=workers)
+    if idist.get_rank() == 0:
+        next(iter(loader))
+    return [torch.cat([*loader]) for _ in range(2)]
+
+
+@pytest.mark.parametrize("workers", [0, 4])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_one_rank_may_look_at_a_batch(workers, tp):
+    for epoch in zip(*run(peek_by_rank_0, 4, workers, tp=tp), strict=True):
+        assert sorted(torch.cat(epoch[::tp])[:, 0].tolist()) == list(range(10))
+        if tp == 2:  # peers have the same rows, with the same noise
+            assert torch.equal(epoch[0], epoch[1])
+            assert torch.equal(epoch[2], epoch[3])
 
 
 def test_shuffling_leaves_the_random_stream_of_the_user_alone():
@@ -349,7 +445,7 @@ def round_trip(local_rank, kind, shard):
     wrong = [
         {n: t for n, t in other.items() if n != name},
         other | {"more": torch.ones(())},
-        {n: torch.ones(99, 99) for n in other},
+        other | {list(other)[-1]: torch.ones(99, 99)},  # under pp, of the last stage
     ]
     for state in wrong:
         try:
@@ -528,6 +624,59 @@ def test_in_order_is_the_default():
     assert isinstance(batches.sampler, SequentialSampler)
 
 
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+def rows_for_norms():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(24, 3, generator=generator, dtype=torch.double) + torch.arange(24.0)[:, None]
+    return TensorDataset(x, torch.randn(24, 1, generator=generator, dtype=torch.double))
+
+
+def statistics_of_batchnorm(local_rank, shard, plan):
+    model = ddl.auto_model(normed(), plan, shard=shard, n_microbatches=1, schedule="gpipe")
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(model, optimizer, nn.functional.mse_loss)
+    trainer.run(ddl.auto_dataloader(rows_for_norms(), batch_size=8))
+    state = ddl.full_state_dict(model)
+    output = []
+    evaluator = ddl.create_supervised_evaluator(model, output_transform=lambda x, y, y_pred: y_pred)
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: output.append(engine.state.output))
+    evaluator.run([rows_for_norms().tensors])
+    return state, output[0]
+
+
+@pytest.mark.parametrize(
+    ("axes", "shard"),
+    [
+        ({"dp": 2}, False),
+        ({"dp": 2}, True),
+        ({"dp": 2, "tp": 2}, False),
+        ({"dp": 2, "tp": 2}, True),
+        ({"dp": 2, "pp": 2}, False),
+    ],
+)
+def test_batchnorm_keeps_the_statistics_of_dp_rank_0(axes, shard):
+    model = normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start in range(0, 24, 8):
+        x, y = (tensor[start : start + 8] for tensor in rows_for_norms().tensors)
+        optimizer.zero_grad()
+        before = copy.deepcopy(model.state_dict())
+        for here in (slice(4, 8), slice(0, 4)):  # dp rank 0's rows last: its statistics stay
+            model.load_state_dict(before)
+            (nn.functional.mse_loss(model(x[here]), y[here]) / 2).backward()
+        optimizer.step()
+    output = model.eval()(rows_for_norms().tensors[0]).detach()
+    plan = {"0": ddl.Column(output_layouts=Replicate())} if "tp" in axes else None
+    for state, seen in run(statistics_of_batchnorm, 2 * len(axes), shard, plan, **axes):
+        for name, tensor in model.state_dict().items():
+            assert torch.allclose(state[name], tensor, rtol=0, atol=1e-12), name
+        assert torch.allclose(seen, output, rtol=0, atol=1e-12)
+
+
 def _train_after_a_forward_pass(local_rank, shard):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)]
@@ -549,3 +698,112 @@ def _train_after_a_forward_pass(local_rank, shard):
 def test_an_optimizer_made_after_a_forward_pass_trains(mesh, shard):
     parallel = ddl.Parallel("gloo", 4, timeout=60, **mesh)
     assert parallel.run(_train_after_a_forward_pass, shard) == [True] * 4
+
+
+# ------------------------------------------------------------------------------------------- what FSDP2 gathers
+
+
+SIZE, LAYERS = 64, 16
+
+
+class Residual(nn.Module):
+    """A block as transformers have them: with a Sequential of its own, and gathered as one."""
+
+    def __init__(self, width=SIZE):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, width // 2), nn.Tanh(), nn.Linear(width // 2, width))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Around(nn.Module):
+    """Something with layers, and a head beside it."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        for part in self.children():
+            for layer in part if isinstance(part, nn.ModuleList) else [part]:
+                x = layer(x)
+        return x
+
+
+def linears(n=LAYERS):
+    return [layer for _ in range(n) for layer in (nn.Linear(SIZE, SIZE, bias=False), nn.Tanh())]
+
+
+def tied():
+    """The head is the first layer's matrix, two floors below; the model's own parameter is tied to a third's."""
+    model = Around(
+        transformer=Around(layers=nn.Sequential(*linears(4))), head=nn.Linear(SIZE, SIZE, bias=False)
+    )
+    model.head.weight = model.transformer.layers[0].weight
+    model.register_parameter("scale", model.transformer.layers[2].weight)
+    return model
+
+
+SHAPES = {  # the model, and the largest number of weights that one gather has to bring
+    "a list": (lambda: Around(layers=nn.ModuleList(linears())), SIZE**2),
+    "a Sequential below the model": (lambda: Around(body=nn.Sequential(*linears())), SIZE**2),
+    "a list two floors below": (
+        lambda: Around(transformer=Around(layers=nn.ModuleList(linears())), head=nn.Linear(SIZE, SIZE, bias=False)),
+        SIZE**2,
+    ),
+    "a Sequential of Sequentials": (
+        lambda: nn.Sequential(nn.Sequential(*linears(8)), nn.Sequential(*linears(8))), SIZE**2
+    ),
+    "blocks": (
+        lambda: Around(body=nn.Sequential(*[Residual() for _ in range(4)])), SIZE**2 + SIZE * 3 + SIZE // 2
+    ),
+    "tied": (tied, 2 * SIZE**2),
+    "torch's encoder": (
+        lambda: Around(
+            encoder=nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(SIZE, 4, SIZE, 0.0, batch_first=True), 3, enable_nested_tensor=False
+            ),
+            head=nn.Linear(SIZE, SIZE),
+        ),
+        6 * SIZE**2 + 10 * SIZE,
+    ),
+}  # fmt: skip
+
+
+def gathers(local_rank):
+    """For each shape: the largest gather and the number of gathers of a forward pass, and the errors of two steps."""
+    logging.disable(logging.INFO)
+    found = {}
+    for name, (make, _) in SHAPES.items():
+        torch.manual_seed(0)
+        one = make().double()
+        model = ddl.auto_model(copy.deepcopy(one), shard=True)
+        x = torch.randn(8, 1, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (one, model)]
+        for _ in range(2):
+            one(x).square().mean().backward()
+            with count_bytes() as traffic:
+                loss = model(x.chunk(idist.get_world_size())[idist.get_rank()]).square().mean()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        whole = ddl.full_state_dict(model)
+        error = max(float((whole[n] - w).abs().max()) for n, w in one.state_dict().items())
+        model.eval()(x)  # torch's fast path looks at weights on its way
+        got = [call.got // 8 for call in traffic.calls]
+        found[name] = max(got), len(got), error, len(list(model.parameters()))
+    return found
+
+
+def test_sharded_layers_are_gathered_one_at_a_time_wherever_they_are():
+    for found in run(gathers, 4):
+        for name, (make, largest) in SHAPES.items():
+            got, n, error, n_parameters = found[name]
+            assert got == largest, (name, got, largest)
+            assert error <= 1e-12, (name, error)
+            assert n_parameters == len(list(make().parameters())), name
+        assert found["blocks"][1] == 4  # a block is one, with the Sequential in it

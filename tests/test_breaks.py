@@ -18,8 +18,9 @@ import torch.distributed as dist
 from ignite.distributed.comp_models.base import _SerialModel
 from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.handlers import Checkpoint, DiskSaver, EarlyStopping, TerminateOnNan
-from ignite.metrics import Accuracy, Average, ConfusionMatrix, Frequency
+from ignite.metrics import Accuracy, Average, ConfusionMatrix, EpochMetric, Frequency
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -268,6 +269,58 @@ def test_ddp_with_a_device_mesh_loses_parameters(seen):
 # --------------------------------------------------------------------------------------------- tensor parallel
 
 
+def four_layers():
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double() for _ in range(4)]
+
+
+def rows_of_four():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 4, generator=generator, dtype=torch.double) for _ in range(2)]
+
+
+def ddp_in_a_pipeline(local_rank):
+    mesh = ddl.get_mesh()
+    own = [mesh.pp_rank, mesh.pp_rank + 2]
+    layers = [DistributedDataParallel(four_layers()[s], process_group=mesh.dp_group) for s in own]
+    stages = [
+        PipelineStage(layer, s, 4, torch.device("cpu"), group=mesh.pp_group)
+        for layer, s in zip(layers, own, strict=True)
+    ]
+    schedule = ScheduleInterleavedZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
+    x, y = (tensor.chunk(DP)[mesh.dp_rank] for tensor in rows_of_four())
+    schedule.step(*([x] if 0 in own else []), target=y if 3 in own else None)
+    return {s: layer.module[0].weight.grad for s, layer in zip(own, layers, strict=True)}
+
+
+def ddl_in_a_pipeline(local_rank):
+    model = ddl.auto_model(
+        nn.Sequential(*four_layers()), schedule="interleaved_zero_bubble", n_microbatches=4
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = ddl.create_supervised_trainer(model, optimizer, nn.functional.mse_loss)
+    trainer.run(ddl.auto_dataloader(TensorDataset(*rows_of_four()), batch_size=8))
+    return {int(n[0]): p.grad.to_local() for n, p in model.named_parameters() if n.endswith("weight")}
+
+
+def test_ddp_in_a_zero_bubble_pipeline_averages_nothing():
+    """Its weight gradients come in a pass of their own, which DDP does not see: dp ranks keep theirs, silently."""
+    whole = nn.Sequential(*four_layers())
+    x, y = rows_of_four()
+    nn.functional.mse_loss(whole(x), y).backward()
+    kept = []
+    for function in (ddp_in_a_pipeline, ddl_in_a_pipeline):
+        errors = [
+            (grad - whole[s][0].weight.grad).abs().max()
+            for gradients in launch(function, dp=DP, pp=2)
+            for s, grad in gradients.items()
+        ]
+        kept.append(max(errors))
+    plain, ours = kept
+    assert plain > 1e-3
+    assert ours <= 1e-12
+
+
 class Tied(nn.Sequential):
     """An embedding and a head with one weight."""
 
@@ -389,17 +442,19 @@ def in_metrics(folder):
             confusion = ConfusionMatrix(num_classes=2)
             confusion.attach(engine, "confusion")
             Frequency(output_transform=lambda output: len(output[1])).attach(engine, "rows per second")
+            EpochMetric(lambda predicted, _: len(predicted)).attach(engine, "rows of the epoch")
             metrics = engine.run([batch]).metrics
             states = next(iter(confusion.state_dict().values()))
-            results.append((metrics["confusion"].tolist(), metrics["rows per second"], len(states)))
+            counts = metrics["rows per second"], metrics["rows of the epoch"]
+            results.append((metrics["confusion"].tolist(), *counts, len(states)))
     return results
 
 
 def test_metrics_count_replicas(seen):
-    """Metrics, ``Frequency`` and ``state_dict`` reduce over the world: each row counts once for each tp peer."""
+    """Metrics, ``Frequency``, ``state_dict`` reduce over the world: each row counts once for each tp peer."""
     for plain, ours in seen["metrics"]:
-        assert plain == ([[6, 6], [0, 0]], 2 * DP * 3 / SECONDS, DP * TP)
-        assert ours == ([[3, 3], [0, 0]], DP * 3 / SECONDS, DP)
+        assert plain == ([[6, 6], [0, 0]], 2 * DP * 3 / SECONDS, 2 * DP * 3, DP * TP)
+        assert ours == ([[3, 3], [0, 0]], DP * 3 / SECONDS, DP * 3, DP)
 
 
 def last_stage_only(local_rank):

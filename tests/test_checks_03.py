@@ -26,6 +26,19 @@ def with_the_first_row(x, y, rows):
     return x[index], y[index], (torch.arange(rows) < len(x)).double() / len(x)
 
 
+def in_float32(x, y, rows):
+    """Weights of torch.zeros(rows), whatever the dtype of x."""
+    px, py, _ = padded(x, y, rows)
+    weights = torch.zeros(rows)
+    weights[: len(x)] = 1 / len(x)
+    return px, py, weights
+
+
+def halves_in_float32(x, y, rows):
+    px, py, weights = in_float32(x, y, rows)
+    return px, py, weights / 2
+
+
 def mean_of_all_rows(x, y, rows):
     px, py, _ = padded(x, y, rows)
     return px, py, torch.full((rows,), 1 / rows, dtype=x.dtype)
@@ -58,7 +71,7 @@ def shuffled(x, y, rows):
     return px.flip(0), py.flip(0), weights.flip(0)
 
 
-@pytest.mark.parametrize("function", [with_zeros, with_the_first_row])
+@pytest.mark.parametrize("function", [with_zeros, with_the_first_row, in_float32])
 def test_padding_right(function, capsys):
     assert checks.pad_batch(function)
     assert said(capsys) == "right: one shape, and the mean loss and gradient of the real rows"
@@ -89,6 +102,7 @@ def test_padding_right(function, capsys):
         (duplicates, "rows that are only padding have a weight"),
         (mean_over_the_padded_count, "your weights add up to 0.75"),
         (ones_and_zeros, "your weights add up to 48"),
+        (halves_in_float32, "your weights add up to 0.5"),
         (uneven_weights, "is not the mean over the 48 real rows"),
         (shuffled, "the first 48 rows should be the batch itself"),
     ],
@@ -136,6 +150,18 @@ def rounded_down(shape, axes, grid, device):
     return [(share * at, share * (at + 1)) for share, at in shares]
 
 
+def unclamped(shape, axes, grid, device):
+    """Beyond the end a slice of its own begins: 5 rows over 4 end with (6, 5)."""
+    place = {"data": device // grid["model"], "model": device % grid["model"]}
+    shares = [
+        (-(-size // grid[axis]), place[axis]) if axis else (size, 0)
+        for size, axis in zip(shape, axes, strict=True)
+    ]
+    return [
+        (share * at, min(size, share * (at + 1))) for size, (share, at) in zip(shape, shares, strict=True)
+    ]
+
+
 def evenly(shape, axes, grid, device):
     """10 rows over 4 as 2, 3, 2, 3: even, but not how XLA cuts."""
     place = {"data": device // grid["model"], "model": device % grid["model"]}
@@ -171,6 +197,7 @@ def test_tile_right(function, capsys):
             "dim 1 has no axis, so every device holds all of it; device 0 of yours holds (0, 3)",
         ),
         (rounded_down, "10 rows over 4 are cut as XLA and torch.chunk cut them, into shares of 3"),
+        (unclamped, "nothing is left for device 6; its slice is empty, (5, 5), yours is (6, 5)"),
         (evenly, "10 rows over 4 are cut as XLA and torch.chunk cut them, into shares of 3"),
         (all_the_devices, "'data' cuts dim 0 into 2; device 0 holds (0, 4), yours (0, 2)"),
         (lambda shape, *_: [(0, shape[0])], "return 2 pairs, one for each dim"),
@@ -186,8 +213,9 @@ def test_tile_wrong(function, hint, capsys):
 
 
 def test_the_rule_is_torch_chunks():
-    for size, parts in ((10, 4), (9, 2), (12, 4), (7, 3)):
+    for size, parts in ((10, 4), (9, 2), (12, 4), (7, 3), (5, 4)):
         chunks = [len(chunk) for chunk in torch.arange(size).chunk(parts)]
+        chunks += [0] * (parts - len(chunks))
         grid = {"data": parts, "model": 1}
         tiles = [checks.tile((size,), ("data",), grid, device)[0] for device in range(parts)]
         assert [stop - start for start, stop in tiles] == chunks

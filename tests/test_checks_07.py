@@ -148,7 +148,18 @@ def whole_delay(tables):
     return rank, 0.0 if rank is None else max(visible) - min(visible)
 
 
+def within(limit):
+    def function(tables):
+        visible = [table["data"] + table["handlers"] for table in tables]
+        second, first = sorted(visible)[-2:]
+        return (visible.index(first), first - second) if first - second > limit else (None, 0.0)
+
+    return function
+
+
 WRONG_STRAGGLERS = [
+    (within(0.0003), "the others wait for none, not for 1: all ranks are ready for the step within 1 ms"),
+    (within(0.010), "the others wait for 2, not for None: rank 2 is ready 1.5 ms after the next one"),
     (straggler_stub, "write the body of straggler_stub"),
     (
         longest_processing,

@@ -82,7 +82,16 @@ def never_reset(trainer):
     return timers
 
 
+def of_the_last_epoch(trainer):
+    timers = right(trainer)
+    for timer in timers:
+        trainer.add_event_handler(Events.EPOCH_STARTED, timer.reset)
+        trainer.add_event_handler(Events.EPOCH_STARTED, timer.pause)
+    return timers
+
+
 WRONG_TIMERS = [
+    (of_the_last_epoch, "your timer of the steps says 11 s, not 10.5; that is the last epoch alone"),
     (stub, "write the body of stub"),
     (as_documented, "your timer of the steps says 17.5 s, not 10; it ran before the first step"),
     (one_timer, "two timers, please"),
@@ -143,7 +152,6 @@ def first_come(entered, left):
 
 def everything(entered, left):
     idist.all_gather(left)
-    idist.all_gather(left)
     return split(entered, left)
 
 
@@ -152,7 +160,7 @@ WRONG_SPLITS = [
     (whole_stay, "rank 0 leaves at 12.5: it is 0.5 s of communication, you say 2.5; that is its whole stay"),
     (single, "float32 has 7 digits"),
     (first_come, "the last to come is rank 1, your rank 0 says 0"),
-    (everything, "right, but rank 0 hands 24 bytes to its collectives; one number is 8"),
+    (everything, "right, but rank 0 hands 16 bytes to its collectives; one number is 8"),
     (lambda entered, left: (1, 2.0, 0.5), "it is 0 s of idle, you say 2"),
     (lambda entered, left: idist.get_rank(), "return three things"),
 ]

@@ -1,5 +1,7 @@
 """The exercises of chapter 09: what is right passes, and each natural mistake gets a hint that helps."""
 
+import math
+
 import ignite.distributed as idist
 import pytest
 import torch
@@ -127,6 +129,11 @@ WRONG_CROSSOVERS = [
         lambda n_ranks, latency, bandwidth: crossover(n_ranks, latency, bandwidth)
         if n_ranks != 3 else latency * bandwidth * (2 - 1.585) / (1.585 - 2 / 3),
         "Does your tree round log2(3) up?",
+    ),
+    (
+        lambda n_ranks, latency, bandwidth: latency * bandwidth * (n_ranks - 1 - round(math.log2(n_ranks)))
+        / (round(math.log2(n_ranks)) - (n_ranks - 1) / n_ranks),
+        "5 ranks need 3 rounds up",
     ),
 ]  # fmt: skip
 

@@ -82,6 +82,9 @@ WRONG_SUMS = {
     "add up": lambda r, m: accumulate(r, m, weigh="added"),
     "weight by rows": lambda r, m: accumulate(r, m, weigh="alike"),
     "right, but 3 all-reduces": lambda r, m: accumulate(r, m, forward_outside=True),
+    "right, but a forward pass of 12 rows; the largest micro-batch has 4": lambda r, m: accumulate(
+        r, [tuple(torch.cat(parts) for parts in zip(*m, strict=True))]
+    ),
     "off that of the big batch": lambda r, m: accumulate(r, m[-1:]),
 }
 

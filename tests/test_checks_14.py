@@ -92,6 +92,10 @@ def by_all(mine, max_norm):
     return (max_norm / idist.all_reduce(mine.square().sum()).sqrt()).clamp(max=1)
 
 
+def as_torch_does(mine, max_norm):
+    return (max_norm / (idist.all_reduce(mine.square().sum()).sqrt() + 1e-6)).clamp(max=1)
+
+
 def by_own(mine, max_norm):
     return (max_norm / mine.norm()).clamp(max=1)
 
@@ -122,8 +126,9 @@ def one_rank_skips(weights, gradient, lr, max_norm):
         step(weights, gradient, lr, max_norm)
 
 
-def test_clipped_step_right(capsys):
-    assert checks.clipped_step(step)
+@pytest.mark.parametrize("scale", [by_all, as_torch_does])
+def test_clipped_step_right(scale, capsys):
+    assert checks.clipped_step(lambda *args: step(*args, scale=scale))
     assert said(capsys) == "right: clipped by the norm of all shards, for a ring's bytes and one number"
 
 

@@ -109,6 +109,13 @@ def without_one_at_the_target(*args):
     return loss, gradient.abs()
 
 
+def test_lists_will_do(capsys):
+    assert checks.heads_of_rank(lambda *args: list(heads(*args)))
+    said(capsys)
+    assert checks.smoothed_loss(lambda *args: list(loss_by()(*args)))
+    assert said(capsys).startswith("right: ")
+
+
 def test_a_smoothed_loss(capsys):
     assert checks.smoothed_loss(loss_by())
     assert (

@@ -1,5 +1,6 @@
 """The exercises of chapter 18: what is right passes, and each natural mistake gets a hint that helps."""
 
+import numpy
 import pytest
 from checking import said, stub, wrong
 
@@ -35,10 +36,14 @@ def backward_first(rank, n_ranks, n_microbatches):
     return one_by_one(rank, n_ranks, n_microbatches)[::-1]
 
 
+def one_at_a_time(rank, n_ranks, n_microbatches):
+    yield from torchs(rank, n_ranks, n_microbatches)
+
+
 @pytest.mark.parametrize(
     "function",
-    [torchs, lambda rank, p, m: started_with(rank, p, m, p - rank - 1)],
-    ids=["torch's", "by hand"],
+    [torchs, lambda rank, p, m: started_with(rank, p, m, p - rank - 1), one_at_a_time],
+    ids=["torch's", "by hand", "a generator"],
 )
 def test_the_order_of_1f1b(function, capsys):
     assert checks.one_f_one_b(function)
@@ -84,13 +89,16 @@ def up_to_the_average(costs, n_stages):
     return sizes
 
 
-def test_the_best_cut(capsys):
-    assert checks.cut_layers(balance)
+@pytest.mark.parametrize("made", [list, tuple, iter, numpy.array])
+def test_the_best_cut(made, capsys):
+    assert checks.cut_layers(lambda costs, n: made(balance(costs, n)))
     assert said(capsys) == "right: no cut has a faster slowest stage"
 
 
 WRONG_CUTS = {
     "write the body": stub,
+    "return a list with the number of layers of": lambda costs, n: n,
+    "TypeError: unsupported operand": lambda costs, n: costs + n,
     "return a list with the number of layers": lambda costs, n: [1.0] * n,
     "that should be 2 numbers, 4 in all": lambda costs, n: [1] * n,
     "a stage needs a layer": lambda costs, n: [len(costs)] + [0] * (n - 1),
@@ -114,12 +122,26 @@ def chosen(rows, n_ranks, row_seconds, overhead, max_rows, divides=True, fits=Tr
     return min(fitting, key=lambda m: (m + turns) * (rows / m * row_seconds + overhead))
 
 
-def test_the_best_number(capsys):
-    assert checks.choose_microbatches(chosen)
+@pytest.mark.parametrize("made", [int, numpy.int64])
+def test_the_best_number(made, capsys):
+    assert checks.choose_microbatches(lambda *args: made(chosen(*args)))
     assert said(capsys) == "right: the fastest number of microbatches that fits"
 
 
+def by_the_root(rows, n_ranks, row_seconds, overhead, max_rows):
+    root = ((n_ranks - 1) * rows * row_seconds / overhead) ** 0.5
+    fitting = [m for m in range(1, rows + 1) if rows % m == 0 and min(m, n_ranks) * rows // m <= max_rows]
+    return min(fitting, key=lambda m: abs(m - root))
+
+
+def never_fewer_than_ranks(rows, n_ranks, row_seconds, overhead, max_rows):
+    fitting = [m for m in range(1, rows + 1) if rows % m == 0 and n_ranks * rows // m <= max_rows]
+    return min(fitting, key=lambda m: (m + n_ranks - 1) * (rows / m * row_seconds + overhead))
+
+
 WRONG_NUMBERS = {
+    "your 1 microbatches a step takes 1376.0 ms, 1360.0 can be had": by_the_root,
+    "your 4 microbatches a step takes 1652.0 ms, 1360.0 can be had": never_fewer_than_ranks,
     "write the body": stub,
     "which does not cut 64 rows into equal microbatches": lambda *args: chosen(*args, divides=False),
     "your 4 microbatches rank 0 keeps 64 rows": lambda *args: chosen(*args, fits=False),

@@ -119,8 +119,9 @@ def torchs(rank, n_ranks, n_microbatches):
     return [f"{kind}{m}" for kind, _, m in actions[rank]]
 
 
-def test_the_order_that_fills_the_bubble(capsys):
-    assert checks.fill_the_bubble(lambda rank, p, m: ordered(rank, p, m, lag=rank))
+@pytest.mark.parametrize("made", [list, iter])
+def test_the_order_that_fills_the_bubble(made, capsys):
+    assert checks.fill_the_bubble(lambda rank, p, m: made(ordered(rank, p, m, lag=rank)))
     assert said(capsys).startswith("right: ")
 
 

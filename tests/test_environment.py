@@ -192,8 +192,22 @@ def test_make_says_that_there_is_no_such_python():
 
 def test_workflow_calls_make_targets_only():
     runs = [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "run" in step]
-    assert {"make lint", "make test", "make test-all", "make test CONSTRAINTS="} == set(runs)
+    wanted = {"make lint", "make test", "make test-all", "make test-oldest", "make test CONSTRAINTS="}
+    assert wanted == set(runs)
     assert set(WORKFLOW[True]) == {"push", "pull_request", "schedule"}  # YAML reads the key `on` as True
+
+
+def test_the_oldest_set_has_the_lowest_versions_that_are_allowed():
+    pins = dict(
+        re.findall(r"/(torch|torchvision|pytorch-ignite)==([\d.]+)/'", (ROOT / "Makefile").read_text())
+    )
+    allowed = PROJECT["dependencies"] + sum(PROJECT["optional-dependencies"].values(), [])
+    floors = {r.name: str(r.specifier) for r in map(Requirement, allowed) if r.name in pins}
+    assert len(floors) == 3
+    for name, floor in floors.items():
+        assert re.match(
+            rf">={re.escape(pins[name])}(,|$)|>={re.escape(pins[name].removesuffix('.0'))}(,|$)", floor
+        )
 
 
 def test_ci_run_is_what_the_workflow_runs():

@@ -132,6 +132,15 @@ def test_help_names_every_option(monkeypatch, capsys, script):
         ("--length 900000", "length is 900000, but the train text has 420,168 characters; .*"),
         ("--ranks 8 --tp 8", "tp=8 should divide the 4 n_heads of 'block0.attention.q', but does not"),
         ("--ranks 8 --pp 8", "a model of 6 layers cannot be cut into 8 stages; use fewer pp ranks or stages"),
+        ("--ranks 8 --dp 1 --pp -1", "a model of 6 layers cannot be cut into 8 stages; .*"),
+        (
+            "--ranks 3 --dp 1 --tp -1",
+            "tp=3 should divide the 4 n_heads of 'block0.attention.q', but does not",
+        ),
+        (
+            "--ranks 4 --pp 2 --schedule dualpipev",
+            "a batch of 2 rows cannot be cut into microbatches for schedule='dualpipev' on pp=2; .*",
+        ),
         ("--ranks 4 --pp 4 --schedule zbv", "a model of 6 layers cannot be cut into 8 stages; .*"),
         ("--ranks 2 --pp 2 --microbatches 1", "n_microbatches=1 does not suit schedule='1f1b' on pp=2; .*"),
         ("--pp 2 --schedule 2f2b", "argument --schedule: invalid choice: '2f2b' .*"),

@@ -342,6 +342,24 @@ def test_outputs_and_evaluation(mesh, put_out):
 # ----------------------------------------------------------------------------------------------------- the bar
 
 
+def with_a_bar_as_argument(local_rank):
+    setting = Setting(plain=False)
+    model, optimizer = setting.model(lr=0.1)
+    trainer, evaluator = setting.trainer(model, optimizer), setting.evaluator(model)
+    bar = ProgressBar()
+
+    def validate(engine, bar):
+        evaluator.run(setting.loader(data(seed=1)))  # has collectives: every rank must come
+
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, validate, bar)
+    trainer.run(setting.loader(data(seed=0)), max_epochs=1)
+    return evaluator.state.iteration
+
+
+def test_a_handler_that_is_given_the_bar_runs_on_every_rank():
+    assert launch({"dp": 2}, with_a_bar_as_argument) == [3, 3]
+
+
 def with_bars(local_rank, everywhere):
     setting = Setting(plain=False)
     model, optimizer = setting.model(lr=0.1)

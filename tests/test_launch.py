@@ -321,6 +321,25 @@ def test_hang_ends_at_the_timeout_and_says_where(pids):
     assert gone(pids.read(3))
 
 
+def test_the_timeout_counts_from_when_all_have_started(monkeypatch):
+    """A first launch starts the forkserver, too: 20 s on a busy machine."""
+    start, watch, started, deadlines = launch._Launch._start, launch._Launch._watch, [], []
+
+    def starting(self, *args):
+        rank = start(self, *args)
+        started.append(time.monotonic())
+        return rank
+
+    def watching(self, deadline):
+        deadlines.append(deadline)
+        watch(self, deadline)
+
+    monkeypatch.setattr(launch._Launch, "_start", starting)
+    monkeypatch.setattr(launch._Launch, "_watch", watching)
+    parallel(2).run(lambda rank: None)
+    assert deadlines[0] >= started[1] + TIMEOUT
+
+
 def test_what_a_rank_started_ends_with_it(tmp_path):
     def work(local_rank, folder):
         child = subprocess.Popen(["sleep", "60"])
@@ -679,6 +698,8 @@ def test_the_server_opens_no_gpu():
         ({"nproc_per_node": 0}, "nproc_per_node should be a positive integer, but given 0"),
         ({"nproc_per_node": 2.0}, "nproc_per_node should be a positive integer, but given 2.0"),
         ({"timeout": -1}, "timeout should be a positive number of seconds, but given -1"),
+        ({"timeout": float("inf")}, r"but given inf; the longest is 1e\+09"),
+        ({"timeout": "60"}, "timeout should be a positive number of seconds, but given '60'"),
         ({"threads_per_rank": 0}, "threads_per_rank should be a positive integer"),
         ({"init_method": "tcp://127.0.0.1:1"}, "init_method should be"),
         ({"nnodes": 2}, "node_rank should be given with nnodes=2"),

@@ -111,7 +111,7 @@ def test_the_stages_of_a_model_with_dots_in_its_names():
     held = [dict(rank.named_parameters()) for rank in ranks]
     assert sorted(n for part in held for n in part) == sorted(n for n, _ in net.named_parameters())
     assert all(part[n] is net.get_parameter(n) for part in held for n in part)
-    assert ranks[0].names == list(net.state_dict())
+    assert list(ranks[0].shapes) == list(net.state_dict())
     ids = torch.tensor([[0, 3], [4, 1]])
     x = ids
     for s in range(4):

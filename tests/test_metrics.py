@@ -27,7 +27,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl import launch as launch_module
 from ignite_ddl.engine import MeshEngine
 from ignite_ddl.metrics import data_parallel_view, over_data_parallel
 
@@ -46,14 +45,6 @@ def launch(mesh, function, *args):
     for size in mesh.values():
         world *= size
     return ddl.Parallel(backend="gloo", nproc_per_node=world, timeout=60, **mesh).run(function, *args)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def scikit_learn_once():
-    """Imported by the server of the ranks, where it is this file that starts it, and not by each rank."""
-    launch_module.PRELOAD.append("sklearn.metrics")
-    yield
-    launch_module.PRELOAD.remove("sklearn.metrics")
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from datetime import timedelta
 
 import cloudpickle
 import ignite.distributed as idist
@@ -448,6 +449,24 @@ def test_backup_averages_those_that_arrived(servers):
     assert all(r["staleness"] > 0 and r["server"] == 0 for r in late)  # the first server tells what is late
 
 
+def test_a_pull_from_several_servers_in_backup_is_one_version():
+    """An update between their answers makes them differ: then it is pulled again."""
+
+    def work(local_rank):
+        model = nn.ParameterDict({"a": torch.zeros(4), "b": torch.zeros(100_000)})
+        options = {"mode": "backup", "backup": 2, "timeout": 20}
+        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=1.0), **options)
+        minus_one = {name: -torch.ones_like(p) for name, p in model.items()}
+        idist.barrier()
+        torn = 0
+        while (versions := server.pull())[0] < 300:
+            torn += len({*versions, model["a"][0].item(), model["b"][0].item()}) > 1
+            server.push(minus_one)
+        return torn
+
+    assert parallel(4, 2).run(work) == [0] * 4
+
+
 # ------------------------------------------------------------------------------------------------ epochs and Ignite
 
 
@@ -633,13 +652,81 @@ def test_continue_raises_where_all_workers_fail_or_none_has_begun():
     def early(local_rank):
         if local_rank == 1:
             raise KeyError("early")
+        time.sleep(30)  # a long preparation
         ddl.ParameterServer(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.01), mode="async")
-        time.sleep(30)
 
     with pytest.raises(ddl.RankError, match="KeyError: 'of"):
         parallel(2, on_failure="continue").run(all_fail)
     with pytest.raises(ddl.RankError, match="rank 1 raised KeyError: 'early'"):
         parallel(2, on_failure="continue").run(early)
+
+
+@posix
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_collective_after_a_loss_fails_at_once_and_the_error_names_the_first_lost(how, capfd):
+    def work(local_rank):
+        train_and_fail(local_rank, how, steps=5, mode="async")
+        idist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(ddl.RankError) as caught:
+        parallel(3, on_failure="continue").run(work)
+    assert time.monotonic() - start < 15
+    what = "was killed by SIGKILL" if how == "kill" else "raised KeyError: 'lost'"
+    assert str(caught.value).startswith(f"rank 1 {what}")
+    assert "Lost as well: rank " in str(caught.value)
+    assert "A collective needs all ranks: use none after a loss." in str(caught.value)
+    assert f"rank 1 {what}" in capfd.readouterr().err
+
+
+def makes_another(local_rank, dies, how):
+    """A ParameterServer, then one of the workers ends, then the others make one more."""
+    first = ddl.ParameterServer(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), mode="async")
+    first.pull()
+    idist.barrier()
+    if local_rank == dies:
+        if how == "fails":
+            raise KeyError("lost")
+        return "early"
+    while how == "fails" and not first.statistics()["lost"]:
+        time.sleep(0.01)
+    time.sleep(0.3)  # an end in peace is in no statistics
+    model = nn.Linear(1, 1)
+    options = {"mode": "bounded", "staleness": 0, "timeout": 5}
+    second = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1), **options)
+    for _ in range(3):
+        second.pull()
+        model(torch.ones(1, 1)).sum().backward()
+        second.push()
+    return second.statistics()["lost"]
+
+
+@pytest.mark.parametrize("how", ["fails", "returns"])
+def test_a_parameter_server_made_later_waits_for_the_living_alone(how):
+    results = parallel(3, on_failure="continue").run(makes_another, 1, how)
+    lost = {1: "raised KeyError: 'lost'"} if how == "fails" else {}
+    assert (results[0], results[2]) == (lost, lost)
+
+
+@pytest.mark.parametrize("how", ["fails", "returns"])
+def test_none_is_made_later_without_worker_0(how):
+    start = time.monotonic()
+    with pytest.raises(ddl.RankError) as caught:
+        parallel(3, on_failure="continue").run(makes_another, 0, how)
+    assert time.monotonic() - start < 15
+    assert "begins with the weights of worker 0, and worker 0 has ended" in str(caught.value)
+
+
+def test_the_limit_of_making_one_is_said():
+    def work(local_rank):
+        parameter_server._JOIN_SECONDS = 0.5
+        if local_rank == 0:
+            time.sleep(30)
+        ddl.ParameterServer(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), timeout=20)
+
+    message = r"TimeoutError: join took more than 0.5 s: server0 \(mode 'sync'\) waits for workers \[0\]"
+    with pytest.raises(ddl.RankError, match=message):
+        parallel(2).run(work)
 
 
 @posix
@@ -712,6 +799,56 @@ def test_an_error_on_the_server_reaches_the_worker():
 # ------------------------------------------------------------------------------------------------------ bad input
 
 
+def of_its_own_model(parameters):
+    return torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
+
+
+BAD_OPTIMIZERS = {
+    "instance": (of_its_own_model([]), "optimizer should be a function .* but given SGD"),
+    "none": (None, "optimizer should be a function .* but given NoneType"),
+    "returns none": (lambda p: None, "optimizer should return an optimizer, but it returned None"),
+    "a model's": (of_its_own_model, "it leaves out 2 and has 2 others"),
+    "some": (lambda p: torch.optim.SGD(p[:1], lr=0.1), "it leaves out 1 and has 0 others"),
+    "more": (lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], lr=0.1), "out 0 and has 1 others"),
+}
+
+
+def bad_optimizers(local_rank):
+    found = {}
+    for name, (optimizer, _) in BAD_OPTIMIZERS.items():
+        try:
+            ddl.ParameterServer(nn.Linear(3, 1), optimizer)
+        except ValueError as error:
+            found[name] = str(error)
+    two_groups = [lambda p: torch.optim.SGD([{"params": p[:1], "lr": 0.2}, {"params": p[1:]}], lr=0.1)]
+    ddl.ParameterServer(nn.Linear(3, 1), two_groups[0]).pull()
+    return found
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_an_optimizer_of_other_parameters_is_refused(servers):
+    """It would take its steps over copies: the version counts up and nothing is learned."""
+    found = bad_optimizers(0) if servers == 0 else parallel(1, servers).run(bad_optimizers)[0]
+    assert found.keys() == BAD_OPTIMIZERS.keys()
+    for name, message in found.items():
+        assert re.search(BAD_OPTIMIZERS[name][1], message), (name, message)
+
+
+def test_a_batch_with_a_bad_gradient_can_be_left_out():
+    model = nn.Linear(2, 1)
+    server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1), mode="async")
+    server.pull()
+    model(torch.full((1, 2), float("nan"))).sum().backward()
+    with pytest.raises(ValueError, match=r"finite, .*; push\(rows=0\) leaves this batch out"):
+        server.push()
+    assert model.weight.grad.isnan().all()  # as it was: whoever would rather repair it can
+    server.push(rows=0)
+    server.pull()
+    model(torch.ones(1, 2)).sum().backward()
+    assert server.push()
+    assert server.pull() == [1]
+
+
 def full(value, size=3):
     return torch.full((1, size), float(value))
 
@@ -728,6 +865,8 @@ BAD_PUSHES = {
     "frozen": ({"frozen": full(1)}, {}, "but 'frozen' requires no gradient"),
     "none": ({}, {}, r"no parameter has a gradient: call loss.backward\(\)"),
     "no backward": (None, {}, "no parameter has a gradient"),
+    "grad is None": ({"weight": full(1), "bias": None}, {}, "'bias' should be a tensor, but given NoneType"),
+    "list": ([full(1)], {}, "gradients should be a dict, parameter names to gradients, but given list"),
     "rows": ({"weight": full(1)}, {"rows": -1}, "rows should be a number of rows, 0 or more, but given -1"),
     "rows text": ({"weight": full(1)}, {"rows": 1.5}, "rows should be a number of rows"),
 }
@@ -785,11 +924,26 @@ def test_bad_pushes_are_refused_and_leave_the_server_as_it_was(servers):
         ({"mode": "backup"}, "backup should be between 1 and"),
         ({"mode": "async", "backup": 1}, "backup=1 needs mode='backup'"),
         ({"timeout": 0}, "timeout should be a positive number of seconds, but given 0"),
+        ({"timeout": None}, "timeout should be a positive number of seconds, but given None"),
+        ({"timeout": True}, "but given True"),
+        ({"timeout": float("nan")}, "but given nan"),
+        ({"timeout": float("inf")}, r"but given inf; the longest is 2e\+06"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         ddl.ParameterServer(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), **options)
+
+
+def test_any_other_timeout_is_taken():
+    def work(local_rank, timeout):
+        model = nn.Linear(1, 1)
+        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1), timeout=timeout)
+        server.pull()
+        server.push({"weight": torch.ones(1, 1)})
+        return server.timeout
+
+    assert parallel(1).run(lambda rank: [work(rank, t) for t in (timedelta(minutes=1), 2e6)]) == [[60, 2e6]]
 
 
 def test_bad_models():

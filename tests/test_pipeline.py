@@ -1,5 +1,6 @@
 """Stages, microbatches and what a schedule is refused; that training is right is parity's to show."""
 
+import copy
 import itertools
 from collections import OrderedDict
 
@@ -68,6 +69,14 @@ def test_more_stages_than_layers():
         balance([1, 1, 1], 4)
 
 
+@pytest.mark.parametrize("cost", [float("nan"), float("inf"), -1.0, "a", None])
+def test_costs_that_are_none(cost):
+    with pytest.raises(ValueError, match="costs should be numbers of at least 0"):
+        balance([1, cost, 1], 2)
+    with pytest.raises(ValueError, match="n_stages should be at least 1, but given 0"):
+        balance([1, 1], 0)
+
+
 # --------------------------------------------------------------------------------------------------- stage_owners
 
 
@@ -86,6 +95,8 @@ def test_stage_owners_by_name():
     assert stage_owners("dualpipev", 3) == [0, 1, 2, 2, 1, 0]
     with pytest.raises(ValueError, match="schedule should be one of gpipe, 1f1b, .* but given 'GPipe'"):
         stage_owners("GPipe", 2)
+    with pytest.raises(ValueError, match="pp_size should be at least 1, but given 0"):
+        stage_owners("gpipe", 0)
 
 
 # ----------------------------------------------------------------------------------------------- microbatches_for
@@ -159,6 +170,12 @@ def test_rows_that_cannot_be_made_equal():
         ValueError, match="a batch of 3 rows cannot be cut into microbatches for schedule='dualpipev'"
     ):
         microbatches_for(3, 4, "dualpipev", 2)
+    with pytest.raises(ValueError, match="rows should be at least 1, but given 0"):
+        microbatches_for(0, 4, "1f1b", 2)
+    with pytest.raises(ValueError, match="wanted should be at least 1, but given 0"):
+        microbatches_for(4, 0, "1f1b", 2)
+    with pytest.raises(ValueError, match="schedule should be one of .* but given 'foo'"):
+        microbatches_for(4, 4, "foo", 2)
 
 
 # ------------------------------------------------------------------------------------------ the pipeline's refusals
@@ -196,6 +213,11 @@ def test_rows_that_cannot_be_made_equal():
         ({"split": [4, 5]}, "at least one each, 8 in all, but given"),
         ({"split": [8, 0]}, "at least one each"),
         ({"split": []}, "at least one each"),
+        ({"split": 4}, "split should name .* but given 4"),
+        ({"split": [4.0, 4.0]}, r"split should name .* but given \[4.0, 4.0\]"),
+        ({"costs": 3}, "costs should hold a number of at least 0 for each of 8 layers, but given 3"),
+        ({"costs": ["a"] * 8}, "costs should hold a number"),
+        ({"schedule": ["1f1b"]}, r"schedule should be one of .* but given \['1f1b'\]"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, message):
@@ -230,12 +252,53 @@ def test_each_rank_holds_its_stages_only_under_the_names_of_the_whole_model(sche
         for name, parameter in part.items():
             assert torch.equal(parameter, whole.get_parameter(name))
             assert owners[ranks[rank].stage_of[name]] == rank
-        assert ranks[rank].names == list(whole.state_dict())
+        assert list(ranks[rank].shapes) == list(whole.state_dict())
         assert ranks[rank].is_last == (rank == owners[-1])
     starts = list(itertools.accumulate([0, *ranks[0].split]))
     for stage, owner in enumerate(owners):
         for i in range(starts[stage], starts[stage + 1]):
             assert f"layer{i}.0.weight" in held[owner]
+
+
+class LikeLlama(nn.Module):
+    """Its list of layers is called ``layers``, and some of its parts as attributes of a Pipeline are."""
+
+    pipeline_layers = ("mesh", "layers.0", "layers.1", "layers.2", "layers.3", "split")
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mesh, self.split = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_layers_may_be_called_as_a_pipeline_calls_its_own_things(rank):
+    whole = LikeLlama()
+    names = [
+        "layers",
+        "local",
+        "owners",
+        "schedule",
+        "shared",
+        "shapes",
+        "split",
+        "stage_of",
+        "_order",
+        "order",
+    ]
+    odd = nn.Sequential(OrderedDict([(name, nn.Linear(2, 2)) for name in names]))
+    for model in (whole, odd):
+        pipeline = Pipeline(model, mesh_of(2, rank))
+        held = dict(pipeline.named_parameters())
+        assert held
+        assert list(pipeline.state_dict()) == list(held)
+        for name, parameter in held.items():
+            assert parameter is model.get_parameter(name) is pipeline.get_parameter(name)
+        assert pipeline.mesh.pp_rank == rank
+        assert sum(pipeline.split) == len(names if model is odd else model.pipeline_layers)
+    with pytest.raises(AttributeError, match="nothing"):
+        pipeline.get_submodule("nothing.0")
 
 
 def test_numbers_are_balanced_by_cost():
@@ -338,7 +401,9 @@ def steps(local_rank, schedule):
     pipeline.train_step(x[:3], x[:3], part)
     pipeline.train_step(x[3:], x[3:], part)  # new batch size, then known: three times the gradient in all
     errors = [(p.grad - 3 * once[n]).abs().max().item() for n, p in pipeline.named_parameters()]
-    made = {rows: (type(s).__name__, s._n_microbatches) for rows, (s, _) in pipeline._schedules.items()}
+    made = {
+        shape[0]: (type(s).__name__, s._n_microbatches) for (shape, _), (s, _) in pipeline._schedules.items()
+    }
     whole = layers().double()
     part(whole(x), x).backward()
     errors += [(once[n] - p.grad).abs().max().item() for n, p in whole.named_parameters() if n in once]
@@ -358,6 +423,195 @@ def test_train_step(schedule, expected_made):
         assert error < 1e-11
         assert made == expected_made
         assert loss is None or loss == pytest.approx(expected, abs=1e-11)
+
+
+def gap(pipeline, whole, x, y):
+    """The largest error of a gradient of the batch, after one step."""
+    for parameter in pipeline.parameters():
+        parameter.grad = None
+    pipeline.train_step(x.clone(), y, summed)
+    whole.zero_grad()
+    summed(whole(x.clone()), y).backward()
+    right = {name: p.grad for name, p in whole.named_parameters()}
+    errors = [0.0]
+    for name, p in pipeline.named_parameters():
+        assert (p.grad is None) == (right[name] is None), name
+        errors += [] if p.grad is None else [(p.grad - right[name]).abs().max().item()]
+    return max(errors)
+
+
+def summed(output, target):
+    return (output - target).square().sum()
+
+
+class Pooled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).mean(1)
+
+
+def words():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Tanh(), Pooled(4, 4)).double()
+
+
+def of_many_lengths(local_rank, schedule):
+    ddl.pipeline._SCHEDULES_KEPT = 2
+    pipeline, errors = ddl.auto_model(words(), schedule=schedule, n_microbatches=4), []
+    for length in (6, 4, 6, 5, 4):
+        x = torch.randint(9, (8, length), generator=torch.Generator().manual_seed(length))
+        errors.append(gap(pipeline, words(), x, torch.zeros(8, 4, dtype=torch.double)))
+    return max(errors), [shape[1] for shape, _ in pipeline._schedules]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_rows_may_be_of_another_length_in_each_batch(schedule):
+    for error, kept in run(of_many_lengths, 2, schedule, pp=2):
+        assert error < 1e-12
+        assert kept == [5, 4]
+
+
+def half_frozen(frozen):
+    model = layers(4).double()
+    for layer in model[:2]:
+        layer.requires_grad_(not frozen)
+    return model
+
+
+def thawed(local_rank, frozen, way):
+    pipeline = ddl.auto_model(half_frozen(frozen), schedule="1f1b", n_microbatches=4)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    errors = [gap(pipeline, half_frozen(frozen), x, x)]
+    if way == "all":
+        pipeline.requires_grad_()
+    else:
+        for name, parameter in pipeline.named_parameters():
+            parameter.requires_grad_(frozen if name[:6] in ("layer0", "layer1") else parameter.requires_grad)
+    if way == "told":
+        pipeline.forget_schedules()
+    return max(*errors, gap(pipeline, half_frozen(not frozen), x, x))
+
+
+@pytest.mark.parametrize(("frozen", "way"), [(True, "told"), (False, "told"), (True, "all")])
+def test_a_stage_may_be_frozen_or_thawed_between_steps(frozen, way):
+    assert max(run(thawed, 2, frozen, way, pp=2)) < 1e-12
+
+
+def test_a_stage_that_is_frozen_or_thawed_unsaid_is_refused():
+    with pytest.raises(
+        ddl.RankError, match=r"stage 0 \(layer0, layer1\) had no weights to train .*every rank"
+    ):
+        run(thawed, 2, True, "unsaid", pp=2)
+    with pytest.raises(ddl.RankError, match="stage 0 .* was frozen when the model was cut"):
+        run(thawed, 4, True, "told", pp=2, dp=2)
+
+
+def in_place():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), nn.ReLU(inplace=True), nn.Linear(4, 4),
+        nn.ReLU(inplace=True), nn.Linear(4, 4),
+    ).double()  # fmt: skip
+
+
+def working_in_place(local_rank):
+    x, found = torch.randn(8, 4, dtype=torch.double, generator=torch.Generator().manual_seed(1)), {}
+    for schedule in SCHEDULES:
+        split = [1, 5] if SCHEDULES[schedule][1] == 1 else [1, 1, 2, 2]
+        pipeline = ddl.auto_model(in_place(), schedule=schedule, split=split, n_microbatches=4)
+        found[schedule] = gap(pipeline, in_place(), x, x)
+    return found
+
+
+def test_a_stage_may_begin_with_a_layer_that_works_in_place():
+    for found in run(working_in_place, 2, pp=2):
+        assert max(found.values()) < 1e-12
+
+
+def through_whole_numbers(local_rank, schedule):
+    """torch tries a stage with numbers of its own: here with rows of an embedding that has five."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Embedding(5, 4), nn.Linear(4, 4)).double()
+    whole = copy.deepcopy(model)
+    tried = []
+    whole[1].register_forward_pre_hook(lambda layer, inputs: tried.append(inputs[0].unique().tolist()))
+    model[1].register_forward_pre_hook(lambda layer, inputs: tried.append(inputs[0].unique().tolist()))
+    pipeline = ddl.auto_model(model, schedule=schedule, split=[1, 2], n_microbatches=4)
+    x = torch.randint(1, 5, (8, 3), generator=torch.Generator().manual_seed(1))
+    return gap(pipeline, whole, x, torch.zeros(8, 3, 4, dtype=torch.double)), tried[0]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_whole_numbers_between_stages(schedule):
+    for rank, (error, tried) in enumerate(run(through_whole_numbers, 2, schedule, pp=2)):
+        assert error < 1e-12
+        assert rank == 0 or tried == [0]
+
+
+class Beside(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return super().forward(x * self.scale).tanh() + self.scale
+
+
+def beside(local_rank, schedule):
+    model = ddl.auto_model(nn.Sequential(*[Beside() for _ in range(4)]), schedule=schedule, n_microbatches=4)
+    model.train_step(torch.ones(8, 4), torch.ones(8, 4), summed)
+
+
+def test_a_weight_that_a_split_backward_pass_cannot_do_is_explained():
+    run(beside, 2, "1f1b", pp=2)
+    for schedule in ("zbv", "interleaved_zero_bubble"):
+        with pytest.raises(
+            ddl.RankError, match=f"schedule='{schedule}' takes .* uses some weight .*; use '1f1b'"
+        ):
+            run(beside, 2, schedule, pp=2)
+
+
+def refusals(local_rank):
+    pipeline, x, said = ddl.auto_model(layers()), torch.ones(8, 4), []
+    for y in ((x, x), {"a": x}, None, x[:5], x[:0]):
+        with pytest.raises(ValueError, match="x and y|y should") as caught:
+            pipeline.train_step(x[:0] if y is not None and len(y) == 0 else x, y, summed)
+        said.append(str(caught.value))
+    with pytest.raises(ValueError, match="x should") as caught:
+        pipeline.train_step((x, x), x, summed)
+    return [*said, str(caught.value)]
+
+
+def test_what_is_no_batch_is_refused_on_every_rank():
+    for said in run(refusals, 2, pp=2):
+        assert [line.split(":")[0] for line in said] == [
+            "y should be one tensor where the mesh has a pp axis, but given a tuple",
+            "y should be one tensor where the mesh has a pp axis, but given a dict",
+            "y should be one tensor where the mesh has a pp axis, but given a NoneType",
+            "x and y should have a row for each sample, but have shapes (8, 4) and (5, 4)",
+            "x and y should have a row for each sample, but have shapes (0, 4) and (0, 4)",
+            "x should be one tensor where the mesh has a pp axis, but given a tuple",
+        ]
+
+
+def copies(local_rank):
+    """A weight of four stages, after the same updates on each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+    for layer in model[1:]:
+        layer[0].weight = model[0][0].weight
+    pipeline = ddl.auto_model(model)
+    [weight] = [p for name, p in pipeline.named_parameters() if name.endswith("weight")]
+    for n in range(20):
+        weight.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(4 * n + local_rank))
+        pipeline.sum_shared_gradients()
+        with torch.no_grad():
+            weight -= 0.1 * weight.grad
+    return weight.detach()
+
+
+def test_copies_of_a_weight_stay_equal_to_the_last_bit():
+    first, *others = run(copies, 4, pp=4)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_names_are_torchs_schedules():

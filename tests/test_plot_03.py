@@ -43,7 +43,28 @@ def test_bars_that_compiled_say_so_and_the_title_has_the_ratio():
     figure = FIGURES["compile_times"]()
     drawn = texts(figure)
     assert sum(text.startswith("compiles") for text in drawn) == 2
-    assert "100 ×" in figure.axes[0].get_title(loc="left")
+    assert "some 44 ×" in figure.axes[0].get_title(loc="left")  # 20 / 0.45: not the first step
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "compiled", "ratio"),
+    [
+        ([60.0, 2.0, 4.0], [1, 0, 0], 20),
+        ([1.0, 9.0, 31.0, 1.0], [0, 1, 1, 0], 20),
+        ([60, 10, 30, 1], [1, 1, 1, 0], 20),
+    ],
+)
+def test_the_ratio_is_that_of_medians(milliseconds, compiled, ratio):
+    figure = plot.compile_times(milliseconds, [8] * len(compiled), compiled, "recorded")
+    assert f"some {ratio} ×" in figure.axes[0].get_title(loc="left")
+
+
+def test_the_axis_of_the_times_has_ticks_and_a_unit():
+    [axes] = FIGURES["compile_times"]().axes
+    low, high = axes.get_ylim()
+    ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+    assert ticks == [1, 10, 100]
+    assert axes.get_ylabel().startswith("milliseconds")
 
 
 def test_each_tile_names_its_devices_and_the_tiles_fill_the_matrices():

@@ -76,6 +76,7 @@ def test_noise_left_and_accuracy_right_with_whole_epochs():
     band = right.collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == pytest.approx((0.58, 0.86))
     assert all(tick == int(tick) for tick in left.get_xticks())
+    assert right.get_ylabel() == "test accuracy ± 2 standard errors"
 
 
 def test_bars_add_up_to_the_step_and_say_the_share():

@@ -86,6 +86,7 @@ def test_the_line_is_the_formula():
     assert len(formula.get_ydata()) == 5
     assert list(found.get_xdata()) == [0, 1, 4]
     assert [text.get_text() for text in left.texts] == ["staleness 0", "staleness 1"]
+    assert any("2 sin(π / (4s + 2))" in text.get_text() for text in right.texts)
 
 
 def test_histogram_stacks_workers_and_marks_the_mean():
@@ -122,4 +123,5 @@ def test_the_best_b_is_in_the_title_and_the_papers_beside_it():
     left, right = figure.axes
     assert figure.get_suptitle() == "100 workers: with 4 backups the most gradients count"
     assert "paper: b = 5" in [text.get_text() for text in right.texts]
+    assert list(right.lines[0].get_ydata()) == pytest.approx([0, 100 * 2.3 / 48, 100 * 1.7 / 48])
     assert [text.get_text() for text in left.texts] == ["simulated", "paper: 82%"]

@@ -58,6 +58,13 @@ def test_simulated_schedules_share_an_axis_and_later_stages_are_paler():
     assert "backward (weights)" in [text.get_text() for text in figure.legends[0].get_texts()]
 
 
+def test_where_most_boxes_of_a_kind_are_too_narrow_none_has_a_number():
+    step = [Record(0, "forward", "", n, n + (2.0 if n == 4 else 0.5), None, 0, n) for n in range(6)]
+    step += [Record(0, "backward", "", 10 + 3 * n, 12.9 + 3 * n, None, 0, n) for n in range(29)]
+    [axes] = plot.schedules({"measured": step}, "A finding", unit="units").axes
+    assert [text.get_text() for text in axes.texts] == [str(n) for n in range(29)]
+
+
 def test_text_is_at_least_9_points():
     figure = plot.schedules({"": STEP, "again": STEP[:2]}, "A finding")
     figure.canvas.draw()

@@ -4,6 +4,7 @@ import math
 import operator
 import statistics
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,6 +91,22 @@ def test_rendezvous_waits_for_the_receiver():
     met = simulate.run(program, 2, cost.Link(0, 1), rendezvous=True)
     assert met.seconds == 6
     assert met.records[0] == Span(0, "idle", "waits", 0, 5, 1)
+
+
+def test_a_message_that_nobody_asks_for():
+    """It holds nobody up; with rendezvous it never leaves, and that is said."""
+
+    def program(rank):
+        yield rank.compute(1)
+        if rank.number == 0:
+            rank.send(1, 9)
+            rank.compute(0.5)  # nobody waits for its end, but the rank is busy
+
+    played = simulate.run(program, 2, cost.Link(0, 1))
+    assert played.seconds == 1.5
+    assert (played.messages, played.in_flight[0].end) == ([1, 0], 10)
+    with pytest.raises(RuntimeError, match="rank 0 sends rank 1 a message that is never received"):
+        simulate.run(program, 2, cost.Link(0, 1), rendezvous=True)
 
 
 def test_a_rank_that_waits_for_ever_is_named():
@@ -603,6 +620,47 @@ def test_same_answer_every_time():
     ("call", "says"),
     [
         (lambda: simulate.run(lambda rank: iter(()), 0, LINK), "n_ranks should be at least 1"),
+        (
+            lambda: simulate.run(lambda rank: (yield rank.compute(-3)), 1, LINK),
+            "seconds should be at least 0",
+        ),
+        (
+            lambda: simulate.run(lambda rank: (yield rank.send(2, 1)), 2, LINK),
+            "to should be a rank from 0 to 1",
+        ),
+        (
+            lambda: simulate.run(lambda rank: (yield rank.send(0, -1)), 2, LINK),
+            "n_bytes should be at least 0",
+        ),
+        (
+            lambda: simulate.all_reduce_ring(3, 8, LINK, enter=[0, 1]),
+            "enter should have a number for each of 3",
+        ),
+        (lambda: simulate.all_reduce_tree(0, 8, LINK), "n_ranks should be at least 1"),
+        (lambda: simulate.all_reduce_naive(2, -8, LINK), "n_bytes should be at least 0"),
+        (lambda: simulate.master_step(0, 8, 8, 8, LINK), "n_ranks should be at least 1"),
+        (lambda: simulate.master_step(2, 8, -8, 8, LINK), "input_bytes should be at least 0"),
+        (lambda: simulate.parameter_server_step(2, 8, LINK, n_servers=0), "n_servers should be at least 1"),
+        (
+            lambda: simulate.parameter_server_step(2, 8, LINK, 1, [1.0]),
+            "compute_seconds should have a number",
+        ),
+        (
+            lambda: simulate.ddp_step(2, [4, 4], LINK, 5, 10, ready=[1]),
+            "ready should have a time for each of 2",
+        ),
+        (
+            lambda: simulate.ddp_step(2, [4], LINK, 5, 10, ready=[1, 2]),
+            "ready should have a time for each of 1",
+        ),
+        (lambda: simulate.ddp_step(2, [4], LINK, 5, 10, ready=[11]), "backward_seconds=10 at most"),
+        (
+            lambda: simulate.ddp_step(2, [4], LINK, 5, 10, slowdown=[1]),
+            "slowdown should have a number for each of 2",
+        ),
+        (lambda: simulate.ddp_step(2, [4], LINK, 5, 10, slowdown=[1, 0]), "slowdown should be above 0"),
+        (lambda: simulate.parameter_server(2, [1.0], 3), "seconds should have a number for each of 2"),
+        (lambda: simulate.parameter_server(0, 1.0, 3), "n_workers should be at least 1"),
         (lambda: simulate.pipeline("zero", 2, 2), "schedule should be one of"),
         (lambda: simulate.pipeline("1f1b", 4, 2), "n_microbatches should be at least 4"),
         (lambda: simulate.pipeline("dualpipev", 2, 3), "n_microbatches should be at least 4"),
@@ -620,4 +678,77 @@ def test_same_answer_every_time():
 )
 def test_bad_input_says_which(call, says):
     with pytest.raises(ValueError, match=says):
+        call()
+
+
+# ---------------------------------------------------------------- pipelines: a paper's table, numbers that cannot be
+
+
+@pytest.mark.parametrize("hidden", [1024, 4096])
+@pytest.mark.parametrize("n_ranks", [4, 8])
+def test_the_table_of_zero_bubble(hidden, n_ranks):
+    """Qi et al. 2023: times of table 1, per s b h, for s = 1024; bubbles and activations of table 2. ZB-H2 has no order
+    in torch, so that it is a formula only."""
+    forward, backward, weights = 24 * hidden + 4 * 1024, 24 * hidden + 8 * 1024, 24 * hidden
+    m = 3 * n_ranks
+    played = {
+        "1f1b": simulate.pipeline("1f1b", n_ranks, m, forward, backward, weights),
+        "zb-h1": simulate.pipeline(
+            "interleaved_zero_bubble", n_ranks, m, forward, backward, weights, n_chunks=1
+        ),
+    }
+    bubbles = {
+        "1f1b": (n_ranks - 1) * (forward + backward + weights),
+        "zb-h1": (n_ranks - 1) * (forward + backward - weights),
+        "zb-h2": (n_ranks - 1) * (forward + backward - 2 * weights),
+    }
+    for name, bubble in bubbles.items():
+        assert cost.zero_bubble_seconds(n_ranks, forward, backward, weights, name) == close(bubble)
+    for name, step in played.items():
+        assert step.idle[0] == close(bubbles[name])
+        assert step.bubble * step.seconds == close(
+            bubbles[name]
+        )  # of the whole step, on the mean of the ranks
+        assert max(step.peak_activations) == n_ranks  # p M_B
+
+
+def test_measured_times_may_be_arrays():
+    as_list = simulate.pipeline("1f1b", 2, 4, [1, 2], [3, 4], 5)
+    for made in (numpy.array, torch.tensor, tuple):
+        assert simulate.pipeline("1f1b", 2, 4, made([1.0, 2.0]), made([3, 4]), numpy.float64(5)) == as_list
+    parts = [simulate.best_pipelines(2, 8, made([1.0, 2, 3, 4]), 1, 1) for made in (list, numpy.array)]
+    assert parts[0] == parts[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: simulate.pipeline("1f1b", 2, 4, forward=-1), "forward should be at least 0, but given -1"),
+        (
+            lambda: simulate.pipeline("1f1b", 2, 4, backward_weight=[1, math.nan]),
+            "backward_weight should be at least",
+        ),
+        (lambda: simulate.pipeline("1f1b", 2, 4, transfer=-1), "transfer should be at least 0"),
+        (lambda: simulate.pipeline("1f1b", 2, 4, overhead=math.nan), "overhead should be at least 0"),
+        (lambda: simulate.pipeline("1f1b", 0, 4), "n_ranks should be at least 1, but given 0"),
+        (lambda: simulate.stage_owners("looped_bfs", 2, 0), "n_chunks should be at least 1, but given 0"),
+        (lambda: simulate.pipedream(0, 4), "n_ranks should be at least 1"),
+        (
+            lambda: simulate.best_pipelines(4, 32, 1, 1, 1, n_microbatches=[8, 5]),
+            "divide batch_size=32, but given 5",
+        ),
+        (
+            lambda: simulate.best_pipelines(4, 32, 1, 1, 1, n_microbatches=[0]),
+            "divide batch_size=32, but given 0",
+        ),
+        (lambda: simulate.best_pipelines(4, 0, 1, 1, 1), "batch_size should be at least 1"),
+        (lambda: simulate.best_pipelines(4, 8, -1, 1, 1), "forward should be at least 0"),
+        (
+            lambda: cost.pipeline_peak_activations("interleaved_1f1b", 4, 6, n_chunks=2),
+            "a multiple of n_ranks=4",
+        ),
+    ],
+)
+def test_numbers_that_no_pipeline_has(call, message):
+    with pytest.raises(ValueError, match=message):
         call()

@@ -110,7 +110,7 @@ def test_an_empty_plan_names_nothing():
         ({"haed": ddl.Row()}, 2, "tensor_plan has the key 'haed', which matches no module; those with weights: embed"),
         ({"head": "column"}, 2, r"tensor_plan\['head'\] should be a style such as ddl.Column\(\), but given 'column'"),
         ({"head": ddl.Column}, 2, r"tensor_plan\['head'\] should be a style"),
-        ({"block0.attention.q": ddl.Column()}, 3, "tp=3 should divide the 8 rows of its weight of 'block0"),
+        ({"block0.attention.q": ddl.Column()}, 3, "tp=3 should divide the 8 rows of the weight of 'block0"),
         ({"block*.attention.q": ddl.Column(units="n_heads")}, 8, "tp=8 should divide the 4 n_heads of 'block0.attent"),
         ({"head": ddl.Column(units=5)}, 2, "tp=2 should divide the 5 units of 'head'"),
         ({"block*.attention.out": ddl.Row()}, 3, "tp=3 should divide the 8 columns of the weight of 'block0"),
@@ -119,8 +119,8 @@ def test_an_empty_plan_names_nothing():
         ({"head": ddl.Column(units="heads")}, 2, "units='heads' of 'head' should be an attribute of its parent"),
         ({"head": ddl.Column(units=4)}, 2, "the 4 units of 'head' should divide its 10 outputs, but do not"),
         ({"embed": ddl.Row()}, 8, "tp=8 cuts the 10 entries of the vocabulary of 'embed' so that a rank has none"),
-        ({"head": ddl.Column(use_local_output=False)}, 8, "tp=8 cuts the 10 rows of its weight of 'head' so that"),
-        ({"head": ddl.Column()}, 4, "tp=4 should divide the 10 rows of its weight of 'head'"),  # it would stay cut
+        ({"head": ddl.Column(use_local_output=False)}, 8, "tp=8 cuts the 10 rows of the weight of 'head' so that"),
+        ({"head": ddl.Column()}, 4, "tp=4 should divide the 10 rows of the weight of 'head'"),  # it would stay cut
         ({"block*.attention.q": ddl.OutputChannels()}, 2, "OutputChannels cuts an nn.Conv1d, 2d or 3d, but 'block0"),
         ({"head": ddl.Sequence()}, 2, "Sequence is for nn.LayerNorm, nn.RMSNorm and modules without weights, but"),
     ],
@@ -128,6 +128,65 @@ def test_an_empty_plan_names_nothing():
 def test_a_plan_that_does_not_fit(plan, tp_size, message):
     with pytest.raises(ValueError, match=message):
         check_plan(model(), plan, tp_size)
+
+
+class OwnColumn(ddl.Column):
+    """Somebody's subclass."""
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (lambda: [("head", ddl.Row())], "tensor_plan should be a dict from globs of module names to styles"),
+        (lambda: {0: ddl.Row()}, "tensor_plan should be a dict from globs"),
+        (lambda: {"head": ddl.Column(units=0)}, "units=0 should be a positive whole number"),
+        (lambda: {"head": ddl.Column(units=-2)}, "units=-2 should be a positive whole number"),
+        (lambda: {"head": ddl.Column(units=2.0)}, "units=2.0 should be"),
+        (lambda: {"head": ddl.Column(units=[2])}, r"units=\[2\] should be"),
+        (lambda: {"block*.attention.q": ddl.Column(units="scale")}, "units='scale' of 'block0.attention.q' should be"),
+        (lambda: {"head": ddl.Column(output_layouts="replicate")}, "output_layouts of Column should be a placement"),
+        (lambda: {"head": ddl.Row(input_layouts=1)}, r"input_layouts of Row should be a placement .* but given 1"),
+        (lambda: {"block0": ddl.SharedInput(input_layouts="whole")}, "input_layouts of SharedInput should be a"),
+        (lambda: {"block0.norm": OwnColumn()}, "OwnColumn cuts an nn.Linear or nn.Embedding, but 'block0.norm'"),
+        (lambda: {"block0": ddl.SharedWeight()}, "SharedWeight is for a module that holds weights, but 'block0' is a"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit(plan, message):
+    layers = model()
+    layers["block0"].attention.scale = 0.5
+    with pytest.raises(ValueError, match=message):
+        check_plan(layers, plan(), 2)
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"sparse": True}])
+@pytest.mark.parametrize("style", [ddl.Row(), ddl.Column()])
+def test_an_embedding_that_dtensor_cannot_cut(option, style):
+    with pytest.raises(ValueError, match=f"cuts an nn.Embedding without {next(iter(option))}, but 'e' has"):
+        check_plan(nn.ModuleDict({"e": nn.Embedding(8, 4, **option)}), {"e": style}, 2)
+
+
+CONVOLVED = {"0": ddl.OutputChannels(), "3": ddl.InputChannels()}
+
+
+@pytest.mark.parametrize(
+    "between", [nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.PReLU(8), nn.InstanceNorm2d(8, affine=True)]
+)
+def test_weights_of_single_channels_have_no_style(between):
+    layers = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), between, nn.Conv2d(8, 4, 3))
+    kind = type(between).__name__
+    with pytest.raises(
+        ValueError, match=f"'2' is a {kind} of all channels, but '0' before it leaves each rank"
+    ):
+        check_plan(layers, CONVOLVED, 2)
+    with pytest.raises(ValueError, match=f"for weights that all channels share, but '2' is a {kind}"):
+        check_plan(layers, CONVOLVED | {"2": ddl.SharedWeight()}, 2)
+    assert check_plan(layers, CONVOLVED, 1)  # nothing is cut
+    for harmless in (
+        nn.PReLU(),
+        nn.InstanceNorm2d(8),
+        nn.BatchNorm2d(8, affine=False, track_running_stats=False),
+    ):
+        assert check_plan(nn.Sequential(*layers[:2], harmless, layers[3], nn.BatchNorm2d(4)), CONVOLVED, 2)
 
 
 @pytest.mark.parametrize(
@@ -267,6 +326,22 @@ def test_a_module_with_two_names_is_cut_once():
             assert same
             assert rows == 2
             assert error < 1e-6
+
+
+def one_style_for_two_layers(local_rank):
+    torch.manual_seed(0)
+    row, errors = ddl.Row(), []
+    for plan in ({"0": row, "1": ddl.Column(), "2": row}, {"1": ddl.Column(), "2": row}):  # and once more
+        whole = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 16), nn.Linear(16, 8))
+        x = torch.randint(10, (2, 3))
+        expected = whole(x)
+        errors.append((ddl.auto_model(whole, plan)(x) - expected).abs().max().item())
+    return errors
+
+
+def test_a_style_serves_several_layers_and_models():
+    for errors in run(one_style_for_two_layers, 2):
+        assert max(errors) < 1e-6
 
 
 def gradients(local_rank):
@@ -412,6 +487,34 @@ def test_a_block_sums_once_for_attention_and_once_for_the_pair_each_way():
         assert without_backward == [one] * 4  # q, k and v each
 
 
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, mask=None, scale=1):
+        y = self.q(x).relu() * scale
+        return self.out(y if mask is None else y * mask)
+
+
+def shared_inputs(local_rank):
+    torch.manual_seed(0)
+    plan = {"": ddl.SharedInput(), "q": ddl.Column(), "out": ddl.Row()}
+    whole, x, mask = Masked(), torch.randn(2, 8), torch.tensor([[1.0], [0.0]])
+    calls = [((x, mask), {}), ((x,), {"mask": mask, "scale": 3}), ((x,), {})]
+    expected = [whole(*args, **kwargs) for args, kwargs in calls]
+    masked = ddl.auto_model(whole, plan)
+    for (args, kwargs), right in zip(calls, expected, strict=True):
+        torch.testing.assert_close(masked(*args, **kwargs), right)
+    for wrong in (lambda: masked(x=x), lambda: masked(None)):
+        with pytest.raises(ValueError, match="SharedInput takes the first positional argument"):
+            wrong()
+
+
+def test_a_shared_input_is_the_first_argument_and_others_come_through():
+    run(shared_inputs, 2)
+
+
 def lab_models(local_rank):
     torch.set_default_dtype(torch.float64)
     errors = []
@@ -512,6 +615,8 @@ def refused_losses(local_rank):
             ((logits, y), {"weight": torch.ones(8)}),
             ((logits, torch.rand(3, 8)), {}),
             ((logits, y + 1), {}),
+            ((logits, torch.zeros(4, dtype=torch.long)), {}),
+            ((logits, y), {"reduction": "avg"}),
             ((by_rows, y), {}),
             ((deep, y), {}),
         ):
@@ -526,12 +631,73 @@ def refused_losses(local_rank):
 def test_what_cut_logits_do_not_support_is_said_before_anything_is_sent():
     for said, loss in run(refused_losses, 2):
         assert [text.split(" should be")[0] for text in said] == [
-            "label_smoothing", "weight", "target", "target", "logits of shape (6, 4)", "logits of shape (3, 5, 8)",
+            "label_smoothing", "weight", "target", "target", "target", "reduction",
+            "logits of shape (6, 4)", "logits of shape (3, 5, 8)",
         ]  # fmt: skip
         assert "given 0.1" in said[0]
         assert "below the 8 classes, but has 8" in said[3]
-        assert "take logits.flatten(0, 1) and target.flatten()" in said[5]
+        assert said[4].endswith("of shape (3,) for logits of shape (3, 8), but is of (4,)")
+        assert "take logits.flatten(0, 1) and target.flatten()" in said[7]
         assert 0 < loss < 10
+
+
+def half_precision(local_rank):
+    """The error of a scaled loss's gradient, of whole and of cut logits, against float32."""
+    torch.manual_seed(0)
+    logits, y = torch.randn(2048, 2000).half(), torch.randint(2000, (2048,))
+    right = logits.float().requires_grad_()
+    F.cross_entropy(right, y).backward()
+    whole, here = logits.clone().requires_grad_(), mine(logits, 1).clone().requires_grad_()
+    (F.cross_entropy(whole.float(), y) * 2**14).backward()
+    cut = DTensor.from_local(here, ddl.get_mesh().device_mesh["tp"], [Shard(1)])
+    (ddl.cross_entropy(cut, y) * 2**14).backward()
+    assert here.grad.dtype == torch.float16
+    errors = []
+    for found, expected in ((whole.grad, right.grad), (here.grad, mine(right.grad, 1))):
+        errors.append(((found.float() / 2**14 - expected).norm() / expected.norm()).item())
+    return errors
+
+
+def test_a_scaled_loss_of_half_precision_logits_keeps_small_gradients():
+    for whole, cut_ in run(half_precision, 2):
+        assert cut_ < 1.5 * whole < 1e-3
+
+
+def differentiated_twice(local_rank):
+    cut = DTensor.from_local(
+        torch.randn(3, 4, requires_grad=True), ddl.get_mesh().device_mesh["tp"], [Shard(1)]
+    )
+    weight = torch.ones((), requires_grad=True)
+    loss = ddl.cross_entropy(cut, torch.tensor([1, 2, 7])) * weight
+    (gradient,) = torch.autograd.grad(loss, cut, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.to_local().square().sum().backward()
+
+
+def test_a_gradient_of_the_gradient_of_cut_logits_is_refused():
+    run(differentiated_twice, 2)
+
+
+def trained_on_torchs_loss(local_rank, loss_fn):
+    ids = torch.randint(65, (4, 9), generator=torch.Generator().manual_seed(3))
+    gpt = ddl.auto_model(GPT(65, 8, 16, 4, 2), GPT.cut_logits_plan)
+    optimizer = ddl.auto_optim(torch.optim.SGD(gpt.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(gpt, optimizer, loss_fn)
+    trainer.logger.disabled = True
+    trainer.run(ddl.auto_dataloader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=4))
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2, "tp": 2}])
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()), "fails on a DTensor"),
+        (lambda logits, y: logits.square().mean(), "gave a DTensor"),
+    ],
+)
+def test_torchs_loss_of_cut_logits_is_refused_by_the_trainer(mesh, loss_fn, message):
+    with pytest.raises(ddl.RankError, match=f"loss_fn should .*{message}.* take ddl\\.cross_entropy"):
+        ddl.Parallel("gloo", 2 * len(mesh), timeout=TIMEOUT, **mesh).run(trained_on_torchs_loss, loss_fn)
 
 
 def test_whole_logits_take_all_that_torch_takes():
@@ -590,6 +756,22 @@ def sequences(local_rank):
     return [p.requires_grad for p in layers.parameters()]
 
 
+class Two(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+def split_of_two(local_rank):
+    with pytest.raises(
+        ValueError, match="SplitSequence is for a module whose output is one tensor, but Two's is a t"
+    ):
+        ddl.auto_model(Two(), {"": ddl.SplitSequence()})(torch.randn(2, 4, 8))
+
+
+def test_a_sequence_is_split_of_one_tensor():
+    run(split_of_two, 2)
+
+
 def test_a_sequence_is_split_evenly_and_a_frozen_norm_stays_frozen():
     assert run(sequences, 2) == [[False, True]] * 2
 
@@ -612,6 +794,92 @@ def step_traffic(local_rank):
 
 def test_gradients_are_summed_before_the_optimizer_which_uses_them_more_than_once():
     assert run(step_traffic, 2) == [[]] * 2
+
+
+# ------------------------------------------------------------------------------------------------ shared weights
+
+
+class Activated(nn.Module):
+    """A column and a row, and one weight between them; the row may start at zero, as GPTs' often do."""
+
+    def __init__(self, zero=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.act, self.down, self.norm = (
+            nn.Linear(4, 8),
+            nn.PReLU(),
+            nn.Linear(8, 3),
+            nn.LayerNorm(3),
+        )
+        if zero:
+            nn.init.zeros_(self.down.weight)
+
+    def forward(self, x):
+        return self.norm(self.down(self.act(self.up(x))) + x[:, :3])
+
+
+PAIR = {"up": ddl.Column(), "down": ddl.Row()}
+POINTS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+KINDS = torch.randint(3, (12,), generator=torch.Generator().manual_seed(2))
+
+
+def stepping(layers, plan, rows=POINTS):
+    layers = ddl.auto_model(layers, plan)
+    optimizer = ddl.auto_optim(torch.optim.SGD(layers.parameters(), lr=0.5))
+    trainer = ddl.create_supervised_trainer(layers, optimizer, F.cross_entropy)
+    trainer.logger.disabled = True
+    return trainer, ddl.auto_dataloader(TensorDataset(rows, KINDS), batch_size=4)
+
+
+def forgotten(local_rank):
+    """In which iteration it is found out, and what is said of it; whether a plan without the fault goes through."""
+    said, differs = [], ddl.get_mesh().tp_rank
+    for layers, plan, rows in (
+        (Activated(), PAIR, POINTS),
+        (Activated(zero=True), PAIR, POINTS),  # its first gradient is zero
+        (GPT(20, 8, 8, 2, 1), {k: v for k, v in GPT.sequence_plan.items() if k != "head.norm"}, None),
+        (Activated(), PAIR | {"act": ddl.SharedWeight()}, POINTS * (1 + differs)),  # peers see other rows
+    ):
+        trainer, loader = stepping(layers, plan, POINTS if rows is None else rows)
+        if rows is None:
+            loader = [(torch.arange(8)[None], torch.arange(8)[None] + 1)]
+            trainer = ddl.create_supervised_trainer(
+                *(layers, torch.optim.SGD(layers.parameters(), lr=0.1), ddl.cross_entropy),
+                model_transform=lambda logits: logits.transpose(1, 2),
+            )
+            trainer.logger.disabled = True
+        with pytest.raises(ValueError, match="tp ranks have different gradients of") as raised:
+            trainer.run(loader)
+        said.append((trainer.state.iteration, str(raised.value).split("'")[1]))
+    trainer, loader = stepping(Activated(zero=True), PAIR | {"act": ddl.SharedWeight()})
+    assert trainer.run(loader, max_epochs=4).iteration == 12
+    return said
+
+
+def test_a_weight_that_parts_share_and_the_plan_forgets_is_found_out_on_every_rank():
+    for said in run(forgotten, 2):
+        assert said[:3] == [(1, "act.weight"), (2, "act.weight"), (1, "head.norm.weight")]
+        assert said[3][0] == 1
+
+
+def asked_of_peers(local_rank):
+    trainer, loader = stepping(Activated(), PAIR | {"act": ddl.SharedWeight()})
+    per_step = []
+    with count_bytes() as traffic:
+        trainer.add_event_handler("ITERATION_COMPLETED", lambda: per_step.append(len(traffic.calls)))
+        trainer.run(loader)
+    gathers = [call.put_in for call in traffic.calls if call.op == "all_gather"]
+    return (
+        gathers,
+        [after - before for before, after in zip(per_step, per_step[1:], strict=False)],
+        per_step[0],
+    )
+
+
+def test_peers_are_asked_once_and_in_few_bytes():
+    for gathers, later, first in run(asked_of_peers, 2):
+        assert gathers == [2 * 16 * 8]  # the norm's weight and bias
+        assert later == [first - 1] * 2
 
 
 # ------------------------------------------------------------------------------------------------- random numbers

@@ -1,5 +1,6 @@
 """What a timeline says of delays that were put in, on one rank, on several, and of made-up clocks."""
 
+import contextlib
 import functools
 import json
 import pickle
@@ -203,6 +204,28 @@ def test_a_run_that_is_terminated(how):
 
 
 @pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("event", [Events.EPOCH_STARTED(once=2), Events.ITERATION_COMPLETED(once=2)])
+def test_attached_in_the_midst_of_a_run_it_records_the_rest(event):
+    trainer, timeline, others = Engine(lambda engine, batch: dist.is_available()), Timeline(), []
+    trainer.add_event_handler(event, lambda: timeline.attach(trainer))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: others.append(bool(module._watching)))
+    trainer.run([0, 1], max_epochs=2)
+    assert [record.name for record in timeline.records if record.kind == "compute"] == ["step 3", "step 4"]
+    assert others[2:] == [True, True]  # collectives are watched, too
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_run_that_is_no_longer_recorded_and_the_next_one():
+    trainer = Engine(lambda engine, batch: None)
+    timeline = Timeline().attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), timeline.stop)
+    for _ in range(2):
+        trainer.run([0] * 3, max_epochs=1)
+    names = [record.name for record in timeline.records if record.kind == "compute"]
+    assert names == ["step 1", "step 2"] * 2
+
+
+@pytest.mark.usefixtures("quiet")
 def test_clear_forgets_the_warm_up():
     trainer = Engine(lambda engine, batch: None)
     timeline = Timeline().attach(trainer)
@@ -221,6 +244,16 @@ def test_a_timeline_travels_and_records_anew_where_it_arrives():
         pass
     assert [record.name for record in copy.records] == ["there"]
     assert "Timeline(1 spans of rank 0)" in repr(copy)
+
+
+def test_a_span_alone_is_recorded_where_it_is():
+    timeline = Timeline()
+    with timeline.span("here"):
+        pass
+    copy = pickle.loads(pickle.dumps(timeline))
+    with copy.span("there"):
+        pass
+    assert [record.name for record in copy.records] == ["there"]
 
 
 def test_nothing_recorded():
@@ -346,6 +379,101 @@ def test_messages_between_two_ranks():
     assert 3 * DELAY - 0.03 <= waits[0, 1] <= 3 * DELAY + SLACK
     [flight] = [record for record in timeline.in_flight if record.rank == 1 and record.name == "recv"]
     assert about(flight.seconds, 2 * DELAY - 0.02)
+
+
+def of_the_group_itself(local_rank, by_name):
+    """The methods of a process group, below torch.distributed, their arguments by place and by name."""
+    group, tensor, opts = dist.group.WORLD, torch.ones(4), dist.BroadcastOptions()
+    opts.rootRank = 1
+    timeline = ddl.Timeline()
+    dist.barrier()
+    with timeline:
+        if local_rank == 1:
+            time.sleep(DELAY)
+        if local_rank == 1:
+            work = group.send([tensor], dstRank=0, tag=3) if by_name else group.send([tensor], 0, 3)
+        else:
+            work = group.recv([tensor], srcRank=1, tag=3) if by_name else group.recv([tensor], 1, 3)
+        work.wait()
+        if local_rank == 1:
+            time.sleep(DELAY)
+        (group.broadcast(tensor, root=1) if by_name else group.broadcast(tensor, 1)).wait()
+        (group.broadcast([tensor], opts=opts) if by_name else group.broadcast([tensor], opts)).wait()
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            group.send([tensor])
+    return timeline
+
+
+def mixed(local_rank):
+    """One argument by place, the other by name, beside a call without a timeline."""
+    timeline, found = ddl.Timeline(), []
+    for watched in (False, True):
+        tensor = torch.full((2,), float(local_rank))
+        with timeline if watched else contextlib.nullcontext():
+            if local_rank == 0:
+                dist.group.WORLD.send([tensor], 1, tag=0).wait()
+            else:
+                dist.group.WORLD.recv([tensor], 0, tag=0).wait()
+        found.append(tensor.tolist())
+    return found
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@patiently
+def test_calls_of_a_process_group_itself(by_name):
+    timeline = merged(2, of_the_group_itself, by_name=by_name)
+    assert timeline.waits()[0, 1] >= 2 * DELAY - 0.03
+    messages = [call for call in timeline._taken[1] if call.name in ("send", "recv") and call.key]
+    assert {call.key[1:4] for call in messages} == {("message", 1, 0)}
+    assert {call.needs for call in timeline._taken[1] if call.name == "broadcast"} == {(1, 0), (0, 1)}
+
+
+def test_a_timeline_takes_every_call_that_torch_takes():
+    assert on_ranks(2, mixed) == [[[0.0, 0.0]] * 2] * 2
+
+
+def spans_only(local_rank):
+    timeline = ddl.Timeline()
+    with timeline.span("mine"):
+        dist.barrier()
+    return timeline
+
+
+def test_spans_of_ranks_that_record_nothing_else_are_of_different_ranks():
+    assert [(record.rank, record.kind) for record in merged(2, spans_only).records] == [
+        (0, "compute"),
+        (1, "compute"),
+    ]
+
+
+def attached_late(local_rank):
+    timeline = ddl.Timeline()
+    trainer = Engine(lambda engine, batch: dist.all_reduce(torch.ones(2)))
+    trainer.add_event_handler(Events.EPOCH_STARTED(once=2), lambda: timeline.attach(trainer))
+    trainer.run([0, 1], max_epochs=2)
+    return timeline
+
+
+def test_attached_in_the_midst_of_a_run_on_ranks():
+    timeline = merged(2, attached_late)
+    assert sorted(timeline.totals()) == [0, 1]
+    assert [record.name for record in timeline.in_flight] == ["allreduce"] * 4
+
+
+def unlike(local_rank):
+    timeline, tensor = ddl.Timeline(), torch.ones(2)
+    timeline.__enter__() if local_rank == 0 else None
+    dist.all_reduce(tensor)
+    timeline.__enter__() if local_rank == 1 else None
+    dist.all_reduce(tensor)
+    timeline.stop()
+    return timeline
+
+
+def test_ranks_that_begin_at_different_collectives_are_told_of():
+    with pytest.warns(UserWarning, match="unlike numbers of collectives: 2 by rank 0, 1 by rank 1") as caught:
+        merged(2, unlike)
+    assert caught[0].filename == __file__
 
 
 def overlap(local_rank):
@@ -580,7 +708,7 @@ def made_up(rank, machine, entered, left, shift=0.0, start=0.0):
     """A rank that works until it enters a collective, as its own clock says."""
     timeline = Timeline()
     timeline.rank, timeline._machine = rank, machine
-    call = module._Call(rank, "allreduce", ("world", 1), (0, 1), entered + shift)
+    call = module._Call(rank, "allreduce", ("world", "", (0, 1), 1), (0, 1), entered + shift)
     timeline._calls.append(call)
     timeline._own.append(("compute", "work", start + shift, entered + shift, None))
     timeline._own.append(("wait", "allreduce", entered + shift, left + shift, call))
@@ -620,7 +748,8 @@ def test_clocks_without_a_common_collective_start_together():
     other = Timeline()
     other.rank, other._machine = 1, "b"
     other._own.append(("compute", "work", 500.0, 501.0, None))
-    timeline = Timeline.merge([made_up(0, "a", 1.0, 3.5), other])
+    with pytest.warns(UserWarning, match="1 by rank 0, 0 by rank 1"):
+        timeline = Timeline.merge([made_up(0, "a", 1.0, 3.5), other])
     assert timeline.records[-1] == Record(1, "compute", "work", 0.0, 1.0)
 
 
@@ -630,6 +759,9 @@ def test_merge_refuses_what_it_cannot_merge():
         Timeline.merge([one, one])
     with pytest.raises(ValueError, match="one Timeline a rank, but given 3"):
         Timeline.merge([3])
+    for alone in (one, None):
+        with pytest.raises(ValueError, match="one Timeline a rank, in a list, but given (Timeline|None)"):
+            Timeline.merge(alone)
     with pytest.raises(ValueError, match="one Timeline a rank"):
         Timeline.merge([Timeline.merge([one])])
 
@@ -669,22 +801,31 @@ def test_the_trace_keeps_to_the_format(tmp_path):
         if event["ph"] == "X":
             assert event["dur"] >= 0
             assert event["cat"] in KINDS
-        if event["ph"] in "be":
-            assert isinstance(event["id"], str)
     complete = [event for event in events if event["ph"] == "X"]
-    assert {event["pid"] for event in complete} == {0, 1}
-    assert any(event["args"].get("waits for") == 1 and event["pid"] == 0 for event in complete)
+    assert {(event["pid"], event["tid"]) for event in events} == {(1, 1), (2, 1)}  # 0 is special in Perfetto
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {1: "rank 0", 2: "rank 1"}
+    assert any(event["args"].get("waits for") == 1 and event["pid"] == 1 for event in complete)
+    begun, ended = (
+        [event for event in trace(merged(2, overlap), tmp_path) if event["ph"] == phase] for phase in "be"
+    )
+    pair = lambda event: (event["cat"], event["id"], event["name"], event["pid"], event["tid"])  # noqa: E731
+    assert len(begun) == len({event["id"] for event in begun}) == 2
+    starts = {pair(event): event["ts"] for event in begun}
+    assert starts.keys() == {pair(event) for event in ended}
+    assert all(starts[pair(event)] <= event["ts"] for event in ended)
 
 
 @patiently
 def test_the_trace_is_in_microseconds_and_nests(tmp_path):
     timeline = merged(2, training, late=1, make="ddl")
     complete = [event for event in trace(timeline, tmp_path) if event["ph"] == "X"]
-    steps = [event for event in complete if event["name"].startswith("step ") and event["pid"] == 1]
+    steps = [event for event in complete if event["name"].startswith("step ") and event["pid"] == 2]
     assert [event["name"] for event in steps] == ["step 1", "step 2", "step 3", "step 4"]
     assert all(about(event["dur"] / 1e6, DELAY) for event in steps)
-    for rank in (0, 1):
-        mine = [event for event in complete if event["pid"] == rank]
+    for pid in (1, 2):
+        mine = [event for event in complete if event["pid"] == pid]
+        assert mine
         stack = []
         for event in sorted(mine, key=lambda event: (event["ts"], -event["dur"])):
             begin, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)

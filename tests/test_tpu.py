@@ -7,9 +7,11 @@ its settings once and because a repaired Ignite stays repaired.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import ignite.distributed as idist
@@ -20,6 +22,7 @@ import ignite_ddl
 from ignite_ddl import tpu
 from ignite_ddl.lab import checks_03, xla
 
+ROOT = Path(__file__).parents[1]
 with_xla = pytest.mark.skipif(not xla.has_xla(), reason="needs torch_xla: make test-tpu")
 without_xla = pytest.mark.skipif(xla.has_xla(), reason="torch_xla is installed")
 
@@ -154,6 +157,30 @@ def test_auto_optim_steps_as_the_optimizer_and_keeps_its_state():
 
 
 @with_xla
+def test_auto_optim_steps_a_group_that_is_added_later():
+    said = run("""
+        import copy
+        import ignite.distributed as idist, torch, torch_xla, ignite_ddl as ddl
+        def job(local_rank):
+            w, v = (torch.ones(3, device=idist.device(), requires_grad=True) for _ in range(2))
+            optimizer = ddl.auto_optim(torch.optim.SGD([w], lr=0.1))
+            optimizer.add_param_group({"params": [v], "lr": 0.2})
+            moved = []
+            for _ in range(2):
+                optimizer.zero_grad()
+                (w + v).sum().backward()
+                optimizer.step()
+                moved.append((round(w.sum().item(), 3), round(v.sum().item(), 3)))
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            return moved
+        torch_xla.device()
+        with ddl.Parallel(backend="xla-tpu") as parallel:
+            print(*parallel.run(job))
+    """)
+    assert said == "[(2.7, 2.4), (2.4, 1.8)]"
+
+
+@with_xla
 def test_auto_optim_goes_on_from_a_loaded_state():
     said = run("""
         import copy
@@ -232,7 +259,11 @@ def test_both_trainers_give_the_loss_of_the_cpu(maker):
 def test_the_rule_of_exercise_2_is_xlas():
     """Each case on a grid of 4 devices, and an uneven cut: what checks_03.tile says is what XLA does."""
     cases = [case for case in checks_03.CASES if case[2] in ("2 × 2", "1 × 4")]
-    cases += [((10, 4), ("data", None), "4 × 1"), ((10, 4), (None, "data"), "2 × 2")]
+    cases += [
+        ((10, 4), ("data", None), "4 × 1"),
+        ((10, 4), (None, "data"), "2 × 2"),
+        ((5, 4), ("data", None), "4 × 1"),
+    ]
     grids = checks_03.GRIDS | {"4 × 1": {"data": 4, "model": 1}}
     said = run(
         f"""
@@ -256,6 +287,26 @@ def test_the_rule_of_exercise_2_is_xlas():
     for (shape, axes, name), tiles in zip(cases, json.loads(said), strict=True):
         expected = [[list(pair) for pair in checks_03.tile(shape, axes, grids[name], d)] for d in range(4)]
         assert tiles == expected, (shape, axes, name)
+
+
+# --- make test-all -------------------------------------------------------------------------------------
+
+
+def test_a_skip_is_no_pass(tmp_path):
+    (tmp_path / "tests").mkdir()
+    for name in ("Makefile", "constraints.txt", "tests/extra_tpu.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name, status in (("good", 0), ("bad", 1)):
+        (tmp_path / f"tests/extra_{name}.sh").write_text(f"exit {status}\n")
+    (tmp_path / "uname").write_text("#!/bin/sh\necho Plan9\n")
+    (tmp_path / "uname").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["make", "-o", "test", "test-all", "EXTRAS=good tpu bad later"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "tpu: SKIPPED: torch" in done.stdout
+    summary = "passed: test good; skipped: tpu; failed: bad; not written yet: later"
+    assert done.stdout.rstrip().endswith(summary), done.stdout + done.stderr
 
 
 # --- on_xla --------------------------------------------------------------------------------------------

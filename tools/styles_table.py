@@ -76,6 +76,19 @@ def of_words(logits):
     return ddl.cross_entropy(logits.flatten(0, 1), torch.zeros(ROWS * TOKENS, dtype=torch.long))
 
 
+class Attention(Three):
+    n_heads = 4
+
+
+class Activated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.PReLU(), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
 columns = {name: ddl.Column() for name in "qkv"}
 # the style as written, the module, its plan, this rank's input, and what is differentiated
 CASES = {
@@ -92,6 +105,13 @@ CASES = {
         ("three times `Column()`", "q, k, v: Linear D → D", Three, columns, tokens(), torch.sum),
         ("the same in `SharedInput()`", "q, k, v: Linear D → D", Three, columns | {"": ddl.SharedInput()},
          tokens(), torch.sum),
+        ('`Column(units="n_heads")`, three times, in `SharedInput()`', "q, k, v: D → D, by whole heads", Attention,
+         {name: ddl.Column(units="n_heads") for name in "qkv"} | {"": ddl.SharedInput()}, tokens(), torch.sum),
+        ("`Column()`, `SharedWeight()`, `Row()`", "Linear D → 4·D, PReLU, Linear 4·D → D", Activated,
+         {"up": ddl.Column(), "act": ddl.SharedWeight(), "down": ddl.Row()}, tokens(), torch.sum),
+        ("`Column()`", "Embedding V × D", lambda: nn.Embedding(WORDS, WIDTH), {"": ddl.Column()}, ids, torch.sum),
+        ("`Column(output_layouts=Replicate())`", "Embedding V × D", lambda: nn.Embedding(WORDS, WIDTH),
+         {"": ddl.Column(output_layouts=Replicate())}, ids, torch.sum),
         ("`Row()`", "Embedding V × D", lambda: nn.Embedding(WORDS, WIDTH), {"": ddl.Row()}, ids, torch.sum),
     ],
     "The head and its loss": [
@@ -161,7 +181,12 @@ HEAD = (
     f"Where V is cut, {TP} ranks hold {-(-WORDS // TP)} words each but for the last, and a gather pads its part.\n\n"
     "Backward is what the gradient of the input takes, as of a layer inside a model, and what the gradients of the "
     "weights take before the optimizer steps. *Parameters* are numbers: of the whole layer → on rank 0. How random "
-    "numbers are drawn is said at the top of `ignite_ddl/tensor.py`.\n"
+    "numbers are drawn is said at the top of `ignite_ddl/tensor.py`. The gradient of a `Row()` embedding is "
+    "whole, V × D on every rank, until the trainer cuts it.\n\n"
+    "`units=` moves nothing: it says what must stay whole on a rank, such as heads. Weights of single channels between "
+    "two layers that are cut (BatchNorm, GroupNorm, `nn.PReLU(C)`) have no style: an error. One weight that all "
+    "heads or features share (`nn.PReLU()`, a norm of each head) is a `SharedWeight()`; the trainer says so where a "
+    "plan forgets it.\n"
 )
 
 

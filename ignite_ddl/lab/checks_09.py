@@ -66,6 +66,7 @@ def crossover_bytes(function):
         (4, 1e-5, 1e9),
         (1024, 5e-6, 1.25e10),
         (3, 1e-5, 1e9),
+        (5, 1e-5, 1e9),
     ):
         link = cost.Link(latency, bandwidth)
         found = function(n_ranks, latency, bandwidth)
@@ -87,6 +88,7 @@ def crossover_bytes(function):
         if abs(tree - ring) > 1e-9 * ring:
             raise Hint(
                 f"{case}: with your {found:.4g} bytes the tree takes {tree / ring:.3g} times as long as the ring"
+                + ("; 5 ranks need 3 rounds up, and 3 down" if n_ranks == 5 else "")
             )
     return "below it take the tree, above it the ring"
 

@@ -92,7 +92,7 @@ def accumulate(function):
         case = f"micro-batches of {', '.join(map(str, rows))} rows on each of {N_RANKS} ranks"
         right, alike, added = (_gradient(rows, weights) for weights in ("rows", "alike", "added"))
         for rank, results in enumerate(ranks):
-            gradient, n_sent = results[place]
+            gradient, n_sent, _ = results[place]
             if gradient is None:
                 raise Hint(
                     f"{case}: rank {rank} has no gradient; did you call backward, and leave .grad alone?"
@@ -112,6 +112,11 @@ def accumulate(function):
                 )
             error = float((gradient - right).norm() / right.norm())
             raise Hint(f"{case}: the gradient of rank {rank} is {error:.0%} off that of the big batch")
+        if (most := max(results[place][2] for results in ranks)) > max(rows):
+            raise Hint(
+                f"{case}: right, but a forward pass of {most} rows; the largest micro-batch has {max(rows)}, and more "
+                "do not fit"
+            )
         if (most := max(results[place][1] for results in ranks)) > 1:
             raise Hint(
                 f"{case}: right, but {most} all-reduces; one is enough. DDP decides in forward whether backward will "
@@ -133,14 +138,17 @@ def _micro_batches(rank, rows):
 
 
 def _accumulate_on_a_rank(local_rank, function):
-    results, replica = [], DistributedDataParallel(_model())
+    results, passed, model = [], [], _model()
+    model.register_forward_pre_hook(lambda module, inputs: passed.append(len(inputs[0])))
+    replica = DistributedDataParallel(model)
     for rows in CASES:
         replica.zero_grad()
+        passed.clear()
         with count_bytes() as traffic:
             function(replica, _micro_batches(local_rank, rows))
         gradients = [parameter.grad for parameter in replica.parameters()]
         whole = None if None in gradients else torch.cat([gradient.flatten() for gradient in gradients])
-        results.append((whole, len(traffic.of("all_reduce"))))
+        results.append((whole, len(traffic.of("all_reduce")), max(passed, default=0)))
     return results
 
 

@@ -54,7 +54,7 @@ def ranges(function):
                 f"{case}: even, but in {len(pieces)} pieces; {n_servers - 1} cut{'s' * (n_servers != 2)} of "
                 f"{len(sizes)} parameters leave {most} at most"
             )
-    return "no server holds more than its share, and no tensor is cut without need"
+    return "no server holds more than its share, and you cut less often than there are servers"
 
 
 @exercise

@@ -19,7 +19,8 @@ def heads_of_rank(function):
         group, each = n_heads // n_kv_heads, n_heads // tp_size
         found = [function(n_heads, n_kv_heads, tp_size, rank) for rank in range(tp_size)]
         for rank, answer in enumerate(found):
-            if not isinstance(answer, tuple) or len(answer) != 2:
+            two = isinstance(answer, tuple | list) and len(answer) == 2
+            if not two or any(isinstance(part, int) for part in answer):
                 raise Hint(f"{case}: rank {rank} should return two lists, of query heads and of key heads")
             queries, keys = map(list, answer)
             needed = sorted({query // group for query in queries})
@@ -66,7 +67,7 @@ def smoothed_loss(function):
         right = F.cross_entropy(whole, target, label_smoothing=smoothing)
         right.backward()
         for rank, (answer, _) in enumerate(ranks):
-            if not isinstance(answer, tuple) or len(answer) != 2:
+            if not isinstance(answer, tuple | list) or len(answer) != 2:
                 raise Hint(f"{case}: rank {rank} should return the loss and the gradient of its logits")
             loss, gradient = answer
             if not isinstance(loss, torch.Tensor) or loss.shape != () or loss.dtype != torch.float64:

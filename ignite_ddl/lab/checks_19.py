@@ -21,7 +21,7 @@ def run_stage(function):
     for n_ranks, n_microbatches in ((4, 12), (2, 6), (3, 8)):
         for stage in range(n_ranks):
             _one_stage(function, stage, n_ranks, n_microbatches)
-    return "each gradient is of the weights that its forward pass used, and no version is kept longer than needed"
+    return "each gradient is of the weights that its forward pass used, and no backward pass finds one too many kept"
 
 
 def _one_stage(function, stage, n_ranks, n_microbatches):

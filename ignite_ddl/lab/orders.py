@@ -22,7 +22,8 @@ def read(order, kinds, rank, n_microbatches, case):
     Raises:
         Hint: if something else was returned, or a pass is unknown, missing or there twice.
     """
-    if not isinstance(order, list | tuple) or not all(isinstance(name, str) for name in order):
+    order = list(order) if hasattr(order, "__iter__") and not isinstance(order, str) else [None]
+    if not all(isinstance(name, str) for name in order):
         raise Hint("return a list of names such as [" + ", ".join(f'"{kind}0"' for kind in kinds) + "]")
     wanted = {f"{kind}{m}" for kind in kinds for m in range(n_microbatches)}
     if unknown := [name for name in order if name not in wanted]:

@@ -13,7 +13,8 @@ __all__ = ["SavedBytes"]
 class SavedBytes:
     """Counts what forward passes inside it save for their backward passes, and what of that is still alive.
 
-    A tensor counts once, however many operations save it, and a microbatch of a batch with its own rows only. The
+    A tensor counts once, however many operations save it, and a microbatch of a batch with its own rows only; of two
+    views that begin at one address the larger counts, until both are freed. The
     weights of ``model`` do not count, nor does what is alive without being saved, such as the receive buffers that
     torch's pipeline stages keep for every microbatch.
 
@@ -37,7 +38,9 @@ class SavedBytes:
     def __init__(self, model: nn.Module | None = None) -> None:
         weights = [] if model is None else [*model.parameters(), *model.buffers()]
         self._left_out = {_local(weight).untyped_storage().data_ptr() for weight in weights}
-        self._times: dict[int, int] = {}  # by address: how often it is saved
+        self._counted: dict[
+            int, tuple[int, int]
+        ] = {}  # by address: how often it is saved, and its bytes in `now`
         self.now = self.peak = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda held: held.tensor)
 
@@ -61,13 +64,14 @@ class SavedBytes:
         tensor = _local(tensor)
         if tensor.untyped_storage().data_ptr() in self._left_out:
             return
-        address = tensor.data_ptr()
-        before = self._times.pop(address, 0)
+        before, counted = self._counted.pop(tensor.data_ptr(), (0, 0))
+        size = max(counted, min(tensor.nbytes, tensor.untyped_storage().nbytes()))
         if before + times:
-            self._times[address] = before + times
-        if 0 in (before, before + times):
-            self.now += times * min(tensor.nbytes, tensor.untyped_storage().nbytes())
-            self.peak = max(self.peak, self.now)
+            self._counted[tensor.data_ptr()] = before + times, size
+        else:
+            size = 0
+        self.now += size - counted
+        self.peak = max(self.peak, self.now)
 
 
 class _Held:

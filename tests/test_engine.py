@@ -1,0 +1,77 @@
+"""What the trainer and the clipping refuse, before anything is sent."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ignite_ddl as ddl
+
+ROWS = TensorDataset(torch.ones(9, 3), torch.ones(9, 1))
+
+
+def trainer(model=None, **options):
+    model = nn.Linear(3, 1) if model is None else model
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
+    return ddl.create_supervised_trainer(model, optimizer, nn.functional.mse_loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"gradient_accumulation_steps": 0},
+            "gradient_accumulation_steps should be a positive integer, .* given 0",
+        ),
+        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps should be .* given 1.5"),
+        ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps should be .* given True"),
+        ({"max_norm": 0}, "max_norm should be positive, but given 0"),
+        ({"max_norm": float("nan")}, "max_norm should be positive, but given nan"),
+    ],
+)
+def test_arguments_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(**options)
+
+
+def test_an_optimizer_of_another_model():
+    with pytest.raises(ValueError, match="holds none of them: make it after ddl.auto_model"):
+        trainer(optimizer=torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1))
+    model = nn.Linear(3, 1)
+    trainer(model, optimizer=torch.optim.SGD([model.bias], lr=0.1))  # a part is enough
+    trainer(nn.Linear(3, 1).requires_grad_(False), optimizer=torch.optim.SGD(nn.Linear(3, 1).parameters()))
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, 0.0, float("nan")])
+def test_a_norm_to_clip_at(max_norm):
+    model = nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match="max_norm should be positive"):
+        ddl.clip_grad_norm_(model, max_norm)
+    assert torch.equal(model.weight.grad, torch.ones(1, 2))
+
+
+def made_of_a_loader(local_rank):
+    loader = ddl.auto_dataloader(ROWS, batch_size=4)
+    trainer(ddl.auto_model(nn.Linear(3, 1))).run((batch for batch in loader), epoch_length=len(loader))
+
+
+def test_a_batch_without_rows_that_is_not_the_loaders():
+    parallel = ddl.Parallel("gloo", nproc_per_node=2, timeout=60, threads_per_rank=1)
+    with pytest.raises(ddl.RankError, match="this rank's batch has no rows: run the engine on the loader of"):
+        parallel.run(made_of_a_loader)
+
+
+def two_inputs(local_rank):
+    model = ddl.auto_model(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
+
+    def prepare(batch, device, non_blocking):
+        return (batch[0], batch[0]), batch[1]
+
+    trainer(model, prepare_batch=prepare).run(ddl.auto_dataloader(ROWS, batch_size=4))
+
+
+def test_one_tensor_goes_through_a_pipeline():
+    parallel = ddl.Parallel("gloo", nproc_per_node=2, pp=2, timeout=60, threads_per_rank=1)
+    with pytest.raises(ddl.RankError, match="x should be one tensor .* but prepare_batch gave a tuple"):
+        parallel.run(two_inputs)
