@@ -56,6 +56,7 @@ PRELOAD = [
     "ignite.metrics",
     "ignite.handlers",
     "ignite_ddl",
+    "ignite_ddl.stage",
 ]
 
 HOLD_SECONDS = (

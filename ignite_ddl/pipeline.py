@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.layers import named_layers, put
@@ -28,14 +27,14 @@ from ignite_ddl.tensor import draw_seed, lay_out_gradient, random_stream
 __all__ = ["SCHEDULES", "Pipeline", "balance", "microbatches_for", "stage_owners"]
 
 # name: torch's class, stages per rank
-SCHEDULES: dict[str, tuple[type, int]] = {
-    "gpipe": (schedules.ScheduleGPipe, 1),
-    "1f1b": (schedules.Schedule1F1B, 1),
-    "interleaved_1f1b": (schedules.ScheduleInterleaved1F1B, 2),
-    "interleaved_zero_bubble": (schedules.ScheduleInterleavedZeroBubble, 2),
-    "zbv": (schedules.ScheduleZBVZeroBubble, 2),
-    "looped_bfs": (schedules.ScheduleLoopedBFS, 2),
-    "dualpipev": (schedules.ScheduleDualPipeV, 2),
+SCHEDULES: dict[str, tuple[str, int]] = {
+    "gpipe": ("ScheduleGPipe", 1),
+    "1f1b": ("Schedule1F1B", 1),
+    "interleaved_1f1b": ("ScheduleInterleaved1F1B", 2),
+    "interleaved_zero_bubble": ("ScheduleInterleavedZeroBubble", 2),
+    "zbv": ("ScheduleZBVZeroBubble", 2),
+    "looped_bfs": ("ScheduleLoopedBFS", 2),
+    "dualpipev": ("ScheduleDualPipeV", 2),
 }
 _DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
            torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]  # fmt: skip
@@ -537,44 +536,18 @@ class Pipeline(nn.Module):
             }
             if len(self._schedules) == _SCHEDULES_KEPT:
                 del self._schedules[next(iter(self._schedules))]
+            from ignite_ddl.stage import Stage, schedules  # here: torch's engine takes a second to import
+
             stages = [
-                _Stage(module, s, len(self.owners), idist.device(), group=self.mesh.pp_group)
+                Stage(module, s, len(self.owners), idist.device(), group=self.mesh.pp_group)
                 for s, module in self.local.items()
             ]
             losing = _Loss()
             kind, per_rank = SCHEDULES[name]
-            schedule = kind(stages if per_rank > 1 else stages[0], n, loss_fn=losing, scale_grads=False)
+            make = getattr(schedules, kind)
+            schedule = make(stages if per_rank > 1 else stages[0], n, loss_fn=losing, scale_grads=False)
             self._schedules[kind_] = schedule, losing
         return self._schedules[kind_]
-
-
-class _Stage(PipelineStage):
-    """torch's, with a random stream for each microbatch of each stage, whatever order a schedule takes them in.
-
-    Before its first step, torch 2.11 greets the rank of each neighbour stage, also itself, which gloo refuses.
-    """
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with random_stream(torch.initial_seed() + 2**20 * self.stage_index + fwd_chunk_id):  # of the batch
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        # torch learns the shapes of a new batch size from a pass of its own: BatchNorm's statistics should not.
-        modules = list(self.submod.modules())
-        own = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
-        for module, name, buffer in own:
-            module._buffers[name] = buffer.clone()
-        # Nor does what happens to be in its memory reach a stage: no row of an embedding may have that number.
-        zeros = self.submod.register_forward_pre_hook(_zeros, prepend=True) if self.stage_index > 0 else None
-        prepared = super()._prepare_forward_infra(*args, **kwargs)
-        if zeros is not None:
-            zeros.remove()
-        for module, name, buffer in own:
-            module._buffers[name] = buffer
-        return prepared
 
 
 class _Row(nn.Module):
@@ -621,12 +594,6 @@ def _kind(x: torch.Tensor) -> tuple:
 def _copied(stage: nn.Module, inputs: tuple) -> tuple:
     """What a stage receives is a leaf, or its neighbour's own output: a layer that works in place needs a copy."""
     return tuple(x.clone() for x in inputs)
-
-
-def _zeros(stage: nn.Module, inputs: tuple) -> None:
-    with torch.no_grad():
-        for x in inputs:
-            x.zero_()
 
 
 def _no_view(stage: nn.Module, inputs: Any, output: Any) -> Any:

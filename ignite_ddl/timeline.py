@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events
-from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -796,8 +795,11 @@ def _install() -> None:
     _replace(DistributedDataParallel, "_pre_forward", _watched_pre_forward)
     _replace(DistributedDataParallel, "_post_forward", _watched_post_forward)
     _replace(dist, "_broadcast_coalesced", _watched_buffers)
-    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-        _replace(_PipelineStageBase, name, functools.partial(_watched_pass, name))
+    if dist.is_initialized():  # else no pipeline can run, and this import takes a second
+        from torch.distributed.pipelining.stage import _PipelineStageBase
+
+        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+            _replace(_PipelineStageBase, name, functools.partial(_watched_pass, name))
     library = _hooks.enter_context(torch.library._scoped_library("_c10d_functional", "IMPL"))
     for name in (*_OPERATORS, "wait_tensor"):
         if hasattr(torch.ops._c10d_functional, name):

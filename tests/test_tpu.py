@@ -301,7 +301,7 @@ def test_a_skip_is_no_pass(tmp_path):
     (tmp_path / "uname").write_text("#!/bin/sh\necho Plan9\n")
     (tmp_path / "uname").chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["make", "-o", "test", "test-all", "EXTRAS=good tpu bad later"]
+    command = ["make", "--no-print-directory", "-o", "test", "test-all", "EXTRAS=good tpu bad later"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "tpu: SKIPPED: torch" in done.stdout
