@@ -30,7 +30,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_ddl.layers import LazyLayers, put
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline import Pipeline, microbatches_for, reshard, share_buffers, stage_owners
+from ignite_ddl.pipeline import Pipeline, microbatches_for, reshard, share_buffers
+from ignite_ddl.simulate import stage_owners
 from ignite_ddl.tensor import apply_plan, check_plan, share_random_stream
 
 __all__ = [
@@ -182,13 +183,18 @@ class ShardedDataLoader(DataLoader):
         self.filler = None
         if here == 0:
             self.filler = batch
-            return tree_map(_no_rows, batch, is_leaf=_is_words)
+            return without_rows(batch)
         return batch
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch that the next pass shuffles for, say after a resume; else it goes on after each whole pass."""
         if isinstance(self.batch_sampler, _Shares):
             self.batch_sampler.epoch = epoch
+
+
+def without_rows(batch: Any) -> Any:
+    """A batch, or the output for one, that has none of its rows any more."""
+    return tree_map(_no_rows, batch, is_leaf=_is_words)
 
 
 def _is_words(leaf: Any) -> bool:

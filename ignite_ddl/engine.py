@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from ignite_ddl.auto import ShardedDataLoader
+from ignite_ddl.auto import ShardedDataLoader, without_rows
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.pipeline import Pipeline
@@ -138,7 +138,7 @@ def create_supervised_trainer(
         model.train()
         here, in_all = _rows(engine)
         x, y = prepare_batch(_filled(engine, batch), device=device, non_blocking=non_blocking)
-        _check_rows(x, model)
+        _check_rows(x)
         # dp averages gradients: with this weight the average is the mean over the rows of the global batch.
         weight = 1.0 if in_all is None else here * mesh.dp_size / in_all
         with _gradient_sync(model, last):
@@ -158,7 +158,7 @@ def create_supervised_trainer(
             return loss.item()
         if here == 0:
             x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
-            y_pred = _no_rows_of(y_pred)
+            y_pred = without_rows(y_pred)
         return _output(model, lambda: output_transform(x, y, y_pred, loss))
 
     return MeshEngine(update)
@@ -212,13 +212,13 @@ def create_supervised_evaluator(
         here, _ = _rows(engine)
         with torch.no_grad():
             x, y = prepare_batch(_filled(engine, batch), device=device, non_blocking=non_blocking)
-            _check_rows(x, model)
+            _check_rows(x)
             y_pred = model.forward_only(x) if isinstance(model, Pipeline) else model(x)
             if y_pred is not None:
                 y_pred = model_transform(y_pred)
             if here == 0:
                 x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
-                y_pred = _no_rows_of(y_pred)
+                y_pred = without_rows(y_pred)
             return _output(model, lambda: output_transform(x, y, y_pred))
 
     evaluator = MeshEngine(evaluate)
@@ -295,12 +295,7 @@ def _filled(engine: Engine, batch: Any) -> Any:
     return batch
 
 
-def _check_rows(x: Any, model: nn.Module) -> None:
-    if isinstance(model, Pipeline) and not isinstance(x, torch.Tensor):
-        raise ValueError(
-            f"x should be one tensor where the mesh has a pp axis, but prepare_batch gave a {type(x).__name__}: "
-            "the schedule cuts it into microbatches; put a mask or the like into the first layer"
-        )
+def _check_rows(x: Any) -> None:
     if isinstance(x, torch.Tensor) and x.ndim and not len(x):
         raise ValueError(
             "this rank's batch has no rows: run the engine on the loader of ddl.auto_dataloader itself, which fills "
@@ -322,10 +317,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
             "optimizer should hold parameters of the model, but holds none of them: make it after ddl.auto_model, "
             "of what that returned"
         )
-
-
-def _no_rows_of(y_pred: Any) -> Any:
-    return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf, y_pred)
 
 
 def _output(model: nn.Module, transform: Callable[[], Any]) -> Any:

@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from ignite_ddl.layers import named_layers, put
 from ignite_ddl.mesh import Mesh
+from ignite_ddl.simulate import stage_owners
 from ignite_ddl.tensor import draw_seed, lay_out_gradient, random_stream
 
-__all__ = ["SCHEDULES", "Pipeline", "balance", "microbatches_for", "stage_owners"]
+__all__ = ["SCHEDULES", "Pipeline", "balance", "microbatches_for"]
 
 # name: torch's class, stages per rank
 SCHEDULES: dict[str, tuple[str, int]] = {
@@ -42,42 +43,6 @@ _V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2·pp − 1 − r
 # These split the backward pass in two; on a stage without trainable weights torch leaves gradients out.
 _SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
 _SCHEDULES_KEPT = 16  # of a pipeline, one for each shape of a batch: each holds its stages' receive buffers
-
-
-def stage_owners(schedule: str, pp_size: int) -> list[int]:
-    """The pp rank of each stage, in the order of the model.
-
-    Args:
-        schedule: a name of ``SCHEDULES``.
-        pp_size: number of pp ranks.
-
-    Returns:
-        list: ``len(...)`` is the number of stages.
-
-    Raises:
-        ValueError: if there is no such schedule, or ``pp_size`` is less than 1.
-
-    Examples:
-        .. code-block:: python
-
-            from ignite_ddl.pipeline import stage_owners
-
-            assert stage_owners("1f1b", 4) == [0, 1, 2, 3]
-            assert stage_owners("interleaved_1f1b", 2) == [0, 1, 0, 1]
-            assert stage_owners("zbv", 2) == [0, 1, 1, 0]
-    """
-    _check_schedule(schedule)
-    if pp_size < 1:
-        raise ValueError(f"pp_size should be at least 1, but given {pp_size}")
-    ranks = list(range(pp_size))
-    if schedule in _V_SHAPED:
-        return ranks + ranks[::-1]
-    return ranks * SCHEDULES[schedule][1]
-
-
-def _check_schedule(schedule: str) -> None:
-    if not isinstance(schedule, str) or schedule not in SCHEDULES:
-        raise ValueError(f"schedule should be one of {', '.join(SCHEDULES)}, but given {schedule!r}")
 
 
 def balance(costs: Sequence[float], n_stages: int) -> list[int]:
@@ -180,7 +145,7 @@ def microbatches_for(rows: int, wanted: int, schedule: str, pp_size: int) -> tup
             assert microbatches_for(14, 4, "1f1b", pp_size=2) == (2, "1f1b")
             assert microbatches_for(1, 4, "1f1b", pp_size=2) == (1, "gpipe")
     """
-    _check_schedule(schedule)
+    stage_owners(schedule, pp_size)  # which refuses an unknown schedule
     for name, given in {"rows": rows, "wanted": wanted}.items():
         if given < 1:
             raise ValueError(f"{name} should be at least 1, but given {given}")
@@ -370,12 +335,8 @@ class Pipeline(nn.Module):
             ValueError: if ``x`` or ``y`` is not a tensor, they have different numbers of rows or none, or a
                 stage was frozen or thawed since the first step (see :meth:`forget_schedules`).
         """
-        for name, given in {"x": x, "y": y}.items():
-            if not isinstance(given, torch.Tensor):
-                raise ValueError(
-                    f"{name} should be one tensor where the mesh has a pp axis, but given a {type(given).__name__}: "
-                    "the schedule cuts it into microbatches"
-                )
+        _check_is_tensor("x", x)
+        _check_is_tensor("y", y)
         if not x.ndim or not y.ndim or len(x) != len(y) or not len(x):
             raise ValueError(
                 f"x and y should have a row for each sample, but have shapes {tuple(x.shape)} and {tuple(y.shape)}"
@@ -433,6 +394,7 @@ class Pipeline(nn.Module):
         torch's schedules run their backward plan in evaluation too (zbv fails there), so this goes stage by
         stage, microbatch by microbatch.
         """
+        _check_is_tensor("x", x)
         me, outputs, sent = self.mesh.pp_rank, [], []
         for stage in self.local.values():
             share_buffers(stage, self.mesh)
@@ -585,6 +547,14 @@ class _Loss:
 
     def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         return self.loss_fn(output, target)
+
+
+def _check_is_tensor(name: str, given: Any) -> None:
+    if not isinstance(given, torch.Tensor):
+        raise ValueError(
+            f"{name} should be one tensor where the mesh has a pp axis, but given a {type(given).__name__}: it is cut "
+            "into microbatches; put a mask or the like into the first layer"
+        )
 
 
 def _kind(x: torch.Tensor) -> tuple:

@@ -805,7 +805,7 @@ def stage_owners(schedule: str, n_ranks: int, n_chunks: int | None = None) -> li
             assert ddl.simulate.stage_owners("interleaved_1f1b", 2) == [0, 1, 0, 1]
             assert ddl.simulate.stage_owners("zbv", 2) == [0, 1, 1, 0]
     """
-    if schedule not in SCHEDULES:
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
         raise ValueError(f"schedule should be one of {', '.join(SCHEDULES)}, but given {schedule!r}")
     own = SCHEDULES[schedule][1]
     n_chunks = own if n_chunks is None else n_chunks

@@ -73,5 +73,5 @@ def two_inputs(local_rank):
 
 def test_one_tensor_goes_through_a_pipeline():
     parallel = ddl.Parallel("gloo", nproc_per_node=2, pp=2, timeout=60, threads_per_rank=1)
-    with pytest.raises(ddl.RankError, match="x should be one tensor .* but prepare_batch gave a tuple"):
+    with pytest.raises(ddl.RankError, match="x should be one tensor .* but given a tuple"):
         parallel.run(two_inputs)

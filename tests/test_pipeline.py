@@ -13,7 +13,8 @@ from torch.distributed.pipelining import schedules
 
 import ignite_ddl as ddl
 from ignite_ddl.mesh import AXES, Mesh
-from ignite_ddl.pipeline import SCHEDULES, Pipeline, balance, microbatches_for, stage_owners
+from ignite_ddl.pipeline import SCHEDULES, Pipeline, balance, microbatches_for
+from ignite_ddl.simulate import stage_owners
 
 TIMEOUT = 90
 names = st.sampled_from(list(SCHEDULES))
@@ -95,7 +96,7 @@ def test_stage_owners_by_name():
     assert stage_owners("dualpipev", 3) == [0, 1, 2, 2, 1, 0]
     with pytest.raises(ValueError, match="schedule should be one of gpipe, 1f1b, .* but given 'GPipe'"):
         stage_owners("GPipe", 2)
-    with pytest.raises(ValueError, match="pp_size should be at least 1, but given 0"):
+    with pytest.raises(ValueError, match="n_ranks should be at least 1, but given 0"):
         stage_owners("gpipe", 0)
 
 
