@@ -7,15 +7,16 @@ where                                   what it touches
 ======================================  ===============================================================
 ``compat.py``                           below
 ``tpu.py``                              Ignite's XLA classes, beside torch_xla 2.7 to 2.9
+``data.py``                             ``torch.utils._pytree``, as ``engine.py``, ``metrics.py`` and ``watch.py``
 ``engine.py``                           Ignite's ``_prepare_batch``, the default of a public argument
 ``metrics.py``                          idist's ``_model``, ``_NativeDistModel``: a group in the place of the world
 ``pipeline/stage.py``                   ``PipelineStage``: how it learns shapes, its first message
 ``tensor/styles.py``                    ``ParallelStyle._apply``, which every style overrides, ``nn``'s ``_NormBase``
 ``tensor/loss.py``                      ``DTensor._spec``
-``lab/bytes.py``                        torch's dispatch mode and the names of its collectives' operators
+``lab/bytes.py``                        torch's dispatch mode, the names of its collectives' operators
 ``lab/timeline/watch.py``               process groups, ``Work``, DDP, pipeline stages, torch's dispatcher
 ``lab/timeline/timeline.py``            the order of an Ignite engine's handlers
-``course/``                             nothing
+``course/checks/ch04.py``               torch's dispatch mode
 ======================================  ===============================================================
 """
 

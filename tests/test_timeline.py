@@ -592,9 +592,9 @@ def test_steps_are_told_apart_whatever_their_number_of_microbatches():
     names = ["0F0", "0F1", "0B0", "0B1", "0F0", "0B0", "0F0", "0F1", "0F2", "0B0", "0B1", "0B2"]
     for at, name in enumerate(names):
         kind = "forward" if name[1] == "F" else "backward"
-        timeline._own.append((kind, name, at, at + 0.5, None, 0, int(name[2])))
-        timeline._own.append(("communication", "between", at + 0.6, at + 0.9, None))
-        timeline._own.append(("communication", "inside", at + 0.1, at + 0.2, None))
+        timeline._recorder.spans.append((kind, name, at, at + 0.5, None, 0, int(name[2])))
+        timeline._recorder.spans.append(("communication", "between", at + 0.6, at + 0.9, None))
+        timeline._recorder.spans.append(("communication", "inside", at + 0.1, at + 0.2, None))
     for read in (timeline, pickle.loads(pickle.dumps(timeline)), Timeline.merge([timeline])):
         steps = read.actions()
         assert [[r.name for r in step if r.microbatch is not None] for step in steps] == [
@@ -710,9 +710,9 @@ def made_up(rank, machine, entered, left, shift=0.0, start=0.0):
     timeline = Timeline()
     timeline.rank, timeline._machine = rank, machine
     call = watch.Call(rank, "allreduce", ("world", "", (0, 1), 1), (0, 1), entered + shift)
-    timeline._calls.append(call)
-    timeline._own.append(("compute", "work", start + shift, entered + shift, None))
-    timeline._own.append(("wait", "allreduce", entered + shift, left + shift, call))
+    timeline._recorder.calls.append(call)
+    timeline._recorder.spans.append(("compute", "work", start + shift, entered + shift, None))
+    timeline._recorder.spans.append(("wait", "allreduce", entered + shift, left + shift, call))
     return pickle.loads(pickle.dumps(timeline))
 
 
@@ -748,7 +748,7 @@ def test_clocks_of_two_machines_are_set_by_the_ends_of_their_collectives(shift):
 def test_clocks_without_a_common_collective_start_together():
     other = Timeline()
     other.rank, other._machine = 1, "b"
-    other._own.append(("compute", "work", 500.0, 501.0, None))
+    other._recorder.spans.append(("compute", "work", 500.0, 501.0, None))
     with pytest.warns(UserWarning, match="1 by rank 0, 0 by rank 1"):
         timeline = Timeline.merge([made_up(0, "a", 1.0, 3.5), other])
     assert timeline.records[-1] == Record(1, "compute", "work", 0.0, 1.0)

@@ -1,0 +1,127 @@
+"""The house has three storeys and a stair that only goes down: course uses lab uses the package."""
+
+import ast
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = {
+    str(path.relative_to(ROOT)).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
+    for path in sorted((ROOT / "ignite_ddl").rglob("*.py"))
+}
+
+
+def imports(name):
+    """The files of the package that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return {file for file in found if file in FILES} - {name}
+
+
+IMPORTS = {name: imports(name) for name in FILES}
+
+
+def storey(name):
+    return name.split(".")[1] if name.split(".")[1:2] in (["lab"], ["course"]) else "package"
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "ignite_ddl"])
+def test_the_stair_only_goes_down(name):
+    below = {"package": {"package"}, "lab": {"package", "lab"}, "course": {"package", "lab", "course"}}
+    above = {other for other in IMPORTS[name] if storey(other) not in below[storey(name)]}
+    assert not above
+
+
+def test_no_two_files_import_each_other_whatever_way_round():
+    defining = {name: set(IMPORTS[name]) for name in FILES}
+    path, done = [], set()
+
+    def visit(name):
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name in done:
+            return
+        path.append(name)
+        # A package's face hands on what its files define; they do not need it.
+        for other in defining[name] - {name.rpartition(".")[0]}:
+            visit(other)
+        done.add(path.pop())
+
+    for name in FILES:
+        visit(name)
+
+
+def run(code, *args):
+    command = [sys.executable, "-c", textwrap.dedent(code), *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_package_loads_the_ground_floor_alone():
+    loaded = run("""
+        import sys, ignite_ddl
+        print(*(name for name in sys.modules if name.startswith("ignite_ddl")), "matplotlib" in sys.modules)
+    """).split()
+    assert loaded.pop() == "False"
+    unwanted = ("ignite_ddl.lab", "ignite_ddl.course", "ignite_ddl.parameter_server", "ignite_ddl.parity")
+    assert not [name for name in loaded if name.startswith(unwanted)]
+    assert "ignite_ddl.model" in loaded
+
+
+def test_predicting_and_simulating_need_neither_torch_nor_ignite(tmp_path):
+    """As a web page has them: only what they import, under empty ``__init__`` files."""
+    wanted, needed = ["ignite_ddl.lab.cost", "ignite_ddl.lab.simulate"], set()
+    while wanted:
+        name = wanted.pop()
+        if name not in needed and name not in ("ignite_ddl", "ignite_ddl.lab", "ignite_ddl.pipeline"):
+            needed.add(name)
+            wanted += IMPORTS[name]
+    for name in needed:
+        target = tmp_path / FILES[name].relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(FILES[name].read_text())
+    for folder in (tmp_path / "ignite_ddl").rglob("*"):
+        if folder.is_dir() and not (folder / "__init__.py").exists():
+            (folder / "__init__.py").touch()
+    (tmp_path / "ignite_ddl" / "__init__.py").touch()
+    said = run(
+        """
+        import sys
+        sys.path[:] = [sys.argv[1], *(p for p in sys.path if p and "site-packages" not in p)]
+        for name in ("torch", "ignite", "numpy"):
+            sys.modules[name] = None
+        from ignite_ddl.lab import cost, simulate
+        step = simulate.pipeline("zbv", n_ranks=4, n_microbatches=8)
+        print(simulate.__file__.startswith(sys.argv[1]), step.seconds, cost.pipeline_bubble(4, 8))
+        """,
+        str(tmp_path),
+    )
+    assert said.split()[0] == "True"
+
+
+def private_names(path):
+    """Those of torch and Ignite that a file imports, or takes from a module of theirs."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "ignite"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if re.fullmatch(r"(torch|dist|idist|nn|rpc|ignite)(\.\w+)+", name):
+                yield name
+
+
+def test_each_private_name_of_torch_and_ignite_is_in_compat_or_listed_there():
+    listed = set(re.findall(r"^``([\w/.]+\.py)``", (ROOT / "ignite_ddl/compat.py").read_text(), re.M))
+    assert all((ROOT / "ignite_ddl" / name).exists() for name in listed)
+    for path in FILES.values():
+        private = [name for name in private_names(path) if re.search(r"\._(?!_)", name)]
+        assert not private or str(path.relative_to(ROOT / "ignite_ddl")) in listed, (path.name, private)
