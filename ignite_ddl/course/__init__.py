@@ -1,0 +1,1 @@
+"""What only the chapters use: data, small models, figures and the checks of the exercises."""
