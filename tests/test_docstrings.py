@@ -10,8 +10,8 @@ import pytest
 
 import ignite_ddl
 
-# plot needs a notebook and data, lab's examples are checked beside lab.
-MODULES = [m.name for m in pkgutil.iter_modules(ignite_ddl.__path__) if m.name not in ("lab", "plot")]
+# The examples of lab and course are checked beside them.
+MODULES = [m.name for m in pkgutil.iter_modules(ignite_ddl.__path__) if m.name not in ("lab", "course")]
 
 
 def examples():
