@@ -10,7 +10,7 @@ Four parts, and each can be read alone:
 - :func:`parameter_server`: workers of uneven speed, synchronous or not.
 
 No wall clock, no random numbers but those of a seed. What comes back has ``ddl.Timeline``'s records, so that
-``draw.timeline`` draws what was simulated as it draws what was measured.
+``plot.timeline`` draws what was simulated as it draws what was measured.
 """
 
 from __future__ import annotations
@@ -937,7 +937,7 @@ def pipeline(
         n_chunks: stages on each rank. Default: 1 for gpipe and 1f1b, 2 for the others.
 
     Returns:
-        Pipeline: seconds, bubble, peak activations, and records for ``draw.timeline``.
+        Pipeline: seconds, bubble, peak activations, and records for ``plot.timeline``.
 
     Raises:
         ValueError: for an unknown schedule, numbers that it cannot do, negative times, or as many times as there are
