@@ -387,11 +387,12 @@ def test_new_chapter_runs_and_its_exercises_work(checkout):
     assert command(checkout, "new", "01", "small", "Small") == 0
     first = tools.read(checkout / "notebooks" / "01_small.ipynb").cells[0].source
     assert "Before this: [00 · Start](00_start.ipynb)" in first
-    # The kernel imports this checkout's checks, beside copies of the two files of the package that they need.
+    # The kernel imports this checkout's checks, beside copies of the files of the package that they need.
     lab = checkout / "ignite_ddl" / "lab"
     shutil.copy(ROOT / "ignite_ddl" / "lab" / "exercises.py", lab)
-    shutil.copy(ROOT / "ignite_ddl" / "plot.py", lab.parent)
-    for folder in (lab, lab.parent):
+    shutil.copy(ROOT / "ignite_ddl" / "lab" / "draw.py", lab)
+    shutil.copytree(ROOT / "ignite_ddl" / "course" / "figures", lab.parent / "course" / "figures")
+    for folder in (lab, lab.parent, lab.parent / "course"):
         (folder / "__init__.py").touch()
     script = [sys.executable, str(ROOT / "tools" / "notebooks.py"), "--root", str(checkout), "execute", "01"]
     done = subprocess.run(

@@ -126,16 +126,6 @@ def test_spans_have_the_shape_of_records():
     assert Record(*step.records[0]) == step.records[0] == Span(0, "forward", "0F0", 0, 1, None, 0, 0)
 
 
-def test_plot_draws_a_simulation():
-    import matplotlib
-
-    matplotlib.use("agg")
-    from ignite_ddl import plot
-
-    figure = plot.timeline(simulate.pipeline("1f1b", 3, 4), "1F1B, simulated")
-    assert len(figure.axes[0].get_yticks()) == 3
-
-
 # --------------------------------------------------------------------------- collectives and steps
 
 

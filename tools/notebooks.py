@@ -477,16 +477,17 @@ markdown
 What is where, before any code.
 ---
 code
-from ignite_ddl import plot
 from ignite_ddl.course.checks import chNN as checks
+from ignite_ddl.course.figures import show
+from ignite_ddl.lab import draw
 ---
 code
 rows = [3, 3, 2, 2]  # what each of four ranks holds
-figure, axes = plot.new_figure("Ten rows do not fill four ranks evenly", height=2)
+figure, axes = draw.new_figure("Ten rows do not fill four ranks evenly", height=2)
 axes.barh(range(4), rows)
 axes.set(yticks=range(4), ylabel="rank", xlabel="rows")
 axes.invert_yaxis()
-plot.show(figure, alt="Four bars, one a rank: ranks 0 and 1 hold three rows, ranks 2 and 3 hold two.")
+show(figure, alt="Four bars, one a rank: ranks 0 and 1 hold three rows, ranks 2 and 3 hold two.")
 ---
 markdown
 ## The first idea

@@ -27,8 +27,8 @@ def held_along_a_block(make: Callable[[], GPT], plan: Mapping[str, Any], n_ranks
         n_ranks: how many.
 
     Returns:
-        list: for ``plot.along_a_block``, in order: the layer's name, the features of its whole output, whether a rank
-        has it "whole", or its "features" or "tokens", and the collectives called since the layer before.
+        list: for ``figures.along_a_block`` of chapter 17, in order: the layer's name, the features of its whole
+        output, whether a rank has it "whole", or its "features" or "tokens", and the collectives called since the layer before.
 
     Example:
         >>> from ignite_ddl.course import GPT

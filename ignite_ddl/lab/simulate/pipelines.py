@@ -80,7 +80,7 @@ def pipeline(
         n_chunks: stages on each rank. Default: 1 for gpipe and 1f1b, 2 for the others.
 
     Returns:
-        Pipeline: seconds, bubble, peak activations, and records for ``plot.timeline``.
+        Pipeline: seconds, bubble, peak activations, and records for ``draw.timeline``.
 
     Raises:
         ValueError: for an unknown schedule, numbers that it cannot do, negative times, or as many times as there are

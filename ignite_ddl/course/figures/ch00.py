@@ -1,0 +1,135 @@
+"""The figures of chapter 00: where training is cut, what each cut sends, and the map of the course."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ignite_ddl.lab import draw
+from ignite_ddl.lab.draw import ACTIVITY, RANK
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["course_map", "data_and_model_parallel", "numbers_sent"]
+
+
+def data_and_model_parallel(n_rows: int = 8) -> Figure:
+    """The two ways to cut one training step over four ranks, side by side; one colour a rank.
+
+    Left: the batch is cut, each rank has a whole model. Middle and right: the model is cut, by layers and
+    inside each layer, and the batch is whole.
+
+    Args:
+        n_rows: rows in the batch, a multiple of 4 and at most 12. Default: 8.
+
+    Returns:
+        the figure: three panels with the same model of 4 layers.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.course.figures import ch00 as figures
+
+            figure = figures.data_and_model_parallel(n_rows=8)
+    """
+    title = "Four ranks share one training step: cut the batch, or cut the model"
+    figure, panels = draw.new_drawing(title, width=7.4, height=3.4, columns=3)
+    each = n_rows // 4
+    captions = {
+        "Data parallel": f"each holds {each} rows, the whole model\nand sends gradients",
+        "Model parallel, by layers": f"each holds {n_rows} rows, 1 of 4 layers\nand sends its layer's output",
+        "Model parallel, inside layers": f"each holds {n_rows} rows, ¼ of each layer\nand sends part of each output",
+    }
+    for panel, (name, caption) in zip(panels, captions.items(), strict=True):
+        draw.heading(panel, name, bold=True)
+        panel.text(0, 10.4, caption, fontsize=9, va="center", linespacing=1.4)
+        panel.set(xlim=(0, 10), ylim=(11.3, 0))
+    _heads(panels[0], batch=3.45, model=7.9)
+    for rank in range(4):
+        top = 1.1 + 2.1 * rank
+        panels[0].text(0, top + 0.8, f"rank {rank}", fontsize=9, va="center")
+        for place in range(each):
+            draw.tile(
+                panels[0], 2.3 + 2.3 / each * place, top, 2.3 / each, 1.6, RANK[rank], rank * each + place
+            )
+        draw.arrow(panels[0], (4.8, top + 0.8), (5.7, top + 0.8))
+        for layer in range(4):
+            draw.tile(panels[0], 5.9 + layer, top, 1, 1.6, RANK[rank])
+    height = 7.9 / n_rows
+    for panel in panels[1:]:
+        _heads(panel, batch=1.15, model=5.9)
+        for row in range(n_rows):
+            draw.tile(panel, 0.3, 1.1 + height * row, 1.7, height, ACTIVITY["idle"], row)
+        draw.arrow(panel, (2.3, 5.05), (3.5, 5.05))
+    height = 7.9 / 4
+    for rank in range(4):
+        draw.tile(panels[1], 3.9 + rank, 1.1, 1, 7.9, RANK[rank], f"rank {rank}", rotation=90)
+        top = 1.1 + height * rank
+        for layer in range(4):
+            draw.tile(panels[2], 3.9 + layer, top, 1, height, RANK[rank])
+        panels[2].text(8.1, top + height / 2, f"rank {rank}", fontsize=9, va="center")
+    return figure
+
+
+def _heads(axes: Axes, batch: float, model: float) -> None:
+    axes.text(batch, 0.7, "batch", fontsize=9, ha="center")
+    axes.text(model, 0.7, "model of 4 layers", fontsize=9, ha="center")
+
+
+def numbers_sent(n_rows: list[int], sent: dict[str, list[int]]) -> Figure:
+    """What a rank sends in a step, against the size of the batch: one labelled line for each way to cut.
+
+    Args:
+        n_rows: the sizes of the batch that were run.
+        sent: for each of two ways, by its name, the numbers that one rank sends, one for each size.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.course.figures import ch00 as figures
+
+            figure = figures.numbers_sent([4, 8], {"cut the batch": [40, 40], "cut the model": [8, 16]})
+    """
+    title = "A bigger batch: cutting the model sends more, cutting the batch does not"
+    figure, axes = draw.new_figure(title, height=2.8)
+    for (name, counts), line in zip(sent.items(), ("o-", "s--"), strict=True):
+        axes.plot(n_rows, counts, line, color=ACTIVITY["communication"], linewidth=2)
+        draw.note(axes, name, (n_rows[-1], counts[-1]), (10, 0))
+    axes.set_xlabel("rows in the batch")
+    axes.set_ylabel("numbers that a rank sends")
+    axes.set_xticks(n_rows)
+    axes.set_ylim(0)
+    return figure
+
+
+def course_map(lanes: dict[str, dict[int, str]], route: list[int]) -> Figure:
+    """The chapters of the course, one lane a subject, with a short route through them in dark.
+
+    Args:
+        lanes: for each subject its chapters, as number and a title of at most 12 characters.
+        route: the numbers of the chapters to highlight.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.course.figures import ch00 as figures
+
+            figure = figures.course_map({"Start": {0: "start here", 1: "CPU"}, "Then": {2: "GPU"}}, route=[1])
+    """
+    title = "Twenty-six chapters; short of time, take the dark ones in order"
+    figure, axes = draw.new_drawing(title, width=7.4, height=0.58 * len(lanes) + 0.4)
+    for lane, (subject, chapters) in enumerate(lanes.items()):
+        axes.text(0, lane + 0.45, subject, fontsize=10, fontweight="bold", va="center")
+        for place, (number, name) in enumerate(chapters.items()):
+            colour = "#444444" if number in route else "#EDEDED"
+            draw.tile(axes, 1.45 + place, lane, 0.97, 0.9, colour, f"{number:02d}\n{name}")
+    axes.set_xlim(0, 1.45 + max(map(len, lanes.values())))
+    axes.set_ylim(len(lanes), -0.05)
+    return figure

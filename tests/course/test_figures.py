@@ -1,0 +1,425 @@
+"""The chapters' figures: each example runs and can be shown, and no picture says what its data do not."""
+
+import importlib
+import inspect
+import re
+import textwrap
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+
+from ignite_ddl.course.figures import (
+    ch00,
+    ch01,
+    ch02,
+    ch03,
+    ch05,
+    ch06,
+    ch07,
+    ch09,
+    ch10,
+    ch11,
+    ch12,
+    ch13,
+    ch14,
+    ch15,
+    ch16,
+    ch17,
+    ch19,
+    show,
+)
+from ignite_ddl.lab import cost, draw, simulate
+from ignite_ddl.lab.draw import ACTIVITY, GREY, RANK
+
+pytestmark = pytest.mark.usefixtures("no_window")
+
+MODULES = [
+    draw,
+    *(importlib.import_module(f"ignite_ddl.course.figures.ch{number:02d}") for number in range(20)),
+]
+ALT = "Five words or more here."
+
+
+def examples():
+    for module in MODULES:
+        for name in module.__all__:
+            doc = inspect.getdoc(getattr(module, name)) if callable(getattr(module, name)) else ""
+            found = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n?|\n)+)", doc)
+            if found or module is not draw:
+                yield pytest.param(found, id=f"{module.__name__.split('.')[-1]}.{name}")
+
+
+@pytest.mark.parametrize("found", list(examples()))
+def test_its_example_runs_and_can_be_shown(found, capsys):
+    [example], space = found, {}
+    exec(textwrap.dedent(example), space)
+    show(space["figure"], alt=ALT)
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts if text.get_text()]
+
+
+def labels(axis):
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+def boxes(axes):
+    """Colour, left, top, width and height of each rectangle, in the order in which they were drawn."""
+    found = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    return [
+        (colour(p), *(round(number, 3) for number in (p.get_x(), p.get_y(), p.get_width(), p.get_height())))
+        for p in found
+    ]
+
+
+def colour(patch):
+    return to_hex(patch.get_facecolor()).upper() if patch.get_facecolor()[3] else "none"
+
+
+def colours(axes):
+    return [box[0] for box in boxes(axes) if box[0] != "none"]
+
+
+def points(line):
+    return [(round(float(x), 6), round(float(y), 6)) for x, y in zip(*line.get_data(), strict=True)]
+
+
+# ------------------------------------------------------------------------------------------ show
+
+
+@pytest.fixture
+def figure():
+    figure, axes = draw.new_figure("A title")
+    axes.plot([1, 2])
+    return figure
+
+
+def test_outside_a_notebook_the_text_is_printed_and_the_figure_closed(figure, capsys):
+    assert show(figure, alt="A line that rises from 1 to 2.") is None
+    assert capsys.readouterr().out == "A line that rises from 1 to 2.\n"
+    assert not plt.fignum_exists(figure.number)
+
+
+@pytest.mark.parametrize("alt", ["", "  ", "Four words are given"])
+def test_a_text_of_less_than_five_words_is_refused(alt, figure):
+    with pytest.raises(
+        ValueError, match="alt should say in five words or more what the figure shows, but given"
+    ):
+        show(figure, alt=alt)
+
+
+@pytest.mark.parametrize("place", ["text", "tick"])
+def test_small_text_is_refused_by_name_and_size(place, figure):
+    [axes] = figure.axes
+    if place == "text":
+        axes.text(1, 1, "tiny", fontsize=8.5)
+    else:
+        axes.set_xticks([0], ["tiny"], fontsize=8.5)
+    with pytest.raises(ValueError, match="text should be at least 9 points high, but 'tiny' has 8.5"):
+        show(figure, alt=ALT)
+
+
+# ------------------------------------------------------------------------------------------ who holds what
+
+
+def test_00_data_parallel_cuts_the_batch_and_model_parallel_the_model():
+    data, layers, inside = (colours(axes) for axes in ch00.data_and_model_parallel(8).axes)
+    for rank in range(4):
+        assert data.count(RANK[rank]) == 2 + 4, "its rows and 4 layers"
+        assert layers.count(RANK[rank]) == 1, "one layer"
+        assert inside.count(RANK[rank]) == 4, "a piece of each layer"
+    assert layers.count(ACTIVITY["idle"]) == inside.count(ACTIVITY["idle"]) == 8, "the whole batch"
+
+
+def test_01_colours_are_read_from_the_numbers_also_from_wrong_ones():
+    before = [1, 2, 4, 8]
+    panels = {
+        "all_reduce": (before, [15] * 4),
+        "all_gather": (before, [before] * 4),
+        "wrong": (before, [7, 7, 7, 8]),
+    }
+    for axes, wanted in zip(
+        ch01.collectives(panels).axes, (RANK[:4] * 4, RANK[:4] * 4, [*RANK[:3] * 3, RANK[3]]), strict=True
+    ):
+        drawn = [box for box in boxes(axes) if box[0] != "none"]
+        assert [box[0] for box in drawn if box[1] == 0] == RANK[:4], "before: everyone's own"
+        assert [box[0] for box in drawn if box[1] > 1] == wanted
+
+
+def test_02_a_job_works_only_with_one_rank_on_each_gpu():
+    cases = {"its own": [0, 1], "nothing set": [0, 0], "four ranks": [0, 1, 2, 3]}
+    panels = ch02.ranks_on_gpus(cases, n_gpus=2).axes
+    assert [texts(panel)[-1] for panel in panels] == ["works", "fails", "fails"]
+    assert texts(panels[2]).count("no GPU") == 2
+
+
+def test_03_each_tile_names_its_devices_and_is_striped_in_their_colours():
+    halves = [[(0, 4), (0, 6)]] * 2 + [[(4, 8), (0, 6)]] * 2
+    quarters = [[(0, 4), (0, 4)], [(0, 4), (4, 8)], [(4, 8), (0, 4)], [(4, 8), (4, 8)]]
+    [axes] = ch03.device_tiles({"x": ((8, 6), halves), "y": ((8, 8), quarters)}, "cut").axes
+    assert texts(axes) == ["0 and 1", "2 and 3", "x\n8 × 6", "0", "1", "2", "3", "y\n8 × 8"]
+    for device in range(4):
+        area = sum(width * height for fill, *_, width, height in boxes(axes) if fill == RANK[device])
+        assert area == pytest.approx((8 * 6 + 8 * 8) / 4)
+
+
+PADDED = [[[0], [4], [8]], [[1], [5], [9]], [[2], [6], [0]], [[3], [7], [1]]]
+EXACT = [[[0], [4], []], [[1], [5], [8]], [[2], [6], []], [[3], [7], [9]]]
+PEERS = [[[0, 1], [4, 5]], [[0, 1], [4, 5]], [[2, 3], [6, 7]], [[2, 3], [6, 7]]]
+
+
+def test_05_a_second_read_is_hatched_and_an_empty_slot_dashed():
+    padded, exact = ch05.dealt_rows({"": PADDED}, "padded"), ch05.dealt_rows({"": EXACT}, "exact")
+    tiles = padded.axes[0].patches
+    assert [tile.get_hatch() is not None for tile in tiles].count(True) == 2
+    assert [[colour(tile) for tile in tiles].count(RANK[rank]) for rank in range(4)] == [3, 3, 2, 2]
+    assert padded.get_supxlabel() == "hatched: read before in this epoch"
+    assert sum(tile.get_linestyle() not in ("-", "solid") for tile in exact.axes[0].patches) == 2
+    assert exact.get_supxlabel() == "dashed: no row at this step"
+    with pytest.raises(ValueError, match="zip"):
+        ch05.dealt_rows({"": [[[0], [1]], [[2]]]}, "ranks with different numbers of steps")
+
+
+def test_05_peers_share_rows_and_the_figure_says_whether():
+    first, second = ch05.dealt_rows({"idist": EXACT, "ddl": PEERS}, "two loaders", tp=2).axes
+    assert texts(first).count("tp peers:\ndifferent\nrows") == 2
+    assert texts(second).count("tp peers:\nthe same\nrows") == 2
+    assert not any(tile.get_hatch() for tile in second.patches)
+
+
+def test_06_each_kind_of_job_has_its_ranks():
+    [axes] = ch06.who_does_what({"download": "one", "seed": "each", "metric": "together"}).axes
+    assert colours(axes) == [RANK[0], *[ACTIVITY["idle"]] * 3, *RANK[:4], "#555555"]
+    assert boxes(axes)[-1][3] == 4, "one tile for all together"
+
+
+def test_06_the_matrix_stands_in_the_tiles_and_the_worst_mistake_in_a_frame():
+    [axes] = ch06.confusion_matrix(
+        [[8, 2, 0], [1, 9, 0], [0, 5, 5]], ["shirt", "coat", "bag"], n_ranks=2
+    ).axes
+    assert texts(axes) == ["8", "2", "1", "9", "5", "5"]
+    assert boxes(axes)[-1] == ("none", 1, 2, 1, 1), "predicted coat, true bag"
+    assert axes.get_title(loc="left") == "30 images from 2 ranks: bag is taken for coat most often"
+
+
+def test_09_a_chunk_has_a_stripe_for_each_rank_in_it_and_a_frame_when_it_has_come():
+    [axes] = ch09.ring_steps([[[1, 1], [2, 2]], [[1, 3], [3, 2]], [[3, 3], [3, 3]]]).axes
+    zero, one = RANK[:2]
+    assert colours(axes) == [zero, zero, one, one, zero, zero, one, zero, one, one, *[zero, one] * 4]
+    assert [box[0] for box in boxes(axes)].count("none") == 4, "one chunk a rank and step"
+
+
+def test_14_a_rank_holds_its_slices_and_what_is_whole():
+    [axes] = ch14.zero_stages([cost.zero_memory(1, 4, stage) for stage in range(4)]).axes
+    filled = [fill != ACTIVITY["idle"] for fill in colours(axes)]
+    assert len(filled) == 4 * 4 * 3 * 4, "stages, ranks, things, slices"
+    assert [sum(filled[48 * stage :][:48]) for stage in range(4)] == [48, 36, 24, 12]
+    # Under ZeRO-3 rank 2 holds the third slice of weights, gradients and optimizer, and nothing else.
+    assert filled[3 * 48 :][24:36] == [False, False, True, False] * 3
+
+
+def test_15_a_layer_is_on_all_ranks_on_one_or_in_pieces():
+    [axes] = ch15.cuts_of_a_model(4, 2).axes
+    assert colours(axes) == [ACTIVITY["idle"]] * 4 + [RANK[0]] * 2 + [RANK[1]] * 2 + RANK[:2] * 4
+    assert [text for text in texts(axes) if "holds" in text] == ["a rank holds 100%"] + [
+        "a rank holds 50%"
+    ] * 2
+
+
+def test_16_by_rows_a_rank_has_a_block_of_x_and_w_and_a_whole_term_of_y():
+    [axes] = ch16.cut_products(rows=6, inputs=8, outputs=32, n_ranks=4).axes
+    for rank in range(4):
+        sizes = sorted(tuple(map(round, box[3:])) for box in boxes(axes) if box[0] == RANK[rank])
+        assert sizes == [(2, 6), (8, 6), (8, 8), (32, 2), (32, 6)], "X by rows; Y, W by columns; W, Y by rows"
+    assert [tuple(map(round, box[3:])) for box in boxes(axes) if box[0] == ACTIVITY["idle"]] == [(8, 6)]
+
+
+def test_16_what_all_hold_is_drawn_once_in_grey():
+    by_rank = [[(0, 4), (0, 3)], [(4, 8), (0, 3)]]
+    [axes] = ch16.held_blocks({"weight": ((8, 3), by_rank), "bias": ((8,), [[(0, 8)]] * 2)}, "whole").axes
+    found = [(fill, top, round(height), round(width)) for fill, _, top, width, height in boxes(axes)]
+    assert found == [(RANK[0], 0, 4, 3), (RANK[1], 4, 4, 3), (ACTIVITY["idle"], 0, 8, 2)]
+    assert texts(axes) == ["0", "1", "weight\n8 × 3", "all", "bias\n8"]
+
+
+def test_17_features_are_cut_upright_tokens_across_and_what_is_whole_is_grey():
+    steps = [("norm", 8, "whole", []), ("up", 32, "features", ["all_gather"]), ("down", 8, "tokens", [])]
+    [axes] = ch17.along_a_block(steps, n_ranks=4, title="A block").axes
+    rectangles = boxes(axes)
+    up, down = [(fill, 1.0, 1.0) for fill in RANK[:4]], [(fill, 1.0, 0.25) for fill in RANK[:4]]
+    assert [(fill, *size) for fill, _, _, *size in rectangles] == [(ACTIVITY["idle"], 1.0, 1.0), *up, *down]
+    assert [top for _, _, top, *_ in rectangles[-4:]] == [0.75, 0.5, 0.25, 0], "rank 0 at the top"
+    places = {text.get_text(): text.get_position()[0] for text in axes.texts}
+    assert places["norm"] < places["all-\ngather"] < places["up"] < places["down"]
+
+
+def test_17_a_kept_feature_is_filled_and_a_dropped_one_is_not():
+    masks = [[True, False], [False, True]], [[True], [False]]
+    axes = ch17.dropout_masks({"alike": masks, "the rule": masks}, "Masks").axes[0]
+    assert colours(axes) == [RANK[0], "#FFFFFF", GREY, "#FFFFFF", RANK[1], "#FFFFFF"]
+
+
+def test_19_a_tile_says_its_two_versions_and_is_darker_the_more_lies_between():
+    run = simulate.pipedream(3, 6)
+    [axes] = ch19.weight_versions(run.forward_versions, run.backward_versions, "Behind").axes
+    assert texts(axes)[:4] == ["0 → 0", "0 → 1", "0 → 2", "1 → 3"]
+    light = [sum(patch.get_facecolor()[:3]) for patch in axes.patches]
+    assert light[0] > light[1] > light[2] == light[3]  # none, one, two updates
+    assert len(set(light[12:])) == 1, "the last rank is never behind"
+
+
+# ------------------------------------------------------------------------------------------ times
+
+
+@pytest.mark.parametrize(
+    ("times", "compiled", "ratio"),
+    [
+        ([60.0, 0.5, 0.4, 20.0], [1, 0, 0, 1], 44),
+        ([60.0, 2.0, 4.0], [1, 0, 0], 20),
+        ([1, 9, 31, 1], [0, 1, 1, 0], 20),
+    ],
+)
+def test_03_the_ratio_is_that_of_medians_without_the_first_step(times, compiled, ratio):
+    [axes] = ch03.compile_times(times, [8] * len(times), compiled, "recorded").axes
+    assert f"some {ratio} ×" in axes.get_title(loc="left")
+    assert sum(text.startswith("compiles") for text in texts(axes)) == sum(compiled)
+
+
+def test_09_an_arrow_goes_from_sender_to_receiver_in_its_time():
+    ways, link = {"naive": simulate.all_reduce_naive, "ring": simulate.all_reduce_ring}, cost.Link(0, 48)
+    naive, ring = ch09.messages({name: way(4, 48, link).in_flight for name, way in ways.items()}, "Two").axes
+    assert [axes.get_title(loc="left") for axes in (naive, ring)] == ["naive: 3 s", "ring: 1.5 s"]
+    assert [len(axes.texts) for axes in (naive, ring)] == [12, 24]
+    arrow = min(ring.texts, key=lambda text: (text.xyann[0], text.xyann[1]))
+    assert (arrow.xyann, arrow.xy) == ((0, 0), (0.25, 1))  # rank 0 to rank 1 in the first quarter of a second
+    assert to_hex(arrow.arrow_patch.get_edgecolor()).upper() == RANK[0]
+
+
+def test_13_a_box_leads_from_pull_to_push_and_holds_its_staleness():
+    rules = {"async": {"mode": "async"}, "3 + 1": {"mode": "backup", "backup": 1}}
+    runs = {
+        name: simulate.parameter_server(4, [1.0, 1.2, 1.4, 4.0], 20, **rule) for name, rule in rules.items()
+    }
+    panels = {name: (run.updates, run.dropped) for name, run in runs.items()}
+    asynchronous, backup = ch13.server_rows(panels, "One is slow", end=6, unit="time units").axes
+    seen = [gradient for gradient in runs["async"].updates if gradient.pulled_at < 6]
+    drawn = {(left, width) for fill, left, _, width, _ in boxes(asynchronous) if fill == ACTIVITY["compute"]}
+    assert drawn >= {(round(g.pulled_at, 3), round(min(g.pushed_at, 6) - g.pulled_at, 3)) for g in seen}
+    assert set(texts(asynchronous)) == {str(gradient.staleness) for gradient in seen}
+    assert texts(backup).count("dropped") == 2
+    marks = sorted(line.get_xdata()[0] for line in backup.lines)
+    assert marks == sorted(g.applied_at for g in runs["3 + 1"].updates if g.applied_at <= 6)
+
+
+# ------------------------------------------------------------------------------------------ bars
+
+
+def tops(axes):
+    """The height of each pile of bars."""
+    found = {}
+    for _, left, bottom, width, height in boxes(axes):
+        place = round(left + width / 2)
+        found[place] = max(found.get(place, 0), bottom + height)
+    return [found[place] for place in sorted(found)]
+
+
+def test_02_stages_stack_to_their_sum_without_crumbs():
+    crumb = {"parameters": 8.0, "activations": 4.0, "gradients": 4e-6}
+    [axes] = ch02.memory_stages(
+        {"forward": crumb, "backward": {"parameters": 8.0, "gradients": 8.0}}, peak=20.0
+    ).axes
+    assert [box[2:] for box in boxes(axes)] == [(0, 0.82, 8), (8, 0.82, 4), (0, 0.82, 8), (8, 0.82, 8)]
+    assert {"12", "16", "parameters 8", "activations 4", "gradients 8"} <= set(texts(axes))
+    assert axes.lines[0].get_ydata()[0] == 20
+
+
+def test_02_what_float16_loses_is_told_and_coloured():
+    gradient = torch.cat([torch.full((30,), 2.0**-30), torch.full((70,), 2.0**-20), torch.zeros(5)])
+    left, right = ch02.gradient_sizes(gradient, scale=2.0**16).axes
+    assert texts(left)[0].startswith("30% are")
+    assert texts(right)[0].startswith("almost none are")
+    heights = {fill: height for fill, _, _, width, height in boxes(left) if height and width < 1}
+    assert heights == {ACTIVITY["backward_weight"]: 30, ACTIVITY["compute"]: 70}
+    torch.manual_seed(0)
+    some = torch.randn(10_000).exp() * 2.0**-25
+    share = (some.half() == 0).float().mean()
+    assert texts(ch02.gradient_sizes(some, scale=1.0).axes[0])[0].startswith(f"{share:.0%}")
+
+
+def test_07_profiles_stack_their_parts():
+    table = {"data": 0.03, "processing": 0.012, "handlers": 0.005}
+    _, second = ch07.rank_profiles(
+        {"one": [table] * 2, "two": [table, table | {"processing": 0.04}]}, "Two"
+    ).axes
+    assert [(left, width) for _, left, _, width, _ in boxes(second)[3:]] == [(0, 30), (30, 40), (70, 5)]
+    assert texts(second) == ["30", "30", "40"]
+
+
+def test_10_a_bar_is_as_high_as_its_step():
+    shares = {n: {"compute": 0.3 / n, "communication": 0.1 * (n - 1)} for n in (1, 2, 4)}
+    for axes in ch10.step_shares({"master": shares, "DDP": shares}, "It grows").axes:
+        assert tops(axes) == [300, 250, 375]
+        assert [text for text in texts(axes) if text.isdigit()] == ["300", "250", "375"]
+        assert [box[4] for box in boxes(axes) if box[0] == ACTIVITY["communication"]] == [0, 100, 300]
+
+
+def test_11_bars_add_up_to_the_step_and_say_the_share():
+    steps = [cost.data_parallel_step(n, **cost.RESNET50_P100) for n in (8, 256, 1024)]
+    [axes] = ch11.communication_share(steps, "More messages").axes
+    widths = [box.get_width() for box in axes.patches]
+    assert [a + b for a, b in zip(widths[::2], widths[1::2], strict=True)] == pytest.approx(
+        [1e3 * step.seconds for step in steps]
+    )
+    assert widths[1::2] == pytest.approx([1e3 * step.communication_seconds for step in steps])
+    assert [text for text in texts(axes) if "%" in text] == ["14%", "17%", "23%"]
+
+
+def test_12_a_bar_is_as_long_as_its_share():
+    panels = {"even": [{"a": 6, "b": 4}, {"c": 10}], "uneven": [{"a": 18}, {"b": 1, "c": 1}]}
+    even, uneven = ch12.server_shares(panels, "One has it all").axes
+    assert [text for text in texts(even) + texts(uneven) if "%" in text] == [
+        "50.0 %",
+        "50.0 %",
+        "90.0 %",
+        "10.0 %",
+    ]
+    assert [box[3] for box in boxes(even)] == [30, 20, 50]
+
+
+def test_16_a_bar_is_a_plan_forward_then_backward_and_ends_in_its_sum():
+    [axes] = ch16.bytes_by_plan({"column, row": (384, 384), "row, column": (1920, 960)}, "Stays at home").axes
+    forward, backward = ACTIVITY["forward"], ACTIVITY["backward"]
+    bars = [(fill, left, width) for fill, left, _, width, _ in boxes(axes)]
+    assert bars == [(forward, 0, 384), (backward, 384, 384), (forward, 0, 1920), (backward, 1920, 960)]
+    assert {"768", "2,880"} <= set(texts(axes))
+    assert axes.yaxis_inverted()
+
+
+# ------------------------------------------------------------------------------------------ lines and marks
+
+
+def test_11_and_13_bars_are_two_standard_errors_and_an_error_of_0_has_none():
+    for figure in (ch11.over_batch_sizes, lambda *args: ch13.over_staleness(*args, "share")):
+        [axes] = figure({"one": {24: (0.81, 0.01), 600: (0.74, 0.02)}}, "It falls", "accuracy").axes
+        assert axes.collections[0].get_segments()[1][:, 1] == pytest.approx([0.70, 0.78])
+        [axes] = figure({"p": {8: (0.1, 0), 64: (0.5, 0)}}, "It climbs", "p").axes
+        assert not axes.collections
+
+
+def test_19_schedules_at_one_place_share_a_mark_and_lines_lead_to_the_emptiest_rank():
+    schedules = {
+        "gpipe": (0.27, [8, 8]),
+        "1f1b": (0.27, [2, 1]),
+        "zbv": (0.05, [2, 2]),
+        "other": (0.05, [2, 1]),
+    }
+    [axes] = ch19.time_and_memory(schedules, "Down and left").axes
+    marks = [points(line)[0] for line in axes.lines if line.get_marker() == "o"]
+    assert marks == [(8, 27), (2, 27), (2, 5)]
+    assert texts(axes) == ["gpipe", "1f1b", "zbv\nother"]
+    lines = [list(line.get_xdata()) for line in axes.lines if line.get_marker() != "o"]
+    assert lines == [[8, 8], [1, 2], [2, 2], [1, 2]]

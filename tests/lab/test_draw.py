@@ -1,0 +1,158 @@
+"""The instruments' figures and the kit that they and the chapters' figures are made of."""
+
+import subprocess
+import sys
+
+import pytest
+from matplotlib.colors import to_hex, to_rgb
+
+from ignite_ddl.lab import cost, draw, simulate
+from ignite_ddl.lab.draw import ACTIVITY, RANK
+from ignite_ddl.lab.record import KINDS, Record
+
+pytestmark = pytest.mark.usefixtures("no_window")
+
+
+def bars(axes):
+    """(row, left, width, colour) of each box, in the axis' own numbers."""
+    return [
+        (
+            round(box.get_y() + box.get_height() / 2),
+            round(box.get_x(), 3),
+            round(box.get_width(), 3),
+            to_hex(box.get_facecolor()).upper(),
+        )
+        for box in axes.patches
+    ]
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def test_matplotlib_is_imported_with_the_first_figure_only():
+    script = "import sys, ignite_ddl.lab.draw, ignite_ddl.course.figures.ch00; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def contrast(one, other):
+    """The contrast ratio of the web's accessibility guidelines, from 1 to 21."""
+
+    def luminance(colour):
+        parts = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("colour", sorted({*ACTIVITY.values(), *RANK}))
+def test_text_can_be_read_on_every_colour_and_in_it(colour):
+    assert contrast(draw.ink_on(colour), colour) >= 3
+    assert contrast(draw.ink(colour), "#FFFFFF") >= 3
+
+
+def test_every_kind_of_a_record_has_a_colour():
+    assert set(KINDS) <= set(ACTIVITY)
+
+
+RECORDS = [
+    Record(0, "compute", "step 1", 5.0, 5.1),
+    Record(0, "idle", "waits for rank 3", 5.1, 5.3, 3),
+    Record(0, "communication", "allreduce", 5.3, 5.31),
+    Record(3, "handlers", "run", 5.0, 5.05),
+    Record(3, "compute", "step 1", 5.05, 5.3),
+]
+
+
+def test_a_timeline_has_a_row_a_rank_in_milliseconds_from_the_first_record():
+    [axes] = draw.timeline(RECORDS).axes
+    assert bars(axes) == [
+        (0, 0, 100, ACTIVITY["compute"]),
+        (0, 100, 200, ACTIVITY["idle"]),
+        (0, 300, 10, ACTIVITY["communication"]),
+        (1, 0, 50, ACTIVITY["handlers"]),
+        (1, 50, 250, ACTIVITY["compute"]),
+    ]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 3"]
+    assert axes.yaxis_inverted(), "rank 0 at the top"
+    assert texts(axes) == ["step 1", "waits for 3", "handlers", "step 1"], "where there is room"
+    narrow = [Record(0, "compute", "step 1", 0, 9), Record(0, "idle", "waits", 9, 10, 2)]
+    assert texts(draw.timeline(narrow).axes[0]) == ["step 1", "for 2"]
+
+
+def test_a_timeline_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        draw.timeline([])
+
+
+STEP = [
+    Record(0, "forward", "0F0", 1.0, 2.0, None, 0, 0), Record(1, "forward", "1F0", 2.0, 3.0, None, 1, 0),
+    Record(1, "communication", "send", 3.0, 3.5), Record(1, "idle", "", 1.0, 2.0),
+    Record(1, "backward", "1I0", 3.5, 4.5, None, 1, 0), Record(1, "backward_weight", "1W0", 4.5, 5.0, None, 1, 0),
+    Record(0, "backward", "0B0", 4.5, 6.0, None, 0, 0), Record(2, "communication", "elsewhere", 1.0, 2.0),
+]  # fmt: skip
+
+
+def test_a_pass_of_a_schedule_is_a_box_in_its_colour_with_its_microbatch():
+    figure = draw.schedules({"measured": STEP}, "A finding")
+    [axes] = figure.axes
+    assert bars(axes)[:2] == [(0, 0, 5000, ACTIVITY["idle"]), (1, 0, 5000, ACTIVITY["idle"])]
+    assert sorted(bars(axes)[2:]) == [
+        (0, 0, 1000, ACTIVITY["forward"]),
+        (0, 3500, 1500, ACTIVITY["backward"]),
+        (1, 1000, 1000, ACTIVITY["forward"]),
+        (1, 2000, 500, ACTIVITY["communication"]),
+        (1, 2500, 1000, ACTIVITY["backward"]),
+        (1, 3500, 500, ACTIVITY["backward_weight"]),
+    ]
+    assert texts(axes) == ["0"] * 5
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "forward", "backward (input, or whole)", "backward (weights)", "communication", "idle"
+    ]  # fmt: skip
+    with pytest.raises(
+        ValueError, match=r"panels\['1F1B'\] should hold forward or backward passes, but holds none"
+    ):
+        draw.schedules({"gpipe": STEP, "1F1B": STEP[2:3]}, "")
+
+
+def test_schedules_share_an_axis_and_later_stages_are_paler():
+    panels = {name: simulate.pipeline(name, 2, 4).records for name in ("gpipe", "zbv")}
+    gpipe, zbv = draw.schedules(panels, "A finding", unit="units").axes
+    assert gpipe.get_xlim() == zbv.get_xlim()
+    assert zbv.get_xlabel() == "units"
+    plain = {ACTIVITY[kind] for kind in ("forward", "backward", "backward_weight", "idle")}
+    assert {bar[3] for bar in bars(gpipe)} <= plain
+    assert len({bar[3] for bar in bars(zbv)} - plain) == 3
+
+
+def test_where_boxes_are_too_narrow_or_rows_too_low_none_has_a_number():
+    step = [Record(0, "forward", "", n, n + (2.0 if n == 4 else 0.5), None, 0, n) for n in range(6)]
+    step += [Record(0, "backward", "", 10 + 3 * n, 12.9 + 3 * n, None, 0, n) for n in range(29)]
+    [axes] = draw.schedules({"measured": step}, "A finding", unit="units").axes
+    assert texts(axes) == [str(n) for n in range(29)]
+    assert not texts(draw.schedules({"measured": step}, "A finding", unit="units", row=0.14).axes[0])
+
+
+def test_a_step_begins_at_its_first_record_and_says_how_long_it_takes():
+    step = simulate.ddp_step(2, [4, 4], cost.Link(0, 1), forward_seconds=5, backward_seconds=10)
+    of_ranks = {
+        f"rank {n}": [r._replace(start=r.start + 7, end=r.end + 7) for r in step.records if r.rank == n]
+        for n in range(2)
+    }
+    [axes] = draw.step_rows({"late": of_ranks}, "Late").axes
+    wanted = [
+        (r.rank, round(1e3 * r.start, 3), round(1e3 * r.seconds, 3), ACTIVITY[r.kind]) for r in step.records
+    ]
+    assert sorted(bars(axes)) == sorted(wanted)
+    assert f"{1e3 * step.seconds:.0f} ms" in texts(axes)
+
+
+def test_lines_are_predicted_and_marks_are_measured():
+    _, axes = draw.new_figure("It grows")
+    server, ring = {1: 2.0, 4: 8.0}, {2: 2.0, 4: 3.0}
+    draw.lines_and_marks(axes, {"one server": server, "ring": ring}, {"one server": {4: 8.0}}, RANK, scale=2)
+    found = [dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines]
+    assert found == [{1: 4.0, 4: 16.0}, {4: 16.0}, {2: 4.0, 4: 6.0}, {}]
+    assert [line.get_linestyle() for line in axes.lines] == ["-", "None"] * 2
+    assert texts(axes) == ["one server", "ring"]
