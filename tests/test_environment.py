@@ -64,7 +64,7 @@ def test_requirement_is_met_by_its_pin(line):
 
 
 def reached_from_project():
-    """Names of every distribution that ignite-ddl[course,test] brings to this machine."""
+    """Names of every distribution that ignite-ddl[course,lab,test] brings to this machine."""
     seen, todo = set(), [Requirement(line) for line in PROJECT["dependencies"] + sum(EXTRAS.values(), [])]
     while todo:
         requirement = todo.pop()
