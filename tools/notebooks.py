@@ -381,10 +381,12 @@ def markdown_to_html(context: Mapping, source: str) -> str:
             return formula(text, "block") or super().latex_environment(name, body)
 
     def formula(text: str, display: str) -> str:
+        # What it cannot read, or a command that it does not know, is shown as it was written.
         try:
-            return convert(text, display=display)
-        except Exception:  # what it cannot read is shown as it was written
+            mathml = convert(text, display=display)
+        except Exception:
             return ""
+        return "" if "\\" in mathml else mathml
 
     attachments = context.get("cell", {}).get("attachments", {})
     return MarkdownWithMath(renderer=Renderer(escape=False, attachments=attachments)).render(source)

@@ -84,7 +84,9 @@ def strip(notebook: dict) -> dict:
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell["outputs"], cell["execution_count"] = [], None
-            cell["metadata"].pop("mystnb", None)  # the text of a picture tells what the cell will show
+            cell.get("metadata", {}).pop(
+                "mystnb", None
+            )  # the text of a picture tells what the cell will show
     return notebook
 
 
@@ -197,12 +199,12 @@ class Workbook:
             self._remove(name)
 
     def _touched(self, name: str, wanted: str = "") -> bool:
-        """Whether a file is there that is neither what was copied nor what is to be copied."""
+        """Whether a file is there that holds neither what was copied nor what is to be copied."""
         path = self.folder / name
         if not os.path.lexists(path):
             return False
-        found = digest_of(path)  # None, no notebook or not readable, is the reader's
-        return found is None or found not in (wanted, self.copied.get(name))
+        ours = {text for other, text in self.copied.items() if chapter_of(other) == chapter_of(name)}
+        return digest_of(path) not in {wanted, *ours}  # None, no notebook or not readable, is the reader's
 
     def _put(self, name: str, notebook: dict, wanted: str) -> None:
         """Copies a chapter over one that is not touched; the reader's outputs stay where no cell differs."""
