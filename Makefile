@@ -90,7 +90,7 @@ format: setup  ## let ruff repair and format code and notebooks
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:  ## remove what runs leave behind (rm -rf .venv to start over)
+clean:  ## remove what runs leave behind, but for workbook/ (rm -rf .venv to start over)
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
-	find . -path ./.venv -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -print0 \
+	find . \( -path ./.venv -o -path ./workbook \) -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -print0 \
 	| xargs -0 rm -rf
