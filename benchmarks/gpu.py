@@ -1,6 +1,6 @@
 """What chapter 02 tells about a GPU, measured on one; the chapter shows the file that this writes.
 
-    python benchmarks/gpu.py                             on a machine with a GPU: ignite_ddl/lab/recorded_gpu.json
+    python benchmarks/gpu.py                             on a machine with a GPU: ignite_ddl/course/recorded_gpu.json
     python benchmarks/gpu.py --device cpu --output FILE  the same code on the CPU: a smoke test, its numbers mean
                                                          nothing and the chapter refuses them
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from ignite_ddl.lab.recorded import PATH
+from ignite_ddl.course.recorded import PATH
 
 ROUNDS = 5
 

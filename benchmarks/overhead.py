@@ -40,8 +40,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import ignite_ddl as ddl
-from ignite_ddl.lab import GPT
-from ignite_ddl.pipeline import Pipeline
+from ignite_ddl.course import GPT
+from ignite_ddl.pipeline.pipeline import Pipeline
 
 TARGET = 1.03
 MESHES = {

@@ -31,7 +31,7 @@ from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel
 
 import ignite_ddl as ddl
-from ignite_ddl.lab.counting import count_bytes
+from ignite_ddl.lab.bytes import count_bytes
 
 TARGET = 0.90
 LAYERS, ROWS = 4, 8

@@ -1,4 +1,4 @@
-"""What ``ddl.Timeline`` itself costs: a data-parallel step of about 5 ms, with and without it.
+"""What ``Timeline`` itself costs: a data-parallel step of about 5 ms, with and without it.
 
     python benchmarks/timeline.py [--ranks 2] [--rounds 24] [--steps 25]
 
@@ -19,6 +19,7 @@ from ignite.engine import Events
 from torch.nn.parallel import DistributedDataParallel
 
 import ignite_ddl as ddl
+from ignite_ddl.lab import Timeline
 
 STEP = 5e-3  # seconds
 BOUND = 0.02
@@ -67,7 +68,7 @@ def measure(local_rank: int, rounds: int, steps: int) -> tuple[dict, dict, float
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = torch.randn(192, 256), torch.randn(192, 256)
     trainers = {arm: ddl.create_supervised_trainer(model, optimizer, F.mse_loss) for arm in ARMS}
-    timeline, clock = ddl.Timeline().attach(trainers["with"]), []
+    timeline, clock = Timeline().attach(trainers["with"]), []
     for trainer in trainers.values():
         trainer.add_event_handler(
             Events.ITERATION_STARTED, lambda: clock.append((time.perf_counter(), time.process_time()))

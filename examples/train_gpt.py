@@ -21,8 +21,8 @@ from ignite.handlers import PiecewiseLinear, ProgressBar
 from ignite.metrics import Accuracy, Average, Loss, RunningAverage
 
 import ignite_ddl as ddl
-from ignite_ddl.lab import GPT, CharacterText, generate
-from ignite_ddl.pipeline import SCHEDULES
+from ignite_ddl.course import GPT, CharacterText, generate
+from ignite_ddl.pipeline.schedules import SCHEDULES
 
 PROMPT = "Captain Wentworth "
 

@@ -19,7 +19,7 @@ from ignite.engine import Events, create_supervised_evaluator, create_supervised
 from ignite.handlers import PiecewiseLinear, ProgressBar
 from ignite.metrics import Accuracy, Average, Loss, RunningAverage
 
-from ignite_ddl.lab import GPT, CharacterText, generate
+from ignite_ddl.course import GPT, CharacterText, generate
 
 PROMPT = "Captain Wentworth "
 

@@ -1,19 +1,21 @@
 """Model parallelism for PyTorch-Ignite: name a mesh, keep the Engine, the metrics and the handlers."""
 
-from ignite_ddl import cost, simulate, tpu
-from ignite_ddl.auto import (
-    auto_dataloader,
-    auto_model,
-    auto_optim,
-    check_model,
-    full_state_dict,
-    load_full_state_dict,
+from typing import Any
+
+from ignite_ddl import tpu
+from ignite_ddl.data import auto_dataloader
+from ignite_ddl.engine import (
+    MeshEngine,
+    clip_grad_norm_,
+    create_supervised_evaluator,
+    create_supervised_trainer,
 )
-from ignite_ddl.engine import clip_grad_norm_, create_supervised_evaluator, create_supervised_trainer
 from ignite_ddl.launch import Parallel, RankError
-from ignite_ddl.layers import layer_costs, lazy
+from ignite_ddl.lazy import lazy
 from ignite_ddl.mesh import Mesh, get_mesh, initialize_mesh
-from ignite_ddl.parameter_server import ParameterServer
+from ignite_ddl.model import auto_model, auto_optim, check_model
+from ignite_ddl.pipeline.costs import layer_costs
+from ignite_ddl.state import full_state_dict, load_full_state_dict
 from ignite_ddl.tensor import (
     Column,
     InputChannels,
@@ -26,12 +28,12 @@ from ignite_ddl.tensor import (
     SplitSequence,
     cross_entropy,
 )
-from ignite_ddl.timeline import Timeline
 
 __all__ = [
     "Column",
     "InputChannels",
     "Mesh",
+    "MeshEngine",
     "OutputChannels",
     "Parallel",
     "ParameterServer",
@@ -42,13 +44,11 @@ __all__ = [
     "SharedInput",
     "SharedWeight",
     "SplitSequence",
-    "Timeline",
     "auto_dataloader",
     "auto_model",
     "auto_optim",
     "check_model",
     "clip_grad_norm_",
-    "cost",
     "create_supervised_evaluator",
     "create_supervised_trainer",
     "cross_entropy",
@@ -58,8 +58,15 @@ __all__ = [
     "layer_costs",
     "lazy",
     "load_full_state_dict",
-    "simulate",
     "tpu",
 ]
 
 tpu.repair_ignite()  # without torch_xla: nothing
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ParameterServer":  # imported when it is asked for: RPC takes its time
+        from ignite_ddl.parameter_server import ParameterServer
+
+        return ParameterServer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

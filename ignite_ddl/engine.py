@@ -6,7 +6,6 @@ reduce over the ranks that saw different rows: so handlers that decide on values
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,16 +17,16 @@ from ignite.handlers.base_logger import BaseOutputHandler
 from ignite.handlers.tqdm_logger import ProgressBar
 from ignite.metrics import Metric
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from ignite_ddl.auto import ShardedDataLoader, without_rows
+from ignite_ddl.arguments import check_count
+from ignite_ddl.data import ShardedDataLoader, without_rows
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import over_data_parallel
-from ignite_ddl.pipeline import Pipeline
-from ignite_ddl.tensor import WholeWeights, lay_out_gradient
+from ignite_ddl.pipeline.one_stage import OneStage, as_stages, gradient_sync
+from ignite_ddl.pipeline.pipeline import Pipeline
+from ignite_ddl.tensor.gradients import WholeWeights, redistribute_gradient
 
 __all__ = ["MeshEngine", "clip_grad_norm_", "create_supervised_evaluator", "create_supervised_trainer"]
 
@@ -119,16 +118,17 @@ def create_supervised_trainer(
             assert first == second
             assert abs(first - training(0)) < 1e-5
     """
-    steps = gradient_accumulation_steps
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"gradient_accumulation_steps should be a positive integer, but given {steps!r}")
+    check_count("gradient_accumulation_steps", gradient_accumulation_steps)
     if max_norm is not None:
         _check_max_norm(max_norm)
     _check_optimizer(optimizer, model)
     mesh = get_mesh()
     device = idist.device() if device is None else device
-    step = _pipeline_step if isinstance(model, Pipeline) else _plain_step
+    stages = as_stages(model)
     whole_weights = WholeWeights(mesh)
+
+    def checked_loss(y_pred: Any, y: Any) -> torch.Tensor:
+        return _plain_loss(loss_fn, y_pred, y)
 
     def update(engine: Engine, batch: Any) -> Any:
         iteration = engine.state.iteration
@@ -141,15 +141,15 @@ def create_supervised_trainer(
         _check_rows(x)
         # dp averages gradients: with this weight the average is the mean over the rows of the global batch.
         weight = 1.0 if in_all is None else here * mesh.dp_size / in_all
-        with _gradient_sync(model, last):
-            y_pred, loss = step(model, x, y, loss_fn, model_transform, weight, gradient_accumulation_steps)
-        loss = _mean_loss(loss, weight, mesh, isinstance(model, Pipeline))
+        with gradient_sync(stages.local_stages(), last):
+            share = weight / gradient_accumulation_steps
+            y_pred, loss = stages.step(x, y, checked_loss, model_transform, share)
+        loss = _mean_loss(loss, weight, mesh, stages)
         if last:
-            if isinstance(model, Pipeline):
-                model.sum_shared_gradients()
+            stages.sum_shared_gradients()
             if mesh.tp_size > 1:
                 for parameter in model.parameters():
-                    lay_out_gradient(parameter)
+                    redistribute_gradient(parameter)
                 whole_weights.check(model)
             if max_norm is not None:
                 engine.state.grad_norm = float(clip_grad_norm_(model, max_norm))
@@ -159,7 +159,7 @@ def create_supervised_trainer(
         if here == 0:
             x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
             y_pred = without_rows(y_pred)
-        return _output(model, lambda: output_transform(x, y, y_pred, loss))
+        return _output(stages, lambda: output_transform(x, y, y_pred, loss))
 
     return MeshEngine(update)
 
@@ -206,6 +206,7 @@ def create_supervised_evaluator(
                 assert parallel.run(evaluation) == [0.4] * 4               # 4 of the 10 rows are of class 0
     """
     device = idist.device() if device is None else device
+    stages = as_stages(model)
 
     def evaluate(engine: Engine, batch: Any) -> Any:
         model.eval()
@@ -213,39 +214,18 @@ def create_supervised_evaluator(
         with torch.no_grad():
             x, y = prepare_batch(_filled(engine, batch), device=device, non_blocking=non_blocking)
             _check_rows(x)
-            y_pred = model.forward_only(x) if isinstance(model, Pipeline) else model(x)
+            y_pred = stages.forward_only(x)
             if y_pred is not None:
                 y_pred = model_transform(y_pred)
             if here == 0:
                 x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
                 y_pred = without_rows(y_pred)
-            return _output(model, lambda: output_transform(x, y, y_pred))
+            return _output(stages, lambda: output_transform(x, y, y_pred))
 
     evaluator = MeshEngine(evaluate)
     for name, metric in (metrics or {}).items():
         metric.attach(evaluator, name)
     return evaluator
-
-
-def _plain_step(model, x, y, loss_fn, model_transform, weight, accumulation):
-    y_pred = model_transform(model(x))
-    loss = _plain_loss(loss_fn, y_pred, y)
-    (loss * (weight / accumulation)).backward()
-    return y_pred, loss.detach()
-
-
-def _pipeline_step(model, x, y, loss_fn, model_transform, weight, accumulation):
-    rows = len(x)
-
-    def microbatch_loss(output, target):
-        share = len(target) / rows
-        return _plain_loss(loss_fn, model_transform(output), target) * (share * weight / accumulation)
-
-    y_pred, loss = model.train_step(x, y, microbatch_loss)
-    if loss is not None:
-        loss = loss * (accumulation / weight) if weight else loss  # back to the mean over this rank's rows
-        y_pred = model_transform(y_pred)
-    return y_pred, loss
 
 
 def _plain_loss(loss_fn: Callable, y_pred: Any, y: Any) -> torch.Tensor:
@@ -266,19 +246,16 @@ def _plain_loss(loss_fn: Callable, y_pred: Any, y: Any) -> torch.Tensor:
     return loss
 
 
-def _mean_loss(loss: torch.Tensor | None, weight: float, mesh: Mesh, pipeline: bool) -> torch.Tensor:
+def _mean_loss(
+    loss: torch.Tensor | None, weight: float, mesh: Mesh, stages: Pipeline | OneStage
+) -> torch.Tensor:
     """The mean over the rows of the global batch, on every rank, in one reduction."""
     if mesh.world_size == 1:
         return loss
     if loss is None:
         loss = torch.zeros((), device=idist.device())
     part = loss.to(torch.float64) * (weight / mesh.dp_size)
-    if not pipeline:
-        dist.all_reduce(part, group=mesh.dp_group)
-    else:  # the last stage's ranks know it; of their tp peers one speaks
-        if mesh.tp_rank != 0:
-            part.zero_()
-        dist.all_reduce(part)
+    stages.reduce_loss(part)
     return part
 
 
@@ -319,33 +296,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         )
 
 
-def _output(model: nn.Module, transform: Callable[[], Any]) -> Any:
-    if not isinstance(model, Pipeline):
-        return tree_map(_whole, transform())
-    return model.from_last_stage(tree_map(_whole, transform()) if model.is_last else None)
+def _output(stages: Pipeline | OneStage, transform: Callable[[], Any]) -> Any:
+    return stages.from_last_stage(tree_map(_whole, transform()) if stages.is_last else None)
 
 
 def _whole(leaf: Any) -> Any:
     """Logits that tp has cut, as Ignite's metrics know them; of what an output_transform leaves out nothing is sent."""
     return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-
-
-def _parts(model: nn.Module) -> list[nn.Module]:
-    """What ``auto_model`` put on the dp axis: the model, or each of its stages."""
-    return list(model.local.values()) if isinstance(model, Pipeline) else [model]
-
-
-@contextlib.contextmanager
-def _gradient_sync(model: nn.Module, sync: bool):
-    """Reduces gradients over dp only where an optimizer step follows."""
-    if isinstance(model, DistributedDataParallel):
-        with contextlib.nullcontext() if sync else model.no_sync():
-            yield
-        return
-    for module in _parts(model):
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(sync)
-    yield
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -366,15 +323,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=idist.device())
     cut = False
     gradients = []
-    counted = model.counted_here() if isinstance(model, Pipeline) else None
+    stages = as_stages(model)
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
-        lay_out_gradient(parameter)
+        redistribute_gradient(parameter)
         local, copies = _local_and_copies(parameter.grad, mesh)
         gradients.append(local)
         cut = cut or copies < mesh.dp_size * mesh.tp_size
-        if counted is None or name in counted:
+        if stages.counts(name):
             total += local.double().square().sum() / copies
     if mesh.world_size > 1 and (cut or mesh.pp_size > 1):
         dist.all_reduce(total)

@@ -13,6 +13,9 @@ import ignite.distributed as idist
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ignite_ddl.arguments import is_count
+from ignite_ddl.compat import quiet_warnings
+
 __all__ = ["Mesh", "check_mesh", "get_mesh", "initialize_mesh"]
 
 AXES = ("pp", "dp", "tp")  # outermost first
@@ -42,7 +45,7 @@ def check_mesh(world_size: int, dp: int = -1, pp: int = 1, tp: int = 1) -> dict[
     """
     sizes = {"pp": pp, "dp": dp, "tp": tp}
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+        if not is_count(size) and size != -1:
             raise ValueError(
                 f"{name} should be a positive integer, or -1 for what is left, but given {size!r}"
             )
@@ -190,6 +193,7 @@ def initialize_mesh(dp: int = -1, pp: int = 1, tp: int = 1) -> Mesh:
     if not dist.is_initialized():
         _mesh, _made_for = Mesh(sizes, 0, None, dict.fromkeys(AXES)), None
         return _mesh
+    quiet_warnings()
     device_mesh = init_device_mesh(
         idist.device().type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES
     )

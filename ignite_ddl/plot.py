@@ -958,7 +958,7 @@ def timeline(
     Where times come from (measured, simulated, with delays put in) belongs into the title or beside the figure.
 
     Args:
-        records: a ``ddl.Timeline``, or ``Record``s with rank, kind, name, start and end in seconds (and waits_for).
+        records: a ``Timeline``, or ``Record``s with rank, kind, name, start and end in seconds (and waits_for).
         title: the finding.
         start: draws from this second on, default from the first record.
         end: draws up to this second, default up to the last record.
@@ -1329,7 +1329,7 @@ def messages(panels: dict[str, list], title: str) -> Figure:
     """Who sends to whom and when: a panel an algorithm, a row a rank, an arrow a message; time to the right.
 
     Args:
-        panels: name of an algorithm to its messages, such as ``in_flight`` of a ``ddl.simulate.Simulation``: each
+        panels: name of an algorithm to its messages, such as ``in_flight`` of a ``simulate.Simulation``: each
             has ``rank``, ``name`` ("to 1"), ``start`` and ``end`` in seconds. An arrow is the thicker the longer
             its message takes.
         title: the finding.
@@ -1641,7 +1641,7 @@ def schedules(panels: dict, title: str, unit: str = "ms", row: float = 0.3) -> F
         .. code-block:: python
 
             from ignite_ddl import plot
-            from ignite_ddl.timeline import Record
+            from ignite_ddl.lab.record import Record
 
             step = [Record(0, "forward", "0F0", 0, 1, None, 0, 0), Record(1, "forward", "1F0", 1, 2, None, 1, 0)]
             step += [Record(1, "backward", "1B0", 2, 4, None, 1, 0), Record(0, "backward", "0B0", 4, 6, None, 0, 0)]
@@ -2052,7 +2052,8 @@ def communication_share(steps: list, title: str) -> Figure:
     Examples:
         .. code-block:: python
 
-            from ignite_ddl import cost, plot
+            from ignite_ddl import plot
+            from ignite_ddl.lab import cost
 
             steps = [cost.data_parallel_step(n, **cost.RESNET50_P100) for n in (256, 1024)]
             figure = plot.communication_share(steps, "More ranks, more messages")
@@ -2087,7 +2088,7 @@ def step_rows(panels: dict[str, dict[str, list]], title: str) -> Figure:
 
     Args:
         panels: name of a step to its rows, name of a row to its records (kind, name, start and end in seconds),
-            such as the records of one rank of a ``ddl.Timeline`` or a simulation. Every panel begins at its first
+            such as the records of one rank of a ``Timeline`` or a simulation. Every panel begins at its first
             record. Idle time is drawn only where a record says so.
         title: the finding.
 
@@ -2097,9 +2098,9 @@ def step_rows(panels: dict[str, dict[str, list]], title: str) -> Figure:
     Examples:
         .. code-block:: python
 
-            import ignite_ddl as ddl
+            from ignite_ddl.lab import cost, simulate
 
-            step = ddl.simulate.ddp_step(2, [4, 4], ddl.cost.Link(0, 1), forward_seconds=5, backward_seconds=10)
+            step = simulate.ddp_step(2, [4, 4], cost.Link(0, 1), forward_seconds=5, backward_seconds=10)
             figure = plot.step_rows({"DDP": {"rank 0": [r for r in step.records if r.rank == 0]}}, "It overlaps")
     """
     import matplotlib.pyplot as plt
@@ -2249,7 +2250,7 @@ def zero_stages(memories: list) -> Figure:
     """Who holds what of the model's states under ZeRO: a panel a stage, a row a rank, filled where it holds a slice.
 
     Args:
-        memories: ``ddl.cost.zero_memory(1, 4, stage)`` for the stages 0 to 3: bytes a parameter on four ranks.
+        memories: ``cost.zero_memory(1, 4, stage)`` for the stages 0 to 3: bytes a parameter on four ranks.
 
     Returns:
         the figure.
@@ -2298,7 +2299,7 @@ def zero_peaks(memories: list, room: list[float], peaks: list[list[float]]) -> F
     """Predicted memory of a step under ZeRO as stacked bars, and the peaks measured on each rank as dots.
 
     Args:
-        memories: ``ddl.cost.zero_memory`` of the stages 0 to 3, in MiB.
+        memories: ``cost.zero_memory`` of the stages 0 to 3, in MiB.
         room: MiB that each stage needs besides, for gathered layers and gradients on their way.
         peaks: for each stage, MiB measured on each rank.
 
@@ -2577,9 +2578,9 @@ def server_rows(panels: dict[str, tuple[list, list]], title: str, end: float, un
     Examples:
         .. code-block:: python
 
-            import ignite_ddl as ddl
+            from ignite_ddl.lab import simulate
 
-            run = ddl.simulate.parameter_server(2, [1.0, 3.0], 6, mode="async")
+            run = simulate.parameter_server(2, [1.0, 3.0], 6, mode="async")
             figure = plot.server_rows({"async": (run.updates, run.dropped)}, "One is slow", end=4, unit="time units")
     """
     import matplotlib.pyplot as plt

@@ -3,7 +3,7 @@
 # Builds build/tpu-env once (7 GB, 3 minutes), adds its kernel "ignite-ddl on XLA" to .venv, then runs the tests for
 # real and compares each number that chapter 03 shows with the recorded one.
 #     tests/extra_tpu.sh            the tests; exits 77 where it skips them: no disk for it, or no wheels
-#     tests/extra_tpu.sh --record   runs chapter 03 and writes ignite_ddl/lab/recorded_xla.json anew
+#     tests/extra_tpu.sh --record   runs chapter 03 and writes ignite_ddl/course/recorded_xla.json anew
 set -euo pipefail
 cd "$(dirname "$0")/.."
 env=build/tpu-env
@@ -40,7 +40,7 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Two commands: tests/conftest.py would hold a cell to 120 s, which two compilations may take on a busy machine.
 chapter="$python -m pytest -q -p no:cacheprovider notebooks/03_tpu_basics.ipynb --nbval-current-env --nbval-cell-timeout=600"
 if [ "${1:-}" = --record ]; then
-    rm -f ignite_ddl/lab/recorded_xla.json
+    rm -f ignite_ddl/course/recorded_xla.json
     IGNITE_DDL_RECORD=1 $chapter --nbval-lax
 else
     $python -m pytest -q -p no:cacheprovider tests/test_tpu.py tests/test_checks_03.py

@@ -5,7 +5,7 @@ the loss of every iteration, every gradient of the first step and the weights af
 largest difference may be 1e-12. Cases that a schedule cannot do right must be refused on each rank by itself,
 before anything is sent, and deliberately wrong variants must be off by more than 1e-3.
 
-Where a model drops, the reference replays the split and the rule for random numbers of ignite_ddl/tensor.py, in
+Where a model drops, the reference replays the split and the rule for random numbers of ignite_ddl/tensor/random.py, in
 code of its own. BatchNorm is not in here: its statistics are those of a rank's rows.
 
     python tests/parity.py            the whole table
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import fnmatch
 import logging
 import os
@@ -37,9 +38,10 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl import auto
-from ignite_ddl.lab import CNN, GPT, MLP
-from ignite_ddl.tensor import WholeWeights
+from ignite_ddl import model as ddl_model
+from ignite_ddl.course import CNN, GPT, MLP
+from ignite_ddl.data import part
+from ignite_ddl.tensor.gradients import WholeWeights
 
 TOLERANCE = 1e-12  # never loosened
 CLEARLY_WRONG = 1e-3  # what a wrong variant must exceed, so that the comparison is seen to be able to fail
@@ -540,7 +542,7 @@ def _loss_by_the_rule(case, model, x, y, streams):
         stages.append(nn.Sequential(*layers[start : start + size]))
         start += size
     for replica in range(case.dp):
-        rows = slice(*auto.part(len(x), replica, case.dp))
+        rows = slice(*part(len(x), replica, case.dp))
         torch.set_rng_state(streams[replica])
         if case.pp == 1:
             total += loss_fn(model(x[rows]), y[rows]) * len(x[rows]) / len(x)
@@ -604,19 +606,19 @@ def train(case):
     names = list(model.state_dict())
     if case.model in DROPPING:
         torch.manual_seed(FIRST_SEED + ddl.get_mesh().rank)
-    before = auto.apply_plan, auto.share_random_stream
+    before = ddl_model.apply_plan, ddl_model.share_random_stream
     if case.wrong == "untied over tp":
-        auto.apply_plan = _cut_without_tying
+        ddl_model.apply_plan = _cut_without_tying
     if case.wrong == "streams not shared":
-        auto.share_random_stream = lambda mesh: None
+        ddl_model.share_random_stream = lambda mesh: None
     try:
         model = _cut(case, model)
     finally:
-        auto.apply_plan, auto.share_random_stream = before
+        ddl_model.apply_plan, ddl_model.share_random_stream = before
     if case.wrong == "bias once a rank":
         type(model.conv2)._conv_forward = _add_bias_on_each_rank
     if case.wrong == "untied over pp":
-        model.shared = []
+        model._cut = dataclasses.replace(model._cut, shared=[])
     optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
     trainer = ddl.create_supervised_trainer(
         model,

@@ -4,7 +4,7 @@ import doctest
 
 import pytest
 
-from ignite_ddl.lab import GPT, along
+from ignite_ddl.course import GPT, along
 
 
 def model():

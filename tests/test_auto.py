@@ -28,8 +28,8 @@ from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 import ignite_ddl as ddl
-from ignite_ddl import auto
-from ignite_ddl.lab.counting import count_bytes
+from ignite_ddl import data as module
+from ignite_ddl.lab.bytes import count_bytes
 from ignite_ddl.mesh import AXES, Mesh
 
 TIMEOUT = 90
@@ -43,8 +43,8 @@ def as_rank(rank, size, make, monkeypatch):
     """A loader as dp rank ``rank`` of ``size`` would have it, made in this process."""
     mesh = Mesh({"pp": 1, "dp": size, "tp": 1}, rank, None, dict.fromkeys(AXES))
     with monkeypatch.context() as patch:
-        patch.setattr(auto, "get_mesh", lambda: mesh)
-        patch.setattr(auto, "_common_seed", lambda mesh: 7)
+        patch.setattr(module, "get_mesh", lambda: mesh)
+        patch.setattr(module, "_common_seed", lambda mesh: 7)
         return make()
 
 
@@ -80,7 +80,7 @@ def check_dealing(make, size, monkeypatch, passes=2):
 
 @given(n=st.integers(0, 50), size=st.integers(1, 9))
 def test_part_covers_all_rows_once_and_evenly(n, size):
-    parts = [auto.part(n, rank, size) for rank in range(size)]
+    parts = [module.part(n, rank, size) for rank in range(size)]
     assert [row for start, end in parts for row in range(start, end)] == list(range(n))
     lengths = [end - start for start, end in parts]
     assert max(lengths) - min(lengths) <= 1
@@ -600,7 +600,7 @@ def test_models_that_do_not_fit_are_refused_on_each_rank_alone():
 def test_any_rows_on_any_ranks(rows, batch, size, seed):
     def shares(rank, of):
         batches = BatchSampler(SubsetRandomSampler(range(rows)), batch, False)
-        return auto._Shares(batches, seed, rank, of)
+        return module._Shares(batches, seed, rank, of)
 
     whole, ranks = shares(0, 1), [shares(rank, size) for rank in range(size)]
     for expected, *parts in zip(whole, *ranks, strict=True):

@@ -3,7 +3,7 @@
 import ignite.distributed as idist
 import pytest
 
-from ignite_ddl.lab import checks_00 as checks
+from ignite_ddl.course.checks import ch00 as checks
 
 
 def cut(n_rows, world_size, rank):

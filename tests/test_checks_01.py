@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ignite_ddl.lab import checks_01 as checks
+from ignite_ddl.course.checks import ch01 as checks
 
 
 def said(capsys) -> str:

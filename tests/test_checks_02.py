@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ignite_ddl.lab import checks_02 as checks
+from ignite_ddl.course.checks import ch02 as checks
 
 
 def timed(launch, synchronize, clock, n):

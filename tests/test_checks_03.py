@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from checking import said, stub
 
-from ignite_ddl.lab import checks_03 as checks
+from ignite_ddl.course.checks import ch03 as checks
 
 # --- one shape for every batch -------------------------------------------------------------------------
 

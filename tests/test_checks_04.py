@@ -5,7 +5,7 @@ import pytest
 import torch
 from checking import said, stub
 
-from ignite_ddl.lab import checks_04 as checks
+from ignite_ddl.course.checks import ch04 as checks
 
 # --- rows ----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from ignite_ddl.lab import checks_05 as checks
+from ignite_ddl.course.checks import ch05 as checks
 
 
 def places(n_rows, world_size, rank):

@@ -4,7 +4,7 @@ import ignite.distributed as idist
 import pytest
 import torch
 
-from ignite_ddl.lab import checks_06 as checks
+from ignite_ddl.course.checks import ch06 as checks
 
 
 def by_distances(errors):

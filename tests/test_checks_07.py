@@ -3,7 +3,7 @@
 import pytest
 from ignite.engine import Events
 
-from ignite_ddl.lab import checks_07 as checks
+from ignite_ddl.course.checks import ch07 as checks
 
 BORDERS = {
     Events.STARTED: "handlers",

@@ -6,7 +6,7 @@ import torch
 from ignite.engine import Events
 from ignite.handlers import Timer
 
-from ignite_ddl.lab import checks_08 as checks
+from ignite_ddl.course.checks import ch08 as checks
 
 STEP = {
     "resume": Events.ITERATION_STARTED,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from checking import said, stub
 
-from ignite_ddl.lab import checks_09 as checks
+from ignite_ddl.course.checks import ch09 as checks
 
 # --- a ring's first round ------------------------------------------------------------------------------
 

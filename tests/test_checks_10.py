@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from checking import said, stub
 
 import ignite_ddl as ddl
-from ignite_ddl import cost, lab
-from ignite_ddl.lab import checks_10 as checks
+from ignite_ddl import course
+from ignite_ddl.course.checks import ch10 as checks
+from ignite_ddl.lab import cost
 
 # --- buckets --------------------------------------------------------------------------------------------
 
@@ -103,8 +104,8 @@ def test_wrong_accumulation_gets_a_hint(hint, capsys):
 def two_steps(local_rank, latency):
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(2)))
     replica = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=256 / 2**20)
-    line = lab.SlowLine(cost.Link(latency, 1e9))
-    replica.register_comm_hook(line, lab.SlowLine.average)
+    line = course.SlowLine(cost.Link(latency, 1e9))
+    replica.register_comm_hook(line, course.SlowLine.average)
     for _ in range(2):
         line.records.clear()
         replica.zero_grad()

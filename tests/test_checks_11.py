@@ -5,8 +5,8 @@ from checking import stub
 from ignite.engine import Events
 from ignite.handlers import PiecewiseLinear, create_lr_scheduler_with_warmup
 
-from ignite_ddl import cost
-from ignite_ddl.lab import checks_11 as checks
+from ignite_ddl.course.checks import ch11 as checks
+from ignite_ddl.lab import cost
 
 
 def scaler(rate_at, event=Events.ITERATION_STARTED, first_group_only=False):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from checking import said, stub
 
-from ignite_ddl.lab import checks_12 as checks
+from ignite_ddl.course.checks import ch12 as checks
 
 # --- a model cut by bytes -------------------------------------------------------------------------------
 

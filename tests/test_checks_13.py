@@ -3,7 +3,7 @@
 import pytest
 from checking import stub
 
-from ignite_ddl.lab import checks_13 as checks
+from ignite_ddl.course.checks import ch13 as checks
 
 
 def by_version(log):

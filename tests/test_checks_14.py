@@ -7,8 +7,8 @@ import torch.distributed as dist
 from checking import said, stub, wrong
 
 import ignite_ddl as ddl
-from ignite_ddl import cost
-from ignite_ddl.lab import checks_14 as checks
+from ignite_ddl.course.checks import ch14 as checks
+from ignite_ddl.lab import cost
 
 
 @pytest.fixture(scope="module", autouse=True)

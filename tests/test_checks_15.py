@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from checking import said, stub, wrong
 
-from ignite_ddl.lab import checks_15 as checks
+from ignite_ddl.course.checks import ch15 as checks
 
 # --- the cheapest cut -----------------------------------------------------------------------------------
 

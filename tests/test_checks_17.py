@@ -5,7 +5,7 @@ import pytest
 import torch
 from checking import said, stub, wrong
 
-from ignite_ddl.lab import checks_17 as checks
+from ignite_ddl.course.checks import ch17 as checks
 
 # --- heads ----------------------------------------------------------------------------------------------
 

@@ -4,9 +4,9 @@ import numpy
 import pytest
 from checking import said, stub, wrong
 
-from ignite_ddl.lab import checks_18 as checks
-from ignite_ddl.pipeline import balance
-from ignite_ddl.simulate import schedule_actions
+from ignite_ddl.course.checks import ch18 as checks
+from ignite_ddl.pipeline.cut import balance
+from ignite_ddl.pipeline.schedules import schedule_actions
 
 # --- 1F1B -----------------------------------------------------------------------------------------------
 

@@ -3,9 +3,9 @@
 import pytest
 from checking import said, stub, wrong
 
-from ignite_ddl.lab import checks_19 as checks
-from ignite_ddl.lab import orders
-from ignite_ddl.simulate import schedule_actions
+from ignite_ddl.course import orders
+from ignite_ddl.course.checks import ch19 as checks
+from ignite_ddl.pipeline.schedules import schedule_actions
 
 # --- weight stashing ------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ignite_ddl import cost
+from ignite_ddl.lab import cost
 
 LINK = cost.Link(latency=3e-5, bandwidth=2e8)
 
@@ -273,7 +273,8 @@ def test_activation_table_of_korthikanti():
 
 @pytest.mark.parametrize(("dropout", "recompute"), [(0.0, "selective"), (0.1, "none")])
 def test_activations_of_a_block_are_what_autograd_keeps(dropout, recompute):
-    from ignite_ddl.lab import GPT, SavedBytes
+    from ignite_ddl.course import GPT
+    from ignite_ddl.lab import SavedBytes
 
     block = GPT(8, length=32, width=64, n_heads=4, n_blocks=1, dropout=dropout).block0
     x = torch.randn(2, 32, 64, requires_grad=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ignite_ddl as ddl
-from ignite_ddl.lab.counting import Call, Traffic, count_bytes
+from ignite_ddl.lab.bytes import Call, Traffic, count_bytes
 
 WORLD = (0, 1, 2, 3)
 PICKLED = pickle.dumps(["x"])
@@ -275,7 +275,7 @@ def test_traffic_can_be_filtered_without_ranks():
 
 def test_an_unknown_collective_is_an_error():
     def unknown(rank):
-        from ignite_ddl.lab import counting
+        from ignite_ddl.lab import bytes as counting
 
         del counting._NAMES["allreduce"]
         with pytest.raises(NotImplementedError, match="does not know c10d.allreduce_"), count_bytes():

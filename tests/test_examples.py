@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ignite_ddl.lab import GPT, CharacterText, text
+from ignite_ddl.course import GPT, CharacterText, text
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPT, PLAIN = EXAMPLES / "train_gpt.py", EXAMPLES / "train_gpt_idist.py"

@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from ignite_ddl.lab.exercises import Hint, exercise
+from ignite_ddl.course.exercises import Hint, exercise
 
 
 @exercise
@@ -168,7 +168,10 @@ class RankError(RuntimeError):
         ("NotImplementedError", "write the body of stub, then run this cell again"),
         ("ValueError: 3 rows do not fit", "ValueError: 3 rows do not fit"),
         ("torch.distributed.DistBackendError: peer left", "DistBackendError: peer left"),
-        ("ignite_ddl.lab.exercises.Hint: rank 1 sent 96 bytes: too many", "rank 1 sent 96 bytes: too many"),
+        (
+            "ignite_ddl.course.exercises.Hint: rank 1 sent 96 bytes: too many",
+            "rank 1 sent 96 bytes: too many",
+        ),
         ("AssertionError: sums differ", "sums differ"),
         ("AssertionError", "AssertionError"),
         ("of a message with two lines", "RankError: rank 1 failed:"),

@@ -1,4 +1,4 @@
-"""ignite_ddl.lab.gpt: the model on one process, its plan on meshes, its samples."""
+"""ignite_ddl.course.gpt: the model on one process, its plan on meshes, its samples."""
 
 import math
 import re
@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl.lab import GPT, generate
-from ignite_ddl.tensor import check_plan
+from ignite_ddl.course import GPT, generate
+from ignite_ddl.tensor.plan import check_plan
 
 SIZES = {"vocabulary_size": 24, "length": 6, "width": 16, "n_heads": 4, "n_blocks": 2}
 BOUND = 1e-12  # float64

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import create_supervised_trainer
 
-from ignite_ddl.lab.recorded import PATH, gpu_here, recorded
+from ignite_ddl.course.recorded import PATH, gpu_here, recorded
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "benchmarks" / "gpu.py"

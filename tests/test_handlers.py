@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl.auto import part
+from ignite_ddl.data import part
 
 MESHES = {
     "dp4": {"dp": 4},

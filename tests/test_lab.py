@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ignite_ddl import lab
-from ignite_ddl.lab import data
+from ignite_ddl import course
+from ignite_ddl.course import data
+from ignite_ddl.lab import SavedBytes
 
 REPOSITORY = Path(__file__).parents[1]
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -41,7 +42,7 @@ def prints(code):
 def test_torchvision_imports_beside_a_torch_that_its_operators_do_not_fit():
     code = """
         import gc, sys, torch
-        from ignite_ddl.lab import import_torchvision
+        from ignite_ddl.course import import_torchvision
         try:
             import torchvision
         except RuntimeError as error:
@@ -82,7 +83,7 @@ def test_nothing_is_declared_where_the_operators_load():
         boxes, scores = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 2], [5, 5, 6, 6]]), torch.tensor([0.9, 0.8, 0.7])
         before = torch.ops.torchvision.nms(boxes, scores, 0.5)  # the real one's [0, 2], or the [0] above
 
-        from ignite_ddl.lab import import_torchvision, vision
+        from ignite_ddl.course import import_torchvision, vision
         import_torchvision()
         kept = torch.ops.torchvision.nms(boxes, scores, 0.5)
         print(vision._declared, kept.tolist() == before.tolist(), kept.tolist() in ([0, 2], [0]))
@@ -93,7 +94,7 @@ def test_nothing_is_declared_where_the_operators_load():
 def test_other_import_errors_come_through(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)  # as if it were not installed
     with pytest.raises(ImportError):
-        lab.import_torchvision()
+        course.import_torchvision()
 
 
 # ---- data: the subset
@@ -101,11 +102,11 @@ def test_other_import_errors_come_through(monkeypatch):
 
 @pytest.mark.parametrize(("train", "count"), [(True, 6000), (False, 1000)])
 def test_subset_is_torchvisions_dataset_with_balanced_classes(train, count):
-    dataset = lab.fashion_mnist(train=train)
-    assert type(dataset) is lab.import_torchvision().datasets.FashionMNIST
+    dataset = course.fashion_mnist(train=train)
+    assert type(dataset) is course.import_torchvision().datasets.FashionMNIST
     assert len(dataset) == count
     assert dataset.targets.bincount().tolist() == [count // 10] * 10
-    assert tuple(dataset.classes) == lab.CLASSES
+    assert tuple(dataset.classes) == course.CLASSES
     image, label = dataset[0]
     assert (image.dtype, image.shape, label) == (torch.float32, (1, 28, 28), 9)
     assert dataset.targets[:64].unique().numel() == 10  # in the original order the classes come mixed
@@ -138,29 +139,29 @@ def test_subset_is_the_first_of_each_class_of_the_full_set():
         seen[label] += 1
         if seen[label] <= 100:
             kept.append((label, images[index * 784 : (index + 1) * 784]))
-    subset = lab.fashion_mnist(train=False)
+    subset = course.fashion_mnist(train=False)
     pairs = zip(subset.targets, subset.data, strict=True)
     assert kept == [(label.item(), image.numpy().tobytes()) for label, image in pairs]
 
 
 def test_default_transform_is_torchvisions_normalisation():
-    lab.import_torchvision()
+    course.import_torchvision()
     from torchvision.transforms import v2
 
     scale = v2.Compose(
         [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.2860], [0.3530])]
     )
-    expected, ours = lab.fashion_mnist(transform=scale), lab.fashion_mnist()
+    expected, ours = course.fashion_mnist(transform=scale), course.fashion_mnist()
     for index in range(10):
         torch.testing.assert_close(ours[index][0], expected[index][0].as_subclass(torch.Tensor))
-    assert lab.fashion_mnist(transform=None)[0][0].size == (28, 28)  # a PIL image
+    assert course.fashion_mnist(transform=None)[0][0].size == (28, 28)  # a PIL image
     with pytest.raises(ValueError, match=r"image has the shape \(28, 28, 3\).*grey"):
-        lab.normalise(np.zeros((28, 28, 3), np.uint8))
+        course.normalise(np.zeros((28, 28, 3), np.uint8))
 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_tensors_equal_the_dataset_bit_for_bit(train):
-    dataset, tensors = lab.fashion_mnist(train=train), lab.fashion_mnist_tensors(train=train)
+    dataset, tensors = course.fashion_mnist(train=train), course.fashion_mnist_tensors(train=train)
     images, labels = next(iter(DataLoader(dataset, batch_size=len(dataset))))
     assert torch.equal(images, tensors.tensors[0])
     assert torch.equal(labels, tensors.tensors[1])
@@ -170,15 +171,15 @@ def test_tensors_equal_the_dataset_bit_for_bit(train):
 def test_torchvision_is_imported_only_when_a_dataset_needs_it(tmp_path):
     # here the dataset comes from another process, with a transform of torchvision's inside, which must not be
     # imported before torchvision's repair
-    lab.import_torchvision()
+    course.import_torchvision()
     from torchvision.transforms import v2
 
     path = tmp_path / "dataset.pickle"
-    path.write_bytes(pickle.dumps(lab.fashion_mnist(train=False, transform=v2.PILToTensor())))
+    path.write_bytes(pickle.dumps(course.fashion_mnist(train=False, transform=v2.PILToTensor())))
     code = f"""
         import pickle, sys
-        from ignite_ddl import lab
-        assert len(lab.fashion_mnist_tensors(train=False)) == 1000
+        from ignite_ddl import course
+        assert len(course.fashion_mnist_tensors(train=False)) == 1000
         print({{"torchvision", "matplotlib"}} & set(sys.modules))
 
         with open({str(path)!r}, "rb") as file:
@@ -200,10 +201,10 @@ def test_torchvision_is_imported_only_when_a_dataset_needs_it(tmp_path):
 )
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
-        lab.fashion_mnist(**arguments)
+        course.fashion_mnist(**arguments)
     if "transform" not in arguments:
         with pytest.raises(ValueError, match=message):
-            lab.fashion_mnist_tensors(**arguments)
+            course.fashion_mnist_tensors(**arguments)
 
 
 # ---- data: the full set, played by small files
@@ -251,33 +252,33 @@ def no_network(monkeypatch):
         timeouts.append(socket.getdefaulttimeout())
         raise RuntimeError("no route to host")
 
-    monkeypatch.setattr(lab.import_torchvision().datasets.FashionMNIST, "download", download)
+    monkeypatch.setattr(course.import_torchvision().datasets.FashionMNIST, "download", download)
     return timeouts
 
 
 def test_root_names_a_copy(small_full_set, no_network, tmp_path):
     write_raw(tmp_path / "mine", small_full_set)
     for full in (True, False):
-        assert lab.fashion_mnist(root=tmp_path / "mine", full=full).targets.tolist() == [0, 1, 2, 3]
-    assert lab.fashion_mnist_tensors(root=str(tmp_path / "mine"), train=False)[1][1] == 1
+        assert course.fashion_mnist(root=tmp_path / "mine", full=full).targets.tolist() == [0, 1, 2, 3]
+    assert course.fashion_mnist_tensors(root=str(tmp_path / "mine"), train=False)[1][1] == 1
 
 
 def test_environment_variable_names_a_copy(small_full_set, no_network, tmp_path, monkeypatch):
     write_raw(tmp_path / "shared", small_full_set)
     monkeypatch.setenv("IGNITE_DDL_DATA", str(tmp_path / "shared"))
-    assert len(lab.fashion_mnist(full=True)) == 4
-    assert len(lab.fashion_mnist_tensors(full=True, train=False)) == 2
-    assert len(lab.fashion_mnist()) == 6000  # the subset does not depend on what a machine has
+    assert len(course.fashion_mnist(full=True)) == 4
+    assert len(course.fashion_mnist_tensors(full=True, train=False)) == 2
+    assert len(course.fashion_mnist()) == 6000  # the subset does not depend on what a machine has
     assert not (tmp_path / "home").exists()
 
 
 def test_debians_files_are_unpacked_into_the_cache(small_full_set, no_network, tmp_path):
     write_debian(small_full_set)
-    assert lab.fashion_mnist(full=True).targets.tolist() == [0, 1, 2, 3]
+    assert course.fashion_mnist(full=True).targets.tolist() == [0, 1, 2, 3]
     cache = tmp_path / "home" / ".cache" / "ignite_ddl"
     assert [path.name for path in cache.iterdir()] == ["FashionMNIST"]  # nothing temporary is left
     shutil.rmtree(data.DEBIAN)
-    assert len(lab.fashion_mnist(full=True, train=False)) == 2  # from the cache
+    assert len(course.fashion_mnist(full=True, train=False)) == 2  # from the cache
 
 
 def test_half_unpacked_files_are_never_in_the_cache(small_full_set, no_network, tmp_path, monkeypatch):
@@ -296,12 +297,12 @@ def test_half_unpacked_files_are_never_in_the_cache(small_full_set, no_network, 
         copy(packed, unpacked)
 
     monkeypatch.setattr(shutil, "copyfileobj", copy_slowly)
-    slow = threading.Thread(target=lab.fashion_mnist_tensors, kwargs={"full": True})
+    slow = threading.Thread(target=course.fashion_mnist_tensors, kwargs={"full": True})
     slow.start()
     try:
         assert stopped.wait(30)
         assert not raw.exists()
-        assert len(lab.fashion_mnist_tensors(full=True)) == 4
+        assert len(course.fashion_mnist_tensors(full=True)) == 4
     finally:
         go_on.set()
         slow.join(30)
@@ -312,15 +313,15 @@ def test_an_incomplete_cache_is_not_taken_for_the_full_set(small_full_set, no_ne
     cut = {name: content[:-1] for name, content in small_full_set.items()}
     write_raw(tmp_path / "home" / ".cache" / "ignite_ddl", cut)
     write_debian(small_full_set)
-    assert len(lab.fashion_mnist_tensors(full=True)) == 4
+    assert len(course.fashion_mnist_tensors(full=True)) == 4
 
 
 def test_download_goes_into_the_cache(small_full_set, monkeypatch, tmp_path):
     def download(dataset):
         write_raw(Path(dataset.root), small_full_set)
 
-    monkeypatch.setattr(lab.import_torchvision().datasets.FashionMNIST, "download", download)
-    assert len(lab.fashion_mnist_tensors(full=True)) == 4
+    monkeypatch.setattr(course.import_torchvision().datasets.FashionMNIST, "download", download)
+    assert len(course.fashion_mnist_tensors(full=True)) == 4
     cache = tmp_path / "home" / ".cache" / "ignite_ddl"
     assert [path.name for path in cache.iterdir()] == ["FashionMNIST"]
 
@@ -331,7 +332,7 @@ def test_without_a_network_the_error_says_where_it_looked(small_full_set, no_net
     monkeypatch.setenv("IGNITE_DDL_DATA", str(tmp_path / "empty"))
     before = socket.getdefaulttimeout()
     with pytest.raises(FileNotFoundError) as error:
-        lab.fashion_mnist(full=True)
+        course.fashion_mnist(full=True)
     cache = tmp_path / "home" / ".cache" / "ignite_ddl"
     for part in ("no route to host", tmp_path / "empty", cache, data.DEBIAN, "full=False"):
         assert str(part) in str(error.value)
@@ -348,21 +349,21 @@ def count(model):
 
 
 def test_mlp_shapes_and_parameters():
-    model = lab.MLP()
+    model = course.MLP()
     assert model(torch.zeros(3, 1, 28, 28)).shape == model(torch.zeros(3, 784)).shape == (3, 10)
     assert count(model) == 784 * 128 + 128 + 128 * 10 + 10
-    assert count(lab.MLP(64, 16, 10, layers=4)) == 65 * 16 + 2 * 17 * 16 + 17 * 10
-    assert count(lab.MLP(64, 16, 10, layers=1)) == 65 * 10
-    assert [type(layer).__name__ for layer in lab.MLP()] == ["Flatten", "Linear", "ReLU", "Linear"]
+    assert count(course.MLP(64, 16, 10, layers=4)) == 65 * 16 + 2 * 17 * 16 + 17 * 10
+    assert count(course.MLP(64, 16, 10, layers=1)) == 65 * 10
+    assert [type(layer).__name__ for layer in course.MLP()] == ["Flatten", "Linear", "ReLU", "Linear"]
 
 
 def test_cnn_shapes_and_parameters():
-    assert lab.CNN()(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
-    assert count(lab.CNN()) == 10 * 8 + 73 * 16 + 785 * 10 == 9098
-    assert count(lab.CNN(channels=4, out_features=2)) == 10 * 4 + 37 * 8 + 393 * 2
+    assert course.CNN()(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
+    assert count(course.CNN()) == 10 * 8 + 73 * 16 + 785 * 10 == 9098
+    assert count(course.CNN(channels=4, out_features=2)) == 10 * 4 + 37 * 8 + 393 * 2
 
 
-@pytest.mark.parametrize("make", [lab.MLP, lab.CNN])
+@pytest.mark.parametrize("make", [course.MLP, course.CNN])
 def test_weights_come_from_torchs_seed(make):
     states = []
     for seed in (0, 0, 1):
@@ -372,7 +373,7 @@ def test_weights_come_from_torchs_seed(make):
     assert not torch.equal(states[0], states[2])
 
 
-@pytest.mark.parametrize("make", [lab.MLP, lab.CNN])
+@pytest.mark.parametrize("make", [course.MLP, course.CNN])
 def test_models_work_in_float64_row_by_row(make):
     # no layer mixes the rows of a batch or draws random numbers: what parity between ranks rests on
     torch.manual_seed(0)
@@ -385,7 +386,7 @@ def test_models_work_in_float64_row_by_row(make):
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("make", [lab.MLP, lab.CNN])
+@pytest.mark.parametrize("make", [course.MLP, course.CNN])
 def test_models_can_be_cut_in_two(make):
     model = make()
     images = torch.rand(2, 1, 28, 28)
@@ -396,7 +397,7 @@ def test_models_can_be_cut_in_two(make):
     assert first.state_dict().keys() | second.state_dict().keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize("make", [lab.MLP, lab.CNN])
+@pytest.mark.parametrize("make", [course.MLP, course.CNN])
 @pytest.mark.parametrize("value", [0, 2.0, True, None])
 def test_bad_counts_are_named(make, value):
     with pytest.raises(
@@ -408,13 +409,15 @@ def test_bad_counts_are_named(make, value):
 def test_cnn_learns_fashion_mnist_in_two_epochs():
     with one_thread():
         torch.manual_seed(0)
-        model = lab.CNN()
+        model = course.CNN()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        for images, labels in list(DataLoader(lab.fashion_mnist_tensors(), batch_size=64, shuffle=True)) * 2:
+        for images, labels in (
+            list(DataLoader(course.fashion_mnist_tensors(), batch_size=64, shuffle=True)) * 2
+        ):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
-        images, labels = lab.fashion_mnist_tensors(train=False).tensors
+        images, labels = course.fashion_mnist_tensors(train=False).tensors
         accuracy = (model(images).argmax(dim=1) == labels).float().mean().item()
     assert 0.8 <= accuracy <= 0.9  # more than 0.9 from 6,000 images would mean that test images leaked in
 
@@ -439,7 +442,7 @@ def seconds_of(act):
 
 
 def test_a_delay_takes_its_time_forward_and_backward_and_changes_nothing():
-    delay = lab.Delay(forward=0.02, backward=0.03, backward_weight=0.04)
+    delay = course.Delay(forward=0.02, backward=0.03, backward_weight=0.04)
     x, gradient = torch.randn(3, 2, requires_grad=True), torch.randn(3, 2)
     forward, y = seconds_of(lambda: delay(x))
     backward, _ = seconds_of(lambda: y.backward(gradient))
@@ -456,20 +459,20 @@ def test_a_delay_takes_its_time_forward_and_backward_and_changes_nothing():
 
 
 def test_a_delay_may_be_per_row_and_has_a_weight_only_where_that_takes_time():
-    delay = lab.Delay(forward=0.01, per_row=True)
+    delay = course.Delay(forward=0.01, per_row=True)
     start = time.perf_counter()
     delay(torch.zeros(4, 2))
     assert time.perf_counter() - start >= 0.04
     assert list(delay.parameters()) == []
     assert repr(delay) == "Delay(forward=0.01, backward=0, backward_weight=0, per_row=True)"
     with pytest.raises(ValueError, match="backward is -1; it has to be a time of at least 0 seconds"):
-        lab.Delay(backward=-1)
+        course.Delay(backward=-1)
 
 
 def test_saved_bytes_are_counted_once_and_until_their_backward_pass():
     layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU())
     x, row = torch.randn(6, 8), 8 * 4
-    with lab.SavedBytes(layers) as saved:
+    with SavedBytes(layers) as saved:
         first, second = layers(x[:2]), layers(x[2:])
         # x, of which a microbatch counts its own rows, and the outputs of tanh and relu
         assert saved.now == saved.peak == 6 * 3 * row
@@ -488,7 +491,7 @@ def test_saved_bytes_are_counted_once_and_until_their_backward_pass():
     assert saved.peak == 6 * 3 * row  # outside nothing is counted
 
 
-@pytest.mark.parametrize("thing", [lab.Delay, lab.SavedBytes])
+@pytest.mark.parametrize("thing", [course.Delay, SavedBytes])
 def test_the_examples_of_delays_and_saved_bytes_run(thing):
     [example] = [
         test for test in doctest.DocTestFinder().find(thing) if test.examples and test.name == thing.__name__

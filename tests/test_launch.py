@@ -1,6 +1,7 @@
 """ddl.Parallel: results, output, errors, and every fault of the design's list; no process may be left."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,7 +17,9 @@ import pytest
 import torch
 
 import ignite_ddl as ddl
-from ignite_ddl import launch
+from ignite_ddl.compat import hide_gpus_if_too_few
+from ignite_ddl.launch.parallel import PRELOAD
+from ignite_ddl.launch.parent import Launch
 
 TIMEOUT = 30  # seconds; a run that works takes under one
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and process groups are POSIX")
@@ -235,7 +238,7 @@ def test_first_rank_is_live_and_the_others_wait_their_turn(monkeypatch):
 
 
 def test_long_runs_show_every_rank_live(monkeypatch):
-    monkeypatch.setattr(launch, "HOLD_SECONDS", 0.1)
+    monkeypatch.setattr("ignite_ddl.launch.output.HOLD_SECONDS", 0.1)
 
     def work(local_rank):
         time.sleep(0.3)
@@ -323,7 +326,7 @@ def test_hang_ends_at_the_timeout_and_says_where(pids):
 
 def test_the_timeout_counts_from_when_all_have_started(monkeypatch):
     """A first launch starts the forkserver, too: 20 s on a busy machine."""
-    start, watch, started, deadlines = launch._Launch._start, launch._Launch._watch, [], []
+    start, watch, started, deadlines = Launch._start, Launch._watch, [], []
 
     def starting(self, *args):
         rank = start(self, *args)
@@ -334,8 +337,8 @@ def test_the_timeout_counts_from_when_all_have_started(monkeypatch):
         deadlines.append(deadline)
         watch(self, deadline)
 
-    monkeypatch.setattr(launch._Launch, "_start", starting)
-    monkeypatch.setattr(launch._Launch, "_watch", watching)
+    monkeypatch.setattr(Launch, "_start", starting)
+    monkeypatch.setattr(Launch, "_watch", watching)
     parallel(2).run(lambda rank: None)
     assert deadlines[0] >= started[1] + TIMEOUT
 
@@ -351,7 +354,7 @@ def test_what_a_rank_started_ends_with_it(tmp_path):
 
 
 def test_unpicklable_function_is_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(launch, "_Launch", None)  # would fail if a launch were tried
+    monkeypatch.setattr("ignite_ddl.launch.parallel.Launch", None)  # would fail if a launch were tried
     lock = threading.Lock()
     with pytest.raises(ValueError, match="the variable 'lock' that it uses"):
         parallel().run(lambda rank: lock)
@@ -504,7 +507,7 @@ def test_kernel_shows_the_cell_of_the_failing_rank(kernel):
     assert "rank 1 raised ValueError: not today" in error
     assert "raise ValueError('not today')" in error
     assert "Cell In[" in error
-    assert "launch.py" not in error
+    assert "ignite_ddl" not in error
     assert "ipykernel_" not in error
     assert kernel.run("print('alive')")[0] == "alive\n"
 
@@ -660,8 +663,8 @@ def test_two_nodes_on_one_machine():
 
 def test_spawn_works_and_warns_once_where_there_is_no_forkserver(monkeypatch):
     assert parallel(2, start_method="spawn").run(lambda rank: idist.all_reduce(rank)) == [1, 1]
-    monkeypatch.setattr(launch.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
-    monkeypatch.setattr(launch, "_spawn_warned", False)
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    monkeypatch.setattr("ignite_ddl.launch.parallel._spawn_warned", False)
     with pytest.warns(UserWarning, match="no forkserver"):
         assert parallel()._context().get_start_method() == "spawn"
     with warnings.catch_warnings():
@@ -672,9 +675,9 @@ def test_spawn_works_and_warns_once_where_there_is_no_forkserver(monkeypatch):
 def test_gloo_ranks_use_the_cpu_where_gpus_are_too_few(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    launch._hide_gpus_if_too_few(1)
+    hide_gpus_if_too_few(1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
-    launch._hide_gpus_if_too_few(2)
+    hide_gpus_if_too_few(2)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -684,7 +687,7 @@ def test_the_server_opens_no_gpu():
         "import torch\n"
         "def used(*a): raise SystemExit('CUDA was asked for at import')\n"
         "torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = used\n"
-        f"for name in {launch.PRELOAD!r}: __import__(name)\n"
+        f"for name in {PRELOAD!r}: __import__(name)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

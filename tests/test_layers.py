@@ -12,16 +12,26 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import ignite_ddl as ddl
-from ignite_ddl.lab import CNN, Delay
-from ignite_ddl.layers import Lazy, named_layers
+from ignite_ddl.course import CNN, Delay
+from ignite_ddl.lazy import Lazy
 from ignite_ddl.mesh import AXES, Mesh
-from ignite_ddl.pipeline import SCHEDULES, Pipeline
+from ignite_ddl.pipeline.cut import cut_into_stages, named_layers
+from ignite_ddl.pipeline.pipeline import Pipeline
+from ignite_ddl.pipeline.schedules import SCHEDULES
 
 TIMEOUT = 90
 
 
 def run(func, nproc, *args, **axes):
     return ddl.Parallel("gloo", nproc, timeout=TIMEOUT, **axes).run(func, *args)
+
+
+def pipeline_of(model, mesh, *args, **kwargs):
+    return Pipeline(model, cut_into_stages(model, mesh.pp_size, *args, **kwargs), mesh)
+
+
+def sizes(pipeline):
+    return [len(layers) for layers in pipeline._cut.layers]
 
 
 def mesh_of(pp, rank=0):
@@ -93,7 +103,7 @@ class Residual(nn.Sequential):
 )  # fmt: skip
 def test_a_model_that_does_not_say_what_its_layers_are_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        Pipeline(change(), mesh_of(2))
+        pipeline_of(change(), mesh_of(2))
 
 
 def names(layers, extra=False):
@@ -107,15 +117,15 @@ def names(layers, extra=False):
 def test_the_stages_of_a_model_with_dots_in_its_names():
     torch.manual_seed(0)
     net = Net()
-    ranks = [Pipeline(net, mesh_of(2, rank), "interleaved_1f1b") for rank in range(2)]
+    ranks = [pipeline_of(net, mesh_of(2, rank), "interleaved_1f1b") for rank in range(2)]
     held = [dict(rank.named_parameters()) for rank in ranks]
     assert sorted(n for part in held for n in part) == sorted(n for n, _ in net.named_parameters())
     assert all(part[n] is net.get_parameter(n) for part in held for n in part)
-    assert list(ranks[0].shapes) == list(net.state_dict())
+    assert list(ranks[0].full_shapes()) == list(net.state_dict())
     ids = torch.tensor([[0, 3], [4, 1]])
     x = ids
     for s in range(4):
-        x = ranks[s % 2].local[s](x)
+        x = ranks[s % 2]._stages[s](x)
     assert torch.equal(x, net(ids))
 
 
@@ -205,12 +215,12 @@ def reads_a_value():
     return nn.Sequential(*[nn.Linear(2, 2) for _ in range(int(torch.ones(3).sum().item()))])
 
 
-def test_a_sketch_has_shapes_and_draws_nothing():
+def test_a_layer_on_meta_has_shapes_and_draws_nothing():
     before = torch.get_rng_state()
     for factory, args, n in ((Block, (4,), 76), (reads_a_value, (), 18)):
-        sketch = ddl.lazy(factory, *args).double().sketch()
-        assert sum(p.numel() for p in sketch.parameters()) == n
-        assert all(p.is_meta and p.dtype == torch.float64 for p in sketch.parameters())
+        layer = ddl.lazy(factory, *args).double().on_meta()
+        assert sum(p.numel() for p in layer.parameters()) == n
+        assert all(p.is_meta and p.dtype == torch.float64 for p in layer.parameters())
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -406,7 +416,7 @@ def measured(local_rank):
     torch.manual_seed(local_rank)
     model = nn.Sequential(Slow(2, 2), *[nn.Linear(2, 2) for _ in range(3)])
     costs = ddl.layer_costs(model, torch.zeros(1, 2), unit="seconds", repeats=3)
-    return costs, ddl.auto_model(model, costs=costs).split
+    return costs, sizes(ddl.auto_model(model, costs=costs))
 
 
 def test_every_rank_cuts_by_what_rank_0_measured():
@@ -419,14 +429,14 @@ def test_every_rank_cuts_by_what_rank_0_measured():
 def test_costs_that_do_not_fit_are_refused(costs):
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)])
     with pytest.raises(ValueError, match="costs should hold a number of at least 0 for each of 4 layers"):
-        Pipeline(model, mesh_of(2), costs=costs)
+        pipeline_of(model, mesh_of(2), costs=costs)
 
 
 def test_costs_decide_the_split_of_every_schedule():
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(9)])
     for schedule, pp in itertools.product(SCHEDULES, (2, 4)):
-        stages = len(Pipeline(model, mesh_of(pp), schedule).owners)
+        stages = len(pipeline_of(model, mesh_of(pp), schedule)._cut.owners)
         costs = [100.0] + [0.01] * 8
-        assert Pipeline(model, mesh_of(pp), schedule, costs=costs).split[0] == 1
-        assert Pipeline(model, mesh_of(pp), schedule, costs=costs[::-1]).split[-1] == 1
-        assert len(Pipeline(model, mesh_of(pp), schedule, costs=[0.0] * 9).split) == stages
+        assert sizes(pipeline_of(model, mesh_of(pp), schedule, costs=costs))[0] == 1
+        assert sizes(pipeline_of(model, mesh_of(pp), schedule, costs=costs[::-1]))[-1] == 1
+        assert len(sizes(pipeline_of(model, mesh_of(pp), schedule, costs=[0.0] * 9))) == stages

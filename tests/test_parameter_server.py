@@ -22,8 +22,9 @@ from torch import nn
 from torch.distributed import rpc
 
 import ignite_ddl as ddl
-from ignite_ddl import parameter_server
-from ignite_ddl.parameter_server import _Shard
+from ignite_ddl.parameter_server import wire
+from ignite_ddl.parameter_server.server import Shard
+from ignite_ddl.parameter_server.worker import _share_out
 
 TIMEOUT = 60  # seconds; a run that works takes about one
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest and hypothesis
@@ -213,7 +214,7 @@ SIZES = 3, 4
 
 
 def shard_of(workers, mode, staleness=None, backup=0):
-    shard = _Shard()
+    shard = Shard()
     agreed = {"mode": mode, "staleness": staleness, "backup": backup, "workers": workers, "servers": 1}
     # Each update adds one to every number: a tensor is its version.
     make = cloudpickle.dumps(lambda p: torch.optim.SGD(p, lr=1.0))
@@ -309,9 +310,9 @@ def test_servers_share_by_bytes(sizes, servers):
     named = {f"p{i}": nn.Parameter(torch.empty(size)) for i, size in enumerate(sizes)}
     if len(named) < servers:
         with pytest.raises(ValueError, match=f"{len(named)} for {servers} servers"):
-            parameter_server._share_out(named, servers)
+            _share_out(named, servers)
         return
-    shares = parameter_server._share_out(named, servers)
+    shares = _share_out(named, servers)
     assert sorted(name for share in shares for name in share) == sorted(named)
     held = [sum(named[name].nbytes for name in share) for share in shares]
     assert max(held) - min(held) <= 4 * max(sizes)
@@ -719,7 +720,7 @@ def test_none_is_made_later_without_worker_0(how):
 
 def test_the_limit_of_making_one_is_said():
     def work(local_rank):
-        parameter_server._JOIN_SECONDS = 0.5
+        wire._JOIN_SECONDS = 0.5
         if local_rank == 0:
             time.sleep(30)
         ddl.ParameterServer(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), timeout=20)
@@ -867,8 +868,8 @@ BAD_PUSHES = {
     "no backward": (None, {}, "no parameter has a gradient"),
     "grad is None": ({"weight": full(1), "bias": None}, {}, "'bias' should be a tensor, but given NoneType"),
     "list": ([full(1)], {}, "gradients should be a dict, parameter names to gradients, but given list"),
-    "rows": ({"weight": full(1)}, {"rows": -1}, "rows should be a number of rows, 0 or more, but given -1"),
-    "rows text": ({"weight": full(1)}, {"rows": 1.5}, "rows should be a number of rows"),
+    "rows": ({"weight": full(1)}, {"rows": -1}, "rows should be an integer of at least 0, but given -1"),
+    "rows text": ({"weight": full(1)}, {"rows": 1.5}, "rows should be an integer of at least 0"),
 }
 
 
@@ -985,8 +986,8 @@ def test_bad_models():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"servers": -1}, "servers should be a number of parameter servers, 0 or more, but given -1"),
-        ({"servers": True}, "servers should be a number"),
+        ({"servers": -1}, "servers should be an integer of at least 0, but given -1"),
+        ({"servers": True}, "servers should be an integer"),
         ({"on_failure": "ignore"}, "on_failure should be 'raise' or 'continue', but given 'ignore'"),
         ({"servers": 0, "on_failure": "continue"}, "on_failure='continue' needs parameter servers"),
         (

@@ -13,11 +13,20 @@ from torch.distributed.pipelining import schedules
 
 import ignite_ddl as ddl
 from ignite_ddl.mesh import AXES, Mesh
-from ignite_ddl.pipeline import SCHEDULES, Pipeline, balance, microbatches_for
-from ignite_ddl.simulate import stage_owners
+from ignite_ddl.pipeline.cut import balance, cut_into_stages
+from ignite_ddl.pipeline.pipeline import Pipeline
+from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for, stage_owners
 
 TIMEOUT = 90
 names = st.sampled_from(list(SCHEDULES))
+
+
+def pipeline_of(model, mesh, *args, **kwargs):
+    return Pipeline(model, cut_into_stages(model, mesh.pp_size, *args, **kwargs), mesh)
+
+
+def sizes(pipeline):
+    return [len(layers) for layers in pipeline._cut.layers]
 
 
 def mesh_of(pp, rank=0):
@@ -83,7 +92,7 @@ def test_costs_that_are_none(cost):
 
 @given(schedule=names, pp=st.integers(1, 8))
 def test_each_rank_owns_as_many_stages_as_its_schedule_says(schedule, pp):
-    owners, per_rank = stage_owners(schedule, pp), SCHEDULES[schedule][1]
+    owners, per_rank = stage_owners(schedule, pp), SCHEDULES[schedule].stages_per_rank
     assert len(owners) == pp * per_rank
     assert all(owners.count(rank) == per_rank for rank in range(pp))
     assert owners[0] == 0
@@ -120,7 +129,7 @@ class Stage:
 
 def torch_takes(schedule, n, pp):
     """Whether torch's class can be made, and so lays out its actions, for ``n`` microbatches."""
-    kind, per_rank = SCHEDULES[schedule]
+    kind, per_rank = SCHEDULES[schedule].torch_class, SCHEDULES[schedule].stages_per_rank
     owners = stage_owners(schedule, pp)
     stages = [Stage(s, len(owners), pp, owners) for s, owner in enumerate(owners) if owner == 0]
     try:
@@ -224,7 +233,7 @@ def test_rows_that_cannot_be_made_equal():
 def test_what_does_not_fit_is_refused(options, message):
     options = {"model": layers(), **options}
     with pytest.raises(ValueError, match=message):
-        Pipeline(mesh=mesh_of(2), **options)
+        pipeline_of(mesh=mesh_of(2), **options)
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble", "dualpipev"])
@@ -233,9 +242,9 @@ def test_stages_without_trainable_weights_are_refused_where_the_backward_pass_is
     frozen.layer0.requires_grad_(False)
     for rank in range(2):  # every rank, not only the one that holds it
         with pytest.raises(ValueError, match=r"cannot run stage 0 \(layer0\): it has no trainable parameter"):
-            Pipeline(frozen, mesh_of(2, rank), schedule, split=[1, 3, 2, 2])
-    Pipeline(frozen, mesh_of(2), schedule, split=[2, 2, 2, 2])
-    Pipeline(frozen, mesh_of(2), "interleaved_1f1b", split=[1, 3, 2, 2])
+            pipeline_of(frozen, mesh_of(2, rank), schedule, split=[1, 3, 2, 2])
+    pipeline_of(frozen, mesh_of(2), schedule, split=[2, 2, 2, 2])
+    pipeline_of(frozen, mesh_of(2), "interleaved_1f1b", split=[1, 3, 2, 2])
 
 
 # --------------------------------------------------------------------------------------- what a rank holds, names
@@ -245,17 +254,17 @@ def test_stages_without_trainable_weights_are_refused_where_the_backward_pass_is
 @pytest.mark.parametrize("pp", [2, 4])
 def test_each_rank_holds_its_stages_only_under_the_names_of_the_whole_model(schedule, pp):
     whole = layers()
-    ranks = [Pipeline(layers(), mesh_of(pp, rank), schedule) for rank in range(pp)]
+    ranks = [pipeline_of(layers(), mesh_of(pp, rank), schedule) for rank in range(pp)]
     owners = stage_owners(schedule, pp)
     held = [dict(rank.named_parameters()) for rank in ranks]
     assert sorted(name for part in held for name in part) == sorted(n for n, _ in whole.named_parameters())
     for rank, part in enumerate(held):
         for name, parameter in part.items():
             assert torch.equal(parameter, whole.get_parameter(name))
-            assert owners[ranks[rank].stage_of[name]] == rank
-        assert list(ranks[rank].shapes) == list(whole.state_dict())
+            assert owners[ranks[rank]._cut.stage_of[name]] == rank
+        assert list(ranks[rank].full_shapes()) == list(whole.state_dict())
         assert ranks[rank].is_last == (rank == owners[-1])
-    starts = list(itertools.accumulate([0, *ranks[0].split]))
+    starts = list(itertools.accumulate([0, *sizes(ranks[0])]))
     for stage, owner in enumerate(owners):
         for i in range(starts[stage], starts[stage + 1]):
             assert f"layer{i}.0.weight" in held[owner]
@@ -283,6 +292,8 @@ def test_layers_may_be_called_as_a_pipeline_calls_its_own_things(rank):
         "schedule",
         "shared",
         "shapes",
+        "stages",
+        "module",
         "split",
         "stage_of",
         "_order",
@@ -290,28 +301,28 @@ def test_layers_may_be_called_as_a_pipeline_calls_its_own_things(rank):
     ]
     odd = nn.Sequential(OrderedDict([(name, nn.Linear(2, 2)) for name in names]))
     for model in (whole, odd):
-        pipeline = Pipeline(model, mesh_of(2, rank))
+        pipeline = pipeline_of(model, mesh_of(2, rank))
         held = dict(pipeline.named_parameters())
         assert held
         assert list(pipeline.state_dict()) == list(held)
         for name, parameter in held.items():
             assert parameter is model.get_parameter(name) is pipeline.get_parameter(name)
-        assert pipeline.mesh.pp_rank == rank
-        assert sum(pipeline.split) == len(names if model is odd else model.pipeline_layers)
+        assert pipeline._mesh.pp_rank == rank
+        assert sum(sizes(pipeline)) == len(names if model is odd else model.pipeline_layers)
     with pytest.raises(AttributeError, match="nothing"):
         pipeline.get_submodule("nothing.0")
 
 
 def test_numbers_are_balanced_by_cost():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 100))
-    assert Pipeline(model, mesh_of(2)).split == [3, 1]
-    counts = [sum(p.numel() for p in Pipeline(model, mesh_of(2, r)).parameters()) for r in range(2)]
+    assert sizes(pipeline_of(model, mesh_of(2))) == [3, 1]
+    counts = [sum(p.numel() for p in pipeline_of(model, mesh_of(2, r)).parameters()) for r in range(2)]
     assert counts == [12, 300]
-    assert Pipeline(model, mesh_of(2), split=[1, 3]).split == [1, 3]
+    assert sizes(pipeline_of(model, mesh_of(2), split=[1, 3])) == [1, 3]
 
 
 def test_an_optimizer_can_be_made_where_a_rank_has_no_weights():
-    pipeline = Pipeline(nn.Sequential(nn.Flatten(), nn.Linear(2, 2)), mesh_of(2), split=[1, 1])
+    pipeline = pipeline_of(nn.Sequential(nn.Flatten(), nn.Linear(2, 2)), mesh_of(2), split=[1, 1])
     assert dict(pipeline.named_parameters()) == {}
     assert dict(pipeline.state_dict()) == {}
     assert sum(p.numel() for p in pipeline.parameters()) == 0
@@ -321,8 +332,8 @@ def test_an_optimizer_can_be_made_where_a_rank_has_no_weights():
 def test_a_layer_that_is_there_twice_is_run_twice():
     act = nn.Tanh()
     model = nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act)
-    assert sum(Pipeline(model, mesh_of(2)).split) == 4
-    stage = Pipeline(model, mesh_of(2, 1), split=[1, 3]).local[1]
+    assert sum(sizes(pipeline_of(model, mesh_of(2)))) == 4
+    stage = pipeline_of(model, mesh_of(2, 1), split=[1, 3])._stages[1]
     assert len(stage) == 3
 
 
@@ -330,11 +341,10 @@ def test_weights_that_stages_share_are_found_by_name():
     model = layers()
     model.layer7[2].bias = model.layer0[2].bias
     for rank in range(2):
-        pipeline = Pipeline(model, mesh_of(2, rank))
-        assert pipeline.shared == [["layer0.2.bias", "layer7.2.bias"]]
-        counted = pipeline.counted_here()
-        assert ("layer7.2.bias" in counted, "layer0.2.bias" in counted) == (False, rank == 0)
-    assert Pipeline(layers(), mesh_of(2)).shared == []
+        pipeline = pipeline_of(model, mesh_of(2, rank))
+        assert pipeline._cut.shared == [["layer0.2.bias", "layer7.2.bias"]]
+        assert [pipeline.counts(f"layer{i}.2.bias") for i in (0, 7)] == [True, False]
+    assert pipeline_of(layers(), mesh_of(2))._cut.shared == []
 
 
 # ---------------------------------------------------------------------------------------------------- on ranks
@@ -356,7 +366,7 @@ def forwards(local_rank):
             errors.append((output - expected).abs().max().item())
             worst[schedule] = max(worst.get(schedule, 0.0), *errors)
         said = pipeline.from_last_stage(ddl.get_mesh().pp_rank)
-        assert said == pipeline.owners[-1]
+        assert said == pipeline._cut.owners[-1]
     return worst
 
 
@@ -456,7 +466,7 @@ def words():
 
 
 def of_many_lengths(local_rank, schedule):
-    ddl.pipeline._SCHEDULES_KEPT = 2
+    ddl.pipeline.pipeline._SCHEDULES_KEPT = 2
     pipeline, errors = ddl.auto_model(words(), schedule=schedule, n_microbatches=4), []
     for length in (6, 4, 6, 5, 4):
         x = torch.randint(9, (8, length), generator=torch.Generator().manual_seed(length))
@@ -517,7 +527,7 @@ def in_place():
 def working_in_place(local_rank):
     x, found = torch.randn(8, 4, dtype=torch.double, generator=torch.Generator().manual_seed(1)), {}
     for schedule in SCHEDULES:
-        split = [1, 5] if SCHEDULES[schedule][1] == 1 else [1, 1, 2, 2]
+        split = [1, 5] if SCHEDULES[schedule].stages_per_rank == 1 else [1, 1, 2, 2]
         pipeline = ddl.auto_model(in_place(), schedule=schedule, split=split, n_microbatches=4)
         found[schedule] = gap(pipeline, in_place(), x, x)
     return found
@@ -616,7 +626,7 @@ def test_copies_of_a_weight_stay_equal_to_the_last_bit():
 
 
 def test_names_are_torchs_schedules():
-    known = {getattr(schedules, kind) for kind, _ in SCHEDULES.values()}
+    known = {getattr(schedules, one.torch_class) for one in SCHEDULES.values()}
     assert known == {
         schedules.get_schedule_class(name)
         for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "LoopedBFS",

@@ -5,7 +5,8 @@ from checking import text_sizes
 from matplotlib.colors import to_hex
 
 from ignite_ddl import plot
-from ignite_ddl.timeline import KINDS, Record, Timeline
+from ignite_ddl.lab import Timeline
+from ignite_ddl.lab.record import KINDS, Record
 
 pytestmark = pytest.mark.usefixtures("no_window")
 

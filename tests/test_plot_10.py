@@ -4,7 +4,8 @@ import pytest
 from checking import text_sizes
 from matplotlib.colors import to_hex
 
-from ignite_ddl import cost, plot, simulate
+from ignite_ddl import plot
+from ignite_ddl.lab import cost, simulate
 
 pytestmark = pytest.mark.usefixtures("no_window")
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from matplotlib.text import Text
 
-from ignite_ddl import cost, plot
+from ignite_ddl import plot
+from ignite_ddl.lab import cost
 
 CURVES = {
     "the same rate": {24: (0.81, 0.01), 120: (0.80, 0.01), 600: (0.74, 0.01), 3000: (0.5, 0.03)},

@@ -4,7 +4,8 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from ignite_ddl import plot, simulate
+from ignite_ddl import plot
+from ignite_ddl.lab import simulate
 
 RULES = {"async": {"mode": "async"}, "3 + 1": {"mode": "backup", "backup": 1}}
 RECORDS = [{"worker": 0, "staleness": 1}, {"worker": 1, "staleness": 1}, {"worker": 0, "staleness": 3}]

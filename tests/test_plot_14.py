@@ -10,7 +10,8 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 import ignite_ddl as ddl
-from ignite_ddl import cost, plot
+from ignite_ddl import plot
+from ignite_ddl.lab import cost
 
 pytestmark = pytest.mark.usefixtures("no_window")
 

@@ -5,7 +5,8 @@ import pytest
 from checking import text_sizes
 from matplotlib.colors import to_rgb
 
-from ignite_ddl import plot, simulate
+from ignite_ddl import plot
+from ignite_ddl.lab import simulate
 
 pytestmark = pytest.mark.usefixtures("no_window")
 

@@ -4,9 +4,10 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from ignite_ddl import plot, simulate
+from ignite_ddl import plot
+from ignite_ddl.lab import simulate
+from ignite_ddl.lab.record import Record
 from ignite_ddl.plot import ACTIVITY
-from ignite_ddl.timeline import Record
 
 pytestmark = pytest.mark.usefixtures("no_window")
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import ignite_ddl as ddl
-from ignite_ddl import simulate
-from ignite_ddl.cost import pipeline_bubble
-from ignite_ddl.lab import Delay, SavedBytes
-from ignite_ddl.pipeline import SCHEDULES, microbatches_for
-from ignite_ddl.timeline import PASSES, Timeline, bubble
+from ignite_ddl.course import Delay
+from ignite_ddl.lab import SavedBytes, Timeline, bubble, simulate
+from ignite_ddl.lab.cost import pipeline_bubble
+from ignite_ddl.lab.record import PASSES
+from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
 
 TIMEOUT = 120
 PROMISED = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
@@ -175,11 +175,11 @@ def watched(local_rank, schedule, rows, n_microbatches):
     model = ddl.auto_model(nn.Sequential(*layers), schedule=schedule, n_microbatches=n_microbatches)
     x = torch.randn(rows, 8)
     model.train_step(x, x, sums)
-    with ddl.Timeline() as timeline, SavedBytes(model) as saved:
+    with Timeline() as timeline, SavedBytes(model) as saved:
         model.train_step(x, x, sums)
         model.train_step(x, x, sums)
     a_layer = 2 * (rows // n_microbatches) * 8 * 4  # the inputs of its two Linears, one of them tanh's output
-    layers_of_stage = n_layers // len(model.owners)
+    layers_of_stage = n_layers // len(model._cut.owners)
     return timeline, saved.peak / (a_layer * layers_of_stage), saved.now
 
 
@@ -225,7 +225,7 @@ def delayed(local_rank, schedule, forward, backward):
     model = ddl.auto_model(nn.Sequential(*layers), schedule=schedule, n_microbatches=N)
     x = torch.randn(2 * N, 4)
     model.train_step(x, x, sums)
-    with ddl.Timeline() as timeline:
+    with Timeline() as timeline:
         for _ in range(2):
             model.train_step(x, x, sums)
     return timeline
@@ -282,7 +282,7 @@ def working(local_rank, rows):
     model = ddl.auto_model(nn.Sequential(*layers), schedule="1f1b", n_microbatches=4, split=[2, 4])
     x = torch.randn(rows, 768)
     model.train_step(x, x, nn.functional.mse_loss)
-    with ddl.Timeline() as timeline:
+    with Timeline() as timeline:
         for _ in range(6):
             model.train_step(x, x, nn.functional.mse_loss)
     return timeline

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from ignite_ddl import cost, simulate
-from ignite_ddl.simulate import Action, Span
-from ignite_ddl.timeline import KINDS, Record
+from ignite_ddl.lab import cost, simulate
+from ignite_ddl.lab.record import KINDS, Record
+from ignite_ddl.lab.record import Record as Span
+from ignite_ddl.pipeline.schedules import SCHEDULES, Action, schedule_actions, stage_owners
 
 LINK = cost.Link(latency=3e-5, bandwidth=2e8)
 few = settings(max_examples=30, deadline=None)
@@ -261,7 +262,7 @@ class _FakeStage:
 )
 @pytest.mark.parametrize(("n_ranks", "n_microbatches"), [(1, 1), (2, 2), (2, 5), (4, 4), (4, 9)])
 def test_order_is_that_of_torch_s_loops(name, kind, n_ranks, n_microbatches):
-    ours = simulate.schedule_actions(name, n_ranks, n_microbatches)
+    ours = schedule_actions(name, n_ranks, n_microbatches)
     for rank in range(n_ranks):
         stage = _FakeStage(rank, n_ranks)
         loop = object.__new__(kind)
@@ -282,13 +283,13 @@ def torch_schedule():
     dist.init_process_group("fake", rank=0, world_size=n_ranks, store=FakeStore())
 
     def made(name, n_microbatches):
-        owners = simulate.stage_owners(name, n_ranks)
+        owners = stage_owners(name, n_ranks)
         stages = [
             PipelineStage(torch.nn.Linear(2, 2), index, len(owners), torch.device("cpu"))
             for index, owner in enumerate(owners)
             if owner == 0
         ]
-        kind = getattr(schedules, simulate.SCHEDULES[name][0])
+        kind = getattr(schedules, SCHEDULES[name].torch_class)
         return kind(stages, n_microbatches, loss_fn=torch.nn.functional.mse_loss)
 
     yield made
@@ -306,14 +307,12 @@ def torch_order(made):
     return [[a for a in row if a.kind in "FIBW"] for row in rows]
 
 
-@pytest.mark.parametrize("name", [name for name, (kind, _) in simulate.SCHEDULES.items() if kind])
+@pytest.mark.parametrize("name", [name for name, one in SCHEDULES.items() if one.stages_per_rank > 1])
 @pytest.mark.parametrize("n_microbatches", [4, 7, 8, 16])
 def test_order_is_that_of_torch_s_tables(torch_schedule, name, n_microbatches):
     if name == "dualpipev" and n_microbatches < 8:
         pytest.skip("dualpipev needs as many microbatches as stages")
-    assert simulate.schedule_actions(name, 4, n_microbatches) == torch_order(
-        torch_schedule(name, n_microbatches)
-    )
+    assert schedule_actions(name, 4, n_microbatches) == torch_order(torch_schedule(name, n_microbatches))
 
 
 def played_with_torch_s_messages(table, owners):
@@ -348,17 +347,17 @@ def played_with_torch_s_messages(table, owners):
 def test_a_step_is_as_long_as_with_torch_s_own_messages(torch_schedule, name, n_microbatches):
     """dualpipev's runtime sends what an overlapped pair has made when both are done."""
     table = torch_schedule(name, n_microbatches).pipeline_order_with_comms
-    seconds = played_with_torch_s_messages(table, simulate.stage_owners(name, 4))
+    seconds = played_with_torch_s_messages(table, stage_owners(name, 4))
     assert simulate.pipeline(name, 4, n_microbatches).seconds == seconds
     assert seconds == 6 * n_microbatches + (3 if name == "zbv" else 6)
 
 
-@pytest.mark.parametrize("name", simulate.SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
 def test_every_schedule_does_everything_once(name, n_ranks):
     n_microbatches = 4 * n_ranks
-    owners = simulate.stage_owners(name, n_ranks)
-    actions = simulate.schedule_actions(name, n_ranks, n_microbatches)
+    owners = stage_owners(name, n_ranks)
+    actions = schedule_actions(name, n_ranks, n_microbatches)
     done = [action for order in actions for action in order]
     wanted = {(stage, m) for stage in range(len(owners)) for m in range(n_microbatches)}
     assert sorted((a.stage, a.microbatch) for a in done if a.kind == "F") == sorted(wanted)
@@ -662,12 +661,15 @@ def test_same_answer_every_time():
         (lambda: simulate.parameter_server(2, [1.0], 3), "seconds should have a number for each of 2"),
         (lambda: simulate.parameter_server(0, 1.0, 3), "n_workers should be at least 1"),
         (lambda: simulate.pipeline("zero", 2, 2), "schedule should be one of"),
-        (lambda: simulate.pipeline("1f1b", 4, 2), "n_microbatches should be at least 4"),
-        (lambda: simulate.pipeline("dualpipev", 2, 3), "n_microbatches should be at least 4"),
-        (lambda: simulate.pipeline("interleaved_1f1b", 4, 9), "multiple of 2"),
+        (lambda: simulate.pipeline("1f1b", 4, 2), "n_microbatches=2 does not suit .* use a multiple of 4"),
+        (lambda: simulate.pipeline("dualpipev", 2, 3), "n_microbatches=3 does not suit .* multiple of 4"),
+        (
+            lambda: simulate.pipeline("interleaved_1f1b", 4, 9),
+            "n_microbatches=9 does not suit .* multiple of 4",
+        ),
         (lambda: simulate.pipeline("gpipe", 2, 2, n_chunks=2), "n_chunks=2"),
         (lambda: simulate.pipeline("zbv", 2, 4, forward=[1, 2]), "forward should be a number or have one"),
-        (lambda: simulate.pipedream(4, 3), "n_microbatches should be at least 4"),
+        (lambda: simulate.pipedream(4, 3), "n_microbatches=3 does not suit"),
         (lambda: simulate.best_pipelines(4, 8, [1] * 4, 1, 1), "2 n_ranks = 8 parts"),
         (lambda: simulate.parameter_server(2, 1.0, 5, mode="stale"), "mode should be"),
         (lambda: simulate.parameter_server(2, 1.0, 5, mode="bounded"), "staleness=None"),
@@ -731,7 +733,7 @@ def test_measured_times_may_be_arrays():
         (lambda: simulate.pipeline("1f1b", 2, 4, transfer=-1), "transfer should be at least 0"),
         (lambda: simulate.pipeline("1f1b", 2, 4, overhead=math.nan), "overhead should be at least 0"),
         (lambda: simulate.pipeline("1f1b", 0, 4), "n_ranks should be at least 1, but given 0"),
-        (lambda: simulate.stage_owners("looped_bfs", 2, 0), "n_chunks should be at least 1, but given 0"),
+        (lambda: stage_owners("looped_bfs", 2, 0), "n_chunks should be at least 1, but given 0"),
         (lambda: simulate.pipedream(0, 4), "n_ranks should be at least 1"),
         (
             lambda: simulate.best_pipelines(4, 32, 1, 1, 1, n_microbatches=[8, 5]),

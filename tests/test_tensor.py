@@ -20,9 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl.lab import CNN, GPT, MLP
-from ignite_ddl.lab.counting import count_bytes
-from ignite_ddl.tensor import apply_plan, check_plan, draw_seed, lay_out_gradient, random_stream
+from ignite_ddl.course import CNN, GPT, MLP
+from ignite_ddl.lab.bytes import count_bytes
+from ignite_ddl.tensor.gradients import redistribute_gradient
+from ignite_ddl.tensor.plan import apply_plan, check_plan
+from ignite_ddl.tensor.random import draw_seed, random_stream
 
 TIMEOUT = 120  # seconds: a hang, not a busy machine
 BOUND = 1e-12  # float64
@@ -139,8 +141,8 @@ class OwnColumn(ddl.Column):
     [
         (lambda: [("head", ddl.Row())], "tensor_plan should be a dict from globs of module names to styles"),
         (lambda: {0: ddl.Row()}, "tensor_plan should be a dict from globs"),
-        (lambda: {"head": ddl.Column(units=0)}, "units=0 should be a positive whole number"),
-        (lambda: {"head": ddl.Column(units=-2)}, "units=-2 should be a positive whole number"),
+        (lambda: {"head": ddl.Column(units=0)}, "units should be a positive integer, but given 0"),
+        (lambda: {"head": ddl.Column(units=-2)}, "units should be a positive integer, but given -2"),
         (lambda: {"head": ddl.Column(units=2.0)}, "units=2.0 should be"),
         (lambda: {"head": ddl.Column(units=[2])}, r"units=\[2\] should be"),
         (lambda: {"block*.attention.q": ddl.Column(units="scale")}, "units='scale' of 'block0.attention.q' should be"),
@@ -363,7 +365,7 @@ def gradients(local_rank):
     whole(x).square().sum().backward()
     before = [str(p.grad.placements) for p in layers.parameters()]
     for p, q in zip(layers.parameters(), whole.parameters(), strict=True):
-        lay_out_gradient(p)
+        redistribute_gradient(p)
         assert p.grad.placements == p.placements
         error = max(error, (p.grad.full_tensor() - q.grad).abs().max().item())
     return error, before

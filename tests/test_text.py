@@ -1,4 +1,4 @@
-"""ignite_ddl.lab.text: the file, its pieces, its vocabulary."""
+"""ignite_ddl.course.text: the file, its pieces, its vocabulary."""
 
 import hashlib
 import pickle
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from ignite_ddl.lab import CharacterText, text
+from ignite_ddl.course import CharacterText, text
 
 REPOSITORY = Path(__file__).parents[1]
 CHARACTERS = CharacterText.vocabulary

@@ -16,8 +16,9 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import ignite_ddl as ddl
-from ignite_ddl import timeline as module
-from ignite_ddl.timeline import KINDS, PASSES, Record, Timeline, bubble
+from ignite_ddl.lab import Timeline, bubble
+from ignite_ddl.lab.record import KINDS, PASSES, Record
+from ignite_ddl.lab.timeline import watch
 
 DELAY = 0.06  # seconds of a sleep; on a loaded machine one takes longer, never shorter
 SLACK = 0.5  # what a loaded machine may add to the delays of a test; nothing may be below them
@@ -69,7 +70,7 @@ def quiet():
     """Whatever a test does, nothing is watched afterwards."""
     before = {name: vars(dist.ProcessGroup)[name] for name in ("allreduce", "send")}
     yield
-    assert module._watching == []
+    assert watch._watching == []
     assert {name: vars(dist.ProcessGroup)[name] for name in before} == before
 
 
@@ -208,7 +209,7 @@ def test_a_run_that_is_terminated(how):
 def test_attached_in_the_midst_of_a_run_it_records_the_rest(event):
     trainer, timeline, others = Engine(lambda engine, batch: dist.is_available()), Timeline(), []
     trainer.add_event_handler(event, lambda: timeline.attach(trainer))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: others.append(bool(module._watching)))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: others.append(bool(watch._watching)))
     trainer.run([0, 1], max_epochs=2)
     assert [record.name for record in timeline.records if record.kind == "compute"] == ["step 3", "step 4"]
     assert others[2:] == [True, True]  # collectives are watched, too
@@ -282,7 +283,7 @@ def test_synchronize_waits_for_the_device(monkeypatch):
 
 def waiting(local_rank, late, call):
     """Four times: a rank is late for a collective, and all have some work of their own."""
-    timeline, tensor = ddl.Timeline(), torch.ones(4)
+    timeline, tensor = Timeline(), torch.ones(4)
     size = dist.get_world_size()
     calls = {
         "all_reduce": lambda: dist.all_reduce(tensor),
@@ -337,7 +338,7 @@ def test_four_ranks_wait_for_the_one_that_is_late():
 
 
 def rooted(local_rank, root):
-    timeline, tensor = ddl.Timeline(), torch.ones(4)
+    timeline, tensor = Timeline(), torch.ones(4)
     dist.barrier()
     with timeline:
         time.sleep(3 * DELAY if local_rank == 1 else DELAY if local_rank == 2 else 0)
@@ -354,7 +355,7 @@ def test_who_receives_a_broadcast_waits_for_the_root_only():
 
 
 def messages(local_rank):
-    timeline, tensor = ddl.Timeline(), torch.ones(1000)
+    timeline, tensor = Timeline(), torch.ones(1000)
     dist.barrier()
     with timeline:
         if local_rank == 0:
@@ -385,7 +386,7 @@ def of_the_group_itself(local_rank, by_name):
     """The methods of a process group, below torch.distributed, their arguments by place and by name."""
     group, tensor, opts = dist.group.WORLD, torch.ones(4), dist.BroadcastOptions()
     opts.rootRank = 1
-    timeline = ddl.Timeline()
+    timeline = Timeline()
     dist.barrier()
     with timeline:
         if local_rank == 1:
@@ -406,7 +407,7 @@ def of_the_group_itself(local_rank, by_name):
 
 def mixed(local_rank):
     """One argument by place, the other by name, beside a call without a timeline."""
-    timeline, found = ddl.Timeline(), []
+    timeline, found = Timeline(), []
     for watched in (False, True):
         tensor = torch.full((2,), float(local_rank))
         with timeline if watched else contextlib.nullcontext():
@@ -433,7 +434,7 @@ def test_a_timeline_takes_every_call_that_torch_takes():
 
 
 def spans_only(local_rank):
-    timeline = ddl.Timeline()
+    timeline = Timeline()
     with timeline.span("mine"):
         dist.barrier()
     return timeline
@@ -447,7 +448,7 @@ def test_spans_of_ranks_that_record_nothing_else_are_of_different_ranks():
 
 
 def attached_late(local_rank):
-    timeline = ddl.Timeline()
+    timeline = Timeline()
     trainer = Engine(lambda engine, batch: dist.all_reduce(torch.ones(2)))
     trainer.add_event_handler(Events.EPOCH_STARTED(once=2), lambda: timeline.attach(trainer))
     trainer.run([0, 1], max_epochs=2)
@@ -461,7 +462,7 @@ def test_attached_in_the_midst_of_a_run_on_ranks():
 
 
 def unlike(local_rank):
-    timeline, tensor = ddl.Timeline(), torch.ones(2)
+    timeline, tensor = Timeline(), torch.ones(2)
     timeline.__enter__() if local_rank == 0 else None
     dist.all_reduce(tensor)
     timeline.__enter__() if local_rank == 1 else None
@@ -477,7 +478,7 @@ def test_ranks_that_begin_at_different_collectives_are_told_of():
 
 
 def overlap(local_rank):
-    timeline, tensor = ddl.Timeline(), torch.ones(4)
+    timeline, tensor = Timeline(), torch.ones(4)
     dist.barrier()
     with timeline:
         work = dist.all_reduce(tensor, async_op=True)
@@ -516,7 +517,7 @@ def training(local_rank, late, make, build=Buffered, steps=4):
     trainer = create(model, optimizer, torch.nn.functional.mse_loss)
     if local_rank == late:
         model.register_forward_pre_hook(lambda *_: time.sleep(DELAY))
-    timeline = ddl.Timeline().attach(trainer)
+    timeline = Timeline().attach(trainer)
     trainer.run(data, max_epochs=1)
     return timeline
 
@@ -548,12 +549,12 @@ def pipeline(local_rank):
     model = ddl.auto_model(model, schedule="gpipe", n_microbatches=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = ddl.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
-    timeline = ddl.Timeline().attach(trainer)
+    timeline = Timeline().attach(trainer)
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED(once=1), timeline.clear
     )  # the first step builds stages
     if local_rank == 0:
-        for stage in model.local.values():
+        for stage in model.local_stages():
             stage.register_forward_pre_hook(lambda *_: time.sleep(DELAY))
     trainer.run([(torch.randn(4, 8), torch.randn(4, 8))] * 3)
     return timeline
@@ -644,7 +645,7 @@ def hybrid(local_rank):
     model = ddl.auto_model(model, tensor_plan={"0": ddl.Column(), "2": ddl.Row()})
     optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.01))
     trainer = ddl.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
-    timeline = ddl.Timeline().attach(trainer)
+    timeline = Timeline().attach(trainer)
     if local_rank == 3:
         model.register_forward_pre_hook(lambda *_: time.sleep(DELAY))
     trainer.run([(torch.randn(4, 8), torch.randn(4, 8))] * 4)
@@ -672,7 +673,7 @@ def twice(local_rank):
             model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss
         )
         if with_timeline:
-            ddl.Timeline().attach(trainer)
+            Timeline().attach(trainer)
         torch.manual_seed(local_rank)
         found = []
         remember = lambda engine, found=found: found.append(engine.state.output)  # noqa: E731
@@ -691,7 +692,7 @@ def test_a_timeline_changes_nothing_and_leaves_nothing_behind():
 
 
 def raising(local_rank):
-    timeline = ddl.Timeline()
+    timeline = Timeline()
     with timeline:
         dist.all_reduce(torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.MAX)
 
@@ -708,7 +709,7 @@ def made_up(rank, machine, entered, left, shift=0.0, start=0.0):
     """A rank that works until it enters a collective, as its own clock says."""
     timeline = Timeline()
     timeline.rank, timeline._machine = rank, machine
-    call = module._Call(rank, "allreduce", ("world", "", (0, 1), 1), (0, 1), entered + shift)
+    call = watch.Call(rank, "allreduce", ("world", "", (0, 1), 1), (0, 1), entered + shift)
     timeline._calls.append(call)
     timeline._own.append(("compute", "work", start + shift, entered + shift, None))
     timeline._own.append(("wait", "allreduce", entered + shift, left + shift, call))

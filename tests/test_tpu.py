@@ -20,7 +20,8 @@ import torch
 
 import ignite_ddl
 from ignite_ddl import tpu
-from ignite_ddl.lab import checks_03, xla
+from ignite_ddl.course import xla
+from ignite_ddl.course.checks import ch03 as checks_03
 
 ROOT = Path(__file__).parents[1]
 with_xla = pytest.mark.skipif(not xla.has_xla(), reason="needs torch_xla: make test-tpu")

@@ -1,4 +1,4 @@
-"""Draw the Fashion-MNIST subset of `ignite_ddl/lab/fashion_mnist` from the full set.
+"""Draw the Fashion-MNIST subset of `ignite_ddl/course/fashion_mnist` from the full set.
 
 The source is Debian's package `dataset-fashion-mnist` (0.0~git20200523.55506a9-1, `apt-get install
 dataset-fashion-mnist`): Zalando's four .gz files, but for the name and time in their gzip headers. Of each

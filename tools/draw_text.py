@@ -1,4 +1,4 @@
-"""Draw the text of `ignite_ddl/lab/text`, Jane Austen's "Persuasion", from Debian's R package of her novels.
+"""Draw the text of `ignite_ddl/course/text`, Jane Austen's "Persuasion", from Debian's R package of her novels.
 
 The source is Debian's package `r-cran-janeaustenr` (1.0.0-1), which holds the six novels as R data. R is not
 needed, so the package may be unpacked instead of installed:

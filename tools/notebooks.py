@@ -543,7 +543,7 @@ What is where, before any code.
 ---
 code
 from ignite_ddl import plot
-from ignite_ddl.lab import checks_NN as checks
+from ignite_ddl.course.checks import chNN as checks
 ---
 code
 rows = [3, 3, 2, 2]  # what each of four ranks holds
@@ -660,7 +660,7 @@ markdown
 
 CHECKS = '''"""The checks of chapter NN's exercises."""
 
-from ignite_ddl.lab.exercises import Hint, exercise
+from ignite_ddl.course.exercises import Hint, exercise
 
 
 @exercise

@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ignite_ddl as ddl
-from ignite_ddl.lab.counting import count_bytes
-from ignite_ddl.tensor import lay_out_gradient
+from ignite_ddl.lab.bytes import count_bytes
+from ignite_ddl.tensor.gradients import redistribute_gradient
 
 PAGE = Path(__file__).parents[1] / "docs" / "tensor_styles.md"
 TP, ROWS, TOKENS, WIDTH, WORDS, CHANNELS, SIDE = 4, 2, 8, 16, 65, 8, 6
@@ -155,7 +155,7 @@ def measure(local_rank):
             with count_bytes() as backward:
                 output.backward()
                 for parameter in model.parameters():
-                    lay_out_gradient(parameter)
+                    redistribute_gradient(parameter)
             found.append((weights, forward.calls, backward.calls))
     return found
 
@@ -181,7 +181,7 @@ HEAD = (
     f"Where V is cut, {TP} ranks hold {-(-WORDS // TP)} words each but for the last, and a gather pads its part.\n\n"
     "Backward is what the gradient of the input takes, as of a layer inside a model, and what the gradients of the "
     "weights take before the optimizer steps. *Parameters* are numbers: of the whole layer → on rank 0. How random "
-    "numbers are drawn is said at the top of `ignite_ddl/tensor.py`. The gradient of a `Row()` embedding is "
+    "numbers are drawn is said at the top of `ignite_ddl/tensor/random.py`. The gradient of a `Row()` embedding is "
     "whole, V × D on every rank, until the trainer cuts it.\n\n"
     "`units=` moves nothing: it says what must stay whole on a rank, such as heads. Weights of single channels between "
     "two layers that are cut (BatchNorm, GroupNorm, `nn.PReLU(C)`) have no style: an error. One weight that all "

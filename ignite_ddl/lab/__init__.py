@@ -1,26 +1,11 @@
-"""What only the chapters use: data, small models and the checks of the exercises."""
+"""The instruments: predict what parallel training costs, simulate it, measure it, and draw what they find.
 
-from ignite_ddl.lab.data import CLASSES, fashion_mnist, fashion_mnist_tensors, normalise
-from ignite_ddl.lab.delay import Delay
-from ignite_ddl.lab.gpt import GPT, generate
-from ignite_ddl.lab.line import SlowLine
-from ignite_ddl.lab.models import CNN, MLP
-from ignite_ddl.lab.saved import SavedBytes
-from ignite_ddl.lab.text import CharacterText
-from ignite_ddl.lab.vision import import_torchvision
+``cost``, ``simulate`` and what they import need neither torch nor Ignite.
+"""
 
-__all__ = [
-    "CLASSES",
-    "CNN",
-    "GPT",
-    "MLP",
-    "CharacterText",
-    "Delay",
-    "SavedBytes",
-    "SlowLine",
-    "fashion_mnist",
-    "fashion_mnist_tensors",
-    "generate",
-    "import_torchvision",
-    "normalise",
-]
+from ignite_ddl.lab import cost, simulate
+from ignite_ddl.lab.bytes import count_bytes
+from ignite_ddl.lab.memory import SavedBytes
+from ignite_ddl.lab.timeline import Timeline, bubble
+
+__all__ = ["SavedBytes", "Timeline", "bubble", "cost", "count_bytes", "simulate"]

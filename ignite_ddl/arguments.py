@@ -1,0 +1,47 @@
+"""Checks of arguments that several files share. Plain Python."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from numbers import Real
+from typing import Any
+
+__all__ = ["check_count", "is_count", "limit_in_seconds"]
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether a value is a whole number of at least ``least``; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raises a ValueError unless ``value`` is a whole number of at least ``least``.
+
+    Args:
+        name: of the argument, for the message.
+        value: what was given.
+        least: the smallest number that fits. Default: 1.
+    """
+    if not is_count(value, least):
+        fits = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise ValueError(f"{name} should be {fits}, but given {value!r}")
+
+
+def limit_in_seconds(timeout: float | timedelta, name: str = "timeout", longest: float = 1e9) -> float:
+    """A limit of time as a number of seconds.
+
+    Args:
+        timeout: seconds, or a ``timedelta``.
+        name: of the argument, for the message.
+        longest: the most seconds that fit. Default: thirty years, which clocks that count nanoseconds can add up.
+
+    Raises:
+        ValueError: if it is no positive number of seconds, or too long.
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < seconds <= longest:
+        raise ValueError(
+            f"{name} should be a positive number of seconds, but given {timeout!r}"
+            + (f"; the longest is {longest:g}" if isinstance(seconds, Real) and seconds > 0 else "")
+        )
+    return float(seconds)

@@ -1,0 +1,102 @@
+"""Private names of torch and Ignite, and repairs of theirs: here, or listed here with the file that needs them.
+
+Run with torch 2.11 to 2.13 and Ignite 0.5.4 to 0.5.5 unless said otherwise.
+
+======================================  ===============================================================
+where                                   what it touches
+======================================  ===============================================================
+``compat.py``                           below
+``tpu.py``                              Ignite's XLA classes, beside torch_xla 2.7 to 2.9
+``engine.py``                           Ignite's ``_prepare_batch``, the default of a public argument
+``metrics.py``                          idist's ``_model``, ``_NativeDistModel``: a group in the place of the world
+``pipeline/stage.py``                   ``PipelineStage``: how it learns shapes, its first message
+``tensor/styles.py``                    ``ParallelStyle._apply``, which every style overrides, ``nn``'s ``_NormBase``
+``tensor/loss.py``                      ``DTensor._spec``
+``lab/bytes.py``                        torch's dispatch mode and the names of its collectives' operators
+``lab/timeline/watch.py``               process groups, ``Work``, DDP, pipeline stages, torch's dispatcher
+``lab/timeline/timeline.py``            the order of an Ignite engine's handlers
+``course/``                             nothing
+======================================  ===============================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+
+import torch
+from ignite.distributed.comp_models.native import _NativeDistModel
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "address_for_ignite",
+    "hide_gpus_if_too_few",
+    "is_rpc_noise",
+    "quiet_redistribution",
+    "quiet_warnings",
+    "replicate",
+    "tell_ignite_nproc",
+]
+
+
+def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """torch's data parallelism that lives beside DTensors and pipelines. Its module is private, torch 2.11 to 2.13."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate  # here: it takes its time
+
+    return replicate(module, mesh=mesh)
+
+
+@contextlib.contextmanager
+def quiet_redistribution() -> Iterator[None]:
+    """torch logs on every rank that a weight cut by tp and by FSDP takes two gathers: it does, once a state dict."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def quiet_warnings() -> None:
+    """In a process that is a rank: torch's warnings that its user can do nothing about."""
+    for message in (
+        "FSDP2-wrapped module .* returned a view tensor",  # a DTensor's local part is one; nothing changes it in place
+        ".*alltoall.*gloo.*",  # DTensor then takes another way
+        "While redistributing from .* sequentially",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def is_rpc_noise(line: str) -> bool:
+    """Whether a printed line says nothing to a user: RPC's C++ logs each ordinary end of a peer as an error."""
+    return "tensorpipe_agent.cpp" in line
+
+
+def address_for_ignite(init_method: str, rank: int, world_size: int) -> str:
+    """An address that Ignite cannot take for "env://".
+
+    Ignite tells torch the rank only if "env" is nowhere in the address, and a folder's name may hold these
+    letters (one in eight thousand random names does). Then rank and world size stand in the address itself.
+    """
+    if init_method.startswith("env") or "env" not in init_method or "rank=" in init_method:
+        return init_method
+    return f"{init_method}{'&' if '?' in init_method else '?'}rank={rank}&world_size={world_size}"
+
+
+def tell_ignite_nproc(nproc: int) -> None:
+    """idist makes and destroys a process group to count the ranks of this machine (30 ms): it is known here."""
+    if hasattr(_NativeDistModel, "_compute_nproc_per_node"):
+        _NativeDistModel._compute_nproc_per_node = lambda model: nproc
+
+
+def hide_gpus_if_too_few(nproc: int) -> None:
+    """idist gives rank r GPU r, for gloo too: with fewer GPUs than ranks, gloo ranks compute on the CPU."""
+    if torch.cuda.device_count() < nproc:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if hasattr(torch.cuda.device_count, "cache_clear"):
+            torch.cuda.device_count.cache_clear()

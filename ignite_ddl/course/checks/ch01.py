@@ -1,0 +1,134 @@
+"""The checks of chapter 01: a sum in two steps over nodes, and parts of different lengths gathered."""
+
+import re
+
+import ignite.distributed as idist
+import torch
+
+import ignite_ddl as ddl
+from ignite_ddl.course.exercises import Hint, exercise
+from ignite_ddl.course.ranks import on_ranks
+from ignite_ddl.lab.bytes import count_bytes
+
+WAIT_SECONDS = 20  # what is right takes well under one
+
+
+@exercise
+def two_level_sum(function):
+    """The sum on every rank, while a node's ranks together put one tensor into what leaves the node."""
+    cases, world_size = (3, 2, 6), 6  # ranks per node
+    for ranks_per_node, ranks in zip(cases, _run(_sum_on_a_rank, function, cases, world_size), strict=True):
+        n_nodes = world_size // ranks_per_node
+        case = f"{n_nodes} node{'s' * (n_nodes > 1)} of {ranks_per_node} ranks"
+        size, sums = 8 * ranks_per_node, [total for total, _ in ranks]
+        true = sum(_numbers(rank, ranks_per_node) for rank in range(world_size))
+        for rank, total in enumerate(sums):
+            if not isinstance(total, torch.Tensor) or total.shape != true.shape or total.dtype != true.dtype:
+                raise Hint(f"{case}: rank {rank} should return a float64 tensor of shape {tuple(true.shape)}")
+        if wrong := [rank for rank, total in enumerate(sums) if not torch.equal(total, true)]:
+            raise Hint(_which_sum(case, wrong[0], sums[wrong[0]], true, ranks_per_node))
+        for node in range(n_nodes):
+            mine = ranks[node * ranks_per_node : (node + 1) * ranks_per_node]
+            leaving = sum(left for _, left in mine)
+            if leaving > size:
+                raise Hint(
+                    f"{case}: right, but the ranks of node {node} together put {leaving} bytes into collectives "
+                    f"that leave the node; {size}, one rank's share, are enough"
+                )
+    return "the sum on every rank, and each node sends its own sum out once"
+
+
+def _which_sum(case, rank, total, true, ranks_per_node):
+    place = int((total != true).nonzero()[0])
+    told = f"{case}: number {place} on rank {rank} should be {true[place]:g}, it is {total[place]:g}"
+    node = rank // ranks_per_node
+    own = range(node * ranks_per_node, (node + 1) * ranks_per_node)
+    if torch.equal(total, _numbers(rank, ranks_per_node)):
+        return f"{told}: what it put in"
+    if torch.equal(total, sum(_numbers(other, ranks_per_node) for other in own)):
+        return f"{told}: the sum of its own node"
+    if torch.equal(total, ranks_per_node * true):
+        return f"{told}: every node's sum is in it {ranks_per_node} times"
+    return told
+
+
+def _sum_on_a_rank(function, ranks_per_node):
+    rank = idist.get_rank()
+    with count_bytes() as traffic:
+        total = function(_numbers(rank, ranks_per_node), ranks_per_node)
+
+    def leaves(call):
+        ranks = call.ranks if call.peer is None else (rank, call.peer)
+        return len({other // ranks_per_node for other in ranks}) > 1
+
+    return total, sum(call.put_in for call in traffic.calls if leaves(call))
+
+
+def _numbers(rank, ranks_per_node):
+    """What a rank puts in: other numbers, and another length, in each case."""
+    return (10.0**rank) * torch.arange(1, ranks_per_node + 1, dtype=torch.float64)
+
+
+@exercise
+def gather_parts(function):
+    """All parts on every rank, for a length and one padded part handed in."""
+    cases = [(3, 3, 2, 2), (1, 0, 6, 2), (4, 4, 4, 4), (0, 0, 0, 1)]
+    for lengths, ranks in zip(cases, _run(_gather_on_a_rank, function, cases, 4), strict=True):
+        case = f"parts of {', '.join(map(str, lengths[:-1]))} and {lengths[-1]} numbers"
+        parts = [_part(rank, length) for rank, length in enumerate(lengths)]
+        for rank, (found, _) in enumerate(ranks):
+            lists = isinstance(found, list | tuple) and all(isinstance(part, torch.Tensor) for part in found)
+            if not lists or len(found) != len(parts):
+                raise Hint(f"{case}: rank {rank} should return a list of {len(parts)} tensors, one a rank")
+            for source, (mine, part) in enumerate(zip(found, parts, strict=True)):
+                where = f"{case}: on rank {rank} the part of rank {source}"
+                if mine.shape != part.shape:
+                    raise Hint(f"{where} has shape {tuple(mine.shape)} instead of {tuple(part.shape)}")
+                if mine.dtype != part.dtype:
+                    raise Hint(f"{where} has type {mine.dtype} instead of {part.dtype}")
+                if not torch.equal(mine, part):
+                    raise Hint(f"{where} holds other numbers than rank {source} put in")
+        most, enough = max(put_in for _, put_in in ranks), 8 + 4 * max(lengths)
+        if most > enough:
+            raise Hint(
+                f"{case}: right, but a rank puts in {most} bytes; its length (8 bytes) and a part padded to the "
+                f"longest (4 bytes a number) are {enough}"
+            )
+    return "every rank has every part, and puts in its length and one padded part"
+
+
+def _gather_on_a_rank(function, lengths):
+    rank = idist.get_rank()
+    with count_bytes() as traffic:
+        found = function(_part(rank, lengths[rank]))
+    return found, traffic.put_in
+
+
+def _part(rank, length):
+    """Whole numbers with a zero at the end, which must not be taken for padding."""
+    numbers = torch.arange(length, 0, -1, dtype=torch.float32) + 10 * rank
+    if length > 1:
+        numbers[-1] = 0
+    return numbers
+
+
+def _run(on_a_rank, function, cases, world_size):
+    """For each case, what ``on_a_rank`` returned on each rank."""
+    try:
+        results = on_ranks(world_size, _all_cases, on_a_rank, function, cases, timeout=WAIT_SECONDS)
+    except ddl.RankError as error:
+        if re.search("did not finish within|[Tt]imed out", str(error)):  # the launcher's words, or gloo's
+            raise Hint(
+                "your ranks wait for each other: all ranks of a group must make the same calls on it, and all "
+                "ranks of the world must make the same groups, in the same order"
+            ) from None
+        if "SIGABRT" in str(error):
+            raise Hint(
+                "gloo gave up: the ranks handed tensors of different sizes to one collective"
+            ) from None
+        raise
+    return list(zip(*results, strict=True))
+
+
+def _all_cases(local_rank, on_a_rank, function, cases):
+    return [on_a_rank(function, case) for case in cases]

@@ -1,0 +1,129 @@
+"""The checks of chapter 07: a profiler whose parts add up, and the slow rank found from four tables."""
+
+from ignite.engine import Engine, Events
+
+from ignite_ddl.course.exercises import Hint, exercise
+
+# (seconds that a batch takes, a step, a handler before a step, one after it, one after each epoch), epochs
+RUNS = (((7, 3, 0, 0, 0), 1), ((2, 5, 1, 4, 6), 2), ((1, 1, 8, 2, 0), 3))
+BATCHES = 3
+
+
+@exercise
+def profile(function):
+    for parts, epochs in RUNS:
+        batch, step, before, after, epoch = parts
+        clock = _Clock()
+        engine = Engine(lambda engine, batch, step=step, clock=clock: clock.advance(step))
+        engine.add_event_handler(Events.ITERATION_STARTED, clock.advance, before)
+        seconds = function(engine, clock)
+        if not isinstance(seconds, dict) or set(seconds) != {"data", "step", "handlers"}:
+            raise Hint('return the dict with the keys "data", "step" and "handlers" before the run begins')
+        engine.add_event_handler(Events.ITERATION_COMPLETED, clock.advance, after)
+        engine.add_event_handler(Events.EPOCH_COMPLETED, clock.advance, epoch)
+        began = clock.now
+        engine.run(_Batches(clock, batch), max_epochs=epochs)
+        steps = BATCHES * epochs
+        true = {
+            "data": batch * steps,
+            "step": step * steps,
+            "handlers": (before + after) * steps + epoch * epochs,
+        }
+        _compare(seconds, true, clock.now - began, parts)
+        if clock.reads > 4 * steps + 2:
+            raise Hint(
+                f"right, but you read the clock {clock.reads} times in {steps} steps; four times a step and "
+                "twice a run are enough"
+            )
+    return "three parts that add up to the run, from four readings of the clock a step"
+
+
+def _compare(seconds, true, run, parts):
+    batch, step, before, after, epoch = parts
+    case = (
+        f"a batch takes {batch} s, a step {step} s, handlers {before} s before it and {after} s after it, "
+        f"and {epoch} s after an epoch"
+    )
+    if all(abs(seconds[part] - true[part]) < 1e-6 for part in true):
+        return
+    part = next(part for part in true if abs(seconds[part] - true[part]) >= 1e-6)
+    text = f"{case}: {part} took {true[part]} s, you have {seconds[part]:g} s"
+    if abs(sum(seconds.values()) - run) >= 1e-6:
+        text += f"; your parts make {sum(seconds.values()):g} s, the run took {run:g} s"
+    raise Hint(text)
+
+
+class _Clock:
+    """A clock that moves only when it is told to: what is measured is known exactly."""
+
+    def __init__(self):
+        self.now, self.reads = 1000.0, 0
+
+    def __call__(self):
+        self.reads += 1
+        return self.now
+
+    def advance(self, seconds):
+        self.now += seconds
+
+
+class _Batches:
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds = clock, seconds
+
+    def __len__(self):
+        return BATCHES
+
+    def __iter__(self):
+        for batch in range(BATCHES):
+            self.clock.advance(self.seconds)
+            yield batch
+
+
+@exercise
+def straggler(function):
+    # For each rank: seconds of data and of handlers in a step. What is left of the step is "processing".
+    for own, compute in (
+        ([(0.010, 0.005), (0.012, 0.004), (0.060, 0.005), (0.011, 0.005)], 0.020),
+        ([(0.010, 0.090), (0.030, 0.004), (0.010, 0.005), (0.011, 0.005)], 0.020),
+        ([(0.020, 0.020), (0.050, 0.001)], 0.100),
+        ([(0.0102, 0.005), (0.010, 0.005), (0.010, 0.0051), (0.0101, 0.005)], 0.200),
+        ([(0.010, 0.005)] * 7 + [(0.040, 0.025)], 0.010),
+        ([(0.010, 0.005), (0.0103, 0.0055), (0.010, 0.005)], 0.050),  # 0.8 ms are noise
+        ([(0.010, 0.005), (0.010, 0.005), (0.0115, 0.005)], 0.050),  # 1.5 ms are not
+    ):
+        visible = [data + handlers for data, handlers in own]
+        whole = max(visible) + compute
+        tables = [
+            {"data": data, "processing": whole - data - handlers, "handlers": handlers}
+            for data, handlers in own
+        ]
+        second, first = sorted(visible)[-2:]
+        true = (visible.index(first), first - second) if first - second > 0.001 else (None, 0.0)
+        _compare_straggler(function(tables), true, tables)
+    return "the rank that the others wait for, what a step gains without it, and None where tables cannot say"
+
+
+def _compare_straggler(answer, true, tables):
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise Hint("return two things: the rank, or None, and the seconds that a step gains")
+    rank, gain = answer
+    rows = [", ".join(f"{1e3 * table[part]:.1f}" for part in table) for table in tables]
+    case = f"data, processing and handlers in ms are {'; '.join(rows)}"
+    if rank != true[0]:
+        longest = max(range(len(tables)), key=lambda r: tables[r]["processing"])
+        why = ""
+        if true[0] is None:
+            why = ": all ranks are ready for the step within 1 ms, whoever is slow is slow inside it"
+        elif rank is None:
+            why = f": rank {true[0]} is ready {1e3 * true[1]:.1f} ms after the next one"
+        elif rank == longest:
+            why = f": rank {rank} has the longest processing because it waits in it"
+        raise Hint(
+            f"{case}; the others wait for {'none' if true[0] is None else true[0]}, not for {rank}{why}"
+        )
+    if abs(gain - true[1]) > 1e-6:
+        raise Hint(
+            f"{case}; without rank {rank}'s delay a step gains {1e3 * true[1]:.1f} ms, not {1e3 * gain:.1f}: "
+            "then the ranks wait for the next one"
+        )

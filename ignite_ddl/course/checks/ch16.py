@@ -1,0 +1,172 @@
+"""The checks of chapter 16: a gated MLP by columns and rows, and a norm over features that are cut."""
+
+import torch
+import torch.nn.functional as F
+
+from ignite_ddl.course.exercises import Hint, exercise
+from ignite_ddl.course.ranks import on_ranks
+from ignite_ddl.lab.bytes import count_bytes
+
+WAIT_SECONDS = 60  # what is right takes well under one; a loaded machine may start slowly
+BOUND = 1e-10  # float64; what is wrong here is wrong by far more
+
+
+@exercise
+def gated_mlp(function):
+    """One all-reduce of a narrow tensor each way, and every derivative that of one process."""
+    for n_ranks, rows, features, hidden in ((4, 6, 8, 32), (2, 3, 6, 10)):
+        case = f"{n_ranks} ranks, x of {rows} × {features}, hidden {hidden}"
+        numbers = torch.Generator().manual_seed(n_ranks)
+        shapes = {"x": (rows, features), "gate": (features, hidden), "up": (features, hidden)}
+        shapes |= {"down": (hidden, features), "upstream": (rows, features)}
+        given = {name: _randn(shape, numbers) for name, shape in shapes.items()}
+        dims = {"x": None, "gate": 1, "up": 1, "down": 0, "upstream": None}
+        right = _derivatives(lambda x, gate, up, down: F.silu(x @ gate) * (x @ up) @ down, **given)
+        ranks = _run(n_ranks, function, given, dims)
+        _check_output(case, ranks, [right["y"]] * n_ranks)
+        terms = [
+            F.silu(part["x"] @ part["gate"]) * (part["x"] @ part["up"]) @ part["down"]
+            for part in _parts(given, dims, n_ranks)
+        ]
+        for rank, (found, _) in enumerate(ranks):
+            if _same(found["y"], terms[rank]):
+                raise Hint(f"{case}: rank {rank} returns its own term of y; who adds the terms of all ranks?")
+            if not _same(found["y"], right["y"]):
+                raise Hint(
+                    f"{case}: y on rank {rank} is not that of one process: is the sum in the right place?"
+                )
+        _check_derivatives(case, ranks, right, dims, n_ranks)
+        _check_cost(case, ranks, 8 * rows * features, "one all-reduce of a narrow tensor")
+    return "every derivative is that of one process, for one all-reduce each way"
+
+
+@exercise
+def rms_norm(function):
+    """A number a row is summed forward, and one backward."""
+    for n_ranks, rows, features, eps in ((4, 5, 8, 1e-5), (2, 3, 6, 0.5)):
+        case = f"{n_ranks} ranks, x of {rows} × {features}, eps {eps:g}"
+        numbers = torch.Generator().manual_seed(n_ranks)
+        shapes = {"x": (rows, features), "gain": (features,), "upstream": (rows, features)}
+        given = {name: _randn(shape, numbers) for name, shape in shapes.items()}
+        dims = {"x": 1, "gain": 0, "upstream": 1}
+
+        def normalise(x, gain, mean, eps=eps):
+            return x / (mean + eps).sqrt() * gain
+
+        right = _derivatives(lambda x, gain: normalise(x, gain, x.square().mean(1, keepdim=True)), **given)
+        outputs = right["y"].chunk(n_ranks, 1)
+        ranks = _run(n_ranks, function, given, dims, features, eps)
+        _check_output(case, ranks, outputs)
+        mean = given["x"].square().mean(1, keepdim=True)
+        for rank, (part, (found, _)) in enumerate(zip(_parts(given, dims, n_ranks), ranks, strict=True)):
+            squares = part["x"].square()
+            for wrong in (squares.mean(1, keepdim=True), squares.sum(1, keepdim=True) / features):
+                if _same(found["y"], normalise(part["x"], part["gain"], wrong)):
+                    raise Hint(
+                        f"{case}: rank {rank} divides by what it knows of its own features; a row has more"
+                    )
+            if _same(found["y"], normalise(part["x"], part["gain"], n_ranks * mean)):
+                raise Hint(
+                    f"{case}: rank {rank} divides the sum of all squares by its own number of features"
+                )
+            if not _same(found["y"], outputs[rank]):
+                raise Hint(f"{case}: y on rank {rank} is not that of one process")
+        for rank, (part, (found, _)) in enumerate(zip(_parts(given, dims, n_ranks), ranks, strict=True)):
+            direct = part["upstream"] * part["gain"] / (mean + eps).sqrt()
+            own = (direct * part["x"]).sum(1, keepdim=True)
+            if _same(found["dx"], direct):
+                raise Hint(f"{case}: y is right, but in dx of rank {rank} the mean counts as a constant")
+            if _same(found["dx"], direct - part["x"] * own / features / (mean + eps)):
+                raise Hint(
+                    f"{case}: y is right, but dx of rank {rank} has only what comes back from its own features: all "
+                    "ranks read the mean, so its gradient has a share on each"
+                )
+        _check_derivatives(case, ranks, right, dims, n_ranks)
+        _check_cost(case, ranks, 8 * rows, "one number a row")
+    return "the norm of whole rows and its derivatives, for one number a row each way"
+
+
+def _randn(shape, generator):
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _derivatives(function, upstream, **inputs):
+    inputs = {name: value.clone().requires_grad_() for name, value in inputs.items()}
+    y = function(**inputs)
+    if not isinstance(y, torch.Tensor) or y.shape != upstream.shape or not y.requires_grad:
+        return {"y": y.detach() if isinstance(y, torch.Tensor) else y}
+    y.backward(upstream)
+    return {"y": y.detach()} | {f"d{name}": value.grad for name, value in inputs.items()}
+
+
+def _parts(given, dims, n_ranks):
+    cut = {
+        name: [value] * n_ranks if dims[name] is None else value.chunk(n_ranks, dims[name])
+        for name, value in given.items()
+    }
+    return [{name: cut[name][rank] for name in given} for rank in range(n_ranks)]
+
+
+def _on_a_rank(local_rank, function, parts, args):
+    part = parts[local_rank]
+    sent = {}
+
+    def counted(**inputs):
+        with count_bytes() as traffic:
+            y = function(*inputs.values(), *args)
+        sent["forward"] = [call.put_in for call in traffic.calls]
+        return y
+
+    with count_bytes() as traffic:
+        found = _derivatives(counted, **part)
+    sent["backward"] = [call.put_in for call in traffic.calls][len(sent["forward"]) :]
+    return found, sent
+
+
+def _run(n_ranks, function, given, dims, *args):
+    return on_ranks(n_ranks, _on_a_rank, function, _parts(given, dims, n_ranks), args, timeout=WAIT_SECONDS)
+
+
+def _same(found, right):
+    return found is not None and found.shape == right.shape and (found - right).abs().max() <= BOUND
+
+
+def _check_output(case, ranks, outputs):
+    for rank, ((found, _), right) in enumerate(zip(ranks, outputs, strict=True)):
+        y = found["y"]
+        if not isinstance(y, torch.Tensor) or y.shape != right.shape or y.dtype != torch.float64:
+            raise Hint(f"{case}: rank {rank} should return a float64 tensor of shape {tuple(right.shape)}")
+        if len(found) == 1:
+            raise Hint(f"{case}: y has no backward; a plain all-reduce knows none, Leave does")
+
+
+def _check_derivatives(case, ranks, right, dims, n_ranks):
+    for name in right:
+        if name == "y":
+            continue
+        dim, found = dims[name[1:]], [found[name] for found, _ in ranks]
+        parts = [right[name]] * n_ranks if dim is None else right[name].chunk(n_ranks, dim)
+        for rank, part in enumerate(parts):
+            if _same(found[rank], part):
+                continue
+            if _same(found[rank], n_ranks * part):
+                raise Hint(
+                    f"{case}: {name} on rank {rank} is {n_ranks} times too large: copies of one gradient were added"
+                )
+            if dim is None and None not in found and _same(sum(found), right[name]):
+                raise Hint(
+                    f"{case}: y is right, but {name} on rank {rank} is only its share; the shares of all ranks "
+                    "have to be added"
+                )
+            raise Hint(f"{case}: y is right, but {name} on rank {rank} is not that of one process")
+
+
+def _check_cost(case, ranks, enough, what):
+    for way in ("forward", "backward"):
+        for rank, (_, sent) in enumerate(ranks):
+            if sum(sent[way]) > enough:
+                calls = f"{len(sent[way])} collective{'s' if len(sent[way]) > 1 else ''}"
+                raise Hint(
+                    f"{case}: right, but rank {rank} puts in {sum(sent[way])} bytes {way}, "
+                    f"in {calls}; {what} is {enough}"
+                )

@@ -1,0 +1,161 @@
+"""Exercise checks: one line that says "right" or "not yet" and why, and never stops Run All.
+
+A solution, a function whose name ends in ``_solution``, is not the learner's: of it the line says only that it
+passes, so that no "right" stands below a learner's "not yet".
+
+The checks of chapter NN live in ``checks/chNN.py``. A check is a function that takes the learner's function,
+raises :class:`Hint` where it falls short and returns what to say when it is right. :func:`exercise` does
+the rest.
+"""
+
+import functools
+import linecache
+import re
+from collections.abc import Callable
+from types import CodeType
+
+__all__ = ["Hint", "exercise"]
+
+
+class Hint(Exception):
+    """What the learner should look at next; raised by a check.
+
+    Examples:
+        .. code-block:: python
+
+            raise Hint("rank 1 sent 96 bytes, a ring sends 72")
+    """
+
+
+class Verdict(int):
+    """True or False, which a notebook does not echo below the line that the check has printed."""
+
+    def __repr__(self) -> str:
+        return str(bool(self))
+
+    def _ipython_display_(self) -> None:
+        pass
+
+
+def exercise(check: Callable[[Callable], str | None]) -> Callable[[Callable], Verdict]:
+    """Turns a check into one that prints its verdict on one line and never raises.
+
+    The line holds no path and no address, so that it can be stored and compared. Only a ``KeyboardInterrupt``
+    passes through: Ctrl-C ends an endless loop.
+
+    Args:
+        check: takes the learner's function, raises :class:`Hint` or ``AssertionError`` while it is not right,
+            and returns a short text for the success, or None.
+
+    Returns:
+        the check to call in a chapter: it takes the learner's function and returns a truth value.
+
+    Examples:
+        .. code-block:: python
+
+            @exercise
+            def shard_sizes(function):
+                sizes = function(10, 4)
+                if sum(sizes) != 10:
+                    raise Hint(f"10 rows on 4 ranks: your shards hold {sum(sizes)}")
+                return "every row has one rank"
+
+            checks.shard_sizes(shard_sizes)
+            # not yet: write the body of shard_sizes, then run this cell again
+    """
+
+    @functools.wraps(check)
+    def verdict(function: Callable) -> Verdict:
+        try:
+            if not callable(function):
+                raise Hint(f"give the check your function, not a value of type {type(function).__name__}")
+            text = check(function)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit too: a learner's exit() must not end the kernel
+            print(f"not yet: {_tidy(_explain(error, function))}")
+            return Verdict(False)
+        if getattr(function, "__name__", "").endswith("_solution"):
+            text = "the solution passes"
+        else:
+            text = f"right: {text}" if text else "right"
+        print(text)
+        return Verdict(True)
+
+    return verdict
+
+
+def _explain(error: BaseException, function: Callable) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    to_write = f"write the body of {name}, then run this cell again"
+    if isinstance(error, Hint):
+        return str(error)
+    if type(error).__name__ == "RankError":
+        # By name, not to import the launcher. The message ends in the rank's traceback, if it has one.
+        match = re.fullmatch(r"(?:\w+\.)*([A-Z]\w+)(?:: (.*))?", _last_line(str(error)))
+        if match is None:
+            return f"RankError: {_first_line(str(error))}"
+        kind, message = match.groups()
+        if kind == "NotImplementedError" and not message:
+            return to_write
+        return (
+            message
+            if kind in ("Hint", "AssertionError") and message
+            else f"{kind}: {message or ''}".rstrip(": ")
+        )
+
+    place, innermost = _place(error, function)
+    if isinstance(error, NotImplementedError) and innermost:
+        return to_write
+    if isinstance(error, AssertionError):
+        if str(error):
+            return str(error)
+        if not place:  # a bare assert of the check: its own line is the best hint there is
+            frame = _frames(error)[-1]
+            return f"this does not hold: {_source(frame).removeprefix('assert ')}"
+    return f"{type(error).__name__}: {_first_line(str(error))}".rstrip(": ") + place
+
+
+def _place(error: BaseException, function: Callable) -> tuple[str, bool]:
+    """The learner's line where the error arose, and whether it was raised there and not further down."""
+    code = getattr(function, "__code__", None)
+    frames = _frames(error)
+    own = [frame for frame in frames if code is not None and _contains(code, frame[0])]
+    if not own:
+        return "", False
+    line = own[-1][1] - code.co_firstlineno + 1
+    return f" (line {line} of {function.__name__}: {_source(own[-1])})", own[-1] is frames[-1]
+
+
+def _contains(code: CodeType, other: CodeType) -> bool:
+    """Whether ``other`` is the code of the function or of one defined inside it (a closure, a lambda)."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return code is other or any(_contains(constant, other) for constant in inner)
+
+
+def _frames(error: BaseException) -> list[tuple[CodeType, int]]:
+    frames, traceback = [], error.__traceback__
+    while traceback is not None:
+        frames.append((traceback.tb_frame.f_code, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return frames
+
+
+def _source(frame: tuple[CodeType, int]) -> str:
+    code, line = frame
+    return linecache.getline(code.co_filename, line).strip()
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0]
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rsplit("\n", 1)[-1].strip()
+
+
+def _tidy(text: str) -> str:
+    """One line, without what differs between two runs: addresses, and the folders of a path."""
+    text = " ".join(text.split())
+    text = re.sub(r"0x[0-9a-fA-F]{4,}", "0x…", text)
+    return re.sub(r"(?<![\w.~])/(?:[\w.+-]+/)+", "", text)

@@ -1,0 +1,224 @@
+"""A small GPT that can be cut: by layers on the pp axis, by heads and vocabulary on the tp axis.
+
+The layers are those of GPT-2 (Radford et al. 2019) with the plan of Megatron-LM (Shoeybi et al. 2019). In the
+comments N is the batch, T the tokens of a row, D the width, H the heads and V the vocabulary; on a tp rank, H and
+the 4·D in the middle of a block are that rank's part.
+"""
+
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from ignite_ddl.course.models import _check_counts, _take
+from ignite_ddl.tensor.styles import Column, Row, Sequence, ShardedRandom, SharedInput, SplitSequence
+
+
+class Embedding(nn.Module):
+    """A vector for each token, and one for its place in the row."""
+
+    def __init__(self, vocabulary_size, length, width):
+        super().__init__()
+        self.token = nn.Embedding(vocabulary_size, width)
+        self.position = nn.Parameter(torch.empty(length, width))
+        nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.position, std=0.02)
+
+    def forward(self, ids):  # (N, T)
+        if ids.shape[1] > len(self.position):
+            raise ValueError(
+                f"ids has rows of {ids.shape[1]} tokens; the model's length is {len(self.position)}"
+            )
+        return self.token(ids) + self.position[: ids.shape[1]]  # (N, T, D)
+
+
+class Heads(nn.Module):
+    """What each head does with its queries, keys and values; dropout sets some of its weights to zero."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q, k, v):  # (N, H, T, D / n_heads) each
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+
+
+class Attention(nn.Module):
+    """Each token takes what it needs from the tokens before it, once per head."""
+
+    def __init__(self, width, n_heads, dropout):
+        super().__init__()
+        self.n_heads = n_heads
+        self.head_width = width // n_heads
+        # Three layers, not one of three times the width: a rank takes whole heads of each.
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.mix = Heads(dropout)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):  # (N, T, D)
+        q, k, v = (self.heads(layer(x)) for layer in (self.q, self.k, self.v))  # (N, H, T, D / n_heads) each
+        y = self.mix(q, k, v)  # (N, H, T, D / n_heads)
+        return self.out(y.transpose(1, 2).flatten(2))  # (N, T, D)
+
+    def heads(self, x):  # (N, T, H · D / n_heads), with the H of this rank
+        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+
+class Block(nn.Module):
+    """Attention, then two linear layers for each token by itself; each adds to what it was given."""
+
+    def __init__(self, width, n_heads, dropout):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, n_heads, dropout)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):  # (N, T, D)
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))  # D -> 4·D -> D
+
+
+class Head(nn.Module):
+    """A score for each token of the vocabulary to be the next."""
+
+    def __init__(self, vocabulary_size, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, vocabulary_size, bias=False)
+
+    def forward(self, x):  # (N, T, D)
+        return self.out(self.norm(x))  # (N, T, V)
+
+
+class GPT(nn.Sequential):
+    """A decoder-only transformer: embed, block0, block1, ..., head.
+
+    The weights come from torch's random stream: call `torch.manual_seed` first where they must be the same.
+
+    Args:
+        vocabulary_size: Number of tokens; the tp axis need not divide it.
+        length: Longest row, in tokens. Default: 64.
+        width: Numbers per token. Default: 128, which makes 0.8 million parameters with four blocks.
+        n_heads: Attention heads per block; it divides ``width``, and the tp axis divides it. Default: 4.
+        n_blocks: Number of blocks; the model has ``n_blocks + 2`` layers to be cut into stages. Default: 4.
+        tied: Whether the head uses the embedding's weight. Default: True.
+        dropout: Share of the attention weights and of each block's additions that training sets to zero; how the
+            ranks of a mesh draw is said in ``ignite_ddl.tensor``. Default: 0.0.
+
+    Attributes:
+        tensor_plan: How the tp axis cuts it, for ``ddl.auto_model(model, GPT.tensor_plan)``: attention by heads,
+            the middle of a block by columns, embedding and head by vocabulary, so that they stay tied; logits
+            are whole on every rank.
+        cut_logits_plan: The same, but logits stay cut by vocabulary, for ``ddl.cross_entropy`` as the loss.
+        sequence_plan: The same as cut_logits_plan, and between the layers that are cut each tp rank has its part of
+            the tokens. The tp axis has to divide the tokens of a row.
+
+    Returns:
+        Of its forward: logits of shape (N, T, vocabulary_size), for ids of shape (N, T) with T ≤ ``length``.
+
+    Raises:
+        ValueError: If a count is not a whole number of at least 1, ``n_heads`` does not divide ``width``, or
+            ``dropout`` is not in [0, 1).
+
+    Example:
+        >>> import torch
+        >>> from ignite_ddl.course import GPT
+        >>> model = GPT(vocabulary_size=80, length=16, width=32, n_heads=4, n_blocks=2)
+        >>> model(torch.zeros(3, 16, dtype=torch.long)).shape
+        torch.Size([3, 16, 80])
+    """
+
+    tensor_plan = {
+        "embed.token": Row(),  # a rank knows some tokens; the sum knows all
+        "block*.attention": SharedInput(),  # q, k and v read one input: its gradient is summed once
+        "block*.attention.[qkv]": Column(units="n_heads"),
+        "block*.attention.mix": ShardedRandom(),  # each rank drops weights of its own heads
+        "block*.attention.out": Row(),
+        "block*.up": Column(),
+        "block*.down": Row(),
+        "head.out": Column(output_layouts=Replicate()),
+    }
+    cut_logits_plan = tensor_plan | {"head.out": Column(use_local_output=False)}
+    sequence_plan = tensor_plan | {
+        "embed": SplitSequence(),  # T tokens -> T / tp
+        "block*.norm[12]": Sequence(),
+        "block*.attention": SharedInput(input_layouts=Shard(1)),  # T / tp -> T
+        "block*.attention.out": Row(output_layouts=Shard(1)),  # T -> T / tp
+        "block*.dropout": Sequence(),
+        "block*.up": Column(input_layouts=Shard(1)),
+        "block*.down": Row(output_layouts=Shard(1)),
+        "head.norm": Sequence(),
+        "head.out": Column(input_layouts=Shard(1), use_local_output=False),
+    }
+
+    def __init__(self, vocabulary_size, length=64, width=128, n_heads=4, n_blocks=4, tied=True, dropout=0.0):
+        _check_counts(
+            vocabulary_size=vocabulary_size, length=length, width=width, n_heads=n_heads, n_blocks=n_blocks
+        )
+        if width % n_heads:
+            raise ValueError(f"n_heads is {n_heads}; it has to divide the width, {width}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout is {dropout!r}; it has to be at least 0 and below 1")
+        layers = OrderedDict(embed=Embedding(vocabulary_size, length, width))
+        layers |= {f"block{index}": Block(width, n_heads, dropout) for index in range(n_blocks)}
+        layers["head"] = Head(vocabulary_size, width)
+        super().__init__(layers)
+        self.length = length
+        if tied:
+            self.head.out.weight = self.embed.token.weight
+
+    def __getitem__(self, index):
+        return _take(self, index)
+
+
+@torch.no_grad()
+def generate(model, ids, n, temperature=1.0, seed=0):
+    """Draws a continuation, token by token, from a whole model on one process.
+
+    Args:
+        model: A :class:`GPT`. One that was cut goes through ``ddl.full_state_dict`` first.
+        ids: The beginning: a long tensor of shape (T,) or a list, at least one id.
+        n: How many tokens to draw.
+        temperature: Divides the logits: below 1 the likely tokens become likelier still. Default: 1.0.
+        seed: Of the draws; the same seed gives the same tokens. The global random stream is left alone.
+
+    Returns:
+        A long tensor of shape (T + n,) on the CPU, the beginning included.
+
+    Raises:
+        ValueError: If ``model`` is no GPT, ``ids`` is empty, ``n`` is negative or ``temperature`` not positive.
+
+    Example:
+        >>> from ignite_ddl.course import GPT, generate
+        >>> generate(GPT(vocabulary_size=8, length=4, width=8, n_heads=2, n_blocks=1), [1, 2], n=5).shape
+        torch.Size([7])
+    """
+    if not isinstance(model, GPT):
+        raise ValueError(
+            f"model is a {type(model).__name__}; it has to be a GPT, whole: load ddl.full_state_dict(model) into one"
+        )
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise ValueError(f"n is {n!r}; it has to be a whole number of at least 0")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature!r}; it has to be positive")
+    ids = torch.as_tensor(ids).long()
+    if ids.ndim != 1 or not len(ids):
+        raise ValueError(f"ids has the shape {tuple(ids.shape)}; it has to be a row of at least one id")
+    device = model.embed.position.device
+    draws = torch.Generator().manual_seed(seed)
+    training = model.training
+    model.eval()
+    for _ in range(n):
+        logits = model(ids[None, -model.length :].to(device))[0, -1]  # (V,), after the last token
+        chances = (logits.double().cpu() / temperature).softmax(0)
+        ids = torch.cat([ids, torch.multinomial(chances, 1, generator=draws)])
+    model.train(training)
+    return ids

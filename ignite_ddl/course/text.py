@@ -1,0 +1,118 @@
+"""A real text as a dataset of characters: Jane Austen's "Persuasion" (1818), which comes with the package.
+
+`ignite_ddl/course/text/README.md` says where the text is from. Nothing here is random, and nothing is downloaded.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+TEXT = Path(__file__).parent / "text" / "persuasion.txt"
+CHARACTERS = "\n !\"&'(),-.0123456789:;?ABCDEFGHIJKLMNOPQRSTUVWYZabcdefghijklmnopqrstuvwxyz"
+IDS = {character: index for index, character in enumerate(CHARACTERS)}
+TRAIN_SHARE = 0.9  # the novel's first nine tenths; its end is the test text
+RESERVED = "\N{REPLACEMENT CHARACTER}"  # how an id without a character is shown
+
+
+class CharacterText(Dataset):
+    """Pieces of the novel, and the same pieces one character on: what a language model reads and predicts.
+
+    The pieces lie end to end and do not overlap, so an epoch predicts each character once; what is left at the
+    end, less than a piece, is not used.
+
+    Args:
+        split: "train" for the novel's first nine tenths, "test" for the rest. Default: "train".
+        length: Characters in a piece. Default: 64, which makes 6,565 pieces, or 729 for testing.
+
+    Attributes:
+        vocabulary: The 75 characters of the text, in the order of their ids.
+        vocabulary_size: 80, the ids that a model needs. Those from 75 on are reserved: they never occur, and
+            make the size divisible by 2, 4, 5, 8, 10 and 16 tensor-parallel ranks.
+
+    Raises:
+        ValueError: If ``split`` is neither, or ``length`` is not a whole number that the split has room for.
+        FileNotFoundError: If the installation lacks the text.
+
+    Example:
+        >>> from ignite_ddl.course import CharacterText
+        >>> dataset = CharacterText("test", length=16)
+        >>> x, y = dataset[0]
+        >>> x.shape, x[1:].equal(y[:-1]), CharacterText.decode(x)
+        (torch.Size([16]), True, 'trick, or some o')
+    """
+
+    vocabulary = CHARACTERS
+    vocabulary_size = 80
+
+    def __init__(self, split="train", length=64):
+        if split not in ("train", "test"):
+            raise ValueError(f"split is {split!r}; it has to be 'train' or 'test'")
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ValueError(f"length is {length!r}; it has to be a whole number of at least 1")
+        if not TEXT.is_file():
+            raise FileNotFoundError(f"the text {TEXT} is missing: install ignite_ddl again")
+        text = TEXT.read_text(encoding="ascii")
+        cut = int(TRAIN_SHARE * len(text))
+        self.split, self.length = split, length
+        self.text = text[:cut] if split == "train" else text[cut:]
+        if length >= len(self.text):
+            raise ValueError(
+                f"length is {length}, but the {split} text has {len(self.text):,} characters; "
+                "a piece and the character after it have to fit in"
+            )
+        self.ids = self.encode(self.text).to(torch.uint8)  # an eighth of the memory
+
+    def __len__(self):
+        return (len(self.ids) - 1) // self.length
+
+    def __getitem__(self, index):  # x and y, (length,) each
+        n = len(self)
+        if not -n <= index < n:
+            raise IndexError(f"index is {index}, but there are {n} pieces")
+        start = index % n * self.length
+        piece = self.ids[start : start + self.length + 1].long()  # (length + 1,)
+        return piece[:-1], piece[1:]
+
+    @staticmethod
+    def encode(text):
+        """The ids of a text's characters.
+
+        Args:
+            text: A string of characters of the vocabulary.
+
+        Returns:
+            A long tensor of shape (len(text),).
+
+        Raises:
+            ValueError: If a character is not in the vocabulary.
+        """
+        try:
+            return torch.tensor([IDS[character] for character in text], dtype=torch.long)
+        except KeyError as error:
+            raise ValueError(
+                f"text has the character {error.args[0]!r}, which is not in the vocabulary {CHARACTERS!r}"
+            ) from None
+
+    @staticmethod
+    def decode(ids):
+        """The text of some ids. A reserved id, which an untrained model may draw, shows as a replacement character.
+
+        Args:
+            ids: A tensor of whole numbers of shape (N,), or a list of them.
+
+        Returns:
+            A string of N characters.
+
+        Raises:
+            ValueError: If an id is not below ``vocabulary_size``, or ``ids`` is no row of whole numbers.
+        """
+        ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+        ids = list(ids) if isinstance(ids, Iterable) else [ids]
+        for index in ids:
+            if isinstance(index, bool) or not isinstance(index, int):
+                raise ValueError(f"ids has {index!r}; it has to be a row of whole numbers")
+            if not 0 <= index < CharacterText.vocabulary_size:
+                raise ValueError(f"ids has {index}; ids go from 0 to {CharacterText.vocabulary_size - 1}")
+        return "".join(CHARACTERS[index] if index < len(CHARACTERS) else RESERVED for index in ids)

@@ -1,0 +1,1041 @@
+"""What parallel training costs, on paper: seconds, bytes and messages in closed form.
+
+Every function says where its formula stands, in which units, and what it leaves out. Times are in seconds, sizes in
+bytes, and a network is two numbers (a :class:`Link`): what a message costs to begin, and how fast its bytes flow.
+A rank sends one message at a time, and may receive one meanwhile; adding numbers up is free, and so is waiting
+to be asked. ``simulate`` plays the same things out message by message, ``timeline`` measures them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = [
+    "RESNET50_P100",
+    "Collective",
+    "DDPStep",
+    "Link",
+    "MasterStep",
+    "ScaledStep",
+    "ServerStep",
+    "ZeroMemory",
+    "activation_bytes",
+    "all_reduce_naive",
+    "all_reduce_ring",
+    "all_reduce_tree",
+    "batch_size_of_same_noise",
+    "data_parallel_step",
+    "ddp_buckets",
+    "ddp_step",
+    "master_step",
+    "noise_scale",
+    "parameter_server_step",
+    "pipeline_bubble",
+    "pipeline_peak_activations",
+    "ring_pass",
+    "tensor_parallel_bytes",
+    "transformer_flops",
+    "transformer_parameters",
+    "zero_bubble_seconds",
+    "zero_bytes",
+    "zero_memory",
+]
+
+
+@dataclass(frozen=True)
+class Link:
+    """The alpha-beta model of a network: a message of n bytes takes ``latency + n / bandwidth`` seconds.
+
+    Source: Hockney, "The communication challenge for MPP", Parallel Computing 20 (1994), where bandwidth is r_inf
+    and latency t_0. Assumes that every pair of ranks is equally near and that the switch is never the bottleneck.
+
+    Args:
+        latency: seconds that a message costs before its first byte (alpha).
+        bandwidth: bytes a second, each way (1 / beta).
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            ethernet = cost.Link(latency=20e-6, bandwidth=1.25e9)     # 10 Gbit/s
+            assert ethernet.seconds(1_250_000) == 20e-6 + 1e-3
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        at_least(0, latency=self.latency)
+        above_0(bandwidth=self.bandwidth)
+
+    def seconds(self, n_bytes: float) -> float:
+        """The time of one message of ``n_bytes`` bytes."""
+        return self.latency + n_bytes / self.bandwidth
+
+
+def at_least(least: float, **given: float | Sequence[float]) -> None:
+    """Refuses a number, or one in a sequence, that is smaller; ``simulate`` checks by it too."""
+    for name, value in given.items():
+        for one in value if isinstance(value, Sequence) else [value]:
+            if not one >= least:  # so that NaN is refused
+                raise ValueError(f"{name} should be at least {least}, but given {value}")
+
+
+def above_0(**given: float | Sequence[float]) -> None:
+    """Refuses a number, or one in a sequence, that is 0 or less."""
+    for name, value in given.items():
+        for one in value if isinstance(value, Sequence) else [value]:
+            if not one > 0:
+                raise ValueError(f"{name} should be above 0, but given {value}")
+
+
+def when_full(
+    bucket_bytes: Sequence[float], backward_seconds: float, ready: Sequence[float] | None
+) -> list[float]:
+    """When each of DDP's buckets is full, in seconds after backward's begin; by default in proportion to the bytes."""
+    above_0(bucket_bytes=bucket_bytes)
+    at_least(0, backward_seconds=backward_seconds)
+    if ready is None:
+        total, filled = sum(bucket_bytes), itertools.accumulate(bucket_bytes)
+        return [min(backward_seconds, backward_seconds * size / total) for size in filled]
+    if len(ready) != len(bucket_bytes):
+        raise ValueError(
+            f"ready should have a time for each of {len(bucket_bytes)} buckets, but has {len(ready)}"
+        )
+    times = [0, *ready, backward_seconds]
+    if not all(one <= after for one, after in zip(times, times[1:], strict=False)):
+        raise ValueError(
+            f"ready should rise from 0 to backward_seconds={backward_seconds} at most, but given {list(ready)}"
+        )
+    return list(ready)
+
+
+class Collective(NamedTuple):
+    """What a collective costs.
+
+    Attributes:
+        seconds: from the moment at which all ranks enter until the last one is done.
+        messages: how many messages each rank sends, in rank order.
+        bytes: how many bytes each rank sends, in rank order.
+    """
+
+    seconds: float
+    messages: list[int]
+    bytes: list[float]
+
+
+# --------------------------------------------------------------------------------------------- all-reduce
+
+
+def all_reduce_naive(n_ranks: int, n_bytes: float, link: Link) -> Collective:
+    """Everybody sends its whole buffer to everybody: n - 1 messages a rank, one after the other.
+
+    seconds = (n - 1) (alpha + n_bytes beta). Source: by definition; every rank starts with another receiver, so
+    that no two messages meet at one rank.
+
+    Args:
+        n_ranks: size of the world.
+        n_bytes: size of one rank's buffer.
+        link: the network between any two ranks.
+
+    Returns:
+        Collective: seconds, and messages and bytes sent by each rank.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            cost = cost.all_reduce_naive(4, 48, cost.Link(latency=0, bandwidth=1))
+            assert cost.bytes == [144, 144, 144, 144] and cost.seconds == 144
+    """
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, n_bytes=n_bytes)
+    others = n_ranks - 1
+    return Collective(others * link.seconds(n_bytes), [others] * n_ranks, [others * n_bytes] * n_ranks)
+
+
+def all_reduce_tree(n_ranks: int, n_bytes: float, link: Link) -> Collective:
+    """Up a binomial tree adding, down again copying: 2 ceil(log2 n) rounds with the whole buffer.
+
+    seconds = 2 ceil(log2 n) (alpha + n_bytes beta). Source: Thakur, Rabenseifner, Gropp, "Optimization of
+    Collective Communication Operations in MPICH", IJHPCA 19 (2005), section 4 (binomial reduce and broadcast).
+    Rank r hands its sum to r minus its lowest set bit; all ranks together send 2 (n - 1) messages.
+
+    Args:
+        n_ranks: size of the world.
+        n_bytes: size of one rank's buffer.
+        link: the network between any two ranks.
+
+    Returns:
+        Collective: seconds, and messages and bytes sent by each rank. Ranks differ: rank 0 only sends down.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            cost = cost.all_reduce_tree(4, 48, cost.Link(latency=1, bandwidth=1e30))
+            assert cost.messages == [2, 1, 2, 1] and cost.seconds == 4
+    """
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, n_bytes=n_bytes)
+    rounds = (n_ranks - 1).bit_length()  # ceil(log2(n_ranks)), exactly
+    messages = []
+    for rank in range(n_ranks):
+        up = 1 if rank else 0
+        span = rank & -rank if rank else 1 << rounds  # how many ranks this one's subtree could hold
+        down = sum(rank + (1 << k) < n_ranks for k in range(span.bit_length() - 1))
+        messages.append(up + down)
+    return Collective(2 * rounds * link.seconds(n_bytes), messages, [m * n_bytes for m in messages])
+
+
+def all_reduce_ring(n_ranks: int, n_bytes: float, link: Link) -> Collective:
+    """Twice round the ring, once adding and once copying, a chunk of n_bytes / n at a time.
+
+    seconds = 2 (n - 1) (alpha + n_bytes beta / n); each rank sends 2 (n - 1) / n of its buffer: in any all-reduce
+    the busiest rank sends as much or more. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
+    clusters of workstations", JPDC 69 (2009), theorem 1 and section 4. Assumes equal chunks.
+
+    Args:
+        n_ranks: size of the world.
+        n_bytes: size of one rank's buffer.
+        link: the network between neighbours.
+
+    Returns:
+        Collective: seconds, and messages and bytes sent by each rank.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            cost = cost.all_reduce_ring(4, 48, cost.Link(latency=0, bandwidth=1))
+            assert cost.bytes == [72, 72, 72, 72] and cost.messages == [6, 6, 6, 6]
+    """
+    one = ring_pass(n_ranks, n_bytes, link)
+    return Collective(2 * one.seconds, [2 * m for m in one.messages], [2 * b for b in one.bytes])
+
+
+def ring_pass(n_ranks: int, n_bytes: float, link: Link) -> Collective:
+    """Once round the ring: a reduce-scatter, or an all-gather.
+
+    seconds = (n - 1) (alpha + n_bytes beta / n). Source: Thakur et al. 2005, section 4.1 (ring all-gather).
+
+    Args:
+        n_ranks: size of the world.
+        n_bytes: size of the whole buffer: what a reduce-scatter starts from, what an all-gather ends with.
+        link: the network between neighbours.
+
+    Returns:
+        Collective: seconds, and messages and bytes sent by each rank.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            assert cost.ring_pass(4, 48, cost.Link(latency=0, bandwidth=1)).bytes == [36] * 4
+    """
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, n_bytes=n_bytes)
+    steps = n_ranks - 1
+    each = steps * n_bytes / n_ranks  # not steps * (n_bytes / n_ranks): whole numbers stay whole
+    return Collective(steps * link.seconds(n_bytes / n_ranks), [steps] * n_ranks, [each] * n_ranks)
+
+
+# ------------------------------------------------------------------- master, parameter server, DDP
+
+
+class MasterStep(NamedTuple):
+    """What a step of the master scheme costs.
+
+    Attributes:
+        seconds: the whole step.
+        communication_seconds: the part in which the master sends or receives.
+        sent: bytes that the master sends.
+        received: bytes that the master receives.
+        messages: messages that the master sends or receives.
+        phases: the step's parts in order, name to seconds.
+    """
+
+    seconds: float
+    communication_seconds: float
+    sent: float
+    received: float
+    messages: int
+    phases: dict[str, float]
+
+
+def master_step(
+    n_ranks: int,
+    weight_bytes: float,
+    input_bytes: float,
+    output_bytes: float,
+    link: Link,
+    forward_seconds: float = 0.0,
+    backward_seconds: float = 0.0,
+    loss_seconds: float = 0.0,
+) -> MasterStep:
+    """One step in which rank 0 is the master of all others, as ``torch.nn.DataParallel`` works.
+
+    The master sends out weights and inputs, gathers the outputs (logits), computes the loss, sends back the
+    gradients of the outputs, gathers the gradients of the weights and updates. Everything goes through its one
+    port, one message after the other: n - 1 messages a phase, and the time grows with n while the work a rank
+    shrinks with 1 / n. Source: a note of boostcamp AI Tech on the basic concepts of parallelism (in Korean), steps
+    "initialise" to "backward"; the sum is by definition.
+
+    Args:
+        n_ranks: size of the world, the master included (it computes too).
+        weight_bytes: all weights; their gradients are as large.
+        input_bytes: the whole batch; each rank gets an n-th.
+        output_bytes: the outputs of the whole batch; their gradients are as large.
+        link: the network between the master and each other rank.
+        forward_seconds: forward of the whole batch on one rank. Default: 0.
+        backward_seconds: backward of the whole batch on one rank. Default: 0.
+        loss_seconds: the loss of the whole batch, at the master. Default: 0.
+
+    Returns:
+        MasterStep: seconds, and bytes through the master.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            step = cost.master_step(4, 1000, 80, 40, cost.Link(latency=0, bandwidth=1))
+            assert step.sent == 3 * (1000 + 20 + 10) and step.received == 3 * (10 + 1000)
+    """
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, weight_bytes=weight_bytes, input_bytes=input_bytes, output_bytes=output_bytes)
+    at_least(0, forward_seconds=forward_seconds, backward_seconds=backward_seconds, loss_seconds=loss_seconds)
+    others, share = n_ranks - 1, 1 / n_ranks
+    messages = {
+        "send weights": weight_bytes,
+        "scatter inputs": input_bytes * share,
+        "gather outputs": output_bytes * share,
+        "scatter output gradients": output_bytes * share,
+        "gather gradients": weight_bytes,
+    }
+    times = {name: others * link.seconds(size) for name, size in messages.items()}
+    work = {"forward": forward_seconds * share, "loss": loss_seconds, "backward": backward_seconds * share}
+    order = ["send weights", "scatter inputs", "forward", "gather outputs", "loss"]
+    order += ["scatter output gradients", "backward", "gather gradients"]
+    phases = {name: (times | work)[name] for name in order}
+    received = others * (messages["gather outputs"] + messages["gather gradients"])
+    sent = others * sum(messages.values()) - received
+    return MasterStep(sum(phases.values()), sum(times.values()), sent, received, 5 * others, phases)
+
+
+class ServerStep(NamedTuple):
+    """What a synchronous step with parameter servers costs.
+
+    Attributes:
+        seconds: the whole step.
+        communication_seconds: pull and push.
+        server_bytes: bytes through one server, in and out.
+        worker_bytes: bytes through one worker, in and out.
+        server_messages: messages through one server, in and out.
+    """
+
+    seconds: float
+    communication_seconds: float
+    server_bytes: float
+    worker_bytes: float
+    server_messages: int
+
+
+def parameter_server_step(
+    n_workers: int, weight_bytes: float, link: Link, n_servers: int = 1, compute_seconds: float = 0.0
+) -> ServerStep:
+    """A synchronous step: every worker pulls the weights, computes, pushes its gradients.
+
+    With k servers each holds a k-th of the weights. Pull and push each take max(n, k) (alpha + W beta / k): a
+    server passes n messages through its port, a worker k, and whoever has more decides. Source: by definition
+    of the one-port model; that the bound is reached is open-shop scheduling with equal times (server j begins
+    with worker j, the next with the one after). The scheme: Li et al., "Scaling Distributed Machine Learning
+    with the Parameter Server", OSDI 2014, section 3. Applying the update is free here.
+
+    Args:
+        n_workers: how many workers, servers not counted.
+        weight_bytes: all weights; their gradients are as large.
+        link: the network between a worker and a server.
+        n_servers: how many servers share the weights. Default: 1.
+        compute_seconds: forward and backward of one worker's part. Default: 0.
+
+    Returns:
+        ServerStep: seconds, and bytes through a server and a worker.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            link = cost.Link(latency=0, bandwidth=1)
+            assert cost.parameter_server_step(8, 100, link).seconds == 1600
+            assert cost.parameter_server_step(8, 100, link, n_servers=4).seconds == 400
+    """
+    at_least(1, n_workers=n_workers, n_servers=n_servers)
+    at_least(0, weight_bytes=weight_bytes, compute_seconds=compute_seconds)
+    part = weight_bytes / n_servers
+    communication = 2 * max(n_workers, n_servers) * link.seconds(part)
+    return ServerStep(
+        seconds=communication + compute_seconds,
+        communication_seconds=communication,
+        server_bytes=2 * n_workers * part,
+        worker_bytes=2 * weight_bytes,
+        server_messages=2 * n_workers,
+    )
+
+
+class DDPStep(NamedTuple):
+    """What a step of DistributedDataParallel costs.
+
+    Attributes:
+        seconds: forward, backward, and the communication that is left over.
+        communication_seconds: the time of all buckets' all-reduces.
+        exposed_seconds: the part of it that does not hide behind backward.
+    """
+
+    seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+
+
+def ddp_step(
+    n_ranks: int,
+    bucket_bytes: Sequence[float],
+    link: Link,
+    forward_seconds: float = 0.0,
+    backward_seconds: float = 0.0,
+    ready: Sequence[float] | None = None,
+) -> DDPStep:
+    """A step whose gradients are ring-all-reduced bucket by bucket while backward goes on.
+
+    Bucket i can go at ready_i and when those before it are done, so that the last ends at
+    max over k of (ready_k + c_k + c_k+1 + ...), c being the buckets' all-reduce times. Source: Li et al.,
+    "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3 and
+    figure 4 (the overlap; the maximum is by definition). Assumes that communication does not slow compute down.
+
+    Args:
+        n_ranks: size of the world.
+        bucket_bytes: the buckets in the order in which backward fills them: the last layers' first.
+        link: the network between neighbours.
+        forward_seconds: one rank's forward. Default: 0.
+        backward_seconds: one rank's backward. Default: 0.
+        ready: when each bucket is full, in seconds after backward's begin, none before the one in front of it.
+            Default: in proportion to the bytes.
+
+    Returns:
+        DDPStep: seconds.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            link = cost.Link(latency=0, bandwidth=1)
+            step = cost.ddp_step(2, [4, 4], link, forward_seconds=5, backward_seconds=10)
+            assert step.communication_seconds == 8 and step.exposed_seconds == 4    # the first bucket hides
+    """
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, forward_seconds=forward_seconds)
+    ready = when_full(bucket_bytes, backward_seconds, ready)
+    times = [all_reduce_ring(n_ranks, size, link).seconds for size in bucket_bytes]
+    end = max([backward_seconds] + [at + sum(times[k:]) for k, at in enumerate(ready)])
+    return DDPStep(forward_seconds + end, sum(times), end - backward_seconds)
+
+
+def ddp_buckets(
+    parameter_bytes: Sequence[int], bucket_bytes: int | None = None, first_bucket_bytes: int | None = None
+) -> list[int]:
+    """The sizes of DDP's buckets, in the order in which backward fills them.
+
+    From the last parameter to the first, a bucket is closed as soon as it holds its cap or more; with the default
+    cap the first is small, so that communication begins early. Source: Li et al. 2020, section 3.2.2; for the caps
+    torch 2.13's ``nn/parallel/distributed.py`` and ``_compute_bucket_assignment_by_size``. Assumes one device and
+    dtype, and gradients that come in the reverse order of ``model.parameters()``; DDP sorts its buckets by the real
+    order after its first step.
+
+    Args:
+        parameter_bytes: the parameters' sizes, in the order of ``model.parameters()``.
+        bucket_bytes: the cap, DDP's ``bucket_cap_mb`` times 2 ** 20. Default: DDP's own, 25 MiB.
+        first_bucket_bytes: the first bucket's cap. Default: as in DDP, 1 MiB with the default cap, and that cap
+            itself where one is given.
+
+    Returns:
+        list: bytes of each bucket.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            assert cost.ddp_buckets([10, 10, 10, 10], bucket_bytes=20) == [20, 20]
+            assert cost.ddp_buckets([10, 10, 10, 10], bucket_bytes=20, first_bucket_bytes=5) == [10, 20, 10]
+            assert cost.ddp_buckets([2**20] * 27) == [2**20, 25 * 2**20, 2**20]
+    """
+    if first_bucket_bytes is None:
+        first_bucket_bytes = 2**20 if bucket_bytes is None else bucket_bytes
+    if bucket_bytes is None:
+        bucket_bytes = 25 * 2**20
+    at_least(0, parameter_bytes=parameter_bytes)
+    above_0(bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
+    buckets, filled = [], 0
+    for size in reversed(parameter_bytes):
+        filled += size
+        if filled >= (bucket_bytes if buckets else first_bucket_bytes):
+            buckets.append(filled)
+            filled = 0
+    return [*buckets, filled] if filled else buckets
+
+
+class ScaledStep(NamedTuple):
+    """A data-parallel step at one size of the world.
+
+    Attributes:
+        n_ranks: the world.
+        batch_size: rows over all ranks.
+        seconds: the whole step.
+        communication_seconds: the part of it that communication adds.
+        share: that part as a share of the step.
+        efficiency: rows a second a rank, as a share of one rank's alone.
+    """
+
+    n_ranks: int
+    batch_size: int
+    seconds: float
+    communication_seconds: float
+    share: float
+    efficiency: float
+
+
+# ResNet-50 on ImageNet, 32 images a GPU, as in the lecture of Kazuhiro Yamasaki (NVIDIA, 2019, in Japanese): 8K on
+# 256 GPUs, 32K on 1024. What is where from:
+RESNET50_P100 = {
+    "batch_per_rank": 32,  # the lecture; Goyal et al. 2017, section 5.1
+    "gradient_bytes": 100e6,  # 25 million parameters of 4 bytes: Goyal et al. 2017, section 4.3
+    "forward_seconds": 0.060,  # ASSUMED: half of backward
+    "backward_seconds": 0.120,  # on one P100: Goyal et al. 2017, section 4.3
+    "overlap": 0.0,  # ASSUMED: nothing hides
+    # 50 Gbit/s is what a server of 8 GPUs has (section 4.3); a ring leaves each server once. ASSUMED: 10 us a message.
+    "link": Link(latency=10e-6, bandwidth=6.25e9),
+}
+
+
+def data_parallel_step(
+    n_ranks: int,
+    gradient_bytes: float,
+    link: Link,
+    forward_seconds: float,
+    backward_seconds: float,
+    batch_per_rank: int = 1,
+    overlap: float = 0.0,
+) -> ScaledStep:
+    """A data-parallel step with a ring all-reduce, at a fixed batch a rank (weak scaling).
+
+    communication = max(0, ring - overlap * backward). Source: :func:`all_reduce_ring`; the figures that Kazuhiro
+    Yamasaki's lecture shows (NVIDIA, 2019: a fifth of the time in communication on 1024 GPUs) come out with
+    ``RESNET50_P100``, whose comments say which numbers are of a paper and which are assumed. One flat ring: real
+    clusters reduce inside a machine first.
+
+    Args:
+        n_ranks: size of the world.
+        gradient_bytes: all gradients.
+        link: the network between neighbours.
+        forward_seconds: forward of one rank's batch.
+        backward_seconds: backward of one rank's batch.
+        batch_per_rank: rows a rank. Default: 1.
+        overlap: share of backward that communication can hide behind, 0 to 1. Default: 0.
+
+    Returns:
+        ScaledStep: batch size, seconds, share of communication, efficiency.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            steps = [cost.data_parallel_step(n, **cost.RESNET50_P100) for n in (256, 1024)]
+            assert [step.batch_size for step in steps] == [8192, 32768]
+            assert steps[1].share > 0.2 > steps[0].share
+    """
+    at_least(1, n_ranks=n_ranks, batch_per_rank=batch_per_rank)
+    at_least(0, gradient_bytes=gradient_bytes)
+    at_least(0, forward_seconds=forward_seconds, backward_seconds=backward_seconds)
+    if not 0 <= overlap <= 1:
+        raise ValueError(f"overlap should be a share of backward, from 0 to 1, but given {overlap}")
+    compute = forward_seconds + backward_seconds
+    above_0(**{"forward_seconds + backward_seconds": compute})
+    ring = all_reduce_ring(n_ranks, gradient_bytes, link).seconds
+    exposed = max(0.0, ring - overlap * backward_seconds)
+    seconds = compute + exposed
+    return ScaledStep(
+        n_ranks, n_ranks * batch_per_rank, seconds, exposed, exposed / seconds, compute / seconds
+    )
+
+
+# ----------------------------------------------------------------------------------------- large batches
+
+
+def noise_scale(learning_rate: float, batch_size: int, n_samples: int, momentum: float = 0.0) -> float:
+    """How strong the noise of SGD is: g = learning_rate / (1 - momentum) (N / B - 1).
+
+    Its unit is the learning rate's. A step without momentum moves the weights by the whole set's gradient and by
+    noise; this noise has the covariance learning_rate / N * g times that of one sample's gradient. For B much below
+    N it is learning_rate N / (B (1 - momentum)), so that doubling the batch does what halving the rate does.
+    Source: Smith and Le, "A Bayesian perspective on generalization and stochastic gradient descent", ICLR 2018,
+    section 4 (without momentum); Smith, Kindermans, Ying, Le, "Don't decay the learning rate, increase the batch
+    size", ICLR 2018, section 3 (with it). Assumes small steps (SGD as a stochastic differential equation) and
+    independent samples; says nothing about the first, noise-free phase.
+
+    Args:
+        learning_rate: of SGD.
+        batch_size: rows a step, over all ranks.
+        n_samples: rows in the training set.
+        momentum: of SGD, 0 up to but not 1. Default: 0.
+
+    Returns:
+        float: g.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            g = cost.noise_scale(learning_rate=0.1, batch_size=100, n_samples=1000, momentum=0.9)
+            assert abs(g - 9.0) < 1e-12
+    """
+    at_least(1, batch_size=batch_size)
+    at_least(batch_size, n_samples=n_samples)
+    at_least(0, learning_rate=learning_rate)
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum should be from 0 up to but not 1, but given {momentum}")
+    return learning_rate / (1 - momentum) * (n_samples / batch_size - 1)
+
+
+def batch_size_of_same_noise(
+    batch_size: int, learning_rate: float, new_learning_rate: float, n_samples: int
+) -> float:
+    """The batch size whose noise, at the new learning rate, is that of the old pair.
+
+    B' = N / (1 + learning_rate / new_learning_rate (N / B - 1)), which is :func:`noise_scale` solved for B at the
+    same momentum. With ``new_learning_rate`` ten times larger it is nearly ten times the batch. To keep a decay's
+    noise without the decay, ask the other way round: what batch at the *undecayed* rate has its noise? Source: the
+    algebra, and that equal noise gives an equal curve: Smith, Kindermans, Ying, Le, ICLR 2018, sections 3 and 4.
+    Assumes what :func:`noise_scale` assumes, a rate at which training is stable, and enough steps after the change
+    for the momentum to forget what was before it.
+
+    Args:
+        batch_size: B.
+        learning_rate: the rate that goes with B.
+        new_learning_rate: the rate for which a batch size is wanted.
+        n_samples: rows in the training set, N.
+
+    Returns:
+        float: B', to be rounded by you.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            # Decay the rate from 0.1 to 0.02 at batch 64, or stay at 0.1 and grow the batch to:
+            assert round(cost.batch_size_of_same_noise(64, 0.02, 0.1, n_samples=60_000)) == 319
+    """
+    at_least(1, batch_size=batch_size)
+    at_least(batch_size, n_samples=n_samples)
+    at_least(0, learning_rate=learning_rate)
+    above_0(new_learning_rate=new_learning_rate)
+    return n_samples / (1 + learning_rate / new_learning_rate * (n_samples / batch_size - 1))
+
+
+# -------------------------------------------------------------------------------------- sharded states
+
+
+class ZeroMemory(NamedTuple):
+    """Bytes on each rank.
+
+    Attributes:
+        weights: the parameters in the precision of compute.
+        gradients: as large.
+        optimizer: its states, with the parameters in full precision if it keeps them.
+        total: all of it.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    total: float
+
+
+def zero_memory(
+    n_parameters: float,
+    n_ranks: int,
+    stage: int,
+    weight_bytes: float = 2,
+    gradient_bytes: float = 2,
+    optimizer_bytes: float = 12,
+) -> ZeroMemory:
+    """Model states on each rank: ZeRO 1 cuts the optimizer's, 2 the gradients too, 3 the weights too.
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
+    sections 3.1 and 5, figure 1: (2 + 2 + K) bytes a parameter, K = 12 for Adam in mixed precision (weights, momentum
+    and variance of 4 bytes each). Leaves out activations, buffers and what an allocator loses; under stage 3 also
+    the layer that is gathered at the moment.
+
+    Args:
+        n_parameters: of the whole model.
+        n_ranks: ranks that share the states.
+        stage: 0 (plain data parallel) to 3 (FSDP's full sharding).
+        weight_bytes: a parameter in compute. Default: 2; 4 in float32, 8 in float64.
+        gradient_bytes: its gradient. Default: 2.
+        optimizer_bytes: K, its optimizer states. Default: 12; plain SGD 0, with momentum 4, Adam 8 in float32.
+
+    Returns:
+        ZeroMemory: bytes.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            gigabytes = [cost.zero_memory(7.5e9, 64, stage).total / 1e9 for stage in range(4)]
+            assert [round(x, 1) for x in gigabytes] == [120.0, 31.4, 16.6, 1.9]      # figure 1 of the paper
+    """
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, n_parameters=n_parameters, weight_bytes=weight_bytes, gradient_bytes=gradient_bytes)
+    at_least(0, optimizer_bytes=optimizer_bytes)
+    _zero_stage(stage)
+    sizes = [optimizer_bytes, gradient_bytes, weight_bytes]  # in the order in which they are cut
+    held = [n_parameters * size / (n_ranks if stage > place else 1) for place, size in enumerate(sizes)]
+    optimizer, gradients, weights = held
+    return ZeroMemory(weights, gradients, optimizer, weights + gradients + optimizer)
+
+
+def zero_bytes(n_parameters: float, n_ranks: int, stage: int, value_bytes: float = 2) -> float:
+    """Bytes that each rank sends in a step.
+
+    Stages 0 to 2 take two passes round a ring (an all-reduce; from 1 on a reduce-scatter of gradients and
+    an all-gather of weights), stage 3 three: weights are gathered for forward and again for backward, 1.5 times
+    the bytes. Source: Rajbhandari et al. 2020, section 7, which says 2 and 3 Psi; here with the ring's exact
+    (n - 1) / n. Assumes that weights and gradients travel in the same precision.
+
+    Args:
+        n_parameters: of the whole model.
+        n_ranks: ranks that share the states.
+        stage: 0 to 3.
+        value_bytes: bytes a number on the wire. Default: 2.
+
+    Returns:
+        float: bytes sent by one rank.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            assert cost.zero_bytes(100, 4, stage=3) == 1.5 * cost.zero_bytes(100, 4, stage=2) == 450
+    """
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, n_parameters=n_parameters, value_bytes=value_bytes)
+    _zero_stage(stage)
+    return (3 if stage == 3 else 2) * n_parameters * value_bytes * (n_ranks - 1) / n_ranks
+
+
+# ---------------------------------------------------------------------------------------- pipelines
+
+
+def pipeline_bubble(n_ranks: int, n_microbatches: int, n_chunks: int = 1) -> float:
+    """The share of a pipeline step in which a rank stands idle: (p - 1) / (v m + p - 1).
+
+    For GPipe and 1F1B v is 1; interleaved 1F1B gives each rank v chunks of layers. Source: Huang et al., "GPipe",
+    NeurIPS 2019, section 2.3; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", SC 2021, sections 2.2.1 and 2.2.2, whose (p - 1) / (v m) is the same idle time as a share of the
+    *busy* time. Assumes equal stages, free transfers, and for v > 1 that m is a multiple of p.
+
+    Args:
+        n_ranks: p, ranks of the pipeline.
+        n_microbatches: m.
+        n_chunks: v, stages on each rank. Default: 1.
+
+    Returns:
+        float: idle time / step time, from 0 to 1.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            assert cost.pipeline_bubble(4, 8) == 3 / 11
+            assert cost.pipeline_bubble(4, 8, n_chunks=2) == 3 / 19
+    """
+    at_least(1, n_ranks=n_ranks, n_microbatches=n_microbatches, n_chunks=n_chunks)
+    return (n_ranks - 1) / (n_chunks * n_microbatches + n_ranks - 1)
+
+
+def zero_bubble_seconds(
+    n_ranks: int, forward: float, backward_input: float, backward_weight: float, schedule: str = "zb-h1"
+) -> float:
+    """Idle seconds a rank and step, when backward is split into its input and its weight part.
+
+    1F1B (p-1)(F + B + W), ZB-H1 (p-1)(F + B - W), ZB-H2 (p-1)(F + B - 2W), with the memory of 1F1B, the same,
+    and up to twice as much; ZB-V none, with 1F1B's memory, where F = B = W. Counted is what the first rank waits
+    between its first and its last pass: up to the end of the step as much under 1F1B and ZB-H1, and (p-1) F of
+    filling under ZB-V. ZB-H2 is this formula only: ``simulate`` plays the others. Source: Qi, Wan, Huang, Lin, "Zero
+    Bubble Pipeline Parallelism", ICLR 2024 (arXiv 2401.10241, November 2023), table 2 (ZB-H1 and H2); and
+    "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, for ZB-V. Assumes enough microbatches (ZB-H2 at
+    least 2p - 1), W no longer than B, free transfers.
+
+    Args:
+        n_ranks: p, ranks of the pipeline.
+        forward: F, seconds of a microbatch on one stage.
+        backward_input: B, the gradients of the inputs.
+        backward_weight: W, the gradients of the weights.
+        schedule: "1f1b", "zb-h1" (default), "zb-h2" or "zb-v" (two stages a rank).
+
+    Returns:
+        float: seconds.
+
+    Raises:
+        ValueError: for an unknown schedule, for "zb-v" where the three times differ, and for "zb-h1" and "zb-h2" where
+            W is longer than B.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            idle = [cost.zero_bubble_seconds(4, 1, 1, 1, name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-v")]
+            assert idle == [9, 3, 0, 0]
+    """
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, forward=forward, backward_input=backward_input, backward_weight=backward_weight)
+    f, b, w = forward, backward_input, backward_weight
+    if schedule in ("zb-h1", "zb-h2") and w > b:
+        raise ValueError(
+            f"backward_weight should be at most backward_input for {schedule}, but given {w} and {b}"
+        )
+    if schedule == "zb-v" and not f == b == w:
+        raise ValueError(
+            f"zb-v has a closed form only where the three times are equal, but given {f}, {b}, {w}"
+        )
+    idle = {"1f1b": f + b + w, "zb-h1": f + b - w, "zb-h2": max(0, f + b - 2 * w), "zb-v": 0}
+    if schedule not in idle:
+        raise ValueError(f"schedule should be one of {sorted(idle)}, but given {schedule!r}")
+    return (n_ranks - 1) * idle[schedule]
+
+
+def pipeline_peak_activations(
+    schedule: str, n_ranks: int, n_microbatches: int, rank: int = 0, n_chunks: int = 1
+) -> int:
+    """The most microbatches whose activations one rank holds at once, counted in stages (chunks).
+
+    GPipe m; 1F1B min(m, p - r); interleaved 1F1B min(v m, 2 (p - r - 1) + (v - 1) p + 1), each a v-th as large as a
+    whole rank's part. Source: Narayanan et al. 2021, sections 2.2.1 and 2.2.2; Korthikanti et al. 2022, section
+    4.2.3, which gives the first rank's: 1 + (p - 1) / (p v) times 1F1B's. Assumes that every stage keeps as much for a
+    microbatch, from its forward until the end of its backward pass (no recomputation, no split backward); that
+    passes come in Megatron-LM's order; and for v > 1 that m is a multiple of p.
+
+    Args:
+        schedule: "gpipe", "1f1b" or "interleaved_1f1b".
+        n_ranks: p, ranks of the pipeline.
+        n_microbatches: m.
+        rank: r, the pipeline rank. Default: 0, which holds most.
+        n_chunks: v, stages on each rank. Default: 1.
+
+    Returns:
+        int: microbatches times stages.
+
+    Raises:
+        ValueError: for an unknown schedule, a rank that is none of the p, and for "interleaved_1f1b" with v > 1 where
+            m is no multiple of p.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            peaks = [cost.pipeline_peak_activations("1f1b", 4, 8, rank) for rank in range(4)]
+            assert peaks == [4, 3, 2, 1]
+    """
+    at_least(1, n_ranks=n_ranks, n_microbatches=n_microbatches, n_chunks=n_chunks)
+    if rank not in range(n_ranks):
+        raise ValueError(f"rank should be from 0 to {n_ranks - 1}, but given {rank}")
+    if schedule == "interleaved_1f1b" and n_chunks > 1 and n_microbatches % n_ranks:
+        raise ValueError(
+            f"n_microbatches should be a multiple of n_ranks={n_ranks} for interleaved_1f1b, but given {n_microbatches}"
+        )
+    below = n_ranks - rank - 1
+    peaks = {
+        "gpipe": n_chunks * n_microbatches,
+        "1f1b": min(n_microbatches, below + 1),
+        "interleaved_1f1b": min(n_chunks * n_microbatches, 2 * below + (n_chunks - 1) * n_ranks + 1),
+    }
+    if schedule not in peaks:
+        raise ValueError(f"schedule should be one of {sorted(peaks)}, but given {schedule!r}")
+    return peaks[schedule]
+
+
+# ------------------------------------------------------------------------------------- transformers
+
+
+def tensor_parallel_bytes(
+    batch_size: int, sequence: int, hidden: int, n_ranks: int, value_bytes: float = 2
+) -> float:
+    """Bytes that each tensor-parallel rank sends for one transformer layer, forward and backward.
+
+    Four ring all-reduces of the activations: attention and MLP have one forward and one backward each. Sequence
+    parallel makes each a reduce-scatter and an all-gather: the same bytes. Source: Shoeybi et al.,
+    "Megatron-LM", 2019, section 3 and figure 4; Korthikanti et al. 2022, section 4.2.2.
+
+    Args:
+        batch_size: rows of a microbatch.
+        sequence: tokens of a row.
+        hidden: the model's width.
+        n_ranks: ranks that share a layer.
+        value_bytes: bytes of an activation. Default: 2.
+
+    Returns:
+        float: bytes sent by one rank.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            assert cost.tensor_parallel_bytes(1, 10, 10, n_ranks=2, value_bytes=4) == 4 * 400
+    """
+    at_least(1, n_ranks=n_ranks)
+    at_least(0, batch_size=batch_size, sequence=sequence, hidden=hidden, value_bytes=value_bytes)
+    return 4 * 2 * (n_ranks - 1) * batch_size * sequence * hidden * value_bytes / n_ranks
+
+
+def transformer_parameters(hidden: int, layers: int, vocabulary: int, sequence: int) -> float:
+    """Parameters of a GPT: 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)).
+
+    Source: Narayanan et al. 2021, equation 2. Counts biases and layer norms, an MLP four times as wide, one
+    embedding for both ends; not the last layer norm.
+
+    Args:
+        hidden: h, the model's width.
+        layers: l.
+        vocabulary: V.
+        sequence: s, learned positions.
+
+    Returns:
+        float: parameters, a whole number.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            assert round(cost.transformer_parameters(12288, 96, 51200, 2048) / 1e9) == 175     # GPT-3
+    """
+    at_least(0, hidden=hidden, layers=layers, vocabulary=vocabulary, sequence=sequence)
+    h, l, v, s = hidden, layers, vocabulary, sequence  # noqa: E741 - the paper's letters
+    return 12 * l * h * h + 13 * l * h + (v + s) * h
+
+
+def transformer_flops(
+    batch_size: int, sequence: int, hidden: int, layers: int, vocabulary: int, recompute: bool = False
+) -> float:
+    """Floating-point operations of a GPT's training step, forward and backward.
+
+    72 B s l h^2 (1 + s / (6 h) + V / (12 l h)); with full recomputation of activations
+    96 B s l h^2 (1 + s / (6 h) + V / (16 l h)). Source: Narayanan et al. 2021, section 5.1, equation 3 (the second;
+    the first is the same sum without the second forward). Counts matrix products only, a multiply and an
+    add as two; causal attention is counted in full.
+
+    Args:
+        batch_size: B, rows.
+        sequence: s, tokens of a row.
+        hidden: h, the model's width.
+        layers: l.
+        vocabulary: V.
+        recompute: forward is done again in backward. Default: False.
+
+    Returns:
+        float: operations.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            flops = cost.transformer_flops(1536, 2048, 12288, 96, 51200, recompute=True)
+            assert round(flops / 1e18, 1) == 4.5                                 # GPT-3's batch, 1024 GPUs
+    """
+    at_least(0, batch_size=batch_size, sequence=sequence, hidden=hidden, layers=layers, vocabulary=vocabulary)
+    b, s, h, l, v = batch_size, sequence, hidden, layers, vocabulary  # noqa: E741 - the paper's letters
+    layer = 24 * b * s * h * h + 4 * b * s * s * h  # forward: the weights' products, then the attention's own
+    return (4 if recompute else 3) * l * layer + 6 * b * s * h * v
+
+
+def activation_bytes(
+    batch_size: int,
+    sequence: int,
+    hidden: int,
+    heads: int,
+    n_ranks: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    value_bytes: float = 2,
+    mask_bytes: float = 1,
+) -> float:
+    """Bytes of activations that one transformer layer keeps for backward, on each tensor-parallel rank.
+
+    s b h (34 + 5 a s / h) on one rank; with tensor parallel s b h (10 + 24 / t + 5 a s / (h t)), with sequence
+    parallel all of it over t; selective recomputation drops the 5 a s / h, full recomputation keeps s b h 2.
+    Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023 (arXiv
+    2205.05198), equation 1 and table 2. Assumes an MLP four times as wide, attention that keeps its s x s matrices
+    (FlashAttention does not: use "selective"), and that sequence parallel gathers again in backward, as Megatron-LM
+    does; torch's DTensor keeps what it gathered, 2 (1 - 1 / t) s b h numbers more.
+
+    Args:
+        batch_size: b, rows of a microbatch.
+        sequence: s, tokens of a row.
+        hidden: h, the model's width.
+        heads: a.
+        n_ranks: t, ranks that share a layer. Default: 1.
+        sequence_parallel: norms and dropout are cut over the sequence. Default: False.
+        recompute: "none" (default), "selective" (attention's core) or "full" (the layer; its input is kept whole).
+        value_bytes: bytes a number. Default: 2, as in the paper; 4 in float32.
+        mask_bytes: bytes of a dropout mask a number. Default: 1, as on a GPU; on a CPU torch keeps it as numbers, so
+            ``value_bytes`` again; 0 without dropout.
+
+    Returns:
+        float: bytes.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            gpt3 = dict(batch_size=1, sequence=2048, hidden=12288, heads=96)
+            whole = cost.activation_bytes(**gpt3)
+            kept = cost.activation_bytes(**gpt3, recompute="selective")
+            assert round(1 - kept / whole, 2) == 0.7                            # "70 %" in the paper, section 5
+    """
+    at_least(1, n_ranks=n_ranks, hidden=hidden)
+    at_least(0, batch_size=batch_size, sequence=sequence, heads=heads)
+    at_least(0, value_bytes=value_bytes, mask_bytes=mask_bytes)
+    if recompute not in ("none", "selective", "full"):
+        raise ValueError(f"recompute should be 'none', 'selective' or 'full', but given {recompute!r}")
+    sbh = sequence * batch_size * hidden
+    if recompute == "full":
+        return value_bytes * sbh
+    # What is not cut by features: the inputs of norms, attention and MLP, and two masks.
+    whole = (4 * value_bytes + 2 * mask_bytes) / (n_ranks if sequence_parallel else 1)
+    scores = 0 if recompute == "selective" else (2 * value_bytes + mask_bytes) * heads * sequence / hidden
+    return sbh * (whole + 12 * value_bytes / n_ranks + scores / n_ranks)
+
+
+def _zero_stage(stage: int) -> None:
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage should be 0, 1, 2 or 3, but given {stage!r}")

@@ -1,0 +1,363 @@
+"""Pipeline schedules, played with stage times of your own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ignite_ddl.lab.cost import Link, at_least
+from ignite_ddl.lab.record import Record
+from ignite_ddl.lab.simulate.world import Rank, as_list, number_of, run
+from ignite_ddl.pipeline.schedules import SCHEDULES, Action, schedule_entries, stage_owners, suits
+
+__all__ = ["PipeDream", "Pipeline", "PipelinePlan", "best_pipelines", "pipedream", "pipeline"]
+_KINDS = {"F": "forward", "I": "backward", "B": "backward", "W": "backward_weight"}
+
+
+class Pipeline(NamedTuple):
+    """What a pipeline step would do. The first six fields are a :class:`Simulation`'s.
+
+    Attributes:
+        seconds: makespan.
+        messages: how many messages each rank sent.
+        bytes: not known here: zeros. A message is one microbatch's activation, or its gradient.
+        records: what each rank did, gaps as "idle".
+        in_flight: every transfer.
+        returned: None for each rank.
+        bubble: the share of all ranks' time, up to the makespan, in which they do not compute.
+        idle: for each rank the seconds between its first and its last action in which it does not compute. Papers on
+            zero bubbles count these: a rank may then begin its next step before others have ended theirs.
+        peak_activations: for each rank the most (microbatch, stage) pairs that it kept for backward at once.
+        actions: the schedule that was played, one list a rank.
+    """
+
+    seconds: float
+    messages: list[int]
+    bytes: list[float]
+    records: list[Record]
+    in_flight: list[Record]
+    returned: list[Any]
+    bubble: float
+    idle: list[float]
+    peak_activations: list[int]
+    actions: list[list[Action]]
+
+
+def pipeline(
+    schedule: str,
+    n_ranks: int,
+    n_microbatches: int,
+    forward: float | Sequence[float] = 1.0,
+    backward_input: float | Sequence[float] = 1.0,
+    backward_weight: float | Sequence[float] = 1.0,
+    transfer: float = 0.0,
+    overhead: float = 0.0,
+    n_chunks: int | None = None,
+) -> Pipeline:
+    """Plays a schedule: each rank works through its actions in order, each as soon as what it needs has come.
+
+    Equal stages and free transfers give the closed forms. gpipe, 1f1b, interleaved_1f1b and looped_bfs:
+    ``cost.pipeline_bubble`` (Narayanan et al. 2021). interleaved_zero_bubble: (p - 1)(F + B - W) with a stage's
+    times, where W is no longer than F; with one stage a rank that is ZB-H1 (Qi et al. 2023, table 2; its ZB-H2, of
+    which torch has no schedule, is a formula only, in ``cost.zero_bubble_seconds``). zbv with F = B = W and at
+    least 2p - 1 microbatches: no rank is idle between its first and its last action (Qi et al.); up to the makespan
+    remain the (p - 1) F of filling. Where torch differs from the papers: its zbv keeps one
+    fixed order, the paper's scheduler rearranges where F, B and W differ; its dualpipev overlaps forward with
+    backward, which is not modelled: here one comes after the other, forward first, and what the two have to send
+    leaves when both are done. That is how torch runs them.
+
+    Args:
+        schedule: a name of ``SCHEDULES``.
+        n_ranks: ranks of the pipeline.
+        n_microbatches: microbatches of a step.
+        forward: seconds of one microbatch on one stage, a number or one for each stage (a list, an array or a
+            tensor). Default: 1.
+        backward_input: of its gradient with respect to the input. Default: 1. A whole backward is both parts.
+        backward_weight: with respect to the weights. Default: 1.
+        transfer: seconds of an activation or its gradient between two ranks. Default: 0.
+        overhead: seconds that every action costs besides. Default: 0.
+        n_chunks: stages on each rank. Default: 1 for gpipe and 1f1b, 2 for the others.
+
+    Returns:
+        Pipeline: seconds, bubble, peak activations, and records for ``plot.timeline``.
+
+    Raises:
+        ValueError: for an unknown schedule, numbers that it cannot do, negative times, or as many times as there are
+            not stages.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost, simulate
+
+            step = simulate.pipeline("1f1b", n_ranks=4, n_microbatches=8)
+            assert abs(step.bubble - cost.pipeline_bubble(4, 8)) < 1e-9
+            assert step.peak_activations == [4, 3, 2, 1]
+    """
+    owners = stage_owners(schedule, n_ranks, n_chunks)
+    entries = schedule_entries(schedule, n_ranks, n_microbatches, n_chunks)
+    actions = [[action for entry in row for action in entry] for row in entries]
+    at_least(0, transfer=transfer, overhead=overhead)
+    times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
+    for name, given in times.items():
+        times[name] = given = as_list(**{name: given})
+        if isinstance(given, list) and len(given) != len(owners):
+            raise ValueError(
+                f"{name} should be a number or have one for each of {len(owners)} stages, but given {len(given)}"
+            )
+
+    def seconds(action: Action) -> float:
+        f, i, w = (number_of(given, action.stage) for given in times.values())
+        return overhead + {"F": f, "I": i, "W": w, "B": i + w}[action.kind]
+
+    # Of a pair that torch overlaps, what the first gives is sent when the second is done.
+    firsts = {entry[0] for row in entries for entry in row if len(entry) == 2}
+
+    def program(rank: Rank) -> Generator:
+        done, outgoing = set(), []
+        for action in actions[rank.number]:
+            kind, stage, microbatch = action
+            # Forward needs the stage before it, backward the stage behind it, and both travel as messages.
+            needs, gives = {"F": (stage - 1, stage + 1), "W": (-1, -1)}.get(kind, (stage + 1, stage - 1))
+            tag = ("F" if kind == "F" else "B", microbatch)
+            if 0 <= needs < len(owners):
+                if owners[needs] != rank.number:
+                    yield rank.recv(owners[needs], (*tag, stage))
+                elif (tag[0], needs, microbatch) not in done:
+                    raise RuntimeError(f"rank {rank.number}: {action} comes before what it needs")
+            if kind != "F" and ("B" if kind == "W" else "F", stage, microbatch) not in done:
+                raise RuntimeError(f"rank {rank.number}: {action} comes before what it needs")
+            name = f"{stage}{kind}{microbatch}"  # as torch and Timeline call it
+            yield rank.compute(seconds(action), name, _KINDS[kind], stage=stage, microbatch=microbatch)
+            if kind != "W":
+                done.add((tag[0], stage, microbatch))
+                if 0 <= gives < len(owners) and owners[gives] != rank.number:
+                    outgoing.append((owners[gives], (*tag, gives)))
+            if action not in firsts:
+                for to, its_tag in outgoing:
+                    rank.send(to, 0, tag=its_tag)
+                outgoing.clear()
+
+    played = run(program, n_ranks, Link(latency=transfer, bandwidth=math.inf))
+    busy = [sum(seconds(action) for action in order) for order in actions]
+    computed = [
+        [span for span in played.records if span.rank == rank and span.kind in _KINDS.values()]
+        for rank in range(n_ranks)
+    ]
+    peaks = []
+    for order in actions:
+        kept = peak = 0
+        for action in order:
+            kept += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
+            peak = max(peak, kept)
+        peaks.append(peak)
+    return Pipeline(
+        *played._replace(records=_with_idle_ends(played.records, n_ranks, played.seconds)),
+        bubble=1 - sum(busy) / (n_ranks * played.seconds) if played.seconds else 0.0,
+        idle=[
+            spans[-1].end - spans[0].start - work if spans else 0.0
+            for spans, work in zip(computed, busy, strict=True)
+        ],
+        peak_activations=peaks,
+        actions=actions,
+    )
+
+
+def _with_idle_ends(records: list[Record], n_ranks: int, end: float) -> list[Record]:
+    """Every rank's row up to the end of the step: who is done early is idle."""
+    last = dict.fromkeys(range(n_ranks), 0.0)
+    for span in records:
+        last[span.rank] = max(last[span.rank], span.end)
+    ends = [Record(rank, "idle", "done", at, end) for rank, at in last.items() if at < end]
+    return sorted([*records, *ends], key=lambda span: (span.rank, span.start, span.end))
+
+
+class PipeDream(NamedTuple):
+    """What an asynchronous pipeline would do. A version is the number of updates that a stage has made.
+
+    Attributes:
+        pipeline: the passes, times and activations of the whole run: one long 1F1B.
+        forward_versions: for each stage, the version with which each microbatch's forward pass is made. With
+            stashing its backward pass uses it again.
+        backward_versions: for each stage, the newest version at each microbatch's backward pass, which is what that
+            pass uses without stashing.
+        stashed: for each stage the most versions that it holds at once with stashing, the newest among them.
+    """
+
+    pipeline: Pipeline
+    forward_versions: list[list[int]]
+    backward_versions: list[list[int]]
+    stashed: list[int]
+
+
+def pipedream(
+    n_ranks: int,
+    n_microbatches: int,
+    forward: float | Sequence[float] = 1.0,
+    backward_input: float | Sequence[float] = 1.0,
+    backward_weight: float | Sequence[float] = 1.0,
+    transfer: float = 0.0,
+    overhead: float = 0.0,
+) -> PipeDream:
+    """Plays PipeDream: 1F1B without a flush, where every stage updates its weights after each of its backward passes.
+
+    The order is that of one 1F1B over all microbatches of the run, so it fills once and drains once, and with equal
+    stages and free transfers the bubble is (p - 1) / (m + p - 1) of the whole run. Stage s (from 0) runs microbatch k
+    forward with version max(0, k - (p - 1 - s)) and comes to its backward pass with version k; it stashes p - s
+    versions once m is at least 2 (p - s) - 1. Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism
+    for DNN Training", SOSP 2019, sections 3.2 (1F1B) and 3.3 (weight stashing, with stages from 1).
+
+    Args:
+        n_ranks: p, ranks of the pipeline, one stage each.
+        n_microbatches: m, all microbatches of the run (the paper's minibatches), at least ``n_ranks``.
+        forward: seconds of one microbatch on one stage, a number or one for each stage. Default: 1.
+        backward_input: of its gradient with respect to the input. Default: 1.
+        backward_weight: with respect to the weights, and of the update. Default: 1.
+        transfer: seconds of an activation or its gradient between two ranks. Default: 0.
+        overhead: seconds that every pass costs besides. Default: 0.
+
+    Returns:
+        PipeDream: the run, and which version of the weights each pass uses.
+
+    Raises:
+        ValueError: for numbers that 1F1B cannot do.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import simulate
+
+            run = simulate.pipedream(n_ranks=4, n_microbatches=8)
+            assert run.forward_versions[0] == [0, 0, 0, 0, 1, 2, 3, 4]
+            assert run.forward_versions[3] == run.backward_versions[3] == list(range(8))
+            assert run.stashed == [4, 3, 2, 1]
+    """
+    played = pipeline(
+        "1f1b", n_ranks, n_microbatches, forward, backward_input, backward_weight, transfer, overhead
+    )
+    forward_versions, backward_versions, stashed = [], [], []
+    for order in played.actions:
+        version, most = 0, 1
+        used, met, in_flight = [], [], {}
+        for action in order:
+            if action.kind == "F":
+                used.append(version)
+                in_flight[action.microbatch] = version
+            else:
+                met.append(version)
+                del in_flight[action.microbatch]
+                version += 1
+            most = max(most, len({version, *in_flight.values()}))
+        forward_versions.append(used)
+        backward_versions.append(met)
+        stashed.append(most)
+    return PipeDream(played, forward_versions, backward_versions, stashed)
+
+
+class PipelinePlan(NamedTuple):
+    """One way to run a pipeline.
+
+    Attributes:
+        schedule: its name.
+        n_microbatches: microbatches of a step.
+        seconds: the step.
+        bubble: the share of all ranks' time in which they do not compute.
+        peak_samples: the most samples whose activations, on a whole rank's part of the model, one rank keeps.
+    """
+
+    schedule: str
+    n_microbatches: int
+    seconds: float
+    bubble: float
+    peak_samples: float
+
+
+def best_pipelines(
+    n_ranks: int,
+    batch_size: int,
+    forward: float | Sequence[float],
+    backward_input: float | Sequence[float],
+    backward_weight: float | Sequence[float],
+    overhead: float = 0.0,
+    activation_bytes: float = 0.0,
+    link: Link | None = None,
+    schedules: Iterable[str] = SCHEDULES,
+    n_microbatches: Iterable[int] | None = None,
+    max_peak_samples: float = math.inf,
+) -> list[PipelinePlan]:
+    """Tries schedules and numbers of microbatches, and puts the fastest first.
+
+    More microbatches make the bubble smaller and pay ``overhead`` and the link's latency more often: in between is the
+    best number. A stage's time is its seconds a sample times the samples of a microbatch, plus ``overhead``.
+
+    Args:
+        n_ranks: ranks of the pipeline.
+        batch_size: samples of a step, on this pipeline.
+        forward: seconds a sample, of the whole model, or measured: one for each of 2 ``n_ranks`` consecutive parts
+            of it (a schedule with one stage a rank takes two parts as one).
+        backward_input: the same for the gradients of the inputs.
+        backward_weight: the same for the gradients of the weights.
+        overhead: seconds that each action costs whatever its size. Default: 0.
+        activation_bytes: of one sample between two stages. Default: 0.
+        link: the network; with None (default) transfers are free.
+        schedules: names to try. Default: all.
+        n_microbatches: numbers to try, each a divisor of the batch; those that a schedule cannot do are left out.
+            Default: all that divide the batch.
+        max_peak_samples: leaves out what keeps more activations. Default: no limit.
+
+    Returns:
+        list: of :class:`PipelinePlan`, the fastest first; at the same time the one that keeps less.
+
+    Raises:
+        ValueError: for an unknown schedule, a number of microbatches that does not divide the batch (torch's pieces
+            are equal), negative times, or other than 2 ``n_ranks`` measured ones.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import simulate
+
+            plans = simulate.best_pipelines(
+                4, 32, forward=0.004, backward_input=0.004, backward_weight=0.004, overhead=0.001,
+                schedules=["gpipe", "1f1b"],
+            )
+            assert plans[0].schedule == "1f1b" and plans[0].n_microbatches == 16
+    """
+    at_least(1, n_ranks=n_ranks, batch_size=batch_size)
+    at_least(0, activation_bytes=activation_bytes)
+    divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
+    candidates = divisors if n_microbatches is None else list(n_microbatches)
+    if uneven := [count for count in candidates if count not in divisors]:
+        raise ValueError(f"n_microbatches should divide batch_size={batch_size}, but given {uneven[0]}")
+    forward, backward_input, backward_weight = (
+        as_list(forward=forward),
+        as_list(backward_input=backward_input),
+        as_list(backward_weight=backward_weight),
+    )
+    plans = []
+    for schedule in schedules:
+        n_chunks = len(stage_owners(schedule, n_ranks)) // n_ranks
+        parts = [_parts(given, n_ranks, n_chunks) for given in (forward, backward_input, backward_weight)]
+        for count in candidates:
+            if not suits(schedule, count, n_ranks):
+                continue
+            size = batch_size / count
+            times = [[size * seconds for seconds in part] for part in parts]
+            transfer = link.seconds(size * activation_bytes) if link is not None else 0.0
+            step = pipeline(schedule, n_ranks, count, *times, transfer=transfer, overhead=overhead)
+            peak = max(step.peak_activations) * size / n_chunks
+            if peak <= max_peak_samples:
+                plans.append(PipelinePlan(schedule, count, step.seconds, step.bubble, peak))
+    return sorted(plans, key=lambda plan: (plan.seconds, plan.peak_samples, plan.n_microbatches))
+
+
+def _parts(given: float | Sequence[float], n_ranks: int, n_chunks: int) -> list[float]:
+    """Seconds of each stage, from the whole model's or from those of 2 n_ranks parts."""
+    if not isinstance(given, Sequence):
+        return [given / (n_ranks * n_chunks)] * (n_ranks * n_chunks)
+    if len(given) != 2 * n_ranks:
+        raise ValueError(
+            f"measured seconds should have 2 n_ranks = {2 * n_ranks} parts, but given {len(given)}"
+        )
+    return list(given) if n_chunks == 2 else [a + b for a, b in zip(given[::2], given[1::2], strict=True)]

@@ -1,0 +1,333 @@
+"""A virtual clock: ranks are generators that compute, send and receive."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ignite_ddl.lab.cost import Link, at_least
+from ignite_ddl.lab.record import Record
+
+__all__ = ["Rank", "Simulation", "run"]
+
+
+class Simulation(NamedTuple):
+    """What a simulation says.
+
+    Attributes:
+        seconds: until the last rank was done: its programs, and what it computes. A message that nobody asks for
+            may still be under way.
+        messages: how many messages each rank sent, in rank order.
+        bytes: how many bytes each rank sent, in rank order.
+        records: what each rank did, by rank and time, without overlap; waiting and communication are what it
+            stood still for.
+        in_flight: every message from its start to its arrival, as a span of its sender.
+        returned: what each rank's program returned.
+    """
+
+    seconds: float
+    messages: list[int]
+    bytes: list[float]
+    records: list[Record]
+    in_flight: list[Record]
+    returned: list[Any]
+
+
+class Event:
+    """Something that a program can wait for; a message is one, and so is the end of a computation."""
+
+    def __init__(self) -> None:
+        self.happened = False
+        self.value: Any = None
+        self.waiting: list[_Program] = []
+        self.between: tuple[int, int] | None = None  # of a message: sender and receiver
+        self.began = math.inf  # of a message: when it left
+        self.n_bytes = 0.0
+        self.awaited = False  # the receiver is there
+        self.program: _Program | None = None  # of a program's end
+
+
+class _Program:
+    def __init__(self, rank: int, body: Generator) -> None:
+        self.rank, self.body = rank, body
+        self.end = Event()
+        self.end.program = self
+        self.since = 0.0  # waits since
+        self.ended = 0.0
+        self.waits_for: Event | None = None
+        self.records: list[Record] = []
+
+
+class Rank:
+    """What a program holds: its rank's clock, compute queue and network.
+
+    Attributes:
+        number: this rank.
+        n_ranks: size of the world.
+    """
+
+    def __init__(self, world: _World, number: int) -> None:
+        self._world = world
+        self.number, self.n_ranks = number, world.n_ranks
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the beginning."""
+        return self._world.now
+
+    def compute(self, seconds: float, name: str = "compute", kind: str = "compute", **of: int) -> Event:
+        """``yield`` it: the rank computes for so long, after what it computes now (``of`` a stage and microbatch)."""
+        return self._world.compute(self.number, seconds, name, kind, of)
+
+    def send(self, to: int, n_bytes: float, value: Any = None, tag: Any = None) -> Event:
+        """Queues a message and returns at once; ``yield`` what it returns to wait until it has arrived."""
+        return self._world.send(self.number, to, n_bytes, value, tag)
+
+    def recv(self, source: int, tag: Any = None) -> Event:
+        """``yield`` it: waits for the next message of that rank and tag, and gives its value."""
+        return self._world.recv(self.number, source, tag)
+
+    def event(self) -> Event:
+        """An event for two programs of one rank: one yields it, the other :meth:`fire`\\ s it."""
+        return Event()
+
+    def fire(self, event: Event) -> None:
+        """Lets those go on who wait for ``event``."""
+        self._world.fire(event)
+
+    def background(self, body: Generator) -> Event:
+        """Starts a second program on this rank, such as its communication; ``yield`` the event to wait for its end."""
+        return self._world.start(self.number, body).end
+
+
+class _World:
+    """The clock, the heap of what happens next, and one port a rank: one message out and one in at a time."""
+
+    def __init__(self, n_ranks: int, link: Link, rendezvous: bool) -> None:
+        self.n_ranks, self.link, self.rendezvous = n_ranks, link, rendezvous
+        self.now = 0.0
+        self.heap: list[tuple] = []  # (time, order of arrival, what to call, with what)
+        self.order = 0
+        self.programs: list[_Program] = []
+        self.computed: list[Record] = []
+        self.in_flight: list[Record] = []
+        self.busy_until = [0.0] * n_ranks
+        self.outbox: list[deque[Event]] = [deque() for _ in range(n_ranks)]
+        self.blocked: list[list[int]] = [[] for _ in range(n_ranks)]  # ranks that wait for this one's port
+        self.sending, self.receiving = [False] * n_ranks, [False] * n_ranks
+        self.messages, self.bytes = [0] * n_ranks, [0.0] * n_ranks
+        self.matched: dict[tuple, Event] = {}
+        self.counted: dict[tuple, int] = defaultdict(int)
+
+    def at(self, when: float, call: Callable, *args: Any) -> None:
+        self.order += 1  # what was asked for first happens first, also at the same time
+        heapq.heappush(self.heap, (when, self.order, call, args))
+
+    def play(self) -> None:
+        while self.heap:
+            self.now, _, call, args = heapq.heappop(self.heap)
+            call(*args)
+        stuck = sorted({program.rank for program in self.programs if not program.end.happened})
+        if stuck:
+            raise RuntimeError(f"ranks {stuck} wait for a message or an event that never comes")
+        for message in itertools.chain(*self.outbox):  # there are any with rendezvous only
+            source, to = message.between
+            raise RuntimeError(f"rank {source} sends rank {to} a message that is never received")
+
+    # programs
+
+    def start(self, rank: int, body: Generator) -> _Program:
+        program = _Program(rank, body)
+        self.programs.append(program)
+        self.at(self.now, self.advance, program, None)
+        return program
+
+    def advance(self, program: _Program, value: Any) -> None:
+        try:
+            event = program.body.send(value)
+        except StopIteration as stop:
+            program.ended = self.now
+            program.end.value = stop.value
+            self.fire(program.end)
+            return
+        program.since, program.waits_for = self.now, event
+        if event.happened:
+            self.at(self.now, self.resume, program)
+        else:
+            event.waiting.append(program)
+
+    def fire(self, event: Event) -> None:
+        event.happened = True
+        for program in event.waiting:
+            self.at(self.now, self.resume, program)
+        event.waiting = []
+
+    def resume(self, program: _Program) -> None:
+        event = program.waits_for
+        program.records += self.stood_still(program, event)
+        self.advance(program, event.value)
+
+    def stood_still(self, program: _Program, event: Event) -> Iterable[Record]:
+        since, now, rank = program.since, self.now, program.rank
+        if now <= since:
+            return
+        if (
+            event.program is not None
+        ):  # it waited for its own background program: for whatever that waited for
+            for span in event.program.records:
+                if span.end > since:
+                    yield span._replace(start=max(span.start, since))
+        elif event.between is not None:
+            left = min(max(since, event.began), now)
+            peer = event.between[0] if event.between[1] == rank else event.between[1]
+            if left > since:
+                yield Record(rank, "idle", "waits", since, left, peer)
+            if now > left:
+                way = f"from {peer}" if event.between[1] == rank else f"to {peer}"
+                yield Record(rank, "communication", way, left, now)
+
+    # a rank's compute queue
+
+    def compute(self, rank: int, seconds: float, name: str, kind: str, of: dict[str, int]) -> Event:
+        at_least(0, seconds=seconds)
+        begin = max(self.now, self.busy_until[rank])
+        end = self.busy_until[rank] = begin + seconds
+        if seconds > 0:
+            self.computed.append(Record(rank, kind, name, begin, end, **of))
+        event = Event()
+        self.at(end, self.fire, event)
+        return event
+
+    # the network
+
+    def match(self, side: str, source: int, to: int, tag: Any) -> Event:
+        """The n-th message of a sender, receiver and tag is the n-th that is asked for."""
+        for name, rank in (("source", source), ("to", to)):
+            if rank not in range(self.n_ranks):
+                raise ValueError(f"{name} should be a rank from 0 to {self.n_ranks - 1}, but given {rank}")
+        self.counted[side, source, to, tag] += 1
+        key = (source, to, tag, self.counted[side, source, to, tag])
+        if key in self.matched:
+            return self.matched.pop(key)
+        message = self.matched[key] = Event()
+        message.between = (source, to)
+        return message
+
+    def send(self, source: int, to: int, n_bytes: float, value: Any, tag: Any) -> Event:
+        at_least(0, n_bytes=n_bytes)
+        message = self.match("sent", source, to, tag)
+        message.n_bytes, message.value = n_bytes, value
+        self.messages[source] += 1
+        self.bytes[source] += n_bytes
+        self.outbox[source].append(message)
+        self.try_sending(source)
+        return message
+
+    def recv(self, to: int, source: int, tag: Any) -> Event:
+        message = self.match("received", source, to, tag)
+        message.awaited = True
+        self.try_sending(source)
+        return message
+
+    def try_sending(self, source: int) -> None:
+        if self.sending[source] or not self.outbox[source]:
+            return
+        message = self.outbox[source][0]
+        to = message.between[1]
+        if self.receiving[to] or (self.rendezvous and not message.awaited):
+            if source not in self.blocked[to]:
+                self.blocked[to].append(source)
+            return
+        self.outbox[source].popleft()
+        self.sending[source] = self.receiving[to] = True
+        message.began = self.now
+        self.at(self.now + self.link.seconds(message.n_bytes), self.arrived, message)
+
+    def arrived(self, message: Event) -> None:
+        source, to = message.between
+        self.sending[source] = self.receiving[to] = False
+        self.in_flight.append(Record(source, "communication", f"to {to}", message.began, self.now))
+        self.fire(message)
+        blocked, self.blocked[to] = self.blocked[to], []
+        for rank in [*blocked, source]:  # who waited longest is first
+            self.try_sending(rank)
+
+
+def run(
+    program: Callable[[Rank], Generator], n_ranks: int, link: Link, rendezvous: bool = False
+) -> Simulation:
+    """Plays a program on every rank, and says who did what when.
+
+    A program is a generator function: it ``yield``\\ s what takes time. ``rank.compute`` keeps its rank busy,
+    ``rank.send`` goes into the rank's outbox, ``rank.recv`` waits for a message. A rank's port sends one
+    message at a time, in the order of the outbox, and receives one meanwhile; a message takes
+    ``link.seconds(n_bytes)``. Two things at the same time happen in the order in which they were asked for.
+
+    Args:
+        program: called with a :class:`Rank` on each rank.
+        n_ranks: size of the world.
+        link: the network between any two ranks.
+        rendezvous: True: a message leaves only when its receiver waits for it. Default False: as soon as the
+            ports are free.
+
+    Returns:
+        Simulation: seconds, messages, bytes, records, and what the programs returned.
+
+    Raises:
+        RuntimeError: if a rank waits for ever; with ``rendezvous``, also if nobody receives a message.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost, simulate
+
+            def program(rank):
+                yield rank.compute(1.0 + rank.number)
+                rank.send((rank.number + 1) % rank.n_ranks, n_bytes=8, value=rank.number)
+                return (yield rank.recv((rank.number - 1) % rank.n_ranks))
+
+            two = simulate.run(program, 2, cost.Link(latency=0.5, bandwidth=16))
+            assert two.returned == [1, 0]
+            assert two.seconds == 2 + 0.5 + 0.5            # rank 0 computes 1 s, waits for rank 1, receives
+    """
+    at_least(1, n_ranks=n_ranks)
+    world = _World(n_ranks, link, rendezvous)
+    programs = [world.start(rank, program(Rank(world, rank))) for rank in range(n_ranks)]
+    world.play()
+    records = world.computed + [span for one in programs for span in one.records]
+    return Simulation(
+        seconds=max([one.ended for one in world.programs] + world.busy_until),
+        messages=world.messages,
+        bytes=world.bytes,
+        records=sorted(records, key=lambda span: (span.rank, span.start, span.end)),
+        in_flight=world.in_flight,
+        returned=[one.end.value for one in programs],
+    )
+
+
+def number_of(seconds: float | Sequence[float], place: int) -> float:
+    return seconds[place] if isinstance(seconds, Sequence) else seconds
+
+
+def number_for_each(n: int, **given: float | Sequence[float] | None) -> list[float]:
+    """A number for each of n ranks or workers; one number holds for all, None is 0."""
+    [(name, value)] = given.items()
+    each = list(value) if isinstance(value, Sequence) else [value or 0.0] * n
+    if len(each) != n:
+        raise ValueError(f"{name} should have a number for each of {n}, but has {len(each)}")
+    at_least(0, **{name: each})
+    return each
+
+
+def as_list(**given: Any) -> float | list[float]:
+    """A number as it is; a sequence, an array or a tensor of them as a list; none below 0."""
+    [(name, value)] = given.items()
+    if hasattr(value, "tolist"):  # of numpy or torch
+        value = value.tolist()
+    value = list(value) if isinstance(value, Sequence) else value
+    at_least(0, **{name: value})
+    return value

@@ -1,0 +1,669 @@
+"""What each rank did when: compute, communication, waiting for other ranks, data.
+
+A rank's own clock cannot tell a slow network from a slow peer: in a collective, waiting and sending look the
+same. Compared across ranks they part: no collective can be done before its last rank has entered, so up to
+that moment a rank waits (*idle*, for the rank that came last), and only then is it *communication*.
+
+Data, steps and handlers come from Ignite's events; collectives, messages and a pipeline's passes from the watchers in
+``watch.py``, which are in place only while a timeline records.
+
+Not seen: RPC, a process group's store, and a wait on a ``torch.futures.Future``. Use :meth:`Timeline.span` there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import platform
+import statistics
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from ignite.engine import Engine, Events
+
+from ignite_ddl.lab.record import KINDS, PASSES, Record
+from ignite_ddl.lab.timeline.watch import Call, Recorder, now, unwatch, watch
+
+__all__ = ["Timeline", "bubble"]
+
+_JOIN_SECONDS = 1e-4  # a wait that follows its call at once is one with it
+
+
+class _Span(NamedTuple):
+    """Records as they were taken: one inside the other, a wait still whole."""
+
+    record: Record
+    call: int | None = None  # the collective that was waited for: its place among the calls
+
+
+class Timeline:
+    """Records what this rank did when; a handler for Ignite's engines, or a context manager without one.
+
+    ``return`` it from the function that runs on ranks, and merge what comes back: only then is waiting told
+    apart from communication. It costs 1 to 2 % of a data-parallel step of 5 ms (``benchmarks/timeline.py``).
+    Records grow by about 1 kB a step; :meth:`clear` forgets them, so that a long training keeps the steps of
+    interest.
+
+    On an accelerator work is queued, and times are those of the queueing, unless ``synchronize`` is given.
+
+    Args:
+        synchronize: waits for the device at the borders of steps, spans and collectives, so that times are the
+            device's. It takes overlap away and slows training down; for looking, not for training. Default
+            False; no effect without an accelerator.
+
+    Examples:
+        .. code-block:: python
+
+            import ignite.distributed as idist
+            import ignite_ddl as ddl
+            from ignite_ddl.lab import Timeline
+            import time
+            from ignite.engine import Engine
+
+            def training(local_rank):
+                def step(engine, batch):
+                    time.sleep(0.15 if local_rank == 1 else 0.01)   # rank 1 is slow
+                    idist.all_reduce(1.0)
+
+                trainer = Engine(step)
+                timeline = Timeline().attach(trainer)
+                trainer.run([0, 1, 2])
+                return timeline
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2) as parallel:
+                timeline = Timeline.merge(parallel.run(training))
+
+            assert timeline.waits()[0, 1] > 0.1         # seconds that rank 0 waits for rank 1
+            assert timeline.totals()[1]["compute"] > 0.4
+    """
+
+    def __init__(self, synchronize: bool = False) -> None:
+        self.synchronize = synchronize and torch.accelerator.is_available()
+        self.rank: int | None = 0  # None: merged
+        self._recorder = Recorder(self.synchronize)
+        self._machine = _machine()
+        self._marks: list[tuple] = []  # (what, when, engine, iteration) from events
+        self._users: set[Any] = set()  # the engines that are running, and "with"
+        self._stopped: set[Any] = set()  # those of them that should wait for their next run
+        self._names: dict[int, str] = {}
+        # Of a merged timeline, or of one that came from another process:
+        self._taken: tuple[list[_Span], list[Call]] | None = None
+
+    # ------------------------------------------------------------------------------------------- recording
+
+    def attach(self, engine: Engine, name: str = "step") -> Timeline:
+        """Records an engine's runs: its data, its steps, its handlers, and collectives in any of them.
+
+        Called in the midst of a run, by a handler of ``Events.EPOCH_STARTED(once=2)`` say, it records the rest of it.
+        Attach it to the evaluator too, and an evaluation inside a handler is shown in its parts.
+
+        Args:
+            engine: the engine, of Ignite or of ``ddl.create_supervised_trainer``.
+            name: what its iterations are called, default "step": "step 1", "step 2" and so on.
+
+        Returns:
+            Timeline: itself.
+        """
+        if not isinstance(engine, Engine):
+            raise ValueError(f"engine should be an ignite.engine.Engine, but given {type(engine).__name__}")
+        number = len(self._names)
+        self._names[number] = name
+        take, synchronize = self._marks.append, self.synchronize
+
+        def mark(what: str) -> Callable[[], None]:
+            def handler() -> None:
+                if number not in self._users:  # attached while the engine runs, or stopped
+                    if number in self._stopped:
+                        return
+                    self._begin(number)
+                if synchronize:
+                    torch.accelerator.synchronize()
+                take((what, now(), number, engine.state.iteration))
+
+            return handler
+
+        def to_borders() -> None:
+            for event, (handler, first) in borders.items():
+                self._to_border(engine, event, handler, first)
+
+        def run_begins() -> None:
+            to_borders()  # again: other handlers came meanwhile
+            self._begin(number)
+            mark("run")()
+
+        def run_ends() -> None:
+            mark("end")()
+            self._end(number)
+
+        # With True the handler is to be the first of its event, else the last: other handlers stay outside.
+        borders = {
+            Events.GET_BATCH_STARTED: (mark("data"), False),
+            Events.GET_BATCH_COMPLETED: (mark("handlers"), True),
+            Events.ITERATION_STARTED: (mark("step"), False),
+            Events.ITERATION_COMPLETED: (mark("handlers"), True),
+            Events.COMPLETED: (run_ends, False),
+        }
+        engine.add_event_handler(Events.STARTED, run_begins)
+        self._to_border(engine, Events.STARTED, run_begins, first=True)
+        for event, (handler, _) in borders.items():
+            engine.add_event_handler(event, handler)
+        to_borders()
+        return self
+
+    @staticmethod
+    def _to_border(engine: Engine, event: Events, handler: Any, first: bool) -> None:
+        # As Ignite's own profilers do: there is no public way to order handlers.
+        handlers = engine._event_handlers[event]
+        for place, entry in enumerate(handlers):
+            if inspect.unwrap(entry[0]) is handler:  # HandlersTimeProfiler wraps
+                others = handlers[:place] + handlers[place + 1 :]
+                # A new list: the engine may be going through this one.
+                engine._event_handlers[event] = [entry, *others] if first else [*others, entry]
+                return
+
+    @contextlib.contextmanager
+    def span(self, name: str, kind: str = "compute") -> Iterator[None]:
+        """Records a stretch of your own code, inside a step or anywhere.
+
+        Collectives are watched inside ``with timeline`` and runs of engines; elsewhere their time is the span's.
+
+        Args:
+            name: what to call it.
+            kind: one of ``KINDS``, default "compute". A collective that is watched inside it is recorded as such.
+
+        Raises:
+            ValueError: if ``kind`` is unknown.
+
+        Examples:
+            .. code-block:: python
+
+                with timeline.span("tokenise", kind="data"):
+                    ...
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind should be one of {KINDS}, but given {kind!r}")
+        if not self._users:
+            self._record_here()
+        if self.synchronize:
+            torch.accelerator.synchronize()
+        start = now()
+        try:
+            yield
+        finally:
+            if self.synchronize:
+                torch.accelerator.synchronize()
+            self._recorder.spans.append((kind, name, start, now(), None))
+
+    def __enter__(self) -> Timeline:
+        self._begin("with")
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._end("with")
+
+    def stop(self) -> None:
+        """Ends recording until the next run or ``with``, also after a run that an exception ended."""
+        self._stopped |= self._users
+        for user in list(self._users):
+            self._end(user)
+
+    def clear(self) -> None:
+        """Forgets what was recorded so far, such as the warm-up; call it at the same step on every rank.
+
+        The n-th collective of a group that one rank records is taken for the n-th that another records. So let
+        recording *begin* at the same place on every rank, too: with a barrier in front of ``with timeline``, or by
+        ``attach``. If a rank begins one collective earlier, each of its waits is compared with the wrong one;
+        :meth:`merge` warns where the numbers differ.
+        """
+        self._marks.clear()
+        self._recorder.spans.clear()
+        self._recorder.calls.clear()
+        self._taken = None
+
+    def _record_here(self) -> None:
+        self._taken = None
+        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._recorder.rank = self.rank
+
+    def _begin(self, user: Any) -> None:
+        self._record_here()
+        self._users.add(user)
+        self._stopped.discard(user)
+        if dist.is_available():
+            watch(self._recorder)
+
+    def _end(self, user: Any) -> None:
+        self._users.discard(user)
+        if not self._users and dist.is_available():
+            unwatch(self._recorder)
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    @property
+    def records(self) -> list[Record]:
+        """What each rank did, without overlap: of nested spans the inner one counts."""
+        spans, _ = self._spans_and_calls()
+        by_rank = defaultdict(list)
+        for span in spans:
+            by_rank[span.record.rank].append(span.record)
+        return [record for rank in sorted(by_rank) for record in _flatten(by_rank[rank])]
+
+    @property
+    def in_flight(self) -> list[Record]:
+        """Collectives and messages from their call to their end, whether or not the rank stood still meanwhile.
+
+        They overlap with compute, and with each other. Their end is that of the rank's wait: in the background
+        they may have been done before.
+        """
+        _, calls = self._spans_and_calls()
+        return [
+            Record(call.rank, "communication", call.name, call.launched, call.done)
+            for call in calls
+            if call.done is not None
+        ]
+
+    def totals(self) -> dict[int, dict[str, float]]:
+        """Seconds by rank and kind.
+
+        Returns:
+            dict: for each rank a dict with every kind that a rank of this timeline has; 0.0 where it has none.
+        """
+        records = self.records
+        kinds = [kind for kind in KINDS if any(record.kind == kind for record in records)]
+        totals = {rank: dict.fromkeys(kinds, 0.0) for rank in sorted({record.rank for record in records})}
+        for record in records:
+            totals[record.rank][record.kind] += record.seconds
+        return totals
+
+    def actions(self) -> list[list[Record]]:
+        """What the ranks of a pipeline did in each of its training steps.
+
+        A pass is named as torch names the actions of its schedules: stage, letter, microbatch. "2F0" is the forward
+        pass of stage 2 with microbatch 0, "2B0" its backward pass; where a schedule cuts that in two, "2I0" finds
+        the gradients of the inputs and "2W0" those of the weights (on stage 0, which has no inputs to send
+        gradients to, I does nothing and W all). What is communicated inside a pass, by tp or FSDP, is part of it.
+
+        Returns:
+            list: for each step its records: the passes of all ranks (with ``stage`` and ``microbatch``), and, from
+            the first pass to the last, the communication and, once merged, the waiting between them. A first step
+            on batches of a new size also takes what torch spends on setting its stages up: look at later ones.
+
+        Examples:
+            .. code-block:: python
+
+                import ignite_ddl as ddl
+                from ignite_ddl.lab import Timeline
+                import torch
+
+                def training(local_rank):
+                    layers = [torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4)]
+                    model = ddl.auto_model(torch.nn.Sequential(*layers), schedule="gpipe", n_microbatches=2)
+                    x = torch.randn(8, 4)
+                    with Timeline() as timeline:
+                        model.train_step(x, x, torch.nn.functional.mse_loss)
+                    return timeline
+
+                with ddl.Parallel(backend="gloo", nproc_per_node=2, pp=2) as parallel:
+                    timeline = Timeline.merge(parallel.run(training))
+
+                (step,) = timeline.actions()
+                passes = [record.name for record in step if record.rank == 1 and record.microbatch is not None]
+                assert passes == ["1F0", "1F1", "1B0", "1B1"]
+        """
+        spans, _ = self._spans_and_calls()
+        steps: list[list[Record]] = []
+        first: dict[int, str] = {}  # of each rank: the pass that each of its steps begins with
+        begun: dict[int, int] = defaultdict(int)
+        for record in sorted((span.record for span in spans), key=lambda record: record.start):
+            if record.microbatch is not None:
+                if record.name == first.setdefault(record.rank, record.name):
+                    begun[record.rank] += 1
+                    if begun[record.rank] > len(steps):
+                        steps.append([])
+                steps[begun[record.rank] - 1].append(record)
+        between = [record for record in self.records if record.kind in ("communication", "idle")]
+        return [sorted(step + _between(step, between), key=lambda record: record.start) for step in steps]
+
+    def waits(self) -> dict[tuple[int, int], float]:
+        """Which rank waits for which: seconds by (waiting rank, rank that came last); after :meth:`merge`."""
+        waits: dict[tuple[int, int], float] = defaultdict(float)
+        for record in self.records:
+            if record.waits_for is not None:
+                waits[record.rank, record.waits_for] += record.seconds
+        return dict(waits)
+
+    @classmethod
+    def merge(cls, timelines: Iterable[Timeline]) -> Timeline:
+        """One timeline of several ranks, with waiting told apart from communication; time starts at 0.
+
+        A rank that stands still in a collective is idle until the last rank that it needs has entered, and
+        communicates from then on. For that all ranks of the collective have to be there; of one that is not
+        complete the whole wait counts as communication. Where ranks outnumber cores, "communication" also
+        holds the time until a rank gets a core again.
+
+        Ranks of one machine share a clock. Clocks of different machines differ, so each further machine's
+        times are shifted until collectives end at the same moment on all, in the median: good to about the
+        time that a collective takes.
+
+        Args:
+            timelines: one a rank, as ``ddl.Parallel.run`` returns them.
+
+        Returns:
+            Timeline: a new one, to be read.
+
+        Raises:
+            ValueError: if it is given anything but timelines of different ranks.
+
+        Warns:
+            UserWarning: if ranks recorded unlike numbers of collectives of a group, see :meth:`clear`.
+        """
+        try:
+            timelines = list(timelines)
+        except TypeError:
+            raise ValueError(
+                f"timelines should be one Timeline a rank, in a list, but given {timelines!r}"
+            ) from None
+        for timeline in timelines:
+            if not isinstance(timeline, Timeline) or timeline.rank is None:
+                raise ValueError(f"timelines should be one Timeline a rank, but given {timeline!r}")
+        ranks = [timeline.rank for timeline in timelines]
+        if len(set(ranks)) < len(ranks):
+            raise ValueError(f"timelines should be of different ranks, but given ranks {ranks}")
+        parts = [timeline._spans_and_calls() for timeline in timelines]
+        _warn_of_unlike_numbers(ranks, [calls for _, calls in parts])
+        for part, shift in zip(parts, _clock_shifts(timelines, parts), strict=True):
+            _move(part, shift)
+        origin = min((span.record.start for spans, _ in parts for span in spans), default=0.0)
+        spans, calls = [], []
+        for part in parts:
+            _move(part, -origin)
+            spans += [
+                span._replace(call=span.call + len(calls)) if span.call is not None else span
+                for span in part[0]
+            ]
+            calls += part[1]
+        merged = cls()
+        merged.rank = None
+        merged._taken = _split_waits(spans, calls), calls
+        return merged
+
+    def to_chrome(self, path: str | os.PathLike) -> Path:
+        """Writes the timeline as a trace for https://ui.perfetto.dev or chrome://tracing; both open it locally.
+
+        One process a rank; nested spans on its thread "rank", collectives in flight as asynchronous tracks. The
+        format is Chrome's "Trace Event Format", JSON object form. Rank r has the pid r + 1: Perfetto treats pid 0
+        and tid 0 specially.
+
+        Args:
+            path: the file to write, such as "timeline.json".
+
+        Returns:
+            Path: the file.
+        """
+        spans, calls = self._spans_and_calls()
+        events: list[dict[str, Any]] = []
+        for rank in sorted({span.record.rank for span in spans}):
+            common = {"ph": "M", "pid": rank + 1, "tid": 1}
+            events.append(common | {"name": "process_name", "args": {"name": f"rank {rank}"}})
+            events.append(common | {"name": "process_sort_index", "args": {"sort_index": rank}})
+            events.append(common | {"name": "thread_name", "args": {"name": "rank"}})
+        origin = min((span.record.start for span in spans), default=0.0)
+        # Times in whole nanoseconds, given in microseconds: a child that ends with its parent does so exactly.
+        for span in sorted(spans, key=lambda span: (span.record.start, -span.record.end)):
+            rank, kind, name, start, end, waits_for, *_ = span.record
+            begin, stop = round((start - origin) * 1e9), round((end - origin) * 1e9)
+            event = {"ph": "X", "pid": rank + 1, "tid": 1, "name": name, "cat": kind}
+            event |= {"ts": begin / 1e3, "dur": (stop - begin) / 1e3}
+            events.append(
+                event | {"args": {"kind": kind} | ({} if waits_for is None else {"waits for": waits_for})}
+            )
+        # Calls that their rank stood still for at once are spans already.
+        at_once = {
+            span.call
+            for span in spans
+            if span.call is not None and span.record.start == calls[span.call].launched
+        }
+        for number, call in enumerate(calls):
+            if call.done is not None and number not in at_once:
+                event = {
+                    "pid": call.rank + 1,
+                    "tid": 1,
+                    "name": call.name,
+                    "cat": "in flight",
+                    "id": hex(number),
+                }
+                for phase, when in (("b", call.launched), ("e", call.done)):
+                    events.append(event | {"ph": phase, "ts": max(0, round((when - origin) * 1e9)) / 1e3})
+        path = Path(path)
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        return path
+
+    def _spans_and_calls(self) -> tuple[list[_Span], list[Call]]:
+        if self._taken is not None:
+            spans, calls = self._taken
+            return list(spans), list(calls)
+        place = {id(call): number for number, call in enumerate(self._recorder.calls)}
+        spans = [_Span(record) for record in self._records_of_marks()]
+        last: dict[int, int] = {}  # of each call: where its span is
+        for what, name, start, end, call, *of_pass in list(self._recorder.spans):
+            number = place.get(id(call))
+            kind = "communication" if what in ("launch", "wait") else what
+            record = Record(self.rank, kind, name, start, end, None, *of_pass)
+            if what == "wait" and number in last and start - spans[last[number]].record.end < _JOIN_SECONDS:
+                record = record._replace(start=spans[last[number]].record.start)
+                spans[last[number]] = _Span(record, number)
+            else:
+                if what == "launch" and number is not None:
+                    last[number] = len(spans)
+                spans.append(_Span(record, number if what == "wait" else None))
+        return spans, list(self._recorder.calls)
+
+    def _records_of_marks(self) -> Iterator[Record]:
+        """Engines' runs, and data and steps inside them. What an exception left open ends with the last mark."""
+        begun: dict[int, float] = {}  # runs of engines
+        inside: dict[int, tuple[str, str, float]] = {}  # data or a step of theirs
+        seen: dict[int, float] = {}
+
+        def end(number: int, when: float) -> Iterator[Record]:
+            if number in inside:
+                kind, name, start = inside.pop(number)
+                yield Record(self.rank, kind, name, start, when)
+
+        def end_run(number: int, when: float) -> Iterator[Record]:
+            yield from end(number, when)
+            if number in begun:
+                yield Record(self.rank, "handlers", "run", begun.pop(number), when)
+
+        for what, when, number, iteration in list(self._marks):
+            if what == "run":
+                yield from end_run(number, seen.get(number, when))
+            begun.setdefault(number, when)
+            seen[number] = when
+            yield from end(number, when)
+            if what == "data":
+                inside[number] = ("data", "data", when)
+            elif what == "step":
+                inside[number] = ("compute", f"{self._names[number]} {iteration}", when)
+            elif what == "end":
+                yield from end_run(number, when)
+        latest = max([*seen.values(), *(own[3] for own in self._recorder.spans)], default=0.0)
+        for number in list(begun):
+            yield from end_run(number, latest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the engines' handlers and torch's objects: what was recorded, to be read and merged elsewhere.
+        kept = {name: getattr(self, name) for name in ("rank", "synchronize", "_machine")}
+        return kept | {"_taken": self._spans_and_calls()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        spans, _ = self._spans_and_calls()
+        ranks = sorted({span.record.rank for span in spans})
+        return f"Timeline({len(spans)} spans of rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks)) or 'none'})"
+
+
+def bubble(records: Iterable[Record]) -> dict[int, float]:
+    """The share of a pipeline step in which each rank computes nothing.
+
+    1 − (its passes) / (the step), the step being from the first pass of any rank to the end of the last; sending,
+    receiving and waiting are all bubble. For GPipe and 1F1B on p ranks with m microbatches of equal time, with free
+    transfers, it is (p − 1) / (m + p − 1): Huang et al. 2019, "GPipe", section 2.3; Narayanan et al. 2021,
+    "Efficient large-scale language model training on GPU clusters using Megatron-LM", section 2.2.
+
+    Args:
+        records: of one step: of ``timeline.actions()``, or simulated.
+
+    Returns:
+        dict: rank to share, between 0 and 1.
+
+    Raises:
+        ValueError: if there is no pass among the records.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import bubble
+            from ignite_ddl.lab.record import Record
+
+            step = [Record(0, "forward", "0F0", 0.0, 1.0), Record(1, "forward", "1F0", 1.0, 2.0)]
+            step += [Record(1, "backward", "1B0", 2.0, 4.0), Record(0, "backward", "0B0", 4.0, 6.0)]
+            assert bubble(step) == {0: 0.5, 1: 0.5}                    # p = 2, m = 1: (p − 1) / (m + p − 1)
+    """
+    passes = [record for record in records if record.kind in PASSES]
+    if not passes:
+        raise ValueError("records should hold passes of a pipeline, forward or backward, but hold none")
+    whole = max(record.end for record in passes) - min(record.start for record in passes)
+    busy: dict[int, float] = defaultdict(float)
+    for record in passes:
+        busy[record.rank] += record.end - record.start
+    return {rank: 1 - busy[rank] / whole for rank in sorted(busy)}
+
+
+def _between(passes: list[Record], records: list[Record]) -> list[Record]:
+    """Those of the records that are in the time of the passes and not inside one of their own rank."""
+    start, end = min(record.start for record in passes), max(record.end for record in passes)
+    taken = []
+    for record in records:
+        inside = (p for p in passes if p.rank == record.rank)
+        if (
+            record.end > start
+            and record.start < end
+            and not any(p.start <= record.start and record.end <= p.end for p in inside)
+        ):
+            taken.append(record._replace(start=max(start, record.start), end=min(end, record.end)))
+    return taken
+
+
+def _flatten(records: list[Record]) -> Iterator[Record]:
+    """Cuts nested records of one rank into a sequence without overlap, in which the innermost one counts."""
+    stack: list[Record] = []
+    cursor = float("-inf")
+    ending = Record(0, "", "", float("inf"), float("inf"))
+    for record in [*sorted(records, key=lambda record: (record.start, -record.end)), ending]:
+        while stack and stack[-1].end <= record.start:
+            done = stack.pop()
+            if done.end > cursor:
+                yield done._replace(start=max(cursor, done.start))
+                cursor = done.end
+        if stack and record.start > max(cursor, stack[-1].start):
+            yield stack[-1]._replace(start=max(cursor, stack[-1].start), end=record.start)
+        cursor = max(cursor, record.start)
+        stack.append(record._replace(end=min(record.end, stack[-1].end)) if stack else record)
+
+
+def _split_waits(spans: list[_Span], calls: list[Call]) -> list[_Span]:
+    """Cuts each wait for a collective where its last rank came: idle before, communication after."""
+    together: dict[tuple, dict[int, Call]] = defaultdict(dict)
+    for call in calls:
+        if call.key is not None:
+            together[call.key][call.rank] = call
+    split = []
+    for span in spans:
+        record, call = span.record, None if span.call is None else calls[span.call]
+        peers = {} if call is None or call.key is None else together[call.key]
+        if call is None or not all(rank in peers and _same(peers[rank], call) for rank in call.needs):
+            split.append(span)
+            continue
+        # A rank that came after this one left was not waited for, whatever the collective.
+        came = {rank: peers[rank].launched for rank in call.needs if peers[rank].launched <= record.end}
+        last = max(came, key=came.get, default=call.rank)
+        arrival = min(max(record.start, came.get(last, record.start)), record.end)
+        if last != call.rank and arrival > record.start:
+            name = f"waits for rank {last}"
+            split.append(_Span(Record(call.rank, "idle", name, record.start, arrival, last), span.call))
+        split.append(_Span(record._replace(start=arrival), span.call))
+    return split
+
+
+def _warn_of_unlike_numbers(ranks: list[int], calls: list[list[Call]]) -> None:
+    numbers: dict[tuple, dict[int, int]] = defaultdict(dict)  # of collectives: by way and rank
+    for rank, of_rank in zip(ranks, calls, strict=True):
+        for call in of_rank:
+            if call.key is not None and call.key[1] != "message":
+                *way, members, number = call.key
+                counted = numbers[*way, members]
+                counted.update({member: counted.get(member, 0) for member in members if member in ranks})
+                counted[rank] = max(counted[rank], number)
+    for (group, *_), counted in numbers.items():
+        if len(set(counted.values())) > 1:
+            told = ", ".join(f"{number} by rank {rank}" for rank, number in sorted(counted.items()))
+            warnings.warn(
+                f"the ranks of group {group!r} recorded unlike numbers of collectives: {told}. The n-th of one rank "
+                "is compared with the n-th of another, so what is said of waits may be wrong: begin recording at "
+                "the same place on every rank",
+                stacklevel=3,
+            )
+
+
+def _same(one: Call, other: Call) -> bool:
+    return one.name == other.name or {one.name, other.name} == {"send", "recv"}
+
+
+def _clock_shifts(timelines: list[Timeline], parts: list[tuple[list[_Span], list[Call]]]) -> list[float]:
+    """Seconds to add to each rank's times. Ranks of one machine share a clock and a shift."""
+    left: dict[str, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for timeline, (spans, calls) in zip(timelines, parts, strict=True):
+        for span in spans:
+            if span.call is not None and (call := calls[span.call]).key is not None and len(call.needs) > 1:
+                left[timeline._machine][call.key].append(span.record.end)
+    reference = timelines[0]._machine if timelines else ""
+    shifts = {reference: 0.0}
+    for machine, ends in left.items():
+        common = ends.keys() & left[reference].keys()
+        if machine != reference and common:
+            shifts[machine] = statistics.median(
+                statistics.median(left[reference][key]) - statistics.median(ends[key]) for key in common
+            )
+    starts = [min((span.record.start for span in spans), default=0.0) for spans, _ in parts]
+    for timeline, start in zip(timelines, starts, strict=True):
+        shifts.setdefault(timeline._machine, starts[0] - start)  # nothing in common: they start together
+    return [shifts[timeline._machine] for timeline in timelines]
+
+
+def _move(part: tuple[list[_Span], list[Call]], seconds: float) -> None:
+    spans, calls = part
+    for place, span in enumerate(spans):
+        record = span.record
+        spans[place] = span._replace(
+            record=record._replace(start=record.start + seconds, end=record.end + seconds)
+        )
+    for place, call in enumerate(calls):
+        calls[place] = call.moved(seconds)
+
+
+def _machine() -> str:
+    """Names the clock: processes of one running system share it, in containers of their own, too."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    with contextlib.suppress(OSError):
+        return boot.read_text().strip()
+    return platform.node()

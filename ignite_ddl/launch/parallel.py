@@ -1,0 +1,434 @@
+"""Run a function on N ranks and get N results back, from a notebook, a script, torchrun or Slurm.
+
+How a launch works: a *forkserver*, started once, has torch and ignite imported and has never computed
+anything; forking it is fast and, unlike forking the kernel, safe. The function travels by cloudpickle, so it
+may be defined in a cell. Each rank writes what it prints into a file that the parent reads and shows in rank
+order, and sends its result, or its exception, through a pipe. A rank ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import linecache
+import multiprocessing
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import ignite.distributed as idist
+import torch
+
+from ignite_ddl.arguments import check_count, limit_in_seconds
+from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few
+from ignite_ddl.launch.job import Job
+from ignite_ddl.launch.parent import Launch
+from ignite_ddl.mesh import check_mesh, initialize_mesh
+
+__all__ = ["PRELOAD", "Parallel"]
+# Imported once by the forkserver, so that no rank pays for it. Anything that a rank needs before it can read
+# its function may be appended; ranks import what the forkserver, once started, does not know yet.
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "ignite.distributed",
+    "ignite.engine",
+    "ignite.metrics",
+    "ignite.handlers",
+    "ignite_ddl",
+    "ignite_ddl.pipeline.stage",
+]
+
+
+class Parallel:
+    """Runs a function on several ranks: ``idist.Parallel`` with results, errors and notebooks.
+
+    Three ways, one code:
+
+    - ``nproc_per_node`` given: starts that many processes on this machine and joins them in a process group.
+    - not given, under torchrun or Slurm: joins their job as one rank of it.
+    - not given, alone: runs the function in this process.
+
+    In a notebook, functions, lambdas and closures of cells can be run. What ranks print comes back with their
+    rank: the lowest running rank live, the others after it, in rank order (after 30 seconds all are live). The
+    first rank that fails is raised as :class:`RankError` and its peers end at once. No rank outlives this
+    process, and Ctrl-C (or the notebook's stop button) ends them.
+
+    Args:
+        backend: "gloo" (CPU, or GPU) or "nccl" (one GPU per rank), or another backend of
+            ``idist.available_backends()`` where a job is joined. None runs serially.
+        nproc_per_node: number of ranks to start on this machine.
+        nnodes: number of machines, default 1. Each runs this same code.
+        node_rank: this machine's index; needed if ``nnodes`` > 1.
+        master_addr: address of machine 0; needed if ``nnodes`` > 1.
+        master_port: a free port of machine 0; needed if ``nnodes`` > 1. On one machine none is used: ranks meet
+            through a file of their own, which cannot collide.
+        init_method: how ranks meet, as in ``torch.distributed.init_process_group``; "env://" or "file://...".
+        dp: size of the mesh's data-parallel axis; -1 takes what the others leave. See :mod:`ignite_ddl.mesh`.
+        pp: number of pipeline ranks.
+        tp: number of ranks that share each layer. With none of the three, the job is data parallel.
+        timeout: seconds (or a ``timedelta``) that a run may take, once its processes have started. Beyond it every
+            rank is stopped and the error says where each one was. In a job that was joined, this process prints
+            where it is and ends. Default None: no limit.
+        group_timeout: seconds (or a ``timedelta``) that one collective may take: the ``timeout`` of
+            ``torch.distributed.init_process_group``. Default None: torch's own (30 minutes; NCCL 10), or, of ranks
+            that were started with ``timeout``, a minute more than that.
+        threads_per_rank: CPU threads per rank. Default ``max(1, cores // (nproc_per_node + servers))``.
+        start_method: "forkserver" (default) or "spawn" (the default where there is no forkserver, as on Windows:
+            slower). "fork" is refused: a fork of a process that has computed may hang.
+        servers: parameter-server processes to start beside the ranks, default 0. They are not ranks: idist's world
+            is the workers only. See :class:`ignite_ddl.ParameterServer`. On a serial run the server is in-process.
+        on_failure: "raise" (default), or "continue" with ``servers``: where a worker fails and the mode of the
+            parameter server can do without it, the others go on, a line says so, and the failed worker's place
+            in the list of results holds its :class:`RankError`. Use no collective after a loss: it needs every
+            rank, so it fails, and whoever called it is lost too. When nobody is left, the error names the worker
+            that was lost first.
+
+    Raises:
+        ValueError: if an argument does not fit; nothing has been started then.
+
+    Examples:
+        .. code-block:: python
+
+            import ignite.distributed as idist
+            import ignite_ddl as ddl
+
+            def add_ranks(local_rank, factor):
+                return factor * idist.all_reduce(idist.get_rank())
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=4) as parallel:
+                sums = parallel.run(add_ranks, factor=10)
+
+            assert sums == [60, 60, 60, 60]
+    """
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        nproc_per_node: int | None = None,
+        nnodes: int | None = None,
+        node_rank: int | None = None,
+        master_addr: str | None = None,
+        master_port: int | None = None,
+        init_method: str | None = None,
+        *,
+        dp: int | None = None,
+        pp: int | None = None,
+        tp: int | None = None,
+        timeout: float | timedelta | None = None,
+        group_timeout: float | timedelta | None = None,
+        threads_per_rank: int | None = None,
+        start_method: str | None = None,
+        servers: int = 0,
+        on_failure: str = "raise",
+    ) -> None:
+        self.backend = backend
+        self.nproc_per_node = nproc_per_node
+        self.nnodes = 1 if nnodes is None else nnodes
+        self.node_rank = 0 if node_rank is None else node_rank
+        self.master_addr = master_addr
+        self.master_port = master_port
+        self.init_method = init_method
+        self.timeout = None if timeout is None else limit_in_seconds(timeout)
+        self.group_timeout = (
+            None if group_timeout is None else limit_in_seconds(group_timeout, "group_timeout")
+        )
+        self.threads_per_rank = threads_per_rank
+        self.start_method = start_method
+        self.servers = servers
+        self.on_failure = on_failure
+        sizes = {"dp": dp, "pp": pp, "tp": tp}
+        self.mesh_sizes = {name: size for name, size in sizes.items() if size is not None}
+        self._joined = False
+        self._check(nnodes, node_rank)
+
+    def _check(self, nnodes: int | None, node_rank: int | None) -> None:
+        """Refuses what does not fit, before anything is started."""
+        self._check_backend(nnodes, node_rank)
+        for name in ("nproc_per_node", "nnodes", "threads_per_rank"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if self.mesh_sizes:
+            self.mesh_sizes = check_mesh(self._world_size(), **self.mesh_sizes)
+        self._check_servers()
+        if self.nproc_per_node is not None:
+            self._check_start()
+            self._check_nodes(node_rank)
+
+    def _check_backend(self, nnodes: int | None, node_rank: int | None) -> None:
+        if self.backend is None:
+            needs_backend = {
+                "nproc_per_node": self.nproc_per_node,
+                "nnodes": nnodes,
+                "node_rank": node_rank,
+                "master_addr": self.master_addr,
+                "master_port": self.master_port,
+            }
+            for name, value in needs_backend.items():
+                if value is not None:
+                    raise ValueError(
+                        f"{name} needs a backend such as 'gloo', but given {name}={value} and backend=None"
+                    )
+        elif self.backend not in idist.available_backends():
+            raise ValueError(
+                f"backend should be one of {idist.available_backends()} or None, but given {self.backend!r}"
+            )
+        if self.init_method is not None and self.init_method.startswith("tcp://"):
+            raise ValueError(
+                f"init_method should be 'env://' or 'file://...', but given {self.init_method!r}: for tcp, set "
+                "master_addr and master_port instead (idist cannot take the address from init_method)"
+            )
+
+    def _check_start(self) -> None:
+        """What ranks of this machine need."""
+        if self.backend not in ("gloo", "nccl"):
+            raise ValueError(f"backend should be 'gloo' or 'nccl' to start ranks, but given {self.backend!r}")
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            raise ValueError(
+                f"nproc_per_node={self.nproc_per_node} starts ranks, but this process already is rank "
+                f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}; leave nproc_per_node out to join that job"
+            )
+        if self.backend == "nccl" and torch.cuda.device_count() < self.nproc_per_node:
+            raise ValueError(
+                f"backend='nccl' needs one GPU per rank, but given nproc_per_node={self.nproc_per_node} with "
+                f"{torch.cuda.device_count()} GPUs here; use backend='gloo' for ranks on the CPU"
+            )
+        methods = [method for method in multiprocessing.get_all_start_methods() if method != "fork"]
+        if self.start_method is not None and self.start_method not in methods:
+            raise ValueError(f"start_method should be one of {methods}, but given {self.start_method!r}")
+
+    def _check_nodes(self, node_rank: int | None) -> None:
+        if self.nnodes > 1 and node_rank is None:
+            raise ValueError(f"node_rank should be given with nnodes={self.nnodes}")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(
+                f"node_rank should be between 0 and {self.nnodes - 1}, but given {self.node_rank}"
+            )
+        no_address = self.master_addr is None or self.master_port is None
+        if self.nnodes > 1 and self.init_method is None and no_address:
+            raise ValueError(
+                f"master_addr and master_port should be given with nnodes={self.nnodes}, but given "
+                f"master_addr={self.master_addr}, master_port={self.master_port}"
+            )
+
+    def _check_servers(self) -> None:
+        check_count("servers", self.servers, least=0)
+        if self.on_failure not in ("raise", "continue"):
+            raise ValueError(f"on_failure should be 'raise' or 'continue', but given {self.on_failure!r}")
+        if self.on_failure == "continue" and self.servers == 0:
+            raise ValueError(
+                "on_failure='continue' needs parameter servers, which know how to do without a worker, "
+                "but given servers=0"
+            )
+        joins = self.nproc_per_node is None and self.backend is not None and _inside_a_job()
+        if self.servers and (joins or self.nnodes > 1):
+            raise ValueError(
+                f"servers={self.servers} are started beside the workers of one machine, but given "
+                + (f"nnodes={self.nnodes}" if self.nnodes > 1 else "a job to join; set nproc_per_node")
+            )
+
+    def _world_size(self) -> int:
+        if self.nproc_per_node is not None:
+            return self.nnodes * self.nproc_per_node
+        if self.backend is None or not _inside_a_job():
+            return 1
+        return int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
+
+    def __enter__(self) -> Parallel:
+        # XLA needs no launcher: one process drives every device. See tpu.py.
+        if self.nproc_per_node is None and (self.backend == "xla-tpu" or (self.backend and _inside_a_job())):
+            if self.backend == "gloo":
+                hide_gpus_if_too_few(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            limit = {} if self.group_timeout is None else {"timeout": timedelta(seconds=self.group_timeout)}
+            init_method = self.init_method and address_for_ignite(
+                self.init_method, _rank_here(), self._world_size()
+            )
+            idist.initialize(self.backend, init_method=init_method, **limit)
+            self._joined = True
+            if self.mesh_sizes:
+                initialize_mesh(**self.mesh_sizes)
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if self._joined:
+            self._joined = False
+            idist.finalize()
+
+    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Runs ``func(local_rank, *args, **kwargs)`` on every rank and waits for all of them.
+
+        Args:
+            func: the function to run; its first argument is the local rank. It may be defined in a cell.
+            args: further positional arguments.
+            kwargs: keyword arguments.
+
+        Returns:
+            list: what each rank of this process returned, in rank order; tensors are on the CPU. Where a job
+            was joined, or without ranks, the list holds this process's one result.
+
+        Raises:
+            ValueError: if ``func`` or an argument cannot be sent to a rank; nothing has been started then.
+            RankError: if a rank raises, dies, or does not finish within ``timeout``.
+        """
+        if not callable(func):
+            raise ValueError(
+                f"func should be a function whose first argument is the local rank, but given {func!r}"
+            )
+        if self.nproc_per_node is None:
+            with self._limited():
+                return [func(idist.get_local_rank(), *args, **kwargs)]
+        payload = _pack_function(func, args, kwargs)
+        with tempfile.TemporaryDirectory(prefix="ignite_ddl_", ignore_cleanup_errors=True) as folder:
+            return Launch(self._job(folder), self._context(), self.on_failure == "continue").run(payload)
+
+    @contextlib.contextmanager
+    def _limited(self) -> Iterator[None]:
+        """In a job that was joined nobody watches this process: it ends itself, and says where it was."""
+        if self.timeout is None or not self._joined:
+            yield
+            return
+        faulthandler.dump_traceback_later(self.timeout, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _job(self, folder: str) -> Job:
+        nproc = self.nproc_per_node
+        environ = {
+            k: v for k, v in os.environ.items() if not k.startswith("SLURM_")
+        }  # idist would join that job
+        environ |= {"WORLD_SIZE": str(self.nnodes * nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+        if self.master_addr is not None:
+            environ["MASTER_ADDR"] = self.master_addr
+        if self.master_port is not None:
+            environ["MASTER_PORT"] = str(self.master_port)
+        if self.nnodes == 1:
+            # Loopback: no look-up of the host's name, nothing for a firewall to ask about.
+            loopback = "lo0" if sys.platform == "darwin" else "lo"
+            if sys.platform != "win32":
+                environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+                environ.setdefault("TP_SOCKET_IFNAME", loopback)  # RPC's
+        init_method = self.init_method
+        if init_method is None:
+            by_file = self.nnodes == 1 and self.master_port is None
+            init_method = _file_address(folder, "store") if by_file else "env://"
+        threads = self.threads_per_rank or max(1, _cores() // (nproc + self.servers))
+        return Job(
+            backend=self.backend,
+            nproc=nproc,
+            world_size=self.nnodes * nproc,
+            first_rank=self.node_rank * nproc,
+            folder=folder,
+            init_method=init_method,
+            timeout=self.timeout,
+            group_timeout=self.group_timeout,
+            threads=threads,
+            environ=environ,
+            cwd=os.getcwd(),
+            modules=list(PRELOAD),
+            mesh_sizes=self.mesh_sizes,
+            start_method=multiprocessing.get_start_method(allow_none=True),
+            servers=self.servers,
+            rpc_method=_file_address(folder, "rpc"),
+            sources=_cell_sources(),
+        )
+
+    def _context(self) -> multiprocessing.context.BaseContext:
+        method = self.start_method
+        if method is None:
+            method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+            if method == "spawn":
+                _warn_about_spawn()
+        context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            if sys.platform == "darwin":  # else macOS ends forks of a process that has loaded its frameworks
+                os.environ.setdefault("OBJC_DISABLE_INITIALIZE_FORK_SAFETY", "YES")
+            context.set_forkserver_preload(PRELOAD)
+        return context
+
+
+def _cell_sources() -> dict[str, list[str]]:
+    """The text of cells, which ranks need to show the lines of a traceback: no file holds it."""
+    return {
+        name: entry[2]
+        for name, entry in list(linecache.cache.items())
+        if len(entry) == 4 and ("ipykernel" in name or name.startswith("<")) and not os.path.exists(name)
+    }
+
+
+def _pack_function(func: Callable, args: tuple, kwargs: dict) -> bytes:
+    try:
+        return cloudpickle.dumps((func, args, kwargs))
+    except Exception as error:
+        culprit = _find_culprit(func, args, kwargs)
+        raise ValueError(
+            f"func and its arguments should be picklable to reach the ranks, but {culprit} is not: {error}. "
+            "Make it inside the function instead."
+        ) from error
+
+
+def _find_culprit(func: Callable, args: tuple, kwargs: dict) -> str:
+    parts = {f"argument {i + 1}": value for i, value in enumerate(args)}
+    parts |= {f"argument {name!r}": value for name, value in kwargs.items()}
+    code = getattr(func, "__code__", None)
+    if code is not None:
+        cells = zip(code.co_freevars, func.__closure__ or (), strict=False)
+        parts |= {f"the variable {name!r} that it uses": cell.cell_contents for name, cell in cells}
+        parts |= {
+            f"the global {name!r} that it uses": func.__globals__[name]
+            for name in code.co_names
+            if name in func.__globals__
+        }
+    for name, value in parts.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return f"{name} ({type(value).__name__})"
+    return f"{getattr(func, '__name__', func)!r}"
+
+
+def _inside_a_job() -> bool:
+    """Whether torchrun (or mpirun, or a script with the same variables) or Slurm's srun started this process."""
+    torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return torchrun or int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ
+
+
+def _rank_here() -> int:
+    return int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+_spawn_warned = False
+
+
+def _warn_about_spawn() -> None:
+    global _spawn_warned
+    if not _spawn_warned:
+        _spawn_warned = True
+        warnings.warn(
+            "There is no forkserver on this platform: ranks are spawned, and each launch imports torch anew "
+            "(some seconds).",
+            stacklevel=4,
+        )
+
+
+def _file_address(folder: str, name: str) -> str:
+    path = Path(folder) / name
+    # torch decodes %20 and the like on Windows only.
+    return path.as_uri() if sys.platform == "win32" else f"file://{path}"

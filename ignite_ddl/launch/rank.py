@@ -1,0 +1,184 @@
+"""The rank's side of a launch: join the job, run the function, send its result or its exception back."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import linecache
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing import connection
+from typing import Any
+
+import cloudpickle
+import ignite.distributed as idist
+import torch
+
+from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, tell_ignite_nproc
+from ignite_ddl.launch.job import HAS_SIGNALS, Job
+from ignite_ddl.mesh import initialize_mesh
+
+__all__ = ["rank_main", "server_main"]
+
+
+def rank_main(
+    job: Job, local_rank: int, payload: bytes, reports: connection.Connection, release: connection.Connection
+) -> None:
+    rank = job.first_rank + local_rank
+    _redirect_output(job, rank)
+    _die_with_parent(job.folder)
+    try:
+        _set_up(job, {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
+        func, args, kwargs = cloudpickle.loads(payload)
+        # Longer than the run may take: the parent, which knows where every rank is, speaks first.
+        longest = job.group_timeout or (job.timeout and job.timeout + 60)
+        limit = {"timeout": timedelta(seconds=longest)} if longest else {}
+        if not job.init_method.startswith("env"):
+            limit |= {"rank": rank, "world_size": job.world_size}
+        tell_ignite_nproc(job.nproc)
+        init_method = address_for_ignite(job.init_method, rank, job.world_size)
+        idist.initialize(job.backend, init_method=init_method, **limit)
+        if job.mesh_sizes:
+            initialize_mesh(**job.mesh_sizes)
+        if job.servers:
+            from ignite_ddl.parameter_server import wire  # here: RPC takes its time to import
+
+            wire.join(rank, job.world_size, job.servers, job.rpc_method)
+        result = func(local_rank, *args, **kwargs)
+        message = _pack_result(result)
+    except BaseException as error:
+        message = _pack_error(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        reports.send_bytes(message)
+    reports.close()
+    # Leave the process group only when every rank is through: peers may still be talking to this one.
+    with contextlib.suppress(EOFError, OSError):
+        release.recv_bytes()
+    if job.backend != "gloo":  # gloo's sockets close with the process; destroying the group takes 35 ms more
+        with contextlib.suppress(Exception):
+            idist.finalize()
+
+
+def server_main(job: Job, index: int, reports: connection.Connection, release: connection.Connection) -> None:
+    """A parameter server: no rank, it answers the workers until the launcher lets it go."""
+    _redirect_output(job, f"server{index}")
+    _die_with_parent(job.folder)
+    try:
+        _set_up(job, {})
+        from ignite_ddl.parameter_server import wire
+
+        wire.join(job.world_size + index, job.world_size, job.servers, job.rpc_method)
+        reports.send({"can_go_on": True})
+        with contextlib.suppress(EOFError):
+            while True:
+                worker, failed = release.recv()
+                can_go_on = wire.worker_ended(worker, failed)
+                if failed is not None:
+                    reports.send({"can_go_on": can_go_on})
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            reports.send_bytes(_pack_error(error))
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _set_up(job: Job, environ: dict[str, str]) -> None:
+    # Else the workers of a rank's DataLoader would be started as the rank was, slowly, and not know its classes.
+    multiprocessing.set_start_method(job.start_method, force=True)
+    os.environ.clear()
+    os.environ.update(job.environ | environ)
+    os.environ["OMP_NUM_THREADS"] = str(job.threads)
+    os.chdir(job.cwd)
+    torch.set_num_threads(job.threads)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # forks of one server would all draw the same numbers
+    linecache.cache.update({name: (len(lines), None, lines, name) for name, lines in job.sources.items()})
+    if job.backend == "gloo":
+        hide_gpus_if_too_few(job.nproc)
+    for module in job.modules:
+        __import__(module)
+
+
+def _redirect_output(job: Job, rank: int | str) -> None:
+    """Everything that this process and its children write, C++ included, goes to files that the parent reads."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        file = os.open(
+            os.path.join(job.folder, f"{rank}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+        )
+        os.dup2(file, descriptor)
+        os.close(file)
+        options = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1, "closefd": False}
+        stream = open(descriptor, "w", **options)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    if HAS_SIGNALS:  # the parent asks by this signal where a rank is that does not finish
+        stacks = open(os.path.join(job.folder, f"{rank}.stack"), "w")  # noqa: SIM115
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+
+
+def _die_with_parent(folder: str) -> None:
+    """A killed parent cannot clean up: each rank waits for the end of its parent, and follows."""
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # Ctrl-C in a terminal is the parent's to handle; and a group can be killed as one
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
+        if hasattr(os, "killpg"):
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="ignite_ddl parent watch", daemon=True).start()
+
+
+class _ResultPickler(cloudpickle.Pickler):
+    """Brings tensors to the CPU: the parent may have no such device, and must not open one on a rank's behalf."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
+            moved = obj.detach().cpu()
+            if isinstance(obj, torch.nn.Parameter):
+                moved = torch.nn.Parameter(moved, requires_grad=obj.requires_grad)
+            return moved.__reduce_ex__(self.proto)
+        return super().reducer_override(obj)
+
+
+def _pack_result(result: Any) -> bytes:
+    file = io.BytesIO()
+    try:
+        pickler = _ResultPickler(file)
+        pickler.proto = 5
+        pickler.dump({"result": result})
+    except Exception as error:
+        raise ValueError(
+            f"the result ({type(result).__name__}) cannot be sent back: {error}. Return numbers, tensors "
+            "(of a DTensor its full_tensor()), or containers of them."
+        ) from error
+    return file.getvalue()
+
+
+def _pack_error(error: BaseException) -> bytes:
+    frames = (
+        error.__traceback__.tb_next if error.__traceback__ is not None else None
+    )  # without this file's frame
+    shown = traceback.TracebackException(type(error), error, frames)
+    message = {
+        "when": time.monotonic(),
+        "summary": f"raised {''.join(shown.format_exception_only()).strip()}",
+        "traceback": "".join(shown.format()),
+    }
+    try:
+        return cloudpickle.dumps(message | {"exception": error.with_traceback(None)})
+    except Exception:
+        return cloudpickle.dumps(message)

@@ -1,0 +1,288 @@
+"""A model on a mesh: what does not fit is refused before anything is sent, then its layers are made and cut."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from ignite_ddl.compat import replicate
+from ignite_ddl.lazy import LazyLayers
+from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages
+from ignite_ddl.pipeline.one_stage import as_stages
+from ignite_ddl.pipeline.pipeline import Pipeline, reshard, share_buffers
+from ignite_ddl.pipeline.schedules import microbatches_for
+from ignite_ddl.tensor.plan import apply_plan, check_plan
+from ignite_ddl.tensor.random import share_random_stream
+
+__all__ = ["auto_model", "auto_optim", "check_model"]
+
+
+def auto_model(
+    model: nn.Module,
+    tensor_plan: Mapping[str, ParallelStyle] | None = None,
+    *,
+    schedule: str = "1f1b",
+    n_microbatches: int | None = None,
+    split: Sequence[int] | None = None,
+    costs: Sequence[float] | None = None,
+    shard: bool = False,
+    **kwargs: Any,
+) -> nn.Module:
+    """Cuts a built model for the mesh; the weights are those of rank 0, which are those of one process.
+
+    On a mesh that is data parallel only this is ``idist.auto_model`` (DDP). With tp the plan's modules become
+    DTensors, with pp the model becomes a :class:`~ignite_ddl.pipeline.pipeline.Pipeline` of this rank's stages, and the
+    dp axis is torch's ``replicate``, or FSDP2 with ``shard=True``.
+
+    Args:
+        model: any module; where the mesh has a pp axis, an ``nn.Sequential`` or a module whose attribute
+            ``pipeline_layers`` lists the names of its layers, in order. Layers may be ``ddl.lazy``.
+        tensor_plan: globs of module names to styles, see :mod:`ignite_ddl.tensor`. Checked on every mesh.
+        schedule: a name of ``ignite_ddl.pipeline.schedules.SCHEDULES``, default "1f1b". Used with pp.
+        n_microbatches: microbatches per batch, default the number of stages. Used with pp.
+        split: layers per stage, default balanced by ``costs``. Used with pp.
+        costs: what each layer costs, in any unit, such as of ``ddl.layer_costs``; the same on every rank. Default
+            its number of parameters. Used with pp.
+        shard: shard parameters, gradients and optimizer state over dp (FSDP2). Default False. Weights are gathered
+            when their turn comes, as one: on the way down from the model, a module that holds no list of layers
+            (``nn.Sequential``, ``nn.ModuleList``, ``nn.ModuleDict``), or that has a twin of the same shapes in such
+            a list, as a transformer block has. Tied weights and what is left over, such as parameters of the model
+            itself, are gathered with the whole model. Weights that are read without a call of the module that is
+            gathered with them are not there.
+        kwargs: for ``idist.auto_model`` on a mesh that is data parallel only, say ``find_unused_parameters``.
+
+    Returns:
+        nn.Module: the model to train. With pp, call it under ``ddl.create_supervised_trainer``.
+
+    Raises:
+        ValueError: if a key of the plan matches nothing, a module cannot be cut, or the model and the schedule
+            do not suit the mesh; nothing has been sent then.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            def weights_held(local_rank):
+                torch.manual_seed(0)
+                model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+                model = ddl.auto_model(model, tensor_plan={"0": ddl.Column(), "2": ddl.Row()})
+                held = model[0].weight.to_local().numel()
+                return held, model(torch.ones(1, 8)).sum().item()
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2, tp=2) as parallel:
+                (held, cut), _ = parallel.run(weights_held)
+
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+            assert held == 64                                   # of the first layer's 128 weights
+            assert abs(cut - model(torch.ones(1, 8)).sum().item()) < 1e-5
+    """
+    mesh = get_mesh()
+    for_ddp = mesh.dp_size == mesh.world_size and not (shard and mesh.world_size > 1)
+    if kwargs and not for_ddp:
+        raise ValueError(
+            f"{', '.join(kwargs)} are for DDP, but the mesh is {mesh!r}, shard={shard}: leave them out"
+        )
+    styles, cut = _check(
+        model, tensor_plan, mesh.pp_size, mesh.tp_size, schedule, n_microbatches, split, costs
+    )
+    if not for_ddp:
+        _copy_weights_of_rank_0(model)  # not those that are yet to be made
+
+    def stages_with(name: str) -> int:
+        """How many of this rank's stages hold the module of that name."""
+        if cut is None:
+            return 1
+        own = (cut.layers[stage] for stage in cut.stages_of(mesh.pp_rank))
+        return sum(any(f"{name}.".startswith(f"{layer}.") for layer in layers) for layers in own)
+
+    for names in LazyLayers(model).make(mesh, is_held=stages_with):
+        alone = sum(map(stages_with, names)) == 1  # else it is copied first
+        _cut_layer(model, names, styles, mesh, shard and alone)
+    if for_ddp:
+        return idist.auto_model(model, **kwargs)
+    if mesh.tp_size * mesh.pp_size > 1:
+        share_random_stream(mesh)
+    if cut is not None:
+        model = Pipeline(model, cut, mesh)
+    if mesh.tp_size > 1:
+        apply_plan(model, styles, mesh.device_mesh["tp"])
+    for stage in as_stages(model).local_stages():
+        _over_dp(stage, mesh, shard)
+    return model
+
+
+def check_model(
+    model: nn.Module,
+    tensor_plan: Mapping[str, ParallelStyle] | None = None,
+    *,
+    dp: int = 1,
+    pp: int = 1,
+    tp: int = 1,
+    schedule: str = "1f1b",
+    n_microbatches: int | None = None,
+    split: Sequence[int] | None = None,
+    costs: Sequence[float] | None = None,
+    batches: Sequence[int] = (),
+) -> None:
+    """Raises in one process, before any rank is started, what :func:`auto_model` would raise on a mesh.
+
+    Args:
+        model: the model; it stays as it is.
+        tensor_plan: as in :func:`auto_model`.
+        dp: size of the mesh's data-parallel axis.
+        pp: number of pipeline ranks.
+        tp: number of ranks that share each layer.
+        schedule: as in :func:`auto_model`.
+        n_microbatches: as in :func:`auto_model`.
+        split: as in :func:`auto_model`.
+        costs: as in :func:`auto_model`.
+        batches: rows of the global batches that will come, say ``batch_size`` and those of the last batch: some
+            schedules cannot cut each number of rows.
+
+    Raises:
+        ValueError: if the model, the plan, the schedule or a batch does not suit the mesh.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+            ddl.check_model(layers, {"0": ddl.Column(), "2": ddl.Row()}, dp=2, tp=4)
+            try:
+                ddl.check_model(layers, pp=4)
+            except ValueError as error:
+                assert "a model of 3 layers cannot be cut into 4 stages" in str(error)
+    """
+    _, cut = _check(model, tensor_plan, pp, tp, schedule, n_microbatches, split, costs)
+    if cut is not None:
+        for rows in batches:
+            for here in {rows // dp, -(-rows // dp)} - {0}:  # of a dp rank
+                microbatches_for(here, cut.n_microbatches, schedule, pp)
+
+
+def _check(
+    model: nn.Module,
+    tensor_plan: Mapping[str, ParallelStyle] | None,
+    pp_size: int,
+    tp_size: int,
+    schedule: str,
+    n_microbatches: int | None,
+    split: Sequence[int] | None,
+    costs: Sequence[float] | None,
+) -> tuple[dict[str, ParallelStyle], Cut | None]:
+    """The first phase: everything is decided and checked, nothing is made, changed or sent."""
+    with LazyLayers(model).shapes_only():
+        styles = check_plan(model, tensor_plan or {}, tp_size)
+        cut = cut_into_stages(model, pp_size, schedule, n_microbatches, split, costs) if pp_size > 1 else None
+    return styles, cut
+
+
+def _cut_layer(
+    model: nn.Module, names: list[str], styles: dict[str, ParallelStyle], mesh: Mesh, shard: bool
+) -> None:
+    """Cuts a layer that was made just now as the whole model is going to be, before the next one takes memory."""
+    layer = model.get_submodule(names[0])
+    layer.to(idist.device())
+    if mesh.tp_size > 1:
+        holder = nn.Module()
+        for name in names:
+            add_submodule(holder, name, layer)
+        inside = tuple(f"{name}." for name in names)
+        own = {name: styles.pop(name) for name in list(styles) if f"{name}.".startswith(inside)}
+        apply_plan(holder, own, mesh.device_mesh["tp"])
+    if shard and mesh.dp_size > 1 and any(True for _ in layer.parameters()):
+        _fully_shard(layer, mesh)
+
+
+def _over_dp(module: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:
+    if mesh.dp_size == 1:
+        return module
+    if mesh.pp_size == 1:  # a pipeline does it itself, once a batch
+        module.register_forward_pre_hook(lambda root, _: share_buffers(root, mesh))
+    if not any(p.requires_grad for p in module.parameters()):
+        return module
+    if shard:
+        return _resharded_after_evaluation(_fully_shard(module, mesh))
+    # Not DistributedDataParallel, which loses parameters beside DTensors and pipelines.
+    return _resharded_after_evaluation(replicate(module, mesh.device_mesh["dp"]))
+
+
+def _fully_shard(module: nn.Module, mesh: Mesh) -> nn.Module:
+    # Weights are gathered when their turn comes. Under pp they stay until the backward pass is through:
+    # once a batch, however many microbatches a dp rank has.
+    how = {"mesh": mesh.device_mesh["dp"], "reshard_after_forward": mesh.pp_size == 1}
+    for unit in _gathered_alone(module):
+        fully_shard(unit, **how)
+    return fully_shard(module, **how)  # what is left
+
+
+def _resharded_after_evaluation(module: nn.Module) -> nn.Module:
+    """Without a backward pass FSDP2 keeps its working copies: an optimizer made then would train those, in vain."""
+    if get_mesh().pp_size == 1:  # a pipeline does it itself, after its last microbatch
+        module.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else reshard(root))
+    return module
+
+
+_LISTS = nn.Sequential | nn.ModuleList | nn.ModuleDict
+
+
+def _gathered_alone(root: nn.Module) -> list[nn.Module]:
+    """The modules that FSDP2 gathers one at a time, by the rule that :func:`auto_model` states."""
+    passed, units = [root], []
+    for module in passed:  # it grows meanwhile
+        shapes = {child: tuple(p.shape for p in child.parameters()) for child in module.children()}
+        alike = Counter(shapes.values() if isinstance(module, _LISTS) else ())
+        for child in (child for child in shapes if shapes[child]):
+            block = alike[shapes[child]] > 1 and not isinstance(child, _LISTS)
+            made_late = isinstance(child, FSDPModule)  # and sharded already
+            known = units if block or made_late or not _holds_layers(child) else passed
+            if child not in known:
+                known.append(child)
+    # A weight that is tied across them has to be there for all of them: it is left to the root.
+    holders = Counter(id(p) for unit in units for p in unit.parameters())
+    holders.update(id(p) for module in passed for p in module.parameters(recurse=False))
+    return [
+        unit
+        for unit in units
+        if not isinstance(unit, FSDPModule) and all(holders[id(p)] == 1 for p in unit.parameters())
+    ]
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    return any(isinstance(m, _LISTS) and any(True for _ in m.parameters()) for m in module.modules())
+
+
+def _copy_weights_of_rank_0(model: nn.Module) -> None:
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(idist.device()))
+    with torch.no_grad():
+        for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()] if not t.is_meta}.values():
+            # A channels_last weight is not: it could be neither sent nor sharded.
+            tensor.data = tensor.contiguous()
+            dist.broadcast(tensor, src=0)
+
+
+def auto_optim(optimizer: torch.optim.Optimizer, **kwargs: Any) -> torch.optim.Optimizer:
+    """``idist.auto_optim``: the optimizer itself on gloo and NCCL, adapted on Horovod and XLA.
+
+    Args:
+        optimizer: an optimizer of the parameters of what :func:`auto_model` returned.
+        kwargs: those of ``idist.auto_optim``.
+
+    Returns:
+        torch.optim.Optimizer: the optimizer to step.
+    """
+    return idist.auto_optim(optimizer, **kwargs)

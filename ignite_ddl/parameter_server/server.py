@@ -1,0 +1,275 @@
+"""The server's side: some of the parameters, their optimizer, and the rules by which they change."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+from torch.futures import Future
+
+__all__ = ["MODES", "Shard"]
+MODES = ("sync", "async", "bounded", "backup")
+
+
+class Shard:
+    """Some of the parameters, their optimizer, and the rules by which they change; knows nothing of RPC.
+
+    What a method returns at once is its answer; a ``Future`` is an answer that has to wait for other workers.
+    """
+
+    def __init__(self, gone: Mapping[int, str | None] | None = None) -> None:
+        self.lock = threading.Lock()
+        self.waiting: list[tuple[Callable[[], bool], Callable[[], Any], Future]] = []
+        self.gone = dict(gone or {})  # workers through with everything: why, or None
+        self.agreed: dict[str, Any] | None = None  # what every worker must have in common; None: not made yet
+        self.others: list[torch.Tensor] = []
+
+    def create(
+        self,
+        agreed: dict[str, Any],
+        optimizer: bytes,
+        tensors: list[torch.Tensor],
+        others: list[torch.Tensor],
+    ) -> str | None:
+        """Worker 0's call: the parameters as they are at the start, and how to make their optimizer.
+
+        What is wrong with that comes back as text: RPC would bring an exception as a RuntimeError.
+        """
+        with self._changing():
+            self.mode, self.staleness = agreed["mode"], agreed["staleness"]
+            self.workers = set(range(agreed["workers"]))
+            self.needed = agreed["workers"] - agreed["backup"]  # gradients that make a synchronous update
+            # A lone server can replace a dead worker by a backup; several would have to agree on whom they heard.
+            self.spare = agreed["backup"] if agreed["servers"] == 1 else 0
+            self.parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
+            self.others = others
+            self.optimizer = cloudpickle.loads(optimizer)(self.parameters)
+            if wrong := _whats_wrong(self.optimizer, self.parameters):
+                return wrong
+            self.version = 0  # updates so far
+            self.clock = dict.fromkeys(self.workers, 0)  # pushes since the epoch began
+            self.pushes = dict.fromkeys(self.workers, 0)  # pushes in all
+            self.ended: set[int] = set()  # through with their epoch
+            self.pending: dict[
+                int, dict[str, Any]
+            ] = {}  # workers whose gradients wait for the others', records
+            self.means: dict[tuple[int, int], _Mean] = {}  # of those gradients, see _average
+            self.reading: set[int] = set()  # pulled, and not heard of since: their answer may be on its way
+            self.times: dict[int, dict[str, float]] = {}  # of each worker's latest pull
+            self.updates: list[dict[str, Any]] = []
+            self.dropped: list[dict[str, Any]] = []
+            self.size = _bytes(self.parameters)
+            self.bytes_in = self.bytes_out = 0
+            self.start = time.monotonic()
+            self.agreed = agreed
+            return None
+
+    def join(self) -> Future:
+        """What worker 0 made: what all must have in common, and the tensors that are not trained.
+
+        None and nothing if worker 0 has ended before it made them.
+        """
+        return self._when(
+            lambda: self.agreed is not None or 0 in self.gone, lambda: (self.agreed, self.others)
+        )
+
+    def pull(self, worker: int, at_least: int) -> Future:
+        """The version and its tensors, as soon as this worker may have them."""
+        asked = time.monotonic()
+
+        def answer() -> tuple[int, list[torch.Tensor]]:
+            now = time.monotonic()
+            self.times[worker] = {"waited": now - asked, "pulled_at": now - self.start}
+            self.reading.add(worker)
+            tensors = [parameter.detach() for parameter in self.parameters]
+            self.bytes_out += self.size
+            return self.version, tensors
+
+        return self._when(lambda: self.version >= at_least and self._may_pull(worker), answer)
+
+    def push(self, worker: int, pulled: int, gradients: list[torch.Tensor | None], rows: int) -> bool:
+        """Takes a gradient; False where it comes too late."""
+        with self._changing():
+            self.bytes_in += _bytes(gradients)
+            self.reading.discard(worker)
+            record = {"worker": worker, "step": self.pushes[worker], "pulled": pulled, "rows": rows}
+            record |= self.times[worker] | {"pushed_at": time.monotonic() - self.start}
+            self.pushes[worker] += 1
+            if self.mode in ("async", "bounded"):
+                self.clock[worker] += 1
+                if rows:
+                    self._update(gradients, [record])
+            elif pulled == self.version:
+                self.pending[worker] = record
+                self._average(worker, (rows, gradients))
+                self._update_if_complete()
+            else:
+                self.dropped.append(record | {"version": self.version, "staleness": self.version - pulled})
+                return False
+            return True
+
+    def end_epoch(self, worker: int) -> None:
+        with self._changing():
+            self.ended.add(worker)
+            self._someone_left()
+
+    def end(self, worker: int, failed: str | None) -> bool:
+        """A worker has returned, or failed: nobody waits for it any more. Whether the others can go on."""
+        with self._changing():
+            self.gone[worker] = failed
+            if self.agreed is None:
+                return failed is None
+            self._someone_left()
+            if failed is None or self.mode in ("async", "bounded"):
+                return True
+            return sum(reason is not None for reason in self.gone.values()) <= self.spare
+
+    def waits_for(self) -> list[int]:
+        """The workers without whom nothing moves now."""
+        with self.lock:
+            if self.agreed is None:
+                return [0]
+            if self.mode == "bounded":
+                slowest = min(self.clock[worker] for worker in self._active() or self.workers)
+                return sorted(worker for worker in self._active() if self.clock[worker] == slowest)
+            return sorted(self._active() - self.pending.keys())
+
+    def statistics(self) -> dict[str, Any]:
+        with self.lock:
+            return {
+                "bytes": self.size,
+                "version": self.version,
+                "updates": list(self.updates),
+                "dropped": list(self.dropped),
+                "lost": {worker: reason for worker, reason in self.gone.items() if reason is not None},
+                "bytes_in": self.bytes_in,
+                "bytes_out": self.bytes_out,
+            }
+
+    # The rules. All that follows runs with the lock held.
+
+    def _active(self) -> set[int]:
+        return self.workers - self.ended - self.gone.keys()
+
+    def _may_pull(self, worker: int) -> bool:
+        if self.mode == "async":
+            return True
+        if worker in self.ended:
+            return False  # the next epoch begins for all together
+        if self.mode == "bounded":
+            slowest = min((self.clock[other] for other in self._active()), default=self.clock[worker])
+            return self.clock[worker] - slowest <= self.staleness
+        return worker not in self.pending
+
+    def _someone_left(self) -> None:
+        if self.pending:
+            self._update_if_complete()
+        if not self._active():  # the last one: a new epoch
+            self.ended.clear()
+            self.clock = dict.fromkeys(self.workers, 0)
+
+    def _average(self, worker: int, mean: _Mean) -> None:
+        """Takes a gradient into the means of those that have come.
+
+        They meet along a binary tree over the workers' numbers, two neighbours as soon as both are there: little is
+        left to do when the last one comes, and whoever comes first, the same workers give the same bits.
+        """
+        level = 0
+        while (neighbour := self.means.pop((level, worker ^ 1), None)) is not None:
+            mean = _mean_of(neighbour, mean) if worker % 2 else _mean_of(mean, neighbour)
+            level, worker = level + 1, worker // 2
+        self.means[level, worker] = mean
+
+    def _update_if_complete(self) -> None:
+        if len(self.pending) < self.needed and not self._active() <= self.pending.keys():
+            return
+        rows, mean = functools.reduce(_mean_of, (self.means[place] for place in sorted(self.means)))
+        records = [self.pending[worker] for worker in sorted(self.pending)]
+        self.pending, self.means = {}, {}
+        if rows:
+            self._update(mean, [record for record in records if record["rows"]])
+
+    def _update(self, gradients: list[torch.Tensor | None], records: list[dict[str, Any]]) -> None:
+        if self.reading:  # leave them the memory that they read: what is pulled is one version, whole
+            for parameter in self.parameters:
+                parameter.data = parameter.data.clone()
+            self.reading.clear()
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        now = time.monotonic() - self.start
+        for record in records:
+            staleness = self.version - record["pulled"]
+            self.updates.append(record | {"version": self.version, "staleness": staleness, "applied_at": now})
+        self.version += 1
+
+    def _when(self, condition: Callable[[], bool], answer: Callable[[], Any]) -> Future:
+        future = Future()
+        with self._changing():
+            self.waiting.append((condition, answer, future))
+        return future
+
+    @contextlib.contextmanager
+    def _changing(self):
+        """Holds the lock for a change, then answers those who waited for it."""
+        with self.lock:
+            yield
+            answers, still = [], []
+            for condition, answer, future in self.waiting:
+                if condition():
+                    answers.append((future, answer()))
+                else:
+                    still.append((condition, answer, future))
+            self.waiting = still
+        for future, answer in answers:
+            future.set_result(answer)
+
+
+_Mean = tuple[int, list[torch.Tensor | None]]  # a number of rows, and the mean gradient over them
+
+
+def _scaled(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:
+    return None if gradient is None else gradient.mul_(factor)
+
+
+def _mean_of(one: _Mean, other: _Mean) -> _Mean:
+    """Over the rows of both, in the memory of one of them. No gradient counts as zeros."""
+    (rows, gradients), (other_rows, others) = one, other
+    if not rows or not other_rows:
+        return one if rows else other
+    share = other_rows / (rows + other_rows)
+    mean = []
+    for mine, theirs in zip(gradients, others, strict=True):
+        if mine is None or theirs is None:
+            mean.append(_scaled(mine, 1 - share) if theirs is None else _scaled(theirs, share))
+        else:
+            mean.append(mine.lerp_(theirs, share))
+    return rows + other_rows, mean
+
+
+def _whats_wrong(optimizer: Any, parameters: list[nn.Parameter]) -> str | None:
+    """It should take steps over exactly these parameters: over copies of the model's it would learn for nobody."""
+    if not hasattr(optimizer, "param_groups"):
+        return f"optimizer should return an optimizer, but it returned {optimizer!r}"
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    given = {id(parameter) for parameter in parameters}
+    if held == given:
+        return None
+    return (
+        f"optimizer should return an optimizer of all {len(given)} parameters that it is given and of no others, but "
+        f"it leaves out {len(given - held)} and has {len(held - given)} others; on the server, the parameters of a "
+        "model that it uses are copies"
+    )
+
+
+def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

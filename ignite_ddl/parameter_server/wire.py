@@ -1,0 +1,130 @@
+"""How workers and servers reach each other. The only file that knows ``torch.distributed.rpc``."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import warnings
+from collections import defaultdict
+from multiprocessing import util
+from typing import Any
+
+from torch.distributed import rpc
+from torch.futures import Future
+
+from ignite_ddl.parameter_server.server import Shard
+
+__all__ = ["LONGEST_SECONDS", "Servers", "join", "worker_ended"]
+# Plain TCP: TensorPipe's shared memory polls, which costs half a core for each process that waits.
+_TRANSPORT = {"_transports": ["uv"], "_channels": ["basic"]}
+_THREADS = 8  # that serve requests; they wait for a lock at most, never for a worker
+LONGEST_SECONDS = 2e6  # that a request may take: torch counts its milliseconds in 32 bits
+_JOIN_SECONDS = 600.0  # until every worker and server has met the others
+_servers: list[rpc.WorkerInfo] = []  # in order, once this process has joined them
+_gone: dict[int, str | None] = {}  # on a server: the workers that are through, as Shard.gone
+_shards: dict[int, Shard] = defaultdict(lambda: Shard(_gone))  # by the number of the ParameterServer
+_shards_lock = threading.Lock()  # for both
+_numbers = itertools.count()  # on a worker: its ParameterServers, in the order in which all workers make them
+
+
+def join(index: int, workers: int, servers: int, init_method: str) -> None:
+    """Lets this process and the others of the run reach each other by RPC; returns when all can.
+
+    Args:
+        index: this process's number: the workers' ranks first, then the servers.
+        workers: number of workers.
+        servers: number of servers.
+        init_method: how they meet, "file://...".
+    """
+    name = f"worker{index}" if index < workers else f"server{index - workers}"
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=init_method, rpc_timeout=_JOIN_SECONDS, num_worker_threads=_THREADS, **_TRANSPORT
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its own use of gloo
+        rpc.init_rpc(name, rank=index, world_size=workers + servers, rpc_backend_options=options)
+    util.Finalize(None, rpc.shutdown, kwargs={"graceful": False}, exitpriority=1)  # waits for nobody
+    _servers[:] = [rpc.get_worker_info(f"server{i}") for i in range(servers)]
+
+
+def worker_ended(worker: int, failed: str | None) -> bool:
+    """On a server, from the launcher: a worker has returned, or failed. Whether the others can go on."""
+    with _shards_lock:
+        _gone[worker] = failed  # for those to come
+        shards = [_shards[number] for number in sorted(_shards)]
+    can_go_on = [shard.end(worker, failed) for shard in shards]
+    return failed is None or bool(can_go_on) and can_go_on[-1]  # earlier ones are through
+
+
+def _answer(number: int, method: str, *arguments: Any) -> Any:
+    """Runs on a server, in one of its threads, for a worker."""
+    with _shards_lock:
+        shard = _shards[number]
+    return getattr(shard, method)(*arguments)
+
+
+@rpc.functions.async_execution
+def _answer_when_ready(*request: Any) -> Future:
+    """The same for answers that may have to wait; no thread waits with them."""
+    return _answer(*request)
+
+
+class Servers:
+    """The servers of one ``ParameterServer``, as a worker sees them; in this process where none was started.
+
+    Args:
+        mode: of the ``ParameterServer``, for error messages.
+        timeout: seconds that a request may take.
+    """
+
+    def __init__(self, mode: str, timeout: float) -> None:
+        self.mode, self.timeout = mode, timeout
+        self._joined = list(_servers)
+        self.count = len(self._joined)
+        self._here = None if self._joined else Shard()
+        self._number = next(_numbers)
+
+    def ask(self, method: str, requests: list[tuple], servers: slice = slice(None)) -> list[Any]:
+        """Sends a request to each server at once, then waits for all their answers.
+
+        Args:
+            method: of :class:`~ignite_ddl.parameter_server.server.Shard`.
+            requests: its arguments, for each server.
+            servers: which servers. Default: all.
+
+        Raises:
+            ConnectionError: if a server is gone.
+            TimeoutError: if one does not answer in time.
+        """
+        if self._here is not None:
+            answers = [getattr(self._here, method)(*request) for request in requests]
+            return [answer.wait() if isinstance(answer, Future) else answer for answer in answers]
+        asked = self._joined[servers]
+        try:
+            # Workers reach their first line with a server at different times: loading data may take long.
+            limit = _JOIN_SECONDS if method in ("create", "join") else self.timeout
+            function = _answer_when_ready if method in ("join", "pull") else _answer
+            futures = [
+                rpc.rpc_async(server, function, args=(self._number, method, *request), timeout=limit)
+                for server, request in zip(asked, requests, strict=True)
+            ]
+        except RuntimeError as error:
+            raise ConnectionError(f"a parameter server is gone, at {method}: {error}") from None
+        return [self._wait(server.name, method, f, limit) for server, f in zip(asked, futures, strict=True)]
+
+    def _wait(self, server: str, method: str, future: Future, limit: float) -> Any:
+        try:
+            return future.wait()
+        except RuntimeError as error:
+            if "On WorkerInfo" in str(error):  # raised there, by the optimizer, say
+                raise
+            if "timeout" not in str(error):
+                raise ConnectionError(f"{server} is gone, at {method}: {error}") from None
+        waits_for = "something"
+        with contextlib.suppress(RuntimeError):
+            waits_for = rpc.rpc_sync(server, _answer, args=(self._number, "waits_for"), timeout=2.0)
+        raise TimeoutError(
+            f"{method} took more than {limit:g} s: {server} (mode {self.mode!r}) waits for workers "
+            f"{waits_for}"
+        )

@@ -1,0 +1,106 @@
+"""What each layer of a model costs: counted operations, or measured seconds."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ignite_ddl.lazy import Lazy, LazyLayers, replace_module
+from ignite_ddl.pipeline.cut import named_layers
+
+__all__ = ["layer_costs"]
+
+
+def layer_costs(model: nn.Module, x: torch.Tensor, unit: str = "flops", repeats: int = 5) -> list[float]:
+    """What a forward and a backward pass of each layer costs, for ``ddl.auto_model(..., costs=)``.
+
+    "flops" counts the operations of matrix products, convolutions and attention by their shapes
+    (``torch.utils.flop_counter``): nothing is computed, every machine finds the same, and layers that only
+    move numbers (embeddings, norms, activations) count nothing. "seconds" takes the time of each layer on rank 0's
+    device; the other ranks wait, and get rank 0's numbers, since all ranks have to cut alike.
+
+    Args:
+        model: an ``nn.Sequential``, or a model that names its layers in ``pipeline_layers``; not cut yet.
+            Lazy layers are made for it and forgotten. It is left as it is.
+        x: a microbatch: costs are for its rows.
+        unit: "flops" or "seconds". Default: "flops".
+        repeats: of "seconds": how often each is measured, after once to warm up; the median counts. Default: 5.
+
+    Returns:
+        list: a number for each layer.
+
+    Raises:
+        ValueError: if the model does not say what its layers are, or ``unit`` is unknown.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            wide, narrow = torch.nn.Linear(64, 64), torch.nn.Linear(64, 2)
+            first, second = ddl.layer_costs(torch.nn.Sequential(wide, narrow), torch.zeros(10, 64))
+            assert first == 2 * (2 * 10 * 64 * 64)          # forward, and the weights' gradient: the input needs none
+            assert second == 3 * (2 * 10 * 64 * 2)
+    """
+    if unit not in ("flops", "seconds"):
+        raise ValueError(f'unit should be "flops" or "seconds", but given {unit!r}')
+    layers = named_layers(model)
+    box: list[Any] = [None]
+    if unit == "flops" or idist.get_rank() == 0:
+        device = torch.device("meta") if unit == "flops" else idist.device()
+        hidden, box = x.detach().to(device), [[]]
+        for _, layer in layers:
+            with torch.random.fork_rng(), torch.enable_grad():
+                layer = _to_try(layer, device)
+                cost = _flops if unit == "flops" else _seconds
+                hidden, found = cost(layer, hidden, repeats)
+            box[0].append(found)
+    if unit == "seconds" and idist.get_world_size() > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _to_try(layer: nn.Module, device: torch.device) -> nn.Module:
+    """The layer on a device, to run without a trace in the model."""
+    if isinstance(layer, Lazy):
+        return layer.on_meta() if device.type == "meta" else layer.build().to(device)
+    layer = copy.deepcopy(layer)
+    for lazy in LazyLayers(layer).lazies:
+        replace_module(layer, lazy, lazy.on_meta() if device.type == "meta" else lazy.build())
+    return layer.to(device)
+
+
+def _once(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Forward and backward; returns what the next layer is given."""
+    output = layer(hidden)
+    if output.requires_grad:
+        output.backward(torch.ones_like(output))
+    layer.zero_grad()
+    hidden.grad = None
+    return output.detach().requires_grad_(output.requires_grad)
+
+
+def _flops(layer: nn.Module, hidden: torch.Tensor, _: int) -> tuple[torch.Tensor, float]:
+    with FlopCounterMode(display=False) as counter:
+        output = _once(layer, hidden)
+    return output, float(counter.get_total_flops())
+
+
+def _seconds(layer: nn.Module, hidden: torch.Tensor, repeats: int) -> tuple[torch.Tensor, float]:
+    output, seconds = _once(layer, hidden), []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        _once(layer, hidden)
+        if hidden.device.type != "cpu":
+            torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return output, statistics.median(seconds)

@@ -1,0 +1,294 @@
+"""Where a model is cut into pipeline stages: its layers, and the cut that balances what they cost."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ignite_ddl.pipeline.schedules import SCHEDULES, check_microbatches, stage_owners
+
+__all__ = ["Cut", "add_submodule", "balance", "check_trains", "cut_into_stages", "named_layers", "sequential"]
+
+
+def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers between which a pipeline may cut: what the input passes through, in order.
+
+    Those of an ``nn.Sequential``; any other model names them in an attribute ``pipeline_layers`` (a list, or a
+    method that returns one). Calling them one after the other has to be what its ``forward`` does.
+
+    Args:
+        model: the model.
+
+    Returns:
+        list: pairs of name and layer. A layer may be there twice.
+
+    Raises:
+        ValueError: if the model does not say what its layers are, or leaves weights or buffers out.
+
+    Examples:
+        .. code-block:: python
+
+            from torch import nn
+            from ignite_ddl.pipeline.cut import named_layers
+
+            class Net(nn.Module):
+                pipeline_layers = ["embed", "blocks.0", "blocks.1"]
+
+                def __init__(self):
+                    super().__init__()
+                    self.embed = nn.Linear(2, 4)
+                    self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+                def forward(self, x):
+                    x = self.embed(x)
+                    for block in self.blocks:
+                        x = block(x)
+                    return x
+
+            assert [name for name, _ in named_layers(Net())] == Net.pipeline_layers
+    """
+    kind, names = type(model).__name__, getattr(model, "pipeline_layers", None)
+    if names is None:
+        if not isinstance(model, nn.Sequential):
+            raise ValueError(
+                f"model should be an nn.Sequential under pp, but given {kind}: stages are cut between its layers; "
+                "or give it an attribute pipeline_layers with the names of its layers, in order"
+            )
+        if type(model).forward is not nn.Sequential.forward:
+            raise ValueError(
+                f"model is a {kind}, an nn.Sequential with a forward of its own: say what its layers are, in order, "
+                "in an attribute pipeline_layers"
+            )
+        return list(model._modules.items())  # named_children leaves out a layer's second place
+    names = list(names() if callable(names) else names)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    unknown = [name for name in names if not name or name not in modules]
+    if unknown or not names:
+        raise ValueError(
+            f"{kind}.pipeline_layers should name modules of the model, but names {unknown or 'none'}; it has "
+            f"{', '.join(name for name in modules if name)}"
+        )
+    inside = tuple(f"{name}." for name in names)
+    left_out = [name for name in model.state_dict() if not name.startswith(inside)]
+    if left_out:
+        raise ValueError(
+            f"{kind}.pipeline_layers leaves out {', '.join(left_out)}: no stage would hold them; put them into layers"
+        )
+    return [(name, modules[name]) for name in names]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a model is cut into stages: what each rank knows of all of them before anything is made or sent.
+
+    Attributes:
+        schedule: a name of ``SCHEDULES``.
+        n_microbatches: how many microbatches a batch is cut into.
+        owners: for each stage its rank on the pp axis.
+        layers: for each stage the names of its layers.
+        shared: groups of names of one parameter that several stages hold; the first name is in the earliest stage.
+        stage_of: the stage of each parameter, by name.
+        shapes: of the whole model's state dict, in its order.
+    """
+
+    schedule: str
+    n_microbatches: int
+    owners: list[int]
+    layers: list[list[str]]
+    shared: list[list[str]]
+    stage_of: dict[str, int]
+    shapes: dict[str, tuple[int, ...]]
+
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """The stages of a rank, in order."""
+        return [stage for stage, owner in enumerate(self.owners) if owner == pp_rank]
+
+    def describe(self, stage: int) -> str:
+        """A stage for error messages: its number and its layers."""
+        return f"stage {stage} ({', '.join(self.layers[stage])})"
+
+
+def cut_into_stages(
+    model: nn.Module,
+    pp_size: int,
+    schedule: str = "1f1b",
+    n_microbatches: int | None = None,
+    split: Sequence[int] | None = None,
+    costs: Sequence[float] | None = None,
+) -> Cut:
+    """Decides where a model is cut, and refuses what cannot be cut or what the schedule would get wrong.
+
+    Args:
+        model: an ``nn.Sequential``, or a model that names its layers in ``pipeline_layers``; its layers may be on the
+            meta device.
+        pp_size: number of pp ranks.
+        schedule: a name of ``SCHEDULES``. Default: "1f1b".
+        n_microbatches: how many microbatches a batch is cut into. Default: the number of stages.
+        split: number of layers of each stage. Default: balanced by ``costs``.
+        costs: what each layer costs, in any unit. Default: its number of parameters.
+
+    Returns:
+        Cut: where.
+
+    Raises:
+        ValueError: if the model does not say what its layers are, has fewer layers than stages, or has a stage
+            that the schedule would get wrong.
+    """
+    layers = named_layers(model)
+    owners = stage_owners(schedule, pp_size)
+    if n_microbatches is None:
+        n_microbatches = len(owners)
+    check_microbatches(schedule, n_microbatches, pp_size)
+    if costs is None:
+        costs = [1.0 + sum(p.numel() for p in layer.parameters()) for _, layer in layers]
+    elif not hasattr(costs, "__len__") or len(costs) != len(layers) or not _are_costs(costs):
+        raise ValueError(
+            f"costs should hold a number of at least 0 for each of {len(layers)} layers, but given {costs!r}"
+        )
+    try:
+        sizes = balance(costs, len(owners)) if split is None else [operator.index(n) for n in split]
+    except TypeError:  # not whole numbers, or no numbers
+        sizes = []
+    if len(sizes) != len(owners) or sum(sizes) != len(layers) or min(sizes) < 1:
+        raise ValueError(
+            f"split should name the layers of each of {len(owners)} stages, at least one each, "
+            f"{len(layers)} in all, but given {split!r}"
+        )
+    ends = list(itertools.accumulate(sizes))
+    stages = [layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    names: dict[
+        int, dict[str, int]
+    ] = {}  # of each parameter: its first name on each stage that has it, to the stage
+    for s, stage in enumerate(stages):
+        for name, parameter in sequential(stage).named_parameters():
+            names.setdefault(id(parameter), {})[name] = s
+    cut = Cut(
+        schedule,
+        operator.index(n_microbatches),
+        owners,
+        layers=[[name for name, _ in stage] for stage in stages],
+        shared=[list(group) for group in names.values() if len(group) > 1],
+        stage_of={name: s for group in names.values() for name, s in group.items()},
+        shapes={name: tuple(t.shape) for name, t in model.state_dict().items()},
+    )
+    for s, stage in enumerate(stages):
+        check_trains(cut, s, sequential(stage))
+    return cut
+
+
+def check_trains(cut: Cut, stage: int, module: nn.Module) -> None:
+    """Refuses a stage without weights to train where the schedule splits the backward pass: torch loses gradients."""
+    if SCHEDULES[cut.schedule].split_backward and not any(p.requires_grad for p in module.parameters()):
+        raise ValueError(
+            f"schedule={cut.schedule!r} cannot run {cut.describe(stage)}: it has no trainable parameter, and gradients "
+            "would be lost; use '1f1b' or 'interleaved_1f1b', or another split"
+        )
+
+
+def sequential(layers: Sequence[tuple[str, nn.Module]]) -> nn.Module:
+    """The layers of a stage, called one after the other, each under its name in the whole model."""
+    if any("." in name for name, _ in layers):
+        return NamedSequential(layers)
+    return nn.Sequential(OrderedDict(layers))
+
+
+class NamedSequential(nn.Module):
+    """An ``nn.Sequential`` whose layers have names with dots, such as "blocks.0"."""
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        self._order = [name for name, _ in layers]
+        for name, layer in layers:
+            add_submodule(self, name, layer)
+
+    def forward(self, x: Any) -> Any:
+        for name in self._order:
+            x = self.get_submodule(name)(x)
+        return x
+
+
+def add_submodule(root: nn.Module, name: str, layer: nn.Module) -> None:
+    """Makes ``layer`` the submodule ``name`` of ``root``, with a ModuleDict for each part before a dot."""
+    *parts, last = name.split(".")
+    for part in parts:
+        if part not in root._modules:
+            root.add_module(part, nn.ModuleDict())
+        root = root._modules[part]
+    root.add_module(last, layer)
+
+
+def balance(costs: Sequence[float], n_stages: int) -> list[int]:
+    """Cuts a row of layers into stages so that the costliest stage is as cheap as can be.
+
+    Of several such cuts it takes the one whose stages are most alike (the least sum of squares).
+
+    Args:
+        costs: cost of each layer, in any unit.
+        n_stages: number of stages.
+
+    Returns:
+        list: how many layers each stage gets, at least one.
+
+    Raises:
+        ValueError: if there are more stages than layers or none, or a cost is negative or not finite.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.pipeline.cut import balance
+
+            assert balance([1, 1, 1, 9], 2) == [3, 1]
+            assert balance([9, 1, 1, 1, 1], 3) == [1, 2, 2]
+    """
+    n = len(costs)
+    if n_stages < 1:
+        raise ValueError(f"n_stages should be at least 1, but given {n_stages}")
+    if not _are_costs(costs):
+        raise ValueError(f"costs should be numbers of at least 0, but given {list(costs)}")
+    if n_stages > n:
+        raise ValueError(
+            f"a model of {n} layers cannot be cut into {n_stages} stages; use fewer pp ranks or stages"
+        )
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    least, _ = _best_cut(total, n_stages, max)
+    _, sizes = _best_cut(
+        total, n_stages, lambda before, cost: before + cost**2 if cost <= least else float("inf")
+    )
+    return sizes
+
+
+def _are_costs(costs: Sequence[float]) -> bool:
+    try:
+        return all(0 <= cost < float("inf") for cost in costs)  # nor is it NaN
+    except TypeError:
+        return False
+
+
+def _best_cut(
+    total: list[float], n_stages: int, add: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """The least worth that a cut can have, and its sizes; ``add`` takes what was before and a stage's cost."""
+    n = len(total) - 1
+    # best[k][i]: the least worth of the first i layers as k stages; cut[k][i]: where the last of these begins
+    best = [[float("inf")] * (n + 1) for _ in range(n_stages + 1)]
+    cut = [[0] * (n + 1) for _ in range(n_stages + 1)]
+    best[0][0] = 0.0
+    for k in range(1, n_stages + 1):
+        for i in range(k, n + 1):
+            for j in range(k - 1, i):
+                worth = add(best[k - 1][j], total[i] - total[j])
+                if worth < best[k][i]:
+                    best[k][i], cut[k][i] = worth, j
+    sizes, end = [], n
+    for k in range(n_stages, 0, -1):
+        sizes.append(end - cut[k][end])
+        end = cut[k][end]
+    return best[n_stages][n], sizes[::-1]

@@ -1,0 +1,80 @@
+"""A model that is not cut into stages, with the methods that the engines and the state need of a Pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_ddl.mesh import get_mesh
+from ignite_ddl.pipeline.pipeline import Pipeline
+
+__all__ = ["OneStage", "as_stages", "gradient_sync"]
+
+
+def as_stages(model: nn.Module) -> Pipeline | OneStage:
+    """What ``ddl.auto_model`` returned, as the stages that this rank holds: a Pipeline, or the whole model as one."""
+    return model if isinstance(model, Pipeline) else OneStage(model)
+
+
+class OneStage:
+    """The whole model, as one stage that every rank holds; each method is that of :class:`Pipeline`."""
+
+    is_last = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def step(
+        self, x: Any, y: Any, loss_fn: Callable, transform: Callable, weight: float
+    ) -> tuple[Any, torch.Tensor]:
+        y_pred = transform(self.model(x))
+        loss = loss_fn(y_pred, y)
+        (loss * weight).backward()
+        return y_pred, loss.detach()
+
+    def forward_only(self, x: Any) -> Any:
+        return self.model(x)
+
+    def from_last_stage(self, value: Any) -> Any:
+        return value
+
+    def reduce_loss(self, part: torch.Tensor) -> None:
+        dist.all_reduce(part, group=get_mesh().dp_group)
+
+    def sum_shared_gradients(self) -> None:
+        """A weight that is shared has one gradient here."""
+
+    def counts(self, name: str) -> bool:
+        return True
+
+    def local_stages(self) -> list[nn.Module]:
+        return [self.model]
+
+    def plain_module(self) -> nn.Module:
+        """The module whose names are those of the uncut model."""
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
+    def full_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.plain_module().state_dict().items()}
+
+    def gather_stages(self, mine: dict[str, Any]) -> dict[str, Any]:
+        return mine
+
+
+@contextlib.contextmanager
+def gradient_sync(stages: list[nn.Module], sync: bool) -> Iterator[None]:
+    """Reduces gradients over dp only where an optimizer step follows."""
+    with contextlib.ExitStack() as stack:
+        for stage in stages:
+            if isinstance(stage, DistributedDataParallel) and not sync:
+                stack.enter_context(stage.no_sync())
+            elif isinstance(stage, FSDPModule):
+                stage.set_requires_gradient_sync(sync)
+        yield

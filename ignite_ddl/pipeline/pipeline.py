@@ -1,0 +1,406 @@
+"""Pipeline parallelism: a rank's stages of a model, run by one of torch's schedules."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ignite_ddl.mesh import Mesh
+from ignite_ddl.pipeline.cut import Cut, add_submodule, check_trains, named_layers, sequential
+from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
+from ignite_ddl.tensor.gradients import redistribute_gradient
+from ignite_ddl.tensor.random import draw_seed, random_stream
+
+__all__ = ["Pipeline", "reshard", "share_buffers"]
+_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+           torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]  # fmt: skip
+
+
+_SCHEDULES_KEPT = 16  # of a pipeline, one for each shape of a batch: each holds its stages' receive buffers
+
+
+class Pipeline(nn.Module):
+    """This rank's stages of a model, and the schedule that runs them. Made by ``ddl.auto_model``.
+
+    Parameters keep the names that they have in the whole model. Between two stages one tensor travels, of any shape
+    and dtype: a layer at a border takes one and returns one, and works in place only if its ``inplace`` says so.
+    Targets are one tensor too, cut by rows as the input is.
+
+    A schedule is set up by a batch of its own for each shape of the input, and the last 16 are kept: pads of many
+    lengths cost time. It is set up for the stages that have weights to train; whoever freezes or thaws a stage later
+    calls :meth:`forget_schedules` on every rank, or is refused.
+
+    "interleaved_zero_bubble", "zbv" and "dualpipev" take the gradients of a weight apart from those of the stage's
+    input. They refuse a stage without trainable weights, and fail on a weight that is used both on the way of the
+    stage's input and beside it, such as ``w`` in ``tanh(linear(x * w)) + w``: take another schedule for those.
+
+    Args:
+        model: the whole model, of which the layers of this rank's stages have been made.
+        cut: where it is cut, from :func:`~ignite_ddl.pipeline.cut.cut_into_stages`.
+        mesh: the mesh; its pp axis has more than one rank.
+    """
+
+    def __init__(self, model: nn.Module, cut: Cut, mesh: Mesh) -> None:
+        super().__init__()
+        # Names with an underscore, and below no attributes but methods: a layer may have any other name.
+        self._cut, self._mesh = cut, mesh
+        layers = dict(named_layers(model))
+        self._stages: dict[int, nn.Module] = {}  # in a dict: registered below, layer by layer
+        for s in cut.stages_of(mesh.pp_rank):
+            own = [(name, layers[name]) for name in cut.layers[s]]
+            if mesh.dp_size > 1:
+                own = _copies_of_shared_layers(own, self._stages.values())
+            self._stages[s] = stage = sequential(own)
+            for name, layer in own:
+                add_submodule(self, name, layer)
+            if s > 0 and any(getattr(module, "inplace", False) for module in stage.modules()):
+                stage.register_forward_pre_hook(_copied)
+            if SCHEDULES[cut.schedule].split_backward:
+                stage.register_forward_hook(_no_view)
+        self._no_weights = [nn.Parameter(torch.empty(0), requires_grad=False)]  # in a list: not registered
+        self._schedules: dict[tuple, tuple[Any, _Loss]] = {}  # by shape and dtype of a batch
+        self._trained: dict[int, bool] = {}  # whether a stage had weights to train when they were made
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of this rank's stages; of stages without any, an empty one, since optimizers refuse no parameters."""
+        mine = list(super().parameters(recurse))
+        return iter(mine or self._no_weights)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage, where outputs and losses arise."""
+        return self._cut.owners[-1] == self._mesh.pp_rank
+
+    def train_step(
+        self, x: torch.Tensor, y: torch.Tensor, loss_fn: Callable[[Any, Any], torch.Tensor]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """One batch forward and backward through the schedule; gradients add up as after ``loss.backward()``.
+
+        Args:
+            x: this data-parallel rank's rows, the same on each of its pp ranks.
+            y: their targets, a row for each.
+            loss_fn: takes a microbatch's output and targets and returns its part of what is differentiated: the
+                parts are added.
+
+        Returns:
+            tuple: the output for all rows and the sum of the microbatches' losses, on the rank that holds the
+            last stage; (None, None) on the others.
+
+        Raises:
+            ValueError: if ``x`` or ``y`` is not a tensor, they have different numbers of rows or none, or a
+                stage was frozen or thawed since the first step (see :meth:`forget_schedules`).
+        """
+        _check_is_tensor("x", x)
+        _check_is_tensor("y", y)
+        if not x.ndim or not y.ndim or len(x) != len(y) or not len(x):
+            raise ValueError(
+                f"x and y should have a row for each sample, but have shapes {tuple(x.shape)} and {tuple(y.shape)}"
+            )
+        fresh = _shape_and_dtype(x) not in self._schedules
+        schedule, loss = self._schedule_for(x)
+        for stage in self._stages.values():
+            share_buffers(stage, self._mesh)
+        loss.loss_fn = loss_fn
+        losses: list[torch.Tensor] | None = [] if self.is_last else None
+        # A schedule's first step probes its stages with real passes and clears gradients: keep those that the
+        # iterations before (gradient accumulation) have left.
+        kept = [(p, p.grad) for p in self.parameters() if p.grad is not None] if fresh else []
+        for parameter, _ in kept:
+            parameter.grad = None
+        # All ranks take one number from their common stream, however much their stages draw: it stays common.
+        with random_stream(draw_seed()), self._explained():
+            output = schedule.step(
+                *((x,) if 0 in self._stages else ()), target=y if self.is_last else None, losses=losses
+            )
+        for parameter, grad in kept:
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        return (output, torch.stack(losses).sum().detach()) if self.is_last else (None, None)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            name = self._cut.schedule
+            if SCHEDULES[name].split_backward and "backward through the graph a second time" in str(error):
+                raise RuntimeError(
+                    f"schedule={name!r} takes the gradients of weights apart from those of a stage's input, and torch "
+                    "cannot do that here: a stage of this rank uses some weight both on the way of its "
+                    "input and beside it, as w in tanh(linear(x * w)) + w; use '1f1b' or 'interleaved_1f1b'"
+                ) from error
+            raise
+
+    def forget_schedules(self) -> None:
+        """Lets the next step set up its schedule anew: call it on every rank after freezing or thawing a stage.
+
+        The pipeline's own ``requires_grad_`` does. A stage that was frozen whole when ``ddl.auto_model`` cut the
+        model stays so where the mesh has a dp axis: nothing averages its gradients.
+        """
+        self._schedules.clear()
+        self._trained = {}
+
+    def requires_grad_(self, requires_grad: bool = True) -> Pipeline:
+        """As any module's, on every rank; what schedules were set up for is forgotten."""
+        self.forget_schedules()
+        return super().requires_grad_(requires_grad)
+
+    def forward_only(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The output for all rows where the last stage is, None elsewhere; without gradients.
+
+        torch's schedules run their backward plan in evaluation too (zbv fails there), so this goes stage by
+        stage, microbatch by microbatch.
+        """
+        _check_is_tensor("x", x)
+        me, outputs, sent = self._mesh.pp_rank, [], []
+        for stage in self._stages.values():
+            share_buffers(stage, self._mesh)
+        with torch.no_grad():
+            for hidden in x.tensor_split(min(self._cut.n_microbatches, max(1, len(x)))):
+                for s, stage in self._stages.items():
+                    if s > 0 and self._cut.owners[s - 1] != me:
+                        hidden = self._receive(self._cut.owners[s - 1])
+                    hidden = stage(hidden)
+                    if s + 1 == len(self._cut.owners):
+                        outputs.append(hidden)
+                    elif self._cut.owners[s + 1] != me:
+                        sent += self._send(hidden, self._cut.owners[s + 1])
+            for work, _ in sent:
+                work.wait()
+        for stage in self._stages.values():
+            reshard(stage)
+        return torch.cat(outputs) if outputs else None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """The output for all rows, on every pp rank, without gradients."""
+        return self.from_last_stage(self.forward_only(x))
+
+    def _peer(self, pp_rank: int) -> int:
+        return self._mesh.rank_at(**(self._mesh.coordinates(self._mesh.rank) | {"pp": pp_rank}))
+
+    def _send(self, tensor: torch.Tensor, pp_rank: int) -> list[tuple[dist.Work, torch.Tensor]]:
+        header = torch.zeros(10, dtype=torch.long, device=tensor.device)
+        header[: tensor.ndim + 2] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
+        tensors = [header, tensor.contiguous()]
+        return [(dist.isend(t, self._peer(pp_rank), group=self._mesh.pp_group), t) for t in tensors]
+
+    def _receive(self, pp_rank: int) -> torch.Tensor:
+        header = torch.zeros(10, dtype=torch.long, device=idist.device())
+        dist.recv(header, self._peer(pp_rank), group=self._mesh.pp_group)
+        dtype, ndim, *shape = header.tolist()
+        tensor = torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=idist.device())
+        dist.recv(tensor, self._peer(pp_rank), group=self._mesh.pp_group)
+        return tensor
+
+    def from_last_stage(self, value: Any) -> Any:
+        """What the rank with the last stage holds, on each of its pp peers."""
+        box = [value]
+        dist.broadcast_object_list(box, src=self._peer(self._cut.owners[-1]), group=self._mesh.pp_group)
+        return box[0]
+
+    def step(
+        self, x: torch.Tensor, y: torch.Tensor, loss_fn: Callable, transform: Callable, weight: float
+    ) -> tuple[Any, torch.Tensor | None]:
+        """Forward, loss and backward of one batch, whose loss is a mean over rows.
+
+        Args:
+            x: this data-parallel rank's rows.
+            y: their targets.
+            loss_fn: takes transformed outputs and targets of some rows, returns their mean loss.
+            transform: of the model's output, before ``loss_fn``.
+            weight: by which the loss is multiplied before it is differentiated.
+
+        Returns:
+            tuple: transformed output and mean loss of all rows where the last stage is, (None, None) elsewhere.
+        """
+        rows = len(x) if isinstance(x, torch.Tensor) and x.ndim else 1  # else refused by train_step
+
+        def part(output: Any, target: Any) -> torch.Tensor:
+            return loss_fn(transform(output), target) * (len(target) / rows * weight)
+
+        output, loss = self.train_step(x, y, part)
+        if loss is None:
+            return None, None
+        return transform(output), loss / weight if weight else loss
+
+    def reduce_loss(self, part: torch.Tensor) -> None:
+        """Adds up, over the world, what the ranks with the last stage know; of tp peers one counts."""
+        if self._mesh.tp_rank != 0:
+            part.zero_()
+        dist.all_reduce(part)
+
+    def sum_shared_gradients(self) -> None:
+        """Adds up the gradients of weights that several stages share, so that the copies stay the same."""
+        mine = dict(self.named_parameters())
+        for names in self._cut.shared:
+            ranks = sorted({self._cut.owners[self._cut.stage_of[name]] for name in names})
+            if self._mesh.pp_rank not in ranks:
+                continue
+            held = [mine[name] for name in names if name in mine]
+            if not held[0].requires_grad:
+                continue
+            for p in held:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                redistribute_gradient(p)
+            total = sum(_local(p.grad) for p in held)
+            if len(ranks) > 1:
+                parts = {r: torch.empty_like(total) for r in ranks} | {self._mesh.pp_rank: total}
+                peers = [(self._peer(r), parts[r]) for r in ranks if r != self._mesh.pp_rank]
+                operations = [dist.P2POp(dist.isend, total, peer) for peer, _ in peers]
+                operations += [dist.P2POp(dist.irecv, part, peer) for peer, part in peers]
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
+                total = sum(parts[r] for r in ranks)  # in one order on all of them: equal to the last bit
+            for p in held:
+                _local(p.grad).copy_(total)
+
+    def counts(self, name: str) -> bool:
+        """Whether a parameter of this rank counts in a norm: it does not where an earlier stage has it too."""
+        return not any(name in names[1:] for names in self._cut.shared)
+
+    def local_stages(self) -> list[nn.Module]:
+        """This rank's stages."""
+        return list(self._stages.values())
+
+    def plain_module(self) -> nn.Module:
+        """The module whose names are those of the uncut model: this one."""
+        return self
+
+    def full_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the uncut model's state dict."""
+        return self._cut.shapes
+
+    def gather_stages(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """The entries of all stages, in the order of the uncut model's state dict."""
+        parts: list[dict] = [{} for _ in range(self._mesh.pp_size)]
+        dist.all_gather_object(parts, mine, group=self._mesh.pp_group)
+        merged = {name: tensor for part in parts for name, tensor in part.items()}
+        return {name: merged[name] for name in self._cut.shapes if name in merged}
+
+    def _schedule_for(self, x: torch.Tensor) -> tuple[Any, _Loss]:
+        """torch's stages and schedules serve one shape: one set for each, of which all ranks keep the same few."""
+        for s, was in self._trained.items():
+            if any(p.requires_grad for p in self._stages[s].parameters()) != was:
+                raise ValueError(
+                    f"{self._cut.describe(s)} had {'' if was else 'no '}weights to train when its "
+                    "schedule was set up: after freezing or thawing a stage, call forget_schedules() of the model on "
+                    "every rank"
+                )
+        key = _shape_and_dtype(x)
+        if key in self._schedules:
+            self._schedules[key] = self._schedules.pop(key)  # now the last that was used
+        else:
+            n, name = microbatches_for(
+                len(x), self._cut.n_microbatches, self._cut.schedule, self._mesh.pp_size
+            )
+            for s, stage in self._stages.items():
+                check_trains(self._cut, s, stage)
+                alone = self._mesh.dp_size > 1 and not isinstance(stage, FSDPModule)
+                if alone and any(p.requires_grad for p in stage.parameters()):
+                    raise ValueError(
+                        f"{self._cut.describe(s)} was frozen when the model was cut, so that nothing "
+                        "averages its gradients over dp: leave one weight trainable until then"
+                    )
+            self._trained = {
+                s: any(p.requires_grad for p in stage.parameters()) for s, stage in self._stages.items()
+            }
+            if len(self._schedules) == _SCHEDULES_KEPT:
+                del self._schedules[next(iter(self._schedules))]
+            from torch.distributed.pipelining import (
+                schedules,  # here: torch's engine takes a second to import
+            )
+
+            from ignite_ddl.pipeline.stage import Stage
+
+            stages = [
+                Stage(module, s, len(self._cut.owners), idist.device(), group=self._mesh.pp_group)
+                for s, module in self._stages.items()
+            ]
+            loss, known = _Loss(), SCHEDULES[name]
+            make = getattr(schedules, known.torch_class)
+            given = stages if known.stages_per_rank > 1 else stages[0]
+            self._schedules[key] = make(given, n, loss_fn=loss, scale_grads=False), loss
+        return self._schedules[key]
+
+
+def reshard(root: nn.Module) -> None:
+    """Frees the working copies of FSDP2 where no backward pass will."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class _Loss:
+    """The loss of the batch that is running: torch wants it when a schedule is made, the weights change later."""
+
+    loss_fn: Callable | None = None
+
+    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        return self.loss_fn(output, target)
+
+
+def _check_is_tensor(name: str, given: Any) -> None:
+    if not isinstance(given, torch.Tensor):
+        raise ValueError(
+            f"{name} should be one tensor where the mesh has a pp axis, but given a {type(given).__name__}: it is cut "
+            "into microbatches; put a mask or the like into the first layer"
+        )
+
+
+def _shape_and_dtype(x: torch.Tensor) -> tuple:
+    return tuple(x.shape), x.dtype
+
+
+def _copies_of_shared_layers(
+    layers: list[tuple[str, nn.Module]], earlier: Iterable[nn.Module]
+) -> list[tuple[str, nn.Module]]:
+    """Layers of a stage, copied where an earlier stage of this rank has them too: FSDP2 takes a module once.
+
+    Their gradients are added up, as those of any weight that stages share, so the copies stay the same.
+    """
+    taken = {id(module) for stage in earlier for module in stage.modules()}
+    memo: dict = {}  # one for the stage: what it has twice stays one
+    return [
+        (name, copy.deepcopy(layer, memo) if any(id(m) in taken for m in layer.modules()) else layer)
+        for name, layer in layers
+    ]
+
+
+def _copied(stage: nn.Module, inputs: tuple) -> tuple:
+    """What a stage receives is a leaf, or its neighbour's own output: a layer that works in place needs a copy."""
+    return tuple(x.clone() for x in inputs)
+
+
+def _no_view(stage: nn.Module, inputs: Any, output: Any) -> Any:
+    """A Linear's output on 3-D input is a view, which torch's split backward pass cannot detach in place."""
+    if not isinstance(output, torch.Tensor) or not output._is_view():
+        return output
+    return output.clone(memory_format=torch.contiguous_format)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def share_buffers(module: nn.Module, mesh: Mesh) -> None:
+    """Gives dp rank 0's buffers, say BatchNorm's running statistics, to the dp axis, as DDP does before a forward."""
+    if mesh.dp_size == 1:
+        return
+    buffers = [b for b in module.buffers() if not isinstance(b, DTensor)]
+    first = dist.get_global_rank(mesh.dp_group, 0)
+    for dtype in dict.fromkeys(b.dtype for b in buffers):  # one message for each
+        alike = [b for b in buffers if b.dtype == dtype]
+        flat = torch.cat([b.detach().reshape(-1) for b in alike])
+        dist.broadcast(flat, src=first, group=mesh.dp_group)
+        if mesh.dp_rank > 0:
+            with torch.no_grad():
+                for buffer, values in zip(alike, flat.split([b.numel() for b in alike]), strict=True):
+                    buffer.copy_(values.view_as(buffer))

@@ -1,0 +1,449 @@
+"""The pipeline schedules: their names, who owns which stage, how many microbatches suit, and each rank's order.
+
+A schedule is an order of passes for each rank. Below, an order is a row of words such as ``F0 I1 W1 F1``:
+
+- the letter is the pass, as torch has it: "F" forward, "B" the whole backward pass, "I" its part for the gradient
+  of the stage's input, "W" its part for the gradients of the weights;
+- the digits are the chunk: which of the rank's own stages, from 0;
+- the microbatch is left out, since each stage takes them in order: its third "F" is that of microbatch 2. A schedule
+  that does otherwise writes it behind a colon, ``B1:7``;
+- ``F0+B1`` are two passes that are meant to overlap.
+
+The orders are those of ``torch.distributed.pipelining``, which runs them; a test compares them rank by rank. This
+file imports nothing but the standard library, so that a web page can run it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Schedule",
+    "check_microbatches",
+    "microbatches_for",
+    "schedule_actions",
+    "schedule_entries",
+    "stage_owners",
+    "suits",
+]
+
+
+class Action(NamedTuple):
+    """One pass of a schedule.
+
+    Attributes:
+        kind: "F" forward, "B" the whole backward, "I" its input part, "W" its weight part (torch's letters).
+        stage: which stage.
+        microbatch: which microbatch.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+# ------------------------------------------------------------------------------------------- orders
+# Each takes a rank, the number of ranks p, of microbatches m and of chunks v, and returns that rank's words.
+
+
+def _gpipe(rank: int, p: int, m: int, v: int) -> list[str]:
+    """All forward passes, then all backward passes. Huang et al. 2019, "GPipe" (arXiv 1811.06965), section 2.3."""
+    return ["F0"] * m + ["B0"] * m
+
+
+def _1f1b(rank: int, p: int, m: int, v: int) -> list[str]:
+    """As many forward passes as there are stages from here on, then a backward and a forward pass in turn.
+
+    So rank r keeps the activations of at most p - r microbatches. Narayanan et al. 2021, "Efficient Large-Scale
+    Language Model Training on GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2.1.
+    """
+    ahead = min(m, p - rank)
+    return ["F0"] * ahead + ["B0", "F0"] * (m - ahead) + ["B0"] * ahead
+
+
+def _interleaved_1f1b(rank: int, p: int, m: int, v: int, passes_per_hop: int = 2) -> list[str]:
+    """1F1B with v stages on each rank, taken depth first: a round of microbatches goes through all chunks in turn.
+
+    The last rank goes back for the first time when a round has been through all its chunks but the last, and the
+    round's first microbatch through that. A rank before it has two passes more to make for each hop between them,
+    one while a microbatch goes down and one while its gradient comes up. Narayanan et al. 2021 (arXiv 2104.04473),
+    section 2.2.2. There a round has p microbatches; torch takes equal rounds of p or more, or one round of fewer.
+    """
+    per_round = m // max(1, m // p)
+    forward = [chunk for _ in range(m // per_round) for chunk in range(v) for _ in range(per_round)]
+    ahead = min(len(forward), (v - 1) * per_round + passes_per_hop * (p - 1 - rank))
+    order = [f"F{chunk}" for chunk in forward[:ahead]]
+    for n, chunk in enumerate(forward):
+        order += [f"F{later}" for later in forward[ahead + n : ahead + n + 1]]
+        order.append(f"B{v - 1 - chunk}")
+    return order
+
+
+def _interleaved_zero_bubble(rank: int, p: int, m: int, v: int) -> list[str]:
+    """Interleaved 1F1B whose backward pass is split: only "I" is on the gradient's way up, and "W" waits.
+
+    A rank starts with one forward pass less for each hop before the last rank, and in its place lets as many "W"
+    wait as there are ranks before it: every rank then keeps the activations of equally many microbatches, and the
+    waiting "W" fill the end. With v = 1 it is ZB-H1 of Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv
+    2401.10241), section 2.1.
+    """
+    order, waiting = [], deque()
+    for word in _interleaved_1f1b(rank, p, m, v, passes_per_hop=1):
+        if word.startswith("F"):
+            order.append(word)
+            continue
+        order.append(word.replace("B", "I"))
+        waiting.append(word.replace("B", "W"))
+        if len(waiting) > rank:
+            order.append(waiting.popleft())
+    return order + list(waiting)
+
+
+def _looped_bfs(rank: int, p: int, m: int, v: int) -> list[str]:
+    """All microbatches through one chunk, then all through the next: breadth first. Then all the way back.
+
+    Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism" (arXiv 2211.05953). torch goes back through the
+    microbatches as well, from the last to the first.
+    """
+    forward = [f"F{chunk}:{microbatch}" for chunk in range(v) for microbatch in range(m)]
+    return forward + [word.replace("F", "B") for word in reversed(forward)]
+
+
+def _zbv(rank: int, p: int, m: int, v: int) -> list[str]:
+    """Zero bubble on a V: the last rank owns both stages at the turn, the first rank both ends.
+
+    The order is fixed for F = I = W, when no rank waits between its first and its last pass. It needs 2p - 1
+    microbatches; with fewer it is the order of 2p - 1, in which those that are missing are passed over. Qi et al.
+    2023 (arXiv 2401.10241), section 6.
+    """
+    full = max(m, 2 * p - 1)
+    from_here = p - rank
+    return (
+        "F0 " * (2 * from_here - 1)  # until the first microbatch is back from the turn
+        + "F1 F0 " * rank
+        + "F1 I1 W1 " * from_here  # until the first gradient is back at chunk 0
+        + "F0 I0 W0 F1 I1 W1 " * (full - 2 * p + rank + 1)
+        + "I0 W0 F1 I1 W1 " * (from_here - 1)
+        + "I0 I1 " * rank  # what other ranks wait for comes before the weights
+        + "I0 W0 " * from_here
+        + "W1 " * rank
+        + "W0 " * rank
+    ).split()
+
+
+def _dualpipev(rank: int, p: int, m: int, v: int) -> list[str]:
+    """A forward and a backward pass of different microbatches at once, so that each computes while the other sends.
+
+    DualPipe sends microbatches in from both ends of the pipeline and so keeps two copies of the weights: DeepSeek-AI
+    2024, "DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.2.1. Cut in half, as a V, it needs one: Sea AI
+    Lab 2025, "Cut-in-half" (https://huggingface.co/blog/ufotalent/cut-in-half). DeepSeek calls this DualPipeV and has
+    its code in https://github.com/deepseek-ai/DualPipe.
+    """
+    after = p - 1 - rank  # ranks between this one and the turn
+    main = "F0+B1 F1+B0 " * (m - 2 * p + rank + 1)
+    if after == 0:
+        main = main.replace("+", " ", 1)  # at the turn the first pair does not overlap: a smaller bubble
+    rest = [1, 0] * (rank + 1) + [0] * after  # chunks of the backward passes that end the step
+    whole, split = rest[: rank + 1], rest[rank + 1 :]  # the later ones are split, the oldest "W" first
+    order = (
+        "F0 " * 2 * after
+        + "F0 F1 " * (rank + 1)
+        + "I1 W1 F1 " * after
+        + main
+        + "B1 F1+B0 " * after
+        + "".join(f"B{chunk} " for chunk in whole)
+        + "".join(f"I{chunk} " for chunk in split[: rank + 1])
+        + "".join(f"W{chunk} I0 " for chunk in split[:after])
+        + "".join(f"W{chunk} " for chunk in split[after:])
+    )
+    return order.split()
+
+
+# ------------------------------------------------------------------------------------------- the table
+
+
+class Schedule(NamedTuple):
+    """What there is to know of a schedule.
+
+    Attributes:
+        torch_class: its class in ``torch.distributed.pipelining.schedules``.
+        stages_per_rank: 1, or 2 unless told otherwise.
+        order: of a rank: from its number, those of ranks, microbatches and chunks to a row of words.
+        v_shaped: whether stages go down the ranks and up again, r and 2p - 1 - r on rank r; else round and round.
+        split_backward: whether some backward passes are split into "I" and "W".
+        least_per_rank: it needs this many microbatches for each rank.
+        equal_rounds: whether it takes microbatches in rounds of at least p, which have to be equal.
+    """
+
+    torch_class: str
+    stages_per_rank: int
+    order: Callable[[int, int, int, int], list[str]]
+    v_shaped: bool = False
+    split_backward: bool = False
+    least_per_rank: int = 0
+    equal_rounds: bool = False
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": Schedule("ScheduleGPipe", 1, _gpipe),
+    "1f1b": Schedule("Schedule1F1B", 1, _1f1b, least_per_rank=1),
+    "interleaved_1f1b": Schedule("ScheduleInterleaved1F1B", 2, _interleaved_1f1b, equal_rounds=True),
+    "looped_bfs": Schedule("ScheduleLoopedBFS", 2, _looped_bfs),
+    "interleaved_zero_bubble": Schedule(
+        "ScheduleInterleavedZeroBubble", 2, _interleaved_zero_bubble, split_backward=True, equal_rounds=True
+    ),
+    "zbv": Schedule("ScheduleZBVZeroBubble", 2, _zbv, v_shaped=True, split_backward=True),
+    "dualpipev": Schedule(
+        "ScheduleDualPipeV", 2, _dualpipev, v_shaped=True, split_backward=True, least_per_rank=2
+    ),
+}
+
+
+def _known(schedule: str) -> Schedule:
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
+        raise ValueError(f"schedule should be one of {', '.join(SCHEDULES)}, but given {schedule!r}")
+    return SCHEDULES[schedule]
+
+
+def _at_least_1(**given: int) -> None:
+    for name, value in given.items():
+        if not value >= 1:
+            raise ValueError(f"{name} should be at least 1, but given {value}")
+
+
+# ------------------------------------------------------------------------------------------- stages and microbatches
+
+
+def stage_owners(schedule: str, n_ranks: int, n_chunks: int | None = None) -> list[int]:
+    """Which rank holds each stage: round and round, or down and up again for zbv and dualpipev.
+
+    Args:
+        schedule: a name of ``SCHEDULES``.
+        n_ranks: ranks of the pipeline.
+        n_chunks: stages on each rank. Default: the schedule's own, 1 or 2.
+
+    Returns:
+        list: a rank for each stage.
+
+    Raises:
+        ValueError: for an unknown schedule, and for numbers that it cannot do.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.pipeline.schedules import stage_owners
+
+            assert stage_owners("interleaved_1f1b", 2) == [0, 1, 0, 1]
+            assert stage_owners("zbv", 2) == [0, 1, 1, 0]
+    """
+    known = _known(schedule)
+    own = known.stages_per_rank
+    n_chunks = own if n_chunks is None else n_chunks
+    _at_least_1(n_ranks=n_ranks, n_chunks=n_chunks)
+    if n_chunks != own and (own == 1 or known.v_shaped):
+        raise ValueError(
+            f"schedule={schedule!r} has {own} stages on each rank, but given n_chunks={n_chunks}"
+        )
+    ranks = list(range(n_ranks))
+    return ranks + ranks[::-1] if known.v_shaped else ranks * n_chunks
+
+
+def suits(schedule: str, n_microbatches: int, n_ranks: int) -> bool:
+    """Whether a schedule can run so many microbatches: torch refuses the others.
+
+    1f1b needs at least ``n_ranks``, dualpipev at least 2 ``n_ranks``; the two interleaved ones a multiple of
+    ``max(1, n_microbatches // n_ranks)``; the others take any number.
+
+    Args:
+        schedule: a name of ``SCHEDULES``.
+        n_microbatches: number of microbatches.
+        n_ranks: ranks of the pipeline.
+
+    Returns:
+        bool: whether it can.
+
+    Raises:
+        ValueError: for an unknown schedule, or less than one rank.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.pipeline.schedules import suits
+
+            assert suits("1f1b", 5, n_ranks=4) and not suits("1f1b", 3, n_ranks=4)
+            assert suits("interleaved_1f1b", 10, n_ranks=4)  # two rounds of 5
+            assert not suits("interleaved_1f1b", 9, n_ranks=4)
+    """
+    known = _known(schedule)
+    _at_least_1(n_ranks=n_ranks)
+    if n_microbatches < max(1, known.least_per_rank * n_ranks):
+        return False
+    return not known.equal_rounds or n_microbatches % max(1, n_microbatches // n_ranks) == 0
+
+
+def check_microbatches(schedule: str, n_microbatches: int, n_ranks: int) -> None:
+    """Refuses a number of microbatches that does not suit the schedule: see :func:`suits`.
+
+    Args:
+        schedule: a name of ``SCHEDULES``.
+        n_microbatches: number of microbatches.
+        n_ranks: ranks of the pipeline.
+
+    Raises:
+        ValueError: if it does not suit, is no positive integer, or the schedule is unknown.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.pipeline.schedules import check_microbatches
+
+            check_microbatches("dualpipev", 8, n_ranks=4)
+    """
+    known = _known(schedule)
+    if isinstance(n_microbatches, bool) or not hasattr(n_microbatches, "__index__") or n_microbatches < 1:
+        raise ValueError(f"n_microbatches should be a positive integer, but given {n_microbatches!r}")
+    if not suits(schedule, n_microbatches, n_ranks):
+        raise ValueError(
+            f"n_microbatches={n_microbatches} does not suit schedule={schedule!r} on pp={n_ranks}; "
+            f"use a multiple of {max(1, known.least_per_rank) * n_ranks}"
+        )
+
+
+def microbatches_for(rows: int, wanted: int, schedule: str, pp_size: int) -> tuple[int, str]:
+    """Into how many equal microbatches a batch is cut, and by which schedule it runs.
+
+    torch's schedules need equal microbatches. A batch that ``wanted`` does not divide (a last batch) takes the
+    nearest number that divides it and suits the schedule; where there is none, the rows go as one microbatch
+    each through the plain schedule (gpipe, or looped_bfs on several stages a rank), whose gradients are the same.
+
+    Args:
+        rows: rows of this rank's batch, at least 1.
+        wanted: the number of microbatches asked for.
+        schedule: a name of ``SCHEDULES``.
+        pp_size: number of pp ranks.
+
+    Returns:
+        tuple: number of microbatches, name of the schedule.
+
+    Raises:
+        ValueError: if there is no such schedule, ``rows`` or ``wanted`` is less than 1, or a V-shaped schedule
+            ("zbv", "dualpipev"), which no plain one can stand in for, cannot do any number that divides the rows.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.pipeline.schedules import microbatches_for
+
+            assert microbatches_for(16, 4, "1f1b", pp_size=2) == (4, "1f1b")
+            assert microbatches_for(14, 4, "1f1b", pp_size=2) == (2, "1f1b")
+            assert microbatches_for(1, 4, "1f1b", pp_size=2) == (1, "gpipe")
+    """
+    known = _known(schedule)
+    _at_least_1(rows=rows, wanted=wanted)
+    divisors = sorted(
+        (m for m in range(1, rows + 1) if rows % m == 0), key=lambda m: (abs(m - wanted), m)
+    )  # the nearest first
+    for m in divisors:
+        if suits(schedule, m, pp_size):
+            return m, schedule
+    if known.v_shaped:
+        raise ValueError(
+            f"a batch of {rows} rows cannot be cut into microbatches for schedule={schedule!r} on pp={pp_size}; "
+            "use drop_last=True, another batch_size, or another schedule"
+        )
+    return divisors[0], "gpipe" if known.stages_per_rank == 1 else "looped_bfs"
+
+
+# ------------------------------------------------------------------------------------------- who does what when
+
+
+def schedule_entries(
+    schedule: str, n_ranks: int, n_microbatches: int, n_chunks: int | None = None
+) -> list[list[tuple[Action, ...]]]:
+    """The order in which each rank works, with the passes that are meant to overlap side by side.
+
+    Args:
+        schedule: a name of ``SCHEDULES``.
+        n_ranks: ranks of the pipeline.
+        n_microbatches: a number that suits the schedule, see :func:`suits`.
+        n_chunks: stages on each rank. Default: 1 for gpipe and 1f1b, 2 for the others.
+
+    Returns:
+        list: for each rank its entries, each a tuple of one action, or of dualpipev's two that overlap.
+
+    Raises:
+        ValueError: for an unknown schedule, and for numbers that it cannot do.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.pipeline.schedules import schedule_entries
+
+            first, last = schedule_entries("dualpipev", n_ranks=2, n_microbatches=4)
+            pairs = [entry for entry in first if len(entry) == 2]
+            assert all([action.kind for action in pair] == ["F", "B"] for pair in pairs) and len(pairs) == 3
+    """
+    owners = stage_owners(schedule, n_ranks, n_chunks)
+    check_microbatches(schedule, n_microbatches, n_ranks)
+    table = []
+    for rank in range(n_ranks):
+        stages = [stage for stage, owner in enumerate(owners) if owner == rank]
+        words = SCHEDULES[schedule].order(rank, n_ranks, n_microbatches, len(stages))
+        # zbv's order may be that of more microbatches than there are.
+        table.append([entry for entry in _entries(words, stages) if entry[0].microbatch < n_microbatches])
+    return table
+
+
+def _entries(words: list[str], stages: list[int]) -> Iterator[tuple[Action, ...]]:
+    """Reads a rank's words; ``stages`` are its own."""
+    passes = {
+        kind: [0] * len(stages) for kind in "FIW"
+    }  # so far, of each chunk; a "B" counts as an "I" and a "W"
+    for entry in words:
+        actions = []
+        for word in entry.split("+"):
+            kind, (number, _, given) = word[0], word[1:].partition(":")
+            chunk, counts = int(number), passes["I" if kind == "B" else kind]
+            actions.append(Action(kind, stages[chunk], int(given) if given else counts[chunk]))
+            counts[chunk] += 1
+            if kind == "B":
+                passes["W"][chunk] += 1
+        yield tuple(actions)
+
+
+def schedule_actions(
+    schedule: str, n_ranks: int, n_microbatches: int, n_chunks: int | None = None
+) -> list[list[Action]]:
+    """The order in which each rank works, as torch has it.
+
+    dualpipev's overlapped forward-and-backward comes one after the other, forward first, as torch runs it unless
+    told otherwise; :func:`schedule_entries` keeps the pairs.
+
+    Args:
+        schedule: a name of ``SCHEDULES``.
+        n_ranks: ranks of the pipeline.
+        n_microbatches: at least ``n_ranks`` for 1f1b, 2 ``n_ranks`` for dualpipev; for the two interleaved ones
+            a multiple of ``max(1, n_microbatches // n_ranks)``.
+        n_chunks: stages on each rank. Default: 1 for gpipe and 1f1b, 2 for the others.
+
+    Returns:
+        list: for each rank its actions.
+
+    Raises:
+        ValueError: for an unknown schedule, and for numbers that it cannot do.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.pipeline.schedules import schedule_actions
+
+            first, last = schedule_actions("1f1b", n_ranks=2, n_microbatches=2)
+            assert [action.kind for action in first] == ["F", "F", "B", "B"]
+            assert [action.kind for action in last] == ["F", "B", "F", "B"]
+    """
+    entries = schedule_entries(schedule, n_ranks, n_microbatches, n_chunks)
+    return [[action for entry in row for action in entry] for row in entries]

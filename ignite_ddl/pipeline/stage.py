@@ -1,0 +1,49 @@
+"""A stage of a pipeline as torch's schedules run it. Imported with the first batch: torch's engine takes a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from ignite_ddl.tensor.random import random_stream
+
+__all__ = ["Stage"]
+
+
+class Stage(PipelineStage):
+    """torch's, with a random stream for each microbatch of each stage, whatever order a schedule takes them in.
+
+    Before its first step, torch 2.11 greets the rank of each neighbour stage, also itself, which gloo refuses.
+    """
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with random_stream(torch.initial_seed() + 2**20 * self.stage_index + fwd_chunk_id):  # of the batch
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        # torch learns the shapes of a new batch size from a pass of its own: BatchNorm's statistics should not.
+        modules = list(self.submod.modules())
+        own = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
+        for module, name, buffer in own:
+            module._buffers[name] = buffer.clone()
+        # Nor does what happens to be in its memory reach a stage: no row of an embedding may have that number.
+        zeros = self.submod.register_forward_pre_hook(_zeros, prepend=True) if self.stage_index > 0 else None
+        prepared = super()._prepare_forward_infra(*args, **kwargs)
+        if zeros is not None:
+            zeros.remove()
+        for module, name, buffer in own:
+            module._buffers[name] = buffer
+        return prepared
+
+
+def _zeros(stage: nn.Module, inputs: tuple) -> None:
+    with torch.no_grad():
+        for x in inputs:
+            x.zero_()

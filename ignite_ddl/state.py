@@ -1,0 +1,67 @@
+"""The state of a model on a mesh, gathered into and loaded from the plain state dict of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ignite_ddl.compat import quiet_redistribution
+from ignite_ddl.mesh import get_mesh
+from ignite_ddl.pipeline.one_stage import as_stages
+from ignite_ddl.pipeline.pipeline import share_buffers
+
+__all__ = ["full_state_dict", "load_full_state_dict"]
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of the uncut model, on the CPU of every rank; every rank calls it.
+
+    Args:
+        model: what :func:`auto_model` returned.
+
+    Returns:
+        dict: names as in the model that was given to :func:`auto_model`, to plain tensors.
+    """
+    stages, mesh = as_stages(model), get_mesh()
+    for stage in stages.local_stages():
+        share_buffers(stage, mesh)  # DDP did so before the last forward pass, and that one changed them
+    with quiet_redistribution():
+        mine = {name: _whole(tensor) for name, tensor in stages.plain_module().state_dict().items()}
+    return stages.gather_stages(mine)
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Loads a plain state dict into a cut model, in place; every rank calls it with the whole dict.
+
+    Args:
+        model: what :func:`auto_model` returned.
+        state: a state dict of the uncut model.
+
+    Raises:
+        ValueError: if a name is missing, unknown, or has another shape.
+    """
+    stages = as_stages(model)
+    targets = stages.plain_module().state_dict()
+    known = stages.full_shapes()  # of every stage, so that all ranks refuse alike
+    if set(state) != set(known):
+        raise ValueError(
+            f"state should have the model's names, but lacks {sorted(set(known) - set(state))} and has "
+            f"{sorted(set(state) - set(known))} besides"
+        )
+    for name, shape in known.items():
+        if shape != tuple(state[name].shape):
+            raise ValueError(f"state[{name!r}] should have shape {shape}, but has {tuple(state[name].shape)}")
+    with torch.no_grad():
+        for name, target in targets.items():
+            value = state[name].to(target.device, target.dtype)
+            if isinstance(target, DTensor):
+                value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+            target.copy_(value)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu().clone()

@@ -1,0 +1,95 @@
+"""Gradients on the tensor-parallel axis: laid out as their weights are, and compared where all ranks hold one."""
+
+from __future__ import annotations
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ignite_ddl.mesh import Mesh
+
+__all__ = ["WholeWeights", "layout_of", "redistribute_gradient"]
+
+
+class WholeWeights:
+    """Asks once of each weight that a plan leaves whole whether all tp peers have the same gradient of it.
+
+    They have not where their parts of features, heads, channels or tokens share the weight, or where they saw different
+    rows or drew different numbers; the copies would drift apart, without an error. The trainer asks in the first step,
+    by one all-gather of 16 numbers a weight, and, of weights that have no gradient yet, in up to nine more.
+
+    Args:
+        mesh: whose tp ranks are compared.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.steps_left, self.agreed = mesh, 10, set()
+
+    def check(self, model: nn.Module) -> None:
+        """All tp peers call it, after the backward pass.
+
+        Args:
+            model: what ``ddl.auto_model`` returned.
+
+        Raises:
+            ValueError: on all tp peers, if they have different gradients of a weight that each holds whole.
+        """
+        if self.steps_left == 0:
+            return
+        self.steps_left -= 1
+        asked = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and name not in self.agreed and not _is_on_tp(parameter)
+        }
+        if not asked:
+            return
+        here = torch.stack([_digest(parameter.grad) for parameter in asked.values()])
+        peers = [torch.empty_like(here) for _ in range(self.mesh.tp_size)]
+        dist.all_gather(peers, here, group=self.mesh.tp_group)
+        peers = torch.stack(peers).cpu()  # (tp, weights, 16)
+        sizes = peers[..., 8:].norm(dim=2).amax(dim=0)
+        differences = (peers - peers[0]).norm(dim=2).amax(dim=0)
+        # Far below the others it is what rounding left of a gradient that should be zero.
+        rounding = sizes.max() * max(torch.finfo(parameter.dtype).eps for parameter in asked.values()) ** 0.5
+        for name, size, difference in zip(asked, sizes, differences, strict=True):
+            if size > rounding:
+                self.agreed.add(name)
+                if difference > 0.01 * size:
+                    raise ValueError(
+                        f"tp ranks have different gradients of {name!r}, which tensor_plan leaves whole on each of "
+                        "them. If it works on a part of the heads, features, channels or tokens, name its module in "
+                        "the plan: ddl.SharedWeight(), or ddl.Sequence() for tokens. Else the ranks saw different rows "
+                        "or drew different random numbers"
+                    )
+
+
+def _is_on_tp(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _digest(gradient: torch.Tensor | None) -> torch.Tensor:
+    """16 numbers: of each eighth its sum and its norm, scaled so that they differ by no more than gradients do."""
+    if gradient is None:
+        return torch.zeros(16, dtype=torch.float64, device=idist.device())
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    parts = local.detach().to(idist.device(), torch.float64).flatten().tensor_split(8)
+    sums = [part.sum() / max(len(part), 1) ** 0.5 for part in parts]
+    return torch.stack(sums + [part.norm() for part in parts])
+
+
+def redistribute_gradient(parameter: nn.Parameter) -> None:
+    """Cuts a gradient as its parameter is cut; all tp peers call it.
+
+    A DTensor's gradient may come back otherwise: an embedding's whole, that of a LayerNorm between sequence-parallel
+    layers as a sum that is yet to be made.
+    """
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def layout_of(parameter: nn.Parameter) -> str:
+    return str(parameter.placements) if isinstance(parameter, DTensor) else "replicated"

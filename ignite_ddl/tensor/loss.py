@@ -1,0 +1,136 @@
+"""Cross entropy of logits that tensor-parallel ranks hold by vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+__all__ = ["cross_entropy"]
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    weight: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """``F.cross_entropy``, also of logits that tp ranks hold by vocabulary, and that are never gathered.
+
+    Cut logits come from a head with ``Column(use_local_output=False)``. Three numbers a row are reduced over tp:
+    its largest logit, its sum of exponentials, the logit of its target (Shoeybi et al. 2019, "Megatron-LM",
+    section 3). The gradient takes no communication. It is torch's ``loss_parallel``, with the gradient computed on
+    the spot, so that ``backward()`` may be called anywhere, once: it has no second derivative. Half-precision logits
+    are computed with in float32. Whole logits go to ``F.cross_entropy`` as they are.
+
+    Args:
+        logits: scores of shape (N, C) or (N, C, ...); a DTensor cut along the classes, or a plain tensor.
+        target: class indices of shape (N,) or (N, ...), the same on all tp peers.
+        ignore_index: a target that does not count, default -100.
+        reduction: "mean" (default), "sum" or "none".
+        weight: of each class. For whole logits only.
+        label_smoothing: default 0.0. For whole logits only.
+
+    Returns:
+        Tensor: the loss, a plain tensor that is the same on all tp peers; float32 for cut logits in half precision.
+
+    Raises:
+        ValueError: if logits are cut, but not along the classes, or ``target``, ``weight`` or ``label_smoothing``
+            is something that cut logits do not support, or ``target`` has another shape; nothing has been sent then.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            def losses(local_rank):
+                torch.manual_seed(0)
+                head = ddl.auto_model(torch.nn.Linear(4, 65), {"": ddl.Column(use_local_output=False)})
+                x, target = torch.randn(8, 4), torch.randint(65, (8,))
+                return ddl.cross_entropy(head(x), target).item()
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2, tp=2) as parallel:
+                assert all(abs(loss - losses(0)) < 1e-6 for loss in parallel.run(losses))
+    """
+    if not isinstance(logits, DTensor) or all(placement.is_replicate() for placement in logits.placements):
+        logits = logits.to_local() if isinstance(logits, DTensor) else logits
+        options = {"ignore_index": ignore_index, "reduction": reduction, "weight": weight}
+        return F.cross_entropy(logits, target, **options, label_smoothing=label_smoothing)
+    classes = 1 if logits.ndim > 1 else 0
+    if logits.device_mesh.ndim > 1 or not logits.placements[0].is_shard(classes):
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} should be cut along dim {classes}, the classes, but are cut "
+            f"as {logits.placements}; of (N, T, C) take logits.flatten(0, 1) and target.flatten()"
+        )
+    if label_smoothing:
+        raise ValueError(
+            f"label_smoothing should be 0 for logits that are cut by vocabulary, but given {label_smoothing}; "
+            "it needs the sum of all logits: gather them, by Column(output_layouts=Replicate())"
+        )
+    if weight is not None:
+        raise ValueError(
+            "weight should be None for logits that are cut by vocabulary: gather them, by "
+            "Column(output_layouts=Replicate())"
+        )
+    if target.is_floating_point():
+        raise ValueError(
+            f"target should be class indices for logits that are cut by vocabulary, but given {target.dtype} "
+            "probabilities: gather the logits, by Column(output_layouts=Replicate())"
+        )
+    if reduction not in ("mean", "sum", "none"):  # torch would say it too late to put its own handlers back
+        raise ValueError(f'reduction should be "mean", "sum" or "none", but given {reduction!r}')
+    rows = logits.shape[:classes] + logits.shape[classes + 1 :]
+    if target.shape != rows:
+        raise ValueError(
+            f"target should be of shape {tuple(rows)} for logits of shape {tuple(logits.shape)}, but is of "
+            f"{tuple(target.shape)}"
+        )
+    if target.device.type == "cpu":  # elsewhere it would wait for the device
+        outside = target[((target < 0) | (target >= logits.shape[classes])) & (target != ignore_index)]
+        if len(outside):
+            raise ValueError(
+                f"target should be below the {logits.shape[classes]} classes, but has {int(outside[0])}"
+            )
+    options = {"ignore_index": ignore_index, "reduction": reduction}
+    return _CutCrossEntropy.apply(logits.to_local(), logits._spec, target, options)
+
+
+class _CutCrossEntropy(torch.autograd.Function):
+    """torch's ``loss_parallel`` wants the backward pass under it as well, which is then somebody else's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, spec: Any, target: torch.Tensor, options: dict
+    ) -> torch.Tensor:
+        # A scaled loss saves small gradients from half precision only if they are not rounded before it is applied.
+        precise = local.detach().to(torch.promote_types(local.dtype, torch.float32))
+        logits = DTensor.from_local(
+            *(precise, spec.device_mesh, spec.placements),
+            run_check=False,
+            shape=spec.shape,
+            stride=spec.stride,
+        )
+        logits.requires_grad_(ctx.needs_input_grad[0])
+        with torch.enable_grad(), loss_parallel():
+            loss = F.cross_entropy(logits, target, **options)
+            if ctx.needs_input_grad[0]:
+                # A row's gradient holds none of another row, so the gradient of the sum serves "none" too.
+                ctx.save_for_backward(torch.autograd.grad(loss.sum(), logits)[0].to_local())
+        ctx.dtype = local.dtype
+        return loss.detach().to_local()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (gradient,), (grad_output,) = ctx.saved_tensors, grad_outputs
+        if grad_output.ndim:
+            grad_output = grad_output.unsqueeze(1)
+        return (gradient * grad_output).to(ctx.dtype), None, None, None

@@ -1,0 +1,173 @@
+"""A tensor plan: globs of module names to styles, checked against a model and applied to it."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from ignite_ddl.tensor.gradients import layout_of
+from ignite_ddl.tensor.styles import (
+    Column,
+    InputChannels,
+    OutputChannels,
+    ShardedRandom,
+    SharedWeight,
+    is_by_channel,
+    stays_cut,
+)
+
+__all__ = ["apply_plan", "check_plan"]
+
+
+def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
+    """The style of each module that the plan names.
+
+    Args:
+        model: the whole model.
+        plan: globs of module names to styles; ``*`` and ``[...]`` as in ``fnmatch``, matched part by part
+            between the dots. Where two keys match a module, the later one holds.
+        tp_size: number of tp ranks.
+
+    Returns:
+        dict: full module names to styles.
+
+    Raises:
+        ValueError: if ``plan`` is no dict of styles by name, a key matches no module, a style cannot cut a module
+            ``tp_size`` times, or a module or weight that has several names is to be cut in two ways.
+    """
+    if not isinstance(plan, Mapping) or not all(isinstance(key, str) for key in plan):
+        raise ValueError(
+            f"tensor_plan should be a dict from globs of module names to styles, but given {plan!r}"
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    styles: dict[str, ParallelStyle] = {}
+    for key, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise ValueError(
+                f"tensor_plan[{key!r}] should be a style such as ddl.Column(), but given {style!r}"
+            )
+        names = [name for name in modules if _matches(name, key)]
+        if not names:
+            known = ", ".join(
+                name for name, module in modules.items() if list(module.parameters(recurse=False))
+            )
+            raise ValueError(
+                f"tensor_plan has the key {key!r}, which matches no module; those with weights: {known}"
+            )
+        styles |= dict.fromkeys(names, style)
+    for name, style in styles.items():
+        if hasattr(style, "check"):
+            style.check(name, modules[name], modules[name.rpartition(".")[0]], tp_size)
+    if tp_size > 1:
+        _check_channels(modules, styles)
+    _check_agreement(model, modules, styles)
+    return styles
+
+
+def _check_channels(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> None:
+    """What stands between a layer that cuts and the next with a style, where the order of layers can be seen."""
+    for name, module in modules.items():
+        if type(module).forward is not nn.Sequential.forward:
+            continue
+        cut_by = ""
+        for child_name, child in module.named_children():
+            full_name = f"{name}.{child_name}" if name else child_name
+            style = styles.get(full_name)
+            if style is not None and not isinstance(style, ShardedRandom | SharedWeight):
+                cut_by = full_name if isinstance(style, OutputChannels) or stays_cut(style) else ""
+            elif cut_by and is_by_channel(child):
+                raise ValueError(
+                    f"{full_name!r} is a {type(child).__name__} of all channels, but {cut_by!r} before it leaves each "
+                    "rank some of them, and no style cuts it: leave its neighbours out of tensor_plan"
+                )
+
+
+def _check_agreement(
+    model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]
+) -> None:
+    """What has several names, a module or a weight, is cut in one way."""
+    of_module: dict[int, tuple[str, ParallelStyle]] = {}
+    for name, style in styles.items():
+        first, before = of_module.setdefault(id(modules[name]), (name, style))
+        if type(before) is not type(style) or vars(before) != vars(style):
+            raise ValueError(
+                f"tensor_plan cuts {name!r} otherwise than {first!r}, but they are one module; give both one style"
+            )
+    for names in _shared_parameters(model):
+        owners = [name.rpartition(".") for name in names]
+        cuts = []
+        for owner, _, attribute in owners:
+            _, style = of_module.get(id(modules[owner]), (owner, None))
+            cuts.append(_cut_of(style, modules[owner], attribute))
+        _check_same(names, cuts)
+
+
+def _cut_of(style: ParallelStyle | None, module: nn.Module, attribute: str) -> str | None:
+    """How a style is going to cut a parameter; None for a style that this file does not know."""
+    is_weight, embedding = attribute == "weight", isinstance(module, nn.Embedding)
+    if isinstance(style, ColwiseParallel | OutputChannels):
+        dim = 1 if embedding else 0
+    elif isinstance(style, RowwiseParallel | InputChannels):
+        dim = 0 if embedding else 1 if is_weight else None
+    elif style is None or type(style).__module__ in (Column.__module__, ColwiseParallel.__module__):
+        dim = None
+    else:
+        return None
+    return "replicated" if dim is None else f"(Shard(dim={dim}),)"
+
+
+def _check_same(names: list[str], cuts: list[str | None]) -> None:
+    for cut in cuts[1:]:
+        if None not in (cut, cuts[0]) and cut != cuts[0]:
+            raise ValueError(
+                f"tensor_plan cuts the shared weight {names[0]!r} in two ways: {cuts[0]} and {cut}; give its "
+                "modules styles that agree"
+            )
+
+
+def _matches(name: str, key: str) -> bool:
+    parts, globs = name.split("."), key.split(".")
+    if not name:  # the model itself, which "*" does not mean
+        return not key
+    return len(parts) == len(globs) and all(
+        fnmatch.fnmatchcase(p, g) for p, g in zip(parts, globs, strict=True)
+    )
+
+
+def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: DeviceMesh) -> None:
+    """Cuts the modules of ``model`` that ``styles`` names, in place, and keeps tied weights tied.
+
+    Args:
+        model: the model, or the stages of it that this rank holds; names that it lacks are left alone.
+        styles: full module names to styles, from :func:`check_plan`.
+        tp_mesh: the tp axis of the ``DeviceMesh``.
+
+    Raises:
+        ValueError: if two modules share a weight that their styles cut differently, where :func:`check_plan` does
+            not know the styles.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    shared = _shared_parameters(model)
+    cut = set()  # a module may have several names: it is cut once
+    for name, style in styles.items():
+        if name in modules and id(modules[name]) not in cut:
+            cut.add(id(modules[name]))
+            parallelize_module(modules[name], tp_mesh, style)
+    for names in shared:  # torch makes a new parameter in each module that it cuts: tie them again
+        owners = [(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
+        first = getattr(*owners[0])
+        for owner, attribute in owners[1:]:
+            _check_same(names, [layout_of(first), layout_of(getattr(owner, attribute))])
+            setattr(owner, attribute, first)
+
+
+def _shared_parameters(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]

@@ -1,0 +1,545 @@
+"""The styles of a tensor plan: how a module is cut, and what its ranks exchange."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from ignite_ddl.arguments import check_count
+from ignite_ddl.tensor.random import draw_seed, random_stream
+
+__all__ = [
+    "Column",
+    "InputChannels",
+    "OutputChannels",
+    "Row",
+    "Sequence",
+    "ShardedRandom",
+    "SharedInput",
+    "SharedWeight",
+    "SplitSequence",
+    "is_by_channel",
+    "stays_cut",
+]
+
+
+class Column(ColwiseParallel):
+    """Each tp rank computes some of the outputs of a linear layer: its weight is cut by rows of ``out_features``.
+
+    Forward: no communication (the output stays cut, unless ``output_layouts`` says otherwise). Backward: the
+    gradient of the input is summed over tp. Shoeybi et al. 2019, "Megatron-LM", section 3. For an ``nn.Embedding``
+    the columns of its weight are cut: each rank knows a part of every vector.
+
+    A layer whose output does not stay cut by equal parts may be uneven, such as a head for 65 characters:
+    ``output_layouts=Replicate()`` gathers the logits, ``use_local_output=False`` leaves them cut, as a DTensor for
+    :func:`cross_entropy`.
+
+    Args:
+        units: how many parts of the output must stay whole, such as attention heads: a number, or the name of
+            an attribute of the module that contains the layer. Default: single outputs. Of a layer that computes
+            queries, keys and values in one, the output has to be in the order of heads: (head, q or k or v, width).
+        kwargs: ``input_layouts``, ``output_layouts``, ``use_local_output`` of torch's ``ColwiseParallel``.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.tensor import Column, Row
+
+            plan = {"block*.attention.[qkv]": Column(units="n_heads"), "block*.attention.out": Row()}
+    """
+
+    def __init__(self, *, units: int | str | None = None, **kwargs: Any) -> None:
+        if units is not None and not isinstance(units, str):
+            check_count("units", units)
+        for argument in ("input_layouts", "output_layouts"):
+            _check_layout(self, argument, kwargs.get(argument))
+        super().__init__(**kwargs)
+        self.units = units
+
+    def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
+        """Raises a ValueError if ``tp_size`` would cut a unit."""
+        _check_is_layer(self, name, module)
+        dim = 1 if isinstance(module, nn.Embedding) else 0
+        size = module.weight.shape[dim]
+        units, what = size, f"{'columns' if dim else 'rows'} of the weight"
+        if isinstance(self.units, str):
+            if not hasattr(parent, self.units):
+                raise ValueError(
+                    f"units={self.units!r} of {name!r} should be an attribute of its parent, but "
+                    f"{type(parent).__name__} has none of that name"
+                )
+            units, what = getattr(parent, self.units), self.units
+            check_count(f"units={self.units!r} of {name!r}", units)
+        elif self.units is not None:
+            units, what = self.units, "units"
+        if self.units is None and not stays_cut(self):
+            _check_uneven(tp_size, size, what, name)
+        elif units % tp_size:
+            raise ValueError(f"tp={tp_size} should divide the {units} {what} of {name!r}, but does not")
+        elif size % units:
+            raise ValueError(f"the {units} {what} of {name!r} should divide its {size} outputs, but do not")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        uneven = module.weight.shape[isinstance(module, nn.Embedding)] % device_mesh.size()
+        module = super()._apply(module, device_mesh)
+        if uneven and self.use_local_output:  # torch gathers with padding and leaves it out
+            module.register_forward_hook(_without_gaps)
+        return module
+
+
+class Row(RowwiseParallel):
+    """Each tp rank computes a part of every output from its part of the inputs: the weight is cut by columns.
+
+    Forward: the partial outputs are summed over tp. Backward: no communication. Shoeybi et al. 2019, "Megatron-LM",
+    section 3. For an ``nn.Embedding`` it is the vocabulary that is cut, evenly or not: a rank looks up the tokens
+    that it knows, and the sum knows all. (Its gradient is whole on every rank, V × D, until the trainer cuts it.)
+
+    Args:
+        kwargs: ``input_layouts``, ``output_layouts``, ``use_local_output`` of torch's ``RowwiseParallel``. The
+            input of a linear layer is cut along its last dim by default, that of an embedding is whole.
+
+    Examples:
+        .. code-block:: python
+
+            from torch.distributed.tensor import Replicate
+            from ignite_ddl.tensor import Column, Row
+
+            plan = {"embed": Row(), "head": Column(output_layouts=Replicate())}      # both by vocabulary
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None, **kwargs: Any) -> None:
+        _check_layout(self, "input_layouts", input_layouts)
+        _check_layout(self, "output_layouts", kwargs.get("output_layouts"))
+        super().__init__(input_layouts=input_layouts, **kwargs)
+        self.whole_input_of_embeddings = input_layouts is None
+
+    def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
+        """Raises a ValueError if ``tp_size`` does not divide what is cut."""
+        _check_is_layer(self, name, module)
+        if isinstance(module, nn.Embedding):
+            _check_uneven(tp_size, module.weight.shape[0], "entries of the vocabulary", name)
+        elif module.weight.shape[1] % tp_size:
+            size = module.weight.shape[1]
+            raise ValueError(
+                f"tp={tp_size} should divide the {size} columns of the weight of {name!r}, but does not"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        style = copy.copy(self)  # torch's, too, writes into the style, which may be that of other layers
+        if isinstance(module, nn.Embedding) and self.whole_input_of_embeddings:
+            style.input_layouts = (Replicate(),)
+        return super(Row, style)._apply(module, device_mesh)
+
+
+class SharedInput(PrepareModuleInput):
+    """The input of a module is made ready once for all :class:`Column` layers inside that read it.
+
+    Forward: an input that is cut along the sequence is gathered; a whole one moves nothing. Backward: the gradients
+    of all those layers are added on each rank and then summed over tp once, not once a layer. For attention, whose
+    queries, keys and values are computed from one input, the module's first positional argument; others, such as a
+    mask, come through as they are.
+
+    Args:
+        input_layouts: how the input arrives: ``Replicate()``, the default, or ``Shard(1)`` where a sequence-parallel
+            region ends.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.tensor import Column, Row, SharedInput
+
+            plan = {
+                "block*.attention": SharedInput(),
+                "block*.attention.[qkv]": Column(units="n_heads"),
+                "block*.attention.out": Row(),
+            }
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None) -> None:
+        _check_layout(self, "input_layouts", input_layouts)
+        super().__init__(input_layouts=input_layouts or Replicate(), desired_input_layouts=Replicate())
+
+    def _prepare_input_fn(self, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
+        if not (inputs and isinstance(inputs[0], torch.Tensor)):
+            raise ValueError(
+                "SharedInput takes the first positional argument of its module, which should be a tensor, but given "
+                f"{type(inputs[0]).__name__ if inputs else 'keyword arguments only'}"
+            )
+        return (*super()._prepare_input_fn(inputs[:1], device_mesh), *inputs[1:])
+
+
+def _check_layout(style: ParallelStyle, argument: str, layout: Any) -> None:
+    if layout is not None and not isinstance(layout, Placement):
+        raise ValueError(
+            f"{argument} of {type(style).__name__} should be a placement such as Replicate() or Shard(1), but given "
+            f"{layout!r}"
+        )
+
+
+def _check_is_layer(style: ParallelStyle, name: str, module: nn.Module) -> None:
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        kin = "OutputChannels" if isinstance(style, Column) else "InputChannels"
+        hint = f"; ddl.{kin} is for convolutions" if isinstance(module, _CONVOLUTIONS) else ""
+        raise ValueError(
+            f"{type(style).__name__} cuts an nn.Linear or nn.Embedding, but {name!r} is a "
+            f"{type(module).__name__}{hint}"
+        )
+    for option in ("max_norm", "sparse"):
+        if getattr(module, option, None):
+            raise ValueError(
+                f"{type(style).__name__} cuts an nn.Embedding without {option}, but {name!r} has "
+                f"{option}={getattr(module, option)}: torch's DTensor cannot do that; leave it out of the plan"
+            )
+
+
+def _check_uneven(tp_size: int, size: int, what: str, name: str) -> None:
+    """torch cuts 65 rows on 4 ranks as 17, 17, 17, 14; a rank with none would leave its peers waiting."""
+    if -(-size // tp_size) * (tp_size - 1) >= size > 0 and tp_size > 1:
+        raise ValueError(
+            f"tp={tp_size} cuts the {size} {what} of {name!r} so that a rank has none; use fewer tp ranks"
+        )
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class OutputChannels(ParallelStyle):
+    """Each tp rank computes some of the output channels of a convolution: :class:`Column` for images.
+
+    Forward: no communication, the output is this rank's channels. Backward: the gradient of the input is summed over
+    tp. Weight and bias are DTensors cut along dim 0; the convolution runs on their local parts, since DTensor's own
+    ``conv2d`` is wrong there: from torch 2.11 to 2.13 it computes a rank's channels and calls them all of them.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.tensor import InputChannels, OutputChannels
+
+            plan = {"conv1": OutputChannels(), "conv2": InputChannels()}     # ReLU and pooling between them
+
+    A BatchNorm, GroupNorm or ``nn.PReLU(C)`` between them would see fewer channels than its weights are made for, and
+    no style cuts it: an error, at once in an ``nn.Sequential``, else in the first forward pass. ``nn.PReLU()`` is a
+    :class:`SharedWeight`.
+    """
+
+    def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
+        """Raises a ValueError if ``tp_size`` does not divide the output channels."""
+        _check_is_convolution(self, name, module)
+        _check_divides(tp_size, module.out_channels, "output channels", name)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cut = {"weight": Shard(0), "bias": Shard(0)}
+        return _on_local_parts(module, device_mesh, cut, _OutputChannels)
+
+
+class InputChannels(ParallelStyle):
+    """Each tp rank convolves some of the input channels: :class:`Row` for images.
+
+    Forward: the partial outputs are summed over tp, then the bias is added, once. Backward: no communication. The
+    weight is a DTensor cut along dim 1, the bias is whole.
+
+    Args:
+        whole_input: whether the input arrives with all its channels, of which each rank takes its own; the gradient
+            of the input is gathered then. Default False: it arrives cut, say from :class:`OutputChannels`.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            def convolved(local_rank):
+                torch.manual_seed(0)
+                layer = ddl.auto_model(torch.nn.Conv2d(4, 8, 3), {"": ddl.InputChannels(whole_input=True)})
+                return tuple(layer.weight.to_local().shape), layer(torch.ones(1, 4, 5, 5)).sum().item()
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2, tp=2) as parallel:
+                (shape, total), _ = parallel.run(convolved)
+            assert shape == (8, 2, 3, 3)                        # 2 of the 4 input channels
+            torch.manual_seed(0)
+            assert abs(total - torch.nn.Conv2d(4, 8, 3)(torch.ones(1, 4, 5, 5)).sum().item()) < 1e-4
+    """
+
+    def __init__(self, *, whole_input: bool = False) -> None:
+        super().__init__()
+        self.whole_input = whole_input
+
+    def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
+        """Raises a ValueError if ``tp_size`` does not divide the input channels."""
+        _check_is_convolution(self, name, module)
+        _check_divides(tp_size, module.in_channels, "input channels", name)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cut = {"weight": Shard(1), "bias": Replicate()}
+        module = _on_local_parts(module, device_mesh, cut, _InputChannels)
+        if self.whole_input:
+            layouts = {
+                "input_layouts": Replicate(),
+                "desired_input_layouts": Shard(1),
+                "use_local_output": True,
+            }
+            PrepareModuleInput(**layouts)._apply(module, device_mesh)
+        return module
+
+
+class _OutputChannels:
+    """Mixed into the class of a convolution, before it."""
+
+    def _conv_forward(self, x: torch.Tensor, weight: DTensor, bias: DTensor | None) -> torch.Tensor:
+        # Whole on each rank; its gradient is a part of the sum over tp.
+        x = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
+        x = x.to_local(grad_placements=[Partial()])
+        return super()._conv_forward(x, weight.to_local(), None if bias is None else bias.to_local())
+
+
+class _InputChannels:
+    """Mixed into the class of a convolution, before it."""
+
+    def _conv_forward(self, x: torch.Tensor, weight: DTensor, bias: DTensor | None) -> torch.Tensor:
+        mesh = weight.device_mesh
+        part = super()._conv_forward(x, weight.to_local(), None)
+        total = DTensor.from_local(part, mesh, [Partial()], run_check=False)
+        y = total.redistribute(placements=[Replicate()]).to_local()
+        if bias is None:
+            return y
+        return y + bias.to_local().view(-1, *[1] * (weight.ndim - 2))  # once, not once a rank
+
+
+def _on_local_parts(
+    module: nn.Module, mesh: DeviceMesh, cut: Mapping[str, Placement], mixin: type
+) -> nn.Module:
+    for name, placement in cut.items():
+        whole = getattr(module, name)
+        if whole is not None:
+            part = distribute_tensor(whole, mesh, [placement])
+            module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+    # As FSDP2 does it: the module keeps its identity, its hooks and its place, and gets another forward pass.
+    module.__class__ = type(f"{mixin.__name__[1:]}{type(module).__name__}", (mixin, type(module)), {})
+    return module
+
+
+def _check_is_convolution(style: ParallelStyle, name: str, module: nn.Module) -> None:
+    kind = type(style).__name__
+    if not isinstance(module, _CONVOLUTIONS):
+        raise ValueError(f"{kind} cuts an nn.Conv1d, 2d or 3d, but {name!r} is a {type(module).__name__}")
+    if module.groups != 1:
+        raise ValueError(
+            f"{kind} cuts a convolution with groups=1, but {name!r} has groups={module.groups}: its channels do not "
+            "all meet; leave it out of the plan"
+        )
+
+
+def _check_divides(tp_size: int, size: int, what: str, name: str) -> None:
+    if size % tp_size:
+        raise ValueError(f"tp={tp_size} should divide the {size} {what} of {name!r}, but does not")
+
+
+class SharedWeight(ParallelStyle):
+    """A module inside a sharded region whose weights all heads, features or channels share: ``nn.PReLU()``, a norm of
+    each head, a learned scale.
+
+    Each rank computes with the whole weight on its own part, so its gradient is a part of a sum. Forward: no
+    communication. Backward: the gradients of the weights are summed over tp before the optimizer steps. It is for the
+    weights that the module itself holds; modules inside it have names and styles of their own.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.tensor import Column, Row, SharedWeight
+
+            plan = {"up": Column(), "act": SharedWeight(), "down": Row()}      # act is nn.PReLU()
+            plan |= {"block*.attention.[qk]_norm": SharedWeight()}             # norms of each head
+    """
+
+    def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
+        """Raises a ValueError if the module holds no weights, or some of single channels."""
+        kind = type(module).__name__
+        if not any(True for _ in module.parameters(recurse=False)):
+            raise ValueError(f"SharedWeight is for a module that holds weights, but {name!r} is a {kind}")
+        if is_by_channel(module):
+            raise ValueError(
+                f"SharedWeight is for weights that all channels share, but {name!r} is a {kind} with some for each "
+                "channel: keep it outside the sharded region"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        whole = {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
+        return _on_local_parts(module, device_mesh, whole, _SharedWeight)
+
+
+def is_by_channel(module: nn.Module) -> bool:
+    """Whether a part of the channels is not what it is made for."""
+    if isinstance(module, nn.PReLU):
+        return module.num_parameters > 1
+    norm = isinstance(module, nn.modules.batchnorm._NormBase) and bool(module.state_dict())
+    return norm or isinstance(module, nn.GroupNorm)  # whose groups would be others
+
+
+class _SharedWeight:
+    """Mixed into the class of a module, before it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        whole = dict(self._parameters)
+        try:
+            for name, weight in whole.items():
+                if weight is not None:  # a plain tensor, whose gradient is a part of the sum over tp
+                    self._parameters[name] = weight.to_local(grad_placements=[Partial()])
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters.update(whole)
+
+
+class SplitSequence(PrepareModuleOutput):
+    """A sequence-parallel region begins: of a module's whole output, each tp rank keeps its part of the sequence.
+
+    Forward: no communication. Backward: the gradient is gathered. Between here and a layer with
+    ``input_layouts=Shard(1)``, a tensor holds ``T / tp`` of the T tokens; every module there that has weights is in
+    the plan as :class:`Sequence`, and so is every module that draws. Korthikanti et al. 2022, "Reducing Activation
+    Recomputation in Large Transformer Models", section 4.2.2.
+
+    Args:
+        dim: the dim of the sequence, default 1. Its size has to be a multiple of the tp size.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            def tokens_here(local_rank):
+                layer = ddl.auto_model(torch.nn.Embedding(10, 4), {"": ddl.SplitSequence()})
+                return tuple(layer(torch.zeros(2, 6, dtype=torch.long)).shape)
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2, tp=2) as parallel:
+                assert parallel.run(tokens_here) == [(2, 3, 4)] * 2
+    """
+
+    def __init__(self, *, dim: int = 1) -> None:
+        super().__init__(output_layouts=Replicate(), desired_output_layouts=Shard(dim))
+        self.dim = dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(partial(_check_sequence, self.dim, device_mesh.size()))
+        super()._apply(module, device_mesh)
+        module.register_forward_hook(_without_gaps)
+        return module
+
+
+def _without_gaps(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """A part of a tensor is a view with gaps. A pipeline stage may end here, and torch 2.11 compares strides."""
+    return output.clone(memory_format=torch.contiguous_format)
+
+
+def _check_sequence(dim: int, tp_size: int, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    if not isinstance(output, torch.Tensor):
+        raise ValueError(
+            f"SplitSequence is for a module whose output is one tensor, but {type(module).__name__}'s is a "
+            f"{type(output).__name__}"
+        )
+    if output.shape[dim] % tp_size:
+        raise ValueError(
+            f"tp={tp_size} should divide the sequence, but dim {dim} of {type(module).__name__}'s output has "
+            f"{output.shape[dim]} places"
+        )
+
+
+class Sequence(SequenceParallel):
+    """A norm, or a module without weights, that works on this rank's part of the sequence.
+
+    Forward: no communication. Backward: the gradients of the weights, which every rank holds whole, are summed over
+    tp before the optimizer steps. What it draws follows the rule for sharded regions, so ``nn.Dropout`` between
+    sequence-parallel layers is a ``Sequence`` too. For a norm of each head, which also sees a part, it is
+    :class:`SharedWeight`. Korthikanti et al. 2022, section 4.2.2.
+
+    Args:
+        dim: the dim of the sequence, default 1.
+
+    Examples:
+        .. code-block:: python
+
+            from torch.distributed.tensor import Shard
+            from ignite_ddl.tensor import Column, Row, Sequence, SharedInput, SplitSequence
+
+            plan = {
+                "embed": SplitSequence(),                                     # T tokens -> T / tp
+                "block*.norm[12]": Sequence(),
+                "block*.attention": SharedInput(input_layouts=Shard(1)),      # T / tp -> T
+                "block*.attention.[qkv]": Column(units="n_heads"),
+                "block*.attention.out": Row(output_layouts=Shard(1)),         # T -> T / tp
+                "block*.dropout": Sequence(),
+            }
+    """
+
+    def __init__(self, *, dim: int = 1) -> None:
+        super().__init__(sequence_dim=dim, use_local_output=True)
+
+    def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
+        """Raises a ValueError if the module has weights and is no norm over the last dims."""
+        if any(True for _ in module.parameters()) and not isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            raise ValueError(
+                f"Sequence is for nn.LayerNorm, nn.RMSNorm and modules without weights, but {name!r} is a "
+                f"{type(module).__name__}"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not any(True for _ in module.parameters()):
+            return ShardedRandom()._apply(module, device_mesh)
+        return super()._apply(module, device_mesh)
+
+    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
+        super()._replicate_module_fn(name, module, device_mesh)
+        for parameter in frozen:  # torch lets them train
+            module.get_parameter(parameter).requires_grad_(False)
+
+
+class ShardedRandom(ParallelStyle):
+    """A module inside a sharded region draws from a stream of its tp rank: see :mod:`ignite_ddl.tensor.random`.
+
+    For dropout between :class:`Column` and :class:`Row`, and for attention's own: without it, all tp ranks would
+    draw one mask for their different features or heads. It moves nothing. In evaluation nothing is drawn.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.tensor import Column, Row, ShardedRandom
+
+            plan = {"up": Column(), "dropout": ShardedRandom(), "down": Row()}
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        tp_rank, entered = device_mesh.get_local_rank(), []
+
+        def enter(module: nn.Module, inputs: Any) -> None:
+            stream = contextlib.ExitStack()
+            if module.training:
+                stream.enter_context(random_stream(draw_seed() + tp_rank))
+            entered.append(stream)
+
+        def leave(*_: Any) -> None:
+            entered.pop().close()
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+        return module
+
+
+def stays_cut(style: ParallelStyle) -> bool:
+    return isinstance(style, Column) and style.use_local_output and not style.output_layouts[0].is_replicate()
