@@ -30,8 +30,11 @@ setup:  ## make or refresh .venv (PYTHON=python3.12; CONSTRAINTS= for the newest
 	there is no $(PYTHON) here. Install one, or name it: make lab PYTHON=/path/to/python" >&2; exit 1; }
 	@"$(PYTHON)" tools/setup_venv.py --name "$(PYTHON)" --constraints "$(CONSTRAINTS)" $(CHOSEN)
 
-lab: setup  ## open the course in JupyterLab (LAB_ARGS=--no-browser)
-	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ROOT) $(LAB_ARGS)
+lab: setup  ## open your copy of the course, workbook/, in JupyterLab (LAB_ARGS=--no-browser)
+	@$(BIN)/python tools/workbook.py
+	JUPYTER_CONFIG_PATH="$(CURDIR)/tools/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" \
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/workbook/00_start_here.ipynb \
+	--LabApp.workspaces_dir="$(CURDIR)/workbook/.lab" $(ROOT) $(LAB_ARGS)
 
 test: setup  ## unit tests, and every chapter executed and compared (TEST_ARGS=-x)
 	$(BIN)/python -m pytest tests notebooks --nbval --nbval-current-env --nbval-cell-timeout=60 \
@@ -87,7 +90,7 @@ format: setup  ## let ruff repair and format code and notebooks
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:  ## remove what runs leave behind (rm -rf .venv to start over)
+clean:  ## remove what runs leave behind, but for workbook/ (rm -rf .venv to start over)
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
-	find . -path ./.venv -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -print0 \
+	find . \( -path ./.venv -o -path ./workbook \) -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -print0 \
 	| xargs -0 rm -rf

@@ -1,12 +1,14 @@
 """Opens a chapter in a real JupyterLab in headless Chromium, runs all its cells and looks at the result.
 
-    python tests/browser_lab.py notebooks/00_start_here.ipynb [--picture build/lab_00.png]
+    python tests/browser_lab.py notebooks/00_start_here.ipynb
 
-Run by tests/extra_browser.sh, in an environment that has selenium; JupyterLab is started by `make lab`, as a
-reader does. The chapter itself is left as it was: JupyterLab opens a copy of notebooks/ under build/.
+Run by tests/extra_browser.sh, in an environment that has selenium. JupyterLab is started by `make lab`, as a
+reader does, but in a checkout of its own under build/browser, so that nobody's workbook/ is touched. Pictures
+of the first page and of each chapter lie there too.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -25,6 +27,19 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 ROOT = Path(__file__).resolve().parent.parent
+CHECKOUT = ROOT / "build" / "browser"
+spec = importlib.util.spec_from_file_location("workbook", ROOT / "tools" / "workbook.py")
+workbook = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(workbook)
+
+
+def make_checkout() -> None:
+    """What `make lab` needs of a checkout, with this one's .venv."""
+    shutil.rmtree(CHECKOUT, ignore_errors=True)
+    shutil.copytree(ROOT / "tools", CHECKOUT / "tools")
+    shutil.copy(ROOT / "Makefile", CHECKOUT)
+    for name in ("notebooks", ".venv"):
+        (CHECKOUT / name).symlink_to(ROOT / name)
 
 
 def start_lab() -> tuple[subprocess.Popen, str]:
@@ -32,10 +47,10 @@ def start_lab() -> tuple[subprocess.Popen, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = f"--no-browser --ServerApp.root_dir={ROOT} --ServerApp.port={port} --ServerApp.port_retries=0"
+    arguments = f"--no-browser --ServerApp.port={port} --ServerApp.port_retries=0"
     lab = subprocess.Popen(
-        ["make", "lab", f"LAB_ARGS={arguments}"],
-        cwd=ROOT,
+        ["make", "-o", "setup", "lab", f"LAB_ARGS={arguments}"],  # the .venv is another checkout's
+        cwd=CHECKOUT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -64,6 +79,26 @@ def run_all(browser: webdriver.Chrome, address: str, name: str, seconds: float) 
         time.sleep(0.3)
         quiet = 0 if busy(browser) else quiet + 1
     return time.monotonic() - started
+
+
+def problems_of_first_page(browser: webdriver.Chrome, address: str) -> list[str]:
+    """What is wrong with the page that `make lab` opens, in a small window."""
+    browser.set_window_size(800, 700)
+    browser.get(address)
+    wait = WebDriverWait(browser, 60)
+    wait.until(lambda b: b.find_elements(By.CSS_SELECTOR, ".jp-Notebook .jp-CodeCell"))
+    wait.until(kernel_is_ready)
+    time.sleep(2)  # notifications come last
+    browser.save_screenshot(str(CHECKOUT / "first_page.png"))
+    page = browser.find_element(By.CSS_SELECTOR, ".jp-NotebookPanel")
+    shown = {
+        "another chapter is open": not browser.current_url.endswith("/lab/tree/workbook/00_start_here.ipynb"),
+        "the page does not say whose copy it is": "This copy is yours" not in page.text,
+        "something pops up": bool(browser.find_elements(By.CSS_SELECTOR, ".Toastify__toast, .jp-Dialog")),
+        "the chapter has not the window's width": page.size["width"] < 650,
+    }
+    browser.set_window_size(1200, 1600)
+    return [problem for problem, wrong in shown.items() if wrong]
 
 
 def kernel_is_ready(browser: webdriver.Chrome) -> bool:
@@ -103,14 +138,9 @@ def main() -> None:
     parser.add_argument("notebooks", nargs="+", type=Path)
     parser.add_argument("--seconds", type=float, default=180, help="limit for one chapter")
     args = parser.parse_args()
-    folder = ROOT / "build" / "browser"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "notebooks", folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
-    for path in folder.glob("*.ipynb"):  # without outputs, so that a cell that does not run shows
-        notebook = json.loads(path.read_text())
-        for cell in notebook["cells"]:
-            cell.update({"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else {})
-        path.write_text(json.dumps(notebook))
+    subprocess.run(["make", "setup"], cwd=ROOT, check=True)
+    make_checkout()
+    folder = CHECKOUT / "workbook"
     lab, address = start_lab()
     options = webdriver.ChromeOptions()
     for flag in ("headless=new", "no-sandbox", "disable-gpu", "window-size=1200,1600", "disable-sync"):
@@ -122,27 +152,33 @@ def main() -> None:
     browser = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     failed = 0
     try:
+        first = problems_of_first_page(browser, address)
+        failed += bool(first)
+        print(f"make lab: {'; '.join(first) or 'chapter 00 of the workbook is open'}")
         for notebook in args.notebooks:
             before = (folder / notebook.name).stat().st_mtime
-            took = run_all(browser, address, f"build/browser/{notebook.name}", args.seconds)
+            as_copied = workbook.digest_of(folder / notebook.name)
+            took = run_all(browser, address, f"workbook/{notebook.name}", args.seconds)
             wait = WebDriverWait(browser, 60)
             click_menu(browser, wait, "File", "Save Notebook")
             wait.until(lambda _, n=notebook, t=before: (folder / n.name).stat().st_mtime > t)
             time.sleep(1)
             problems = errors_in(folder / notebook.name)
-            browser.save_screenshot(str(folder / f"{notebook.stem}.png"))
+            if workbook.digest_of(folder / notebook.name) != as_copied:
+                problems.append("to run and save it counts as a change of the reader's")
+            browser.save_screenshot(str(CHECKOUT / f"{notebook.stem}.png"))
             failed += bool(problems)
             print(
                 f"{notebook.name}: {took:.1f} s, {'; '.join(problems) or 'every cell ran without an error'}"
             )
     except Exception:
-        browser.save_screenshot(str(folder / "failed.png"))
+        browser.save_screenshot(str(CHECKOUT / "failed.png"))
         raise
     finally:
         browser.quit()
         os.killpg(lab.pid, signal.SIGTERM)
         lab.wait(20)
-    print(f"browser: {len(args.notebooks) - failed} passed, {failed} failed")
+    print(f"browser: {len(args.notebooks) + 1 - failed} passed, {failed} failed")
     sys.exit(failed > 0)
 
 

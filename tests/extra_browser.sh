@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every chapter in a real JupyterLab, in headless Chromium: "Run All Cells" as a reader clicks it.
+# The page that `make lab` opens, and every chapter of the workbook in a real JupyterLab, in headless Chromium:
+# "Run All Cells" as a reader clicks it.
 # Needs Chromium and its driver (Debian: chromium, chromium-driver); installs selenium beside .venv, not in it.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -24,6 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 PYTHONS = ["3.11.0", "3.12.0", "3.13.0"]  # what constraints.txt promises to serve
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+RELEASE = yaml.safe_load((ROOT / ".github/workflows/workbook.yml").read_text())
 TARGETS = ["lab", "test", "test-all", "notebooks", "run", "stamp", "lint", "format", "clean"]
 
 # Only there is the installed set the tested one: `make test CONSTRAINTS=` and other environments differ.
@@ -64,7 +65,7 @@ def test_requirement_is_met_by_its_pin(line):
 
 
 def reached_from_project():
-    """Names of every distribution that ignite-ddl[course,test] brings to this machine."""
+    """Names of every distribution that ignite-ddl[course,lab,test] brings to this machine."""
     seen, todo = set(), [Requirement(line) for line in PROJECT["dependencies"] + sum(EXTRAS.values(), [])]
     while todo:
         requirement = todo.pop()
@@ -184,6 +185,22 @@ def test_make_test_is_one_strict_pytest_command():
     assert "--nbval-lax" not in line
 
 
+def test_make_lab_refreshes_the_workbook_and_opens_it():
+    shown = make("-n", "lab", "LAB_ARGS=--no-browser").stdout.replace("\\\n", " ")
+    refresh, lab = (shown.find(text) for text in ("python tools/workbook.py", "jupyter lab"))
+    assert 0 <= refresh < lab
+    assert "default_url=/lab/tree/workbook/00_" in shown
+    assert shown.rstrip().endswith("--no-browser")
+
+
+def test_what_colab_installs_opens_nothing():
+    brought = {
+        canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"] + EXTRAS["course"]
+    }
+    assert not brought & {"jupyterlab", "notebook", "jupyter"}
+    assert {Requirement(line).name for line in EXTRAS["lab"]} == {"jupyterlab"}
+
+
 def test_make_says_that_there_is_no_such_python():
     done = make("setup", PYTHON="python3.99")
     assert done.returncode != 0
@@ -195,6 +212,12 @@ def test_workflow_calls_make_targets_only():
     wanted = {"make lint", "make test", "make test-all", "make test-oldest", "make test CONSTRAINTS="}
     assert wanted == set(runs)
     assert set(WORKFLOW[True]) == {"push", "pull_request", "schedule"}  # YAML reads the key `on` as True
+
+
+def test_only_the_release_may_write():
+    assert WORKFLOW["permissions"] == {"contents": "read"}
+    assert RELEASE["permissions"] == {"contents": "write"}
+    assert RELEASE[True] == {"push": {"tags": ["v*"]}}  # what it runs: tests/test_workbook.py
 
 
 def test_the_oldest_set_has_the_lowest_versions_that_are_allowed():

@@ -40,6 +40,22 @@ def test_right_without_text(capsys):
     assert printed(capsys) == "right"
 
 
+def test_a_solution_says_that_it_is_one(capsys):
+    def double_solution(x):
+        return x + x
+
+    assert double(double_solution)
+    assert printed(capsys) == "the solution passes"
+
+
+def test_a_solution_that_falls_short_says_so(capsys):
+    def double_solution(x):
+        return x
+
+    assert not double(double_solution)
+    assert printed(capsys) == "not yet: double(3) is 6, yours is 3"
+
+
 def test_stub_is_not_yet(capsys):
     assert not double(stub)
     assert printed(capsys) == "not yet: write the body of stub, then run this cell again"

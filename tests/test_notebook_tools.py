@@ -3,6 +3,7 @@
 import base64
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,14 +18,16 @@ spec = importlib.util.spec_from_file_location("notebook_tools", ROOT / "tools" /
 tools = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tools)
 
-REPO = "https://github.com/ada/ignite-ddl"
+REPO = tools.Repository("https://github.com/ada/ignite-ddl", "v1.2.3")
 PNG = b"\x89PNG bytes"
 
 
 @pytest.fixture
 def checkout(tmp_path):
     """A folder with what the tools need of a checkout."""
-    (tmp_path / "pyproject.toml").write_text(f'[project.urls]\nRepository = "{REPO}"\n')
+    (tmp_path / "pyproject.toml").write_text(
+        f'[project]\nversion = "1.2.3"\n[project.urls]\nRepository = "{REPO.url}"\n'
+    )
     (tmp_path / "notebooks").mkdir()
     return tmp_path
 
@@ -222,6 +225,33 @@ def test_run_writes_a_page_and_leaves_the_notebook(checkout, capsys):
     assert page.count("<summary>Solution</summary>") == 1
 
 
+def test_a_page_asks_nothing_of_the_network(checkout):
+    attached = {"a.png": {"image/png": base64.b64encode(PNG).decode()}}
+    text = "Mean $\\frac{a}{b} < 1$ of `$x$`:\n\n$$\\sum_i x_i$$\n\n![a](attachment:a.png)\n\n$\\unheard$ $a_1_2$"
+    path = chapter(
+        checkout,
+        new_markdown_cell(f"# 01 · Small\n\n{tools.badge(REPO, '01_small.ipynb')}"),
+        new_markdown_cell(text, attachments=attached),
+    )
+    page = tools.to_html(tools.read(path), "01_small")
+    assert page.count("<math") == 2
+    assert page.count("<mfrac>") == 1
+    assert 'display="block"' in page
+    assert "<code>$x$</code>" in page
+    assert "$\\unheard$ $a_1_2$" in page, "what is no formula is shown as it was written"
+    assert "<script" not in page
+    assert not re.search(r"(src=|url\(|@import )[\"']?https?:", page)
+    assert ">Open in Colab</a>" in page
+
+
+@pytest.mark.parametrize("path", tools.chapters(), ids=lambda path: path.stem)
+def test_every_formula_of_a_chapter_is_read(path):
+    for cell in tools.read(path).cells:
+        if cell.cell_type == "markdown":
+            page = tools.markdown_to_html({}, cell.source)
+            assert "$" not in re.sub(r"<(code|pre)\b.*?</\1>", "", page, flags=re.DOTALL), cell.source
+
+
 def test_run_writes_the_page_of_a_failing_chapter(checkout, capsys):
     chapter(
         checkout, new_code_cell("print('before')"), new_code_cell("1 / 0"), new_code_cell("print('after')")
@@ -317,14 +347,18 @@ def test_stamp_writes_the_address_everywhere(checkout, capsys):
     old = "https://github.com/somebody/ignite-ddl"
     cells = [
         new_markdown_cell(
-            "# 01 · Small\n\n" + tools.badge(old, "99_wrong.ipynb") + f"\n\nSee [it]({old}/issues)."
+            "# 01 · Small\n\n"
+            + tools.badge(tools.Repository(old, "v0.0.1"), "99_wrong.ipynb")
+            + f"\n\nSee [it]({old}/issues)."
         ),
         new_code_cell("old set-up", metadata={"tags": ["setup"]}),
         new_code_cell(f"print('{old}')"),
     ]
     path = chapter(checkout, *cells)
     readme = checkout / "README.md"
-    readme.write_text(f"`git clone {old}.git` {old}-tools https://github.com/pytorch/ignite")
+    readme.write_text(
+        f"`git clone {old}.git` {old}-tools https://github.com/pytorch/ignite 'ignite-ddl @ git+{old}@v0.0.1'"
+    )
     assert command(checkout, "stamp", "--check") == 1
     assert capsys.readouterr().out.split() == [
         "differs:",
@@ -337,21 +371,31 @@ def test_stamp_writes_the_address_everywhere(checkout, capsys):
 
     text, setup, code = tools.read(path).cells
     assert tools.badge(REPO, "01_small.ipynb") in text.source
-    assert f"[it]({REPO}/issues)" in text.source
+    assert f"[it]({REPO.url}/issues)" in text.source
     assert setup.source == tools.setup_source(REPO)
     assert old in code.source, "code other than the set-up is the author's"
-    assert readme.read_text() == f"`git clone {REPO}.git` {old}-tools https://github.com/pytorch/ignite"
+    assert readme.read_text() == (
+        f"`git clone {REPO.url}.git` {old}-tools https://github.com/pytorch/ignite "
+        f"'ignite-ddl @ git+{REPO.url}@v1.2.3'"
+    )
 
 
 def test_setup_cell_does_nothing_outside_colab(capsys):
     source = tools.setup_source(REPO)
-    assert f'"ignite-ddl[course] @ git+{REPO}"' in source
+    assert f'"ignite-ddl[course] @ git+{REPO.url}@v1.2.3"' in source
     exec(source.replace("%pip", "raise SystemExit  # %pip"))
     assert capsys.readouterr().out == ""
 
 
-def test_the_project_s_own_address_is_read():
-    assert tools.repository().startswith("https://github.com/")
+def test_the_badge_opens_the_release_s_copy_without_outputs():
+    copies = "https://colab.research.google.com/github/ada/ignite-ddl/blob/workbook-v1.2.3"
+    assert tools.badge(REPO, "01_small.ipynb").endswith(f"]({copies}/01_small.ipynb)")
+
+
+def test_the_project_s_own_address_and_release_are_read():
+    repo = tools.repository()
+    assert repo.url.startswith("https://github.com/")
+    assert re.fullmatch(r"v\d+(\.\d+)+\w*", repo.release)
 
 
 # --- figures, text, new -------------------------------------------------------------------------------
@@ -403,7 +447,7 @@ def test_new_chapter_runs_and_its_exercises_work(checkout):
     said = {
         tag: [c.outputs[0].text[:5] for c in cells if tag in tools.tags(c)] for tag in ("check", "solution")
     }
-    assert said == {"check": ["not y"] * 2, "solution": ["right"] * 2}
+    assert said == {"check": ["not y"] * 2, "solution": ["the s"] * 2}
     [drawn] = [output for cell in cells for output in tools.images(cell)]
     assert drawn.data["text/plain"] == tools.alt_text(drawn) != ""
     assert base64.b64decode(drawn.data["image/png"]).startswith(b"\x89PNG")

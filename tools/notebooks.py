@@ -7,7 +7,7 @@
     python tools/notebooks.py figures 26                        its pictures as files
     python tools/notebooks.py run 26                            run it, write build/26_my_chapter.html
     python tools/notebooks.py normalise                         one form for every notebook
-    python tools/notebooks.py stamp [--check]                   the repository's address, from pyproject.toml
+    python tools/notebooks.py stamp [--check]                   address and release, from pyproject.toml
 
 The form of a chapter is described in docs/WRITING_A_CHAPTER.md and enforced by tests/test_chapters.py.
 """
@@ -19,7 +19,9 @@ import re
 import sys
 import time
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 from nbformat import NotebookNode
@@ -51,25 +53,41 @@ MACHINE_PATH = re.compile(
 # --- the fixed parts of a chapter -----------------------------------------------------------------------
 
 
-def repository(root: Path = ROOT) -> str:
-    """The address of the repository: pyproject.toml is the one place that holds it."""
-    return tomllib.loads((root / "pyproject.toml").read_text())["project"]["urls"]["Repository"].rstrip("/")
+class Repository(NamedTuple):
+    """Where the course is published: its address, and the release that badges and set-up cells name."""
+
+    url: str
+    release: str  # the tag: v0.1.0
+
+    @property
+    def name(self) -> str:
+        """Owner and name, as GitHub and Colab have them."""
+        return self.url.removeprefix("https://github.com/")
 
 
-def badge(repo: str, name: str) -> str:
-    """The Colab badge of a notebook, the line below its title."""
-    target = f"{COLAB}/github/{repo.removeprefix('https://github.com/')}/blob/main/notebooks/{name}"
+def repository(root: Path = ROOT) -> Repository:
+    """pyproject.toml is the one place that holds the address and the version."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    return Repository(project["urls"]["Repository"].rstrip("/"), f"v{project['version']}")
+
+
+def badge(repo: Repository, name: str) -> str:
+    """The Colab badge of a notebook, the line below its title.
+
+    It opens the release's copy without outputs, on the branch that .github/workflows/workbook.yml writes.
+    """
+    target = f"{COLAB}/github/{repo.name}/blob/workbook-{repo.release}/{name}"
     return f"{BADGE}{COLAB}/assets/colab-badge.svg)]({target})"
 
 
-def setup_source(repo: str) -> str:
+def setup_source(repo: Repository) -> str:
     """The set-up cell, the same in every chapter."""
     return (
         "# Set-up: on Colab this installs the course; elsewhere it does nothing.\n"
         "import sys\n"
         "\n"
         'if "google.colab" in sys.modules:\n'
-        f'    %pip install -q "{NAME}[course] @ git+{repo}"'
+        f'    %pip install -q "{NAME}[course] @ git+{repo.url}@{repo.release}"'
     )
 
 
@@ -313,13 +331,20 @@ def run(path: Path, build: Path, timeout: int = 600) -> int:
 
 def to_html(notebook: NotebookNode, title: str) -> str:
     from bs4 import BeautifulSoup
+    from jinja2 import pass_context
     from nbconvert import HTMLExporter
 
     normalise(notebook)
     exporter = HTMLExporter(exclude_input_prompt=True, exclude_output_prompt=True)
+    exporter.register_filter("markdown2html", pass_context(markdown_to_html))
     exporter.log.disabled = True  # it would warn of the alternative text that is filled in below
     html, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": title}})
     page = BeautifulSoup(html, features="html.parser")
+    # The page asks nothing of the network: no MathJax, Mermaid or require.js, and Colab's badge as words.
+    for script in page.head.select("script"):
+        script.decompose()
+    for image in page.select("img[src^='http']"):
+        image.replace_with(image.get("alt", ""))
     # nbconvert's lab template does not read the alternative text, so it is put where it belongs here.
     alts = [alt_text(output) for cell in notebook.cells for output in images(cell)]
     for image, alt in zip(page.select(".jp-OutputArea-output img[src^='data:image/png']"), alts, strict=True):
@@ -331,11 +356,47 @@ def to_html(notebook: NotebookNode, title: str) -> str:
     return str(page)
 
 
-# --- the repository's address ---------------------------------------------------------------------------
+def markdown_to_html(context: Mapping, source: str) -> str:
+    """A Markdown cell as nbconvert writes it, with its formulas in MathML, which needs no network.
+
+    Args:
+        context: nbconvert's names where the cell is drawn, of which ``cell`` is used.
+        source: the cell's text.
+
+    Returns:
+        HTML.
+    """
+    from latex2mathml.converter import convert
+    from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+
+    class Renderer(IPythonRenderer):
+        def inline_math(self, body: str) -> str:
+            return formula(body, "inline") or super().inline_math(body)
+
+        def block_math(self, body: str) -> str:
+            return formula(body, "block") or super().block_math(body)
+
+        def latex_environment(self, name: str, body: str) -> str:
+            text = f"\\begin{{{name}}}{body}\\end{{{name}}}"
+            return formula(text, "block") or super().latex_environment(name, body)
+
+    def formula(text: str, display: str) -> str:
+        # What it cannot read, or a command that it does not know, is shown as it was written.
+        try:
+            mathml = convert(text, display=display)
+        except Exception:
+            return ""
+        return "" if "\\" in mathml else mathml
+
+    attachments = context.get("cell", {}).get("attachments", {})
+    return MarkdownWithMath(renderer=Renderer(escape=False, attachments=attachments)).render(source)
+
+
+# --- the repository's address and release ---------------------------------------------------------------
 
 
 def stamp(root: Path = ROOT, check: bool = False) -> int:
-    """Writes the repository's address into badges, set-up cells and pages, or lists the files that differ."""
+    """Writes address and release into badges, set-up cells and pages, or lists the files that differ."""
     repo = repository(root)
     pages = [root / "README.md", root / "environment.yml", *sorted((root / "docs").glob("*.md"))]
     changes = {path: stamp_notebook(path, repo) for path in chapters(root)}
@@ -348,15 +409,19 @@ def stamp(root: Path = ROOT, check: bool = False) -> int:
     return 1 if check and differ else 0
 
 
-def stamp_text(text: str, repo: str) -> str:
-    """Any address of a repository of this project's name, on GitHub or Colab, becomes ``repo``."""
-    owner_name = repo.removeprefix("https://github.com/")
-    names = "|".join(sorted({NAME, owner_name.split("/")[1]}))
-    pattern = rf"(https://(?:github\.com|colab\.research\.google\.com/github)/)[\w.-]+/(?:{names})(?![\w-])"
-    return re.sub(pattern, rf"\g<1>{owner_name}", text)
+def stamp_text(text: str, repo: Repository) -> str:
+    """Any address of a repository of this project's name becomes ours; what pip installs is the release."""
+    names = "|".join(sorted({NAME, repo.name.split("/")[1]}))
+    address = rf"[\w.-]+/(?:{names})(?![\w-])"
+    text = re.sub(
+        rf"(https://(?:github\.com|colab\.research\.google\.com/github)/){address}",
+        rf"\g<1>{repo.name}",
+        text,
+    )
+    return re.sub(rf"(git\+{re.escape(repo.url)})(?:@[\w.-]+)?", rf"\g<1>@{repo.release}", text)
 
 
-def stamp_notebook(path: Path, repo: str) -> str:
+def stamp_notebook(path: Path, repo: Repository) -> str:
     notebook = read(path)
     for cell in notebook.cells:
         if "setup" in tags(cell):
@@ -657,7 +722,7 @@ def main(arguments: list[str] | None = None) -> int:
             sub.add_argument("--out", type=Path, help="a folder; build/figures if none is given")
         if command == "run":
             sub.add_argument("--timeout", type=int, default=600, help="seconds for one cell")
-    sub = commands.add_parser("stamp", help="write the repository's address where it is needed")
+    sub = commands.add_parser("stamp", help="write address and release where they are needed")
     sub.add_argument("--check", action="store_true", help="only list the files that differ")
     sub = commands.add_parser("new", help="write the skeleton of a chapter")
     sub.add_argument("number", metavar="NN")

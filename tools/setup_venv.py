@@ -132,7 +132,7 @@ def install(constraints):
     command = [VENV_PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["-c", constraints] if constraints else ["--upgrade", "--upgrade-strategy", "eager"]
     done = subprocess.run(
-        command + ["-e", ".[course,test]"],
+        command + ["-e", ".[course,lab,test]"],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

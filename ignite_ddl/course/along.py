@@ -28,7 +28,8 @@ def held_along_a_block(make: Callable[[], GPT], plan: Mapping[str, Any], n_ranks
 
     Returns:
         list: for ``figures.along_a_block`` of chapter 17, in order: the layer's name, the features of its whole
-        output, whether a rank has it "whole", or its "features" or "tokens", and the collectives called since the layer before.
+        output, whether a rank has it "whole", or its "features" or "tokens", and the collectives called since the
+        layer before.
 
     Example:
         >>> from ignite_ddl.course import GPT

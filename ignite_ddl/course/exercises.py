@@ -1,5 +1,8 @@
 """Exercise checks: one line that says "right" or "not yet" and why, and never stops Run All.
 
+A solution, a function whose name ends in ``_solution``, is not the learner's: of it the line says only that it
+passes, so that no "right" stands below a learner's "not yet".
+
 The checks of chapter NN live in ``checks/chNN.py``. A check is a function that takes the learner's function,
 raises :class:`Hint` where it falls short and returns what to say when it is right. :func:`exercise` does
 the rest.
@@ -72,7 +75,11 @@ def exercise(check: Callable[[Callable], str | None]) -> Callable[[Callable], Ve
         except BaseException as error:  # SystemExit too: a learner's exit() must not end the kernel
             print(f"not yet: {_tidy(_explain(error, function))}")
             return Verdict(False)
-        print(f"right: {text}" if text else "right")
+        if getattr(function, "__name__", "").endswith("_solution"):
+            text = "the solution passes"
+        else:
+            text = f"right: {text}" if text else "right"
+        print(text)
         return Verdict(True)
 
     return verdict

@@ -1,0 +1,475 @@
+"""tools/workbook.py: the reader's copies under every combination of changes, and the copies for Colab."""
+
+import copy
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+spec = importlib.util.spec_from_file_location("workbook_tool", ROOT / "tools" / "workbook.py")
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+
+NAME = "05_rows.ipynb"
+NEW, NEW2 = "05_rows.new.ipynb", "05_rows.new2.ipynb"
+REPO = "https://github.com/ada/ignite-ddl"
+
+
+def notebook(*sources):
+    """A chapter with outputs: Markdown first, then code."""
+    cells = [{"cell_type": "markdown", "id": "a", "metadata": {}, "source": ["# 05 · Rows\n", "\n", "Text."]}]
+    for number, source in enumerate(sources, 1):
+        output = {"name": "stdout", "output_type": "stream", "text": ["7\n"]}
+        cells.append(
+            {
+                "cell_type": "code",
+                "execution_count": number,
+                "id": f"c{number}",
+                "metadata": {"tags": ["x"], "mystnb": {"image": {"alt": "seven"}}},
+                "outputs": [output],
+                "source": [source],
+            }
+        )
+    return {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+
+
+OLD, CHANGED, NEWEST = notebook("old"), notebook("changed"), notebook("newest")
+
+
+class Checkout:
+    """A course of one chapter beside another that nobody changes, and its workbook."""
+
+    def __init__(self, root):
+        self.root, self.workbook = root, root / "workbook"
+        (root / "notebooks").mkdir()
+        (root / "pyproject.toml").write_text(
+            f'[project]\nversion = "0.1.0"\n[project.urls]\nRepository = "{REPO}"\n'
+        )
+        self.course(notebook("first"), "00_start.ipynb")
+
+    def course(self, content, name=NAME):
+        path = self.root / "notebooks" / name
+        if content is None:
+            path.unlink()
+        else:
+            path.write_text(json.dumps(content))
+
+    def refresh(self):
+        return tool.refresh(self.root)
+
+    def write(self, name, content):
+        (self.workbook / name).write_text(json.dumps(content) if isinstance(content, dict) else content)
+
+    def edit(self, name, source="mine"):
+        """What JupyterLab does: the cells change, the file is written in its own form."""
+        path = self.workbook / name
+        content = json.loads(path.read_text())
+        content["cells"][-1]["source"] = source
+        path.write_text(json.dumps(content, indent=2))
+
+    def run_all(self, name):
+        path = self.workbook / name
+        content = json.loads(path.read_text())
+        content["metadata"]["kernelspec"] = {"name": "python3"}
+        content["cells"][-1] |= {
+            "execution_count": 3,
+            "outputs": [{"output_type": "stream", "name": "stdout", "text": "ran\n"}],
+        }
+        path.write_text(json.dumps(content, indent=2))
+
+    def files(self):
+        return {path.name: path.read_bytes() for path in self.workbook.glob("*.ipynb")}
+
+    def source(self, name):
+        """The last cell's source: old, changed, newest or mine; None if there is no such file."""
+        path = self.workbook / name
+        if not path.exists():
+            return None
+        try:
+            return "".join(json.loads(path.read_text())["cells"][-1]["source"])
+        except ValueError:
+            return "broken"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+# --- every combination --------------------------------------------------------------------------------
+
+# What the reader has done to a chapter that was copied as "old".
+LEARNER = {
+    "untouched": lambda c: None,
+    "outputs only": lambda c: c.run_all(NAME),
+    "touched": lambda c: c.edit(NAME),
+    "deleted": lambda c: (c.workbook / NAME).unlink(),
+    "broken": lambda c: c.write(NAME, "{ <<<<<<<"),
+    ".new untouched": lambda c: c.both_changed(),
+    ".new outputs only": lambda c: (c.both_changed(), c.run_all(NEW)),
+    ".new touched": lambda c: (c.both_changed(), c.edit(NEW, "mine too")),
+    ".new broken": lambda c: (c.both_changed(), c.write(NEW, "{ <<<<<<<")),
+    ".new deleted": lambda c: (c.both_changed(), (c.workbook / NEW).unlink()),
+    ".new instead": lambda c: (c.both_changed(), os.replace(c.workbook / NEW, c.workbook / NAME)),
+    "deleted, .new untouched": lambda c: (c.both_changed(), (c.workbook / NAME).unlink()),
+    "deleted, .new touched": lambda c: (
+        c.both_changed(),
+        c.edit(NEW, "mine too"),
+        (c.workbook / NAME).unlink(),
+    ),
+    ".new of the reader's": lambda c: (c.edit(NAME), c.write(NEW, notebook("mine too"))),
+}
+# What the course has done since: "same" is as it was copied last.
+UPSTREAM = ("same", "changed", "removed")
+
+# -> source of the chapter, of .new, of .new2 after a refresh; * the file is as the reader left it, outputs too
+EXPECTED = {
+    ("untouched", "same"): ("old*", None, None),
+    ("untouched", "changed"): ("newest", None, None),
+    ("untouched", "removed"): (None, None, None),
+    ("outputs only", "same"): ("old*", None, None),
+    ("outputs only", "changed"): ("newest", None, None),
+    ("outputs only", "removed"): (None, None, None),
+    ("touched", "same"): ("mine*", None, None),
+    ("touched", "changed"): ("mine*", "newest", None),
+    ("touched", "removed"): ("mine*", None, None),
+    ("deleted", "same"): ("old", None, None),
+    ("deleted", "changed"): ("newest", None, None),
+    ("deleted", "removed"): (None, None, None),
+    ("broken", "same"): ("broken*", None, None),
+    ("broken", "changed"): ("broken*", "newest", None),
+    ("broken", "removed"): ("broken*", None, None),
+    # From here on the chapter is touched, and the course has changed once: .new holds "changed".
+    (".new untouched", "same"): ("mine*", "changed*", None),
+    (".new untouched", "changed"): ("mine*", "newest", None),
+    (".new untouched", "removed"): ("mine*", None, None),
+    (".new outputs only", "same"): ("mine*", "changed*", None),
+    (".new outputs only", "changed"): ("mine*", "newest", None),
+    (".new outputs only", "removed"): ("mine*", None, None),
+    (".new touched", "same"): ("mine*", "mine too*", None),
+    (".new touched", "changed"): ("mine*", "mine too*", "newest"),
+    (".new touched", "removed"): ("mine*", "mine too*", None),
+    (".new broken", "same"): ("mine*", "broken*", None),
+    (".new broken", "changed"): ("mine*", "broken*", "newest"),
+    (".new broken", "removed"): ("mine*", "broken*", None),
+    (".new deleted", "same"): ("mine*", None, None),
+    (".new deleted", "changed"): ("mine*", "newest", None),
+    (".new deleted", "removed"): ("mine*", None, None),
+    (".new instead", "same"): ("changed*", None, None),
+    (".new instead", "changed"): ("newest", None, None),
+    (".new instead", "removed"): (None, None, None),
+    ("deleted, .new untouched", "same"): ("changed", None, None),
+    ("deleted, .new untouched", "changed"): ("newest", None, None),
+    ("deleted, .new untouched", "removed"): (None, None, None),
+    ("deleted, .new touched", "same"): ("changed", "mine too*", None),
+    ("deleted, .new touched", "changed"): ("newest", "mine too*", None),
+    ("deleted, .new touched", "removed"): (None, "mine too*", None),
+    (".new of the reader's", "same"): ("mine*", "mine too*", None),
+    (".new of the reader's", "changed"): ("mine*", "mine too*", "newest"),
+    (".new of the reader's", "removed"): ("mine*", "mine too*", None),
+}
+
+
+def test_the_table_is_complete():
+    assert set(EXPECTED) == {(learner, upstream) for learner in LEARNER for upstream in UPSTREAM}
+
+
+@pytest.mark.parametrize(("learner", "upstream"), EXPECTED)
+def test_refresh(learner, upstream, checkout):
+    checkout.course(OLD)
+    checkout.refresh()
+
+    def both_changed():
+        checkout.edit(NAME)
+        checkout.course(CHANGED)
+        checkout.refresh()
+
+    checkout.both_changed = both_changed
+    LEARNER[learner](checkout)
+    if upstream != "same":
+        checkout.course(NEWEST if upstream == "changed" else None)
+    before = checkout.files()
+    notes = checkout.refresh()
+    after = checkout.files()
+
+    for name, expected in zip((NAME, NEW, NEW2), EXPECTED[learner, upstream], strict=True):
+        assert checkout.source(name) == (expected and expected.rstrip("*")), name
+        if expected and expected.endswith("*"):
+            assert after[name] == before[name], f"{name} is as it was, its outputs too"
+        elif expected:
+            assert json.loads(after[name])["cells"][-1]["outputs"] == []
+    assert set(after) <= {"00_start.ipynb", NAME, NEW, NEW2}
+    beside = any(expected == "newest" for expected in EXPECTED[learner, upstream][1:])
+    assert any("The new one:" in note for note in notes) >= beside
+
+    # A second refresh changes nothing, whatever the first has found.
+    checkout.refresh()
+    assert checkout.files() == after
+
+
+@pytest.mark.parametrize("there", [None, "the same", "other", "broken"])
+def test_a_chapter_that_is_new_in_the_course(there, checkout):
+    checkout.refresh()
+    content = {"the same": OLD, "other": notebook("mine"), "broken": "{"}.get(there)
+    if content:
+        checkout.write(NAME, content)
+    before = checkout.files().get(NAME)
+    checkout.course(OLD)
+    checkout.refresh()
+    if there is not None:
+        assert checkout.files()[NAME] == before
+    assert checkout.source(NAME) == {"other": "mine", "broken": "broken"}.get(there, "old")
+    assert checkout.source(NEW) == ("old" if there in ("other", "broken") else None)
+    checkout.course(CHANGED)
+    checkout.refresh()
+    assert checkout.source(NAME) == {"other": "mine", "broken": "broken"}.get(there, "changed")
+    assert checkout.source(NEW) == ("changed" if there in ("other", "broken") else None)
+
+
+@pytest.mark.parametrize("record", [None, "{", "[]", '{"05_rows.ipynb": 3}'])
+def test_a_lost_record_makes_no_file_ours(record, checkout):
+    checkout.course(OLD)
+    checkout.refresh()
+    checkout.edit(NAME)
+    path = checkout.workbook / tool.COPIED
+    path.unlink() if record is None else path.write_text(record)
+    checkout.course(CHANGED)
+    checkout.refresh()
+    assert (checkout.source(NAME), checkout.source(NEW)) == ("mine", "changed")
+
+
+def test_a_renamed_chapter_of_the_course(checkout):
+    checkout.course(OLD)
+    checkout.refresh()
+    checkout.course(None)
+    checkout.course(OLD, "06_rows.ipynb")
+    checkout.refresh()
+    assert (checkout.source(NAME), checkout.source("06_rows.ipynb")) == (None, "old")
+
+
+def test_what_the_reader_made_or_renamed_stays(checkout):
+    checkout.course(OLD)
+    checkout.refresh()
+    os.replace(checkout.workbook / NAME, checkout.workbook / "05_mine.ipynb")
+    (checkout.workbook / "data.csv").write_text("1")
+    checkout.course(CHANGED)
+    checkout.refresh()
+    assert (checkout.source("05_mine.ipynb"), checkout.source(NAME)) == ("old", "changed")
+    assert (checkout.workbook / "data.csv").read_text() == "1"
+
+
+def test_back_to_what_was_copied_takes_the_new_one_away(checkout):
+    checkout.course(OLD)
+    checkout.refresh()
+    checkout.edit(NAME)
+    checkout.course(CHANGED)
+    checkout.refresh()
+    checkout.edit(NAME, "old")
+    checkout.refresh()
+    assert (checkout.source(NAME), checkout.source(NEW)) == ("changed", None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cells: cells.reverse(),
+        lambda cells: cells.pop(),
+        lambda cells: cells.append(copy.deepcopy(cells[-1])),
+        lambda cells: cells[0].update(source="other"),
+        lambda cells: cells[0].update(cell_type="raw"),
+    ],
+)
+def test_types_sources_and_order_count(change):
+    content = notebook("1", "2")
+    change(content["cells"])
+    assert tool.digest(content) != tool.digest(notebook("1", "2"))
+
+
+def test_nothing_else_counts():
+    content = tool.strip(notebook("1\n2"))
+    content["metadata"] = {"kernelspec": {}}
+    for cell in content["cells"]:
+        cell["id"], cell["metadata"] = "other", {"collapsed": True}
+        cell["source"] = "".join(cell["source"])
+    assert tool.digest(content) == tool.digest(notebook("1\n2"))
+
+
+# --- what is copied -----------------------------------------------------------------------------------
+
+
+def test_copies_have_no_outputs_and_say_whose_they_are(checkout):
+    checkout.course(OLD)
+    checkout.refresh()
+    first, rows = (json.loads((checkout.workbook / n).read_text()) for n in ("00_start.ipynb", NAME))
+    assert "This copy is yours" in "".join(first["cells"][0]["source"])
+    code = rows["cells"][1]
+    assert (code["outputs"], code["execution_count"], code["metadata"]) == ([], None, {"tags": ["x"]})
+    assert rows["cells"][0] == OLD["cells"][0], "no line above the other chapters"
+
+
+def test_every_chapter_of_the_course_can_be_copied(tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    shutil.copytree(ROOT / "tools" / "jupyter", tmp_path / "tools" / "jupyter")
+    assert tool.refresh(tmp_path) == []
+    names = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert {path.name for path in (tmp_path / "workbook").glob("*.ipynb")} == names
+    for path in (tmp_path / "workbook").glob("*.ipynb"):
+        nbformat.validate(nbformat.read(path, as_version=4))
+
+
+def test_the_reader_s_layout_of_jupyterlab_is_kept(checkout):
+    seeds = checkout.root / "tools" / "jupyter"
+    shutil.copytree(ROOT / "tools" / "jupyter", seeds)
+    checkout.refresh()
+    [layout] = (checkout.workbook / tool.LAYOUT).iterdir()
+    layout.write_text("{}")
+    checkout.refresh()
+    assert layout.read_text() == "{}"
+
+
+def test_jupyterlab_reads_the_layout_and_the_settings(monkeypatch):
+    handler = pytest.importorskip("jupyterlab_server.workspaces_handler")
+    from jupyterlab_server.settings_utils import _get_overrides
+
+    layout = handler.WorkspacesManager(str(ROOT / "tools" / "jupyter")).load("default")["data"]
+    assert layout["layout-restorer:data"]["left"]["collapsed"]
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(ROOT / "tools" / "jupyter"))
+    overrides, error = _get_overrides("")
+    assert not error
+    assert overrides["@jupyterlab/apputils-extension:notification"]["fetchNews"] == "false"
+
+
+# --- bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["{ <<<<<<<", "[]", '{"cells": [{}]}', '{"worksheets": []}'])
+def test_a_broken_chapter_of_the_course_stops_before_anything_is_written(text, checkout):
+    checkout.course(OLD)
+    checkout.refresh()
+    before = checkout.files()
+    (checkout.root / "notebooks" / "01_broken.ipynb").write_text(text)
+    checkout.course(CHANGED)
+    with pytest.raises(SystemExit, match=r"notebooks/01_broken.ipynb cannot be read .*git checkout"):
+        checkout.refresh()
+    assert checkout.files() == before
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(checkout, monkeypatch, capsys):
+    checkout.course(OLD)
+    checkout.refresh()
+    before = {path.name: path.read_bytes() for path in checkout.workbook.iterdir() if path.is_file()}
+    checkout.course(CHANGED)
+
+    def full(*paths):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tool.os, "replace", full)
+    with pytest.raises(SystemExit, match="could not be written: .*No space left"):
+        tool.main(["--root", str(checkout.root)])
+    assert {path.name: path.read_bytes() for path in checkout.workbook.iterdir() if path.is_file()} == before
+
+
+def test_no_chapters_and_a_file_in_the_way(checkout):
+    checkout.workbook.write_text("")
+    with pytest.raises(SystemExit, match="workbook is a file"):
+        checkout.refresh()
+    checkout.course(None, "00_start.ipynb")
+    with pytest.raises(SystemExit, match="no chapters in notebooks/"):
+        checkout.refresh()
+
+
+def test_the_command_prints_what_the_reader_should_know(checkout, capsys):
+    checkout.course(OLD)
+    assert tool.main(["--root", str(checkout.root)]) == 0
+    assert "your own copy" in capsys.readouterr().out
+    checkout.edit(NAME)
+    checkout.course(CHANGED)
+    tool.main(["--root", str(checkout.root)])
+    assert capsys.readouterr().out == (
+        f"{NAME} has changed, and so has your copy, which stays. The new one: {NEW}\n"
+    )
+    checkout.course(None)
+    tool.main(["--root", str(checkout.root)])
+    assert f"{NAME} is no longer part of the course; your copy" in capsys.readouterr().out
+    tool.main(["--root", str(checkout.root)])
+    assert capsys.readouterr().out == ""
+
+
+# --- Colab --------------------------------------------------------------------------------------------
+
+
+def test_colab_s_links():
+    text = "[05](05_rows.ipynb), [b](05_rows.ipynb#b), [t](../docs/t.md), ![p](../docs/p.png), [w](https://x.org)"
+    copies = "https://colab.research.google.com/github/ada/ignite-ddl/blob/workbook-v0.1.0"
+    assert tool.colab_links(text, REPO, "v0.1.0") == (
+        f"[05]({copies}/05_rows.ipynb), [b]({copies}/05_rows.ipynb#b), [t]({REPO}/blob/v0.1.0/docs/t.md), "
+        f"![p]({REPO}/raw/v0.1.0/docs/p.png), [w](https://x.org)"
+    )
+
+
+def test_copies_for_colab(checkout):
+    checkout.course(OLD)
+    folder = checkout.root / "colab"
+    assert tool.main(["--root", str(checkout.root), "--to", str(folder), "--tag", "v0.1.0"]) == 0
+    assert {path.name for path in folder.iterdir()} == {"00_start.ipynb", NAME, "README.md"}
+    assert json.loads((folder / NAME).read_text()) == tool.strip(copy.deepcopy(OLD))
+    assert not checkout.workbook.exists()
+    with pytest.raises(SystemExit, match="is not empty"):
+        tool.publish(checkout.root, folder)
+    with pytest.raises(SystemExit, match=r"the tag v0.2.0 is not that of pyproject.toml's version, v0.1.0"):
+        tool.publish(checkout.root, checkout.root / "other", "v0.2.0")
+    assert not (checkout.root / "other").exists()
+
+
+def test_a_badge_leads_to_the_copies_of_its_release():
+    notebooks = pytest.importorskip("nbformat") and importlib.util.spec_from_file_location(
+        "notebook_tools", ROOT / "tools" / "notebooks.py"
+    )
+    tools = importlib.util.module_from_spec(notebooks)
+    notebooks.loader.exec_module(tools)
+    repo = tools.Repository(REPO, "v0.1.0")
+    assert tool.colab_links(f"]({NAME})", REPO, "v0.1.0")[1:] in tools.badge(repo, NAME)
+
+
+@pytest.mark.skipif(sys.platform == "win32" or not shutil.which("git"), reason="bash and git")
+def test_the_workflow_writes_the_branch(checkout):
+    """Its commands, in a checkout whose origin is a folder: twice, because a release may be repeated."""
+    root = checkout.root
+    workflow = yaml.safe_load((ROOT / ".github/workflows/workbook.yml").read_text())
+    assert workflow[True] == {"push": {"tags": ["v*"]}}
+    checkout.course(OLD)
+    (root / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "workbook.py", root / "tools")
+    (root / ".gitignore").write_text("*.ipynb\nbuild/\n")
+    env = os.environ | {"GITHUB_REF_NAME": "v0.1.0", "GIT_CONFIG_GLOBAL": os.devnull}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+
+    def git(*arguments):
+        done = subprocess.run(
+            ["git", *arguments], cwd=root, env=env, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    git("init", "-q", "--bare", "origin.git")
+    git("init", "-q")
+    git("remote", "add", "origin", str(root / "origin.git"))
+    for _ in range(2):
+        shutil.rmtree(root / "build", ignore_errors=True)
+        for step in workflow["jobs"]["workbook"]["steps"]:
+            if "run" in step:
+                names = {
+                    key: value.replace("${{ github.workspace }}", str(root))
+                    for key, value in step.get("env", {}).items()
+                }
+                subprocess.run(["bash", "-e", "-c", step["run"]], cwd=root, env=env | names, check=True)
+        git("fetch", "-q", "--force", "origin", "workbook-v0.1.0:copies")
+        assert git("ls-tree", "--name-only", "copies").split() == ["00_start.ipynb", NAME, "README.md"]
+        assert git("rev-list", "--count", "copies").strip() == "1"
