@@ -474,6 +474,7 @@ def all_stages(local_rank):
     return evaluator.run(loader).metrics
 
 
+@pytest.mark.slow
 def test_a_metric_on_the_last_stage_only_blocks():
     blocks(last_stage_only, nproc=2, pp=2, where="_do_all_reduce")
     assert launch(all_stages, nproc=2, pp=2) == [{"accuracy": 0.5}] * 2
@@ -493,6 +494,7 @@ def string_in_a_group(local_rank, view):
         return idist.all_gather(f"dp {mesh.dp_rank}")
 
 
+@pytest.mark.slow
 def test_all_gather_of_a_string_in_a_group():
     """With ``group=``, idist finds the longest string of the world, not of the group: the group blocks."""
     blocks(string_in_a_group, False, dp=DP, tp=TP, where="_get_max_length")
@@ -509,6 +511,7 @@ def first_call(local_rank, package):
     return idist.get_world_size() if dist.get_rank() == 0 else None
 
 
+@pytest.mark.slow
 def test_first_call_on_a_group_made_elsewhere():
     """idist's first call gathers host names over the world, so on one rank it blocks; ddl's mesh does it for all."""
     blocks(first_call, "idist", nproc=2, where="_get_all_hostnames")

@@ -182,6 +182,14 @@ def test_make_test_is_one_strict_pytest_command():
     for word in ["tests", "notebooks", "--nbval", "--nbval-current-env", "loadfile", "-x"]:
         assert word in line.split()
     assert "--nbval-lax" not in line
+    assert '-m "not slow"' in line
+
+
+@pytest.mark.parametrize("target", ["test-all", "test-oldest"])
+def test_weekly_targets_run_the_slow_tests_too(target):
+    shown = make("-n", target).stdout
+    assert "--nbval" in shown
+    assert "not slow" not in shown
 
 
 def test_make_says_that_there_is_no_such_python():
@@ -192,7 +200,7 @@ def test_make_says_that_there_is_no_such_python():
 
 def test_workflow_calls_make_targets_only():
     runs = [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "run" in step]
-    wanted = {"make lint", "make test", "make test-all", "make test-oldest", "make test CONSTRAINTS="}
+    wanted = {"make lint", "make test", "make test-all", "make test-oldest", "make test SLOW=1 CONSTRAINTS="}
     assert wanted == set(runs)
     assert set(WORKFLOW[True]) == {"push", "pull_request", "schedule"}  # YAML reads the key `on` as True
 
@@ -411,6 +419,7 @@ def test_missing_constraints_file_is_one_line(tree, capsys):
     )
 
 
+@pytest.mark.slow
 def test_no_network_is_one_line(tree, capfd):
     """The one test with a real pip: its index is a port where nobody listens."""
     for name in [name for name in os.environ if name.startswith("PIP_")]:

@@ -607,6 +607,7 @@ def test_serial_runs_in_this_process():
             assert alone.run(lambda rank, x: (rank, x, os.getpid()), 5) == [(0, 5, os.getpid())]
 
 
+@pytest.mark.slow
 def test_script_joins_torchrun_unchanged(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -638,6 +639,7 @@ def test_starting_ranks_inside_a_job_is_refused(monkeypatch):
         parallel(2)
 
 
+@pytest.mark.slow
 def test_two_nodes_on_one_machine():
     import socket
 
@@ -658,6 +660,7 @@ def test_two_nodes_on_one_machine():
     assert outputs == ["[(0, 0, 2, 0, 4), (1, 1, 2, 0, 4)]", "[(0, 2, 2, 1, 4), (1, 3, 2, 1, 4)]"]
 
 
+@pytest.mark.slow
 def test_spawn_works_and_warns_once_where_there_is_no_forkserver(monkeypatch):
     assert parallel(2, start_method="spawn").run(lambda rank: idist.all_reduce(rank)) == [1, 1]
     monkeypatch.setattr(launch.multiprocessing, "get_all_start_methods", lambda: ["spawn"])

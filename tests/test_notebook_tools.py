@@ -272,6 +272,7 @@ def alive(pid):
 # --- nbval, with the settings of tests/conftest.py ---------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nbval_compares_strictly_and_lists_seconds(checkout):
     """Text and alternative text are compared, a picture's bytes are not; seconds come through xdist."""
     cells = [new_code_cell("print(3)"), new_code_cell(draw("Two bars of three rows.", PNG))]

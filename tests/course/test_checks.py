@@ -17,8 +17,12 @@ import torch.distributed as dist
 from checking import stub
 
 import ignite_ddl as ddl
+import ignite_ddl.lab.exercises as exercises
 from ignite_ddl import cost
-from ignite_ddl.lab import checks_03, checks_10, checks_13, exercises, orders
+from ignite_ddl.lab.checks_03 import tile
+from ignite_ddl.lab.checks_10 import _buckets
+from ignite_ddl.lab.checks_13 import _arrivals, _n_of
+from ignite_ddl.lab.orders import most_kept, play, read
 from ignite_ddl.simulate import schedule_actions
 
 CHECKS = "ignite_ddl.lab.checks_{}"  # module of chapter NN
@@ -90,9 +94,7 @@ def test_each_mistake_gets_its_hint(chapter, reached, capsys, monkeypatch):
 @pytest.mark.parametrize(("size", "parts"), [(10, 4), (9, 2), (12, 4), (5, 4)])
 def test_tiles_are_torchs_chunks(size, parts):
     chunks = [len(chunk) for chunk in torch.arange(size).chunk(parts)]
-    tiles = [
-        checks_03.tile((size,), ("data",), {"data": parts, "model": 1}, device)[0] for device in range(parts)
-    ]
+    tiles = [tile((size,), ("data",), {"data": parts, "model": 1}, device)[0] for device in range(parts)]
     assert [stop - start for start, stop in tiles] == chunks + [0] * (parts - len(chunks))
 
 
@@ -101,15 +103,15 @@ def test_tiles_are_torchs_chunks(size, parts):
 def test_buckets_are_torchs(sizes, cap, first_cap):
     tensors = [torch.zeros(size // 4) for size in reversed(sizes)]
     torchs, _ = dist._compute_bucket_assignment_by_size(tensors, [first_cap, cap])
-    ours = checks_10._buckets(sizes, cap, first_cap)
+    ours = _buckets(sizes, cap, first_cap)
     assert ours == [[len(sizes) - 1 - index for index in bucket] for bucket in torchs]
     assert [sum(sizes[i] for i in bucket) for bucket in ours] == cost.ddp_buckets(sizes, cap, first_cap)
 
 
 @pytest.mark.parametrize(("n", "b", "seed"), [(4, 1, 0), (6, 2, 1), (5, 3, 2)])
 def test_arrivals_hold_late_gradients_and_an_open_group(n, b, seed):
-    arrivals = checks_13._arrivals(n, b, seed)
-    means, dropped = checks_13._n_of(arrivals, n - b)
+    arrivals = _arrivals(n, b, seed)
+    means, dropped = _n_of(arrivals, n - b)
     assert len(means) == arrivals[-1][0] == 7
     assert dropped
 
@@ -118,6 +120,6 @@ def test_arrivals_hold_late_gradients_and_an_open_group(n, b, seed):
 def test_torchs_order_fills_the_bubble(p, m):
     actions = schedule_actions("interleaved_zero_bubble", p, m, n_chunks=1)
     ranks = [[f"{kind}{m}" for kind, _, m in actions[rank]] for rank in range(p)]
-    ranks = [orders.read(order, "FIW", rank, m, "") for rank, order in enumerate(ranks)]
-    assert orders.play(ranks, "") == 3 * m + p - 1
-    assert max(map(orders.most_kept, ranks)) <= p
+    ranks = [read(order, "FIW", rank, m, "") for rank, order in enumerate(ranks)]
+    assert play(ranks, "") == 3 * m + p - 1
+    assert max(map(most_kept, ranks)) <= p

@@ -37,7 +37,7 @@ RIGHT = {
 }
 MISTAKES = {
     "one_f_one_b": {
-        # The first four hints are orders.read's, and chapter 19's as well.
+        # The first four hints are of reading an order, and chapter 19's as well.
         "return a list of names": lambda rank, p, m: [0, 1],
         "rank 0 has a pass 'F8'": lambda rank, p, m: [*gpipe(rank, p, m), f"F{m}"],
         "rank 0 leaves out B7": lambda rank, p, m: gpipe(rank, p, m)[:-1],

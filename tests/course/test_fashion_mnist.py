@@ -1,29 +1,25 @@
-"""ignite_ddl.lab: torchvision beside any torch, Fashion-MNIST, the two small models."""
+"""Fashion-MNIST, and torchvision beside any torch."""
 
-import contextlib
-import doctest
 import gzip
 import hashlib
 import pickle
-import re
 import shutil
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
-from ignite_ddl import lab
-from ignite_ddl.lab import data
+import ignite_ddl.lab.data as data
+from ignite_ddl.lab.data import CLASSES, fashion_mnist, fashion_mnist_tensors, normalise
+from ignite_ddl.lab.vision import import_torchvision
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 
 
@@ -38,10 +34,11 @@ def prints(code):
 # ---- vision
 
 
+@pytest.mark.slow  # a fresh Python that imports torchvision
 def test_torchvision_imports_beside_a_torch_that_its_operators_do_not_fit():
     code = """
         import gc, sys, torch
-        from ignite_ddl.lab import import_torchvision
+        from ignite_ddl.lab.vision import import_torchvision
         try:
             import torchvision
         except RuntimeError as error:
@@ -66,6 +63,7 @@ def test_torchvision_imports_beside_a_torch_that_its_operators_do_not_fit():
     assert lines == ["operator torchvision::nms does not exist", "1 1000"]
 
 
+@pytest.mark.slow  # a fresh Python that imports torchvision
 def test_nothing_is_declared_where_the_operators_load():
     # Operators with code, as torchvision's C++ library brings them where it fits torch. Declaring one of them
     # again would raise, and they have to keep their code.
@@ -82,8 +80,8 @@ def test_nothing_is_declared_where_the_operators_load():
         boxes, scores = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 2], [5, 5, 6, 6]]), torch.tensor([0.9, 0.8, 0.7])
         before = torch.ops.torchvision.nms(boxes, scores, 0.5)  # the real one's [0, 2], or the [0] above
 
-        from ignite_ddl.lab import import_torchvision, vision
-        import_torchvision()
+        import ignite_ddl.lab.vision as vision
+        vision.import_torchvision()
         kept = torch.ops.torchvision.nms(boxes, scores, 0.5)
         print(vision._declared, kept.tolist() == before.tolist(), kept.tolist() in ([0, 2], [0]))
     """
@@ -93,7 +91,7 @@ def test_nothing_is_declared_where_the_operators_load():
 def test_other_import_errors_come_through(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)  # as if it were not installed
     with pytest.raises(ImportError):
-        lab.import_torchvision()
+        import_torchvision()
 
 
 # ---- data: the subset
@@ -101,11 +99,11 @@ def test_other_import_errors_come_through(monkeypatch):
 
 @pytest.mark.parametrize(("train", "count"), [(True, 6000), (False, 1000)])
 def test_subset_is_torchvisions_dataset_with_balanced_classes(train, count):
-    dataset = lab.fashion_mnist(train=train)
-    assert type(dataset) is lab.import_torchvision().datasets.FashionMNIST
+    dataset = fashion_mnist(train=train)
+    assert type(dataset) is import_torchvision().datasets.FashionMNIST
     assert len(dataset) == count
     assert dataset.targets.bincount().tolist() == [count // 10] * 10
-    assert tuple(dataset.classes) == lab.CLASSES
+    assert tuple(dataset.classes) == CLASSES
     image, label = dataset[0]
     assert (image.dtype, image.shape, label) == (torch.float32, (1, 28, 28), 9)
     assert dataset.targets[:64].unique().numel() == 10  # in the original order the classes come mixed
@@ -138,47 +136,48 @@ def test_subset_is_the_first_of_each_class_of_the_full_set():
         seen[label] += 1
         if seen[label] <= 100:
             kept.append((label, images[index * 784 : (index + 1) * 784]))
-    subset = lab.fashion_mnist(train=False)
+    subset = fashion_mnist(train=False)
     pairs = zip(subset.targets, subset.data, strict=True)
     assert kept == [(label.item(), image.numpy().tobytes()) for label, image in pairs]
 
 
 def test_default_transform_is_torchvisions_normalisation():
-    lab.import_torchvision()
+    import_torchvision()
     from torchvision.transforms import v2
 
     scale = v2.Compose(
         [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.2860], [0.3530])]
     )
-    expected, ours = lab.fashion_mnist(transform=scale), lab.fashion_mnist()
+    expected, ours = fashion_mnist(transform=scale), fashion_mnist()
     for index in range(10):
         torch.testing.assert_close(ours[index][0], expected[index][0].as_subclass(torch.Tensor))
-    assert lab.fashion_mnist(transform=None)[0][0].size == (28, 28)  # a PIL image
+    assert fashion_mnist(transform=None)[0][0].size == (28, 28)  # a PIL image
     with pytest.raises(ValueError, match=r"image has the shape \(28, 28, 3\).*grey"):
-        lab.normalise(np.zeros((28, 28, 3), np.uint8))
+        normalise(np.zeros((28, 28, 3), np.uint8))
 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_tensors_equal_the_dataset_bit_for_bit(train):
-    dataset, tensors = lab.fashion_mnist(train=train), lab.fashion_mnist_tensors(train=train)
+    dataset, tensors = fashion_mnist(train=train), fashion_mnist_tensors(train=train)
     images, labels = next(iter(DataLoader(dataset, batch_size=len(dataset))))
     assert torch.equal(images, tensors.tensors[0])
     assert torch.equal(labels, tensors.tensors[1])
     assert (labels.dtype, tensors.tensors[1].dtype) == (torch.int64, torch.int64)
 
 
+@pytest.mark.slow  # a fresh Python that imports torchvision
 def test_torchvision_is_imported_only_when_a_dataset_needs_it(tmp_path):
     # here the dataset comes from another process, with a transform of torchvision's inside, which must not be
     # imported before torchvision's repair
-    lab.import_torchvision()
+    import_torchvision()
     from torchvision.transforms import v2
 
     path = tmp_path / "dataset.pickle"
-    path.write_bytes(pickle.dumps(lab.fashion_mnist(train=False, transform=v2.PILToTensor())))
+    path.write_bytes(pickle.dumps(fashion_mnist(train=False, transform=v2.PILToTensor())))
     code = f"""
         import pickle, sys
-        from ignite_ddl import lab
-        assert len(lab.fashion_mnist_tensors(train=False)) == 1000
+        from ignite_ddl.lab.data import fashion_mnist_tensors
+        assert len(fashion_mnist_tensors(train=False)) == 1000
         print({{"torchvision", "matplotlib"}} & set(sys.modules))
 
         with open({str(path)!r}, "rb") as file:
@@ -200,10 +199,10 @@ def test_torchvision_is_imported_only_when_a_dataset_needs_it(tmp_path):
 )
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
-        lab.fashion_mnist(**arguments)
+        fashion_mnist(**arguments)
     if "transform" not in arguments:
         with pytest.raises(ValueError, match=message):
-            lab.fashion_mnist_tensors(**arguments)
+            fashion_mnist_tensors(**arguments)
 
 
 # ---- data: the full set, played by small files
@@ -251,33 +250,33 @@ def no_network(monkeypatch):
         timeouts.append(socket.getdefaulttimeout())
         raise RuntimeError("no route to host")
 
-    monkeypatch.setattr(lab.import_torchvision().datasets.FashionMNIST, "download", download)
+    monkeypatch.setattr(import_torchvision().datasets.FashionMNIST, "download", download)
     return timeouts
 
 
 def test_root_names_a_copy(small_full_set, no_network, tmp_path):
     write_raw(tmp_path / "mine", small_full_set)
     for full in (True, False):
-        assert lab.fashion_mnist(root=tmp_path / "mine", full=full).targets.tolist() == [0, 1, 2, 3]
-    assert lab.fashion_mnist_tensors(root=str(tmp_path / "mine"), train=False)[1][1] == 1
+        assert fashion_mnist(root=tmp_path / "mine", full=full).targets.tolist() == [0, 1, 2, 3]
+    assert fashion_mnist_tensors(root=str(tmp_path / "mine"), train=False)[1][1] == 1
 
 
 def test_environment_variable_names_a_copy(small_full_set, no_network, tmp_path, monkeypatch):
     write_raw(tmp_path / "shared", small_full_set)
     monkeypatch.setenv("IGNITE_DDL_DATA", str(tmp_path / "shared"))
-    assert len(lab.fashion_mnist(full=True)) == 4
-    assert len(lab.fashion_mnist_tensors(full=True, train=False)) == 2
-    assert len(lab.fashion_mnist()) == 6000  # the subset does not depend on what a machine has
+    assert len(fashion_mnist(full=True)) == 4
+    assert len(fashion_mnist_tensors(full=True, train=False)) == 2
+    assert len(fashion_mnist()) == 6000  # the subset does not depend on what a machine has
     assert not (tmp_path / "home").exists()
 
 
 def test_debians_files_are_unpacked_into_the_cache(small_full_set, no_network, tmp_path):
     write_debian(small_full_set)
-    assert lab.fashion_mnist(full=True).targets.tolist() == [0, 1, 2, 3]
+    assert fashion_mnist(full=True).targets.tolist() == [0, 1, 2, 3]
     cache = tmp_path / "home" / ".cache" / "ignite_ddl"
     assert [path.name for path in cache.iterdir()] == ["FashionMNIST"]  # nothing temporary is left
     shutil.rmtree(data.DEBIAN)
-    assert len(lab.fashion_mnist(full=True, train=False)) == 2  # from the cache
+    assert len(fashion_mnist(full=True, train=False)) == 2  # from the cache
 
 
 def test_half_unpacked_files_are_never_in_the_cache(small_full_set, no_network, tmp_path, monkeypatch):
@@ -296,12 +295,12 @@ def test_half_unpacked_files_are_never_in_the_cache(small_full_set, no_network, 
         copy(packed, unpacked)
 
     monkeypatch.setattr(shutil, "copyfileobj", copy_slowly)
-    slow = threading.Thread(target=lab.fashion_mnist_tensors, kwargs={"full": True})
+    slow = threading.Thread(target=fashion_mnist_tensors, kwargs={"full": True})
     slow.start()
     try:
         assert stopped.wait(30)
         assert not raw.exists()
-        assert len(lab.fashion_mnist_tensors(full=True)) == 4
+        assert len(fashion_mnist_tensors(full=True)) == 4
     finally:
         go_on.set()
         slow.join(30)
@@ -312,15 +311,15 @@ def test_an_incomplete_cache_is_not_taken_for_the_full_set(small_full_set, no_ne
     cut = {name: content[:-1] for name, content in small_full_set.items()}
     write_raw(tmp_path / "home" / ".cache" / "ignite_ddl", cut)
     write_debian(small_full_set)
-    assert len(lab.fashion_mnist_tensors(full=True)) == 4
+    assert len(fashion_mnist_tensors(full=True)) == 4
 
 
 def test_download_goes_into_the_cache(small_full_set, monkeypatch, tmp_path):
     def download(dataset):
         write_raw(Path(dataset.root), small_full_set)
 
-    monkeypatch.setattr(lab.import_torchvision().datasets.FashionMNIST, "download", download)
-    assert len(lab.fashion_mnist_tensors(full=True)) == 4
+    monkeypatch.setattr(import_torchvision().datasets.FashionMNIST, "download", download)
+    assert len(fashion_mnist_tensors(full=True)) == 4
     cache = tmp_path / "home" / ".cache" / "ignite_ddl"
     assert [path.name for path in cache.iterdir()] == ["FashionMNIST"]
 
@@ -331,166 +330,10 @@ def test_without_a_network_the_error_says_where_it_looked(small_full_set, no_net
     monkeypatch.setenv("IGNITE_DDL_DATA", str(tmp_path / "empty"))
     before = socket.getdefaulttimeout()
     with pytest.raises(FileNotFoundError) as error:
-        lab.fashion_mnist(full=True)
+        fashion_mnist(full=True)
     cache = tmp_path / "home" / ".cache" / "ignite_ddl"
     for part in ("no route to host", tmp_path / "empty", cache, data.DEBIAN, "full=False"):
         assert str(part) in str(error.value)
     assert no_network == [10]  # seconds: it does not hang
     assert socket.getdefaulttimeout() == before
     assert list(cache.iterdir()) == []
-
-
-# ---- models
-
-
-def count(model):
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def test_mlp_shapes_and_parameters():
-    model = lab.MLP()
-    assert model(torch.zeros(3, 1, 28, 28)).shape == model(torch.zeros(3, 784)).shape == (3, 10)
-    assert count(model) == 784 * 128 + 128 + 128 * 10 + 10
-    assert count(lab.MLP(64, 16, 10, layers=4)) == 65 * 16 + 2 * 17 * 16 + 17 * 10
-    assert count(lab.MLP(64, 16, 10, layers=1)) == 65 * 10
-    assert [type(layer).__name__ for layer in lab.MLP()] == ["Flatten", "Linear", "ReLU", "Linear"]
-
-
-def test_cnn_shapes_and_parameters():
-    assert lab.CNN()(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
-    assert count(lab.CNN()) == 10 * 8 + 73 * 16 + 785 * 10 == 9098
-    assert count(lab.CNN(channels=4, out_features=2)) == 10 * 4 + 37 * 8 + 393 * 2
-
-
-@pytest.mark.parametrize("make", [lab.MLP, lab.CNN])
-def test_weights_come_from_torchs_seed(make):
-    states = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        states.append(torch.cat([parameter.flatten() for parameter in make().parameters()]))
-    assert torch.equal(states[0], states[1])
-    assert not torch.equal(states[0], states[2])
-
-
-@pytest.mark.parametrize("make", [lab.MLP, lab.CNN])
-def test_models_work_in_float64_row_by_row(make):
-    # no layer mixes the rows of a batch or draws random numbers: what parity between ranks rests on
-    torch.manual_seed(0)
-    model = make().double()
-    images = torch.rand(4, 1, 28, 28, dtype=torch.float64)
-    whole = model(images)
-    assert whole.dtype == torch.float64
-    torch.testing.assert_close(torch.cat([model(image[None]) for image in images]), whole, rtol=0, atol=1e-14)
-    whole.sum().backward()
-    assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("make", [lab.MLP, lab.CNN])
-def test_models_can_be_cut_in_two(make):
-    model = make()
-    images = torch.rand(2, 1, 28, 28)
-    first, second = model[:3], model[3:]
-    assert type(first) is nn.Sequential
-    assert torch.equal(second(first(images)), model(images))
-    assert second[-1] is model[-1] is model.get_submodule(list(dict(model.named_children()))[-1])
-    assert first.state_dict().keys() | second.state_dict().keys() == model.state_dict().keys()
-
-
-@pytest.mark.parametrize("make", [lab.MLP, lab.CNN])
-@pytest.mark.parametrize("value", [0, 2.0, True, None])
-def test_bad_counts_are_named(make, value):
-    with pytest.raises(
-        ValueError, match=re.escape(f"out_features is {value!r}; it has to be a whole number")
-    ):
-        make(out_features=value)
-
-
-def test_cnn_learns_fashion_mnist_in_two_epochs():
-    with one_thread():
-        torch.manual_seed(0)
-        model = lab.CNN()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        for images, labels in list(DataLoader(lab.fashion_mnist_tensors(), batch_size=64, shuffle=True)) * 2:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-        images, labels = lab.fashion_mnist_tensors(train=False).tensors
-        accuracy = (model(images).argmax(dim=1) == labels).float().mean().item()
-    assert 0.8 <= accuracy <= 0.9  # more than 0.9 from 6,000 images would mean that test images leaked in
-
-
-@contextlib.contextmanager
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-# ---- delays, saved bytes
-
-
-def seconds_of(act):
-    start = time.perf_counter()
-    result = act()
-    return time.perf_counter() - start, result
-
-
-def test_a_delay_takes_its_time_forward_and_backward_and_changes_nothing():
-    delay = lab.Delay(forward=0.02, backward=0.03, backward_weight=0.04)
-    x, gradient = torch.randn(3, 2, requires_grad=True), torch.randn(3, 2)
-    forward, y = seconds_of(lambda: delay(x))
-    backward, _ = seconds_of(lambda: y.backward(gradient))
-    assert forward >= 0.02
-    assert backward >= 0.03 + 0.04
-    assert torch.equal(y, x)
-    assert torch.equal(x.grad, gradient)
-    assert delay.weight.grad.item() == 0
-    parts = [seconds_of(lambda t=t: torch.autograd.grad(delay(x).sum(), t))[0] for t in (x, delay.weight)]
-    assert parts[0] >= 0.02 + 0.03
-    assert parts[1] >= 0.02 + 0.04
-    with torch.no_grad():
-        assert delay(x) is x
-
-
-def test_a_delay_may_be_per_row_and_has_a_weight_only_where_that_takes_time():
-    delay = lab.Delay(forward=0.01, per_row=True)
-    start = time.perf_counter()
-    delay(torch.zeros(4, 2))
-    assert time.perf_counter() - start >= 0.04
-    assert list(delay.parameters()) == []
-    assert repr(delay) == "Delay(forward=0.01, backward=0, backward_weight=0, per_row=True)"
-    with pytest.raises(ValueError, match="backward is -1; it has to be a time of at least 0 seconds"):
-        lab.Delay(backward=-1)
-
-
-def test_saved_bytes_are_counted_once_and_until_their_backward_pass():
-    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU())
-    x, row = torch.randn(6, 8), 8 * 4
-    with lab.SavedBytes(layers) as saved:
-        first, second = layers(x[:2]), layers(x[2:])
-        # x, of which a microbatch counts its own rows, and the outputs of tanh and relu
-        assert saved.now == saved.peak == 6 * 3 * row
-        first.sum().backward()
-        assert saved.now == 4 * 3 * row
-        third = layers(x[:2])
-        assert saved.peak == 6 * 3 * row
-        second.sum().backward()
-        third.sum().backward()
-        assert saved.now == 0
-        saved.reset()
-        assert saved.peak == 0
-        layers(x)  # and thrown away
-        assert (saved.now, saved.peak) == (0, 6 * 3 * row)
-    layers(x)
-    assert saved.peak == 6 * 3 * row  # outside nothing is counted
-
-
-@pytest.mark.parametrize("thing", [lab.Delay, lab.SavedBytes])
-def test_the_examples_of_delays_and_saved_bytes_run(thing):
-    [example] = [
-        test for test in doctest.DocTestFinder().find(thing) if test.examples and test.name == thing.__name__
-    ]
-    assert doctest.DocTestRunner().run(example).failed == 0

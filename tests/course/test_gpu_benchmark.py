@@ -19,7 +19,7 @@ from ignite.engine import create_supervised_trainer
 
 from ignite_ddl.lab.recorded import PATH, gpu_here, recorded
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "benchmarks" / "gpu.py"
 
 

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from ignite_ddl.lab import CharacterText, text
+import ignite_ddl.lab.text as text
+from ignite_ddl.lab.text import CharacterText
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 CHARACTERS = CharacterText.vocabulary
 
 

@@ -4,7 +4,8 @@ import doctest
 
 import pytest
 
-from ignite_ddl.lab import GPT, along
+import ignite_ddl.lab.along as along
+from ignite_ddl.lab.gpt import GPT
 
 
 def model():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl.lab import GPT, generate
+from ignite_ddl.lab.gpt import GPT, generate
 from ignite_ddl.tensor import check_plan
 
 SIZES = {"vocabulary_size": 24, "length": 6, "width": 16, "n_heads": 4, "n_blocks": 2}
