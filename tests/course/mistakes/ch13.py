@@ -40,6 +40,10 @@ MISTAKES = {
     "n_of_n_plus_b": {
         "return two lists": lambda arrivals, n: n_of(arrivals, n)[0],
         "1 too late, and you drop none": partial(n_of, late=lambda pulled, version: False),
+        "3 + 1, 7 gradients: 1 too late": partial(n_of, late=lambda pulled, version: pulled < version - 1),
+        "you make 1 updates, it is 2": partial(
+            n_of, late=lambda pulled, version: pulled < version or pulled == 1
+        ),
         "the last ones are fewer": partial(n_of, rest=True),
         "late are [3]": lambda arrivals, n: (n_of(arrivals, n)[0], [0]),
         "yours is their sum": partial(n_of, absent=-2),

@@ -81,4 +81,8 @@ MISTAKES = {
         "64 ranks of 32 GB, 0 GB of room: stage 3 fits, but so": lambda n, ranks, memory, room: 3,
     },
 }
-WAITING = {"clipped_step": {"not yet: ": lambda *args: step(*args) if idist.get_rank() else None}}
+WAITING = {
+    "clipped_step": {
+        "your ranks wait for each other": lambda *args: step(*args) if idist.get_rank() else None
+    }
+}

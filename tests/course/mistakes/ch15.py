@@ -24,6 +24,8 @@ MISTAKES = {
         "return a list of 2 words, one for each layer": lambda rows, widths: cheapest(rows, widths)[1:],
         'the words are "data" and "inside"': lambda rows, widths: ["model"] * (len(widths) - 1),
         "nobody asks for the gradient of its input": partial(cheapest, first=True),
+        'numbers with "data"': lambda rows, widths: ["data"] * (len(widths) - 1),
+        'numbers with "inside"': lambda rows, widths: ["inside"] * (len(widths) - 1),
         "can be had": lambda rows, widths: ["data" if a <= rows else "inside" for a in widths[:-1]],
     },
     "partial_convolution": {
