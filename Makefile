@@ -5,6 +5,8 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 LAB_ARGS ?=
 TEST_ARGS ?=
+# Tests marked slow run where SLOW is set, as in `make test-all`.
+SLOW ?=
 CHAPTER ?=
 PARITY ?=
 TPU_ARGS ?=
@@ -38,9 +40,10 @@ lab: setup  ## open your copy of the course, workbook/, in JupyterLab (LAB_ARGS=
 
 test: setup  ## unit tests, and every chapter executed and compared (TEST_ARGS=-x)
 	$(BIN)/python -m pytest tests notebooks --nbval --nbval-current-env --nbval-cell-timeout=60 \
-	-n 2 --dist loadfile $(TEST_ARGS)
+	-n 2 --dist loadfile $(if $(SLOW),,-m "not slow") $(TEST_ARGS)
 
-test-all: test  ## test, then what needs more: TPU, Slurm, browser
+test-all: SLOW = 1
+test-all: test  ## test with the slow tests, then what needs more: TPU, Slurm, browser
 	@ran="test"; skipped=; failed=; missing=; \
 	for extra in $(EXTRAS); do \
 	    script=tests/extra_$$extra.sh; \
@@ -56,7 +59,7 @@ test-oldest:  ## test with the oldest torch and Ignite that pyproject.toml allow
 	@mkdir -p build
 	sed -e 's/^torch==.*/torch==2.11.0/' -e 's/^torchvision==.*/torchvision==0.26.0/' -e '/^setuptools==/d' \
 	-e 's/^pytorch-ignite==.*/pytorch-ignite==0.5.4/' constraints.txt >build/oldest.txt
-	$(MAKE) test CONSTRAINTS=build/oldest.txt
+	$(MAKE) test SLOW=1 CONSTRAINTS=build/oldest.txt
 
 test-tpu: setup  ## chapter 03 and tpu.py on XLA's CPU device (7 GB in build/tpu-env), and their Jupyter kernel
 	PATH="$(CURDIR)/.venv/bin:$$PATH" bash tests/extra_tpu.sh $(TPU_ARGS)

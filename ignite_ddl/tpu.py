@@ -14,8 +14,8 @@ imports nothing and changes nothing. With it, five methods of Ignite's private X
   processes too. It now waits until this process has used an XLA device, or ``idist.initialize("xla-tpu")``.
 
 Delete :func:`repair_ignite` when the oldest Ignite that the course supports runs with torch_xla 2.9, or when the
-course no longer runs on torch_xla: 2.9 is its last release, torch_tpu its successor. tests/test_tpu.py shows each
-break without the repair, and fails when one has gone.
+course no longer runs on torch_xla: 2.9 is its last release, torch_tpu its successor. tests/package/test_tpu.py
+shows each break without the repair, and fails when one has gone.
 """
 
 from __future__ import annotations

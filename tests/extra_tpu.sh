@@ -43,6 +43,7 @@ if [ "${1:-}" = --record ]; then
     rm -f ignite_ddl/course/recorded_xla.json
     IGNITE_DDL_RECORD=1 $chapter --nbval-lax
 else
-    $python -m pytest -q -p no:cacheprovider tests/test_tpu.py tests/test_checks_03.py
+    $python -m pytest -q -p no:cacheprovider tests/package/test_tpu.py
+    $python -m pytest -q -p no:cacheprovider tests/course/test_checks.py -k ch03
     $chapter --nbval --nbval-sanitize-with tests/tpu_sanitize.cfg
 fi

@@ -52,16 +52,15 @@ def pinned(name):
 # The tested set
 
 
-@pytest.mark.parametrize("line", pin_lines())
-def test_pin_is_exact_and_has_no_local_part(line):
-    assert re.fullmatch(r"[\w.-]+==\d[\w.]*(; \w+ [=<>!]+ \"[\w.]+\")?", line)
+def test_pins_are_exact_and_have_no_local_part():
+    exact = re.compile(r"[\w.-]+==\d[\w.]*(; \w+ [=<>!]+ \"[\w.]+\")?")
+    assert [line for line in pin_lines() if not exact.fullmatch(line)] == []
     assert len(pin_lines()) == len(pins()), "a package is pinned twice"
 
 
-@pytest.mark.parametrize("line", PROJECT["dependencies"] + sum(EXTRAS.values(), []))
-def test_requirement_is_met_by_its_pin(line):
-    requirement = Requirement(line)
-    assert requirement.specifier.contains(pinned(requirement.name))
+def test_requirements_are_met_by_their_pins():
+    requirements = [Requirement(line) for line in PROJECT["dependencies"] + sum(EXTRAS.values(), [])]
+    assert [r for r in requirements if not r.specifier.contains(pinned(r.name))] == []
 
 
 def reached_from_project():
@@ -111,10 +110,9 @@ def conda_lines():
     return [line for line in conda()["dependencies"] if isinstance(line, str)]
 
 
-@pytest.mark.parametrize("line", conda_lines())
-def test_conda_line_is_a_strict_match_spec(line):
-    spec = rattler.MatchSpec(line, strict=True)
-    assert spec.name.normalized in {"python", "pip", "make"}, "what else is needed belongs in pyproject.toml"
+def test_conda_lines_are_strict_match_specs():
+    names = {rattler.MatchSpec(line, strict=True).name.normalized for line in conda_lines()}
+    assert names == {"python", "pip", "make"}, "what else is needed belongs in pyproject.toml"
 
 
 def test_conda_python_range_is_the_projects():
@@ -140,14 +138,15 @@ def config_files():
     return sorted(path for glob in globs for path in ROOT.glob(glob) if path.is_file())
 
 
-@pytest.mark.parametrize("path", config_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_config_names_no_index_and_no_local_path(path):
-    text = path.read_text()
-    assert not re.search(r"\b(pypi|pythonhosted|anaconda|pytorch|npmjs)\.(org|com|io)\b", text)
-    assert not re.search(r"--((extra-)?index-url|find-links)\b", text)
-    assert not re.search(r"(?<![\w.}~])/(root|home|work|Users|opt)/", text)
+def test_config_names_no_index_and_no_local_path():
     allowed = PROJECT["urls"]["Repository"].split("/")[2]
-    assert {url.split("/")[2] for url in re.findall(r"https?://[^\s\"')]+", text)} <= {allowed}
+    assert len(config_files()) > 5
+    for path in config_files():
+        text = path.read_text()
+        assert not re.search(r"\b(pypi|pythonhosted|anaconda|pytorch|npmjs)\.(org|com|io)\b", text), path
+        assert not re.search(r"--((extra-)?index-url|find-links)\b", text), path
+        assert not re.search(r"(?<![\w.}~])/(root|home|work|Users|opt)/", text), path
+        assert {url.split("/")[2] for url in re.findall(r"https?://[^\s\"')]+", text)} <= {allowed}, path
 
 
 # make
@@ -168,13 +167,13 @@ def test_make_alone_lists_every_target():
     assert all(listed.values())
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_target_sets_up_before_it_runs_anything(target):
-    shown = make("-n", target, "CHAPTER=04").stdout
-    if target == "clean":
-        assert "setup_venv" not in shown
-    else:
-        assert 0 <= shown.find("setup_venv.py") < shown.find(".venv/bin/")
+def test_targets_set_up_before_they_run_anything():
+    for target in TARGETS:
+        shown = make("-n", target, "CHAPTER=04").stdout
+        if target == "clean":
+            assert "setup_venv" not in shown
+        else:
+            assert 0 <= shown.find("setup_venv.py") < shown.find(".venv/bin/"), target
 
 
 def test_make_test_is_one_strict_pytest_command():
@@ -183,6 +182,14 @@ def test_make_test_is_one_strict_pytest_command():
     for word in ["tests", "notebooks", "--nbval", "--nbval-current-env", "loadfile", "-x"]:
         assert word in line.split()
     assert "--nbval-lax" not in line
+    assert '-m "not slow"' in line
+
+
+@pytest.mark.parametrize("target", ["test-all", "test-oldest"])
+def test_weekly_targets_run_the_slow_tests_too(target):
+    shown = make("-n", target).stdout
+    assert "--nbval" in shown
+    assert "not slow" not in shown
 
 
 def test_make_lab_refreshes_the_workbook_and_opens_it():
@@ -209,7 +216,7 @@ def test_make_says_that_there_is_no_such_python():
 
 def test_workflow_calls_make_targets_only():
     runs = [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "run" in step]
-    wanted = {"make lint", "make test", "make test-all", "make test-oldest", "make test CONSTRAINTS="}
+    wanted = {"make lint", "make test", "make test-all", "make test-oldest", "make test SLOW=1 CONSTRAINTS="}
     assert wanted == set(runs)
     assert set(WORKFLOW[True]) == {"push", "pull_request", "schedule"}  # YAML reads the key `on` as True
 
@@ -325,47 +332,32 @@ def test_setup_without_constraints_and_back(tree):
     assert (tree.run(), tree.calls) == (0, REFRESH)
 
 
-def test_failed_setup_leaves_no_stamp(tree, capsys):
-    tree.failure = tree.module.Stop("no network")
+@pytest.mark.parametrize("failure", ["no network", KeyboardInterrupt()])
+def test_failed_setup_leaves_no_stamp(tree, capsys, failure):
+    tree.failure = tree.module.Stop(failure) if isinstance(failure, str) else failure
     assert tree.run() == 1
-    assert capsys.readouterr().err == "no network\n"
-    assert not tree.stamp
-    tree.failure = None
-    assert (tree.run(), tree.calls) == (0, FIRST)
-
-
-def test_failed_refresh_keeps_the_environment_for_the_old_files(tree):
-    tree.run()
-    before = (tree.root / "constraints.txt").read_text()
-    (tree.root / "constraints.txt").write_text("torch==99\n")
-    tree.failure = tree.module.Stop("no network")
-    assert tree.run() == 1
-    assert (tree.run(), tree.calls) == (1, REFRESH)
-    (tree.root / "constraints.txt").write_text(before)
-    assert (tree.run(), tree.calls) == (0, [])
-
-
-def test_interrupted_setup_starts_from_nothing(tree, capsys):
-    tree.failure = KeyboardInterrupt()
-    assert tree.run() == 1
-    assert "Traceback" not in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error == f"{failure}\n" if isinstance(failure, str) else "Traceback" not in error
     assert not tree.stamp
     (tree.root / ".venv/half").touch()
     tree.failure = None
     assert (tree.run(), tree.calls) == (0, FIRST)
-    assert not (tree.root / ".venv/half").exists()
+    assert (tree.root / ".venv/half").exists() == isinstance(
+        failure, str
+    )  # an interrupted one starts from nothing
 
 
-def test_interrupted_refresh_starts_from_nothing(tree):
+@pytest.mark.parametrize(("interrupted", "calls"), [(False, []), (True, FIRST)])
+def test_a_failed_refresh_keeps_the_environment_for_the_old_files(tree, interrupted, calls):
     tree.run()
     before = (tree.root / "constraints.txt").read_text()
     (tree.root / "constraints.txt").write_text("torch==99\n")
-    tree.failure = KeyboardInterrupt()
-    assert tree.run() == 1
-    assert not tree.stamp
+    tree.failure = KeyboardInterrupt() if interrupted else tree.module.Stop("no network")
+    assert (tree.run(), tree.calls) == (1, REFRESH)
+    assert tree.stamp != interrupted
     tree.failure = None
     (tree.root / "constraints.txt").write_text(before)
-    assert (tree.run(), tree.calls) == (0, FIRST)
+    assert (tree.run(), tree.calls) == (0, calls)
 
 
 def test_venv_made_by_hand_is_completed(tree):
@@ -434,6 +426,7 @@ def test_missing_constraints_file_is_one_line(tree, capsys):
     )
 
 
+@pytest.mark.slow
 def test_no_network_is_one_line(tree, capfd):
     """The one test with a real pip: its index is a port where nobody listens."""
     for name in [name for name in os.environ if name.startswith("PIP_")]:

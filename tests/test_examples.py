@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ignite_ddl.course import GPT, CharacterText, text
+import ignite_ddl.course.text as text
+from ignite_ddl.course.gpt import GPT
+from ignite_ddl.course.text import CharacterText
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPT, PLAIN = EXAMPLES / "train_gpt.py", EXAMPLES / "train_gpt_idist.py"
@@ -75,6 +77,7 @@ def test_eight_ranks_print_the_losses_of_one_process(one_process, tmp_path):
         torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_torchrun_joins_unchanged(one_process):
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node 2"
     out, _ = run(torchrun, SCRIPT, TINY, "--tp 2")
@@ -85,6 +88,7 @@ def test_torchrun_joins_unchanged(one_process):
     )
 
 
+@pytest.mark.slow
 def test_the_plain_script_runs(one_process):
     out, _ = run(PLAIN, TINY)
     # Its loader shuffles by another stream, so the rows come in another order.

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 SOURCE = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts its files
-OUT = Path(__file__).parents[1] / "ignite_ddl" / "lab" / "fashion_mnist" / "FashionMNIST" / "raw"
+OUT = Path(__file__).parents[1] / "ignite_ddl" / "course" / "fashion_mnist" / "FashionMNIST" / "raw"
 PER_CLASS = {"train": 600, "t10k": 100}
 
 INPUTS_SHA256 = {

@@ -21,7 +21,7 @@ import zlib
 from pathlib import Path
 
 SOURCE = Path("/usr/lib/R/site-library/janeaustenr/data")  # where Debian's package puts its files
-OUT = Path(__file__).parents[1] / "ignite_ddl" / "lab" / "text"
+OUT = Path(__file__).parents[1] / "ignite_ddl" / "course" / "text"
 NOVEL = "persuasion"
 SHA256 = "8061549557aebd2fd6e353d18d9197cb707029112bd52d4d8b174583a925848a"
 

@@ -486,7 +486,7 @@ def new(number: str, name: str, title: str, root: Path = ROOT) -> Path:
     if before:
         needs = f"[{read(before[-1]).cells[0].source.splitlines()[0].removeprefix('# ')}]({before[-1].name})"
     write(skeleton(path.name, title, repository(root), needs), path)
-    checks = root / "ignite_ddl" / "lab" / f"checks_{number}.py"
+    checks = root / "ignite_ddl" / "course" / "checks" / f"ch{number}.py"
     if not checks.exists():
         checks.parent.mkdir(parents=True, exist_ok=True)
         checks.write_text(CHECKS.replace("NN", number), encoding="utf-8")

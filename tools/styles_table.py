@@ -1,7 +1,7 @@
 """Writes docs/tensor_styles.md: what each tensor-parallel style moves, counted at the process group.
 
 python tools/styles_table.py            writes the page
-python tools/styles_table.py --check    says whether it is up to date (tests/test_tensor.py does too)
+python tools/styles_table.py --check    says whether it is up to date (tests/package/test_tensor.py does too)
 """
 
 from __future__ import annotations

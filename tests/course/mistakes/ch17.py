@@ -1,0 +1,88 @@
+"""Natural mistakes in chapter 17's exercises."""
+
+from functools import partial
+
+import ignite.distributed as idist
+import torch
+
+
+def heads(n_heads, n_kv_heads, tp_size, rank):
+    each, group = n_heads // tp_size, n_heads // n_kv_heads
+    queries = list(range(rank * each, (rank + 1) * each))
+    return queries, sorted({query // group for query in queries})
+
+
+def with_keys(keys):
+    return lambda n_heads, n_kv_heads, tp, rank: (
+        heads(n_heads, n_kv_heads, tp, rank)[0],
+        keys(n_kv_heads, tp, rank),
+    )
+
+
+def smoothed(
+    logits, target, first, n_words, smoothing, of_loss=None, of_gradient=None, mean=None, shared=True, rows=0
+):
+    largest = logits.max(dim=1).values
+    largest = idist.all_reduce(largest, op="MAX") if shared else torch.zeros_like(largest)
+    exponentials = (logits - largest[:, None]).exp()
+    total = idist.all_reduce(exponentials.sum(dim=1))
+    here = ((target >= first) & (target < first + logits.shape[1]))[:, None].double()
+    place = torch.where(here[:, 0] > 0, target - first, 0)[:, None]
+    score = idist.all_reduce(logits.gather(1, place)[:, 0] * here[:, 0])
+    average = mean(logits) if mean else idist.all_reduce(logits.sum(dim=1) / n_words)
+    s = smoothing if of_loss is None else of_loss
+    loss = (total.log() + largest - (1 - s) * score - s * average).mean()
+    s = smoothing if of_gradient is None else of_gradient
+    gradient = exponentials / total[:, None] - s / n_words
+    gradient.scatter_add_(1, place, -(1 - s) * here)
+    return loss, gradient / (rows or len(target))
+
+
+def gathers(logits, target, first, n_words, smoothing):
+    padded = torch.zeros(len(target), n_words, dtype=torch.float64)
+    padded[:, first : first + logits.shape[1]] = logits
+    idist.all_reduce(padded)
+    return smoothed(logits, target, first, n_words, smoothing)
+
+
+def changed(loss=lambda loss: loss, gradient=lambda gradient: gradient):
+    return lambda *args: [
+        change(value) for change, value in zip((loss, gradient), smoothed(*args), strict=True)
+    ]
+
+
+RIGHT = {
+    "heads_of_rank": [lambda *args: [range(part[0], part[-1] + 1) for part in heads(*args)]],
+    "smoothed_loss": [changed()],  # a list will do
+}
+MISTAKES = {
+    "heads_of_rank": {
+        "should return two lists": lambda *args: heads(*args)[0],
+        "you deal the query heads out one by one": lambda n_heads, n_kv_heads, tp_size, rank: (
+            list(range(rank, n_heads, tp_size)),
+            list(range(rank, n_kv_heads, tp_size)),
+        ),
+        "0 computes 2 query heads, [0, 1]; yours": lambda n, n_kv, tp, rank: ([rank], [rank * n_kv // n]),
+        "rank 0 has no key head; where there are fewer than ranks, some have to share": with_keys(
+            lambda n, tp, rank: list(range(rank * (n // tp), (rank + 1) * (n // tp)))
+        ),
+        "[0, 1] of rank 0 read key heads [0, 1]; [1] are": lambda *args: (
+            heads(*args)[0],
+            heads(*args)[1][:1],
+        ),
+        "rank 0 keeps key heads [0, 1, 2, 3, 4, 5, 6, 7]": with_keys(lambda n, tp, rank: list(range(n))),
+    },
+    "smoothed_loss": {
+        "rank 0 should return the loss and the gradient": lambda *args: smoothed(*args)[0],
+        "the loss of rank 0 should be one float64 number": changed(loss=float),
+        "of rank 0 should have the shape of its logits, (6, 17)": changed(gradient=lambda g: g[:, 1:]),
+        "logits near 1000, and the loss of rank 0 is inf: subtract": partial(smoothed, shared=False),
+        "rank 0 returns the loss without smoothing": partial(smoothed, of_loss=0.0),
+        "rank 0 smooths over its own 17 classes": partial(smoothed, mean=lambda logits: logits.mean(1)),
+        "the loss of rank 0 is not that of F.cross_entropy": partial(smoothed, of_loss=0.2),
+        "the gradient of rank 0 is 6 times too large: the loss is a mean": partial(smoothed, rows=1),
+        "the loss is right, but the gradient of rank 0 is that": partial(smoothed, of_gradient=0.0),
+        "but the gradient of rank 0 is not that of F.cross_entropy": changed(gradient=torch.Tensor.abs),
+        "right, but rank 0 puts in 3312 bytes; four numbers a row are 192": gathers,
+    },
+}

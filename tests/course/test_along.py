@@ -1,0 +1,44 @@
+"""lab/along.py: what ranks hold along a block, found by running it."""
+
+import doctest
+
+import pytest
+
+import ignite_ddl.course.along as along
+from ignite_ddl.course.gpt import GPT
+
+
+def model():
+    return GPT(65, length=8, width=16, n_heads=4, n_blocks=1)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_a_plan_cuts_features_inside_the_pairs_and_sums_behind_them(n_ranks):
+    steps = along.held_along_a_block(model, GPT.tensor_plan, n_ranks)
+    assert [name for name, *_ in steps] == [
+        *("norm1", "q k v", "mix", "out", "dropout"),
+        *("norm2", "up", "down", "dropout"),
+    ]
+    assert [features for _, features, *_ in steps] == [16] * 6 + [64, 16, 16]
+    assert {name for name, _, how, _ in steps if how == "features"} == {"q k v", "mix", "up"}
+    assert {how for *_, how, _ in steps} == {"features", "whole"}
+    assert [(name, calls) for name, *_, calls in steps if calls] == [
+        ("out", ["all_reduce"]),
+        ("down", ["all_reduce"]),
+    ]
+
+
+def test_a_sequence_plan_cuts_the_rest_by_tokens():
+    steps = along.held_along_a_block(model, GPT.sequence_plan, 2)
+    assert {how for name, _, how, _ in steps if name not in ("q k v", "mix", "up")} == {"tokens"}
+    assert [(name, calls) for name, *_, calls in steps if calls] == [
+        ("q k v", ["all_gather"]),
+        ("out", ["reduce_scatter"]),
+        ("up", ["all_gather"]),
+        ("down", ["reduce_scatter"]),
+    ]
+
+
+def test_its_example_runs():
+    [example] = [test for test in doctest.DocTestFinder().find(along.held_along_a_block) if test.examples]
+    assert doctest.DocTestRunner().run(example).failed == 0

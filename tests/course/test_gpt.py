@@ -1,0 +1,159 @@
+"""ignite_ddl.course.gpt: the model on one process, its plan on meshes, its samples."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ignite_ddl as ddl
+from ignite_ddl.course.gpt import GPT, generate
+from ignite_ddl.tensor.plan import check_plan
+
+SIZES = {"vocabulary_size": 24, "length": 6, "width": 16, "n_heads": 4, "n_blocks": 2}
+BOUND = 1e-12  # float64
+
+
+def ids(n_rows, length=6, seed=1):
+    return torch.randint(24, (n_rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def train(local_rank, tied, shard):
+    """Losses and weights of five SGD steps with different rows, the last batch short; on any mesh."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    loader = ddl.auto_dataloader(TensorDataset(ids(19), ids(19, seed=2)), batch_size=4, shuffle=True)
+    model = ddl.auto_model(GPT(**SIZES, tied=tied), GPT.tensor_plan, shard=shard)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
+    transform = {"model_transform": lambda logits: logits.transpose(1, 2)}
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.cross_entropy, max_norm=0.5, **transform)
+    losses = []
+    trainer.add_event_handler("ITERATION_COMPLETED", lambda engine: losses.append(engine.state.output))
+    trainer.run(loader)
+    n_weights = len({id(p) for p in model.parameters()})
+    return losses, ddl.full_state_dict(model), n_weights
+
+
+@pytest.fixture
+def double():
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tied", "shard"),
+    [
+        ({"tp": 2}, True, False),
+        ({"tp": 2}, False, False),
+        ({"tp": 4}, True, False),
+        ({"dp": 2, "pp": 2}, True, False),
+        ({"dp": 2, "tp": 2}, True, True),
+    ],
+)
+def test_a_mesh_equals_one_process(double, mesh, tied, shard):
+    losses, weights, n_weights = train(0, tied, False)
+    assert len(losses) == 5
+    with ddl.Parallel(
+        backend="gloo", nproc_per_node=math.prod(mesh.values()), timeout=100, **mesh
+    ) as parallel:
+        results = parallel.run(train, tied, shard)
+    for found, state, n_here in results:
+        assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) <= BOUND
+        assert list(state) == list(weights)
+        assert max((state[name] - weights[name]).abs().max() for name in weights) <= BOUND
+        assert state["head.out.weight"].equal(state["embed.token.weight"]) is tied
+        if "pp" not in mesh:
+            assert n_here == n_weights  # tied weights are one parameter on each rank
+
+
+def test_tied_weights_are_one_and_copies_of_it_stay_so():
+    tied, untied = GPT(**SIZES), GPT(**SIZES, tied=False)
+    assert tied.head.out.weight is tied.embed.token.weight
+    assert untied.head.out.weight is not untied.embed.token.weight
+    assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 24 * 16
+
+
+def test_no_token_sees_a_later_one():
+    torch.manual_seed(0)
+    model, x = GPT(**SIZES), ids(3)
+    changed = x.clone()
+    changed[:, 4] = (x[:, 4] + 1) % 24
+    before, after = model(x), model(changed)
+    assert before.shape == (3, 6, 24)
+    torch.testing.assert_close(before[:, :4], after[:, :4], rtol=0, atol=0)
+    assert (before[:, 4:] - after[:, 4:]).abs().amax((0, 2)).min() > 1e-6
+    torch.testing.assert_close(model(x[:, :2]), before[:, :2])  # shorter rows are fine
+
+
+def test_an_untrained_model_knows_nothing():
+    torch.manual_seed(0)
+    loss = F.cross_entropy(GPT(80)(ids(8, 64)).transpose(1, 2), ids(8, 64, seed=3))
+    assert abs(loss - math.log(80)) < 0.1
+
+
+def test_it_is_a_row_of_layers_that_can_be_cut():
+    model = GPT(**SIZES)
+    assert [name for name, _ in model.named_children()] == ["embed", "block0", "block1", "head"]
+    assert type(model[1:3]) is nn.Sequential
+    assert model[3](model[:3](ids(2))).equal(model(ids(2)))
+
+
+def test_the_plan_reaches_all_linear_layers_and_refuses_to_cut_heads():
+    model = GPT(**SIZES)
+    layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    for plan in (GPT.tensor_plan, GPT.cut_logits_plan, GPT.sequence_plan):
+        assert set(check_plan(model, plan, 4)) > layers
+    with pytest.raises(ValueError, match="tp=8 should divide the 4 n_heads of 'block0.attention.q'"):
+        check_plan(model, GPT.tensor_plan, 8)
+    check_plan(GPT(**SIZES | {"vocabulary_size": 65}), GPT.tensor_plan, 4)  # the vocabulary may be uneven
+
+
+def test_dropout_is_off_unless_asked_for():
+    torch.manual_seed(0)
+    plain, dropping, x = GPT(**SIZES), GPT(**SIZES, dropout=0.5), ids(2)
+    assert plain(x).equal(plain(x))
+    assert not dropping(x).equal(dropping(x))
+    dropping.eval()
+    assert dropping(x).equal(dropping(x))
+
+
+def test_generate_draws_by_seed_and_leaves_the_rest_alone():
+    torch.manual_seed(0)
+    model = GPT(**SIZES, dropout=0.5)
+    state = torch.get_rng_state()
+    drawn = generate(model, [1, 2], 10, seed=5)
+    assert torch.get_rng_state().equal(state)
+    assert model.training
+    assert drawn[:2].tolist() == [1, 2]
+    assert drawn.shape == (12,)  # longer than the model's rows
+    assert drawn.equal(generate(model, torch.tensor([1, 2]), 10, seed=5))
+    assert not drawn.equal(generate(model, [1, 2], 10, seed=6))
+    assert generate(model, [3], 0).tolist() == [3]
+
+    greedy, row = generate(model, [1], 5, temperature=1e-6), [1]
+    model.eval()
+    for _ in range(5):
+        row.append(int(model(torch.tensor([row]))[0, -1].argmax()))
+    assert greedy.tolist() == row
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: GPT(0), "vocabulary_size is 0; it has to be a whole number of at least 1"),
+        (lambda: GPT(80, n_blocks=True), "n_blocks is True; it has to be a whole number of at least 1"),
+        (lambda: GPT(80, width=30), "n_heads is 4; it has to divide the width, 30"),
+        (lambda: GPT(80, dropout=1), "dropout is 1; it has to be at least 0 and below 1"),
+        (lambda: GPT(**SIZES)(ids(1, 7)), "ids has rows of 7 tokens; the model's length is 6"),
+        (lambda: generate(nn.Linear(2, 2), [0], 1), "model is a Linear; it has to be a GPT, whole"),
+        (lambda: generate(GPT(**SIZES), [], 1), "ids has the shape (0,); it has to be a row"),
+        (lambda: generate(GPT(**SIZES), [0], -1), "n is -1; it has to be a whole number of at least 0"),
+        (lambda: generate(GPT(**SIZES), [0], 1, temperature=0), "temperature is 0; it has to be positive"),
+    ],
+)
+def test_bad_input_says_what_fits(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()

@@ -1,0 +1,165 @@
+"""What chapter 02 keeps for a GPU, run without one.
+
+benchmarks/gpu.py runs on the CPU, refuses to pass that off as a result, and the chapter shows what it writes. The
+chapter's own GPU cells run with the CPU in the GPU's place: that finds what is misspelt, not what a GPU does.
+"""
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import create_supervised_trainer
+
+from ignite_ddl.course.recorded import PATH, gpu_here, recorded
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "benchmarks" / "gpu.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", SOURCE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_benchmark"] = module  # its ranks are started by name
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["gpu_benchmark"]
+
+
+@pytest.fixture(scope="module")
+def record(benchmark, tmp_path_factory):
+    path = tmp_path_factory.mktemp("gpu") / "cpu.json"
+    threads = torch.get_num_threads()
+    sys.path.insert(0, str(SOURCE.parent))
+    try:
+        benchmark._rank.__module__ = "gpu"  # as its ranks import it
+        sys.modules["gpu"] = benchmark
+        benchmark.main(["--device", "cpu", "--output", str(path), "--size", "0.001"])
+    finally:
+        sys.path.remove(str(SOURCE.parent))
+        del sys.modules["gpu"]
+        torch.set_num_threads(threads)
+    return json.loads(path.read_text())
+
+
+def test_every_section_measures_something(record):
+    assert list(record["results"]) == ["copies", "timing", "pinned", "memory", "amp", "nccl"]
+    for rows in record["results"].values():
+        assert rows
+        for name, value, unit in rows:
+            assert name
+            assert isinstance(value, str) or (value > 0 and unit) or name.startswith("a copy of")
+
+
+def test_ranks_on_one_device_add_up(record):
+    one, four, two = record["results"]["nccl"]
+    assert one[1] == "1"
+    assert four[1] == "10"
+    assert two[1] == "3"  # gloo in NCCL's place
+
+
+def test_a_rank_that_fails_is_quoted(benchmark, tmp_path):
+    answers = []
+
+    class Answers:
+        put = staticmethod(answers.append)
+
+    benchmark._rank(0, 1, "no_such_backend", "cpu", str(tmp_path / "store"), Answers)
+    [(rank, text)] = answers
+    assert rank == 0
+    assert "no_such_backend" in text.lower()
+
+
+def test_numbers_of_a_cpu_are_no_recorded_results(benchmark, record, tmp_path, capsys):
+    path = tmp_path / "cpu.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="measured on 'cpu'"):
+        recorded("copies", path)
+    for arguments in (["--device", "cpu"], ["--device", "cpu", "--output", str(PATH)]):
+        with pytest.raises(SystemExit):
+            benchmark.main(arguments)
+        assert "no recorded results" in capsys.readouterr().err
+
+
+def test_recorded_results_name_date_and_hardware(record, tmp_path):
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(record | {"device": "cuda", "hardware": "Tesla T4", "date": "2026-11-21"}))
+    first, *rows = recorded("timing", path).splitlines()
+    assert first.startswith("Recorded on Tesla T4, 2026-11-21, torch ")
+    assert [row.split(":")[0].strip() for row in rows] == [row[0] for row in record["results"]["timing"]]
+    assert all(row.endswith(" ms") for row in rows)
+    with pytest.raises(ValueError, match=r"section should be one of .*'copies'.* given 'speed'"):
+        recorded("speed", path)
+
+
+def test_without_a_file_the_chapter_says_so(tmp_path):
+    assert recorded("copies", tmp_path / "none.json").startswith("Not yet verified on a GPU")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_skipped_cell_says_why(capsys):
+    assert not gpu_here("copies")
+    assert capsys.readouterr().out == f"skipped: this machine has no GPU. {recorded('copies')}\n"
+
+
+@pytest.mark.skipif(not PATH.exists(), reason="no GPU run has been recorded")
+def test_the_recorded_file_holds_every_section():
+    for section in ("copies", "timing", "pinned", "memory", "amp", "nccl"):
+        assert recorded(section).startswith("Recorded on ")
+
+
+CELLS = {
+    section: cell.source
+    for cell in nbformat.read(ROOT / "notebooks" / "02_gpu_basics.ipynb", as_version=4).cells
+    for section in ("copies", "timing", "pinned", "memory", "amp")
+    if cell.cell_type == "code" and f'gpu_here("{section}")' in cell.source
+}
+
+
+def stopwatch(launch, synchronize, clock, n):
+    launch()
+    synchronize()
+    start = clock()
+    launch()
+    return clock() - start
+
+
+@pytest.fixture
+def cpu_for_gpu(monkeypatch):
+    """The names that a GPU cell finds, and the CPU where it says cuda."""
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: 2**20)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    names = {"F": F, "create_supervised_trainer": create_supervised_trainer, "gc": __import__("gc")}
+    names |= {
+        "torch": torch,
+        "nn": torch.nn,
+        "time": time,
+        "x": torch.randn(3, 4),
+        "batch": torch.randn(8, 16),
+    }
+    names |= {"model": torch.nn.Linear(16, 16), "gpu_here": lambda section: True}
+    names["time_kernel_solution"] = stopwatch
+    exec(CELLS["timing"].split("if gpu_here")[0], names)  # the stopwatch of the later cells
+    return names
+
+
+@pytest.mark.parametrize("section", ["copies", "timing", "pinned", "memory", "amp"])
+@pytest.mark.filterwarnings("ignore")  # of AMP for cuda without cuda
+def test_gpu_cells_run_with_the_cpu_in_its_place(section, cpu_for_gpu, capsys):
+    source = CELLS[section].replace('"cuda"', '"cpu"')
+    for large, small in (("4096", "32"), ("2048", "16"), ("2**28", "2**12"), ("10_000", "10")):
+        source = source.replace(large, small)
+    exec(source, cpu_for_gpu)
+    assert capsys.readouterr().out.count("\n") >= 1

@@ -1,0 +1,727 @@
+"""ddl.Parallel: results, output, errors, and every fault of the design's list; no process may be left."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+
+import ignite.distributed as idist
+import psutil
+import pytest
+import torch
+
+import ignite_ddl as ddl
+from ignite_ddl.compat import hide_gpus_if_too_few
+from ignite_ddl.launch.parallel import PRELOAD
+from ignite_ddl.launch.parent import Launch
+
+TIMEOUT = 30  # seconds; a run that works takes under one
+posix = pytest.mark.skipif(os.name != "posix", reason="signals and process groups are POSIX")
+
+
+def parallel(nproc=2, **kwargs):
+    return ddl.Parallel(**({"backend": "gloo", "nproc_per_node": nproc, "timeout": TIMEOUT} | kwargs))
+
+
+def gone(pids, within=5.0):
+    """True if none of the processes is alive; waits for ends that are under way."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+        if not alive:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture
+def pids(tmp_path):
+    """A folder in which ranks leave their pids, and a function that reads them."""
+
+    class Pids:
+        folder = str(tmp_path)
+
+        def read(self, expected, within=90.0):
+            deadline = time.monotonic() + within
+            while len(list(tmp_path.glob("*.pid"))) < expected and time.monotonic() < deadline:
+                time.sleep(0.02)
+            return [int(path.stem) for path in tmp_path.glob("*.pid")]
+
+    return Pids()
+
+
+def leave_pid(folder):
+    open(os.path.join(folder, f"{os.getpid()}.pid"), "w").close()
+
+
+# ------------------------------------------------------------------------------------------------ results
+
+
+def test_results_come_in_rank_order():
+    offset = 100  # a closure
+
+    def work(local_rank, factor, power=1):
+        return offset + factor * idist.all_reduce(idist.get_rank() ** power) + local_rank
+
+    assert parallel(4).run(work, 10, power=2) == [240, 241, 242, 243]
+    assert parallel(2).run(lambda rank: (rank, idist.get_world_size())) == [(0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_any_folder_for_temporary_files(tmp_path, monkeypatch, servers):
+    """Ignite takes an address with "env" in it for "env://", and torch decodes no %20."""
+    folder = tmp_path / "my envs"
+    folder.mkdir()
+    parallel(1).run(abs)  # multiprocessing makes its own folder, for good, with the first launch
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    assert parallel(servers=servers).run(lambda rank: idist.all_reduce(idist.get_rank() + 1)) == [3, 3]
+    assert list(folder.iterdir()) == []
+
+
+def test_joining_a_job_that_meets_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with ddl.Parallel("gloo", init_method=f"file://{tmp_path}/my environment", timeout=TIMEOUT) as job:
+        assert job.run(lambda rank: (rank, idist.all_reduce(5))) == [(0, 5)]
+
+
+def test_idist_knows_the_job():
+    def config(local_rank):
+        return (
+            idist.get_rank(),
+            idist.get_local_rank(),
+            idist.get_nproc_per_node(),
+            idist.get_nnodes(),
+            idist.backend(),
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert parallel(2).run(config) == [(0, 0, 2, 1, "gloo"), (1, 1, 2, 1, "gloo")]
+
+
+def test_tensors_and_large_results():
+    def work(local_rank):
+        return {
+            "tensor": torch.full((25_000_000,), float(local_rank)),
+            "module": torch.nn.Linear(2, 2),
+        }  # 100 MB
+
+    first, second = parallel(2).run(work)
+    assert first["tensor"].sum() == 0
+    assert second["tensor"].sum() == 25_000_000
+    assert second["tensor"].device.type == "cpu"
+    assert isinstance(second["module"].weight, torch.nn.Parameter)
+
+
+def test_class_of_this_session_keeps_its_identity():
+    source = "class Point:\n    def __init__(self, x):\n        self.x = x\ndef make(rank):\n    return Point(rank)\n"
+    space = {"__name__": "__main__"}  # as in a cell
+    exec(source, space)
+    points = parallel(2).run(space["make"])
+    assert [type(point) is space["Point"] for point in points] == [True, True]
+
+
+def test_environment_folder_and_threads(monkeypatch, tmp_path):
+    monkeypatch.setenv("SET_AFTER_THE_SERVER_STARTED", "yes")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # idist would try to join that job
+    monkeypatch.chdir(tmp_path)
+
+    def look(local_rank):
+        return os.environ["SET_AFTER_THE_SERVER_STARTED"], os.getcwd(), torch.get_num_threads()
+
+    assert parallel(2, threads_per_rank=3).run(look) == [("yes", str(tmp_path), 3)] * 2
+    assert parallel(64)._job(str(tmp_path)).threads == 1
+
+
+def test_numpy_draws_differ_by_rank():
+    import numpy
+
+    first, second = parallel(2).run(lambda rank: numpy.random.rand())  # noqa: NPY002
+    assert first != second
+
+
+def test_workers_of_a_rank_start_as_those_of_the_parent():
+    import multiprocessing
+
+    source = (
+        "import torch\nclass Rows(torch.utils.data.Dataset):\n    def __len__(self):\n        return 4\n"
+        "    def __getitem__(self, row):\n        return row\n"
+        "def read(rank):\n    import multiprocessing\n"
+        "    loader = torch.utils.data.DataLoader(Rows(), batch_size=2, num_workers=1)\n"
+        "    return multiprocessing.get_start_method(), [rows.tolist() for rows in loader]\n"
+    )
+    space = {"__name__": "__main__"}  # a dataset of a cell
+    exec(source, space)
+    read = parallel(2).run(space["read"])
+    assert [method for method, _ in read] == [multiprocessing.get_start_method()] * 2
+    assert [rows for _, rows in read] == [[[0, 1], [2, 3]]] * 2
+
+
+def test_ranks_that_return_early_do_not_disturb_the_others():
+    def work(local_rank):
+        if local_rank == 0:
+            return "early"
+        time.sleep(0.5)
+        if local_rank == 1:
+            torch.distributed.send(torch.ones(3), dst=2)
+            return "sent"
+        received = torch.zeros(3)
+        torch.distributed.recv(received)  # from any source: a closed peer would raise here
+        return received.tolist()
+
+    assert parallel(3).run(work) == ["early", "sent", [1.0, 1.0, 1.0]]
+
+
+# ------------------------------------------------------------------------------------------------- output
+
+
+def test_output_is_shown_by_rank(capfd):
+    def work(local_rank):
+        time.sleep(0.1 * (2 - local_rank))  # the last rank prints first
+        print("line", local_rank)
+        print("no end of line", end="", flush=True)
+        print("error line", file=sys.stderr)
+        os.write(1, b"\nfrom C\n")
+        subprocess.run(["echo", "from a child"], check=True)
+
+    parallel(3).run(work)
+    out, err = capfd.readouterr()
+    expected = [
+        f"[rank {r}] {text}"
+        for r in range(3)
+        for text in (f"line {r}", "no end of line", "from C", "from a child")
+    ]
+    assert out.splitlines() == expected
+    assert err.splitlines() == [f"[rank {r}] error line" for r in range(3)]
+
+
+def test_progress_bars_redraw(capfd):
+    def work(local_rank):
+        for step in range(3):
+            sys.stderr.write(f"\r{step + 1}/3")
+
+    parallel(1).run(work)
+    assert capfd.readouterr().err == "[rank 0] 1/3\r[rank 0] 2/3\r[rank 0] 3/3\n"
+
+
+def arrival_times(monkeypatch, work, nproc):
+    seen = {}
+
+    class Recorder:
+        def write(self, text):
+            seen.setdefault(text.strip(), time.monotonic())
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stdout", Recorder())
+    parallel(nproc).run(work)
+    return seen, time.monotonic()
+
+
+def test_first_rank_is_live_and_the_others_wait_their_turn(monkeypatch):
+    def work(local_rank):
+        print("hello")
+        time.sleep(0.8 if local_rank == 0 else 0)
+
+    seen, end = arrival_times(monkeypatch, work, 2)
+    assert end - seen["[rank 0] hello"] > 0.5
+    assert seen["[rank 1] hello"] - seen["[rank 0] hello"] > 0.5
+
+
+def test_long_runs_show_every_rank_live(monkeypatch):
+    monkeypatch.setattr("ignite_ddl.launch.output.HOLD_SECONDS", 0.1)
+
+    def work(local_rank):
+        time.sleep(0.3)
+        print("hello")
+        time.sleep(0.8)
+
+    seen, end = arrival_times(monkeypatch, work, 2)
+    assert end - seen["[rank 1] hello"] > 0.5
+
+
+# ------------------------------------------------------------------------------------------------- faults
+
+
+def failing_run(run, within=5.0):
+    parallel(1).run(lambda rank: None)  # a warm server: the five seconds are the fault's
+    started = time.monotonic()
+    with pytest.raises(ddl.RankError) as info:
+        run()
+    assert time.monotonic() - started < within
+    return info.value
+
+
+def test_exception_names_the_first_rank_and_ends_its_peers(pids, capfd):
+    def work(local_rank, folder):
+        leave_pid(folder)
+        print("before")
+        if local_rank == 2:
+            raise KeyError("lost key")
+        idist.all_reduce(1)
+
+    error = failing_run(lambda: parallel(4).run(work, pids.folder))
+    assert error.rank == 2
+    assert isinstance(error.exception, KeyError)
+    assert "lost key" in str(error)
+    assert 'raise KeyError("lost key")' in error.traceback
+    assert "_rank_main" not in error.traceback
+    assert "[rank 2] before" in capfd.readouterr().out
+    assert gone(pids.read(4))
+
+
+@posix
+def test_killed_rank_is_named_not_its_peers(pids):
+    def work(local_rank, folder):
+        leave_pid(folder)
+        if local_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        idist.all_reduce(1)
+
+    error = failing_run(lambda: parallel(4).run(work, pids.folder))
+    assert (error.rank, error.exitcode) == (1, -9)
+    assert "SIGKILL" in str(error)
+    assert gone(pids.read(4))
+
+
+def test_rank_that_exits_is_an_error():
+    def leave(local_rank):
+        if local_rank == 1:
+            os._exit(3)
+        idist.barrier()
+
+    error = failing_run(lambda: parallel(2).run(leave))
+    assert (error.rank, error.exitcode) == (1, 3)
+    error = failing_run(lambda: parallel(2).run(lambda rank: sys.exit("enough")))
+    assert "SystemExit: enough" in str(error)
+
+
+def test_hang_ends_at_the_timeout_and_says_where(pids):
+    def work(local_rank, folder):
+        leave_pid(folder)
+        if local_rank == 1:
+            time.sleep(60)
+        if local_rank != 2:
+            idist.all_reduce(1)
+
+    error = failing_run(lambda: parallel(3, timeout=3).run(work, pids.folder))
+    assert error.rank == 0
+    assert "Not finished: 0, 1. Finished: 2." in str(error)
+    if hasattr(signal, "SIGUSR1"):
+        of_rank_0, of_rank_1 = str(error).split("rank 1 was here")
+        assert "in all_reduce" in of_rank_0
+        assert "test_launch.py" in of_rank_1
+        assert "in work" in of_rank_1
+    assert gone(pids.read(3))
+
+
+def test_the_timeout_counts_from_when_all_have_started(monkeypatch):
+    """A first launch starts the forkserver, too: 20 s on a busy machine."""
+    start, watch, started, deadlines = Launch._start, Launch._watch, [], []
+
+    def starting(self, *args):
+        rank = start(self, *args)
+        started.append(time.monotonic())
+        return rank
+
+    def watching(self, deadline):
+        deadlines.append(deadline)
+        watch(self, deadline)
+
+    monkeypatch.setattr(Launch, "_start", starting)
+    monkeypatch.setattr(Launch, "_watch", watching)
+    parallel(2).run(lambda rank: None)
+    assert deadlines[0] >= started[1] + TIMEOUT
+
+
+def test_what_a_rank_started_ends_with_it(tmp_path):
+    def work(local_rank, folder):
+        child = subprocess.Popen(["sleep", "60"])
+        open(os.path.join(folder, f"{child.pid}.pid"), "w").close()
+        raise RuntimeError
+
+    failing_run(lambda: parallel(2).run(work, str(tmp_path)))
+    assert gone([int(path.stem) for path in tmp_path.glob("*.pid")])
+
+
+def test_unpicklable_function_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("ignite_ddl.launch.parallel.Launch", None)  # would fail if a launch were tried
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match="the variable 'lock' that it uses"):
+        parallel().run(lambda rank: lock)
+    with pytest.raises(ValueError, match="argument 2"):
+        parallel().run(print, 1, lock)
+    with pytest.raises(ValueError, match="argument 'key'"):
+        parallel().run(print, key=lock)
+    with pytest.raises(ValueError, match="func should be a function"):
+        parallel().run(3)
+
+
+def test_unpicklable_result_names_the_rank():
+    error = failing_run(lambda: parallel(2).run(lambda rank: threading.Lock() if rank == 1 else 0))
+    assert error.rank == 1
+    assert "the result (lock) cannot be sent back" in str(error)
+
+
+def test_unpicklable_exception_still_arrives():
+    def work(local_rank):
+        error = ValueError("carries a lock")
+        error.lock = threading.Lock()
+        raise error
+
+    error = failing_run(lambda: parallel(1).run(work))
+    assert error.exception is None
+    assert "carries a lock" in str(error)
+
+
+def test_port_taken():
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        error = failing_run(
+            lambda: parallel(2, master_addr="127.0.0.1", master_port=port).run(lambda rank: rank)
+        )
+    assert error.rank == 0
+    assert "EADDRINUSE" in str(error) or "in use" in str(error)
+
+
+def test_launches_at_the_same_time_do_not_collide():
+    script = (
+        "import ignite_ddl as ddl, ignite.distributed as idist\n"
+        "for _ in range(3):\n"
+        "    assert ddl.Parallel('gloo', 2, timeout=60).run(lambda rank: idist.all_reduce(rank)) == [1, 1]\n"
+    )
+    runs = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
+    assert [run.wait(240) for run in runs] == [0, 0]
+
+
+SCRIPT = """
+import os, sys, time
+import ignite_ddl as ddl
+
+def work(local_rank, folder):
+    open(os.path.join(folder, f"{os.getpid()}.pid"), "w").close()
+    time.sleep(60)
+
+ddl.Parallel("gloo", 2, timeout=60).run(work, sys.argv[1])  # and no `if __name__ == "__main__"`
+"""
+
+
+@posix
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signals_to_the_parent_leave_no_rank(pids, tmp_path, sent):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = subprocess.Popen(
+        [sys.executable, str(script), pids.folder],
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs these tests in the background has them ignore Ctrl-C, and what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    ranks = pids.read(2)
+    assert len(ranks) == 2
+    run.send_signal(sent)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode != 0
+    if sent == signal.SIGINT:
+        assert "KeyboardInterrupt" in err
+    assert gone(ranks)
+
+
+def test_nothing_is_left_after_a_run():
+    parallel(2).run(lambda rank: rank)
+    names = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(
+            psutil.NoSuchProcess, psutil.ZombieProcess
+        ):  # it has ended since it was listed
+            names.append(" ".join(child.cmdline()))
+    assert [name for name in names if "forkserver" not in name and "resource_tracker" not in name] == []
+
+
+# ------------------------------------------------------------------------------------------ a real kernel
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(kernel_name="python3")
+    yield Kernel(manager, client)
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+class Kernel:
+    def __init__(self, manager, client):
+        self.manager, self.client = manager, client
+
+    def run(self, code, timeout=60):
+        """Runs a cell; returns its printed text and its error ("" if none)."""
+        out, error = [], []
+
+        def hear(message):
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                out.append(content["text"])
+            if message["msg_type"] == "error":
+                error.append("\n".join(content["traceback"]))
+
+        self.client.execute_interactive(textwrap.dedent(code), timeout=timeout, output_hook=hear)
+        return "".join(out), "".join(error)
+
+
+def test_kernel_runs_functions_of_cells_after_heavy_work(kernel):
+    kernel.run("import os, time, torch, ignite_ddl as ddl, ignite.distributed as idist")
+    kernel.run("(torch.randn(600, 600) @ torch.randn(600, 600)).exp().sum()")  # a fork would hang after this
+    kernel.run("""
+        parallel = ddl.Parallel("gloo", 4, timeout=30)
+        def work(local_rank):
+            print("sum", idist.all_reduce(torch.ones(1)).item(), (torch.randn(300, 300) @ torch.randn(300, 300)).shape)
+            return local_rank
+    """)
+    out, error = kernel.run("print(parallel.run(work))")
+    assert error == ""
+    lines = [f"[rank {r}] sum 4.0 torch.Size([300, 300])" for r in range(4)]
+    assert out.splitlines() == [*lines, "[0, 1, 2, 3]"]
+
+
+def test_kernel_shows_the_cell_of_the_failing_rank(kernel):
+    kernel.run(
+        "def broken(local_rank):\n    if local_rank == 1:\n        raise ValueError('not today')\n    idist.barrier()"
+    )
+    _, error = kernel.run("parallel.run(broken)")
+    assert "rank 1 raised ValueError: not today" in error
+    assert "raise ValueError('not today')" in error
+    assert "Cell In[" in error
+    assert "ignite_ddl" not in error
+    assert "ipykernel_" not in error
+    assert kernel.run("print('alive')")[0] == "alive\n"
+
+
+KERNEL_FAULTS = {
+    "killed": (
+        "os.kill(os.getpid(), 9) if rank == 1 else idist.barrier()",
+        {},
+        "rank 1 was killed by SIGKILL",
+    ),
+    "hang": (
+        "time.sleep(60) if rank == 1 else idist.barrier()",
+        {"timeout": 2},
+        "rank 0 did not finish within 2 s",
+    ),
+    "exit": ("os._exit(3) if rank == 1 else idist.barrier()", {}, "rank 1 ended with exit code 3"),
+    "unpicklable": ("lock", {}, "the global 'lock' that it uses"),
+    "port taken": ("rank", {"master_addr": "127.0.0.1", "master_port": "PORT"}, "rank 0 raised"),
+}
+
+
+@posix
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_kernel_faults_end_with_an_error_and_leave_no_rank(kernel, fault):
+    import socket
+
+    body, options, expected = KERNEL_FAULTS[fault]
+    kernel.run(
+        "import threading\nlock = threading.Lock()\nddl.Parallel('gloo', 2, timeout=30).run(lambda rank: 0)"
+    )
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        options = {"timeout": 30} | {
+            k: taken.getsockname()[1] if v == "PORT" else v for k, v in options.items()
+        }
+        started = time.monotonic()
+        _, error = kernel.run(f"ddl.Parallel('gloo', 2, **{options}).run(lambda rank: {body})")
+    assert expected in error
+    assert time.monotonic() - started < 5 + (2 if fault == "hang" else 0)
+    left = (
+        "[c.pid for c in psutil.Process().children(recursive=True) if 'tracker' not in ' '.join(c.cmdline())]"
+    )
+    out, _ = kernel.run(f"import psutil\ntime.sleep(0.5)\nprint(len({left}))")
+    assert out == "1\n"  # the server alone
+    assert kernel.run("print(ddl.Parallel('gloo', 2, timeout=30).run(lambda rank: rank))")[0] == "[0, 1]\n"
+
+
+@posix
+def test_kernel_interrupt_ends_the_ranks(kernel, pids):
+    kernel.run(f"folder = {pids.folder!r}")
+    kernel.run("""
+        def hang(local_rank):
+            open(f"{folder}/{os.getpid()}.pid", "w").close()
+            if local_rank == 0: time.sleep(60)
+            idist.barrier()
+    """)
+    timer = threading.Thread(
+        target=lambda: (pids.read(4), time.sleep(0.2), kernel.manager.interrupt_kernel())
+    )
+    timer.start()
+    started = time.monotonic()
+    _, error = kernel.run("parallel.run(hang)", timeout=20)
+    timer.join()
+    assert "KeyboardInterrupt" in error
+    assert time.monotonic() - started < 10
+    assert gone(pids.read(4))
+    assert kernel.run("print(parallel.run(lambda rank: rank))")[0] == "[0, 1, 2, 3]\n"
+
+
+@posix
+def test_killed_kernel_leaves_no_rank(pids):
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        client.execute(f"import os, time, ignite_ddl as ddl\nfolder = {pids.folder!r}")
+        client.execute(
+            "def hang(local_rank):\n"
+            "    open(f'{folder}/{os.getpid()}.pid', 'w').close()\n"
+            "    time.sleep(60)\n"
+            "ddl.Parallel('gloo', 3, timeout=60).run(hang)"
+        )
+        ranks = pids.read(3)
+        assert len(ranks) == 3
+        servers = [child.pid for child in psutil.Process(manager.provisioner.pid).children(recursive=True)]
+        os.kill(manager.provisioner.pid, signal.SIGKILL)  # the kernel alone, as the out-of-memory killer does
+        assert gone(ranks + servers)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+# ------------------------------------------------------------------------------------- joining, serial, other
+
+
+def test_serial_runs_in_this_process():
+    for arguments in ({}, {"backend": "gloo"}):
+        with ddl.Parallel(**arguments) as alone:
+            assert alone.run(lambda rank, x: (rank, x, os.getpid()), 5) == [(0, 5, os.getpid())]
+
+
+@pytest.mark.slow
+def test_script_joins_torchrun_unchanged(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import ignite.distributed as idist, ignite_ddl as ddl\n"
+        "def work(local_rank):\n    return local_rank, idist.all_reduce(idist.get_rank() + 1)\n"
+        "with ddl.Parallel('gloo') as parallel:\n"
+        "    text = f'got {parallel.run(work)} '\n    print(text, flush=True)\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(script),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "got [(0, 3)]" in done.stdout
+    assert "got [(1, 3)]" in done.stdout
+    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240)
+    assert alone.stdout.strip() == "got [(0, 1)]", alone.stderr
+
+
+def test_starting_ranks_inside_a_job_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="already is rank 1 of 4"):
+        parallel(2)
+
+
+@pytest.mark.slow
+def test_two_nodes_on_one_machine():
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = (
+        "import sys, ignite_ddl as ddl, ignite.distributed as i\n"
+        f"here = dict(node_rank=int(sys.argv[1]), master_addr='127.0.0.1', master_port={port})\n"
+        "p = ddl.Parallel('gloo', 2, nnodes=2, timeout=60, **here)\n"
+        "print(p.run(lambda r: (r, i.get_rank(), i.get_nnodes(), i.get_node_rank(), i.all_reduce(1))))\n"
+    )
+    nodes = [
+        subprocess.Popen([sys.executable, "-c", script, str(node)], stdout=subprocess.PIPE, text=True)
+        for node in (0, 1)
+    ]
+    outputs = [node.communicate(timeout=240)[0].strip() for node in nodes]
+    assert outputs == ["[(0, 0, 2, 0, 4), (1, 1, 2, 0, 4)]", "[(0, 2, 2, 1, 4), (1, 3, 2, 1, 4)]"]
+
+
+@pytest.mark.slow
+def test_spawn_works_and_warns_once_where_there_is_no_forkserver(monkeypatch):
+    assert parallel(2, start_method="spawn").run(lambda rank: idist.all_reduce(rank)) == [1, 1]
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    monkeypatch.setattr("ignite_ddl.launch.parallel._spawn_warned", False)
+    with pytest.warns(UserWarning, match="no forkserver"):
+        assert parallel()._context().get_start_method() == "spawn"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel()._context()
+
+
+def test_gloo_ranks_use_the_cpu_where_gpus_are_too_few(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    hide_gpus_if_too_few(1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    hide_gpus_if_too_few(2)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_server_opens_no_gpu():
+    """A forkserver that had opened CUDA would give ranks in which CUDA does not work."""
+    script = (
+        "import torch\n"
+        "def used(*a): raise SystemExit('CUDA was asked for at import')\n"
+        "torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = used\n"
+        f"for name in {PRELOAD!r}: __import__(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "smoke"}, "backend should be one of .* given 'smoke'"),
+        ({"backend": None}, "nproc_per_node needs a backend"),
+        ({"nproc_per_node": 0}, "nproc_per_node should be a positive integer, but given 0"),
+        ({"nproc_per_node": 2.0}, "nproc_per_node should be a positive integer, but given 2.0"),
+        ({"timeout": -1}, "timeout should be a positive number of seconds, but given -1"),
+        ({"timeout": float("inf")}, r"but given inf; the longest is 1e\+09"),
+        ({"timeout": "60"}, "timeout should be a positive number of seconds, but given '60'"),
+        ({"threads_per_rank": 0}, "threads_per_rank should be a positive integer"),
+        ({"init_method": "tcp://127.0.0.1:1"}, "init_method should be"),
+        ({"nnodes": 2}, "node_rank should be given with nnodes=2"),
+        ({"nnodes": 2, "node_rank": 2}, "node_rank should be between 0 and 1, but given 2"),
+        ({"nnodes": 2, "node_rank": 0}, "master_addr and master_port should be given"),
+        ({"start_method": "fork"}, "start_method should be one of"),
+        pytest.param(
+            {"backend": "nccl", "nproc_per_node": 4},
+            "one GPU per rank, but given nproc_per_node=4",
+            marks=pytest.mark.skipif(
+                "nccl" not in idist.available_backends() or torch.cuda.device_count() >= 4,
+                reason="needs a torch with NCCL on a machine with fewer than 4 GPUs",
+            ),
+        ),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        parallel(**arguments)

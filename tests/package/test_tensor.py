@@ -1,0 +1,1046 @@
+"""Plans and styles: what a plan names and may cut, what styles compute and move, and who draws which random numbers.
+
+Whole models under plans, trained on meshes, are in parity.py.
+"""
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import ignite.distributed as idist
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.metrics import Accuracy, Loss
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import ignite_ddl as ddl
+from ignite_ddl.course import CNN, GPT, MLP
+from ignite_ddl.lab.bytes import count_bytes
+from ignite_ddl.tensor.gradients import redistribute_gradient
+from ignite_ddl.tensor.plan import apply_plan, check_plan
+from ignite_ddl.tensor.random import draw_seed, random_stream
+
+TIMEOUT = 120  # seconds: a hang, not a busy machine
+BOUND = 1e-12  # float64
+
+
+class Attention(nn.Module):
+    def __init__(self, n_heads=4, width=8):
+        super().__init__()
+        self.n_heads = n_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+
+
+class Block(nn.Module):
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.attention, self.norm = Attention(**kwargs), nn.LayerNorm(8)
+
+
+def model(**kwargs):
+    torch.manual_seed(0)
+    blocks = {f"block{i}": Block(**kwargs) for i in range(2)}
+    layers = nn.ModuleDict({"embed": nn.Embedding(10, 8), **blocks, "head": nn.Linear(8, 10, bias=False)})
+    layers["head"].weight = layers["embed"].weight
+    return layers
+
+
+def run(func, nproc, *args):
+    return ddl.Parallel("gloo", nproc, timeout=TIMEOUT, tp=nproc).run(func, *args)
+
+
+# ------------------------------------------------------------------------------------------------------ globs
+
+
+@pytest.mark.parametrize(
+    ("glob", "names"),
+    [
+        ("block1.attention.v", ["block1.attention.v"]),
+        ("block*.attention.k", ["block0.attention.k", "block1.attention.k"]),
+        ("block0.attention.[qkv]", ["block0.attention.q", "block0.attention.k", "block0.attention.v"]),
+        ("*.attention.out", ["block0.attention.out", "block1.attention.out"]),
+        ("block?.*.q", ["block0.attention.q", "block1.attention.q"]),
+    ],
+)
+def test_a_glob_names_modules_part_by_part(glob, names):
+    style = ddl.Row()
+    assert check_plan(model(), {glob: style}, tp_size=2) == dict.fromkeys(names, style)
+
+
+@pytest.mark.parametrize(
+    "glob", ["block*.q", "*q", "block0.Attention.q", "block0.attention.q.weight", "attention.q"]
+)
+def test_a_star_does_not_cross_a_dot(glob):
+    with pytest.raises(ValueError, match="matches no module"):
+        check_plan(model(), {glob: ddl.Row()}, tp_size=2)
+
+
+def test_the_later_key_holds():
+    column, row, special = ddl.Column(), ddl.Row(), ddl.Column(units=8)
+    plan = {"block*.attention.*": column, "block*.attention.out": row, "block1.attention.q": special}
+    styles = check_plan(model(), plan, tp_size=2)
+    assert styles["block0.attention.q"] is styles["block1.attention.k"] is column
+    assert styles["block0.attention.out"] is styles["block1.attention.out"] is row
+    assert styles["block1.attention.q"] is special
+    with pytest.raises(ValueError, match="'block1.attention.q'"):  # what it held before is not checked
+        check_plan(model(), {"block1.attention.q": column, "block*.attention.q": ddl.Column(units=3)} | {
+            "block0.attention.q": column}, tp_size=2)  # fmt: skip
+    check_plan(model(), {"block0.attention.q": ddl.Column(units=3), "block*.attention.q": column}, tp_size=2)
+
+
+def test_a_model_that_is_one_layer_has_the_empty_name():
+    assert list(check_plan(nn.Linear(4, 4), {"": ddl.Column()}, tp_size=2)) == [""]
+    assert list(check_plan(nn.Sequential(nn.Linear(4, 4)), {"*": ddl.Column()}, tp_size=2)) == ["0"]
+
+
+def test_an_empty_plan_names_nothing():
+    assert check_plan(model(), {}, tp_size=3) == {}
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("plan", "tp_size", "message"),
+    [
+        ({"haed": ddl.Row()}, 2, "tensor_plan has the key 'haed', which matches no module; those with weights: embed"),
+        ({"head": "column"}, 2, r"tensor_plan\['head'\] should be a style such as ddl.Column\(\), but given 'column'"),
+        ({"head": ddl.Column}, 2, r"tensor_plan\['head'\] should be a style"),
+        ({"block0.attention.q": ddl.Column()}, 3, "tp=3 should divide the 8 rows of the weight of 'block0"),
+        ({"block*.attention.q": ddl.Column(units="n_heads")}, 8, "tp=8 should divide the 4 n_heads of 'block0.attent"),
+        ({"head": ddl.Column(units=5)}, 2, "tp=2 should divide the 5 units of 'head'"),
+        ({"block*.attention.out": ddl.Row()}, 3, "tp=3 should divide the 8 columns of the weight of 'block0"),
+        ({"block*.norm": ddl.Row()}, 2, "Row cuts an nn.Linear or nn.Embedding, but 'block0.norm' is a LayerNorm"),
+        ({"block*.attention": ddl.Column()}, 1, "Column cuts an nn.Linear .* but 'block0.attention' is a Attention"),
+        ({"head": ddl.Column(units="heads")}, 2, "units='heads' of 'head' should be an attribute of its parent"),
+        ({"head": ddl.Column(units=4)}, 2, "the 4 units of 'head' should divide its 10 outputs, but do not"),
+        ({"embed": ddl.Row()}, 8, "tp=8 cuts the 10 entries of the vocabulary of 'embed' so that a rank has none"),
+        ({"head": ddl.Column(use_local_output=False)}, 8, "tp=8 cuts the 10 rows of the weight of 'head' so that"),
+        ({"head": ddl.Column()}, 4, "tp=4 should divide the 10 rows of the weight of 'head'"),  # it would stay cut
+        ({"block*.attention.q": ddl.OutputChannels()}, 2, "OutputChannels cuts an nn.Conv1d, 2d or 3d, but 'block0"),
+        ({"head": ddl.Sequence()}, 2, "Sequence is for nn.LayerNorm, nn.RMSNorm and modules without weights, but"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_does_not_fit(plan, tp_size, message):
+    with pytest.raises(ValueError, match=message):
+        check_plan(model(), plan, tp_size)
+
+
+class OwnColumn(ddl.Column):
+    """Somebody's subclass."""
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (lambda: [("head", ddl.Row())], "tensor_plan should be a dict from globs of module names to styles"),
+        (lambda: {0: ddl.Row()}, "tensor_plan should be a dict from globs"),
+        (lambda: {"head": ddl.Column(units=0)}, "units should be a positive integer, but given 0"),
+        (lambda: {"head": ddl.Column(units=-2)}, "units should be a positive integer, but given -2"),
+        (lambda: {"head": ddl.Column(units=2.0)}, "units=2.0 should be"),
+        (lambda: {"head": ddl.Column(units=[2])}, r"units=\[2\] should be"),
+        (lambda: {"block*.attention.q": ddl.Column(units="scale")}, "units='scale' of 'block0.attention.q' should be"),
+        (lambda: {"head": ddl.Column(output_layouts="replicate")}, "output_layouts of Column should be a placement"),
+        (lambda: {"head": ddl.Row(input_layouts=1)}, r"input_layouts of Row should be a placement .* but given 1"),
+        (lambda: {"block0": ddl.SharedInput(input_layouts="whole")}, "input_layouts of SharedInput should be a"),
+        (lambda: {"block0.norm": OwnColumn()}, "OwnColumn cuts an nn.Linear or nn.Embedding, but 'block0.norm'"),
+        (lambda: {"block0": ddl.SharedWeight()}, "SharedWeight is for a module that holds weights, but 'block0' is a"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit(plan, message):
+    layers = model()
+    layers["block0"].attention.scale = 0.5
+    with pytest.raises(ValueError, match=message):
+        check_plan(layers, plan(), 2)
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"sparse": True}])
+@pytest.mark.parametrize("style", [ddl.Row(), ddl.Column()])
+def test_an_embedding_that_dtensor_cannot_cut(option, style):
+    with pytest.raises(ValueError, match=f"cuts an nn.Embedding without {next(iter(option))}, but 'e' has"):
+        check_plan(nn.ModuleDict({"e": nn.Embedding(8, 4, **option)}), {"e": style}, 2)
+
+
+CONVOLVED = {"0": ddl.OutputChannels(), "3": ddl.InputChannels()}
+
+
+@pytest.mark.parametrize(
+    "between", [nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.PReLU(8), nn.InstanceNorm2d(8, affine=True)]
+)
+def test_weights_of_single_channels_have_no_style(between):
+    layers = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), between, nn.Conv2d(8, 4, 3))
+    kind = type(between).__name__
+    with pytest.raises(
+        ValueError, match=f"'2' is a {kind} of all channels, but '0' before it leaves each rank"
+    ):
+        check_plan(layers, CONVOLVED, 2)
+    with pytest.raises(ValueError, match=f"for weights that all channels share, but '2' is a {kind}"):
+        check_plan(layers, CONVOLVED | {"2": ddl.SharedWeight()}, 2)
+    assert check_plan(layers, CONVOLVED, 1)  # nothing is cut
+    for harmless in (
+        nn.PReLU(),
+        nn.InstanceNorm2d(8),
+        nn.BatchNorm2d(8, affine=False, track_running_stats=False),
+    ):
+        assert check_plan(nn.Sequential(*layers[:2], harmless, layers[3], nn.BatchNorm2d(4)), CONVOLVED, 2)
+
+
+@pytest.mark.parametrize(
+    ("convolution", "style", "message"),
+    [
+        (nn.Conv2d(6, 4, 3), ddl.OutputChannels(), "tp=3 should divide the 4 output channels of '0'"),
+        (nn.Conv2d(4, 6, 3), ddl.InputChannels(), "tp=3 should divide the 4 input channels of '0'"),
+        (
+            nn.Conv2d(6, 6, 3, groups=2),
+            ddl.OutputChannels(),
+            "with groups=1, but '0' has groups=2: its channels do",
+        ),
+        (nn.Conv2d(6, 6, 3, groups=6), ddl.InputChannels(), "with groups=1, but '0' has groups=6"),
+        (nn.ConvTranspose2d(6, 6, 3), ddl.OutputChannels(), "but '0' is a ConvTranspose2d"),
+        (nn.Conv2d(6, 6, 3), ddl.Column(), "but '0' is a Conv2d; ddl.OutputChannels is for convolutions"),
+        (nn.Conv1d(6, 6, 3), ddl.Row(), "but '0' is a Conv1d; ddl.InputChannels is for convolutions"),
+    ],
+)
+def test_a_convolution_that_cannot_be_cut(convolution, style, message):
+    with pytest.raises(ValueError, match=message):
+        check_plan(nn.Sequential(convolution), {"0": style}, tp_size=3)
+
+
+def test_uneven_vocabularies_are_cut_where_nothing_stays_cut_by_equal_parts():
+    for tp_size in (3, 4):
+        for style in (ddl.Column(output_layouts=WHOLE), ddl.Column(use_local_output=False)):
+            assert check_plan(model(), {"embed": ddl.Row(), "head": style}, tp_size)
+
+
+def test_heads_are_counted_where_the_layer_is():
+    plan = {"block*.attention.q": ddl.Column(units="n_heads")}
+    assert len(check_plan(model(n_heads=2), plan, tp_size=2)) == 2
+    with pytest.raises(ValueError, match="tp=4 should divide the 2 n_heads"):
+        check_plan(model(n_heads=2), plan, tp_size=4)
+
+
+def test_one_rank_divides_everything():
+    plan = {"block*.attention.*": ddl.Column(units=1), "embed": ddl.Row(), "head": ddl.Column(units=1)}
+    assert len(check_plan(model(), plan, tp_size=1)) == 10
+
+
+# -------------------------------------------------------------------------------------------------- on the axis
+
+WHOLE = Replicate()
+
+
+def cut(local_rank, plan):
+    mesh, layers = ddl.get_mesh(), model()
+    numbers = layers["embed"].weight.detach().clone()
+    apply_plan(layers, check_plan(layers, plan, mesh.tp_size), mesh.device_mesh["tp"])
+    embed, head = layers["embed"].weight, layers["head"].weight
+    assert torch.equal(embed.full_tensor() if isinstance(embed, DTensor) else embed, numbers)
+    kinds = {name: str(p.placements) for name, p in layers.named_parameters() if isinstance(p, DTensor)}
+    shapes = {
+        name: tuple(p.to_local().shape) for name, p in layers.named_parameters() if isinstance(p, DTensor)
+    }
+    return embed is head, kinds, shapes, len(list(layers.parameters()))
+
+
+def test_weights_are_cut_as_named_and_the_tie_stays():
+    plan = {
+        "block0.attention.[qkv]": ddl.Column(units="n_heads"),
+        "block0.attention.out": ddl.Row(),
+        "embed": ddl.Row(input_layouts=WHOLE),
+        "head": ddl.Column(output_layouts=WHOLE),
+    }
+    for tied, kinds, shapes, count in run(cut, 2, plan):
+        assert tied
+        assert count == len(list(model().parameters()))
+        assert set(kinds) == {"embed.weight"} | {
+            f"block0.attention.{x}.{y}" for x in ("q", "k", "v", "out") for y in ("weight", "bias")
+        }  # what the plan leaves out is whole
+        assert shapes["embed.weight"] == (5, 8)
+        assert shapes["block0.attention.q.weight"] == (4, 8)
+        assert shapes["block0.attention.q.bias"] == (4,)
+        assert shapes["block0.attention.out.weight"] == (8, 4)
+        assert shapes["block0.attention.out.bias"] == (8,)
+        assert kinds["block0.attention.out.bias"] == "(Replicate(),)"
+
+
+CONFLICTS = [
+    {"embed": ddl.Row(input_layouts=WHOLE)},  # the head stays whole
+    {"head": ddl.Column(output_layouts=WHOLE)},
+    {"embed": ddl.Column(output_layouts=WHOLE), "head": ddl.Column(output_layouts=WHOLE)},  # columns and rows
+]
+
+
+class OwnRow(ParallelStyle):
+    """A style that check_plan does not know."""
+
+    def _apply(self, module, device_mesh):
+        return ddl.Row()._apply(module, device_mesh)
+
+
+def conflicts(local_rank):
+    said = []
+    for plan in [*CONFLICTS, {"embed": OwnRow()}]:
+        in_two_ways = pytest.raises(ValueError, match="cuts the shared weight 'embed.weight' in two ways")
+        with in_two_ways as raised, count_bytes() as sent:
+            cut(local_rank, plan)
+        said.append(str(raised.value))
+        assert plan not in CONFLICTS or not sent.calls  # an unknown style is found out once it is applied
+    return said
+
+
+def test_a_tied_weight_cut_in_two_ways_is_refused():
+    for said in run(conflicts, 2):
+        assert "replicated" in said[0]
+        assert "replicated" in said[1]
+        assert "Shard(dim=1)" in said[2]
+        assert "Shard(dim=0)" in said[2]
+
+
+def one_module_two_names(local_rank):
+    def twice():
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+        return nn.Sequential(layer, layer)
+
+    whole, x = twice(), torch.randn(3, 4)
+    mesh = ddl.get_mesh().device_mesh["tp"]
+    found = []
+    for plan in ({"*": ddl.Column(output_layouts=WHOLE)}, {"1": ddl.Column(output_layouts=WHOLE)}):
+        layers = twice()
+        apply_plan(layers, check_plan(layers, plan, 2), mesh)
+        found.append(
+            (layers[0] is layers[1], layers[0].weight.to_local().shape[0], (layers(x) - whole(x)).abs().max())
+        )
+    with pytest.raises(ValueError, match="cuts '1' otherwise than '0', but they are one module"):
+        check_plan(twice(), {"0": ddl.Column(), "1": ddl.Row()}, 2)
+    return found
+
+
+def test_a_module_with_two_names_is_cut_once():
+    for found in run(one_module_two_names, 2):
+        for same, rows, error in found:
+            assert same
+            assert rows == 2
+            assert error < 1e-6
+
+
+def one_style_for_two_layers(local_rank):
+    torch.manual_seed(0)
+    row, errors = ddl.Row(), []
+    for plan in ({"0": row, "1": ddl.Column(), "2": row}, {"1": ddl.Column(), "2": row}):  # and once more
+        whole = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 16), nn.Linear(16, 8))
+        x = torch.randint(10, (2, 3))
+        expected = whole(x)
+        errors.append((ddl.auto_model(whole, plan)(x) - expected).abs().max().item())
+    return errors
+
+
+def test_a_style_serves_several_layers_and_models():
+    for errors in run(one_style_for_two_layers, 2):
+        assert max(errors) < 1e-6
+
+
+def gradients(local_rank):
+    """Column then Row equal the whole layers, forward and backward; gradients are cut as their weights."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    plan = {
+        "0": ddl.Column(output_layouts=Shard(1), use_local_output=False),
+        "1": SequenceParallel(use_local_output=False),
+        "2": ddl.Row(input_layouts=Shard(1)),
+    }
+    apply_plan(layers, check_plan(layers, plan, 2), ddl.get_mesh().device_mesh["tp"])
+    x = torch.randn(2, 6, 4)
+    out = layers(x)
+    error = (out - whole(x)).abs().max().item()
+    out.square().sum().backward()
+    whole(x).square().sum().backward()
+    before = [str(p.grad.placements) for p in layers.parameters()]
+    for p, q in zip(layers.parameters(), whole.parameters(), strict=True):
+        redistribute_gradient(p)
+        assert p.grad.placements == p.placements
+        error = max(error, (p.grad.full_tensor() - q.grad).abs().max().item())
+    return error, before
+
+
+def test_a_gradient_that_is_a_sum_yet_to_be_made_is_laid_out_as_its_weight():
+    for error, before in run(gradients, 2):
+        assert error < 1e-4
+        assert any("Partial" in placement for placement in before)  # else this shows nothing
+
+
+# ---------------------------------------------------------------------------------- what styles compute and move
+
+
+def largest_error(ours, whole, x, x_here, whole_output):
+    """Of output, and gradients of input and weights, against the unsplit layer. Its own output may be a part."""
+    x, x_here = x.clone().requires_grad_(), x_here.clone().requires_grad_()
+    with count_bytes() as forward:
+        output = ours(x_here)
+    expected = whole(x)
+    errors = [output - whole_output(expected)]
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5))
+    with count_bytes() as backward:
+        output.backward(whole_output(upstream))
+    expected.backward(upstream)
+    errors.append(x_here.grad - (x.grad if x_here.shape == x.shape else mine(x.grad, 1)))
+    for ours_, whole_ in zip(ours.parameters(), whole.parameters(), strict=True):
+        assert isinstance(ours_, DTensor)
+        assert ours_.grad.placements == ours_.placements
+        errors.append(ours_.grad.full_tensor() - whole_.grad)
+    moved = [[(call.op, call.put_in) for call in traffic.calls] for traffic in (forward, backward)]
+    return max(error.abs().max().item() for error in errors), moved, output.shape
+
+
+def mine(tensor, dim):
+    mesh = ddl.get_mesh()
+    return tensor.chunk(mesh.tp_size, dim)[mesh.tp_rank]
+
+
+def whole_of(tensor):
+    return tensor
+
+
+CONVOLUTIONS = [
+    (lambda: nn.Conv2d(4, 8, 3, stride=2, padding=1), (2, 4, 7, 7)),
+    (lambda: nn.Conv2d(4, 8, (1, 3), padding=(0, 1), padding_mode="circular", bias=False), (2, 4, 5, 5)),
+    (lambda: nn.Conv1d(8, 4, 3, dilation=2), (2, 8, 9)),
+    (lambda: nn.Conv3d(4, 4, 2), (1, 4, 3, 3, 3)),
+]
+
+
+def convolutions(local_rank):
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for make, shape in CONVOLUTIONS:
+        for style, takes, gives in (
+            (ddl.OutputChannels(), whole_of, lambda y: mine(y, 1)),
+            (ddl.InputChannels(), lambda x: mine(x, 1), whole_of),
+            (ddl.InputChannels(whole_input=True), whole_of, whole_of),
+        ):
+            torch.manual_seed(1)
+            whole, ours, x = make(), make(), torch.randn(shape)
+            ours.load_state_dict(whole.state_dict())
+            ours = ddl.auto_model(ours, {"": style})
+            error, moved, here = largest_error(ours, whole, x, takes(x), gives)
+            found.append((error, moved, tuple(whole(x).shape), tuple(here)))
+            names = {name: value.shape for name, value in whole.state_dict().items()}
+            assert {name: value.shape for name, value in ddl.full_state_dict(ours).items()} == names
+    return found
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_convolutions_by_channels_equal_the_whole_one_and_gather_nothing(tp):
+    for found in run(convolutions, tp):
+        for index, (error, (forward, backward), whole, here) in enumerate(found):
+            shape = CONVOLUTIONS[index // 3][1]
+            in_bytes, out_bytes = 8 * torch.Size(shape).numel(), 8 * torch.Size(whole).numel()
+            assert error < BOUND
+            if index % 3 == 0:
+                assert here == (whole[0], whole[1] // tp, *whole[2:])
+                assert (forward, backward) == ([], [("all_reduce", in_bytes)])
+            else:
+                assert here == whole
+                assert forward == [("all_reduce", out_bytes)]
+                assert backward == ([] if index % 3 == 1 else [("all_gather", in_bytes // tp)])
+
+
+def convolution_of_dtensors(local_rank):
+    mesh = ddl.get_mesh().device_mesh["tp"]
+    weight = distribute_tensor(torch.randn(8, 4, 3, 3), mesh, [Shard(0)])
+    x = distribute_tensor(torch.randn(2, 4, 5, 5), mesh, [Replicate()])
+    y = F.conv2d(x, weight, padding=1)
+    return str(y.placements), tuple(y.shape), tuple(y.to_local().shape)
+
+
+def test_why_convolutions_have_styles_of_their_own():
+    """When this fails, DTensor's convolution has learned to be cut by channels."""
+    assert run(convolution_of_dtensors, 2) == [("(Replicate(),)", (2, 8, 5, 5), (2, 4, 5, 5))] * 2
+
+
+def attention_traffic(local_rank):
+    """Bytes that a block of the lab's GPT moves backward, with and without SharedInput."""
+    counts = []
+    for plan in (GPT.tensor_plan, {k: v for k, v in GPT.tensor_plan.items() if k != "block*.attention"}):
+        torch.manual_seed(0)
+        gpt = ddl.auto_model(GPT(8, 4, 8, 2, 1), plan)
+        x = torch.randn(3, 4, 8, requires_grad=True)
+        with count_bytes() as forward:
+            y = gpt.block0(x)
+        with count_bytes() as backward:
+            y.sum().backward()
+        counts.append(([(c.op, c.put_in) for c in forward.calls], [(c.op, c.put_in) for c in backward.calls]))
+    return counts
+
+
+def test_a_block_sums_once_for_attention_and_once_for_the_pair_each_way():
+    one = ("all_reduce", 4 * 3 * 4 * 8)
+    for (forward, backward), (without_forward, without_backward) in run(attention_traffic, 2):
+        assert forward == backward == [one] * 2
+        assert without_forward == [one] * 2
+        assert without_backward == [one] * 4  # q, k and v each
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, mask=None, scale=1):
+        y = self.q(x).relu() * scale
+        return self.out(y if mask is None else y * mask)
+
+
+def shared_inputs(local_rank):
+    torch.manual_seed(0)
+    plan = {"": ddl.SharedInput(), "q": ddl.Column(), "out": ddl.Row()}
+    whole, x, mask = Masked(), torch.randn(2, 8), torch.tensor([[1.0], [0.0]])
+    calls = [((x, mask), {}), ((x,), {"mask": mask, "scale": 3}), ((x,), {})]
+    expected = [whole(*args, **kwargs) for args, kwargs in calls]
+    masked = ddl.auto_model(whole, plan)
+    for (args, kwargs), right in zip(calls, expected, strict=True):
+        torch.testing.assert_close(masked(*args, **kwargs), right)
+    for wrong in (lambda: masked(x=x), lambda: masked(None)):
+        with pytest.raises(ValueError, match="SharedInput takes the first positional argument"):
+            wrong()
+
+
+def test_a_shared_input_is_the_first_argument_and_others_come_through():
+    run(shared_inputs, 2)
+
+
+def lab_models(local_rank):
+    torch.set_default_dtype(torch.float64)
+    errors = []
+    for layers in range(1, 6):
+        torch.manual_seed(layers)
+        whole = MLP(6, 8, 4, layers=layers)
+        x = torch.randn(3, 6)
+        expected = whole(x)
+        cut = ddl.auto_model(whole, whole.tensor_plan)
+        errors.append((cut(x) - expected).abs().max().item())
+        n_cut = sum(isinstance(p, DTensor) for p in cut.parameters())
+        assert n_cut == 2 * (layers - layers % 2)  # weights and biases of layers in pairs
+    whole, x = CNN(channels=4), torch.randn(3, 1, 28, 28)
+    expected = whole(x)
+    cut = ddl.auto_model(whole, CNN.tensor_plan)
+    assert all(isinstance(p, DTensor) for p in cut.parameters())
+    errors.append((cut(x) - expected).abs().max().item())
+    gpt = ddl.auto_model(GPT(65, 8, 16, 4, 1), GPT.tensor_plan)
+    logits = gpt(torch.zeros(2, 8, dtype=torch.long))
+    assert logits.stride() == (8 * 65, 65, 1)  # gathered from uneven parts, and without their padding
+    return errors
+
+
+def test_the_labs_plans_fit_their_models():
+    for errors in run(lab_models, 4):
+        assert max(errors) < BOUND
+    assert set(MLP.tensor_plan) == set(MLP().tensor_plan)
+
+
+# --------------------------------------------------------------------------------------------------- the loss
+
+
+def cut_losses(local_rank):
+    torch.set_default_dtype(torch.float64)
+    mesh, found = ddl.get_mesh().device_mesh["tp"], []
+    for words in (8, 65):
+        torch.manual_seed(0)
+        whole, head = nn.Linear(5, words), nn.Linear(5, words)
+        head.load_state_dict(whole.state_dict())
+        apply_plan(head, check_plan(head, {"": ddl.Column(use_local_output=False)}, mesh.size()), mesh)
+        x, y = torch.randn(6, 3, 5), torch.randint(words, (6, 3))
+        y[0, 0] = 1
+        for options in ({}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 1}):
+            for shape in ("rows", "images"):  # (N · T, V) and (N, V, T)
+                losses, traffic = [], None
+                for layer in (head, whole):
+                    layer.zero_grad()
+                    logits = layer(x)
+                    args = (logits.flatten(0, 1), y.flatten())
+                    if shape == "images":
+                        args = (logits.transpose(1, 2), y)
+                    loss_fn = F.cross_entropy if layer is whole else ddl.cross_entropy
+                    with count_bytes() as counted:
+                        loss = loss_fn(*args, **options)
+                        (loss * torch.linspace(1, 2, loss.numel()).view_as(loss)).sum().backward()
+                    traffic = traffic or counted
+                    losses.append(loss.detach())
+                errors = [losses[0] - losses[1]]
+                errors += [
+                    p.grad.full_tensor() - q.grad
+                    for p, q in zip(head.parameters(), whole.parameters(), strict=True)
+                ]
+                found.append((
+                    type(losses[0]) is torch.Tensor,
+                    max(error.abs().max().item() for error in errors),
+                    max(call.put_in for call in traffic.calls),
+                ))  # fmt: skip
+        with torch.no_grad():
+            logits = head(x).flatten(0, 1)
+            loss = ddl.cross_entropy(logits, y.flatten())
+            found.append(
+                (True, (loss - F.cross_entropy(whole(x).flatten(0, 1), y.flatten())).abs().item(), 0)
+            )
+    return found
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_cross_entropy_of_cut_logits_is_that_of_whole_ones_and_gathers_none(tp):
+    for found in run(cut_losses, tp):
+        for plain, error, most in found:
+            assert plain
+            assert error < BOUND
+            assert (
+                most <= 6 * 3 * 8
+            )  # a number for each row; a rank's part of the logits has 4 × as much and more
+
+
+def refused_losses(local_rank):
+    mesh = ddl.get_mesh().device_mesh["tp"]
+    logits = DTensor.from_local(torch.randn(3, 4), mesh, [Shard(1)])
+    by_rows = DTensor.from_local(torch.randn(3, 4), mesh, [Shard(0)])
+    deep = DTensor.from_local(torch.randn(3, 5, 4), mesh, [Shard(2)])
+    y = torch.tensor([1, 2, 7])
+    said = []
+    with count_bytes() as traffic:
+        for args, options in (
+            ((logits, y), {"label_smoothing": 0.1}),
+            ((logits, y), {"weight": torch.ones(8)}),
+            ((logits, torch.rand(3, 8)), {}),
+            ((logits, y + 1), {}),
+            ((logits, torch.zeros(4, dtype=torch.long)), {}),
+            ((logits, y), {"reduction": "avg"}),
+            ((by_rows, y), {}),
+            ((deep, y), {}),
+        ):
+            with pytest.raises(ValueError, match="should be") as raised:
+                ddl.cross_entropy(*args, **options)
+            said.append(str(raised.value))
+    assert not traffic.calls
+    loss = ddl.cross_entropy(logits, y)  # torch's own handlers were put back each time
+    return said, loss.item()
+
+
+def test_what_cut_logits_do_not_support_is_said_before_anything_is_sent():
+    for said, loss in run(refused_losses, 2):
+        assert [text.split(" should be")[0] for text in said] == [
+            "label_smoothing", "weight", "target", "target", "target", "reduction",
+            "logits of shape (6, 4)", "logits of shape (3, 5, 8)",
+        ]  # fmt: skip
+        assert "given 0.1" in said[0]
+        assert "below the 8 classes, but has 8" in said[3]
+        assert said[4].endswith("of shape (3,) for logits of shape (3, 8), but is of (4,)")
+        assert "take logits.flatten(0, 1) and target.flatten()" in said[7]
+        assert 0 < loss < 10
+
+
+def half_precision(local_rank):
+    """The error of a scaled loss's gradient, of whole and of cut logits, against float32."""
+    torch.manual_seed(0)
+    logits, y = torch.randn(2048, 2000).half(), torch.randint(2000, (2048,))
+    right = logits.float().requires_grad_()
+    F.cross_entropy(right, y).backward()
+    whole, here = logits.clone().requires_grad_(), mine(logits, 1).clone().requires_grad_()
+    (F.cross_entropy(whole.float(), y) * 2**14).backward()
+    cut = DTensor.from_local(here, ddl.get_mesh().device_mesh["tp"], [Shard(1)])
+    (ddl.cross_entropy(cut, y) * 2**14).backward()
+    assert here.grad.dtype == torch.float16
+    errors = []
+    for found, expected in ((whole.grad, right.grad), (here.grad, mine(right.grad, 1))):
+        errors.append(((found.float() / 2**14 - expected).norm() / expected.norm()).item())
+    return errors
+
+
+def test_a_scaled_loss_of_half_precision_logits_keeps_small_gradients():
+    for whole, cut_ in run(half_precision, 2):
+        assert cut_ < 1.5 * whole < 1e-3
+
+
+def differentiated_twice(local_rank):
+    cut = DTensor.from_local(
+        torch.randn(3, 4, requires_grad=True), ddl.get_mesh().device_mesh["tp"], [Shard(1)]
+    )
+    weight = torch.ones((), requires_grad=True)
+    loss = ddl.cross_entropy(cut, torch.tensor([1, 2, 7])) * weight
+    (gradient,) = torch.autograd.grad(loss, cut, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.to_local().square().sum().backward()
+
+
+def test_a_gradient_of_the_gradient_of_cut_logits_is_refused():
+    run(differentiated_twice, 2)
+
+
+def trained_on_torchs_loss(local_rank, loss_fn):
+    ids = torch.randint(65, (4, 9), generator=torch.Generator().manual_seed(3))
+    gpt = ddl.auto_model(GPT(65, 8, 16, 4, 2), GPT.cut_logits_plan)
+    optimizer = ddl.auto_optim(torch.optim.SGD(gpt.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(gpt, optimizer, loss_fn)
+    trainer.logger.disabled = True
+    trainer.run(ddl.auto_dataloader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=4))
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2, "tp": 2}])
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()), "fails on a DTensor"),
+        (lambda logits, y: logits.square().mean(), "gave a DTensor"),
+    ],
+)
+def test_torchs_loss_of_cut_logits_is_refused_by_the_trainer(mesh, loss_fn, message):
+    with pytest.raises(ddl.RankError, match=f"loss_fn should .*{message}.* take ddl\\.cross_entropy"):
+        ddl.Parallel("gloo", 2 * len(mesh), timeout=TIMEOUT, **mesh).run(trained_on_torchs_loss, loss_fn)
+
+
+def test_whole_logits_take_all_that_torch_takes():
+    torch.manual_seed(0)
+    logits, y, weight = torch.randn(4, 3), torch.tensor([0, 1, 2, 1]), torch.rand(3)
+    for target, options in ((y, {"weight": weight, "label_smoothing": 0.1}), (logits.softmax(1), {})):
+        assert ddl.cross_entropy(logits, target, **options) == F.cross_entropy(logits, target, **options)
+
+
+def evaluation(local_rank):
+    torch.set_default_dtype(torch.float64)
+    ids = torch.randint(65, (10, 9), generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(0)
+    loader = ddl.auto_dataloader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=4)
+    gpt = ddl.auto_model(GPT(65, 8, 16, 4, 2), GPT.cut_logits_plan)
+    by_class = {
+        "model_transform": lambda logits: logits.transpose(1, 2)
+    }  # (N, V, T), as Ignite's metrics want them
+    evaluator = ddl.create_supervised_evaluator(
+        gpt, {"accuracy": Accuracy(), "loss": Loss(ddl.cross_entropy)}, **by_class
+    )
+    optimizer = ddl.auto_optim(torch.optim.SGD(gpt.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(
+        gpt, optimizer, ddl.cross_entropy, **by_class, output_transform=lambda x, y, y_pred, loss: y_pred
+    )
+    trainer.run(loader)
+    return evaluator.run(loader).metrics, type(trainer.state.output), tuple(trainer.state.output.shape)
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2, "tp": 2}])
+def test_ignites_metrics_get_whole_logits(mesh):
+    expected, _, _ = evaluation(0)
+    torch.set_default_dtype(torch.float32)
+    n = 2 * len(mesh)
+    for metrics, kind, shape in ddl.Parallel("gloo", n, timeout=TIMEOUT, **mesh).run(evaluation):
+        assert abs(metrics["loss"] - expected["loss"]) < BOUND
+        assert metrics["accuracy"] == expected["accuracy"]
+        assert kind is torch.Tensor
+        assert shape == (2, 65, 8)
+
+
+# ------------------------------------------------------------------------------------------- sequence parallelism
+
+
+def sequences(local_rank):
+    layers = nn.Sequential(nn.Identity(), nn.LayerNorm(4))
+    layers[1].weight.requires_grad_(False)
+    plan = {"0": ddl.SplitSequence(), "1": ddl.Sequence()}
+    apply_plan(layers, check_plan(layers, plan, 2), ddl.get_mesh().device_mesh["tp"])
+    x = torch.randn(2, 6, 4)
+    torch.testing.assert_close(layers(x), F.layer_norm(mine(x, 1), (4,)))
+    with pytest.raises(
+        ValueError, match="tp=2 should divide the sequence, but dim 1 of Identity's output has 5 places"
+    ):
+        layers(torch.randn(2, 5, 4))
+    return [p.requires_grad for p in layers.parameters()]
+
+
+class Two(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+def split_of_two(local_rank):
+    with pytest.raises(
+        ValueError, match="SplitSequence is for a module whose output is one tensor, but Two's is a t"
+    ):
+        ddl.auto_model(Two(), {"": ddl.SplitSequence()})(torch.randn(2, 4, 8))
+
+
+def test_a_sequence_is_split_of_one_tensor():
+    run(split_of_two, 2)
+
+
+def test_a_sequence_is_split_evenly_and_a_frozen_norm_stays_frozen():
+    assert run(sequences, 2) == [[False, True]] * 2
+
+
+def step_traffic(local_rank):
+    ids = torch.randint(20, (4, 9), generator=torch.Generator().manual_seed(0))
+    loader = ddl.auto_dataloader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=4)
+    gpt = ddl.auto_model(GPT(20, 8, 8, 2, 2), GPT.sequence_plan)
+    optimizer = ddl.auto_optim(torch.optim.AdamW(gpt.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(
+        gpt, optimizer, ddl.cross_entropy, model_transform=lambda logits: logits.transpose(1, 2)
+    )
+    with contextlib.ExitStack() as counting:
+        traffic = []
+        optimizer.register_step_pre_hook(lambda *_: traffic.append(counting.enter_context(count_bytes())))
+        optimizer.register_step_post_hook(lambda *_: counting.pop_all().close())
+        trainer.run(loader)
+    return traffic[0].ops
+
+
+def test_gradients_are_summed_before_the_optimizer_which_uses_them_more_than_once():
+    assert run(step_traffic, 2) == [[]] * 2
+
+
+# ------------------------------------------------------------------------------------------------ shared weights
+
+
+class Activated(nn.Module):
+    """A column and a row, and one weight between them; the row may start at zero, as GPTs' often do."""
+
+    def __init__(self, zero=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.act, self.down, self.norm = (
+            nn.Linear(4, 8),
+            nn.PReLU(),
+            nn.Linear(8, 3),
+            nn.LayerNorm(3),
+        )
+        if zero:
+            nn.init.zeros_(self.down.weight)
+
+    def forward(self, x):
+        return self.norm(self.down(self.act(self.up(x))) + x[:, :3])
+
+
+PAIR = {"up": ddl.Column(), "down": ddl.Row()}
+POINTS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+KINDS = torch.randint(3, (12,), generator=torch.Generator().manual_seed(2))
+
+
+def stepping(layers, plan, rows=POINTS):
+    layers = ddl.auto_model(layers, plan)
+    optimizer = ddl.auto_optim(torch.optim.SGD(layers.parameters(), lr=0.5))
+    trainer = ddl.create_supervised_trainer(layers, optimizer, F.cross_entropy)
+    trainer.logger.disabled = True
+    return trainer, ddl.auto_dataloader(TensorDataset(rows, KINDS), batch_size=4)
+
+
+def forgotten(local_rank):
+    """In which iteration it is found out, and what is said of it; whether a plan without the fault goes through."""
+    said, differs = [], ddl.get_mesh().tp_rank
+    for layers, plan, rows in (
+        (Activated(), PAIR, POINTS),
+        (Activated(zero=True), PAIR, POINTS),  # its first gradient is zero
+        (GPT(20, 8, 8, 2, 1), {k: v for k, v in GPT.sequence_plan.items() if k != "head.norm"}, None),
+        (Activated(), PAIR | {"act": ddl.SharedWeight()}, POINTS * (1 + differs)),  # peers see other rows
+    ):
+        trainer, loader = stepping(layers, plan, POINTS if rows is None else rows)
+        if rows is None:
+            loader = [(torch.arange(8)[None], torch.arange(8)[None] + 1)]
+            trainer = ddl.create_supervised_trainer(
+                *(layers, torch.optim.SGD(layers.parameters(), lr=0.1), ddl.cross_entropy),
+                model_transform=lambda logits: logits.transpose(1, 2),
+            )
+            trainer.logger.disabled = True
+        with pytest.raises(ValueError, match="tp ranks have different gradients of") as raised:
+            trainer.run(loader)
+        said.append((trainer.state.iteration, str(raised.value).split("'")[1]))
+    trainer, loader = stepping(Activated(zero=True), PAIR | {"act": ddl.SharedWeight()})
+    assert trainer.run(loader, max_epochs=4).iteration == 12
+    return said
+
+
+def test_a_weight_that_parts_share_and_the_plan_forgets_is_found_out_on_every_rank():
+    for said in run(forgotten, 2):
+        assert said[:3] == [(1, "act.weight"), (2, "act.weight"), (1, "head.norm.weight")]
+        assert said[3][0] == 1
+
+
+def asked_of_peers(local_rank):
+    trainer, loader = stepping(Activated(), PAIR | {"act": ddl.SharedWeight()})
+    per_step = []
+    with count_bytes() as traffic:
+        trainer.add_event_handler("ITERATION_COMPLETED", lambda: per_step.append(len(traffic.calls)))
+        trainer.run(loader)
+    gathers = [call.put_in for call in traffic.calls if call.op == "all_gather"]
+    return (
+        gathers,
+        [after - before for before, after in zip(per_step, per_step[1:], strict=False)],
+        per_step[0],
+    )
+
+
+def test_peers_are_asked_once_and_in_few_bytes():
+    for gathers, later, first in run(asked_of_peers, 2):
+        assert gathers == [2 * 16 * 8]  # the norm's weight and bias
+        assert later == [first - 1] * 2
+
+
+# ------------------------------------------------------------------------------------------------- random numbers
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.inner, self.down, self.outer = (
+            nn.Linear(4, 8),
+            nn.Dropout(),
+            nn.Linear(8, 4),
+            nn.Dropout(),
+        )
+
+    def forward(self, x):
+        return self.outer(self.down(self.inner(self.up(x))))
+
+
+DROPPING_PLAN = {"up": ddl.Column(), "inner": ddl.ShardedRandom(), "down": ddl.Row()}
+
+
+def draws(local_rank):
+    """Masks of a replicated and of a sharded region, and the stream's state; ranks are seeded apart."""
+    mesh = ddl.get_mesh()
+    torch.manual_seed(100 + mesh.rank)
+    dropping = Dropping()
+    before = torch.get_rng_state()
+    dropping = ddl.auto_model(dropping, DROPPING_PLAN)
+    start = torch.get_rng_state()
+    masks = {}
+    for name in ("inner", "outer"):
+        module = getattr(dropping, name)
+        module.register_forward_hook(lambda m, i, o, name=name: masks.setdefault(name, []).append(o != 0))
+    x = torch.ones(16, 4)
+    for _ in range(2):
+        dropping(x)
+    end = torch.get_rng_state()
+    dropping.eval()
+    dropping(x)
+    assert torch.get_rng_state().equal(end)  # evaluation draws nothing
+    return masks, start, end, before.equal(start)
+
+
+def test_tp_peers_draw_alike_in_replicated_regions_and_apart_in_sharded_ones():
+    ranks = ddl.Parallel("gloo", 4, dp=2, tp=2, timeout=TIMEOUT).run(draws)
+    for one, other in (ranks[0:2], ranks[2:4]):
+        assert one[1].equal(other[1])
+        assert one[2].equal(other[2])
+        for step in range(2):
+            assert one[0]["outer"][step].equal(other[0]["outer"][step])
+            assert not one[0]["inner"][step].equal(other[0]["inner"][step])
+    assert [kept for *_, kept in ranks] == [True, False, True, False]  # dp ranks keep what they seeded
+    assert not ranks[0][1].equal(ranks[2][1])
+    # One process replays the rule: n from the stream, then a stream from n + r; whole regions draw as they come.
+    for first in (0, 2):
+        with fork():
+            torch.set_rng_state(ranks[first][1])
+            for step in range(2):
+                number = int(torch.randint(2**62, ()))
+                for tp_rank in range(2):
+                    with fork():
+                        torch.manual_seed(number + tp_rank)
+                        mask = F.dropout(torch.ones(16, 4)) != 0
+                    assert mask.equal(ranks[first + tp_rank][0]["inner"][step])
+                assert (F.dropout(torch.ones(16, 4)) != 0).equal(ranks[first][0]["outer"][step])
+            assert torch.get_rng_state().equal(ranks[first][2])
+
+
+def fork():
+    return torch.random.fork_rng(devices=[])
+
+
+def plain_stream(local_rank):
+    torch.manual_seed(3)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    layers = ddl.auto_model(layers, {"0": ddl.Column(output_layouts=WHOLE)})
+    return layers(torch.ones(8, 4)) != 0, torch.get_rng_state()
+
+
+def test_replicated_regions_draw_what_one_process_draws():
+    (mask, state), expected = run(plain_stream, 4)[3], plain_stream(0)
+    assert mask.equal(expected[0])
+    assert state.equal(expected[1])
+
+
+def recomputed(local_rank):
+    torch.manual_seed(0)
+    dropping = ddl.auto_model(Dropping(), DROPPING_PLAN)
+    outputs = []
+    dropping.inner.register_forward_hook(lambda m, i, o: outputs.append(o.detach()))
+    checkpoint(dropping, torch.randn(8, 4, requires_grad=True), use_reentrant=False).sum().backward()
+    return len(outputs), outputs[0].equal(outputs[1])
+
+
+def test_activation_checkpointing_draws_the_same_masks_again():
+    assert run(recomputed, 2) == [(2, True)] * 2
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        torch.rand(3)
+        raise RuntimeError("no")
+
+
+def failing(local_rank):
+    layers = nn.Sequential(Fails())
+    apply_plan(layers, check_plan(layers, {"0": ddl.ShardedRandom()}, 2), ddl.get_mesh().device_mesh["tp"])
+    torch.manual_seed(0)
+    with contextlib.suppress(RuntimeError):
+        layers(torch.ones(1))
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    draw_seed()
+    return after.equal(torch.get_rng_state())
+
+
+def test_a_module_that_fails_leaves_the_stream_as_it_was():
+    assert run(failing, 2) == [True, True]
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    with contextlib.suppress(KeyError), random_stream(5):
+        assert torch.initial_seed() == 5
+        raise KeyError
+    assert torch.get_rng_state().equal(state)
+
+
+def streams_after_training(local_rank, schedule):
+    mesh = ddl.get_mesh()
+    torch.manual_seed(mesh.rank)
+    ids = torch.randint(20, (12, 9), generator=torch.Generator().manual_seed(0))
+    loader = ddl.auto_dataloader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=4)
+    gpt = ddl.auto_model(GPT(20, 8, 8, 2, 2, dropout=0.5), GPT.sequence_plan, schedule=schedule)
+    optimizer = ddl.auto_optim(torch.optim.SGD(gpt.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(
+        gpt, optimizer, ddl.cross_entropy, model_transform=lambda logits: logits.transpose(1, 2)
+    )
+    before = torch.get_rng_state()
+    trainer.run(loader)
+    return before, torch.get_rng_state(), idist.get_rank()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_ranks_of_a_replica_stay_alike_however_much_their_stages_draw(schedule):
+    ranks = ddl.Parallel("gloo", 4, pp=2, tp=2, timeout=TIMEOUT).run(streams_after_training, schedule)
+    for before, after, _ in ranks:
+        assert before.equal(ranks[0][0])
+        assert after.equal(ranks[0][1])
+    with fork():
+        torch.set_rng_state(ranks[0][0])
+        for _ in range(3):  # batches: one number each
+            draw_seed()
+        assert torch.get_rng_state().equal(ranks[0][1])
+
+
+# --------------------------------------------------------------------------------------------------- the page
+
+
+def test_the_table_of_styles_is_what_is_counted():
+    tool = Path(__file__).parents[2] / "tools" / "styles_table.py"
+    done = subprocess.run([sys.executable, tool, "--check"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
