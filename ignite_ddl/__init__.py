@@ -9,6 +9,7 @@ from ignite_ddl.engine import (
     clip_grad_norm_,
     create_supervised_evaluator,
     create_supervised_trainer,
+    forward_backward,
 )
 from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import lazy
@@ -52,6 +53,7 @@ __all__ = [
     "create_supervised_evaluator",
     "create_supervised_trainer",
     "cross_entropy",
+    "forward_backward",
     "full_state_dict",
     "get_mesh",
     "initialize_mesh",

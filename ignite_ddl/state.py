@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ignite_ddl.compat import quiet_redistribution
-from ignite_ddl.mesh import get_mesh
+from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.pipeline.pipeline import share_buffers
 
 __all__ = ["full_state_dict", "load_full_state_dict"]
+
+WAIT_SECONDS = 60  # until every rank has called
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -26,11 +30,24 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         dict: names as in the model that was given to :func:`auto_model`, to plain tensors.
     """
     stages, mesh = as_stages(model), get_mesh()
+    _wait_for_all(mesh)
     for stage in stages.local_stages():
         share_buffers(stage, mesh)  # DDP did so before the last forward pass, and that one changed them
     with quiet_redistribution():
         mine = {name: _whole(tensor) for name, tensor in stages.plain_module().state_dict().items()}
     return stages.gather_stages(mine)
+
+
+def _wait_for_all(mesh: Mesh) -> None:
+    """An error, not a hang, where some ranks do not come."""
+    if mesh.world_size > 1 and dist.get_backend() == "gloo":
+        try:
+            dist.monitored_barrier(timeout=timedelta(seconds=WAIT_SECONDS))
+        except RuntimeError as error:
+            raise ValueError(
+                f"full_state_dict should be called on every rank, but some did not call it within {WAIT_SECONDS} s: "
+                "call it on all and use the result on one"
+            ) from error
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:

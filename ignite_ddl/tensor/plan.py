@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from ignite_ddl.guards import refuse_second_derivatives
 from ignite_ddl.tensor.gradients import layout_of
 from ignite_ddl.tensor.styles import (
     Column,
@@ -158,6 +159,7 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
         if name in modules and id(modules[name]) not in cut:
             cut.add(id(modules[name]))
             parallelize_module(modules[name], tp_mesh, style)
+            refuse_second_derivatives(modules[name], name)
     for names in shared:  # torch makes a new parameter in each module that it cuts: tie them again
         owners = [(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
         first = getattr(*owners[0])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,24 @@ __all__ = [
     "is_by_channel",
     "stays_cut",
 ]
+
+
+_KEEP_DTENSORS = contextvars.ContextVar("keep DTensors between cut layers", default=False)
+
+
+@contextlib.contextmanager
+def keep_dtensors() -> Iterator[None]:
+    """Inside, what :class:`Column` leaves cut stays a DTensor, whatever its ``use_local_output``: for a comparison."""
+    token = _KEEP_DTENSORS.set(True)
+    try:
+        yield
+    finally:
+        _KEEP_DTENSORS.reset(token)
+
+
+def region_ends(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers inside that take a cut input: each :class:`Row`, by name."""
+    return ((name, m) for name, m in root.named_modules() if getattr(m, "_takes_cut_input", False))
 
 
 class Column(ColwiseParallel):
@@ -96,6 +115,13 @@ class Column(ColwiseParallel):
         elif size % units:
             raise ValueError(f"the {units} {what} of {name!r} should divide its {size} outputs, but do not")
 
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts, use_local_output, module, outputs, device_mesh
+    ):  # of torch's style
+        local = use_local_output and not _KEEP_DTENSORS.get()
+        return ColwiseParallel._prepare_output_fn(output_layouts, local, module, outputs, device_mesh)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         uneven = module.weight.shape[isinstance(module, nn.Embedding)] % device_mesh.size()
         module = super()._apply(module, device_mesh)
@@ -145,6 +171,7 @@ class Row(RowwiseParallel):
         style = copy.copy(self)  # torch's, too, writes into the style, which may be that of other layers
         if isinstance(module, nn.Embedding) and self.whole_input_of_embeddings:
             style.input_layouts = (Replicate(),)
+        module._takes_cut_input = not style.input_layouts[0].is_replicate()
         return super(Row, style)._apply(module, device_mesh)
 
 
