@@ -13,8 +13,15 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
-from torch.utils.data import SequentialSampler as InOrder
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler as InOrder,
+)
 from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 

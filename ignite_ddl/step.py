@@ -48,7 +48,7 @@ class TrainingStep:
         self.divisors: dict[Any, Divisor] = {}  # of the loss functions that were used
         self.first = checks and self.mesh.world_size > 1
         self.frozen = [
-            (name, parameter)
+            (name.removeprefix("module."), parameter)
             for name, parameter in model.named_parameters()
             if isinstance(model, DistributedDataParallel) and not parameter.requires_grad
         ]
@@ -78,7 +78,7 @@ class TrainingStep:
         for name, parameter in self.frozen:
             if parameter.requires_grad:
                 raise ValueError(
-                    f"{name.removeprefix('module.')!r} was frozen when ddl.auto_model wrapped the model in DDP, which does not average its "
+                    f"{name!r} was frozen when ddl.auto_model wrapped the model in DDP, which does not average its "
                     "gradient: freeze it after that, or call ddl.auto_model anew"
                 )
         checking = self.first

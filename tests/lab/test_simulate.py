@@ -8,13 +8,11 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from ignite_ddl.lab import cost, simulate
-from ignite_ddl.lab.record import KINDS, Record
-from ignite_ddl.lab.record import Record as Span
+from ignite_ddl.lab.record import KINDS, Record, Record as Span
 from ignite_ddl.pipeline.schedules import SCHEDULES, Action, schedule_actions, stage_owners
 
 LINK = cost.Link(latency=3e-5, bandwidth=2e8)

@@ -8,8 +8,7 @@ from collections import OrderedDict
 import ignite.distributed as idist
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from ignite.engine import Engine, Events
 from torch import nn
 from torch.distributed.tensor import Replicate

@@ -1,4 +1,4 @@
-"""What models and habits that we did not write used to train wrongly without a word: now right, or refused with the cure.
+"""What used to train wrongly without a word, on models and habits that we did not write: right, or refused by name.
 
 Each case trains a few float64 steps of SGD on ranks with different rows, a smaller last batch among them.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint
-from ignite.metrics import Accuracy
+from ignite.metrics import Average
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
@@ -118,6 +118,7 @@ def test_ignored_targets_that_come_late_are_refused():
 
 
 def regularised(local_rank):
+    torch.manual_seed(0)
     model = ddl.auto_model(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -129,7 +130,7 @@ def regularised(local_rank):
 
 
 def test_a_regulariser_in_the_loss_is_right_or_refused():
-    assert on(regularised, dp=2) == pytest.approx([regularised(0)] * 2, rel=1e-2)  # random weights: about
+    assert on(regularised, dp=2) == pytest.approx([regularised(0)] * 2, abs=1e-12)
     with pytest.raises(ValueError, match="loss_fn uses weights beside the model's output"):
         on(regularised, pp=2)
 
@@ -246,11 +247,10 @@ def early(local_rank, through):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = ddl.auto_model(model, PLAN)
-    return (
+    if through == "auto_optim":
         ddl.auto_optim(optimizer)
-        if through == "auto_optim"
-        else ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
-    )
+    else:
+        ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
 
 
 @pytest.mark.parametrize("through", ["auto_optim", "trainer"])
@@ -447,19 +447,16 @@ def test_a_stream_that_is_split_by_rank_already_is_refused():
 
 def counted(local_rank):
     ddl.auto_model(mlp(), PLAN)
-    engine, metric = Engine(lambda engine, batch: batch), Accuracy()
-    metric.attach(engine, "accuracy")
-    engine.run([(torch.eye(4), torch.arange(4))])
-    metric.update((torch.eye(4), torch.arange(4)))
-    return (
-        idist.get_world_size(),
-        metric._num_examples.item() if torch.is_tensor(metric._num_examples) else metric._num_examples,
-        vars(metric).get("_over_data_parallel"),
-    )
+    metric = Average()
+    metric.attach(Engine(lambda engine, batch: batch), "mean")
+    metric.reset()
+    metric.update(1.0)
+    metric.compute()
+    return metric.num_examples  # after the reduction over ranks, which is over dp, of one rank
 
 
 def test_metrics_on_a_plain_engine_count_rows_once():
-    assert on(counted, tp=2) == [(2, 8, True)] * 2  # of the last update, not yet reduced: over dp, of one
+    assert on(counted, tp=2) == [1, 1]
 
 
 def saved(local_rank, folder, **options):
@@ -476,7 +473,7 @@ def test_ignites_checkpoint_of_a_cut_model_is_refused(tmp_path):
         with pytest.raises(
             ValueError, match=r"Ignite's Checkpoint saves rank 0's part .* ddl.full_state_dict"
         ):
-            on(partial(saved, **options), str(tmp_path), **axes)
+            on(partial(saved, **options), str(tmp_path / f"{axes}"), **axes)
 
 
 def names_of_compiled(local_rank):
