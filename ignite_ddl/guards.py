@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = [
     "check_optimizer",
     "check_parameter_hooks",
     "check_same_rows",
+    "explain_errors",
     "hand_on_attributes",
     "refuse_ignites_checkpoint",
     "refuse_second_derivatives",
@@ -116,6 +118,17 @@ def refuse_second_derivatives(module: nn.Module, name: str) -> None:
                 leaf.register_hook(check)
 
     module.register_forward_hook(watch)
+
+
+def explain_errors(module: nn.Module, advice: str) -> None:
+    """Adds a line to whatever the module's call raises, such as torch's errors about shapes and DTensors."""
+
+    def explain(*_: Any) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and advice not in getattr(error, "__notes__", ()):
+            error.add_note(advice)
+
+    module.register_forward_hook(explain, always_call=True)
 
 
 class ModulesInUse:

@@ -109,7 +109,6 @@ def auto_model(
     if not for_ddp:
         check_parameter_hooks(model.named_parameters())
         _copy_weights_of_rank_0(model)  # not those that are yet to be made
-    whole = dict(model.named_parameters(remove_duplicate=False))
 
     def stages_with(name: str) -> int:
         """How many of this rank's stages hold the module of that name."""
@@ -125,6 +124,7 @@ def auto_model(
         return idist.auto_model(model, **kwargs)
     if mesh.tp_size * mesh.pp_size > 1:
         share_random_stream(mesh)
+    whole = dict(model.named_parameters(remove_duplicate=False))
     if cut is not None:
         model = Pipeline(model, cut, mesh)
     if mesh.tp_size > 1:
@@ -212,6 +212,7 @@ def _cut_layer(
     """Cuts a layer that was made just now as the whole model is going to be, before the next one takes memory."""
     layer = model.get_submodule(names[0])
     layer.to(idist.device())
+    whole = dict(layer.named_parameters(remove_duplicate=False))
     if mesh.tp_size > 1:
         holder = nn.Module()
         for name in names:
@@ -221,6 +222,7 @@ def _cut_layer(
         apply_plan(holder, own, mesh.device_mesh["tp"])
     if shard and mesh.dp_size > 1 and any(True for _ in layer.parameters()):
         _fully_shard(layer, mesh)
+    hand_on_attributes(whole, layer)
 
 
 def _over_dp(module: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:

@@ -14,6 +14,7 @@ from ignite_ddl.compat import quiet_redistribution
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.pipeline.pipeline import share_buffers
+from ignite_ddl.tensor.styles import ROW_ORDER
 
 __all__ = ["full_state_dict", "load_full_state_dict"]
 
@@ -34,7 +35,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     for stage in stages.local_stages():
         share_buffers(stage, mesh)  # DDP did so before the last forward pass, and that one changed them
     with quiet_redistribution():
-        mine = {name: _whole(tensor) for name, tensor in stages.plain_module().state_dict().items()}
+        state = stages.plain_module().state_dict(keep_vars=True)
+        mine = {name: _whole(tensor) for name, tensor in state.items()}
     return stages.gather_stages(mine)
 
 
@@ -61,7 +63,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
         ValueError: if a name is missing, unknown, or has another shape.
     """
     stages = as_stages(model)
-    targets = stages.plain_module().state_dict()
+    targets = stages.plain_module().state_dict(keep_vars=True)
     known = stages.full_shapes()  # of every stage, so that all ranks refuse alike
     if set(state) != set(known):
         raise ValueError(
@@ -74,6 +76,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     with torch.no_grad():
         for name, target in targets.items():
             value = state[name].to(target.device, target.dtype)
+            if hasattr(target, ROW_ORDER):
+                value = value[getattr(target, ROW_ORDER).to(value.device)]
             if isinstance(target, DTensor):
                 value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
             target.copy_(value)
@@ -81,4 +85,6 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu().clone()
+    whole = whole.detach().cpu()
+    order = getattr(tensor, ROW_ORDER, None)
+    return whole.clone() if order is None else torch.empty_like(whole).index_copy_(0, order, whole)

@@ -215,6 +215,77 @@ def test_code_that_mixes_cut_features_is_refused(name):
         on(partial(trained, make=partial(Mixed, *MIXING[name]), tensor_plan=plan), tp=2)
 
 
+class Fused(nn.Module):
+    """q, k and v in one layer, a gate and its values in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.gated, self.down = nn.Linear(8, 16), nn.Linear(8, 4)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.down(glu(self.gated(self.out(q * k.tanh() + v))))
+
+
+FUSED = {
+    "qkv": ddl.Column(parts=(8, 8, 8)),
+    "gated": ddl.Column(parts=2),
+    "out": ddl.Row(),
+    "down": ddl.Row(),
+}
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_fused_layers_are_cut_part_by_part(shard):
+    axes = {"dp": 2, "tp": 2}
+    assert_equal(on(partial(trained, make=Fused, tensor_plan=FUSED, shard=shard), **axes), trained(0, Fused))
+    without_parts = FUSED | {"qkv": ddl.Column(), "gated": ddl.Column()}
+    with pytest.raises(ValueError, match="the code before 'out' mixes features"):
+        on(partial(trained, make=Fused, tensor_plan=without_parts), tp=2)
+
+
+def loaded(local_rank, state):
+    model = ddl.auto_model(Fused().double(), FUSED)
+    ddl.load_full_state_dict(model, state)
+    return {name: tensor.equal(state[name]) for name, tensor in ddl.full_state_dict(model).items()}
+
+
+def test_the_state_of_fused_layers_is_the_models_own():
+    assert all(all(same.values()) for same in on(loaded, Fused().double().state_dict(), tp=2))
+    with pytest.raises(
+        ValueError, match=r"parts=\(9, 7, 8\) of 'qkv' should divide its 24 outputs into parts that tp=2"
+    ):
+        ddl.check_model(Fused(), {"qkv": ddl.Column(parts=(9, 7, 8))}, tp=2)
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.norm, self.conv2 = nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        return self.conv2(self.norm(self.conv1(x)))
+
+
+def explained(local_rank):
+    """What torch raises in cut modules, with what is added to it."""
+    told, image = [], torch.zeros(2, 1, 2, 2)
+    row = ddl.auto_model(nn.Sequential(nn.Linear(8, 8)), {"0": ddl.Row()})
+    channels = ddl.auto_model(Convolutions(), {"conv1": ddl.OutputChannels(), "conv2": ddl.InputChannels()})
+    for model, x in ((row, torch.zeros(2, 8)), (channels, image)):
+        with pytest.raises(Exception, match="") as raised:
+            model(x)
+        told.append(" ".join(raised.value.__notes__))
+    return told
+
+
+def test_an_error_inside_a_cut_module_says_which_and_what_to_do():
+    for row, norm in on(explained, tp=2):
+        assert "in '0', which tensor_plan cuts with Row: its input should be this rank's part" in row
+        assert "in 'norm', a BatchNorm2d of all channels" in norm
+
+
 class Branch(nn.Module):
     """dp ranks use different weights, of ``inner`` features."""
 
