@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ignite.distributed as idist
@@ -104,7 +105,7 @@ class TrainingStep:
                     _check_mean(loss_fn, *tree_map(_joined, *seen))
             return loss
 
-        with gradient_sync(self.stages.local_stages(), last):
+        with gradient_sync(self.stages.local_stages(), last), _explained():
             y_pred, loss = self.stages.step(x, y, loss_of, self.transform, divisor.share, weight * scale)
         loss = self._reduced(loss, weight, divisor, y)
         self.first = False
@@ -166,6 +167,19 @@ class TrainingStep:
                 f"loss_divisor=lambda y: (y != {IGNORED}).sum(), or ignore_index={IGNORED} by name"
             )
         return parts[0]
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "Expected to have finished reduction" in str(error):
+            raise ValueError(
+                "model has weights that the step before did not use, and DDP waits for their gradients: give "
+                "ddl.auto_model find_unused_parameters=True, or shard=True"
+            ) from error
+        raise
 
 
 def _ignores(y: Any) -> bool:

@@ -274,9 +274,10 @@ def explained(local_rank):
     row = ddl.auto_model(nn.Sequential(nn.Linear(8, 8)), {"0": ddl.Row()})
     channels = ddl.auto_model(Convolutions(), {"conv1": ddl.OutputChannels(), "conv2": ddl.InputChannels()})
     for model, x in ((row, torch.zeros(2, 8)), (channels, image)):
-        with pytest.raises(Exception, match="") as raised:
+        try:
             model(x)
-        told.append(" ".join(raised.value.__notes__))
+        except Exception as error:
+            told.append(" ".join(error.__notes__))
     return told
 
 
