@@ -37,6 +37,7 @@ __all__ = [
     "OutputChannels",
     "Parallel",
     "ParameterServer",
+    "ParityReport",
     "RankError",
     "Row",
     "Sequence",
@@ -48,6 +49,7 @@ __all__ = [
     "auto_model",
     "auto_optim",
     "check_model",
+    "check_parity",
     "clip_grad_norm_",
     "create_supervised_evaluator",
     "create_supervised_trainer",
@@ -69,4 +71,8 @@ def __getattr__(name: str) -> Any:
         from ignite_ddl.parameter_server import ParameterServer
 
         return ParameterServer
+    if name in ("ParityReport", "check_parity"):
+        from ignite_ddl import parity
+
+        return getattr(parity, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
