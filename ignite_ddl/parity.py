@@ -265,7 +265,7 @@ class _Job:
 
         def see_loss(_: Engine) -> None:
             see(state.iteration, "loss", "loss", torch.tensor(state.output))
-            if self.max_norm is not None:
+            if hasattr(state, "grad_norm"):
                 see(state.iteration, "norm", "norm", torch.tensor(state.grad_norm))
             if state.iteration == self.steps:
                 trainer.terminate()
@@ -399,7 +399,6 @@ def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
             replace_module(model, lazy, lazy.build())
         loader = DataLoader(_Rows(job), batch_size=job.rows[0])
         first = next(iter(loader))
-        about_rows = _about_rows(job, model, first)
         parameters = [p for p in model.parameters() if p.requires_grad]
         if not parameters:
             raise ValueError("model should have weights to train, but has none")
@@ -409,6 +408,7 @@ def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
         job.train(model, trainer, loader, optimizer, see)
         with torch.no_grad():
             after = float(job.loss_fn(*job.forward(model, first)))
+        about_rows = _about_rows(job, model, first)  # at the end: its passes change buffers
     gradients = {name: 0.0 for name, p in _named(model) if p.requires_grad}
     for (_, kind, name), value in values.items():
         if kind == "gradient" and value.numel():
@@ -487,6 +487,7 @@ def _on_a_rank(local_rank: int, job: _Job, folder: str) -> list[tuple]:
         trainer = create_supervised_trainer(
             model, optimizer, job.loss_fn, max_norm=job.max_norm, **job.trainer
         )
+        trainer.logger.setLevel(logging.CRITICAL)  # an error is raised, and says it better
         job.train(model, trainer, auto_dataloader(_Rows(job), batch_size=job.rows[0]), optimizer, see)
     return found
 

@@ -80,7 +80,8 @@ def main(words):
     models = {
         "torchvision resnet18, GroupNorm": (resnet, {"layer4.1.conv2": ddl.InputChannels(whole_input=True)},
             (images, labels), F.cross_entropy),
-        "nn.TransformerEncoder": (encoder, plan(["layers.*.linear1"], ["layers.*.linear2"]), (vectors, vectors.flip(0)), F.mse_loss),
+        "nn.TransformerEncoder": (encoder, plan(["layers.*.linear1"], ["layers.*.linear2"]),
+            (vectors, vectors.flip(0)), F.mse_loss),
         "transformers Llama": (hugging_face("Llama", "ForCausalLM", intermediate_size=64, num_key_value_heads=2),
             plan([llama + f"self_attn.{n}_proj" for n in "qkv"] + [llama + "mlp.gate_proj", llama + "mlp.up_proj"],
                  [llama + "self_attn.o_proj", llama + "mlp.down_proj"]), (ids, next_ids), next_word),

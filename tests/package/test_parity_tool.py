@@ -1,4 +1,4 @@
-"""ddl.check_parity: it says "equal" where a mesh is right, and where it is wrong it names what, where and by how much."""
+"""ddl.check_parity says "equal" where a mesh is right; where it is wrong, it says what, where and by how much."""
 
 import os
 import subprocess
