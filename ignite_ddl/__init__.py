@@ -38,6 +38,7 @@ __all__ = [
     "OutputChannels",
     "Parallel",
     "ParameterServer",
+    "ParityReport",
     "RankError",
     "Row",
     "Sequence",
@@ -49,6 +50,7 @@ __all__ = [
     "auto_model",
     "auto_optim",
     "check_model",
+    "check_parity",
     "clip_grad_norm_",
     "create_supervised_evaluator",
     "create_supervised_trainer",
@@ -71,4 +73,8 @@ def __getattr__(name: str) -> Any:
         from ignite_ddl.parameter_server import ParameterServer
 
         return ParameterServer
+    if name in ("ParityReport", "check_parity"):
+        from ignite_ddl import parity
+
+        return getattr(parity, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
