@@ -7,8 +7,11 @@ where                                   what it touches
 ======================================  ===============================================================
 ``compat.py``                           below
 ``tpu.py``                              Ignite's XLA classes, beside torch_xla 2.7 to 2.9
-``data.py``                             ``torch.utils._pytree``, as ``engine.py``, ``metrics.py`` and ``watch.py``
+``data.py``                             ``torch.utils._pytree``, as most of the following
 ``parity.py``                           ``torch.utils._pytree``
+``divisor.py``                          ``nn``'s ``_Loss``, the base of its losses
+``guards.py``                           ``Parameter._backward_hooks``
+``step.py``                             ``torch.utils._pytree``
 ``engine.py``                           Ignite's ``_prepare_batch``, the default of a public argument
 ``metrics.py``                          idist's ``_model``, ``_NativeDistModel``: a group in the place of the world
 ``pipeline/stage.py``                   ``PipelineStage``: how it learns shapes, its first message

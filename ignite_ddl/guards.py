@@ -57,14 +57,14 @@ def hand_on_attributes(before: Mapping[str, nn.Parameter], model: nn.Module) -> 
         guard_clipping()
         for parameter in after.values():
             setattr(parameter, PART_OF_A_MODEL, True)
-    for name, old in before.items():
-        new = after.get(name)
-        if new is old:
-            continue
-        if new is not None:
+    still = {id(parameter) for parameter in after.values()}
+    replaced = {name: old for name, old in before.items() if id(old) not in still}
+    for name, old in replaced.items():
+        if name in after:
             for attribute, value in vars(old).items():
-                if not hasattr(new, attribute):
-                    setattr(new, attribute, value)
+                if not hasattr(after[name], attribute):
+                    setattr(after[name], attribute, value)
+    for name, old in replaced.items():  # after that: a tied weight has two names
         setattr(old, _REPLACED, name)
 
 

@@ -191,11 +191,15 @@ def check_parity(
             layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
             plan = {"0": ddl.Column(), "2": ddl.Row()}
             batch = torch.randn(8, 4), torch.randn(8, 2)
-            report = ddl.check_parity(layers, plan, batch, torch.nn.functional.mse_loss, tp=2)
+            loss_fn = torch.nn.functional.mse_loss
+            report = ddl.check_parity(layers, plan, batch, loss_fn, tp=2)
             assert report.equal and report.worst.error < 1e-14
 
-            squares = torch.nn.MSELoss(reduction="sum")                 # no mean: it depends on who has which rows
-            report = ddl.check_parity(layers, None, batch, squares, dp=2)
+            class Centred(torch.nn.Module):                             # a row's output depends on the other rows
+                def forward(self, x):
+                    return x - x.mean(0)
+
+            report = ddl.check_parity(torch.nn.Sequential(layers, Centred()), None, batch, loss_fn, dp=2)
             assert not report.equal and report.first.name == "loss"
             print(report)
     """

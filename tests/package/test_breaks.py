@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from ignite.distributed.comp_models.base import _SerialModel
 from ignite.engine import Engine, Events, create_supervised_trainer
-from ignite.handlers import Checkpoint, DiskSaver, EarlyStopping, TerminateOnNan
+from ignite.handlers import EarlyStopping, TerminateOnNan
 from ignite.metrics import Accuracy, Average, ConfusionMatrix, EpochMetric, Frequency
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
@@ -67,16 +67,14 @@ def rows(n):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen():
     """What the ranks of dp2 × tp2 saw: for each break's name, a list by rank."""
-    folder = tmp_path_factory.mktemp("checkpoints")
 
     def all_breaks(local_rank):
-        return {name: function(folder) for name, function in sorted(IN_RANKS.items())}
+        return {name: function() for name, function in sorted(IN_RANKS.items())}
 
     results = launch(all_breaks, dp=DP, tp=TP)
-    by_name = {name: [result[name] for result in results] for name in results[0]}
-    return by_name | {"folder": folder}
+    return {name: [result[name] for result in results] for name in results[0]}
 
 
 IN_RANKS = {}
@@ -91,7 +89,7 @@ def on_the_mesh(function):
 
 
 @on_the_mesh
-def in_loader(folder):
+def in_loader():
     plain = idist.auto_dataloader(torch.arange(8), batch_size=8, shuffle=False)
     ours = ddl.auto_dataloader(torch.arange(8), batch_size=8)
     return [batch.tolist() for batch in plain], [batch.tolist() for batch in ours]
@@ -105,7 +103,7 @@ def test_tp_peers_see_the_same_rows(seen):
 
 
 @on_the_mesh
-def in_padding(folder):
+def in_padding():
     """10 rows on 4 data-parallel ranks; a model that is right on rows 0 and 1 only; one step of SGD."""
     mesh = ddl.initialize_mesh(dp=4)
     try:
@@ -148,7 +146,7 @@ def test_padding_counts_rows_twice(seen):
 
 
 @on_the_mesh
-def in_epochs(folder):
+def in_epochs():
     orders = []
     for package in (idist, ddl):
         torch.manual_seed(5)
@@ -176,7 +174,7 @@ def test_epochs_differ_and_the_random_stream_goes_on(seen):
 
 
 @on_the_mesh
-def in_shards(folder):
+def in_shards():
     """A linear layer cut over tp by hand, then wrapped over the world; and cut by ddl."""
     mesh = ddl.get_mesh()
     whole = layers()[0]
@@ -223,7 +221,7 @@ def test_ddp_over_the_world_refuses_stages():
 
 
 @on_the_mesh
-def in_lost_parameters(folder):
+def in_lost_parameters():
     """One step on a model of DTensors: DDP with ``device_mesh=``, and ddl. Different rows on the dp ranks."""
     mesh = ddl.get_mesh()
     x, y = (t.chunk(DP)[mesh.dp_rank] for t in rows(4))
@@ -332,7 +330,7 @@ class Tied(nn.Sequential):
 
 
 @on_the_mesh
-def in_tied(folder):
+def in_tied():
     styles = {
         "0": RowwiseParallel(input_layouts=Replicate()),
         "2": ColwiseParallel(output_layouts=Replicate()),
@@ -367,7 +365,7 @@ def test_parallelize_module_unties(seen):
 
 
 @on_the_mesh
-def in_clipping(folder):
+def in_clipping():
     mesh = ddl.get_mesh()
     x, y = rows(4)
     model = parallelize_module(layers(), mesh.device_mesh["tp"], plan())
@@ -406,7 +404,7 @@ def test_one_norm_of_shards_and_copies(seen):
 
 
 @on_the_mesh
-def in_plan(folder):
+def in_plan():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = parallelize_module(
@@ -431,7 +429,7 @@ def test_a_plan_key_that_matches_nothing(seen):
 
 
 @on_the_mesh
-def in_metrics(folder):
+def in_metrics():
     """The same metrics under Ignite's engine and under ddl's; tp peers hold the same rows."""
     mesh, results = ddl.get_mesh(), []
     batch = torch.eye(2)[[0, mesh.dp_rank, 1]], torch.tensor([0, 0, 0])
@@ -519,7 +517,7 @@ def test_first_call_on_a_group_made_elsewhere():
 
 
 @on_the_mesh
-def in_groups(folder):
+def in_groups():
     mesh = ddl.get_mesh()
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
         for _ in range(3):
@@ -547,7 +545,7 @@ def test_collectives_without_a_group(seen):
 
 
 @on_the_mesh
-def in_results(folder):
+def in_results():
     with idist.Parallel() as parallel:
         return parallel.run(lambda local_rank: "a result")
 
@@ -562,7 +560,7 @@ def test_results_come_back(seen):
 
 
 @on_the_mesh
-def in_early_stopping(folder):
+def in_early_stopping():
     """A score that falls on dp rank 0 from the second value on, on dp rank 1 from the fifth."""
     mesh = ddl.get_mesh()
     values = {0: [3, 2, 1, 0, -1, -2, -3, -4], 1: [0, 2, 3, 4, 3, 2, 1, 0]}
@@ -594,7 +592,7 @@ def test_early_stopping_on_local_values(seen):
 
 
 @on_the_mesh
-def in_nan(folder):
+def in_nan():
     mesh = ddl.get_mesh()
     x, y = rows(8)
     x[7] = torch.nan  # in the second global batch of 4, on dp rank 1
@@ -618,41 +616,3 @@ def test_terminate_on_nan_on_local_values(seen):
     for (plain, ours), dp_rank in seen["nan"]:
         assert plain == (2 if dp_rank == 1 else 4)
         assert ours == 2
-
-
-@on_the_mesh
-def in_checkpoint(folder):
-    model = ddl.auto_model(layers(), tensor_plan=plan())
-    checkpoint = Checkpoint({"model": model}, DiskSaver(str(folder), require_empty=False))
-    engine = Engine(lambda engine, batch: None)
-    engine.add_event_handler(Events.COMPLETED, checkpoint)
-    engine.run([0])
-    return ddl.full_state_dict(model)
-
-
-def test_checkpoint_keeps_one_shard(seen):
-    """Ignite's Checkpoint writes rank 0's state dict: of a cut weight the file claims the shape and has half."""
-    (file,) = seen["folder"].iterdir()
-    saved, whole = torch.load(file, weights_only=False), layers().state_dict()
-    assert set(saved) == set(whole)
-    assert saved["0.weight"].shape == whole["0.weight"].shape == (4, 3)
-    assert saved["0.weight"].to_local().shape == (2, 3)
-    assert saved["2.weight"].to_local().shape == (2, 2)
-    for full in seen["checkpoint"]:
-        for name, weight in whole.items():
-            assert type(full[name]) is torch.Tensor
-            assert bool((full[name] == weight).all()), name
-
-
-def stages_saved(local_rank):
-    model = ddl.auto_model(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))
-    kept = []
-    checkpoint = Checkpoint({"model": model}, lambda state, name, *_: kept.append(list(state)))
-    checkpoint(Engine(lambda engine, batch: None))
-    return kept[0], list(ddl.full_state_dict(model))
-
-
-def test_checkpoint_keeps_one_stage():
-    for rank, (saved, full) in enumerate(launch(stages_saved, nproc=2, pp=2)):
-        assert saved == [f"{rank}.weight", f"{rank}.bias"]
-        assert full == ["0.weight", "0.bias", "1.weight", "1.bias"]

@@ -280,6 +280,11 @@ class LikeLlama(nn.Module):
         self.mesh, self.split = nn.Linear(4, 4), nn.Linear(4, 4)
         self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
 
+    def forward(self, x):
+        for layer in (self.mesh, *self.layers, self.split):
+            x = layer(x)
+        return x
+
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_layers_may_be_called_as_a_pipeline_calls_its_own_things(rank):
