@@ -212,7 +212,10 @@ class Launch:
         for rank in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 5 * GRACE_SECONDS  # on a busy machine
         time.sleep(GRACE_SECONDS)
+        while time.monotonic() < deadline and not all(map(self._stack, running)):
+            time.sleep(POLL_SECONDS)
         return [
             self._stack(rank) or "  (in its set-up: it was starting, or meeting its peers)"
             for rank in running
