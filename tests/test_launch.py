@@ -574,9 +574,7 @@ def test_kernel_interrupt_ends_the_ranks(kernel, pids):
     _, error = kernel.run("parallel.run(hang)", timeout=20)
     timer.join()
     assert "KeyboardInterrupt" in error
-    assert re.search(
-        r"rank 0 was at Cell In\[\d+\], line 4, in hang\nrank 1 was at .*, waiting in barrier", error
-    )
+    assert re.search(r"rank 0 was at Cell In\[\d+\], line \d, in hang\nrank 1 was at Cell", error)
     assert "selectors" not in error
     assert time.monotonic() - started < 10
     assert gone(pids.read(4))

@@ -4,6 +4,7 @@ import atexit
 import os
 import shutil
 import sys
+import time
 from multiprocessing import forkserver
 
 _parent = os.getppid()
@@ -11,6 +12,9 @@ _parent = os.getppid()
 
 def _remove_folder_of_sockets() -> None:
     address = forkserver._forkserver._forkserver_address
+    deadline = time.monotonic() + 1.0  # an ending parent closes its pipes a moment before it is gone
+    while address is not None and os.getppid() == _parent and time.monotonic() < deadline:
+        time.sleep(0.01)
     if address is not None and os.getppid() != _parent:
         shutil.rmtree(os.path.dirname(address), ignore_errors=True)
 
