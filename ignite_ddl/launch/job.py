@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 
-__all__ = ["HAS_SIGNALS", "Job", "RankError", "label"]
+__all__ = ["HAS_SIGNALS", "MARK", "Job", "RankError", "kill_who_left", "label"]
 HAS_SIGNALS = hasattr(signal, "SIGUSR1")  # not on Windows
+MARK = "IGNITE_DDL_RUN"  # in the environment of a rank, and of all that it starts: the folder of its run
 
 
 class RankError(RuntimeError):
@@ -64,6 +68,24 @@ class Job:
     servers: int = 0
     rpc_method: str = ""  # how workers and parameter servers meet
     sources: dict[str, list[str]] = field(default_factory=dict)
+
+
+def kill_who_left(folder: str, oldest: int = 0) -> None:
+    """Ends what ranks have started outside of their process groups (setsid); its environment names the run.
+
+    Args:
+        folder: of the run.
+        oldest: pid of a process that was there before. Reading all of /proc takes a while.
+    """
+    if not os.path.exists("/proc/loadavg"):  # not Linux
+        return
+    newest = int(Path("/proc/loadavg").read_text().split()[-1])
+    mark = f"{MARK}={folder}".encode()
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        if pid > oldest or newest < oldest:  # pids begin again at 300 some time
+            with contextlib.suppress(OSError):
+                if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def label(rank: int | str) -> str:

@@ -15,6 +15,9 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -27,14 +30,15 @@ import torch
 
 from ignite_ddl.arguments import check_count, limit_in_seconds
 from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few
-from ignite_ddl.launch.job import Job
-from ignite_ddl.launch.parent import Launch
+from ignite_ddl.launch.job import MARK, Job
+from ignite_ddl.launch.parent import GRACE_SECONDS, Launch
 from ignite_ddl.mesh import check_mesh, initialize_mesh
 
 __all__ = ["PRELOAD", "Parallel"]
 # Imported once by the forkserver, so that no rank pays for it. Anything that a rank needs before it can read
 # its function may be appended; ranks import what the forkserver, once started, does not know yet.
 PRELOAD = [
+    "ignite_ddl.launch.forkserver",
     "torch",
     "torch.distributed",
     "torch.distributed.tensor.parallel",
@@ -155,6 +159,7 @@ class Parallel:
     def _check(self, nnodes: int | None, node_rank: int | None) -> None:
         """Refuses what does not fit, before anything is started."""
         self._check_backend(nnodes, node_rank)
+        self._check_environment()
         for name in ("nproc_per_node", "nnodes", "threads_per_rank"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
@@ -189,6 +194,22 @@ class Parallel:
                 "master_addr and master_port instead (idist cannot take the address from init_method)"
             )
 
+    def _check_environment(self) -> None:
+        """What a job, or somebody, left there."""
+        starts = self.nproc_per_node is not None
+        if MARK in os.environ and self.backend is not None and (starts or torch.distributed.is_initialized()):
+            raise ValueError(
+                f"a rank can neither start ranks nor join its job again, but this process is rank "
+                f"{os.environ.get('RANK')} of a run of ddl.Parallel: use ddl.Parallel in the process that started "
+                "that run, outside of the function that its ranks run"
+            )
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+            if self.backend is not None and not (value := os.environ.get(name, "0")).isdigit():
+                raise ValueError(
+                    f"the environment variable {name} should be a whole number, but given {value!r}: correct it, or "
+                    "unset it where no job needs it"
+                )
+
     def _check_start(self) -> None:
         """What ranks of this machine need."""
         if self.backend not in ("gloo", "nccl"):
@@ -196,7 +217,8 @@ class Parallel:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             raise ValueError(
                 f"nproc_per_node={self.nproc_per_node} starts ranks, but this process already is rank "
-                f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}; leave nproc_per_node out to join that job"
+                f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}; leave nproc_per_node out to join that job, or, "
+                "if the environment variables RANK and WORLD_SIZE are left over from another one, unset them"
             )
         if self.backend == "nccl" and torch.cuda.device_count() < self.nproc_per_node:
             raise ValueError(
@@ -288,6 +310,8 @@ class Parallel:
             with self._limited():
                 return [func(idist.get_local_rank(), *args, **kwargs)]
         payload = _pack_function(func, args, kwargs)
+        _check_folder()
+        _check_files(self.nproc_per_node + self.servers)
         with tempfile.TemporaryDirectory(prefix="ignite_ddl_", ignore_cleanup_errors=True) as folder:
             return Launch(self._job(folder), self._context(), self.on_failure == "continue").run(payload)
 
@@ -297,10 +321,27 @@ class Parallel:
         if self.timeout is None or not self._joined:
             yield
             return
-        faulthandler.dump_traceback_later(self.timeout, exit=True)
+        thread = threading.get_ident()
+
+        def end() -> None:
+            stack = "".join(traceback.format_stack(sys._current_frames()[thread]))
+            who = f"rank {idist.get_rank()} did not finish within {self.timeout:g} s"
+            sys.stderr.write(f"{who}; it was here (most recent call last):\n{stack}")
+            sys.stderr.flush()
+            time.sleep(
+                5 * GRACE_SECONDS
+            )  # torchrun ends the others as soon as one has ended: let them say it too
+            os._exit(1)
+
+        timer = threading.Timer(self.timeout, end)
+        timer.daemon = True
+        timer.start()
+        # Should no thread of Python's come to its turn.
+        faulthandler.dump_traceback_later(self.timeout + 10 * GRACE_SECONDS, exit=True)
         try:
             yield
         finally:
+            timer.cancel()
             faulthandler.cancel_dump_traceback_later()
 
     def _job(self, folder: str) -> Job:
@@ -356,6 +397,32 @@ class Parallel:
                 os.environ.setdefault("OBJC_DISABLE_INITIALIZE_FORK_SAFETY", "YES")
             context.set_forkserver_preload(PRELOAD)
         return context
+
+
+def _check_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ValueError(
+            "ranks start in the working folder of this process, but it has been deleted: change to one that exists, "
+            "by os.chdir(...)"
+        ) from None
+
+
+def _check_files(count: int) -> None:
+    """Pipes of each rank, here and in the forkserver; a socket to each other in the ranks."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    here = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 16
+    needed = max(here + 4 * count + 16, count + 40)
+    if limit < needed:
+        raise ValueError(
+            f"{count} ranks and servers need about {needed} open files a process, but at most {limit} are allowed: "
+            f"say `ulimit -n {max(1024, 2 * needed)}` in the shell before Python starts"
+        )
 
 
 def _cell_sources() -> dict[str, list[str]]:

@@ -5,27 +5,34 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import re
+import shutil
 import signal
 import sys
+import tempfile
+import threading
 import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing import connection
+from multiprocessing import connection, util
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from ignite_ddl.launch.job import HAS_SIGNALS, Job, RankError, label
+from ignite_ddl.launch.job import HAS_SIGNALS, Job, RankError, kill_who_left, label
 from ignite_ddl.launch.output import Output
 from ignite_ddl.launch.rank import rank_main, server_main
+from ignite_ddl.launch.stacks import interrupted, name_cells, read_stack, who_is_missing
 
 __all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS"]
 POLL_SECONDS = 0.05  # how often printed lines are looked for
 GRACE_SECONDS = 0.2  # after a first failure: time for the rank that caused it to be heard
 EXIT_SECONDS = 5.0  # after the last result: time for the ranks to close their process group
+_FULL_BYTES = 2**16  # free on the disk of the run's folder, or fewer
+_CRASHES = [-getattr(signal, name, 99) for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")]
+_SOCKET_PATH_BYTES = 104  # that the path of a socket may have: 104 on macOS, 108 on Linux
+_starting = threading.Lock()
 
 
 @dataclass
@@ -67,6 +74,7 @@ class Launch:
         self.output = Output(Path(job.folder), names)
 
     def run(self, payload: bytes) -> list[Any]:
+        _make_folder_of_sockets()
         try:
             with _no_main_module():
                 for local_rank in range(self.job.nproc):
@@ -78,6 +86,11 @@ class Launch:
             self._watch(None if self.job.timeout is None else time.monotonic() + self.job.timeout)
             if not self.failures:
                 self._wait_for_exit()
+        except KeyboardInterrupt:
+            running = [rank for rank in self.ranks if not rank.done]
+            raise interrupted(
+                dict(zip([r.rank for r in running], self._stacks(running), strict=True))
+            ) from None
         finally:
             self._stop()
             self.output.show(all_of_it=True)
@@ -128,23 +141,30 @@ class Launch:
         except (EOFError, OSError):
             rank.process.join(GRACE_SECONDS)
             code = rank.process.exitcode
-            self._fail(_Failure(rank.rank, time.monotonic(), True, _how_it_ended(code), exitcode=code))
+            stack = self._stack(rank) if code in _CRASHES else ""
+            where = f"It was here (most recent call first):\n{name_cells(stack)}" if stack else ""
+            self._fail(_Failure(rank.rank, time.monotonic(), True, _how_it_ended(code), where, exitcode=code))
             return
         except (
             Exception
         ) as error:  # the result arrived and cannot be read here, say a module that only ranks have
-            message = {"summary": f"returned what cannot be read here: {error!r}", "when": time.monotonic()}
+            summary = f"returned what cannot be read here: {error!r}. Return numbers, tensors, or containers of them."
+            message = {"summary": summary, "when": time.monotonic()}
         if "can_go_on" in message:  # a server's: once when workers can reach it, then after each lost worker
             rank.done, rank.asked, rank.ready = False, rank.asked - rank.ready, True
             if not message["can_go_on"]:
-                self.failures += self.lost
+                why = message["why_not"]
+                self.failures += [replace(f, traceback=f"{f.traceback}\n{why}".lstrip()) for f in self.lost]
             elif not self.failures and not any(server.asked for server in self.servers):
                 self._say_who_is_lost()
         elif "result" in message:
             rank.result = message["result"]
             self._tell_servers(rank.rank, None)
         else:
-            message["traceback"] = _name_cells(message.get("traceback", ""))
+            message["traceback"] = name_cells(message.get("traceback", ""))
+            exception = message.pop("exception", None)
+            with contextlib.suppress(Exception):  # one whose __init__ takes two arguments, say
+                message["exception"] = exception and cloudpickle.loads(exception)
             self._fail(_Failure(rank=rank.rank, died=False, **message))
 
     def _fail(self, failure: _Failure) -> None:
@@ -177,12 +197,14 @@ class Launch:
     def _report_timeout(self, running: list[_Rank]) -> None:
         names = ", ".join(str(rank.rank) for rank in running)
         finished = ", ".join(str(rank.rank) for rank in self.ranks if rank.done) or "none"
-        lines = [f"Not finished: {names}. Finished: {finished}."]
-        for rank, stack in zip(running, self._stacks(running), strict=True):
-            lines += [f"\nrank {rank.rank} was here (most recent call first):", stack]
+        stacks = dict(zip([rank.rank for rank in running], self._stacks(running), strict=True))
+        missing, why = who_is_missing(stacks, [rank.rank for rank in self.ranks if rank.done])
+        lines = [f"Not finished: {names}. Finished: {finished}.{why}"]
+        for rank, stack in stacks.items():
+            lines += [f"\n{label(rank)} was here (most recent call first):", stack]
         summary = f"did not finish within {self.job.timeout:g} s"
-        text = _name_cells("\n".join(lines))
-        self.failures.append(_Failure(running[0].rank, time.monotonic(), False, summary, traceback=text))
+        text = name_cells("\n".join(lines))
+        self.failures.append(_Failure(missing, time.monotonic(), False, summary, traceback=text))
 
     def _stacks(self, running: list[_Rank]) -> list[str]:
         if not HAS_SIGNALS:
@@ -190,8 +212,17 @@ class Launch:
         for rank in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 5 * GRACE_SECONDS  # on a busy machine
         time.sleep(GRACE_SECONDS)
-        return [_read_stack(Path(self.job.folder) / f"{rank.rank}.stack") for rank in running]
+        while time.monotonic() < deadline and not all(map(self._stack, running)):
+            time.sleep(POLL_SECONDS)
+        return [
+            self._stack(rank) or "  (in its set-up: it was starting, or meeting its peers)"
+            for rank in running
+        ]
+
+    def _stack(self, rank: _Rank) -> str:
+        return read_stack(Path(self.job.folder) / f"{rank.rank}.stack")
 
     def _first_failure(self) -> RankError:
         # Peers of a dead rank fail too, on their broken connections: the dead one is the cause.
@@ -200,6 +231,12 @@ class Launch:
             others = sorted((f for f in self.failures if f is not first), key=lambda failure: failure.when)
             said = "; ".join(f"{label(f.rank)} {f.summary.splitlines()[0]}" for f in others)
             more = f"Lost as well: {said}. A collective needs all ranks: use none after a loss."
+            first = replace(first, traceback=f"{first.traceback}\n{more}".lstrip())
+        if shutil.disk_usage(self.job.folder).free < _FULL_BYTES:
+            more = (
+                f"The disk of {Path(self.job.folder).parent}, where ranks meet and what they print is kept, is full: "
+                "make room there, or set TMPDIR to a folder on another disk before Python starts."
+            )
             first = replace(first, traceback=f"{first.traceback}\n{more}".lstrip())
         return _rank_error(first)
 
@@ -213,11 +250,14 @@ class Launch:
     def _stop(self) -> None:
         for rank in self.ranks + self.servers:
             _kill(rank.process)
+        pids = [rank.process.pid for rank in self.ranks + self.servers]
         for rank in self.ranks + self.servers:
             rank.process.join()
             rank.process.close()
             for pipe in (rank.reports, rank.release):
                 pipe.close()
+        if pids:
+            kill_who_left(self.job.folder, min(pids))
 
 
 def _rank_error(failure: _Failure) -> RankError:
@@ -245,23 +285,19 @@ def _how_it_ended(code: int | None) -> str:
     return f"ended with exit code {code} before it returned"
 
 
-def _read_stack(path: Path) -> str:
-    text = path.read_text(errors="replace") if path.exists() else ""
-    frames = [line for line in text.splitlines() if line.startswith("  File")]
-    ours = [i for i, line in enumerate(frames) if line.rstrip().endswith("in rank_main")]
-    frames = frames[: ours[0]] if ours else frames
-    return "\n".join(frames) or "  (in its set-up: it was starting, or meeting its peers)"
+def _make_folder_of_sockets() -> None:
+    """multiprocessing's own folder, made before the first rank: all share it, and none leaves one behind.
 
-
-def _name_cells(text: str) -> str:
-    """``File "/tmp/ipykernel_7/42.py", line 3`` becomes ``Cell In[5], line 3``, as IPython says it."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    numbers = getattr(getattr(shell, "compile", None), "_filename_map", {})
-
-    def name(match: re.Match) -> str:
-        return f"Cell In[{numbers[match[1]]}]" if match[1] in numbers else match[0]
-
-    return re.sub(r'File "([^"]+)"', name, text)
+    A TMPDIR too long for the path of a socket is replaced by /tmp here; ranks keep the user's.
+    """
+    config = multiprocessing.current_process()._config
+    longest = _SOCKET_PATH_BYTES - len("/listener-12345678") - 1
+    if os.name != "posix" or 0 < len(os.fsencode(config.get("tempdir") or "")) <= longest:
+        return
+    base = tempfile.gettempdir()
+    base = base if len(os.fsencode(base)) <= longest - len("/pymp-12345678") else "/tmp"
+    config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=base)
+    util.Finalize(None, shutil.rmtree, args=(config["tempdir"], True), exitpriority=-100)
 
 
 @contextlib.contextmanager
@@ -270,9 +306,10 @@ def _no_main_module():
 
     Functions travel by value, so ranks need no ``__main__``, and a script needs no ``if __name__`` guard.
     """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _starting:  # one thread at a time: the next one would take this module for the user's
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main

@@ -23,7 +23,7 @@ import ignite.distributed as idist
 import torch
 
 from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, tell_ignite_nproc
-from ignite_ddl.launch.job import HAS_SIGNALS, Job
+from ignite_ddl.launch.job import HAS_SIGNALS, MARK, Job, kill_who_left
 from ignite_ddl.mesh import initialize_mesh
 
 __all__ = ["rank_main", "server_main"]
@@ -56,8 +56,7 @@ def rank_main(
         message = _pack_result(result)
     except BaseException as error:
         message = _pack_error(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     with contextlib.suppress(OSError):
         reports.send_bytes(message)
     reports.close()
@@ -82,21 +81,20 @@ def server_main(job: Job, index: int, reports: connection.Connection, release: c
         with contextlib.suppress(EOFError):
             while True:
                 worker, failed = release.recv()
-                can_go_on = wire.worker_ended(worker, failed)
+                why_not = wire.worker_ended(worker, failed)
                 if failed is not None:
-                    reports.send({"can_go_on": can_go_on})
+                    reports.send({"can_go_on": why_not is None, "why_not": why_not})
     except BaseException as error:
         with contextlib.suppress(OSError):
             reports.send_bytes(_pack_error(error))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
 
 
 def _set_up(job: Job, environ: dict[str, str]) -> None:
     # Else the workers of a rank's DataLoader would be started as the rank was, slowly, and not know its classes.
     multiprocessing.set_start_method(job.start_method, force=True)
     os.environ.clear()
-    os.environ.update(job.environ | environ)
+    os.environ.update(job.environ | environ | {MARK: job.folder})
     os.environ["OMP_NUM_THREADS"] = str(job.threads)
     os.chdir(job.cwd)
     torch.set_num_threads(job.threads)
@@ -124,6 +122,14 @@ def _redirect_output(job: Job, rank: int | str) -> None:
     if HAS_SIGNALS:  # the parent asks by this signal where a rank is that does not finish
         stacks = open(os.path.join(job.folder, f"{rank}.stack"), "w")  # noqa: SIM115
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        faulthandler.enable(file=stacks, all_threads=False)  # where it was when it crashed
+
+
+def _flush() -> None:
+    """The function may have closed its streams, or the disk may be full: its result counts all the same."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
 
 
 def _die_with_parent(folder: str) -> None:
@@ -134,6 +140,7 @@ def _die_with_parent(folder: str) -> None:
 
     def watch() -> None:
         connection.wait([parent.sentinel])
+        kill_who_left(folder)
         shutil.rmtree(folder, ignore_errors=True)
         if hasattr(os, "killpg"):
             os.killpg(0, signal.SIGKILL)
@@ -178,7 +185,6 @@ def _pack_error(error: BaseException) -> bytes:
         "summary": f"raised {''.join(shown.format_exception_only()).strip()}",
         "traceback": "".join(shown.format()),
     }
-    try:
-        return cloudpickle.dumps(message | {"exception": error.with_traceback(None)})
-    except Exception:
-        return cloudpickle.dumps(message)
+    with contextlib.suppress(Exception):  # as bytes: what can be written cannot always be read
+        message["exception"] = cloudpickle.dumps(error.with_traceback(None))
+    return cloudpickle.dumps(message)

@@ -131,6 +131,19 @@ class Shard:
                 return True
             return sum(reason is not None for reason in self.gone.values()) <= self.spare
 
+    def why_not(self) -> str:
+        """Why the others cannot go on without a worker that failed, and what to do."""
+        with self.lock:
+            if self.agreed is None:
+                return "It failed before worker 0 had made the ParameterServer, so the others cannot go on."
+            needs = "every worker" if self.mode == "sync" else f"{len(self.workers) - self.spare} workers"
+            servers = " on one server" if self.mode == "backup" and self.agreed["servers"] > 1 else ""
+            return (
+                f"on_failure='continue' cannot go on: mode={self.mode!r} needs {needs}{' here' if servers else ''}. "
+                "mode='async' and mode='bounded' go on without a lost worker, mode='backup' on one server without "
+                "as many as backup says."
+            )
+
     def waits_for(self) -> list[int]:
         """The workers without whom nothing moves now."""
         with self.lock:

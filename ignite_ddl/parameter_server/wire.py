@@ -48,13 +48,15 @@ def join(index: int, workers: int, servers: int, init_method: str) -> None:
     _servers[:] = [rpc.get_worker_info(f"server{i}") for i in range(servers)]
 
 
-def worker_ended(worker: int, failed: str | None) -> bool:
-    """On a server, from the launcher: a worker has returned, or failed. Whether the others can go on."""
+def worker_ended(worker: int, failed: str | None) -> str | None:
+    """On a server, from the launcher: a worker has returned, or failed. Why the others cannot go on, or None."""
     with _shards_lock:
         _gone[worker] = failed  # for those to come
         shards = [_shards[number] for number in sorted(_shards)]
     can_go_on = [shard.end(worker, failed) for shard in shards]
-    return failed is None or bool(can_go_on) and can_go_on[-1]  # earlier ones are through
+    if failed is None or can_go_on and can_go_on[-1]:  # earlier ones are through
+        return None
+    return shards[-1].why_not() if shards else "It failed before there was a ParameterServer to go on with."
 
 
 def _answer(number: int, method: str, *arguments: Any) -> Any:

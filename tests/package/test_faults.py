@@ -1,0 +1,396 @@
+"""What a fault says: the rank, and what to do. Each of these once said something else, or nothing."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import ignite.distributed as idist
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import ignite_ddl as ddl
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+posix = pytest.mark.skipif(os.name != "posix", reason="signals, sockets and limits of POSIX")
+PREFIX = "import os, sys, time, signal, ignite_ddl as ddl, ignite.distributed as idist\n"
+
+
+def parallel(nproc=2, **kwargs):
+    return ddl.Parallel("gloo", nproc, **({"timeout": 30, "threads_per_rank": 1} | kwargs))
+
+
+def failing(work, *args, nproc=2, within=5.0, **kwargs):
+    parallel(1).run(abs)  # a warm server: the seconds are the fault's
+    start = time.monotonic()
+    with pytest.raises(ddl.RankError) as caught:
+        parallel(nproc, **kwargs).run(work, *args)
+    assert time.monotonic() - start < within
+    return caught.value
+
+
+def script(text, **kwargs):
+    """Runs a program of its own; its standard output, its errors, its exit code."""
+    options = {"capture_output": True, "text": True, "timeout": 120} | kwargs
+    done = subprocess.run([sys.executable, "-c", PREFIX + text], **options)
+    return done.stdout, done.stderr, done.returncode
+
+
+def alive(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != "zombie"
+    return False
+
+
+def left(folder):
+    """What launches leave there; torch keeps a folder of its own there for good."""
+    return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor")]
+
+
+def comes_true(condition, within=10.0):
+    deadline = time.monotonic() + within
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+class TwoArguments(Exception):
+    def __init__(self, name, number):
+        super().__init__(f"{name} has number {number}")
+
+
+def test_an_exception_that_cannot_be_read_here_keeps_its_words():
+    def work(local_rank):
+        if local_rank == 1:
+            raise TwoArguments("a layer", 7)
+
+    error = failing(work)
+    assert (error.rank, error.exception) == (1, None)
+    assert error.summary.endswith("TwoArguments: a layer has number 7")
+    assert 'raise TwoArguments("a layer", 7)' in error.traceback
+
+
+def test_a_result_that_cannot_be_read_here_says_what_can():
+    class Unreadable:
+        def __reduce__(self):
+            return (int, ("no number",))
+
+    assert "Return numbers, tensors, or containers of them." in str(
+        failing(lambda rank: Unreadable(), nproc=1)
+    )
+
+
+@pytest.mark.parametrize("how", ["closed", "None", "full"])
+def test_a_stream_that_cannot_be_flushed_loses_no_result(how):
+    def work(local_rank):
+        if how == "closed":
+            sys.stdout.close()
+            sys.stderr.close()
+        elif how == "None":
+            sys.stdout = sys.stderr = None
+        else:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+            print("no end of line", end="")
+        return local_rank
+
+    if how == "full" and not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    assert parallel().run(work) == [0, 1]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path]
+    if sys.platform != "linux" or os.geteuid() or subprocess.run(mount, check=False).returncode:
+        pytest.skip("needs root, to mount a small disk")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+@pytest.mark.parametrize("filled", ["before", "by printing"])
+def test_a_full_disk_is_named(small_disk, monkeypatch, filled):
+    def work(local_rank):
+        for _ in range(2000):
+            print("x" * 100)
+
+    parallel(1).run(abs)
+    monkeypatch.setattr("tempfile.tempdir", str(small_disk))
+    if filled == "before":
+        with contextlib.suppress(OSError):
+            (small_disk / "filler").write_bytes(bytes(2**16))
+    with pytest.raises(ddl.RankError) as error:
+        parallel().run(work)
+    error = error.value
+    assert f"The disk of {small_disk}, where ranks meet and what they print is kept, is full" in str(error)
+    assert "set TMPDIR" in str(error)
+
+
+@posix
+def test_a_long_folder_for_temporary_files(tmp_path):
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    text = (
+        "import tempfile\nprint(ddl.Parallel('gloo', 2, timeout=30).run(lambda rank: tempfile.gettempdir()))"
+    )
+    out, err, _ = script(text, env=os.environ | {"TMPDIR": str(folder)})
+    assert out == f"{[str(folder)] * 2}\n", err
+    assert left(folder) == []
+
+
+def test_launches_of_threads_give_the_main_module_back():
+    main = sys.modules["__main__"]
+    threads = [threading.Thread(target=parallel(1).run, args=(abs,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sys.modules["__main__"] is main
+
+
+def test_a_rank_cannot_start_ranks():
+    def work(local_rank):
+        said = []
+        for nproc in (2, None):
+            try:
+                with ddl.Parallel("gloo", nproc) as inner:
+                    inner.run(abs)
+            except ValueError as error:
+                said.append(str(error))
+        return said
+
+    for rank, said in enumerate(parallel().run(work)):
+        assert len(said) == 2
+        for text in said:
+            assert (
+                f"a rank can neither start ranks nor join its job again, but this process is rank {rank}"
+                in text
+            )
+            assert "in the process that started that run" in text
+
+
+def test_what_is_left_in_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "junk")
+    with pytest.raises(
+        ValueError, match="environment variable MASTER_PORT should be a whole number, but given 'junk'"
+    ):
+        parallel()
+    monkeypatch.delenv("MASTER_PORT")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ValueError, match="leave nproc_per_node out .* RANK and WORLD_SIZE are left over .* unset them"
+    ):
+        parallel()
+
+
+@posix
+def test_a_deleted_working_folder_is_named(monkeypatch, tmp_path):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    with pytest.raises(
+        ValueError, match="working folder of this process, but it has been deleted: change to"
+    ):
+        parallel().run(abs)
+
+
+@posix
+def test_too_few_files_are_named():
+    text = (
+        "import resource\n"
+        "for limit in range(30, 80, 2):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, 4000))\n"
+        "    try:\n        results = ddl.Parallel('gloo', 8, timeout=30).run(lambda rank: idist.all_reduce(1))\n"
+        "    except ValueError as error:\n        said = str(error)\n"
+        "    else:\n        break\n"
+        "print(results[0], said)"
+    )
+    out, err, _ = script(text)
+    assert out.startswith("8 8 ranks and servers need about "), err
+    assert "open files a process, but at most" in out
+    assert "say `ulimit -n 1024` in the shell" in out
+
+
+@posix
+@pytest.mark.parametrize(
+    ("servers", "options", "needs"),
+    [
+        (1, {"mode": "sync"}, "mode='sync' needs every worker"),
+        (2, {"mode": "backup", "backup": 1}, "mode='backup' needs"),
+    ],
+)
+def test_a_mode_that_cannot_go_on_names_those_that_can(servers, options, needs):
+    def work(local_rank):
+        model = nn.Linear(1, 1)
+        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1), **options)
+        idist.barrier()
+        if local_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(1000):
+            server.pull()
+            model(torch.ones(1, 1)).sum().backward()
+            server.push()
+
+    error = failing(work, servers=servers, on_failure="continue")
+    assert error.rank == 1
+    assert f"on_failure='continue' cannot go on: {needs}" in str(error)
+    assert "mode='async' and mode='bounded' go on without a lost worker" in str(error)
+
+
+def all_but_rank_1(local_rank):
+    if local_rank == 1:
+        time.sleep(60)
+    idist.all_reduce(1)
+
+
+def each_another(local_rank):
+    idist.barrier() if local_rank == 1 else idist.all_reduce(1)
+
+
+def without_rank_1(local_rank):
+    if local_rank != 1:
+        torch.distributed.all_reduce(torch.ones(1), async_op=True).wait()
+
+
+def all_of_other_sizes(local_rank):
+    torch.distributed.recv(torch.ones(1), src=(local_rank + 1) % 3)
+
+
+@posix
+@pytest.mark.parametrize(
+    ("work", "rank", "said"),
+    [
+        (
+            all_but_rank_1,
+            1,
+            r"Waiting in all_reduce: 0, 2. Not there: rank 1 was at test_faults.py:\d+ in all_but_rank_1.",
+        ),
+        (
+            each_another,
+            1,
+            r"Waiting in all_reduce: 0, 2. Not there: rank 1 was at .*each_another, waiting in barrier.",
+        ),
+        (without_rank_1, 0, "Waiting in an asynchronous call: 0, 2. Not there: rank 1 had returned."),
+        (
+            all_of_other_sizes,
+            0,
+            "Waiting in recv: 0, 1, 2. All are there: compare their lines, groups and sizes.",
+        ),
+    ],
+)
+def test_a_time_out_names_the_rank_that_never_came(work, rank, said):
+    error = failing(work, nproc=3, timeout=1.5)
+    assert (error.rank, error.summary) == (rank, "did not finish within 1.5 s")
+    assert re.search(said, str(error))
+    assert "rank 0 was here (most recent call first)" in str(error)
+
+
+@posix
+@pytest.mark.parametrize("in_a_notebook", [False, True])
+def test_ctrl_c_says_where_each_rank_was(monkeypatch, capsys, in_a_notebook):
+    if in_a_notebook:  # of a real one see test_launch.py
+        monkeypatch.setattr("ignite_ddl.launch.stacks._shell", lambda: "a shell")
+    parallel(1).run(abs)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt) as caught:
+            parallel(2).run(all_but_rank_1)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    said = "".join(caught.value._render_traceback_()) if in_a_notebook else capsys.readouterr().err
+    lines = r"rank 0 was at test_faults.py:\d+ in all_but_rank_1, waiting in all_reduce\nrank 1 was at test_faults.py:"
+    assert re.search(lines, said)
+    assert len(caught.traceback) == 3  # the test's, Parallel.run's and Launch.run's
+
+
+@posix
+@pytest.mark.parametrize("how", ["SIGSEGV", "SIGABRT"])
+def test_a_crash_says_where(how):
+    def work(local_rank):
+        if local_rank == 1:
+            os.kill(os.getpid(), getattr(signal, how))
+        idist.barrier()
+
+    error = failing(work)
+    assert error.summary == f"was killed by {how}"
+    assert re.search(
+        r'It was here \(most recent call first\):\n  File ".*test_faults.py", line \d+ in work', str(error)
+    )
+
+
+ORPHAN = """
+def work(rank, file):
+    import subprocess
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    open(file + str(rank), "w").write(str(child.pid))
+    if %s: time.sleep(60)
+ddl.Parallel("gloo", 2, timeout=60).run(work, sys.argv[1])
+"""
+
+
+@linux
+@pytest.mark.parametrize("killed", [False, True])
+def test_nothing_is_left_by_a_run_or_by_a_killed_one(tmp_path, killed):
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    files = [Path(f"{tmp_path}/pid{rank}") for rank in range(2)]
+    command = [sys.executable, "-c", PREFIX + ORPHAN % killed, f"{tmp_path}/pid"]
+    run = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(folder)})
+    if killed:
+        assert comes_true(lambda: all(file.exists() and file.read_text() for file in files), within=60)
+        run.kill()
+    assert run.wait(60) == (-signal.SIGKILL if killed else 0)
+    assert comes_true(lambda: not any(alive(int(file.read_text())) for file in files))
+    assert comes_true(lambda: left(folder) == []), left(folder)
+
+
+@posix
+def test_a_killed_parent_of_ranks_long_gone_leaves_no_folder(tmp_path):
+    run = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            PREFIX + "ddl.Parallel('gloo', 1).run(abs); print('idle', flush=True); time.sleep(60)",
+        ],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert run.stdout.readline() == "idle\n"
+    assert [name[:5] for name in left(tmp_path)] == ["pymp-"]
+    os.killpg(run.pid, signal.SIGKILL)
+    run.communicate()
+    assert comes_true(lambda: left(tmp_path) == []), left(tmp_path)
+
+
+def test_a_hang_in_a_joined_job_says_where_each_rank_was(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(
+        PREFIX + "def step(rank):\n    if rank == 1: time.sleep(60)\n    idist.all_reduce(1)\n"
+        "with ddl.Parallel('gloo', timeout=2) as parallel: parallel.run(step)\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(program),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    for rank, line in ((0, "idist.all_reduce(1)"), (1, "time.sleep(60)")):
+        said = done.stderr.split(
+            f"rank {rank} did not finish within 2 s; it was here (most recent call last):\n"
+        )[1]
+        assert line in said.split("did not finish")[0]
