@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ignite_ddl.lab.ranges import at_least, checked
+
 __all__ = [
     "RESNET50_P100",
     "Collective",
@@ -70,35 +72,18 @@ class Link:
 
     def __post_init__(self) -> None:
         at_least(0, latency=self.latency)
-        above_0(bandwidth=self.bandwidth)
+        if not self.bandwidth > 0:
+            raise ValueError(f"bandwidth should be above 0, but given {self.bandwidth}")
 
     def seconds(self, n_bytes: float) -> float:
         """The time of one message of ``n_bytes`` bytes."""
         return self.latency + n_bytes / self.bandwidth
 
 
-def at_least(least: float, **given: float | Sequence[float]) -> None:
-    """Refuses a number, or one in a sequence, that is smaller; ``simulate`` checks by it too."""
-    for name, value in given.items():
-        for one in value if isinstance(value, Sequence) else [value]:
-            if not one >= least:  # so that NaN is refused
-                raise ValueError(f"{name} should be at least {least}, but given {value}")
-
-
-def above_0(**given: float | Sequence[float]) -> None:
-    """Refuses a number, or one in a sequence, that is 0 or less."""
-    for name, value in given.items():
-        for one in value if isinstance(value, Sequence) else [value]:
-            if not one > 0:
-                raise ValueError(f"{name} should be above 0, but given {value}")
-
-
 def when_full(
     bucket_bytes: Sequence[float], backward_seconds: float, ready: Sequence[float] | None
 ) -> list[float]:
     """When each of DDP's buckets is full, in seconds after backward's begin; by default in proportion to the bytes."""
-    above_0(bucket_bytes=bucket_bytes)
-    at_least(0, backward_seconds=backward_seconds)
     if ready is None:
         total, filled = sum(bucket_bytes), itertools.accumulate(bucket_bytes)
         return [min(backward_seconds, backward_seconds * size / total) for size in filled]
@@ -131,6 +116,7 @@ class Collective(NamedTuple):
 # --------------------------------------------------------------------------------------------- all-reduce
 
 
+@checked
 def all_reduce_naive(n_ranks: int, n_bytes: float, link: Link) -> Collective:
     """Everybody sends its whole buffer to everybody: n - 1 messages a rank, one after the other.
 
@@ -153,12 +139,11 @@ def all_reduce_naive(n_ranks: int, n_bytes: float, link: Link) -> Collective:
             cost = cost.all_reduce_naive(4, 48, cost.Link(latency=0, bandwidth=1))
             assert cost.bytes == [144, 144, 144, 144] and cost.seconds == 144
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_bytes=n_bytes)
     others = n_ranks - 1
     return Collective(others * link.seconds(n_bytes), [others] * n_ranks, [others * n_bytes] * n_ranks)
 
 
+@checked
 def all_reduce_tree(n_ranks: int, n_bytes: float, link: Link) -> Collective:
     """Up a binomial tree adding, down again copying: 2 ceil(log2 n) rounds with the whole buffer.
 
@@ -182,8 +167,6 @@ def all_reduce_tree(n_ranks: int, n_bytes: float, link: Link) -> Collective:
             cost = cost.all_reduce_tree(4, 48, cost.Link(latency=1, bandwidth=1e30))
             assert cost.messages == [2, 1, 2, 1] and cost.seconds == 4
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_bytes=n_bytes)
     rounds = (n_ranks - 1).bit_length()  # ceil(log2(n_ranks)), exactly
     messages = []
     for rank in range(n_ranks):
@@ -194,6 +177,7 @@ def all_reduce_tree(n_ranks: int, n_bytes: float, link: Link) -> Collective:
     return Collective(2 * rounds * link.seconds(n_bytes), messages, [m * n_bytes for m in messages])
 
 
+@checked
 def all_reduce_ring(n_ranks: int, n_bytes: float, link: Link) -> Collective:
     """Twice round the ring, once adding and once copying, a chunk of n_bytes / n at a time.
 
@@ -221,6 +205,14 @@ def all_reduce_ring(n_ranks: int, n_bytes: float, link: Link) -> Collective:
     return Collective(2 * one.seconds, [2 * m for m in one.messages], [2 * b for b in one.bytes])
 
 
+def _ring_bytes(n_ranks: int, n_bytes: float) -> float:
+    """Bytes that each rank sends in one pass of a ring over a buffer of ``n_bytes``: (n - 1) / n of it."""
+    return (
+        (n_ranks - 1) * n_bytes / n_ranks
+    )  # not (n_ranks - 1) * (n_bytes / n_ranks): whole numbers stay whole
+
+
+@checked
 def ring_pass(n_ranks: int, n_bytes: float, link: Link) -> Collective:
     """Once round the ring: a reduce-scatter, or an all-gather.
 
@@ -241,10 +233,8 @@ def ring_pass(n_ranks: int, n_bytes: float, link: Link) -> Collective:
 
             assert cost.ring_pass(4, 48, cost.Link(latency=0, bandwidth=1)).bytes == [36] * 4
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_bytes=n_bytes)
     steps = n_ranks - 1
-    each = steps * n_bytes / n_ranks  # not steps * (n_bytes / n_ranks): whole numbers stay whole
+    each = _ring_bytes(n_ranks, n_bytes)
     return Collective(steps * link.seconds(n_bytes / n_ranks), [steps] * n_ranks, [each] * n_ranks)
 
 
@@ -271,6 +261,7 @@ class MasterStep(NamedTuple):
     phases: dict[str, float]
 
 
+@checked
 def master_step(
     n_ranks: int,
     weight_bytes: float,
@@ -310,9 +301,6 @@ def master_step(
             step = cost.master_step(4, 1000, 80, 40, cost.Link(latency=0, bandwidth=1))
             assert step.sent == 3 * (1000 + 20 + 10) and step.received == 3 * (10 + 1000)
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, weight_bytes=weight_bytes, input_bytes=input_bytes, output_bytes=output_bytes)
-    at_least(0, forward_seconds=forward_seconds, backward_seconds=backward_seconds, loss_seconds=loss_seconds)
     others, share = n_ranks - 1, 1 / n_ranks
     messages = {
         "send weights": weight_bytes,
@@ -349,6 +337,7 @@ class ServerStep(NamedTuple):
     server_messages: int
 
 
+@checked
 def parameter_server_step(
     n_workers: int, weight_bytes: float, link: Link, n_servers: int = 1, compute_seconds: float = 0.0
 ) -> ServerStep:
@@ -379,8 +368,6 @@ def parameter_server_step(
             assert cost.parameter_server_step(8, 100, link).seconds == 1600
             assert cost.parameter_server_step(8, 100, link, n_servers=4).seconds == 400
     """
-    at_least(1, n_workers=n_workers, n_servers=n_servers)
-    at_least(0, weight_bytes=weight_bytes, compute_seconds=compute_seconds)
     part = weight_bytes / n_servers
     communication = 2 * max(n_workers, n_servers) * link.seconds(part)
     return ServerStep(
@@ -406,6 +393,7 @@ class DDPStep(NamedTuple):
     exposed_seconds: float
 
 
+@checked
 def ddp_step(
     n_ranks: int,
     bucket_bytes: Sequence[float],
@@ -442,14 +430,13 @@ def ddp_step(
             step = cost.ddp_step(2, [4, 4], link, forward_seconds=5, backward_seconds=10)
             assert step.communication_seconds == 8 and step.exposed_seconds == 4    # the first bucket hides
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, forward_seconds=forward_seconds)
     ready = when_full(bucket_bytes, backward_seconds, ready)
     times = [all_reduce_ring(n_ranks, size, link).seconds for size in bucket_bytes]
     end = max([backward_seconds] + [at + sum(times[k:]) for k, at in enumerate(ready)])
     return DDPStep(forward_seconds + end, sum(times), end - backward_seconds)
 
 
+@checked
 def ddp_buckets(
     parameter_bytes: Sequence[int], bucket_bytes: int | None = None, first_bucket_bytes: int | None = None
 ) -> list[int]:
@@ -483,8 +470,6 @@ def ddp_buckets(
         first_bucket_bytes = 2**20 if bucket_bytes is None else bucket_bytes
     if bucket_bytes is None:
         bucket_bytes = 25 * 2**20
-    at_least(0, parameter_bytes=parameter_bytes)
-    above_0(bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
     buckets, filled = [], 0
     for size in reversed(parameter_bytes):
         filled += size
@@ -527,6 +512,7 @@ RESNET50_P100 = {
 }
 
 
+@checked
 def data_parallel_step(
     n_ranks: int,
     gradient_bytes: float,
@@ -564,13 +550,9 @@ def data_parallel_step(
             assert [step.batch_size for step in steps] == [8192, 32768]
             assert steps[1].share > 0.2 > steps[0].share
     """
-    at_least(1, n_ranks=n_ranks, batch_per_rank=batch_per_rank)
-    at_least(0, gradient_bytes=gradient_bytes)
-    at_least(0, forward_seconds=forward_seconds, backward_seconds=backward_seconds)
     if not 0 <= overlap <= 1:
         raise ValueError(f"overlap should be a share of backward, from 0 to 1, but given {overlap}")
     compute = forward_seconds + backward_seconds
-    above_0(**{"forward_seconds + backward_seconds": compute})
     ring = all_reduce_ring(n_ranks, gradient_bytes, link).seconds
     exposed = max(0.0, ring - overlap * backward_seconds)
     seconds = compute + exposed
@@ -582,6 +564,7 @@ def data_parallel_step(
 # ----------------------------------------------------------------------------------------- large batches
 
 
+@checked
 def noise_scale(learning_rate: float, batch_size: int, n_samples: int, momentum: float = 0.0) -> float:
     """How strong the noise of SGD is: g = learning_rate / (1 - momentum) (N / B - 1).
 
@@ -610,14 +593,13 @@ def noise_scale(learning_rate: float, batch_size: int, n_samples: int, momentum:
             g = cost.noise_scale(learning_rate=0.1, batch_size=100, n_samples=1000, momentum=0.9)
             assert abs(g - 9.0) < 1e-12
     """
-    at_least(1, batch_size=batch_size)
     at_least(batch_size, n_samples=n_samples)
-    at_least(0, learning_rate=learning_rate)
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum should be from 0 up to but not 1, but given {momentum}")
     return learning_rate / (1 - momentum) * (n_samples / batch_size - 1)
 
 
+@checked
 def batch_size_of_same_noise(
     batch_size: int, learning_rate: float, new_learning_rate: float, n_samples: int
 ) -> float:
@@ -647,10 +629,7 @@ def batch_size_of_same_noise(
             # Decay the rate from 0.1 to 0.02 at batch 64, or stay at 0.1 and grow the batch to:
             assert round(cost.batch_size_of_same_noise(64, 0.02, 0.1, n_samples=60_000)) == 319
     """
-    at_least(1, batch_size=batch_size)
     at_least(batch_size, n_samples=n_samples)
-    at_least(0, learning_rate=learning_rate)
-    above_0(new_learning_rate=new_learning_rate)
     return n_samples / (1 + learning_rate / new_learning_rate * (n_samples / batch_size - 1))
 
 
@@ -673,6 +652,7 @@ class ZeroMemory(NamedTuple):
     total: float
 
 
+@checked
 def zero_memory(
     n_parameters: float,
     n_ranks: int,
@@ -707,9 +687,6 @@ def zero_memory(
             gigabytes = [cost.zero_memory(7.5e9, 64, stage).total / 1e9 for stage in range(4)]
             assert [round(x, 1) for x in gigabytes] == [120.0, 31.4, 16.6, 1.9]      # figure 1 of the paper
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_parameters=n_parameters, weight_bytes=weight_bytes, gradient_bytes=gradient_bytes)
-    at_least(0, optimizer_bytes=optimizer_bytes)
     _zero_stage(stage)
     sizes = [optimizer_bytes, gradient_bytes, weight_bytes]  # in the order in which they are cut
     held = [n_parameters * size / (n_ranks if stage > place else 1) for place, size in enumerate(sizes)]
@@ -717,6 +694,7 @@ def zero_memory(
     return ZeroMemory(weights, gradients, optimizer, weights + gradients + optimizer)
 
 
+@checked
 def zero_bytes(n_parameters: float, n_ranks: int, stage: int, value_bytes: float = 2) -> float:
     """Bytes that each rank sends in a step.
 
@@ -741,15 +719,14 @@ def zero_bytes(n_parameters: float, n_ranks: int, stage: int, value_bytes: float
 
             assert cost.zero_bytes(100, 4, stage=3) == 1.5 * cost.zero_bytes(100, 4, stage=2) == 450
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_parameters=n_parameters, value_bytes=value_bytes)
     _zero_stage(stage)
-    return (3 if stage == 3 else 2) * n_parameters * value_bytes * (n_ranks - 1) / n_ranks
+    return (3 if stage == 3 else 2) * _ring_bytes(n_ranks, n_parameters * value_bytes)
 
 
 # ---------------------------------------------------------------------------------------- pipelines
 
 
+@checked
 def pipeline_bubble(n_ranks: int, n_microbatches: int, n_chunks: int = 1) -> float:
     """The share of a pipeline step in which a rank stands idle: (p - 1) / (v m + p - 1).
 
@@ -774,10 +751,10 @@ def pipeline_bubble(n_ranks: int, n_microbatches: int, n_chunks: int = 1) -> flo
             assert cost.pipeline_bubble(4, 8) == 3 / 11
             assert cost.pipeline_bubble(4, 8, n_chunks=2) == 3 / 19
     """
-    at_least(1, n_ranks=n_ranks, n_microbatches=n_microbatches, n_chunks=n_chunks)
     return (n_ranks - 1) / (n_chunks * n_microbatches + n_ranks - 1)
 
 
+@checked
 def zero_bubble_seconds(
     n_ranks: int, forward: float, backward_input: float, backward_weight: float, schedule: str = "zb-h1"
 ) -> float:
@@ -813,8 +790,6 @@ def zero_bubble_seconds(
             idle = [cost.zero_bubble_seconds(4, 1, 1, 1, name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-v")]
             assert idle == [9, 3, 0, 0]
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, forward=forward, backward_input=backward_input, backward_weight=backward_weight)
     f, b, w = forward, backward_input, backward_weight
     if schedule in ("zb-h1", "zb-h2") and w > b:
         raise ValueError(
@@ -830,6 +805,7 @@ def zero_bubble_seconds(
     return (n_ranks - 1) * idle[schedule]
 
 
+@checked
 def pipeline_peak_activations(
     schedule: str, n_ranks: int, n_microbatches: int, rank: int = 0, n_chunks: int = 1
 ) -> int:
@@ -863,7 +839,6 @@ def pipeline_peak_activations(
             peaks = [cost.pipeline_peak_activations("1f1b", 4, 8, rank) for rank in range(4)]
             assert peaks == [4, 3, 2, 1]
     """
-    at_least(1, n_ranks=n_ranks, n_microbatches=n_microbatches, n_chunks=n_chunks)
     if rank not in range(n_ranks):
         raise ValueError(f"rank should be from 0 to {n_ranks - 1}, but given {rank}")
     if schedule == "interleaved_1f1b" and n_chunks > 1 and n_microbatches % n_ranks:
@@ -884,6 +859,7 @@ def pipeline_peak_activations(
 # ------------------------------------------------------------------------------------- transformers
 
 
+@checked
 def tensor_parallel_bytes(
     batch_size: int, sequence: int, hidden: int, n_ranks: int, value_bytes: float = 2
 ) -> float:
@@ -910,11 +886,10 @@ def tensor_parallel_bytes(
 
             assert cost.tensor_parallel_bytes(1, 10, 10, n_ranks=2, value_bytes=4) == 4 * 400
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, batch_size=batch_size, sequence=sequence, hidden=hidden, value_bytes=value_bytes)
-    return 4 * 2 * (n_ranks - 1) * batch_size * sequence * hidden * value_bytes / n_ranks
+    return 4 * 2 * _ring_bytes(n_ranks, batch_size * sequence * hidden * value_bytes)
 
 
+@checked
 def transformer_parameters(hidden: int, layers: int, vocabulary: int, sequence: int) -> float:
     """Parameters of a GPT: 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)).
 
@@ -937,11 +912,11 @@ def transformer_parameters(hidden: int, layers: int, vocabulary: int, sequence: 
 
             assert round(cost.transformer_parameters(12288, 96, 51200, 2048) / 1e9) == 175     # GPT-3
     """
-    at_least(0, hidden=hidden, layers=layers, vocabulary=vocabulary, sequence=sequence)
     h, l, v, s = hidden, layers, vocabulary, sequence  # noqa: E741 - the paper's letters
     return 12 * l * h * h + 13 * l * h + (v + s) * h
 
 
+@checked
 def transformer_flops(
     batch_size: int, sequence: int, hidden: int, layers: int, vocabulary: int, recompute: bool = False
 ) -> float:
@@ -971,12 +946,12 @@ def transformer_flops(
             flops = cost.transformer_flops(1536, 2048, 12288, 96, 51200, recompute=True)
             assert round(flops / 1e18, 1) == 4.5                                 # GPT-3's batch, 1024 GPUs
     """
-    at_least(0, batch_size=batch_size, sequence=sequence, hidden=hidden, layers=layers, vocabulary=vocabulary)
     b, s, h, l, v = batch_size, sequence, hidden, layers, vocabulary  # noqa: E741 - the paper's letters
     layer = 24 * b * s * h * h + 4 * b * s * s * h  # forward: the weights' products, then the attention's own
     return (4 if recompute else 3) * l * layer + 6 * b * s * h * v
 
 
+@checked
 def activation_bytes(
     batch_size: int,
     sequence: int,
@@ -1022,9 +997,6 @@ def activation_bytes(
             kept = cost.activation_bytes(**gpt3, recompute="selective")
             assert round(1 - kept / whole, 2) == 0.7                            # "70 %" in the paper, section 5
     """
-    at_least(1, n_ranks=n_ranks, hidden=hidden)
-    at_least(0, batch_size=batch_size, sequence=sequence, heads=heads)
-    at_least(0, value_bytes=value_bytes, mask_bytes=mask_bytes)
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"recompute should be 'none', 'selective' or 'full', but given {recompute!r}")
     sbh = sequence * batch_size * hidden

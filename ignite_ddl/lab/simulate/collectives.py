@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from ignite_ddl.lab.cost import Link, above_0, at_least, when_full
+from ignite_ddl.lab.cost import Link, when_full
+from ignite_ddl.lab.ranges import checked
 from ignite_ddl.lab.simulate.world import Event, Rank, Simulation, number_for_each, run
 
 __all__ = [
@@ -40,6 +41,20 @@ def ring(rank: Rank, chunks: list, n_bytes: float, tag: Any = None) -> Generator
         chunks[mine - 1] = chunks[mine - 1] + got if adds else got
 
 
+def _entered(
+    program: Callable[[Rank], Generator], n_ranks: int, link: Link, enter: Sequence[float] | None
+) -> Simulation:
+    """Runs a program that each rank starts at its time in ``enter``."""
+    entered = number_for_each(n_ranks, enter=enter)
+
+    def late(rank: Rank) -> Generator:
+        yield rank.compute(entered[rank.number])
+        return (yield from program(rank))
+
+    return run(late, n_ranks, link)
+
+
+@checked
 def all_reduce_naive(
     n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None
 ) -> Simulation:
@@ -63,21 +78,17 @@ def all_reduce_naive(
             assert four.bytes == [144] * 4 and four.returned == [0b1111] * 4
     """
 
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_bytes=n_bytes)
-    entered = number_for_each(n_ranks, enter=enter)
-
     def program(rank: Rank) -> Generator:
-        yield rank.compute(entered[rank.number])
         mine = total = 1 << rank.number
         for step in range(1, rank.n_ranks):
             rank.send((rank.number + step) % rank.n_ranks, n_bytes, mine)
             total += yield rank.recv((rank.number - step) % rank.n_ranks)
         return total
 
-    return run(program, n_ranks, link)
+    return _entered(program, n_ranks, link, enter)
 
 
+@checked
 def all_reduce_tree(
     n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None
 ) -> Simulation:
@@ -100,12 +111,7 @@ def all_reduce_tree(
             assert simulate.all_reduce_tree(8, 1, cost.Link(latency=1, bandwidth=1)).seconds == 2 * 3 * 2
     """
 
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_bytes=n_bytes)
-    entered = number_for_each(n_ranks, enter=enter)
-
     def program(rank: Rank) -> Generator:
-        yield rank.compute(entered[rank.number])
         total, bit = 1 << rank.number, 1
         while bit < n_ranks and not rank.number & bit:
             if rank.number + bit < n_ranks:
@@ -124,9 +130,10 @@ def all_reduce_tree(
             yield sent[-1]  # the others arrive before it
         return total
 
-    return run(program, n_ranks, link)
+    return _entered(program, n_ranks, link, enter)
 
 
+@checked
 def all_reduce_ring(
     n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None
 ) -> Simulation:
@@ -150,19 +157,15 @@ def all_reduce_ring(
             assert four.bytes == [72] * 4 and four.returned == [[0b1111] * 4] * 4
     """
 
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_bytes=n_bytes)
-    entered = number_for_each(n_ranks, enter=enter)
-
     def program(rank: Rank) -> Generator:
-        yield rank.compute(entered[rank.number])
         chunks = [1 << rank.number] * n_ranks
         yield from ring(rank, chunks, n_bytes)
         return chunks
 
-    return run(program, n_ranks, link)
+    return _entered(program, n_ranks, link, enter)
 
 
+@checked
 def master_step(
     n_ranks: int,
     weight_bytes: float,
@@ -198,9 +201,6 @@ def master_step(
             step = 4, 1000, 80, 40, cost.Link(latency=0, bandwidth=1)
             assert simulate.master_step(*step).seconds == cost.master_step(*step).seconds
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, weight_bytes=weight_bytes, input_bytes=input_bytes, output_bytes=output_bytes)
-    at_least(0, forward_seconds=forward_seconds, backward_seconds=backward_seconds, loss_seconds=loss_seconds)
     share = 1 / n_ranks
 
     def master(rank: Rank) -> Generator:
@@ -230,6 +230,7 @@ def master_step(
     return run(lambda rank: worker(rank) if rank.number else master(rank), n_ranks, link, rendezvous=True)
 
 
+@checked
 def parameter_server_step(
     n_workers: int,
     weight_bytes: float,
@@ -257,8 +258,6 @@ def parameter_server_step(
             link = cost.Link(latency=0, bandwidth=1)
             assert simulate.parameter_server_step(8, 100, link, n_servers=4).seconds == 400
     """
-    at_least(1, n_workers=n_workers, n_servers=n_servers)
-    at_least(0, weight_bytes=weight_bytes)
     computes = number_for_each(n_workers, compute_seconds=compute_seconds)
     part = weight_bytes / n_servers
     pulled: list[int] = []
@@ -287,6 +286,7 @@ def parameter_server_step(
     )
 
 
+@checked
 def ddp_step(
     n_ranks: int,
     bucket_bytes: Sequence[float],
@@ -319,11 +319,8 @@ def ddp_step(
             step = 2, [4, 4], cost.Link(latency=0, bandwidth=1), 5, 10
             assert simulate.ddp_step(*step).seconds == cost.ddp_step(*step).seconds == 19
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, forward_seconds=forward_seconds)
     ready = when_full(bucket_bytes, backward_seconds, ready)
     slower = number_for_each(n_ranks, slowdown=1.0 if slowdown is None else slowdown)
-    above_0(slowdown=slower)
 
     def program(rank: Rank) -> Generator:
         slow = slower[rank.number]

@@ -6,7 +6,8 @@ import math
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ignite_ddl.lab.cost import Link, at_least
+from ignite_ddl.lab.cost import Link
+from ignite_ddl.lab.ranges import checked
 from ignite_ddl.lab.record import Record
 from ignite_ddl.lab.simulate.world import Rank, as_list, number_of, run
 from ignite_ddl.pipeline.schedules import SCHEDULES, Action, schedule_entries, stage_owners, suits
@@ -44,6 +45,7 @@ class Pipeline(NamedTuple):
     actions: list[list[Action]]
 
 
+@checked
 def pipeline(
     schedule: str,
     n_ranks: int,
@@ -98,10 +100,9 @@ def pipeline(
     owners = stage_owners(schedule, n_ranks, n_chunks)
     entries = schedule_entries(schedule, n_ranks, n_microbatches, n_chunks)
     actions = [[action for entry in row for action in entry] for row in entries]
-    at_least(0, transfer=transfer, overhead=overhead)
     times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     for name, given in times.items():
-        times[name] = given = as_list(**{name: given})
+        times[name] = given = as_list(given)
         if isinstance(given, list) and len(given) != len(owners):
             raise ValueError(
                 f"{name} should be a number or have one for each of {len(owners)} stages, but given {len(given)}"
@@ -191,6 +192,7 @@ class PipeDream(NamedTuple):
     stashed: list[int]
 
 
+@checked
 def pipedream(
     n_ranks: int,
     n_microbatches: int,
@@ -273,6 +275,7 @@ class PipelinePlan(NamedTuple):
     peak_samples: float
 
 
+@checked
 def best_pipelines(
     n_ranks: int,
     batch_size: int,
@@ -324,21 +327,15 @@ def best_pipelines(
             )
             assert plans[0].schedule == "1f1b" and plans[0].n_microbatches == 16
     """
-    at_least(1, n_ranks=n_ranks, batch_size=batch_size)
-    at_least(0, activation_bytes=activation_bytes)
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     candidates = divisors if n_microbatches is None else list(n_microbatches)
     if uneven := [count for count in candidates if count not in divisors]:
         raise ValueError(f"n_microbatches should divide batch_size={batch_size}, but given {uneven[0]}")
-    forward, backward_input, backward_weight = (
-        as_list(forward=forward),
-        as_list(backward_input=backward_input),
-        as_list(backward_weight=backward_weight),
-    )
+    measured = [as_list(given) for given in (forward, backward_input, backward_weight)]
     plans = []
     for schedule in schedules:
         n_chunks = len(stage_owners(schedule, n_ranks)) // n_ranks
-        parts = [_parts(given, n_ranks, n_chunks) for given in (forward, backward_input, backward_weight)]
+        parts = [_parts(given, n_ranks, n_chunks) for given in measured]
         for count in candidates:
             if not suits(schedule, count, n_ranks):
                 continue

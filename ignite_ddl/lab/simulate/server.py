@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ignite_ddl.lab.cost import at_least
+from ignite_ddl.lab.ranges import checked
 from ignite_ddl.lab.simulate.world import number_for_each
 
 __all__ = ["Gradient", "Lognormal", "ServerRun", "chen_2016", "parameter_server"]
@@ -124,6 +124,7 @@ def chen_2016(seed: int = 0) -> Lognormal:
     return Lognormal(median=1.58, sigma=0.107, seed=seed)
 
 
+@checked
 def parameter_server(
     n_workers: int,
     seconds: float | Sequence[float] | Callable[[int, int], float],
@@ -164,16 +165,14 @@ def parameter_server(
             stale = simulate.parameter_server(**two, mode="async")
             assert stale.times == [1, 2, 3, 3] and [g.staleness for g in stale.updates] == [0, 0, 0, 3]
     """
-    at_least(1, n_workers=n_workers)
     if mode not in ("sync", "async", "bounded", "backup"):
         raise ValueError(f"mode should be 'sync', 'async', 'bounded' or 'backup', but given {mode!r}")
-    if (mode == "bounded") != (staleness is not None) or (staleness is not None and staleness < 0):
+    if (mode == "bounded") != (staleness is not None):
         raise ValueError(
             f"staleness={staleness} does not suit mode={mode!r}: 'bounded' needs 0 or more, others None"
         )
-    if not 0 <= backup < n_workers or (backup and mode != "backup"):
+    if backup >= n_workers or (backup and mode != "backup"):
         raise ValueError(f"backup={backup} does not suit mode={mode!r} with {n_workers} workers")
-    at_least(0, n_updates=n_updates, server_seconds=server_seconds)
     fixed = [] if callable(seconds) else number_for_each(n_workers, seconds=seconds)
     take = seconds if callable(seconds) else lambda worker, step: fixed[worker]
     together = mode in ("sync", "backup")

@@ -9,7 +9,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ignite_ddl.lab.cost import Link, at_least
+from ignite_ddl.lab.cost import Link
+from ignite_ddl.lab.ranges import at_least, checked
 from ignite_ddl.lab.record import Record
 
 __all__ = ["Rank", "Simulation", "run"]
@@ -257,6 +258,7 @@ class _World:
             self.try_sending(rank)
 
 
+@checked
 def run(
     program: Callable[[Rank], Generator], n_ranks: int, link: Link, rendezvous: bool = False
 ) -> Simulation:
@@ -294,7 +296,6 @@ def run(
             assert two.returned == [1, 0]
             assert two.seconds == 2 + 0.5 + 0.5            # rank 0 computes 1 s, waits for rank 1, receives
     """
-    at_least(1, n_ranks=n_ranks)
     world = _World(n_ranks, link, rendezvous)
     programs = [world.start(rank, program(Rank(world, rank))) for rank in range(n_ranks)]
     world.play()
@@ -319,15 +320,11 @@ def number_for_each(n: int, **given: float | Sequence[float] | None) -> list[flo
     each = list(value) if isinstance(value, Sequence) else [value or 0.0] * n
     if len(each) != n:
         raise ValueError(f"{name} should have a number for each of {n}, but has {len(each)}")
-    at_least(0, **{name: each})
     return each
 
 
-def as_list(**given: Any) -> float | list[float]:
-    """A number as it is; a sequence, an array or a tensor of them as a list; none below 0."""
-    [(name, value)] = given.items()
+def as_list(value: Any) -> float | list[float]:
+    """A number as it is; a sequence, an array or a tensor of numbers as a list."""
     if hasattr(value, "tolist"):  # of numpy or torch
         value = value.tolist()
-    value = list(value) if isinstance(value, Sequence) else value
-    at_least(0, **{name: value})
-    return value
+    return list(value) if isinstance(value, Sequence) else value
