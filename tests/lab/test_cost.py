@@ -311,16 +311,13 @@ def test_every_function_checks_its_numbers(module):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (
-            lambda: cost.pipeline_bubble(2.5, 8),
-            "n_ranks should be a whole number of at least 1, but given 2.5",
-        ),
+        (lambda: cost.pipeline_bubble(2.5, 8), "n_ranks should be a whole number.*2.5"),
         (lambda: cost.zero_memory(-5, 4, 1), "n_parameters should be at least 0, but given -5"),
         (lambda: cost.all_reduce_tree(2, math.nan, LINK), "n_bytes should be at least 0, but given nan"),
         (lambda: cost.ddp_buckets([8, -8]), r"parameter_bytes should be at least 0, but given \[8, -8\]"),
         (lambda: cost.Link(0, 0), "bandwidth should be above 0, but given 0"),
         (lambda: cost.Link(math.nan, 1), "latency should be at least 0, but given nan"),
-        (lambda: cost.ddp_step(2, [1, 2], LINK, ready=[1]), "ready should have a time for each of 2"),
+        (lambda: cost.ddp_step(2, [1, 2], LINK, ready=[1]), "ready should have a time for each"),
         (lambda: cost.ddp_step(2, [1, 2], LINK, 1, 5, ready=[1, 6]), "backward_seconds=5 at most"),
         (lambda: cost.ddp_step(2, [1, 2], LINK, 1, 5, ready=[2, 1]), "ready should rise"),
         (lambda: cost.data_parallel_step(2, 8, LINK, 1, 1, overlap=2), "overlap"),
@@ -328,19 +325,10 @@ def test_every_function_checks_its_numbers(module):
         (lambda: cost.noise_scale(0.1, 8, 32, momentum=1), "momentum"),
         (lambda: cost.zero_memory(8, 2, 4), "stage should be 0, 1, 2 or 3, but given 4"),
         (lambda: cost.zero_bubble_seconds(4, 1, 1, 1, "zb"), "schedule"),
-        (
-            lambda: cost.zero_bubble_seconds(4, 1, 1, 3, "zb-h1"),
-            "backward_weight should be at most backward_input",
-        ),
-        (
-            lambda: cost.pipeline_peak_activations("1f1b", 4, 8, rank=9),
-            "rank should be from 0 to 3, but given 9",
-        ),
+        (lambda: cost.zero_bubble_seconds(4, 1, 1, 3, "zb-h1"), "backward_weight should be at most"),
+        (lambda: cost.pipeline_peak_activations("1f1b", 4, 8, rank=9), "rank should be from 0 to 3"),
         (lambda: cost.pipeline_peak_activations("zbv", 4, 8), "schedule"),
-        (
-            lambda: cost.pipeline_peak_activations("interleaved_1f1b", 4, 6, n_chunks=2),
-            "a multiple of n_ranks=4",
-        ),
+        (lambda: cost.pipeline_peak_activations("interleaved_1f1b", 4, 6, n_chunks=2), "multiple of n_ranks"),
         (lambda: cost.activation_bytes(1, 1, 1, 1, recompute="some"), "recompute"),
     ],
 )

@@ -645,57 +645,27 @@ def test_measured_times_may_be_arrays():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (
-            lambda: simulate.run(lambda rank: (yield rank.compute(-3)), 1, LINK),
-            "seconds should be at least 0",
-        ),
-        (
-            lambda: simulate.run(lambda rank: (yield rank.send(2, 1)), 2, LINK),
-            "to should be a rank from 0 to 1",
-        ),
-        (
-            lambda: simulate.run(lambda rank: (yield rank.send(0, -1)), 2, LINK),
-            "n_bytes should be at least 0",
-        ),
-        (
-            lambda: simulate.all_reduce_ring(3, 8, LINK, enter=[0, 1]),
-            "enter should have a number for each of 3",
-        ),
-        (
-            lambda: simulate.parameter_server_step(2, 8, LINK, 1, [1.0]),
-            "compute_seconds should have a number",
-        ),
-        (
-            lambda: simulate.ddp_step(2, [4, 4], LINK, 5, 10, ready=[1]),
-            "ready should have a time for each of 2",
-        ),
+        (lambda: simulate.run(lambda rank: (yield rank.compute(-3)), 1, LINK), "seconds should be at least"),
+        (lambda: simulate.run(lambda rank: (yield rank.send(2, 1)), 2, LINK), "to should be a rank"),
+        (lambda: simulate.run(lambda rank: (yield rank.send(0, -1)), 2, LINK), "n_bytes should be at"),
+        (lambda: simulate.all_reduce_ring(3, 8, LINK, enter=[0, 1]), "enter should have a number for each"),
+        (lambda: simulate.parameter_server_step(2, 8, LINK, 1, [1.0]), "compute_seconds should have"),
+        (lambda: simulate.ddp_step(2, [4, 4], LINK, 5, 10, ready=[1]), "ready should have a time for each"),
         (lambda: simulate.ddp_step(2, [4], LINK, 5, 10, ready=[11]), "backward_seconds=10 at most"),
-        (
-            lambda: simulate.ddp_step(2, [4], LINK, 5, 10, slowdown=[1]),
-            "slowdown should have a number for each of 2",
-        ),
+        (lambda: simulate.ddp_step(2, [4], LINK, 5, 10, slowdown=[1]), "slowdown should have a number"),
         (lambda: simulate.pipeline("zero", 2, 2), "schedule should be one of"),
         (lambda: simulate.pipeline("1f1b", 4, 2), "n_microbatches=2 does not suit .* use a multiple of 4"),
         (lambda: simulate.pipeline("dualpipev", 2, 3), "n_microbatches=3 does not suit .* multiple of 4"),
-        (
-            lambda: simulate.pipeline("interleaved_1f1b", 4, 9),
-            "n_microbatches=9 does not suit .* multiple of 4",
-        ),
+        (lambda: simulate.pipeline("interleaved_1f1b", 4, 9), "n_microbatches=9 does .* multiple of 4"),
         (lambda: simulate.pipeline("gpipe", 2, 2, n_chunks=2), "n_chunks=2"),
         (lambda: simulate.pipeline("zbv", 2, 4, forward=[1, 2]), "forward should be a number or have one"),
         (lambda: simulate.pipeline("1f1b", 2, 4, transfer=-1), "transfer should be at least 0, but given -1"),
-        (
-            lambda: simulate.pipeline("1f1b", 2, 4, backward_weight=[1, math.nan]),
-            "backward_weight should be at least",
-        ),
+        (lambda: simulate.pipeline("1f1b", 2, 4, backward_weight=[1, math.nan]), "backward_weight should"),
         (lambda: simulate.pipeline("1f1b", 2, 4, numpy.array([1, -1.0])), "forward should be at least 0"),
         (lambda: stage_owners("looped_bfs", 2, 0), "n_chunks should be at least 1, but given 0"),
         (lambda: simulate.pipedream(4, 3), "n_microbatches=3 does not suit"),
         (lambda: simulate.best_pipelines(4, 8, [1] * 4, 1, 1), "2 n_ranks = 8 parts"),
-        (
-            lambda: simulate.best_pipelines(4, 32, 1, 1, 1, n_microbatches=[8, 5]),
-            "divide batch_size=32, but given 5",
-        ),
+        (lambda: simulate.best_pipelines(4, 32, 1, 1, 1, n_microbatches=[8, 5]), "divide .*=32.* given 5"),
         (lambda: simulate.parameter_server(2, [1.0], 3), "seconds should have a number for each of 2"),
         (lambda: simulate.parameter_server(2, 1.0, 5, mode="stale"), "mode should be"),
         (lambda: simulate.parameter_server(2, 1.0, 5, mode="bounded"), "staleness=None"),
