@@ -424,9 +424,9 @@ def mixed(local_rank):
 def test_calls_of_a_process_group_itself(by_name):
     timeline = merged(2, of_the_group_itself, by_name=by_name)
     assert timeline.waits()[0, 1] >= 2 * DELAY - 0.03
-    messages = [call for call in timeline._taken[1] if call.name in ("send", "recv") and call.key]
+    messages = [call for call in timeline._loaded[1] if call.name in ("send", "recv") and call.key]
     assert {call.key[1:4] for call in messages} == {("message", 1, 0)}
-    assert {call.needs for call in timeline._taken[1] if call.name == "broadcast"} == {(1, 0), (0, 1)}
+    assert {call.needs for call in timeline._loaded[1] if call.name == "broadcast"} == {(1, 0), (0, 1)}
 
 
 def test_a_timeline_takes_every_call_that_torch_takes():
@@ -472,7 +472,7 @@ def unlike(local_rank):
 
 
 def test_ranks_that_begin_at_different_collectives_are_told_of():
-    with pytest.warns(UserWarning, match="unlike numbers of collectives: 2 by rank 0, 1 by rank 1") as caught:
+    with pytest.warns(UserWarning, match="different numbers of collectives: 2 by rank 0, 1 by rank 1") as caught:
         merged(2, unlike)
     assert caught[0].filename == __file__
 
@@ -582,7 +582,7 @@ def test_the_bubble_is_what_the_passes_leave_empty():
     assert bubble(step) == pytest.approx({0: 1 - 2.0 / 5, 1: 1 - 2.5 / 5})
     assert bubble(iter(step[:1])) == {0: 0.0}
     with pytest.raises(
-        ValueError, match="records should hold passes of a pipeline, forward or backward, but hold no"
+        ValueError, match="records should contain forward or backward passes"
     ):
         bubble(step[-3:])
 
@@ -758,12 +758,12 @@ def test_merge_refuses_what_it_cannot_merge():
     one = made_up(0, "a", 1.0, 2.0)
     with pytest.raises(ValueError, match="different ranks, but given ranks \\[0, 0\\]"):
         Timeline.merge([one, one])
-    with pytest.raises(ValueError, match="one Timeline a rank, but given 3"):
+    with pytest.raises(ValueError, match="one Timeline per rank, but given 3"):
         Timeline.merge([3])
     for alone in (one, None):
-        with pytest.raises(ValueError, match="one Timeline a rank, in a list, but given (Timeline|None)"):
+        with pytest.raises(ValueError, match="one Timeline per rank, in a list, but given (Timeline|None)"):
             Timeline.merge(alone)
-    with pytest.raises(ValueError, match="one Timeline a rank"):
+    with pytest.raises(ValueError, match="one Timeline per rank"):
         Timeline.merge([Timeline.merge([one])])
 
 
