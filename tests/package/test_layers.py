@@ -199,7 +199,7 @@ def test_what_is_done_to_a_lazy_layer_is_done_to_what_it_becomes():
 def test_a_lazy_layer_says_what_it_is_and_what_it_cannot():
     layer = ddl.lazy(nn.Linear, 2, 3, bias=False)
     assert repr(layer) == "Lazy(Linear, 2, 3, bias=False)"
-    with pytest.raises(RuntimeError, match="has not been made yet: give the model to ddl.auto_model first"):
+    with pytest.raises(RuntimeError, match="has not been made yet: pass the model to ddl.auto_model first"):
         layer(torch.ones(1, 2))
     with pytest.raises(RuntimeError, match="do it in its factory"):
         nn.Sequential(layer).apply(lambda module: None)

@@ -338,7 +338,7 @@ def collectives_in_the_view(local_rank):
         with data_parallel_view():  # a metric inside a metric
             seen["nested"] = idist.get_world_size()
         seen["after nested"] = idist.get_world_size()
-        with pytest.raises(RuntimeError, match="cannot be finalized while a metric works"):
+        with pytest.raises(RuntimeError, match="cannot be finalized inside a metric's method"):
             idist.finalize()
     seen["outside"] = idist.get_world_size(), idist.get_rank() == rank, idist_utils._model is outside
     with pytest.raises(ZeroDivisionError), data_parallel_view():
