@@ -201,7 +201,7 @@ def test_a_lazy_layer_says_what_it_is_and_what_it_cannot():
     assert repr(layer) == "Lazy(Linear, 2, 3, bias=False)"
     with pytest.raises(RuntimeError, match="has not been made yet: pass the model to ddl.auto_model first"):
         layer(torch.ones(1, 2))
-    with pytest.raises(RuntimeError, match="do it in its factory"):
+    with pytest.raises(RuntimeError, match="no weights yet: apply the function in its factory"):
         nn.Sequential(layer).apply(lambda module: None)
     for given in (nn.Linear(2, 2), 3):
         with pytest.raises(ValueError, match="factory should be a class of layers or a function"):
