@@ -8,34 +8,15 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from ranks import mesh_of, pipeline_of, run, sizes
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import ignite_ddl as ddl
 from ignite_ddl.course import CNN, Delay
 from ignite_ddl.lazy import Lazy
-from ignite_ddl.mesh import AXES, Mesh
-from ignite_ddl.pipeline.cut import cut_into_stages, named_layers
-from ignite_ddl.pipeline.pipeline import Pipeline
+from ignite_ddl.pipeline.cut import named_layers
 from ignite_ddl.pipeline.schedules import SCHEDULES
-
-TIMEOUT = 90
-
-
-def run(func, nproc, *args, **axes):
-    return ddl.Parallel("gloo", nproc, timeout=TIMEOUT, **axes).run(func, *args)
-
-
-def pipeline_of(model, mesh, *args, **kwargs):
-    return Pipeline(model, cut_into_stages(model, mesh.pp_size, *args, **kwargs), mesh)
-
-
-def sizes(pipeline):
-    return [len(layers) for layers in pipeline._cut.layers]
-
-
-def mesh_of(pp, rank=0):
-    return Mesh({"pp": pp, "dp": 1, "tp": 1}, rank, None, dict.fromkeys(AXES))
 
 
 class Block(nn.Module):

@@ -23,6 +23,7 @@ from ignite.metrics import (
     RocCurve,
     RunningAverage,
 )
+from ranks import launch
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -38,13 +39,6 @@ MESHES = {
 }
 ROWS, CLASSES = 15, 4  # in global batches of 7, 7, and 1: unlike numbers of rows on the dp ranks, then none
 SECONDS = 0.5  # what Frequency's clock shows
-
-
-def launch(mesh, function, *args):
-    world = 1
-    for size in mesh.values():
-        world *= size
-    return ddl.Parallel(backend="gloo", nproc_per_node=world, timeout=60, **mesh).run(function, *args)
 
 
 @pytest.fixture(autouse=True)

@@ -8,29 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import mesh_of, pipeline_of, run, sizes
 from torch import nn
 from torch.distributed.pipelining import schedules
 
 import ignite_ddl as ddl
-from ignite_ddl.mesh import AXES, Mesh
-from ignite_ddl.pipeline.cut import balance, cut_into_stages
-from ignite_ddl.pipeline.pipeline import Pipeline
+from ignite_ddl.pipeline.cut import balance
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for, stage_owners
 
-TIMEOUT = 90
 names = st.sampled_from(list(SCHEDULES))
-
-
-def pipeline_of(model, mesh, *args, **kwargs):
-    return Pipeline(model, cut_into_stages(model, mesh.pp_size, *args, **kwargs), mesh)
-
-
-def sizes(pipeline):
-    return [len(layers) for layers in pipeline._cut.layers]
-
-
-def mesh_of(pp, rank=0):
-    return Mesh({"pp": pp, "dp": 1, "tp": 1}, rank, None, dict.fromkeys(AXES))
 
 
 def layers(n=8, width=4):
@@ -41,10 +27,6 @@ def layers(n=8, width=4):
             nn.Linear(width, width + i), nn.Tanh(), nn.Linear(width + i, width)
         )
     return nn.Sequential(modules)
-
-
-def run(func, nproc, *args, **axes):
-    return ddl.Parallel("gloo", nproc, timeout=TIMEOUT, **axes).run(func, *args)
 
 
 # ------------------------------------------------------------------------------------------------------- balance

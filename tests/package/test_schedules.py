@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from ranks import TIMEOUT, run
 from torch import nn
 
 import ignite_ddl as ddl
@@ -15,12 +16,6 @@ from ignite_ddl.lab import SavedBytes, Timeline, bubble, simulate
 from ignite_ddl.lab.cost import pipeline_bubble
 from ignite_ddl.lab.record import PASSES
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
-
-TIMEOUT = 120
-
-
-def run(func, nproc, *args, **axes):
-    return ddl.Parallel("gloo", nproc, timeout=TIMEOUT, **axes).run(func, *args)
 
 
 def sums(output, target):
