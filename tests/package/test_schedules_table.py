@@ -178,6 +178,8 @@ def test_no_rank_waits_forever(name):
         (lambda: table.schedule_actions("gpipe", 2, True), "n_microbatches should be a positive integer"),
         (lambda: table.microbatches_for(0, 4, "1f1b", 2), "rows should be at least 1, but given 0"),
         (lambda: table.microbatches_for(4, 4, "1f1b", 0), "n_ranks should be at least 1, but given 0"),
+        (lambda: table.microbatches_for(4, 0, "1f1b", 2), "wanted should be at least 1, but given 0"),
+        (lambda: table.microbatches_for(4, 4, "foo", 2), "schedule should be one of .* but given 'foo'"),
         (lambda: table.microbatches_for(3, 4, "dualpipev", 2), "a batch of 3 rows cannot be cut into microbatches"),
     ],
 )  # fmt: skip
