@@ -9,6 +9,7 @@ from ignite_ddl.engine import (
     clip_grad_norm_,
     create_supervised_evaluator,
     create_supervised_trainer,
+    forward_backward,
 )
 from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import lazy
@@ -37,6 +38,7 @@ __all__ = [
     "OutputChannels",
     "Parallel",
     "ParameterServer",
+    "ParityReport",
     "RankError",
     "Row",
     "Sequence",
@@ -48,10 +50,12 @@ __all__ = [
     "auto_model",
     "auto_optim",
     "check_model",
+    "check_parity",
     "clip_grad_norm_",
     "create_supervised_evaluator",
     "create_supervised_trainer",
     "cross_entropy",
+    "forward_backward",
     "full_state_dict",
     "get_mesh",
     "initialize_mesh",
@@ -69,4 +73,8 @@ def __getattr__(name: str) -> Any:
         from ignite_ddl.parameter_server import ParameterServer
 
         return ParameterServer
+    if name in ("ParityReport", "check_parity"):
+        from ignite_ddl import parity
+
+        return getattr(parity, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

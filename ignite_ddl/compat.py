@@ -8,6 +8,7 @@ where                                   what it touches
 ``compat.py``                           below
 ``tpu.py``                              Ignite's XLA classes, beside torch_xla 2.7 to 2.9
 ``data.py``                             ``torch.utils._pytree``, as ``engine.py``, ``metrics.py`` and ``watch.py``
+``parity.py``                           ``torch.utils._pytree``
 ``engine.py``                           Ignite's ``_prepare_batch``, the default of a public argument
 ``metrics.py``                          idist's ``_model``, ``_NativeDistModel``: a group in the place of the world
 ``pipeline/stage.py``                   ``PipelineStage``: how it learns shapes, its first message
@@ -23,18 +24,27 @@ where                                   what it touches
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from ignite.distributed.comp_models.native import _NativeDistModel
+from ignite.engine import Engine
+from ignite.metrics import Metric
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
+    "PART_OF_A_MODEL",
     "address_for_ignite",
+    "attach_metrics_over",
+    "called_by_ignites_checkpoint",
+    "guard_clipping",
     "hide_gpus_if_too_few",
     "is_rpc_noise",
     "quiet_redistribution",
@@ -76,6 +86,57 @@ def quiet_warnings() -> None:
 def is_rpc_noise(line: str) -> bool:
     """Whether a printed line says nothing to a user: RPC's C++ logs each ordinary end of a peer as an error."""
     return "tensorpipe_agent.cpp" in line
+
+
+def called_by_ignites_checkpoint() -> bool:
+    """Whether the function that asks was called, some frames up, by Ignite's Checkpoint, which offers no hook."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "ignite.handlers.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def guard_clipping() -> None:
+    """Lets ``torch.nn.utils.clip_grad_norm_`` refuse parameters of a cut model, of which a rank has a part."""
+    from torch.nn.utils import clip_grad
+
+    if hasattr(clip_grad._clip_grads_with_norm_, "guarded"):
+        return
+    original = clip_grad._clip_grads_with_norm_
+
+    def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if any(hasattr(parameter, PART_OF_A_MODEL) for parameter in given):
+            raise ValueError(
+                "torch.nn.utils.clip_grad_norm_ takes the norm of this rank's part of a model that is cut over ranks: "
+                "call ddl.clip_grad_norm_(model, max_norm), or pass max_norm to ddl.create_supervised_trainer"
+            )
+        return original(given, *args, **kwargs)
+
+    guarded.guarded = True
+    clip_grad._clip_grads_with_norm_ = guarded
+
+
+PART_OF_A_MODEL = "_part_of_a_model"  # on a parameter of a model that pp or tp has cut
+
+
+def attach_metrics_over(over_data_parallel: Callable[[Metric], Metric]) -> None:
+    """Lets metrics on Ignite's plain Engine reduce as those on a MeshEngine: else each row counts once a tp peer."""
+    if hasattr(Engine.add_event_handler, "over_data_parallel"):
+        return
+    original = Engine.add_event_handler
+
+    @functools.wraps(original)
+    def add_event_handler(engine: Engine, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(handler, "__self__", None)
+        if isinstance(owner, Metric):
+            over_data_parallel(owner)
+        return original(engine, event_name, handler, *args, **kwargs)
+
+    add_event_handler.over_data_parallel = True
+    Engine.add_event_handler = add_event_handler
 
 
 def address_for_ignite(init_method: str, rank: int, world_size: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -11,9 +12,16 @@ from typing import Any
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
-from torch.utils.data import SequentialSampler as InOrder
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler as InOrder,
+)
 from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
@@ -128,7 +136,9 @@ class ShardedDataLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:
         shares = self.batch_sampler
         if shares is None:  # an iterable dataset, whose batches carry their sizes
-            for batch, here, in_all in self._batches(self.stream):
+            for batch, here, in_all, fingerprint in self._batches(self.stream):
+                if fingerprint is not None:
+                    _check_same_samples(fingerprint)
                 yield self._present(batch, here, in_all)
             return
         # Each iterator has its own sizes, filled with its first batch, and its own random stream until it ends.
@@ -224,17 +234,39 @@ class _IterableShares(IterableDataset):
         self.dataset, self.batch_size, self.drop_last, self.collate = dataset, batch_size, drop_last, collate
         self.rank, self.size = mesh.dp_rank, mesh.dp_size
 
-    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        stream = iter(self.dataset)
+    def __iter__(self) -> Iterator[tuple[Any, int, int, int | None]]:
+        stream, first = iter(self.dataset), True
         while batch := list(islice(stream, self.batch_size)):
             if self.drop_last and len(batch) < self.batch_size:
                 return
             start, end = part(len(batch), self.rank, self.size)
-            yield self.collate(batch[start:end] or batch[:1]), end - start, len(batch)
+            fingerprint, first = _fingerprint(batch) if first else None, False
+            yield self.collate(batch[start:end] or batch[:1]), end - start, len(batch), fingerprint
 
     def __len__(self) -> int:
         n = len(self.dataset)
         return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
+
+
+def _fingerprint(samples: list[Any]) -> int:
+    """A number for the values of samples of any structure."""
+    found = 0
+    for leaf in tree_leaves(samples):
+        array = leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf
+        found = zlib.crc32(array.tobytes() if hasattr(array, "tobytes") else repr(array).encode(), found)
+    return found
+
+
+def _check_same_samples(fingerprint: int) -> None:
+    """All ranks read an iterable dataset whole: one that gives each rank a part of its own would be divided twice."""
+    if idist.get_world_size() > 1:
+        found = idist.all_gather(fingerprint)
+        if len(set(found)) > 1:
+            raise ValueError(
+                "dataset should give every rank the same samples, which auto_dataloader divides among them, but this "
+                "iterable dataset gives others on other ranks: take out what splits it by rank, or draw random numbers "
+                "from torch"
+            )
 
 
 def part(n: int, rank: int, size: int) -> tuple[int, int]:

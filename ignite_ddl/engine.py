@@ -6,7 +6,9 @@ reduce over the ranks that saw different rows: so handlers that decide on values
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ignite.distributed as idist
@@ -18,25 +20,61 @@ from ignite.handlers.tqdm_logger import ProgressBar
 from ignite.metrics import Metric
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from ignite_ddl.arguments import check_count
 from ignite_ddl.data import ShardedDataLoader, without_rows
+from ignite_ddl.guards import check_optimizer
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import over_data_parallel
-from ignite_ddl.pipeline.one_stage import OneStage, as_stages, gradient_sync
+from ignite_ddl.pipeline.one_stage import OneStage, as_stages
 from ignite_ddl.pipeline.pipeline import Pipeline
-from ignite_ddl.tensor.gradients import WholeWeights, redistribute_gradient
+from ignite_ddl.step import TrainingStep
+from ignite_ddl.tensor.gradients import redistribute_gradient
 
-__all__ = ["MeshEngine", "clip_grad_norm_", "create_supervised_evaluator", "create_supervised_trainer"]
+__all__ = [
+    "MeshEngine",
+    "clip_grad_norm_",
+    "create_supervised_evaluator",
+    "create_supervised_trainer",
+    "forward_backward",
+]
 
 
 class MeshEngine(Engine):
-    """An Ignite ``Engine`` that makes every attached metric reduce over the data-parallel group.
+    """An Ignite ``Engine`` for a mesh: metrics that are attached reduce over the data-parallel group.
 
-    Of the progress bars that all ranks attach, rank 0's is shown. Use it in place of ``ignite.engine.Engine`` for
-    an update function of your own.
+    Use it in place of ``ignite.engine.Engine`` for an update function of your own, with :func:`forward_backward` in
+    it. On the loader of ``ddl.auto_dataloader`` a rank without rows is given one row of the batch that is not its own,
+    since its peers need it in collectives; it has no weight, and tensors that the update function returns lose it. Of
+    the progress bars that all ranks attach, rank 0's is shown.
+
+    Args:
+        process_function: as in Ignite: takes the engine and a batch, returns the output.
+
+    Attributes:
+        rows: of the batch at hand: the rows of this dp rank and of all, where the loader knows them; else None.
     """
+
+    def __init__(self, process_function: Callable[[Engine, Any], Any]) -> None:
+        super().__init__(process_function)
+        self._process_function = functools.partial(self._process, process_function)
+        self.rows: tuple[int, int] | None = None
+        self.steps: dict[int, TrainingStep] = {}  # of forward_backward, by id of the model
+        self.weighted = False  # whether gradients of this batch were weighted by rows
+
+    @staticmethod
+    def _process(process_function: Callable, engine: MeshEngine, batch: Any) -> Any:
+        loader = engine.state.dataloader
+        engine.rows = loader.rows if isinstance(loader, ShardedDataLoader) else None
+        engine.weighted = False
+        if engine.rows is None or engine.rows[1] % get_mesh().dp_size == 0:
+            return process_function(engine, batch)
+        with _refusing_unweighted_steps(engine):
+            if engine.rows[0] == 0:
+                return without_rows(process_function(engine, loader.filler))
+            return process_function(engine, batch)
 
     def add_event_handler(self, event_name: Any, handler: Callable, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(handler, "__self__", None)
@@ -47,6 +85,25 @@ class MeshEngine(Engine):
         if draws and idist.get_rank() > 0:
             handler = _show_nothing
         return super().add_event_handler(event_name, handler, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
+    """Where ranks have unequal numbers of rows, an average over ranks is not the mean over rows."""
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not engine.weighted:
+            here, in_all = engine.rows
+            raise ValueError(
+                f"this rank has {here} of the batch's {in_all} rows, so that averages over ranks are not those over "
+                "rows: call ddl.forward_backward in the update function, which weights them, in place of backward()"
+            )
+
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _show_nothing(*_: Any) -> None:
@@ -64,14 +121,16 @@ def create_supervised_trainer(
     output_transform: Callable[[Any, Any, Any, torch.Tensor], Any] | None = None,
     gradient_accumulation_steps: int = 1,
     max_norm: float | None = None,
+    *,
+    loss_divisor: str | Callable[[Any], Any] | None = None,
+    checks: bool = True,
 ) -> MeshEngine:
     """Ignite's ``create_supervised_trainer`` on a mesh.
 
-    What a mesh asks for: run it on the loader of ``ddl.auto_dataloader`` itself, which knows the rows of each
-    rank (a generator around it does not, and losses would be means of means); let ``loss_fn`` be a mean over rows
-    (``ignore_index`` makes it a mean over those that are left, on each dp rank by itself); under pp ``x`` is one
-    tensor. BatchNorm normalises over a dp rank's rows, or a microbatch's, and refuses a single one, as in DDP; the
-    running statistics are those of dp rank 0.
+    What a mesh asks for: run it on the loader of ``ddl.auto_dataloader`` itself, which knows the rows of each rank (a
+    generator around it does not, and losses would be means of means); let ``loss_fn`` be a mean over rows, or say what
+    it divides by; under pp ``x`` is one tensor. BatchNorm normalises over a dp rank's rows, or a microbatch's, and
+    refuses a single one, as in DDP; the running statistics are those of dp rank 0.
 
     Args:
         model: what ``ddl.auto_model`` returned.
@@ -88,6 +147,13 @@ def create_supervised_trainer(
             the last; under pp in each, because torch's schedules do.
         max_norm: clips the gradients of all ranks by their one global 2-norm. Default None: no clipping. The norm
             before clipping is ``engine.state.grad_norm``.
+        loss_divisor: what the loss of some rows divides by: "rows", "sum" (nothing), or a function from their targets
+            to a number, such as ``lambda y: (y != 0).sum()``. Default None: found out. torch's classification losses
+            and ``ddl.cross_entropy`` are recognised with ``ignore_index``, ``weight`` and ``reduction``; of another
+            loss the first batch shows whether it is a mean over rows, and it is refused if not.
+        checks: whether the first step looks for what would train wrongly without an error: ranks of a replica with
+            different rows, code that mixes cut features, dp ranks that call different modules, a loss that is no mean
+            over rows. Default: True.
 
     Returns:
         MeshEngine: the trainer; its ``state.output``, the loss, is the same on every rank.
@@ -121,47 +187,102 @@ def create_supervised_trainer(
     check_count("gradient_accumulation_steps", gradient_accumulation_steps)
     if max_norm is not None:
         _check_max_norm(max_norm)
-    _check_optimizer(optimizer, model)
-    mesh = get_mesh()
+    check_optimizer(optimizer, model)
     device = idist.device() if device is None else device
-    stages = as_stages(model)
-    whole_weights = WholeWeights(mesh)
+    step = TrainingStep(model, loss_divisor, model_transform, checks)
 
-    def checked_loss(y_pred: Any, y: Any) -> torch.Tensor:
-        return _plain_loss(loss_fn, y_pred, y)
-
-    def update(engine: Engine, batch: Any) -> Any:
+    def update(engine: MeshEngine, batch: Any) -> Any:
         iteration = engine.state.iteration
         if (iteration - 1) % gradient_accumulation_steps == 0:
             optimizer.zero_grad()
         last = iteration % gradient_accumulation_steps == 0
         model.train()
-        here, in_all = _rows(engine)
-        x, y = prepare_batch(_filled(engine, batch), device=device, non_blocking=non_blocking)
+        x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
         _check_rows(x)
-        # dp averages gradients: with this weight the average is the mean over the rows of the global batch.
-        weight = 1.0 if in_all is None else here * mesh.dp_size / in_all
-        with gradient_sync(stages.local_stages(), last):
-            share = weight / gradient_accumulation_steps
-            y_pred, loss = stages.step(x, y, checked_loss, model_transform, share)
-        loss = _mean_loss(loss, weight, mesh, stages)
+        y_pred, loss = step(engine.rows, x, y, loss_fn, 1 / gradient_accumulation_steps, last)
+        engine.weighted = True
         if last:
-            stages.sum_shared_gradients()
-            if mesh.tp_size > 1:
-                for parameter in model.parameters():
-                    redistribute_gradient(parameter)
-                whole_weights.check(model)
             if max_norm is not None:
                 engine.state.grad_norm = float(clip_grad_norm_(model, max_norm))
             optimizer.step()
         if output_transform is None:
             return loss.item()
-        if here == 0:
-            x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
-            y_pred = without_rows(y_pred)
-        return _output(stages, lambda: output_transform(x, y, y_pred, loss))
+        return _output(step.stages, lambda: output_transform(x, y, y_pred, loss))
 
     return MeshEngine(update)
+
+
+def forward_backward(
+    engine: MeshEngine,
+    model: nn.Module,
+    x: Any,
+    y: Any,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    *,
+    loss_divisor: str | Callable[[Any], Any] | None = None,
+    scale: float = 1.0,
+    last: bool = True,
+) -> tuple[Any, torch.Tensor]:
+    """Forward, loss and backward of one batch with the mesh's weighting, in an update function of your own.
+
+    On every mesh it leaves the gradients that one process would have with the global batch: weighted by rows, reduced
+    over dp, summed over stages that share a weight. ``create_supervised_trainer`` is made of it. Call it in the update
+    function of a :class:`MeshEngine`, on every rank and in the same order, once for each model and loss that has
+    gradients to give; then step the optimizer. ``loss_fn`` may call other models (a GAN's discriminator), except
+    under pp.
+
+    Args:
+        engine: the engine that runs the update function.
+        model: what ``ddl.auto_model`` returned.
+        x: this rank's rows of the batch.
+        y: their targets.
+        loss_fn: takes the model's output and the targets of some rows and returns their mean loss.
+        loss_divisor: as in :func:`create_supervised_trainer`.
+        scale: by which the loss is multiplied before it is differentiated, say 1 / accumulated batches. Default: 1.
+        last: whether the model's optimizer steps next. False where another call adds to these gradients first.
+            Default: True.
+
+    Returns:
+        tuple: this rank's output (None where the last stage of a pipeline is elsewhere), and the loss of the global
+        batch, a tensor that is the same on every rank.
+
+    Raises:
+        ValueError: if ``engine`` is no MeshEngine, or the batch or the loss does not suit the mesh.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            def training(local_rank):
+                torch.manual_seed(0)
+                data = torch.utils.data.TensorDataset(torch.randn(10, 3), torch.randn(10, 1))
+                model = ddl.auto_model(torch.nn.Linear(3, 1))
+                optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+
+                def update(engine, batch):
+                    x, y = batch
+                    optimizer.zero_grad()
+                    _, loss = ddl.forward_backward(engine, model, x, y, torch.nn.functional.l1_loss)
+                    optimizer.step()
+                    return loss.item()
+
+                return ddl.MeshEngine(update).run(ddl.auto_dataloader(data, batch_size=7)).output
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2) as parallel:
+                first, second = parallel.run(training)
+            assert first == second and abs(first - training(0)) < 1e-6
+    """
+    if not isinstance(engine, MeshEngine):
+        raise ValueError(
+            f"engine should be the ddl.MeshEngine that runs the update function, but given a {type(engine).__name__}"
+        )
+    step = engine.steps.get(id(model))
+    if step is None:
+        step = engine.steps[id(model)] = TrainingStep(model, loss_divisor)
+    engine.weighted = True
+    return step(engine.rows, x, y, loss_fn, scale, last)
 
 
 def create_supervised_evaluator(
@@ -208,68 +329,20 @@ def create_supervised_evaluator(
     device = idist.device() if device is None else device
     stages = as_stages(model)
 
-    def evaluate(engine: Engine, batch: Any) -> Any:
+    def evaluate(engine: MeshEngine, batch: Any) -> Any:
         model.eval()
-        here, _ = _rows(engine)
         with torch.no_grad():
-            x, y = prepare_batch(_filled(engine, batch), device=device, non_blocking=non_blocking)
+            x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
             _check_rows(x)
             y_pred = stages.forward_only(x)
             if y_pred is not None:
                 y_pred = model_transform(y_pred)
-            if here == 0:
-                x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
-                y_pred = without_rows(y_pred)
             return _output(stages, lambda: output_transform(x, y, y_pred))
 
     evaluator = MeshEngine(evaluate)
     for name, metric in (metrics or {}).items():
         metric.attach(evaluator, name)
     return evaluator
-
-
-def _plain_loss(loss_fn: Callable, y_pred: Any, y: Any) -> torch.Tensor:
-    """torch's own losses fail, or give a DTensor, where the logits are cut by vocabulary."""
-    advice = "of logits that are cut by vocabulary take ddl.cross_entropy as loss_fn"
-    try:
-        loss = loss_fn(y_pred, y)
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" in str(error):
-            raise ValueError(
-                f"loss_fn should take what the model returns, but fails on a DTensor: {advice}"
-            ) from error
-        raise
-    if isinstance(loss, DTensor):
-        raise ValueError(
-            f"loss_fn should return a plain tensor, but gave a DTensor, {loss.placements}: {advice}"
-        )
-    return loss
-
-
-def _mean_loss(
-    loss: torch.Tensor | None, weight: float, mesh: Mesh, stages: Pipeline | OneStage
-) -> torch.Tensor:
-    """The mean over the rows of the global batch, on every rank, in one reduction."""
-    if mesh.world_size == 1:
-        return loss
-    if loss is None:
-        loss = torch.zeros((), device=idist.device())
-    part = loss.to(torch.float64) * (weight / mesh.dp_size)
-    stages.reduce_loss(part)
-    return part
-
-
-def _rows(engine: Engine) -> tuple[int, int | None]:
-    loader = engine.state.dataloader
-    return loader.rows if isinstance(loader, ShardedDataLoader) else (1, None)
-
-
-def _filled(engine: Engine, batch: Any) -> Any:
-    """A rank without rows computes one that is not its own, with weight 0: its peers need it in collectives."""
-    loader = engine.state.dataloader
-    if isinstance(loader, ShardedDataLoader) and loader.rows[0] == 0:
-        return loader.filler
-    return batch
 
 
 def _check_rows(x: Any) -> None:
@@ -283,17 +356,6 @@ def _check_rows(x: Any) -> None:
 def _check_max_norm(max_norm: float) -> None:
     if not max_norm > 0:  # nor is NaN
         raise ValueError(f"max_norm should be positive, but given {max_norm!r}")
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """An optimizer that was made before the model was cut holds weights that nobody trains."""
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if trained and not any(id(p) in stepped for p in trained):
-        raise ValueError(
-            "optimizer should hold parameters of the model, but holds none of them: make it after ddl.auto_model, "
-            "of what that returned"
-        )
 
 
 def _output(stages: Pipeline | OneStage, transform: Callable[[], Any]) -> Any:

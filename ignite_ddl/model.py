@@ -11,11 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ignite_ddl.compat import replicate
+from ignite_ddl.compat import attach_metrics_over, replicate
+from ignite_ddl.guards import (
+    check_optimizer,
+    check_parameter_hooks,
+    hand_on_attributes,
+    refuse_ignites_checkpoint,
+    refuse_second_derivatives,
+)
 from ignite_ddl.lazy import LazyLayers
 from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages
 from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.pipeline.pipeline import Pipeline, reshard, share_buffers
@@ -98,6 +107,7 @@ def auto_model(
         model, tensor_plan, mesh.pp_size, mesh.tp_size, schedule, n_microbatches, split, costs
     )
     if not for_ddp:
+        check_parameter_hooks(model.named_parameters())
         _copy_weights_of_rank_0(model)  # not those that are yet to be made
 
     def stages_with(name: str) -> int:
@@ -114,12 +124,17 @@ def auto_model(
         return idist.auto_model(model, **kwargs)
     if mesh.tp_size * mesh.pp_size > 1:
         share_random_stream(mesh)
+    whole = dict(model.named_parameters(remove_duplicate=False))
     if cut is not None:
         model = Pipeline(model, cut, mesh)
     if mesh.tp_size > 1:
         apply_plan(model, styles, mesh.device_mesh["tp"])
     for stage in as_stages(model).local_stages():
         _over_dp(stage, mesh, shard)
+    hand_on_attributes(whole, model)
+    if mesh.tp_size * mesh.pp_size > 1:
+        attach_metrics_over(over_data_parallel)
+    refuse_ignites_checkpoint(model)
     return model
 
 
@@ -197,6 +212,7 @@ def _cut_layer(
     """Cuts a layer that was made just now as the whole model is going to be, before the next one takes memory."""
     layer = model.get_submodule(names[0])
     layer.to(idist.device())
+    whole = dict(layer.named_parameters(remove_duplicate=False))
     if mesh.tp_size > 1:
         holder = nn.Module()
         for name in names:
@@ -206,6 +222,7 @@ def _cut_layer(
         apply_plan(holder, own, mesh.device_mesh["tp"])
     if shard and mesh.dp_size > 1 and any(True for _ in layer.parameters()):
         _fully_shard(layer, mesh)
+    hand_on_attributes(whole, layer)
 
 
 def _over_dp(module: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:
@@ -216,6 +233,7 @@ def _over_dp(module: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:
     if not any(p.requires_grad for p in module.parameters()):
         return module
     if shard:
+        refuse_second_derivatives(module, type(module).__name__)
         return _resharded_after_evaluation(_fully_shard(module, mesh))
     # Not DistributedDataParallel, which loses parameters beside DTensors and pipelines.
     return _resharded_after_evaluation(replicate(module, mesh.device_mesh["dp"]))
@@ -284,5 +302,11 @@ def auto_optim(optimizer: torch.optim.Optimizer, **kwargs: Any) -> torch.optim.O
 
     Returns:
         torch.optim.Optimizer: the optimizer to step.
+
+    Raises:
+        ValueError: if it holds parameters that :func:`auto_model` has replaced.
     """
+    check_optimizer(optimizer)
+    if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        refuse_ignites_checkpoint(optimizer)
     return idist.auto_optim(optimizer, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections import OrderedDict
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ignite_ddl.pipeline.schedules import SCHEDULES, check_microbatches, stage_owners
@@ -80,7 +82,55 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         raise ValueError(
             f"{kind}.pipeline_layers leaves out {', '.join(left_out)}: no stage would hold them; put them into layers"
         )
-    return [(name, modules[name]) for name in names]
+    layers = [(name, modules[name]) for name in names]
+    _check_called_in_a_row(model, layers)
+    return layers
+
+
+def _check_called_in_a_row(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
+    """Refuses a ``forward`` that does more than call its layers: what stands between them would be left out."""
+    for dtype, ndim in itertools.product((torch.float32, torch.long), (2, 3, 4)):
+        try:
+            problem = _what_else_it_does(model, layers, torch.zeros([2] * ndim, dtype=dtype))
+        except Exception as error:  # of this shape, perhaps
+            problem = f"it could not be tried ({str(error).splitlines()[0] if str(error) else error!r})"
+            continue
+        if problem is None:
+            return
+        break
+    raise ValueError(
+        f"{type(model).__name__}.forward should call the layers of pipeline_layers one after the other and nothing "
+        f"else, but {problem}: under pp that would be left out; put it into a layer"
+    )
+
+
+def _what_else_it_does(model: nn.Module, layers: list[tuple[str, nn.Module]], x: torch.Tensor) -> str | None:
+    """Calls ``forward`` with stand-ins: each wants the very tensor that the one before it returned, unchanged."""
+    passed, problems = [x], []
+
+    def stand_in(layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        number = len(passed) - 1
+        name, expected = layers[number] if number < len(layers) else ("the end", None)
+        unchanged = len(args) == 1 and args[0] is passed[-1] and not passed[-1]._version
+        if layer is not expected or not unchanged or kwargs:
+            problems.append(f"it does something else before {name!r}")
+        passed.append(torch.zeros_like(passed[-1]))
+        return passed[-1]
+
+    was = {layer: vars(layer).get("forward") for _, layer in layers}
+    try:
+        for layer in was:
+            layer.forward = functools.partial(stand_in, layer)
+        with torch.no_grad():
+            output = model.forward(x)
+    finally:
+        for layer, forward in was.items():
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+    if not problems and (len(passed) <= len(layers) or output is not passed[-1] or output._version):
+        problems.append(f"it does something else after {layers[min(len(passed), len(layers)) - 1][0]!r}")
+    return problems[0] if problems else None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class OneStage:
         self.model = model
 
     def step(
-        self, x: Any, y: Any, loss_fn: Callable, transform: Callable, weight: float
+        self, x: Any, y: Any, loss_fn: Callable, transform: Callable, share: Callable, weight: float
     ) -> tuple[Any, torch.Tensor]:
         y_pred = transform(self.model(x))
         loss = loss_fn(y_pred, y)
@@ -45,8 +45,8 @@ class OneStage:
     def from_last_stage(self, value: Any) -> Any:
         return value
 
-    def reduce_loss(self, part: torch.Tensor) -> None:
-        dist.all_reduce(part, group=get_mesh().dp_group)
+    def reduce_loss(self, parts: torch.Tensor) -> None:
+        dist.all_reduce(parts, group=get_mesh().dp_group)
 
     def sum_shared_gradients(self) -> None:
         """A weight that is shared has one gradient here."""
@@ -59,7 +59,10 @@ class OneStage:
 
     def plain_module(self) -> nn.Module:
         """The module whose names are those of the uncut model."""
-        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        module = self.model
+        while isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod"):  # torch.compile's
+            module = module._orig_mod if hasattr(module, "_orig_mod") else module.module
+        return module
 
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.plain_module().state_dict().items()}

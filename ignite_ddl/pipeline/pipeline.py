@@ -207,35 +207,41 @@ class Pipeline(nn.Module):
         return box[0]
 
     def step(
-        self, x: torch.Tensor, y: torch.Tensor, loss_fn: Callable, transform: Callable, weight: float
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        loss_fn: Callable,
+        transform: Callable,
+        share: Callable,
+        weight: float,
     ) -> tuple[Any, torch.Tensor | None]:
-        """Forward, loss and backward of one batch, whose loss is a mean over rows.
+        """Forward, loss and backward of one batch.
 
         Args:
             x: this data-parallel rank's rows.
             y: their targets.
-            loss_fn: takes transformed outputs and targets of some rows, returns their mean loss.
+            loss_fn: takes transformed outputs and targets of some rows, returns their loss.
             transform: of the model's output, before ``loss_fn``.
+            share: takes the targets of a microbatch and of the batch, returns the weight of the former's loss.
             weight: by which the loss is multiplied before it is differentiated.
 
         Returns:
-            tuple: transformed output and mean loss of all rows where the last stage is, (None, None) elsewhere.
+            tuple: transformed output and loss of all rows where the last stage is, (None, None) elsewhere.
         """
-        rows = len(x) if isinstance(x, torch.Tensor) and x.ndim else 1  # else refused by train_step
 
         def part(output: Any, target: Any) -> torch.Tensor:
-            return loss_fn(transform(output), target) * (len(target) / rows * weight)
+            return loss_fn(transform(output), target) * (share(target, y) * weight)
 
         output, loss = self.train_step(x, y, part)
         if loss is None:
             return None, None
         return transform(output), loss / weight if weight else loss
 
-    def reduce_loss(self, part: torch.Tensor) -> None:
-        """Adds up, over the world, what the ranks with the last stage know; of tp peers one counts."""
+    def reduce_loss(self, parts: torch.Tensor) -> None:
+        """Adds up, over the world, what this rank knows: of tp peers, which know the same, one counts."""
         if self._mesh.tp_rank != 0:
-            part.zero_()
-        dist.all_reduce(part)
+            parts.zero_()
+        dist.all_reduce(parts)
 
     def sum_shared_gradients(self) -> None:
         """Adds up the gradients of weights that several stages share, so that the copies stay the same."""

@@ -42,7 +42,7 @@ class WholeWeights:
         asked = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and name not in self.agreed and not _is_on_tp(parameter)
+            if parameter.requires_grad and name not in self.agreed and not _is_cut_over_tp(parameter)
         }
         if not asked:
             return
@@ -66,8 +66,13 @@ class WholeWeights:
                     )
 
 
-def _is_on_tp(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
+def _is_cut_over_tp(parameter: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return any(
+        name == "tp" and not p.is_replicate() for name, p in zip(names, parameter.placements, strict=True)
+    )
 
 
 def _digest(gradient: torch.Tensor | None) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from ignite_ddl.guards import explain_errors, refuse_second_derivatives
 from ignite_ddl.tensor.gradients import layout_of
 from ignite_ddl.tensor.styles import (
     Column,
@@ -130,6 +131,11 @@ def _check_same(names: list[str], cuts: list[str | None]) -> None:
             )
 
 
+def _wanted_input(style: ParallelStyle) -> str:
+    cut = isinstance(style, RowwiseParallel | InputChannels) and not getattr(style, "whole_input", False)
+    return "this rank's part of the features or channels" if cut else "whole, as in the uncut model"
+
+
 def _matches(name: str, key: str) -> bool:
     parts, globs = name.split("."), key.split(".")
     if not name:  # the model itself, which "*" does not mean
@@ -158,6 +164,20 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
         if name in modules and id(modules[name]) not in cut:
             cut.add(id(modules[name]))
             parallelize_module(modules[name], tp_mesh, style)
+            refuse_second_derivatives(modules[name], name)
+            explain_errors(
+                modules[name],
+                f"This was in {name!r}, which tensor_plan cuts with {type(style).__name__}: its input should be "
+                f"{_wanted_input(style)}; name the layers before it in the plan too, or leave this one out.",
+            )
+    if any(isinstance(style, OutputChannels) for style in styles.values()):
+        for name, module in modules.items():
+            if name not in styles and is_by_channel(module):
+                explain_errors(
+                    module,
+                    f"This was in {name!r}, a {type(module).__name__} of all channels, which sees some of them where "
+                    "the convolution before it is cut: leave its neighbours out of tensor_plan.",
+                )
     for names in shared:  # torch makes a new parameter in each module that it cuts: tie them again
         owners = [(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
         first = getattr(*owners[0])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from ignite_ddl.arguments import check_count
 from ignite_ddl.tensor.random import draw_seed, random_stream
 
 __all__ = [
+    "ROW_ORDER",
     "Column",
     "InputChannels",
     "OutputChannels",
@@ -38,6 +40,24 @@ __all__ = [
     "is_by_channel",
     "stays_cut",
 ]
+
+
+_KEEP_DTENSORS = contextvars.ContextVar("keep DTensors between cut layers", default=False)
+
+
+@contextlib.contextmanager
+def keep_dtensors() -> Iterator[None]:
+    """Inside, what :class:`Column` leaves cut stays a DTensor, whatever its ``use_local_output``: for a comparison."""
+    token = _KEEP_DTENSORS.set(True)
+    try:
+        yield
+    finally:
+        _KEEP_DTENSORS.reset(token)
+
+
+def region_ends(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers inside that take a cut input: each :class:`Row`, by name."""
+    return ((name, m) for name, m in root.named_modules() if getattr(m, "_takes_cut_input", False))
 
 
 class Column(ColwiseParallel):
@@ -54,7 +74,12 @@ class Column(ColwiseParallel):
     Args:
         units: how many parts of the output must stay whole, such as attention heads: a number, or the name of
             an attribute of the module that contains the layer. Default: single outputs. Of a layer that computes
-            queries, keys and values in one, the output has to be in the order of heads: (head, q or k or v, width).
+            queries, keys and values in one, the output has to be in the order of heads: (head, q or k or v, width);
+            else give ``parts``.
+        parts: of a layer that computes several things in one, as q, k and v or a gate and its values, that code takes
+            apart again (``chunk``, ``split``): their number, or their numbers of outputs. Each is cut by itself, so
+            that a rank has its piece of each. The weight's rows stand in another order then, on ranks only:
+            ``ddl.full_state_dict`` has the model's own. Default: 1.
         kwargs: ``input_layouts``, ``output_layouts``, ``use_local_output`` of torch's ``ColwiseParallel``.
 
     Examples:
@@ -65,9 +90,18 @@ class Column(ColwiseParallel):
             plan = {"block*.attention.[qkv]": Column(units="n_heads"), "block*.attention.out": Row()}
     """
 
-    def __init__(self, *, units: int | str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *, units: int | str | None = None, parts: int | Iterable[int] = 1, **kwargs: Any
+    ) -> None:
         if units is not None and not isinstance(units, str):
             check_count("units", units)
+        self.parts = parts if isinstance(parts, int) else tuple(parts)
+        for n in (parts,) if isinstance(parts, int) else self.parts:
+            check_count("parts", n)
+        if parts != 1 and (units is not None or kwargs):
+            raise ValueError(
+                f"parts={parts!r} excludes units and layouts: the output stays cut, part by part"
+            )
         for argument in ("input_layouts", "output_layouts"):
             _check_layout(self, argument, kwargs.get(argument))
         super().__init__(**kwargs)
@@ -79,6 +113,9 @@ class Column(ColwiseParallel):
         dim = 1 if isinstance(module, nn.Embedding) else 0
         size = module.weight.shape[dim]
         units, what = size, f"{'columns' if dim else 'rows'} of the weight"
+        if self.parts != 1:
+            self._sizes(name, module, tp_size)
+            return
         if isinstance(self.units, str):
             if not hasattr(parent, self.units):
                 raise ValueError(
@@ -96,12 +133,52 @@ class Column(ColwiseParallel):
         elif size % units:
             raise ValueError(f"the {units} {what} of {name!r} should divide its {size} outputs, but do not")
 
+    def _sizes(self, name: str, module: nn.Module, tp_size: int) -> list[int]:
+        """The numbers of outputs of the parts."""
+        size = module.weight.shape[0]
+        sizes = list(self.parts) if isinstance(self.parts, tuple) else [size // self.parts] * self.parts
+        if isinstance(module, nn.Embedding) or sum(sizes) != size or any(n % tp_size for n in sizes):
+            raise ValueError(
+                f"parts={self.parts!r} of {name!r} should divide its {size} outputs into parts that tp={tp_size} "
+                f"divides, but gives {sizes}"
+            )
+        return sizes
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts, use_local_output, module, outputs, device_mesh
+    ):  # of torch's style
+        local = use_local_output and not _KEEP_DTENSORS.get()
+        return ColwiseParallel._prepare_output_fn(output_layouts, local, module, outputs, device_mesh)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.parts != 1:
+            sizes = self._sizes(type(module).__name__, module, device_mesh.size())
+            _put_rows_by_rank(module, sizes, device_mesh.size())
+            style = copy.copy(self)
+            style._prepare_output_fn = (
+                ColwiseParallel._prepare_output_fn
+            )  # DTensors would not know of the parts
+            return super(Column, style)._apply(module, device_mesh)
         uneven = module.weight.shape[isinstance(module, nn.Embedding)] % device_mesh.size()
         module = super()._apply(module, device_mesh)
         if uneven and self.use_local_output:  # torch gathers with padding and leaves it out
             module.register_forward_hook(_without_gaps)
         return module
+
+
+ROW_ORDER = "_row_order"  # on a parameter: the model's own row in the place of each of its rows
+
+
+def _put_rows_by_rank(module: nn.Module, sizes: list[int], tp_size: int) -> None:
+    """Reorders the rows so that the contiguous piece of a tp rank holds its piece of each part."""
+    parts = torch.arange(sum(sizes)).split(sizes)
+    order = torch.cat([part.chunk(tp_size)[rank] for rank in range(tp_size) for part in parts])
+    for parameter in (module.weight, module.bias):
+        if parameter is not None and not hasattr(parameter, ROW_ORDER):
+            with torch.no_grad():
+                parameter.copy_(parameter[order.to(parameter.device)])
+            setattr(parameter, ROW_ORDER, order)
 
 
 class Row(RowwiseParallel):
@@ -145,6 +222,7 @@ class Row(RowwiseParallel):
         style = copy.copy(self)  # torch's, too, writes into the style, which may be that of other layers
         if isinstance(module, nn.Embedding) and self.whole_input_of_embeddings:
             style.input_layouts = (Replicate(),)
+        module._takes_cut_input = not style.input_layouts[0].is_replicate()
         return super(Row, style)._apply(module, device_mesh)
 
 

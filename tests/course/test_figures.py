@@ -11,7 +11,6 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
-from ignite_ddl.course import cost, simulate
 from ignite_ddl.course.figures import (
     ch00,
     ch01,
@@ -32,7 +31,7 @@ from ignite_ddl.course.figures import (
     ch19,
     show,
 )
-from ignite_ddl.lab import draw
+from ignite_ddl.lab import cost, draw, simulate
 from ignite_ddl.lab.draw import ACTIVITY, GREY, RANK
 
 pytestmark = pytest.mark.usefixtures("no_window")

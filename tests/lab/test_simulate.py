@@ -8,8 +8,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from ignite_ddl.lab import cost, simulate

@@ -9,8 +9,7 @@ import ignite.distributed as idist
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import ignite_ddl as ddl
 from ignite_ddl.mesh import AXES, Mesh, check_mesh

@@ -14,8 +14,7 @@ import ignite.distributed as idist
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from ignite.engine import Engine, Events
 from ignite.metrics import Average
 from torch import nn

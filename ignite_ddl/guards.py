@@ -1,0 +1,231 @@
+"""What keeps a cut model from training wrongly without a word: marks and hooks that ``ddl.auto_model`` leaves on it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, guard_clipping
+from ignite_ddl.mesh import Mesh, get_mesh
+
+__all__ = [
+    "ModulesInUse",
+    "check_optimizer",
+    "check_parameter_hooks",
+    "check_same_rows",
+    "explain_errors",
+    "hand_on_attributes",
+    "refuse_ignites_checkpoint",
+    "refuse_second_derivatives",
+]
+
+END = -1  # of a stage's first forward pass in a step
+_REPLACED = "_replaced_by_auto_model"  # on a parameter: its name, once the model has another in its place
+
+
+# ------------------------------------------------------------------------------------------- parameters
+
+
+def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuses parameters with hooks, which would be lost where the parameter is cut."""
+    for name, parameter in parameters:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"{name!r} has a hook, which would not run on its shards: register it after ddl.auto_model"
+            )
+
+
+def hand_on_attributes(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Gives new parameters the attributes of those that they replace, and marks those that are replaced.
+
+    Args:
+        before: the parameters of the whole model before it was cut, by name.
+        model: the model after that.
+    """
+    after = dict(model.named_parameters(remove_duplicate=False))
+    mesh = get_mesh()
+    if mesh.tp_size * mesh.pp_size > 1:
+        guard_clipping()
+        for parameter in after.values():
+            setattr(parameter, PART_OF_A_MODEL, True)
+    for name, old in before.items():
+        new = after.get(name)
+        if new is old:
+            continue
+        if new is not None:
+            for attribute, value in vars(old).items():
+                if not hasattr(new, attribute):
+                    setattr(new, attribute, value)
+        setattr(old, _REPLACED, name)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
+    """Refuses an optimizer that holds parameters which the cut model has no more, or none of the model's.
+
+    Raises:
+        ValueError: naming one of them.
+    """
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    stale = [getattr(p, _REPLACED) for p in stepped if hasattr(p, _REPLACED)]
+    trained = {id(p) for p in model.parameters() if p.requires_grad} if model is not None else set()
+    if stale or (trained and trained.isdisjoint(id(p) for p in stepped)):
+        what = f"{stale[0]!r} as it was before ddl.auto_model cut it" if stale else "none of them"
+        raise ValueError(
+            f"optimizer should hold parameters of the model, but holds {what}: make it after ddl.auto_model, of what "
+            "that returned"
+        )
+
+
+# ------------------------------------------------------------------------------------------- the cut model
+
+
+def refuse_ignites_checkpoint(thing: nn.Module | torch.optim.Optimizer) -> None:
+    """Ignite's Checkpoint would save this rank's shard and load it into every rank."""
+
+    def refuse(*_: Any) -> None:
+        if called_by_ignites_checkpoint():
+            raise ValueError(
+                "Ignite's Checkpoint saves rank 0's part of a model that is cut over ranks: give it "
+                "ddl.full_state_dict(model) as a plain dict, on every rank, and load with ddl.load_full_state_dict"
+            )
+
+    thing.register_state_dict_pre_hook(refuse)
+    thing.register_load_state_dict_pre_hook(refuse)
+
+
+def refuse_second_derivatives(module: nn.Module, name: str) -> None:
+    """A gradient of a gradient is lost where a module is cut: DTensor and FSDP2 hand on the first one only."""
+
+    def check(gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # in a backward pass: with create_graph=True
+            raise ValueError(
+                f"second derivatives (create_graph=True) do not go through {name!r}, which is cut over ranks: leave "
+                "what a gradient penalty differentiates out of tensor_plan and of shard=True"
+            )
+
+    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(check)
+
+    module.register_forward_hook(watch)
+
+
+def explain_errors(module: nn.Module, advice: str) -> None:
+    """Adds a line to whatever the module's call raises, such as torch's errors about shapes and DTensors."""
+
+    def explain(*_: Any) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and advice not in getattr(error, "__notes__", ()):
+            error.add_note(advice)
+
+    module.register_forward_hook(explain, always_call=True)
+
+
+class ModulesInUse:
+    """Which modules with weights this rank calls in a step, to compare with the other dp ranks.
+
+    dp ranks that use different weights in one step mix their gradients up where those are reduced in one flat tensor,
+    or abort where sizes differ. In the first step each gather of FSDP2 and the end of the forward pass are compared
+    before anything is reduced; later steps send a digest along with the loss.
+
+    Args:
+        stages: this rank's stages.
+        mesh: the mesh.
+    """
+
+    def __init__(self, stages: list[nn.Module], mesh: Mesh) -> None:
+        self.mesh, self.strict = mesh, True
+        self.calls: dict[
+            int, None
+        ] = {}  # in order; each once, since dp ranks may have unlike numbers of microbatches
+        self.names: list[str] = []
+        if mesh.dp_size == 1 or any(_finds_unused(stage) for stage in stages):
+            return
+        for stage in stages:
+            for name, module in stage.named_modules():
+                if any(True for _ in module.parameters(recurse=False)) or isinstance(module, FSDPModule):
+                    module.register_forward_pre_hook(self._called(len(self.names), module), prepend=True)
+                    self.names.append(name.removeprefix("module.") or type(module).__name__)
+            stage.register_forward_hook(self._called(END, stage))
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.calls.clear()
+
+    def digest(self) -> int:
+        """A number below 2 ** 20 for what was called since then, and in which order."""
+        self.strict = False
+        return hash(tuple(self.calls)) % 2**20
+
+    def _called(self, number: int, module: nn.Module) -> Any:
+        meets = number == END or isinstance(module, FSDPModule)
+
+        def hook(*_: Any) -> None:
+            if torch.is_grad_enabled() and number not in self.calls:
+                self.calls[number] = None
+                if meets:
+                    self._compare(number)
+
+        return hook
+
+    def _compare(self, number: int) -> None:
+        """In the first step: all dp ranks have to be at the same place."""
+        if not self.strict:
+            return
+        here = torch.tensor([number, hash(tuple(self.calls)) % 2**20], device=idist.device())
+        peers = [torch.empty_like(here) for _ in range(self.mesh.dp_size)]
+        dist.all_gather(peers, here, group=self.mesh.dp_group)
+        if any(not torch.equal(peer, here) for peer in peers):
+            last = self.names[[called for called in self.calls if called != END][-1]]
+            raise ValueError(f"{UNLIKE_MODULES} This rank was at {last!r}")
+
+
+UNLIKE_MODULES = (
+    "dp ranks should call the same modules in a step, but call different ones: where gradients are reduced together "
+    "they would be mixed up. Let all ranks decide alike (a random choice: from one seed), or train with DDP alone and "
+    "find_unused_parameters=True."
+)
+
+
+def _finds_unused(stage: nn.Module) -> bool:
+    return isinstance(stage, DistributedDataParallel) and stage.find_unused_parameters
+
+
+def check_same_rows(x: Any, y: Any, mesh: Mesh) -> None:
+    """Compares the batch of this rank with those of its tp and pp peers, who should have the same rows.
+
+    Raises:
+        ValueError: on all of them, if they have not.
+    """
+    for axis, group in (("tp", mesh.tp_group), ("pp", mesh.pp_group)):
+        if mesh.sizes[axis] == 1:
+            continue
+        here = torch.stack([_checksum(part) for part in (x, y)])
+        peers = [torch.empty_like(here) for _ in range(mesh.sizes[axis])]
+        dist.all_gather(peers, here, group=group)
+        if any(not torch.equal(peer, here) for peer in peers):
+            raise ValueError(
+                f"{axis} peers should get the same rows, but got different ones: use ddl.auto_dataloader, and let what "
+                "draws random numbers in a dataset draw from torch's (Python's and NumPy's differ from rank to rank)"
+            )
+
+
+def _checksum(batch: Any) -> torch.Tensor:
+    """64 bits that depend on each value and its place, of a batch of any structure."""
+    total = torch.zeros((), dtype=torch.int64, device=idist.device())
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            values = leaf.detach().contiguous().view(-1).view(torch.uint8).to(total.device, torch.int64)
+            places = torch.arange(1, len(values) + 1, device=total.device)
+            total = total * 31 + (values * (places * 2654435761 % 2**31)).sum()
+    return total

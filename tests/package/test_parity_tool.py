@@ -1,0 +1,248 @@
+"""ddl.check_parity says "equal" where a mesh is right; where it is wrong, it says what, where and by how much."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ignite_ddl as ddl
+from ignite_ddl.parity import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = {"0": ddl.Column(), "2": ddl.Row()}
+
+
+def layers(act=None, hidden=8):
+    return nn.Sequential(nn.Linear(4, hidden), act or nn.Tanh(), nn.Linear(hidden, 2))
+
+
+def batch(rows=8):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 2, generator=generator)
+
+
+class Pair(nn.Module):
+    """Its input is a dict; it drops, and normalises over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+    def forward(self, x):
+        return {"y": self.layers(x["a"] + x["b"]).float()}  # and computes in float32, unless told otherwise
+
+
+PAIR = {"prepare_batch": lambda batch, **_: ({"a": batch["x"], "b": batch["x"]}, batch["y"]),
+        "model_transform": lambda output: output["y"], "gradient_accumulation_steps": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "uneven"),
+    [
+        ({"dp": 2, "max_norm": 0.1}, 7),
+        ({"tp": 2}, 7),
+        ({"pp": 2, "split": [1, 2], "steps": 2}, 7),
+        ({"dp": 2, "tp": 2, "shard": True}, 7),
+    ],
+    ids=["dp", "tp", "pp", "dp tp shard"],
+)
+def test_what_is_right_is_equal(options, uneven):
+    report = ddl.check_parity(layers(), PLAN, batch(), F.mse_loss, **options)
+    assert report.equal, report
+    assert report.first is None
+    assert report.dead == []
+    assert 0 <= report.worst.error < 1e-13
+    assert [step.rows for step in report.steps] == [8, uneven, 8][: options.get("steps", 3)]
+    assert all(max(step.loss_error, step.gradient_error) <= report.worst.error for step in report.steps)
+    assert report.steps[0].loss != report.steps[-1].loss
+    assert "\nequal: the largest error is" in str(report)
+
+
+def test_dropout_batchnorm_and_float32_are_no_part_of_it_and_the_caller_keeps_its_state():
+    x, y = batch()
+    model, before = Pair(), torch.get_rng_state()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = ddl.check_parity(model, None, {"x": x, "y": y}, F.mse_loss, dp=2, trainer=PAIR, steps=4)
+    assert report.equal, report
+    assert report.worst.error < 1e-13
+    assert "dropout was off" in str(report)
+    assert "BatchNorm took its running statistics" in str(report)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_default_dtype() == torch.float32
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+# --------------------------------------------------------------------------------------------- what is wrong
+
+
+class TwiceTheGradient(ddl.Column):
+    def _apply(self, module, device_mesh):
+        module = super()._apply(module, device_mesh)
+        module.bias.register_hook(lambda gradient: 2 * gradient)
+        return module
+
+
+def test_a_wrong_gradient_is_named_with_step_ranks_size_and_factor():
+    report = ddl.check_parity(layers(), PLAN | {"0": TwiceTheGradient()}, batch(), F.mse_loss, tp=2)
+    first = report.first
+    assert not report.equal
+    assert (first.kind, first.name, first.step, first.rank) == ("gradient", "0.bias", 1, 0)
+    assert first.factor == pytest.approx(2)
+    assert 0.01 < first.error <= report.worst.error
+    assert report.steps[0].loss_error < 1e-13 < report.steps[1].loss_error
+    assert "differs: first the gradient of '0.bias' in step 1 on ranks 0, 1, 2 times" in str(report)
+    assert "the factor is tp=2" in str(report)
+
+
+def test_a_weight_that_one_rank_has_otherwise_is_named_with_that_rank():
+    class Drifts(nn.Linear):
+        def forward(self, x):
+            if self.training and ddl.get_mesh().rank == 1:
+                self.weight.register_hook(lambda gradient: gradient + 1e-6)
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Drifts(8, 2))
+    report = ddl.check_parity(model, None, batch(), F.mse_loss, tp=2)
+    assert (report.first.kind, report.first.name, report.first.rank) == ("gradient", "2.weight", 1)
+    assert "on rank 1, off by" in str(report)
+
+
+def test_what_the_trainer_refuses_comes_through():
+    with pytest.raises(ValueError, match="loss_fn should be a mean over rows"):
+        ddl.check_parity(layers(), None, batch(), lambda output, y: (output - y).square().sum(), dp=2)
+    with pytest.raises(ValueError, match="mixes features that tensor_plan has cut"):
+        ddl.check_parity(layers(nn.Softmax(-1)), PLAN, batch(), F.mse_loss, tp=2)
+
+
+class Centred(nn.Module):
+    """What a row becomes depends on the other rows of the batch."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def test_rows_that_depend_on_each_other_are_named_as_the_cause():
+    report = ddl.check_parity(layers(Centred()), None, batch(), F.mse_loss, pp=2, n_microbatches=2)
+    assert (report.first.name, report.first.step) == ("loss", 1)
+    assert "rows of a batch depend on each other" in str(report)
+
+
+class Remembers(nn.Module):
+    """Adds the mean of the batch before, which each rank knows of its own rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        y = x + self.mean.clone()
+        if self.training:
+            self.mean.copy_(x.detach().mean(0))
+        return y
+
+
+def test_what_a_step_leaves_behind_shows_in_the_next():
+    report = ddl.check_parity(layers(Remembers()), None, batch(), F.mse_loss, dp=2)
+    assert (report.first.name, report.first.step) == ("loss", 2)
+    assert report.steps[0].gradient_error < 1e-13
+    assert "a buffer" in str(report)
+
+
+def test_a_dead_model_is_no_proof():
+    with_unused = layers()
+    nn.init.zeros_(with_unused[2].weight)
+    with_unused[2].weight.requires_grad_(False)
+    report = ddl.check_parity(with_unused, None, batch(), F.mse_loss, dp=2)
+    assert report.equal
+    assert report.dead == ["0.weight", "0.bias"]
+    assert "says nothing about weights whose gradients are zero in one process: 0.weight, 0.bias" in str(
+        report
+    )
+    report = ddl.check_parity(layers(), None, batch(), lambda output, y: 0 * output.mean() + 1, dp=2)
+    assert not report.equal
+    assert report.first is None
+    assert report.dead[-1] == "loss"
+    assert "the loss does not move" in str(report)
+
+
+# ----------------------------------------------------------------------------- factories, refusals, the command
+
+
+def test_a_factory_makes_lazy_layers_of_a_smaller_size():
+    def make(n_layers=10**9, hidden=8):
+        hiddens = [ddl.lazy(nn.Linear, hidden, hidden) for _ in range(n_layers)]
+        return nn.Sequential(ddl.lazy(nn.Linear, 4, hidden), *hiddens, nn.Tanh(), nn.Linear(hidden, 2))
+
+    report = ddl.check_parity(make, None, batch(), F.mse_loss, pp=2,
+                              smaller={"n_layers": 2})  # fmt: skip
+    assert report.equal, report
+    with pytest.raises(ValueError, match="smaller is for a function"):
+        ddl.check_parity(layers(), None, batch(), F.mse_loss, smaller={"n_layers": 2})
+
+
+def test_a_refusal_comes_through_as_it_is_and_another_failure_as_a_rank_error():
+    with pytest.raises(ValueError, match="a model of 3 layers cannot be cut into 4 stages"):
+        ddl.check_parity(layers(), None, batch(), F.mse_loss, pp=4)
+    with pytest.raises(ValueError, match="tp ranks have different gradients of '1.weight'") as caught:
+        ddl.check_parity(layers(nn.PReLU()), PLAN, batch(), F.mse_loss, tp=2)  # known on the ranks alone
+    assert "Traceback" not in str(caught.value)
+    with pytest.raises(ValueError, match="a row for each sample"):
+        ddl.check_parity(layers(), None, (torch.zeros(3, 4), torch.zeros(2, 2)), F.mse_loss)
+
+    def loss_fn(output, y):
+        if ddl.get_mesh().world_size > 1:
+            raise ValueError("not of ignite_ddl")
+        return F.mse_loss(output, y)
+
+    with pytest.raises(ddl.RankError, match="not of ignite_ddl"):
+        ddl.check_parity(layers(), None, batch(), loss_fn, dp=2)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+def make(hidden=10**9):
+    return nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 2))
+
+def right():
+    return make, None, (torch.ones(4, 4), torch.ones(4, 2)), nn.functional.mse_loss
+
+class Centred(nn.Linear):
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+def wrong():
+    x = torch.arange(16.0).view(4, 4).sin()
+    return dict(model=lambda hidden: Centred(4, 2), batch=(x, x[:, :2]), loss_fn=nn.functional.mse_loss)
+"""
+
+
+def test_the_command_says_it_by_its_exit_code(tmp_path, monkeypatch, capsys):
+    (tmp_path / "of_a_user.py").write_text(textwrap.dedent(SCRIPT))
+    command = [
+        sys.executable,
+        "-m",
+        "ignite_ddl.parity",
+        "of_a_user:right",
+        "--pp",
+        "2",
+        "--smaller",
+        "hidden=8",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "equal: the largest error is" in done.stdout
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["of_a_user:wrong", "--dp", "2", "--smaller", "hidden=8", "--steps", "1"]) == 1
+    assert "differs: first the loss in step 1 on ranks 0, 1" in capsys.readouterr().out
+    assert main(["of_a_user:right", "--pp", "4", "--smaller", "hidden=8"]) == 2
+    assert "refused: a model of 3 layers cannot be cut into 4 stages" in capsys.readouterr().out
+    assert main(["of_nobody:right", "--dp", "2"]) == 3

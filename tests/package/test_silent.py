@@ -1,0 +1,571 @@
+"""What used to train wrongly without a word, on models and habits that we did not write: right, or refused by name.
+
+Each case trains a few float64 steps of SGD on ranks with different rows, a smaller last batch among them.
+"""
+
+import random
+from functools import partial
+
+import ignite.distributed as idist
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from ignite.handlers import Checkpoint
+from ignite.metrics import Average
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import ignite_ddl as ddl
+from ignite_ddl import state
+
+TIMEOUT = 90
+PLAN = {"0": ddl.Column(), "2": ddl.Row()}
+generator = torch.Generator().manual_seed(1)
+X = torch.randn(14, 8, generator=generator, dtype=torch.float64)
+Y = torch.randn(14, 4, generator=generator, dtype=torch.float64)
+CLASSES = torch.randint(4, (14,), generator=generator)
+HALF_IGNORED = CLASSES.clone()
+HALF_IGNORED[[0, 2, 3, 8, 9, 10, 11]] = -100
+
+
+def mlp(*more):
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4), *more).double()
+
+
+def on(function, *args, **axes):
+    """Runs on as many ranks as the axes need. What is refused raises here as it does there."""
+    n = 1
+    for size in axes.values():
+        n *= size
+    try:
+        with ddl.Parallel("gloo", n, timeout=TIMEOUT, threads_per_rank=1, **axes) as parallel:
+            return parallel.run(function, *args)
+    except ddl.RankError as error:
+        raise (error.exception or error) from None
+
+
+def trained(local_rank, make=mlp, loss_fn=F.mse_loss, y=Y, divisor=None, loader=None, **options):
+    """Losses of a few steps, and the weights after them."""
+    torch.manual_seed(0)
+    model = ddl.auto_model(make().double(), **options)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer, losses = ddl.create_supervised_trainer(model, optimizer, loss_fn, loss_divisor=divisor), []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    loader = loader() if loader else ddl.auto_dataloader(TensorDataset(X, y), batch_size=8)
+    trainer.run(loader, max_epochs=2)
+    return losses, torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+def assert_equal(found, right):
+    for losses, weights in found:
+        assert losses == pytest.approx(right[0], abs=1e-12, rel=1e-12)
+        assert (weights - right[1]).abs().max() <= 1e-12
+
+
+# --- losses whose mean is not over rows
+
+LOSSES = {
+    "targets of -100": (F.cross_entropy, HALF_IGNORED, None),
+    "ignore_index": (partial(F.cross_entropy, ignore_index=0), CLASSES, None),
+    "weights of classes": (
+        nn.CrossEntropyLoss(weight=torch.arange(1.0, 5, dtype=torch.float64)),
+        CLASSES,
+        None,
+    ),
+    "nll": (lambda o, y: F.nll_loss(o.log_softmax(1), y, ignore_index=1), CLASSES, lambda y: (y != 1).sum()),
+    "sum": (nn.MSELoss(reduction="sum"), Y, None),
+    "a sum, said": (lambda o, y: (o - y).square().sum() / 50, Y, "sum"),
+    "ddl.cross_entropy": (ddl.cross_entropy, HALF_IGNORED, None),
+}
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_losses_divide_by_what_they_count(axes):
+    def all_of_them(local_rank):
+        return [trained(0, mlp, loss_fn, y, divisor) for loss_fn, y, divisor in LOSSES.values()]
+
+    for ranks, right in zip(zip(*on(all_of_them, **axes), strict=True), all_of_them(0), strict=True):
+        assert_equal(ranks, right)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "loss_fn", [lambda o, y: (o - y).square().sum(), lambda o, y: (o[1:] - y[1:]).square().mean()]
+)
+def test_a_loss_that_is_no_mean_over_rows_is_refused(axes, loss_fn):
+    with pytest.raises(
+        ValueError, match="loss_fn should be a mean over rows, but gives .* pass loss_divisor="
+    ):
+        on(trained, mlp, loss_fn, **axes)
+
+
+def late(local_rank):
+    model = ddl.auto_model(mlp())
+    step = ddl.create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy)
+    loader = ddl.auto_dataloader(
+        TensorDataset(X, torch.where(torch.arange(14) > 10, -100, CLASSES)), batch_size=8
+    )
+    step.run(loader)
+
+
+def test_ignored_targets_that_come_late_are_refused():
+    with pytest.raises(
+        ValueError, match="targets of -100 do not count in this loss, and came after batches without"
+    ):
+        on(late, dp=2)
+
+
+def regularised(local_rank):
+    torch.manual_seed(0)
+    model = ddl.auto_model(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(output, y):
+        return F.mse_loss(output, y) + sum(p.square().sum() for p in model.parameters())
+
+    trainer = ddl.create_supervised_trainer(model, optimizer, loss_fn)
+    return trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8)).output
+
+
+def test_a_regulariser_in_the_loss_is_right_or_refused():
+    assert on(regularised, dp=2) == pytest.approx([regularised(0)] * 2, abs=1e-12)
+    with pytest.raises(ValueError, match="loss_fn uses weights beside the model's output"):
+        on(regularised, pp=2)
+
+
+# --- forwards
+
+
+class More(nn.Module):
+    pipeline_layers = ("a", "b")
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.b(F.relu(self.a(x)))
+
+
+class InPlace(More):
+    def forward(self, x):
+        return self.b(self.a(x).relu_())
+
+
+class After(More):
+    def forward(self, x):
+        return self.b(self.a(x)) * 2
+
+
+class Skip(More):
+    def forward(self, x):
+        return self.b(x + self.a(x))
+
+
+class Straight(More):
+    def forward(self, x):
+        assert x.shape[1] < 100
+        for layer in (self.a, self.b):
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [More, InPlace, After, Skip])
+def test_a_forward_that_does_more_than_call_its_layers_is_refused(kind):
+    with pytest.raises(
+        ValueError, match=rf"{kind.__name__}.forward should call the layers .* it does something else"
+    ):
+        ddl.check_model(kind(), pp=2)
+
+
+def test_a_forward_that_calls_its_layers_is_cut():
+    assert_equal(on(trained, Straight, pp=2), trained(0, Straight))
+
+
+class Mixed(nn.Module):
+    """What stands between a Column and a Row mixes features."""
+
+    def __init__(self, mix, inner=16):
+        super().__init__()
+        self.mix, self.up, self.down = mix, nn.Linear(8, 16), nn.Linear(inner, 4)
+
+    def forward(self, x):
+        return self.down(self.mix(self.up(x)))
+
+
+def glu(x):
+    a, b = x.chunk(2, -1)
+    return F.silu(a) * b
+
+
+MIXING = {
+    "softmax": (lambda x: x.softmax(-1), 16),
+    "mean": (lambda x: x - x.mean(-1, keepdim=True), 16),
+    "layer_norm": (lambda x: F.layer_norm(x, x.shape[-1:]), 16),
+    "glu": (glu, 8),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_code_that_mixes_cut_features_is_refused(name):
+    plan = {"up": ddl.Column(), "down": ddl.Row()}
+    with pytest.raises(ValueError, match="the code before 'down' mixes features that tensor_plan has cut"):
+        on(partial(trained, make=partial(Mixed, *MIXING[name]), tensor_plan=plan), tp=2)
+
+
+class Fused(nn.Module):
+    """q, k and v in one layer, a gate and its values in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.gated, self.down = nn.Linear(8, 16), nn.Linear(8, 4)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.down(glu(self.gated(self.out(q * k.tanh() + v))))
+
+
+FUSED = {
+    "qkv": ddl.Column(parts=(8, 8, 8)),
+    "gated": ddl.Column(parts=2),
+    "out": ddl.Row(),
+    "down": ddl.Row(),
+}
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_fused_layers_are_cut_part_by_part(shard):
+    axes = {"dp": 2, "tp": 2}
+    assert_equal(on(partial(trained, make=Fused, tensor_plan=FUSED, shard=shard), **axes), trained(0, Fused))
+    without_parts = FUSED | {"qkv": ddl.Column(), "gated": ddl.Column()}
+    with pytest.raises(ValueError, match="the code before 'out' mixes features"):
+        on(partial(trained, make=Fused, tensor_plan=without_parts), tp=2)
+
+
+def loaded(local_rank, state):
+    model = ddl.auto_model(Fused().double(), FUSED)
+    ddl.load_full_state_dict(model, state)
+    return {name: tensor.equal(state[name]) for name, tensor in ddl.full_state_dict(model).items()}
+
+
+def test_the_state_of_fused_layers_is_the_models_own():
+    assert all(all(same.values()) for same in on(loaded, Fused().double().state_dict(), tp=2))
+    with pytest.raises(
+        ValueError, match=r"parts=\(9, 7, 8\) of 'qkv' should divide its 24 outputs into parts that tp=2"
+    ):
+        ddl.check_model(Fused(), {"qkv": ddl.Column(parts=(9, 7, 8))}, tp=2)
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.norm, self.conv2 = nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        return self.conv2(self.norm(self.conv1(x)))
+
+
+def explained(local_rank):
+    """What torch raises in cut modules, with what is added to it."""
+    told, image = [], torch.zeros(2, 1, 2, 2)
+    row = ddl.auto_model(nn.Sequential(nn.Linear(8, 8)), {"0": ddl.Row()})
+    channels = ddl.auto_model(Convolutions(), {"conv1": ddl.OutputChannels(), "conv2": ddl.InputChannels()})
+    for model, x in ((row, torch.zeros(2, 8)), (channels, image)):
+        try:
+            model(x)
+        except Exception as error:
+            told.append(" ".join(error.__notes__))
+    return told
+
+
+def test_an_error_inside_a_cut_module_says_which_and_what_to_do():
+    for row, norm in on(explained, tp=2):
+        assert "in '0', which tensor_plan cuts with Row: its input should be this rank's part" in row
+        assert "in 'norm', a BatchNorm2d of all channels" in norm
+
+
+class Branch(nn.Module):
+    """dp ranks use different weights, of ``inner`` features."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(8, n), nn.Linear(n, 8)) for n in (8, inner))
+        self.c = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.c((self.a if ddl.get_mesh().dp_rank == 0 else self.b)(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "axes"),
+    [({"shard": True}, {"dp": 2}), ({}, {"dp": 2}), ({"tensor_plan": {"c": ddl.Row()}}, {"dp": 2, "tp": 2})],
+    ids=["shard", "ddp", "dp x tp"],
+)
+@pytest.mark.parametrize("inner", [8, 30])
+def test_dp_ranks_that_use_different_weights_are_refused(options, axes, inner):
+    if axes.get("tp"):
+        options = {"tensor_plan": {"a.0": ddl.Column(), "a.1": ddl.Row()}}
+    with pytest.raises(ValueError, match="dp ranks should call the same modules in a step"):
+        on(partial(trained, make=partial(Branch, inner), **options), **axes)
+
+
+# --- optimizers, parameters, clipping
+
+
+def early(local_rank, through):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = ddl.auto_model(model, PLAN)
+    if through == "auto_optim":
+        ddl.auto_optim(optimizer)
+    else:
+        ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
+
+
+@pytest.mark.parametrize("through", ["auto_optim", "trainer"])
+def test_an_optimizer_that_is_made_too_early_is_refused(through):
+    with pytest.raises(
+        ValueError, match="holds '0.weight' as it was before ddl.auto_model cut it: make it after"
+    ):
+        on(early, through, tp=2)
+
+
+def clipped(local_rank):
+    model = ddl.auto_model(mlp())
+    model.train_step(X[:4], Y[:4], lambda output, y: F.mse_loss(output, y) / 2)
+    clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_torchs_clipping_of_a_part_is_refused():
+    with pytest.raises(ValueError, match=r"takes the norm of this rank's part .* call ddl.clip_grad_norm_"):
+        on(clipped, pp=2)
+
+
+def thawed(local_rank):
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    model = ddl.auto_model(model)
+    trainer = ddl.create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+    model.module[0].weight.requires_grad_(True)
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8))
+
+
+def test_a_weight_thawed_under_ddp_is_refused():
+    with pytest.raises(
+        ValueError, match="'0.weight' was frozen when ddl.auto_model wrapped the model in DDP"
+    ):
+        on(thawed, dp=2)
+
+
+def marked(local_rank, hook, **options):
+    model = mlp()
+    model[0].bias.no_weight_decay = True
+    if hook:
+        model[0].bias.register_hook(lambda gradient: gradient)
+    return [
+        n for n, p in ddl.auto_model(model, **options).named_parameters() if hasattr(p, "no_weight_decay")
+    ]
+
+
+def test_attributes_of_parameters_stay_and_hooks_are_refused():
+    assert on(partial(marked, tensor_plan=PLAN), False, tp=2) == [["0.bias"]] * 2
+    assert on(partial(marked, shard=True), False, dp=2) == [["0.bias"]] * 2
+    with pytest.raises(ValueError, match="'0.bias' has a hook, which would not run on its shards"):
+        on(partial(marked, tensor_plan=PLAN), True, tp=2)
+
+
+def drifting(local_rank):
+    model = ddl.auto_model(mlp(nn.Dropout(0.5)), PLAN)
+    torch.manual_seed(local_rank)  # now tp peers drop different outputs
+    trainer = ddl.create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8))
+
+
+def test_a_bias_of_row_that_would_drift_is_refused():
+    with pytest.raises(ValueError, match="tp ranks have different gradients of '2.bias'"):
+        on(drifting, tp=2)
+
+
+# --- update functions of one's own
+
+
+def penalised(local_rank, **options):
+    torch.manual_seed(0)
+    model = ddl.auto_model(mlp(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def update(engine, batch):
+        x, y = batch
+        x.requires_grad_()
+        optimizer.zero_grad()
+
+        def loss_fn(output, y):
+            (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            return F.mse_loss(output, y) + gradient.square().sum(1).mean()
+
+        _, loss = ddl.forward_backward(engine, model, x, y, loss_fn, loss_divisor="rows")
+        optimizer.step()
+        return loss.item()
+
+    return ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5)).output
+
+
+def test_a_gradient_penalty_is_right_or_refused():
+    assert on(penalised, dp=2) == pytest.approx([penalised(0)] * 2, abs=1e-12)
+    for options, axes in (({"shard": True}, {"dp": 2}), ({"tensor_plan": PLAN}, {"tp": 2})):
+        with pytest.raises(ValueError, match="second derivatives .* do not go through"):
+            on(partial(penalised, **options), **axes)
+
+
+def gan(local_rank, axes):
+    torch.manual_seed(0)
+    plan = PLAN if "tp" in axes else None
+    make = ddl.auto_model(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double(), plan)
+    judge = ddl.auto_model(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double(), plan)
+    makers, judges = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (make, judge))
+    loss_fn = F.binary_cross_entropy_with_logits
+
+    def update(engine, batch):
+        noise, real = batch
+        ones = torch.ones(len(noise), 1, dtype=torch.float64)
+        judges.zero_grad()
+        ddl.forward_backward(engine, judge, real, ones, loss_fn, last=False)
+        _, of_judge = ddl.forward_backward(engine, judge, make(noise).detach(), 0 * ones, loss_fn)
+        judges.step()
+        makers.zero_grad()
+        _, of_maker = ddl.forward_backward(engine, make, noise, ones, lambda made, y: loss_fn(judge(made), y))
+        makers.step()
+        return of_judge.item(), of_maker.item()
+
+    return ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5), 2).output
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 4}, {"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_two_models_and_two_optimizers(axes):
+    """5 rows on 4 ranks, and a last batch of 4: a rank without rows takes part."""
+    for found in on(gan, axes, **axes):
+        assert found == pytest.approx(gan(0, {}), abs=1e-12)
+
+
+def by_hand(local_rank):
+    model = ddl.auto_model(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def update(engine, batch):
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=7))
+
+
+def test_a_step_without_weighting_by_rows_is_refused():
+    with pytest.raises(ValueError, match="this rank has . of the batch's 7 rows.*call ddl.forward_backward"):
+        on(by_hand, dp=2)
+
+
+# --- data, metrics, state
+
+
+class Rows(Dataset):
+    def __init__(self, draws):
+        self.draws = draws
+
+    def __len__(self):
+        return 14
+
+    def __getitem__(self, row):
+        return X[row] + (random.random() if self.draws else 0), Y[row]
+
+
+def seeded(loader):
+    random.seed(idist.get_rank())
+    return loader()
+
+
+LOADERS = {
+    "idist's": lambda: idist.auto_dataloader(Rows(False), batch_size=8),
+    "Python's random": partial(seeded, lambda: ddl.auto_dataloader(Rows(True), batch_size=8)),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_peers_that_read_different_rows_are_refused(name, axis):
+    with pytest.raises(ValueError, match=f"{axis} peers should get the same rows"):
+        on(partial(trained, loader=LOADERS[name], tensor_plan=PLAN), **{axis: 2})
+
+
+class Stream(IterableDataset):
+    def __init__(self, by_rank):
+        self.by_rank = by_rank
+
+    def __iter__(self):
+        return iter(range(idist.get_rank(), 20, 2) if self.by_rank else range(20))
+
+
+def read(local_rank, by_rank):
+    return [batch.tolist() for batch in ddl.auto_dataloader(Stream(by_rank), batch_size=6)]
+
+
+def test_a_stream_that_is_split_by_rank_already_is_refused():
+    first, second = on(read, False, dp=2)
+    assert sorted(sum(first + second, [])) == list(range(20))
+    with pytest.raises(ValueError, match="dataset should give every rank the same samples"):
+        on(read, True, dp=2)
+
+
+def counted(local_rank):
+    ddl.auto_model(mlp(), PLAN)
+    metric = Average()
+    metric.attach(Engine(lambda engine, batch: batch), "mean")
+    metric.reset()
+    metric.update(1.0)
+    metric.compute()
+    return metric.num_examples  # after the reduction over ranks, which is over dp, of one rank
+
+
+def test_metrics_on_a_plain_engine_count_rows_once():
+    assert on(counted, tp=2) == [1, 1]
+
+
+def saved(local_rank, folder, **options):
+    model = ddl.auto_model(mlp(), **options)
+    trainer = ddl.create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, Checkpoint({"model": model}, folder))
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8))
+
+
+def test_ignites_checkpoint_of_a_cut_model_is_refused(tmp_path):
+    on(saved, str(tmp_path), dp=2)
+    assert list(tmp_path.glob("*.pt"))
+    for options, axes in (({}, {"pp": 2}), ({"tensor_plan": PLAN}, {"tp": 2}), ({"shard": True}, {"dp": 2})):
+        with pytest.raises(
+            ValueError, match=r"Ignite's Checkpoint saves rank 0's part .* ddl.full_state_dict"
+        ):
+            on(partial(saved, **options), str(tmp_path / f"{axes}"), **axes)
+
+
+def names_of_compiled(local_rank):
+    return list(ddl.full_state_dict(torch.compile(ddl.auto_model(mlp()), backend="eager")))
+
+
+def test_the_state_of_a_compiled_model_has_plain_names():
+    assert on(names_of_compiled, dp=2) == [list(mlp().state_dict())] * 2
+
+
+def on_one_rank(local_rank):
+    state.WAIT_SECONDS = 1
+    model = ddl.auto_model(mlp())
+    if local_rank == 0:
+        ddl.full_state_dict(model)
+    idist.barrier()
+
+
+def test_the_state_asked_for_on_one_rank_only_is_an_error_and_no_hang():
+    with pytest.raises(
+        (ValueError, RuntimeError), match="full_state_dict should be called on every rank|onnection|barrier"
+    ):
+        on(on_one_rank, pp=2)
