@@ -8,8 +8,7 @@ from collections import OrderedDict
 import ignite.distributed as idist
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ignite.engine import Engine, Events
 from ranks import run
 from torch import nn

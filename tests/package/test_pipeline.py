@@ -6,8 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from ranks import mesh_of, pipeline_of, run, sizes
 from torch import nn
 from torch.distributed.pipelining import schedules
