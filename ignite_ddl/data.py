@@ -1,4 +1,4 @@
-"""The loader on a mesh: every global batch of one process, divided among the data-parallel ranks."""
+"""The data loader on a mesh: each global batch is split among the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ __all__ = ["ShardedDataLoader", "auto_dataloader", "part", "without_rows"]
 
 
 def auto_dataloader(dataset: Dataset, **kwargs: Any) -> ShardedDataLoader:
-    """A ``DataLoader`` whose global batches are those of one process, dealt to the dp axis as evenly as it goes.
+    """A ``DataLoader`` with the global batches of one process, split evenly over the dp axis.
 
-    Every dp rank takes its contiguous part of each global batch; tp and pp peers get the same rows. Nothing is
-    padded and nothing dropped: the last global batch may leave a rank with fewer rows, or none.
-    ``ddl.create_supervised_trainer`` weights losses and gradients by rows, so that this changes no result.
-    Shuffling is the same on every rank and differs by epoch without ``set_epoch``. The epoch is over when a pass
-    has given its last batch; a pass that is left before that, by a peek or a ``break``, is followed by one in the
-    same order. So a rank may look at a batch alone, as long as an epoch has more than one. Samplers and transforms
-    that draw should draw from torch's random stream: tp and pp peers then see the same rows. An iterable dataset,
-    and a sampler or a ``generator`` with a random state of its own, move on with every pass that begins: begin
-    those on all ranks.
+    Each dp rank gets a contiguous part of every global batch; tp and pp peers get the same rows. No rows are padded or
+    dropped: of the last global batch a rank may get fewer rows, or none. ``ddl.create_supervised_trainer`` weights
+    losses and gradients by rows, so results do not change.
+
+    Shuffling is the same on every rank and differs by epoch without ``set_epoch``. An epoch ends when an iterator
+    returns its last batch; if iteration stops before, the next iterator has the same order. So a single rank may look
+    at the first batch, provided that an epoch has more than one. Random samplers and transforms should use torch's
+    random stream, so that tp and pp peers get the same rows. An iterable dataset, and a sampler or a ``generator``
+    with a random state of its own, change state with every iterator: create iterators of these on all ranks.
 
     Args:
-        dataset: a map-style or an iterable dataset. An iterable one is read whole on each rank; what it draws is
-            alike on all.
+        dataset: a map-style or an iterable dataset. An iterable one is read entirely on each rank, with the same
+            random numbers on all.
         kwargs: those of ``torch.utils.data.DataLoader``. ``batch_size`` is the global one, ``num_workers`` is
-            divided among the ranks of a machine, ``sampler`` and ``batch_sampler`` are those of one process, and end:
-            an epoch's batches are listed as it begins.
+            divided among the ranks of a machine, ``sampler`` and ``batch_sampler`` are those of one process and must
+            be finite: an epoch's batches are listed when it begins.
 
     Returns:
-        ShardedDataLoader: the loader; its ``rows`` tells how many rows the batch at hand has here and in all.
+        ShardedDataLoader: the loader; its ``rows`` are the numbers of rows of the current batch, here and in all.
 
     Raises:
-        ValueError: if a sampler is given that already divides the data.
+        ValueError: if a sampler is given that already divides the data among ranks.
 
     Examples:
         .. code-block:: python
@@ -74,9 +74,7 @@ def auto_dataloader(dataset: Dataset, **kwargs: Any) -> ShardedDataLoader:
     """
     mesh = get_mesh()
     loader = _make_loader(dataset, mesh, **kwargs)
-    streamed = isinstance(
-        dataset, IterableDataset
-    )  # and read whole by each dp rank: their parts must fit together
+    streamed = isinstance(dataset, IterableDataset)  # read by each dp rank, with the same random numbers
     if mesh.dp_size < mesh.world_size or (streamed and mesh.world_size > 1):
         seed = _common_seed(mesh) + 1 + (0 if streamed else mesh.dp_rank)
         loader.stream = torch.Generator().manual_seed(seed)
@@ -123,12 +121,12 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
 
 
 class ShardedDataLoader(DataLoader):
-    """This rank's part of every global batch. Made by :func:`auto_dataloader`.
+    """Loads this rank's part of every global batch. Made by :func:`auto_dataloader`.
 
     Attributes:
-        rows: ``(here, in all)``: the rows of the batch at hand on this rank and on the whole dp axis.
-        filler: where ``rows[0]`` is 0, a batch of one row of the global batch: a rank without rows computes it
-            with weight 0, so that its peers do not wait.
+        rows: ``(here, in all)``: number of rows of the current batch on this rank and on the whole dp axis.
+        filler: if ``rows[0]`` is 0, a batch with one row of the global batch, which a rank without rows computes with
+            weight 0 so that its peers do not wait; else None.
     """
 
     rows: tuple[int, int] = (0, 0)
@@ -143,21 +141,21 @@ class ShardedDataLoader(DataLoader):
                     _check_same_samples(fingerprint)
                 yield self._present(batch, here, in_all)
             return
-        # A pass has its own sizes, filled when it reads its first batch, and a stream of its own until it is over.
+        # Each iterator has its own sizes, filled with its first batch, and its own random stream until it ends.
         epoch, sizes = shares.epoch, deque()
         shares.sizes, stream = sizes, self.stream and self.stream.clone_state()
         for batch in self._batches(stream):
             here, in_all = sizes.popleft()
-            # Not when it begins, which a rank may do alone, nor at its end, for which Ignite's last one is not asked.
+            # Advanced with the last batch: one rank alone may begin an epoch, and Ignite does not exhaust iterators.
             if not sizes and shares.epoch == epoch:
                 shares.epoch, self.stream = epoch + 1, stream
             yield self._present(batch, here, in_all)
 
     def _batches(self, stream: torch.Generator | None) -> Iterator[Any]:
-        with _draws_of_peers(stream):
+        with _shared_random_stream(stream):
             batches = super().__iter__()
         while True:
-            with _draws_of_peers(stream):
+            with _shared_random_stream(stream):
                 batch = next(batches, self)
             if batch is self:
                 return
@@ -172,29 +170,29 @@ class ShardedDataLoader(DataLoader):
         return batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch that the next pass shuffles for, say after a resume; else it goes on after each whole pass."""
+        """Sets the epoch of the next iterator's shuffling, for example after a resume; advances by itself otherwise."""
         if isinstance(self.batch_sampler, _Shares):
             self.batch_sampler.epoch = epoch
 
 
 def without_rows(batch: Any) -> Any:
-    """A batch, or the output for one, that has none of its rows any more."""
-    return tree_map(_no_rows, batch, is_leaf=_is_words)
+    """A batch, or the model's output for it, with all rows removed."""
+    return tree_map(_no_rows, batch, is_leaf=_is_strings)
 
 
-def _is_words(leaf: Any) -> bool:
-    """What the default collate function makes of strings."""
+def _is_strings(leaf: Any) -> bool:
+    """Whether this is a batch of strings, as made by the default collate function."""
     return isinstance(leaf, list | tuple) and len(leaf) > 0 and all(isinstance(w, str | bytes) for w in leaf)
 
 
 def _no_rows(leaf: Any) -> Any:
-    rows = isinstance(leaf, torch.Tensor) and leaf.ndim > 0  # a number of the whole batch stays
-    return leaf[:0] if rows or _is_words(leaf) else leaf
+    rows = isinstance(leaf, torch.Tensor) and leaf.ndim > 0  # a scalar of the whole batch is kept
+    return leaf[:0] if rows or _is_strings(leaf) else leaf
 
 
 @contextlib.contextmanager
-def _draws_of_peers(stream: torch.Generator | None) -> Iterator[None]:
-    """tp and pp peers must see the same rows, so what draws while rows are read draws alike on them."""
+def _shared_random_stream(stream: torch.Generator | None) -> Iterator[None]:
+    """Draws from a random stream that tp and pp peers share, so that they read the same rows."""
     if stream is None:
         yield
         return
@@ -209,11 +207,11 @@ class _Shares(Sampler[list[int]]):
 
     def __init__(self, batches: Any, seed: int, rank: int, size: int) -> None:
         self.batches, self.seed, self.rank, self.size = batches, seed, rank, size
-        self.epoch = 0  # that the next pass shuffles for; the loader counts
-        self.sizes: deque[tuple[int, int]] = deque()  # (here, in all) of the latest pass, those not yet given
+        self.epoch = 0  # of the next iterator; advanced by the loader
+        self.sizes: deque[tuple[int, int]] = deque()  # (here, in all) of the remaining batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        with torch.random.fork_rng(devices=[]):  # the user's random stream stays as it is
+        with torch.random.fork_rng(devices=[]):  # leaves the user's random stream unchanged
             torch.manual_seed(self.seed + self.epoch)
             batches = [list(batch) for batch in self.batches]
         parts = [part(len(batch), self.rank, self.size) for batch in batches]
@@ -277,7 +275,7 @@ def part(n: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def _common_seed(mesh: Mesh) -> int:
-    """Rank 0's seed, so that ranks shuffle alike also where the user seeded them differently."""
+    """Rank 0's seed, so that all ranks shuffle in the same order, however the user seeded them."""
     seed = torch.tensor([torch.initial_seed() % 2**62], device=idist.device())
     if mesh.world_size > 1:
         dist.broadcast(seed, src=0)

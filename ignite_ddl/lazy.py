@@ -1,4 +1,4 @@
-"""Layers that are made one at a time, for models that no rank can hold whole."""
+"""Layers that are created one at a time, for models that do not fit on one rank."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["Lazy", "LazyLayers", "lazy", "replace_module"]
 
 
 def lazy(factory: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Lazy:
-    """A layer that is made when ``ddl.auto_model`` comes to it, for models that no rank can hold whole.
+    """A layer that ``ddl.auto_model`` creates, for models that do not fit on one rank.
 
-    Every rank makes every layer, one at a time, from rank 0's random stream, and keeps its part: so the weights are
-    those that one process would have drawn, and memory holds at most a rank's shard and one layer. Under pp a
-    rank keeps its stages' layers; the parts of ``tensor_plan`` and of ``shard=True`` are cut out of a layer before
-    the next is made. On a serial run the layers are just made.
+    Every rank creates every layer, one at a time, from rank 0's random stream, and keeps its part: the weights are
+    those of one process, and memory holds at most a rank's shard and one layer. Under pp a rank keeps the layers of
+    its stages; ``tensor_plan`` and ``shard=True`` are applied to a layer before the next one is created. On a serial
+    run the layers are created whole.
 
-    Draw from torch's CPU stream, and do in the factory what the layer needs (initialise, freeze, load).
-    ``model.double()``, ``.to(dtype)``, ``.requires_grad_()`` and ``.eval()`` are remembered. Weights cannot be tied
-    across lazy layers.
+    Random weights should come from torch's CPU stream; initialise, freeze or load weights in the factory.
+    ``model.double()``, ``.to(dtype)``, ``.requires_grad_()`` and ``.eval()`` are applied to the layer later. Weights
+    cannot be tied across lazy layers.
 
     Args:
-        factory: a class of layers, or a function that returns one.
-        args: for it.
-        kwargs: for it.
+        factory: a module class, or a function that returns a module.
+        args: positional arguments of ``factory``.
+        kwargs: keyword arguments of ``factory``.
 
     Returns:
-        Lazy: stands in the layer's place.
+        Lazy: the placeholder.
 
     Raises:
-        ValueError: if ``factory`` cannot be called.
+        ValueError: if ``factory`` is not callable.
 
     Examples:
         .. code-block:: python
@@ -67,7 +67,7 @@ def lazy(factory: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Lazy:
 
 
 class Lazy(nn.Module):
-    """Stands in the place of a layer that is yet to be made. Made by :func:`lazy`."""
+    """The placeholder of a layer that is created later. Made by :func:`lazy`."""
 
     def __init__(self, factory: Callable[..., nn.Module], args: tuple, kwargs: dict) -> None:
         super().__init__()
@@ -76,23 +76,26 @@ class Lazy(nn.Module):
         self.trainable: bool | None = None  # by .requires_grad_(...)
 
     def build(self) -> nn.Module:
-        """Makes the layer, drawing its weights."""
+        """Creates the layer with its weights."""
         layer = self._make()
         for convert in self.converted:
             layer._apply(convert)
         return layer
 
     def on_meta(self) -> nn.Module:
-        """The layer on the meta device: shapes only, without drawing a number."""
+        """The layer on the meta device: shapes only, leaving the random stream unchanged."""
         with torch.random.fork_rng(devices=[]):
             try:
                 with torch.device("meta"):
                     layer = self._make()
-            except (NotImplementedError, RuntimeError):  # it looks at values: make them, and forget them
+            except (
+                NotImplementedError,
+                RuntimeError,
+            ):  # the factory reads values: create them on the CPU first
                 layer = self._make()
             layer.to("meta")
         for convert in self.converted:
-            with contextlib.suppress(NotImplementedError):  # nothing moves away from the meta device
+            with contextlib.suppress(NotImplementedError):  # tensors cannot move from the meta device
                 layer._apply(convert)
         return layer
 
@@ -116,10 +119,10 @@ class Lazy(nn.Module):
         return self
 
     def apply(self, fn: Callable) -> Lazy:
-        raise RuntimeError("a lazy layer has no weights yet to apply a function to: do it in its factory")
+        raise RuntimeError("a lazy layer has no weights yet: apply the function in its factory")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("a lazy layer has not been made yet: give the model to ddl.auto_model first")
+        raise RuntimeError("a lazy layer has not been made yet: pass the model to ddl.auto_model first")
 
     def extra_repr(self) -> str:
         factory, args, kwargs = self.recipe
@@ -128,10 +131,10 @@ class Lazy(nn.Module):
 
 
 class LazyLayers:
-    """The lazy layers of a model, in the order in which one process would have made them.
+    """The lazy layers of a model, in the order in which one process would have created them.
 
     Args:
-        model: any model; it may have none.
+        model: any model, also without lazy layers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -140,7 +143,7 @@ class LazyLayers:
 
     @contextlib.contextmanager
     def shapes_only(self) -> Iterator[None]:
-        """Inside, a layer on the meta device stands in the place of each: shapes to check, no weights."""
+        """Replaces each lazy layer by the layer on the meta device inside the ``with`` block."""
         on_meta = [lazy.on_meta() for lazy in self.lazies]
         for lazy, layer in zip(self.lazies, on_meta, strict=True):
             replace_module(self.model, lazy, layer)
@@ -151,14 +154,14 @@ class LazyLayers:
                 replace_module(self.model, layer, lazy)
 
     def make(self, mesh: Mesh, is_held: Callable[[str], bool]) -> Iterator[list[str]]:
-        """Makes the layers one by one, drawing alike on all ranks, and puts those that are held here into the model.
+        """Creates the layers one by one, with the same weights on all ranks, and inserts those that this rank holds.
 
         Args:
             mesh: the mesh.
-            is_held: whether this rank holds the layer of a name.
+            is_held: whether this rank holds the layer with a given name.
 
         Yields:
-            list: the names of a layer that is held, before the next one is made.
+            list: the names of a layer that is held, before the next one is created.
         """
         if not self.lazies:
             return
@@ -169,7 +172,7 @@ class LazyLayers:
                 if any(is_held(name) for name in names):
                     replace_module(self.model, lazy, layer)
                     yield names
-                del layer  # before the next one is made
+                del layer  # before the next one is created
 
 
 def _in_order(model: nn.Module) -> Iterator[Lazy]:
@@ -181,7 +184,7 @@ def _in_order(model: nn.Module) -> Iterator[Lazy]:
 
 
 def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Puts ``new`` wherever ``old`` stands inside ``root``."""
+    """Replaces ``old`` by ``new`` everywhere in ``root``."""
     for parent in list(root.modules()):
         for name, child in parent._modules.items():
             if child is old:
@@ -190,7 +193,7 @@ def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _stream_of_rank_0(mesh: Mesh) -> Iterator[None]:
-    """Draws as rank 0 draws. A rank that was seeded otherwise goes on in its own stream afterwards."""
+    """Draws from rank 0's random stream; a rank with another state gets its own state back afterwards."""
     if mesh.world_size == 1:
         yield
         return

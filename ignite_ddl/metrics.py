@@ -1,7 +1,7 @@
 """Any Ignite metric, reduced over the ranks that saw different data.
 
-Ignite's metrics reduce over the world. On a mesh, tp and pp peers saw the same rows, so the world counts each
-row more than once. While a metric works, idist is shown the data-parallel group as if it were the world; the
+Ignite's metrics reduce over the world. On a mesh, tp and pp peers see the same rows, so this would count each row
+more than once. During a metric's methods, idist's world is therefore replaced by the data-parallel group; the
 metric's class stays Ignite's own.
 """
 
@@ -26,10 +26,10 @@ __all__ = ["data_parallel_view", "over_data_parallel"]
 
 
 class _DataParallelModel(_NativeDistModel):
-    """idist's model of the world, told that the data-parallel group, or some ranks of it, is the world."""
+    """idist's model of the world, with the data-parallel group, or some of its ranks, as the world."""
 
     def __init__(self, mesh: Mesh, world: _NativeDistModel, ranks: Sequence[int] | None = None) -> None:
-        # Not the parent's constructor, which would join a process group: everything is known.
+        # Without the parent's constructor, which would join a process group.
         self.__dict__.update(world.__dict__)
         self.world = world
         self.ranks = _dp_ranks(mesh) if ranks is None else list(ranks)  # global ranks
@@ -42,7 +42,7 @@ class _DataParallelModel(_NativeDistModel):
         return len(self.ranks)
 
     def finalize(self) -> None:
-        raise RuntimeError("the job cannot be finalized while a metric works")
+        raise RuntimeError("the job cannot be finalized inside a metric's method")
 
     def _do_all_reduce(self, tensor: torch.Tensor, op: str = "SUM", group: Any | None = None) -> torch.Tensor:
         return super()._do_all_reduce(
@@ -50,7 +50,7 @@ class _DataParallelModel(_NativeDistModel):
         )
 
     def _do_all_gather(self, tensor: torch.Tensor, group: Any | None = None) -> torch.Tensor:
-        """Ranks may hold different numbers of rows: nothing was padded."""
+        """Gathers different numbers of rows, because batches are not padded."""
         group = self._setup_group(self.group if group is None else group)
         tensor = tensor.unsqueeze(0) if tensor.ndim == 0 else tensor.contiguous()
         rows = [torch.zeros(1, dtype=torch.long, device=tensor.device) for _ in range(group.size())]
@@ -66,7 +66,7 @@ class _DataParallelModel(_NativeDistModel):
         return super()._do_all_gather_object(tensor, group=self.group if group is None else group)
 
     def broadcast(self, tensor: Any, src: int = 0, safe_mode: bool = False) -> Any:
-        if isinstance(tensor, Number) and not safe_mode:  # Ignite sends numbers in single precision
+        if isinstance(tensor, Number) and not safe_mode:  # Ignite would send it in single precision
             box = torch.tensor([float(tensor)], dtype=torch.double, device=self.device())
             return self._do_broadcast(box, src).item()
         return super().broadcast(tensor, src=src, safe_mode=safe_mode)
@@ -86,11 +86,11 @@ def _dp_ranks(mesh: Mesh) -> list[int]:
 
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-_groups_of: dist.ProcessGroup | None = None  # the world that they belong to
+_groups_of: dist.ProcessGroup | None = None  # the world of these groups
 
 
 def _group_of(ranks: list[int]) -> dist.ProcessGroup:
-    """A process group of these ranks, made once; only they call this."""
+    """A cached process group of these ranks; called by these ranks only."""
     global _groups_of
     if _groups_of is not dist.group.WORLD:
         _groups.clear()
@@ -103,7 +103,7 @@ def _group_of(ranks: list[int]) -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def data_parallel_view(mesh: Mesh | None = None) -> Iterator[None]:
-    """While open, ``idist``'s ranks, sizes and collectives are those of the data-parallel group.
+    """Context manager: ``idist``'s ranks, sizes and collectives are those of the data-parallel group.
 
     Args:
         mesh: the mesh; default :func:`ddl.get_mesh`.
@@ -133,9 +133,7 @@ def _view(mesh: Mesh, ranks: Sequence[int] | None = None) -> Iterator[None]:
         yield
         return
     world = getattr(before, "world", before)
-    if not isinstance(
-        world, _NativeDistModel
-    ):  # the group was made elsewhere: idist has not looked at it yet
+    if not isinstance(world, _NativeDistModel):  # idist did not create the group and does not know it yet
         idist_utils.sync()
         before = world = idist_utils._model
     idist_utils._model = _DataParallelModel(mesh, world, ranks)
@@ -146,18 +144,18 @@ def _view(mesh: Mesh, ranks: Sequence[int] | None = None) -> Iterator[None]:
 
 
 def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
-    """Makes this metric object reduce over the data-parallel group, in place, and returns it.
+    """Makes a metric reduce over the data-parallel group, in place, and returns it.
 
-    The engines of ``ddl`` do this with every metric that is attached to them. Call it for a metric that you
-    update and compute yourself, before its first update.
+    The engines of ``ddl`` do this for every metric attached to them. Call it before the first update for a metric
+    that you update and compute yourself.
 
-    A rank whose batches had no rows has nothing that Ignite could reduce: means of no rows are NaN, sums per
-    class have no shape yet. Updates without rows are left out, and where a rank had none since the reset, the
-    others compute among themselves and send it the result.
+    Ignite cannot reduce over a rank whose batches had no rows: means of no rows are NaN, sums per class have no shape
+    yet. Updates without rows are skipped, and if a rank had no rows since the reset, the others compute the result
+    and send it to that rank.
 
     Args:
         metric: any Ignite metric; metrics inside it (``RunningAverage``, ``MetricsLambda``) are included.
-        mesh: the mesh; default :func:`ddl.get_mesh` when the metric works.
+        mesh: the mesh; default :func:`ddl.get_mesh` at the time of a call.
 
     Returns:
         Metric: the same object.
@@ -166,37 +164,37 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
         return metric
     metric._over_data_parallel = True
     inside = list(_metrics_inside(list(vars(metric).values())))
-    # What is made of other metrics leaves rows to them; of the others, these two never reduce in compute.
+    # Metrics made of others leave rows to these; RunningAverage and GpuInfo do not reduce in compute.
     counts_rows = not inside and not isinstance(metric, (RunningAverage, GpuInfo))
-    work = {name: getattr(metric, name) for name in _WORKING}
+    methods = {name: getattr(metric, name) for name in _METHODS}
     had_rows = False
 
     def reset() -> None:
         nonlocal had_rows
         had_rows = False
-        work["reset"]()
+        methods["reset"]()
 
     def update(output: Any) -> None:
         nonlocal had_rows
         if counts_rows and _without_rows(output):
             return
         had_rows = True
-        work["update"](output)
+        methods["update"](output)
 
     def compute() -> Any:
         if not counts_rows:
-            return work["compute"]()
-        return _among_those_with_rows(work["compute"], had_rows, mesh or get_mesh())
+            return methods["compute"]()
+        return _compute_on_ranks_with_rows(methods["compute"], had_rows, mesh or get_mesh())
 
     def load_state_dict(state: Mapping) -> None:
         nonlocal had_rows
-        had_rows = True  # the state does not tell
-        work["load_state_dict"](state)
+        had_rows = True  # assumed: the state does not say
+        methods["load_state_dict"](state)
 
     ours = {"reset": reset, "update": update, "compute": compute, "load_state_dict": load_state_dict}
-    for name, method in (work | ours).items():
+    for name, method in (methods | ours).items():
 
-        @functools.wraps(work[name])
+        @functools.wraps(methods[name])
         def in_view(*args: Any, _method=method, **kwargs: Any) -> Any:
             with data_parallel_view(mesh):
                 return _method(*args, **kwargs)
@@ -207,7 +205,7 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     return metric
 
 
-_WORKING = ("reset", "update", "compute", "state_dict", "load_state_dict")
+_METHODS = ("reset", "update", "compute", "state_dict", "load_state_dict")
 
 
 def _metrics_inside(value: Any) -> Iterator[Metric]:
@@ -225,7 +223,7 @@ def _without_rows(output: Any) -> bool:
     return bool(batched) and all(len(leaf) == 0 for leaf in batched)
 
 
-def _among_those_with_rows(compute: Callable[[], Any], had_rows: bool, mesh: Mesh) -> Any:
+def _compute_on_ranks_with_rows(compute: Callable[[], Any], had_rows: bool, mesh: Mesh) -> Any:
     if mesh.dp_size == 1:
         return compute()
     flags = torch.zeros(mesh.dp_size, dtype=torch.long, device=idist_utils.device())

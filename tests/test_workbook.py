@@ -64,6 +64,11 @@ class Checkout:
     def refresh(self):
         return tool.refresh(self.root)
 
+    def both_changed(self):
+        self.edit(NAME)
+        self.course(CHANGED)
+        self.refresh()
+
     def write(self, name, content):
         (self.workbook / name).write_text(json.dumps(content) if isinstance(content, dict) else content)
 
@@ -101,6 +106,14 @@ class Checkout:
 @pytest.fixture
 def checkout(tmp_path):
     return Checkout(tmp_path)
+
+
+@pytest.fixture
+def copied(checkout):
+    """A checkout whose chapter the reader has a copy of."""
+    checkout.course(OLD)
+    checkout.refresh()
+    return checkout
 
 
 # --- every combination --------------------------------------------------------------------------------
@@ -182,25 +195,16 @@ def test_the_table_is_complete():
 
 
 @pytest.mark.parametrize(("learner", "upstream"), EXPECTED)
-def test_refresh(learner, upstream, checkout):
-    checkout.course(OLD)
-    checkout.refresh()
-
-    def both_changed():
-        checkout.edit(NAME)
-        checkout.course(CHANGED)
-        checkout.refresh()
-
-    checkout.both_changed = both_changed
-    LEARNER[learner](checkout)
+def test_refresh(learner, upstream, copied):
+    LEARNER[learner](copied)
     if upstream != "same":
-        checkout.course(NEWEST if upstream == "changed" else None)
-    before = checkout.files()
-    notes = checkout.refresh()
-    after = checkout.files()
+        copied.course(NEWEST if upstream == "changed" else None)
+    before = copied.files()
+    notes = copied.refresh()
+    after = copied.files()
 
     for name, expected in zip((NAME, NEW, NEW2), EXPECTED[learner, upstream], strict=True):
-        assert checkout.source(name) == (expected and expected.rstrip("*")), name
+        assert copied.source(name) == (expected and expected.rstrip("*")), name
         if expected and expected.endswith("*"):
             assert after[name] == before[name], f"{name} is as it was, its outputs too"
         elif expected:
@@ -210,8 +214,8 @@ def test_refresh(learner, upstream, checkout):
     assert any("The new one:" in note for note in notes) >= beside
 
     # A second refresh changes nothing, whatever the first has found.
-    checkout.refresh()
-    assert checkout.files() == after
+    copied.refresh()
+    assert copied.files() == after
 
 
 @pytest.mark.parametrize("there", [None, "the same", "other", "broken"])
@@ -234,46 +238,36 @@ def test_a_chapter_that_is_new_in_the_course(there, checkout):
 
 
 @pytest.mark.parametrize("record", [None, "{", "[]", '{"05_rows.ipynb": 3}'])
-def test_a_lost_record_makes_no_file_ours(record, checkout):
-    checkout.course(OLD)
-    checkout.refresh()
-    checkout.edit(NAME)
-    path = checkout.workbook / tool.COPIED
+def test_a_lost_record_makes_no_file_ours(record, copied):
+    copied.edit(NAME)
+    path = copied.workbook / tool.COPIED
     path.unlink() if record is None else path.write_text(record)
-    checkout.course(CHANGED)
-    checkout.refresh()
-    assert (checkout.source(NAME), checkout.source(NEW)) == ("mine", "changed")
+    copied.course(CHANGED)
+    copied.refresh()
+    assert (copied.source(NAME), copied.source(NEW)) == ("mine", "changed")
 
 
-def test_a_renamed_chapter_of_the_course(checkout):
-    checkout.course(OLD)
-    checkout.refresh()
-    checkout.course(None)
-    checkout.course(OLD, "06_rows.ipynb")
-    checkout.refresh()
-    assert (checkout.source(NAME), checkout.source("06_rows.ipynb")) == (None, "old")
+def test_a_renamed_chapter_of_the_course(copied):
+    copied.course(None)
+    copied.course(OLD, "06_rows.ipynb")
+    copied.refresh()
+    assert (copied.source(NAME), copied.source("06_rows.ipynb")) == (None, "old")
 
 
-def test_what_the_reader_made_or_renamed_stays(checkout):
-    checkout.course(OLD)
-    checkout.refresh()
-    os.replace(checkout.workbook / NAME, checkout.workbook / "05_mine.ipynb")
-    (checkout.workbook / "data.csv").write_text("1")
-    checkout.course(CHANGED)
-    checkout.refresh()
-    assert (checkout.source("05_mine.ipynb"), checkout.source(NAME)) == ("old", "changed")
-    assert (checkout.workbook / "data.csv").read_text() == "1"
+def test_what_the_reader_made_or_renamed_stays(copied):
+    os.replace(copied.workbook / NAME, copied.workbook / "05_mine.ipynb")
+    (copied.workbook / "data.csv").write_text("1")
+    copied.course(CHANGED)
+    copied.refresh()
+    assert (copied.source("05_mine.ipynb"), copied.source(NAME)) == ("old", "changed")
+    assert (copied.workbook / "data.csv").read_text() == "1"
 
 
-def test_back_to_what_was_copied_takes_the_new_one_away(checkout):
-    checkout.course(OLD)
-    checkout.refresh()
-    checkout.edit(NAME)
-    checkout.course(CHANGED)
-    checkout.refresh()
-    checkout.edit(NAME, "old")
-    checkout.refresh()
-    assert (checkout.source(NAME), checkout.source(NEW)) == ("changed", None)
+def test_back_to_what_was_copied_takes_the_new_one_away(copied):
+    copied.both_changed()
+    copied.edit(NAME, "old")
+    copied.refresh()
+    assert (copied.source(NAME), copied.source(NEW)) == ("changed", None)
 
 
 @pytest.mark.parametrize(
@@ -304,10 +298,8 @@ def test_nothing_else_counts():
 # --- what is copied -----------------------------------------------------------------------------------
 
 
-def test_copies_have_no_outputs_and_say_whose_they_are(checkout):
-    checkout.course(OLD)
-    checkout.refresh()
-    first, rows = (json.loads((checkout.workbook / n).read_text()) for n in ("00_start.ipynb", NAME))
+def test_copies_have_no_outputs_and_say_whose_they_are(copied):
+    first, rows = (json.loads((copied.workbook / n).read_text()) for n in ("00_start.ipynb", NAME))
     assert "This copy is yours" in "".join(first["cells"][0]["source"])
     code = rows["cells"][1]
     assert (code["outputs"], code["execution_count"], code["metadata"]) == ([], None, {"tags": ["x"]})
@@ -351,30 +343,26 @@ def test_jupyterlab_reads_the_layout_and_the_settings(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["{ <<<<<<<", "[]", '{"cells": [{}]}', '{"worksheets": []}'])
-def test_a_broken_chapter_of_the_course_stops_before_anything_is_written(text, checkout):
-    checkout.course(OLD)
-    checkout.refresh()
-    before = checkout.files()
-    (checkout.root / "notebooks" / "01_broken.ipynb").write_text(text)
-    checkout.course(CHANGED)
+def test_a_broken_chapter_of_the_course_stops_before_anything_is_written(text, copied):
+    before = copied.files()
+    (copied.root / "notebooks" / "01_broken.ipynb").write_text(text)
+    copied.course(CHANGED)
     with pytest.raises(SystemExit, match=r"notebooks/01_broken.ipynb cannot be read .*git checkout"):
-        checkout.refresh()
-    assert checkout.files() == before
+        copied.refresh()
+    assert copied.files() == before
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_other(checkout, monkeypatch, capsys):
-    checkout.course(OLD)
-    checkout.refresh()
-    before = {path.name: path.read_bytes() for path in checkout.workbook.iterdir() if path.is_file()}
-    checkout.course(CHANGED)
+def test_a_failed_write_leaves_the_old_file_and_no_other(copied, monkeypatch, capsys):
+    before = {path.name: path.read_bytes() for path in copied.workbook.iterdir() if path.is_file()}
+    copied.course(CHANGED)
 
     def full(*paths):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tool.os, "replace", full)
     with pytest.raises(SystemExit, match="could not be written: .*No space left"):
-        tool.main(["--root", str(checkout.root)])
-    assert {path.name: path.read_bytes() for path in checkout.workbook.iterdir() if path.is_file()} == before
+        tool.main(["--root", str(copied.root)])
+    assert {path.name: path.read_bytes() for path in copied.workbook.iterdir() if path.is_file()} == before
 
 
 def test_no_chapters_and_a_file_in_the_way(checkout):

@@ -1,4 +1,4 @@
-"""What each rank holds along a block of a GPT that the tp axis has cut: found by running it."""
+"""Finds what each tp rank holds of the outputs inside a GPT block, by running it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ WAIT_SECONDS = 60
 
 
 def held_along_a_block(make: Callable[[], GPT], plan: Mapping[str, Any], n_ranks: int) -> list[tuple]:
-    """Runs a forward pass on ranks, and says of each layer of block0 what rank 0 has of its output.
+    """Runs a forward pass on ranks, and finds for each layer of block0 which part of its output rank 0 holds.
 
     Args:
         make: builds the model.
-        plan: the tensor plan that cuts it.
-        n_ranks: how many.
+        plan: its tensor plan.
+        n_ranks: number of ranks.
 
     Returns:
-        list: for ``figures.along_a_block`` of chapter 17, in order: the layer's name, the features of its whole
-        output, whether a rank has it "whole", or its "features" or "tokens", and the collectives called since the
-        layer before.
+        list: for ``figures.along_a_block`` of chapter 17, in order: the layer's name, the number of features of its
+        whole output, whether a rank holds it "whole" or sharded by "features" or "tokens", and the collectives since
+        the previous layer.
 
     Example:
         >>> from ignite_ddl.course import GPT

@@ -79,22 +79,22 @@ def fashion_mnist(train=True, full=False, root=None, transform=normalise):
     Args:
         train: True for the training images, False for the test images. Default: True.
         full: False for the subset (6,000 training, 1,000 test images), True for the full set (60,000 and
-            10,000). The full set is looked for in the folder that the environment variable
-            ``IGNITE_DDL_DATA`` names, in ``~/.cache/ignite_ddl``, and in Debian's package
+            10,000). The full set is searched in the folder given by the environment variable
+            ``IGNITE_DDL_DATA``, in ``~/.cache/ignite_ddl``, and in Debian's package
             ``dataset-fashion-mnist``; if it is in none of them, torchvision downloads it (30 MB) to
             ``~/.cache/ignite_ddl``. Default: False.
-        root: A folder of your own that holds ``FashionMNIST/raw``; it is read instead, and nothing else is
-            looked for. With ``full=True`` it has to hold the full set. Default: None.
-        transform: What turns a PIL image into the model's input; None leaves the image as it is.
-            Default: :func:`normalise`, which gives float32 of shape (1, 28, 28).
+        root: A folder that contains ``FashionMNIST/raw``, used instead of all others. With ``full=True`` it has
+            to contain the full set. Default: None.
+        transform: Converts a PIL image to the model's input; None returns PIL images.
+            Default: :func:`normalise`, which returns float32 of shape (1, 28, 28).
 
     Returns:
         A ``torchvision.datasets.FashionMNIST`` of pairs (image, label), label an int in [0, 9], an index into
         ``CLASSES``.
 
     Raises:
-        ValueError: If an argument is of the wrong kind, or ``root`` holds no Fashion-MNIST.
-        FileNotFoundError: If the full set is nowhere and cannot be downloaded.
+        ValueError: If an argument has the wrong type, or ``root`` does not contain Fashion-MNIST.
+        FileNotFoundError: If the full set is not found and cannot be downloaded.
 
     Example:
         >>> from ignite_ddl.course import CLASSES, fashion_mnist
@@ -110,11 +110,11 @@ def fashion_mnist(train=True, full=False, root=None, transform=normalise):
 
 
 def fashion_mnist_tensors(train=True, full=False, root=None):
-    """The images and labels of :func:`fashion_mnist`, normalised once and held in two tensors.
+    """The images and labels of :func:`fashion_mnist`, normalised once and stored in two tensors.
 
-    ``fashion_mnist`` makes a PIL image and a tensor of each image, each time it is asked. Here that work is
-    done once, for all images together: a DataLoader goes through the subset in 0.02 s instead of 0.18 s, and
-    torchvision, whose import takes a second, is not needed. The values are bit for bit the same.
+    ``fashion_mnist`` converts an image to PIL and to a tensor at each access. Here all images are converted once: a
+    DataLoader iterates over the subset in 0.02 s instead of 0.18 s, and torchvision, whose import takes a second, is
+    not needed. The values are bitwise equal.
 
     Args:
         train: As for :func:`fashion_mnist`.
@@ -149,8 +149,8 @@ def _normalise(pixels):
 
 def _dataset_class():
     fashion = import_torchvision().datasets.FashionMNIST
-    # Another process that unpickles the dataset must not import torchvision plainly (see vision.py):
-    # pickle calls _empty_dataset there first, and fills in what the dataset holds afterwards.
+    # Another process that unpickles the dataset must use import_torchvision (see vision.py): pickle calls
+    # _empty_dataset there first, and sets the attributes afterwards.
     copyreg.pickle(fashion, lambda dataset: (_empty_dataset, (), dataset.__dict__))
     return fashion
 
@@ -183,12 +183,12 @@ def _find_full():
             return folder
 
     cache.mkdir(parents=True, exist_ok=True)
-    # Several ranks may be here at once: each makes its own copy, and moves it into place file by file.
+    # Several ranks may run this at once: each makes its own copy, and moves it into place file by file.
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         if not _unpack(scratch):
             try:
                 _download(scratch)
-            except Exception as error:  # no network, a broken file, a full disk: the cure is the same
+            except Exception as error:  # no network, a broken file, a full disk
                 raise FileNotFoundError(
                     "the full Fashion-MNIST is not on this machine and its download failed "
                     f"({str(error).strip() or type(error).__name__}). Looked in\n"
@@ -209,7 +209,7 @@ def _raw(folder):
 
 
 def _holds(folder, full):
-    """Whether the four files are there; for the full set, whether they are whole, too."""
+    """Whether the four files exist; for the full set, also whether their sizes are right."""
     files = {name: _raw(folder) / name for name in FULL_SIZES}
     if full:
         return all(file.is_file() and file.stat().st_size == FULL_SIZES[name] for name, file in files.items())
@@ -217,7 +217,7 @@ def _holds(folder, full):
 
 
 def _unpack(folder):
-    """Gunzip the files of Debian's package; returns whether they are there."""
+    """Unpacks the files of Debian's package; returns False if they do not exist."""
     if not all((DEBIAN / f"{name}.gz").is_file() for name in FULL_SIZES):
         return False
     _raw(folder).mkdir(parents=True)
@@ -229,7 +229,7 @@ def _unpack(folder):
 
 def _download(folder):
     timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(10)  # seconds; torchvision sets none, so that a dead network would hang for ever
+    socket.setdefaulttimeout(10)  # seconds; torchvision sets none, so a dead network would hang forever
     try:
         _dataset_class()(folder, download=True)
     finally:

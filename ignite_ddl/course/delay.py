@@ -1,7 +1,7 @@
-"""A layer that does nothing but take a stated time: how a chapter gives ranks equal, known work on any machine.
+"""A layer that only sleeps for a given time, so that ranks have equal, known work on any machine.
 
-Four ranks on two cores compute in each other's way; four ranks that sleep do not. So where a schedule's shape is
-the matter, its passes are made of stated delays, and the page says so.
+Four ranks that compute on two cores slow each other down; four ranks that sleep do not. Chapters about schedules
+therefore use stated delays as passes, and say so.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ __all__ = ["Delay"]
 
 
 class Delay(nn.Module):
-    """Hands its input on, after a stated time; backward likewise.
+    """The identity, with a given time for the forward and the backward pass.
 
-    Put it behind a layer with weights: the first stage's input needs no gradient, and a Delay right there would
-    have no backward pass. Where a schedule cuts the backward pass in two, ``backward`` is spent on the gradient of
-    the input and ``backward_weight`` on that of the weights (on stage 0 torch does both in the second part).
+    Place it after a layer with weights: the first stage's input needs no gradient, so a Delay as its first layer
+    would have no backward pass. In a schedule that splits backward, ``backward`` is the time of the gradient of the
+    input and ``backward_weight`` that of the weights (on stage 0 torch computes both in the second part).
 
     Args:
-        forward: Seconds of a forward pass with gradients, as each microbatch makes one. Default: 0.
-        backward: Seconds of a backward pass, as far as the input is concerned. Default: 0.
-        backward_weight: Seconds of a backward pass, as far as weights are concerned. Default: 0.
-        per_row: Whether the times are per row of the microbatch instead. Default: False.
+        forward: Seconds of a forward pass with gradients enabled, per microbatch. Default: 0.
+        backward: Seconds of a backward pass for the gradient of the input. Default: 0.
+        backward_weight: Seconds of a backward pass for the gradient of the weights. Default: 0.
+        per_row: Whether the times are per row of the microbatch. Default: False.
 
     Returns:
-        Of its forward: the input's values, shape unchanged.
+        Of its forward: the input, unchanged.
 
     Raises:
         ValueError: If a time is negative.
@@ -50,7 +50,7 @@ class Delay(nn.Module):
             if seconds < 0:
                 raise ValueError(f"{name} is {seconds!r}; it has to be a time of at least 0 seconds")
         self.per_row = per_row
-        # A weight that changes nothing, so that there is a gradient of weights to take time for.
+        # A weight without effect, whose gradient takes the time.
         self.weight = nn.Parameter(torch.zeros(1)) if backward_weight else None
 
     def extra_repr(self):

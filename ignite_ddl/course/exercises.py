@@ -1,11 +1,10 @@
-"""Exercise checks: one line that says "right" or "not yet" and why, and never stops Run All.
+"""Exercise checks: print one line, "right" or "not yet" with the reason, and never stop Run All.
 
-A solution, a function whose name ends in ``_solution``, is not the learner's: of it the line says only that it
-passes, so that no "right" stands below a learner's "not yet".
+For a solution, a function whose name ends in ``_solution``, the line only says that it passes, so that no "right"
+appears below a learner's "not yet".
 
-The checks of chapter NN live in ``checks/chNN.py``. A check is a function that takes the learner's function,
-raises :class:`Hint` where it falls short and returns what to say when it is right. :func:`exercise` does
-the rest.
+The checks of chapter NN are in ``checks/chNN.py``. A check is a function that takes the learner's function, raises
+:class:`Hint` if it is not right yet and returns the text to print if it is. :func:`exercise` does the rest.
 """
 
 import functools
@@ -18,7 +17,7 @@ __all__ = ["Hint", "exercise"]
 
 
 class Hint(Exception):
-    """What the learner should look at next; raised by a check.
+    """A hint for the learner; raised by a check.
 
     Examples:
         .. code-block:: python
@@ -28,7 +27,7 @@ class Hint(Exception):
 
 
 class Verdict(int):
-    """True or False, which a notebook does not echo below the line that the check has printed."""
+    """True or False, which a notebook does not display below the printed line."""
 
     def __repr__(self) -> str:
         return str(bool(self))
@@ -40,8 +39,8 @@ class Verdict(int):
 def exercise(check: Callable[[Callable], str | None]) -> Callable[[Callable], Verdict]:
     """Turns a check into one that prints its verdict on one line and never raises.
 
-    The line holds no path and no address, so that it can be stored and compared. Only a ``KeyboardInterrupt``
-    passes through: Ctrl-C ends an endless loop.
+    The line has no paths and no addresses, so that stored outputs can be compared. Only a ``KeyboardInterrupt`` is
+    raised: Ctrl-C ends an endless loop.
 
     Args:
         check: takes the learner's function, raises :class:`Hint` or ``AssertionError`` while it is not right,
@@ -91,7 +90,7 @@ def _explain(error: BaseException, function: Callable) -> str:
     if isinstance(error, Hint):
         return str(error)
     if type(error).__name__ == "RankError":
-        # By name, not to import the launcher. The message ends in the rank's traceback, if it has one.
+        # By name, without importing the launcher. The message ends with the rank's traceback, if it has one.
         match = re.fullmatch(r"(?:\w+\.)*([A-Z]\w+)(?:: (.*))?", _last_line(str(error)))
         if match is None:
             return f"RankError: {_first_line(str(error))}"
@@ -110,14 +109,14 @@ def _explain(error: BaseException, function: Callable) -> str:
     if isinstance(error, AssertionError):
         if str(error):
             return str(error)
-        if not place:  # a bare assert of the check: its own line is the best hint there is
+        if not place:  # an assert without message in the check: show its source line
             frame = _frames(error)[-1]
             return f"this does not hold: {_source(frame).removeprefix('assert ')}"
     return f"{type(error).__name__}: {_first_line(str(error))}".rstrip(": ") + place
 
 
 def _place(error: BaseException, function: Callable) -> tuple[str, bool]:
-    """The learner's line where the error arose, and whether it was raised there and not further down."""
+    """The learner's line where the error arose, and whether it was raised there, not in a function called there."""
     code = getattr(function, "__code__", None)
     frames = _frames(error)
     own = [frame for frame in frames if code is not None and _contains(code, frame[0])]
@@ -155,7 +154,7 @@ def _last_line(text: str) -> str:
 
 
 def _tidy(text: str) -> str:
-    """One line, without what differs between two runs: addresses, and the folders of a path."""
+    """The text on one line, without what differs between runs: addresses, and the folders of a path."""
     text = " ".join(text.split())
     text = re.sub(r"0x[0-9a-fA-F]{4,}", "0x…", text)
     return re.sub(r"(?<![\w.~])/(?:[\w.+-]+/)+", "", text)

@@ -1,4 +1,4 @@
-"""A small GPT that can be cut: by layers on the pp axis, by heads and vocabulary on the tp axis.
+"""A small GPT that can be split by layers on the pp axis, and by heads and vocabulary on the tp axis.
 
 The layers are those of GPT-2 (Radford et al. 2019) with the plan of Megatron-LM (Shoeybi et al. 2019). In the
 comments N is the batch, T the tokens of a row, D the width, H the heads and V the vocabulary; on a tp rank, H and
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from ignite_ddl.course.models import _check_counts, _take
+from ignite_ddl.course.models import _check_counts, _layers_at
 from ignite_ddl.tensor.styles import Column, Row, Sequence, ShardedRandom, SharedInput, SplitSequence
 
 
@@ -35,7 +35,7 @@ class Embedding(nn.Module):
 
 
 class Heads(nn.Module):
-    """What each head does with its queries, keys and values; dropout sets some of its weights to zero."""
+    """Scaled dot-product attention of each head, with dropout of the attention weights."""
 
     def __init__(self, dropout):
         super().__init__()
@@ -47,13 +47,13 @@ class Heads(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each token takes what it needs from the tokens before it, once per head."""
+    """Causal multi-head attention."""
 
     def __init__(self, width, n_heads, dropout):
         super().__init__()
         self.n_heads = n_heads
         self.head_width = width // n_heads
-        # Three layers, not one of three times the width: a rank takes whole heads of each.
+        # Three layers, not one of three times the width, so that each can be sharded by whole heads.
         self.q = nn.Linear(width, width)
         self.k = nn.Linear(width, width)
         self.v = nn.Linear(width, width)
@@ -70,7 +70,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers for each token by itself; each adds to what it was given."""
+    """Attention, then an MLP for each token; each adds to its input."""
 
     def __init__(self, width, n_heads, dropout):
         super().__init__()
@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """A score for each token of the vocabulary to be the next."""
+    """The logits of the next token."""
 
     def __init__(self, vocabulary_size, width):
         super().__init__()
@@ -107,19 +107,19 @@ class GPT(nn.Sequential):
         vocabulary_size: Number of tokens; the tp axis need not divide it.
         length: Longest row, in tokens. Default: 64.
         width: Numbers per token. Default: 128, which makes 0.8 million parameters with four blocks.
-        n_heads: Attention heads per block; it divides ``width``, and the tp axis divides it. Default: 4.
+        n_heads: Attention heads per block; divides ``width``, and is divisible by the size of tp. Default: 4.
         n_blocks: Number of blocks; the model has ``n_blocks + 2`` layers to be cut into stages. Default: 4.
         tied: Whether the head uses the embedding's weight. Default: True.
-        dropout: Share of the attention weights and of each block's additions that training sets to zero; how the
-            ranks of a mesh draw is said in ``ignite_ddl.tensor``. Default: 0.0.
+        dropout: Dropout probability of the attention weights and of each block's additions; for its random numbers
+            on a mesh see ``ignite_ddl.tensor``. Default: 0.0.
 
     Attributes:
-        tensor_plan: How the tp axis cuts it, for ``ddl.auto_model(model, GPT.tensor_plan)``: attention by heads,
-            the middle of a block by columns, embedding and head by vocabulary, so that they stay tied; logits
-            are whole on every rank.
-        cut_logits_plan: The same, but logits stay cut by vocabulary, for ``ddl.cross_entropy`` as the loss.
-        sequence_plan: The same as cut_logits_plan, and between the layers that are cut each tp rank has its part of
-            the tokens. The tp axis has to divide the tokens of a row.
+        tensor_plan: The tensor-parallel plan, for ``ddl.auto_model(model, GPT.tensor_plan)``: attention by heads,
+            the MLP by columns and rows, embedding and head by vocabulary, so that they stay tied; logits are
+            replicated.
+        cut_logits_plan: The same, but logits are sharded by vocabulary, for ``ddl.cross_entropy`` as the loss.
+        sequence_plan: The same as cut_logits_plan, with sequence parallel between the sharded layers: each tp rank
+            has its part of the tokens. The size of the tp axis must divide the number of tokens of a row.
 
     Returns:
         Of its forward: logits of shape (N, T, vocabulary_size), for ids of shape (N, T) with T ≤ ``length``.
@@ -137,10 +137,10 @@ class GPT(nn.Sequential):
     """
 
     tensor_plan = {
-        "embed.token": Row(),  # a rank knows some tokens; the sum knows all
-        "block*.attention": SharedInput(),  # q, k and v read one input: its gradient is summed once
+        "embed.token": Row(),  # a rank holds some tokens; outputs are summed
+        "block*.attention": SharedInput(),  # q, k and v share one input, whose gradient is reduced once
         "block*.attention.[qkv]": Column(units="n_heads"),
-        "block*.attention.mix": ShardedRandom(),  # each rank drops weights of its own heads
+        "block*.attention.mix": ShardedRandom(),  # each rank draws the dropout of its own heads
         "block*.attention.out": Row(),
         "block*.up": Column(),
         "block*.down": Row(),
@@ -176,25 +176,25 @@ class GPT(nn.Sequential):
             self.head.out.weight = self.embed.token.weight
 
     def __getitem__(self, index):
-        return _take(self, index)
+        return _layers_at(self, index)
 
 
 @torch.no_grad()
 def generate(model, ids, n, temperature=1.0, seed=0):
-    """Draws a continuation, token by token, from a whole model on one process.
+    """Samples a continuation, token by token, from a whole model on one process.
 
     Args:
-        model: A :class:`GPT`. One that was cut goes through ``ddl.full_state_dict`` first.
-        ids: The beginning: a long tensor of shape (T,) or a list, at least one id.
-        n: How many tokens to draw.
-        temperature: Divides the logits: below 1 the likely tokens become likelier still. Default: 1.0.
-        seed: Of the draws; the same seed gives the same tokens. The global random stream is left alone.
+        model: A :class:`GPT`. For a sharded model, load its ``ddl.full_state_dict`` into one.
+        ids: The prompt: a long tensor of shape (T,) or a list, at least one id.
+        n: Number of tokens to sample.
+        temperature: Divides the logits: below 1, likely tokens become more likely. Default: 1.0.
+        seed: Of the samples; the global random stream is not used. Default: 0.
 
     Returns:
-        A long tensor of shape (T + n,) on the CPU, the beginning included.
+        A long tensor of shape (T + n,) on the CPU, including the prompt.
 
     Raises:
-        ValueError: If ``model`` is no GPT, ``ids`` is empty, ``n`` is negative or ``temperature`` not positive.
+        ValueError: If ``model`` is not a GPT, ``ids`` is empty, ``n`` is negative or ``temperature`` not positive.
 
     Example:
         >>> from ignite_ddl.course import GPT, generate

@@ -1,10 +1,10 @@
-"""A network as slow as you say: DDP's all-reduces take the time of a ring on a stated link, in the background.
+"""Delays DDP's all-reduces, in the background, to the time of a ring on a given link.
 
-Between ranks of one machine a gradient of some kilobytes is there at once, and nobody can see whether it hid
-behind backward. On this line it takes long enough to be seen; the page says that the delay is put in.
+Between ranks of one machine a gradient of some kilobytes arrives too fast to see whether it overlaps with backward.
+With the delay the overlap is visible; the chapter says that the delay is artificial.
 """
 
-import time  # no postponed annotations here: DDP looks at those of its hook
+import time  # without postponed annotations, because DDP inspects those of its hook
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -17,10 +17,10 @@ __all__ = ["SlowLine"]
 
 
 class SlowLine:
-    """Averages DDP's buckets, one after the other, each as late as a ring on the link would.
+    """Averages DDP's buckets one after the other, each in the time of a ring on the link.
 
-    The buckets are really all-reduced; then the line is kept busy until the time is over. A rank computes on
-    meanwhile, as it does while its network card works.
+    The buckets are all-reduced; then the line is kept busy until the ring's time has passed. The rank continues to
+    compute meanwhile, as with a network card.
 
     Args:
         link: A :class:`ignite_ddl.lab.cost.Link`; the ring's seconds are those of ``cost.all_reduce_ring``.
@@ -60,7 +60,7 @@ class SlowLine:
         """DDP's communication hook: ``replica.register_comm_hook(line, SlowLine.average)``.
 
         Args:
-            bucket: what DDP hands in.
+            bucket: DDP's bucket.
 
         Returns:
             torch.futures.Future: done when the ring would be; its value is the bucket's mean over the ranks.
@@ -68,7 +68,7 @@ class SlowLine:
         gradient, name = bucket.buffer(), f"bucket {bucket.index()}"
         n_ranks, done = dist.get_world_size(), torch.futures.Future()
         seconds = cost.all_reduce_ring(n_ranks, gradient.nbytes, self.link).seconds
-        # Called here and not on the line's thread: all ranks have to call their collectives in one order.
+        # Called here, not in the line's thread: all ranks must call their collectives in the same order.
         summed = dist.all_reduce(gradient.div_(n_ranks), async_op=True).get_future()
 
         def carry() -> None:

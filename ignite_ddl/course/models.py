@@ -1,7 +1,7 @@
 """Two small models for 28 × 28 grey images: a multilayer perceptron and a convolutional network.
 
 Neither has BatchNorm or dropout, so that a run on several ranks can equal one process exactly, also in
-float64 (`model.double()`). Both are `nn.Sequential`: layer after layer, which is how a pipeline cuts them.
+float64 (`model.double()`). Both are `nn.Sequential`, so that a pipeline can split them by layers.
 The weights come from torch's random stream: call `torch.manual_seed` first where they must be the same.
 """
 
@@ -18,13 +18,13 @@ class MLP(nn.Sequential):
 
     Args:
         in_features: Values in a row of the input after flattening. Default: 784, which is 28 × 28.
-        hidden: Width of each layer but the last. Default: 128.
+        hidden: Width of all layers except the last. Default: 128.
         out_features: Number of classes. Default: 10.
         layers: Number of linear layers, at least 1. Default: 2.
 
     Attributes:
-        tensor_plan: How the tp axis cuts it: linear layers in pairs, by columns and then by rows; a layer without
-            a partner stays whole. The class's own is that of two layers, a model's is that of its number.
+        tensor_plan: The tensor-parallel plan: linear layers in pairs, by columns and then by rows; a last layer
+            without a partner is replicated. The class attribute is the plan for two layers.
 
     Returns:
         Of its forward: logits of shape (N, out_features), for an input of shape (N, ...) that flattens to
@@ -57,7 +57,7 @@ class MLP(nn.Sequential):
         self.tensor_plan = {f"linear{i}": list(styles)[(i - 1) % 2] for i in paired}
 
     def __getitem__(self, index):
-        return _take(self, index)
+        return _layers_at(self, index)
 
 
 class CNN(nn.Sequential):
@@ -72,8 +72,8 @@ class CNN(nn.Sequential):
         out_features: Number of classes. Default: 10.
 
     Attributes:
-        tensor_plan: How the tp axis cuts it: the first convolution by output channels, the second by input
-            channels, the linear layer by rows, of which each rank takes its part of the features.
+        tensor_plan: The tensor-parallel plan: the first convolution by output channels, the second by input
+            channels, the linear layer by rows.
 
     Returns:
         Of its forward: logits of shape (N, out_features), for images of shape (N, 1, 28, 28).
@@ -112,11 +112,11 @@ class CNN(nn.Sequential):
         )
 
     def __getitem__(self, index):
-        return _take(self, index)
+        return _layers_at(self, index)
 
 
-def _take(model, index):
-    """`model[2]` is a layer; `model[:4]` a plain Sequential, since a part of a CNN is not a CNN."""
+def _layers_at(model, index):
+    """`model[2]` is a layer; `model[:4]` a plain Sequential, because a part of a CNN is not a CNN."""
     if isinstance(index, slice):
         return nn.Sequential(OrderedDict(list(model.named_children())[index]))
     return nn.Sequential.__getitem__(model, index)

@@ -1,4 +1,4 @@
-"""Orders of a pipeline's passes as the exercises write them, "F0", "B0", ...: read, played, and counted.
+"""Parses, simulates and measures orders of a pipeline's passes, as written in exercises: "F0", "B0", ...
 
 F is a forward pass, B a whole backward pass, I and W its two halves: gradients of the input and of the weights.
 """
@@ -10,17 +10,17 @@ _KEPT = {"F": 1, "B": -1, "I": 0, "W": -1}  # W needs the activations too
 
 
 def read(order, kinds, rank, n_microbatches, case):
-    """The order as pairs ("F", 0), if each pass is in it once.
+    """Parses an order into pairs such as ("F", 0); each pass must occur once.
 
     Args:
-        order: what a learner's function returned.
-        kinds: the passes that a microbatch makes: "FB" or "FIW".
-        rank: whose order it is.
+        order: the result of the learner's function.
+        kinds: the kinds of passes of a microbatch: "FB" or "FIW".
+        rank: the rank of the order.
         n_microbatches: number of microbatches.
-        case: how a hint begins.
+        case: the beginning of a hint.
 
     Raises:
-        Hint: if something else was returned, or a pass is unknown, missing or there twice.
+        Hint: if the result is not a list of names, or a pass is unknown, missing or occurs twice.
     """
     order = list(order) if hasattr(order, "__iter__") and not isinstance(order, str) else [None]
     if not all(isinstance(name, str) for name in order):
@@ -32,7 +32,7 @@ def read(order, kinds, rank, n_microbatches, case):
             f"{case}: rank {rank} has a pass {unknown[0]!r}; there are F0 to F{n_microbatches - 1}, and {others}"
         )
     if missing := sorted(wanted - set(order)):
-        waits = "" if missing[0][0] == "W" else ", and those that need it wait for ever"
+        waits = "" if missing[0][0] == "W" else ", and the passes that need it wait forever"
         raise Hint(f"{case}: rank {rank} leaves out {missing[0]}{waits}")
     if len(order) > len(wanted):
         raise Hint(f"{case}: rank {rank} has {len(order)} passes, {len(wanted)} are there to do")
@@ -40,14 +40,14 @@ def read(order, kinds, rank, n_microbatches, case):
 
 
 def play(orders, case):
-    """When the last pass ends; each starts as soon as its rank is free and what it needs has come.
+    """The time at which the last pass ends; a pass starts once its rank is free and its inputs are done.
 
     Args:
-        orders: of each rank, what :func:`read` returned.
-        case: how a hint begins.
+        orders: for each rank, the result of :func:`read`.
+        case: the beginning of a hint.
 
     Raises:
-        Hint: if all ranks wait for one another.
+        Hint: if the ranks wait for one another forever.
     """
     last, done = len(orders) - 1, {}
     free, place = [0] * len(orders), [0] * len(orders)
@@ -77,7 +77,7 @@ def play(orders, case):
 
 
 def most_kept(order):
-    """Of how many microbatches a rank keeps the activations at most."""
+    """The peak number of microbatches whose activations a rank keeps."""
     kept = most = 0
     for kind, _ in order:
         kept += _KEPT[kind]

@@ -1,4 +1,4 @@
-"""The one call by which chapters and checks start ranks."""
+"""Starts ranks for chapters and checks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def on_ranks(
     """Runs a function on gloo ranks of this machine, each with one CPU thread.
 
     Args:
-        n_ranks: how many.
+        n_ranks: number of ranks.
         function: its first argument is the local rank.
-        args: its further arguments.
-        dp: size of the mesh's data-parallel axis; ``pp`` and ``tp`` likewise. Default: all ranks on dp.
-        pp: number of pipeline ranks.
-        tp: number of ranks that share each layer.
+        args: its other arguments.
+        dp: size of the mesh's data-parallel axis. Default: all ranks on dp.
+        pp: size of the pipeline-parallel axis.
+        tp: size of the tensor-parallel axis.
         servers: parameter servers beside the ranks. Default: 0.
         timeout: seconds that the run may take. Default: 120.
         kwargs: keyword arguments of ``function``.

@@ -1,7 +1,7 @@
-"""Results that were measured on a GPU, at another time and on another machine, and are shown as what they are.
+"""Results recorded on a GPU, shown with their date and hardware where there is no GPU.
 
-``benchmarks/gpu.py`` writes them, ``recorded_gpu.json`` beside this file holds them, and chapter 02 shows them
-with their date and hardware. As long as there is no such file, :func:`recorded` says so.
+``benchmarks/gpu.py`` writes them to ``recorded_gpu.json`` beside this file, and chapter 02 shows them. If the file
+does not exist, :func:`recorded` says so.
 """
 
 import json
@@ -15,7 +15,7 @@ PATH = Path(__file__).with_name("recorded_gpu.json")
 
 
 def recorded(section: str, path: Path = PATH) -> str:
-    """What was recorded for a section of chapter 02, with date and hardware, or that nothing was.
+    """The recorded results of a section of chapter 02, with date and hardware, or a note that there are none.
 
     Args:
         section: "copies", "timing", "pinned", "memory", "amp" or "nccl".
@@ -47,7 +47,7 @@ def recorded(section: str, path: Path = PATH) -> str:
 
 
 def gpu_here(section: str) -> bool:
-    """Whether there is a CUDA GPU; if not, prints that the cell is skipped and what was recorded elsewhere.
+    """Whether there is a CUDA GPU; if not, prints that the cell is skipped, and the recorded results.
 
     Args:
         section: as in :func:`recorded`.

@@ -1,6 +1,6 @@
-"""A real text as a dataset of characters: Jane Austen's "Persuasion" (1818), which comes with the package.
+"""A text as a dataset of characters: Jane Austen's "Persuasion" (1818), included in the package.
 
-`ignite_ddl/course/text/README.md` says where the text is from. Nothing here is random, and nothing is downloaded.
+`ignite_ddl/course/text/README.md` gives the source of the text. Nothing is random, and nothing is downloaded.
 """
 
 from collections.abc import Iterable
@@ -13,14 +13,13 @@ TEXT = Path(__file__).parent / "text" / "persuasion.txt"
 CHARACTERS = "\n !\"&'(),-.0123456789:;?ABCDEFGHIJKLMNOPQRSTUVWYZabcdefghijklmnopqrstuvwxyz"
 IDS = {character: index for index, character in enumerate(CHARACTERS)}
 TRAIN_SHARE = 0.9  # the novel's first nine tenths; its end is the test text
-RESERVED = "\N{REPLACEMENT CHARACTER}"  # how an id without a character is shown
+RESERVED = "\N{REPLACEMENT CHARACTER}"  # for ids without a character
 
 
 class CharacterText(Dataset):
-    """Pieces of the novel, and the same pieces one character on: what a language model reads and predicts.
+    """Pieces of the novel as inputs, and the same pieces shifted by one character as targets.
 
-    The pieces lie end to end and do not overlap, so an epoch predicts each character once; what is left at the
-    end, less than a piece, is not used.
+    The pieces do not overlap, so an epoch predicts each character once; an incomplete piece at the end is dropped.
 
     Args:
         split: "train" for the novel's first nine tenths, "test" for the rest. Default: "train".
@@ -28,12 +27,12 @@ class CharacterText(Dataset):
 
     Attributes:
         vocabulary: The 75 characters of the text, in the order of their ids.
-        vocabulary_size: 80, the ids that a model needs. Those from 75 on are reserved: they never occur, and
-            make the size divisible by 2, 4, 5, 8, 10 and 16 tensor-parallel ranks.
+        vocabulary_size: 80, the vocabulary size of a model. Ids from 75 on never occur; they make the size divisible
+            by 2, 4, 5, 8, 10 and 16 tensor-parallel ranks.
 
     Raises:
-        ValueError: If ``split`` is neither, or ``length`` is not a whole number that the split has room for.
-        FileNotFoundError: If the installation lacks the text.
+        ValueError: If ``split`` is unknown, or ``length`` is not a whole number below the length of the split.
+        FileNotFoundError: If the text is not installed.
 
     Example:
         >>> from ignite_ddl.course import CharacterText

@@ -1,4 +1,4 @@
-"""Import torchvision also where its C++ operators do not fit the installed torch."""
+"""Imports torchvision even if its C++ operators do not match the installed torch."""
 
 import importlib
 
@@ -9,7 +9,7 @@ _declared = None
 
 
 def import_torchvision():
-    """Import torchvision, also a CUDA build beside a CPU-only torch.
+    """Imports torchvision, also a CUDA build with a CPU-only torch.
 
     On Linux the default wheel of torchvision is a CUDA build. Beside a CPU-only torch its C++ operators
     cannot load, and ``import torchvision`` ends in "operator torchvision::nms does not exist", because it

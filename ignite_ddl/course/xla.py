@@ -1,10 +1,10 @@
-"""Runs a function of a cell on XLA, or brings back what an earlier run of it recorded.
+"""Runs a function of a cell on XLA, or returns the recorded result of an earlier run.
 
-torch_xla 2.9 is the last, and it wants torch 2.9; the course runs on newer ones. So torch_xla lives in an
-environment of its own, which ``make test-tpu`` builds with a Jupyter kernel. In that kernel a function runs for
-real, on XLA's CPU device: in a fresh process, because XLA reads its environment variables once, at its first
-import. In any other kernel ``recorded_xla.json`` beside this file answers, with date, versions and machine.
-``make test-tpu`` runs chapter 03 for real and compares each number that the page shows with the recorded one.
+The last torch_xla, 2.9, requires torch 2.9; the course uses newer versions. So torch_xla is installed in a separate
+environment, which ``make test-tpu`` builds with a Jupyter kernel. In that kernel a function runs on XLA's CPU device,
+in a new process, because XLA reads its environment variables only at its first import. In any other kernel the result
+is read from ``recorded_xla.json`` beside this file, with date, versions and machine. ``make test-tpu`` runs chapter 03
+and compares each number with the recorded one.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ PATH = Path(__file__).with_name("recorded_xla.json")
 RECORD = "IGNITE_DDL_RECORD"  # an environment variable: where it is set, each run is recorded
 TIMEOUT = 300  # seconds
 
-# Has torch_xla imported, which takes seconds, and is forked for each call; it computes nothing itself, so that a
-# fork is a fresh process to XLA. Not one import of ignite_ddl: chapter 03 shows Ignite without the repair, too.
+# Imports torch_xla once, which takes seconds, and forks for each call; it computes nothing itself, so that XLA starts
+# anew in each fork. It does not import ignite_ddl, because chapter 03 also shows Ignite without the repair.
 SERVER = """
 import json, os, pickle, signal, sys, traceback
 import ignite.distributed, torch, torch_xla
@@ -58,25 +58,24 @@ _server = None  # the running SERVER; it ends with this process
 
 
 def has_xla():
-    """Whether this kernel's Python has torch_xla, so that :func:`on_xla` runs for real."""
+    """Whether torch_xla is installed, so that :func:`on_xla` runs the function."""
     return importlib.util.find_spec("torch_xla") is not None
 
 
 def on_xla(function, *args, devices=1, collectives=False):
-    """``function(*args)`` on XLA's CPU device: run now where torch_xla is installed, else as it was recorded.
+    """Runs ``function(*args)`` on XLA's CPU device if torch_xla is installed, else returns the recorded result.
 
-    It prints one line that says which of the two. A function that is not the recorded one any more is refused
-    rather than answered with another's result.
+    It prints one line that says which of the two. If the function has changed since the recording, it raises.
 
     Args:
-        function: a function of a cell, by its ``def``; it runs in a process of its own and returns what JSON holds.
-        args: its arguments; JSON holds them, too.
+        function: a function of a cell, defined by ``def``; runs in a separate process and returns JSON values.
+        args: its arguments, JSON values.
         devices: number of XLA devices, default 1; more are virtual ones, for SPMD.
-        collectives: whether to return also what the devices of each compiled graph say to each other.
+        collectives: whether to return also the collectives of each compiled graph.
 
     Returns:
-        what the function returned; with ``collectives`` a pair of that and a list with, for each compiled graph in
-        order, a list of the collectives in it: name, shape of the result, the devices that take part.
+        the function's result; with ``collectives`` a pair of that and a list with, for each compiled graph in order, a
+        list of its collectives: name, shape of the result, participating devices.
 
     Raises:
         ValueError: without torch_xla, if this function was not recorded with these arguments.
@@ -108,7 +107,7 @@ def on_xla(function, *args, devices=1, collectives=False):
 
 
 def _source(function):
-    """The text of a function, and of the functions beside it that it calls."""
+    """The source of a function, and of the functions of its module that it calls."""
     text = inspect.getsource(function)
     for name in function.__code__.co_names:
         called = function.__globals__.get(name)
@@ -137,7 +136,7 @@ def _run(function, args, devices, collectives):
 
 
 def _ask(line):
-    """Hands the server one call; its exit status, 0 if all went well."""
+    """Sends the server one call; returns the exit status, 0 on success, or None."""
     global _server
     if _server is None or _server.poll() is not None:
         environ = os.environ | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -1,16 +1,15 @@
-"""Counts what a rank hands to its collectives and gets from them, whoever calls them.
+"""Counts the bytes of a rank's collectives and messages.
 
-Every collective and every message of torch passes torch's dispatcher on its way to the process group: those of
-``torch.distributed`` and idist, of object collectives, of DDP's buckets in backward, of FSDP2, of DTensor's
-redistributions and of pipeline schedules. :func:`count_bytes` watches there, so that a count is what was called,
-never what a formula says.
+All collectives and messages pass torch's dispatcher on their way to the process group: those of
+``torch.distributed`` and idist, object collectives, DDP's buckets in backward, FSDP2, DTensor's redistributions and
+pipeline schedules. :func:`count_bytes` counts the calls there; no count is taken from a formula.
 
-What is counted is *payload*: the bytes of the tensors that a rank puts in and of those that it is handed back.
-How many bytes a collective then sends over the wire is the business of its algorithm, which runs below. To count
-those, build the algorithm from messages (``dist.send`` and ``dist.recv``): a message's payload is what travels.
+It counts the *payload*: the bytes of a call's input and output tensors. How many bytes a collective then sends
+depends on its algorithm, which runs below. To count those, build the algorithm from messages (``dist.send`` and
+``dist.recv``), whose payload is what is sent.
 
-Not seen: RPC, the store through which ranks first meet (``new_group`` uses it too), collectives that another
-thread of the rank calls, and the inside of what ``torch.compile`` has compiled.
+Not counted: RPC, the store of the rendezvous (``new_group`` uses it too), collectives called by another thread of
+the rank, and code compiled by ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ __all__ = ["Call", "Traffic", "count_bytes"]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a collective, or one message, as this rank made it.
+    """One call of a collective, or one message, on this rank.
 
     Attributes:
-        op: what it was, by the name in ``torch.distributed``: "all_reduce", "all_gather", "send", ...
-        put_in: bytes of the tensors that this rank handed in.
-        got: bytes of the tensors that it was handed back; of a broadcast, the source gets nothing.
+        op: its name in ``torch.distributed``: "all_reduce", "all_gather", "send", ...
+        put_in: bytes of the input tensors on this rank.
+        got: bytes of the output tensors on this rank; 0 on the source of a broadcast.
         ranks: global ranks of the group.
-        peer: global rank at the other end of a message; None for a collective, and for ``recv`` from anybody.
+        peer: global rank of the other end of a message; None for a collective, and for ``recv`` from any source.
     """
 
     op: str
@@ -50,7 +49,7 @@ class Call:
 
 @dataclass
 class Traffic:
-    """The calls that this rank made, in order.
+    """The calls of this rank, in order.
 
     Attributes:
         calls: a list of :class:`Call`.
@@ -60,21 +59,21 @@ class Traffic:
 
     @property
     def put_in(self) -> int:
-        """Bytes that this rank handed in, over all calls."""
+        """Bytes of the inputs of all calls."""
         return sum(call.put_in for call in self.calls)
 
     @property
     def got(self) -> int:
-        """Bytes that this rank was handed back, over all calls."""
+        """Bytes of the outputs of all calls."""
         return sum(call.got for call in self.calls)
 
     @property
     def ops(self) -> list[str]:
-        """What was called, in order."""
+        """The names of the calls, in order."""
         return [call.op for call in self.calls]
 
     def of(self, *ops: str) -> Traffic:
-        """Only the calls of some kinds, as in ``traffic.of("send").put_in``.
+        """Only the calls of the given names, as in ``traffic.of("send").put_in``.
 
         Args:
             ops: names as in :attr:`Call.op`.
@@ -87,16 +86,15 @@ class Traffic:
 
 @contextmanager
 def count_bytes() -> Iterator[Traffic]:
-    """Counts what this rank hands to collectives and messages, and gets, inside the ``with``.
+    """Counts the bytes of this rank's collectives and messages inside the ``with`` block.
 
     Counters may be nested; each counts everything inside it.
 
     Returns:
-        Traffic: grows while the block runs, and can be read at any time and sent back to the notebook.
+        Traffic: the calls so far; can be read at any time and returned from the rank.
 
     Raises:
-        NotImplementedError: if a collective is called that this file does not know: better no count than one that
-            misses something.
+        NotImplementedError: if an unknown collective is called, because a count without it would be wrong.
 
     Examples:
         .. code-block:: python
@@ -137,7 +135,7 @@ class _Counter(TorchDispatchMode):
         return result
 
 
-# What torch.distributed calls them, and torch's operators beneath, without a trailing underscore.
+# The names in torch.distributed, and the operators below them, without a trailing underscore.
 _OPERATORS = {
     "all_gather": (
         *("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
@@ -163,7 +161,7 @@ _NAMES = {operator: name for name, operators in _OPERATORS.items() for operator 
 def _calls(func: Any, given: dict[str, Any], result: Any) -> list[Call]:
     operator = func._schema.name.split("::")[1].rstrip("_")
     group = _group(given)
-    if group is None:  # it sends nothing: wait_tensor and the like
+    if group is None:  # no communication: wait_tensor and the like
         return []
     ranks = tuple(dist.get_process_group_ranks(group))
     if operator == "batch_p2p_ops":
@@ -176,7 +174,7 @@ def _calls(func: Any, given: dict[str, Any], result: Any) -> list[Call]:
         return [_message(name, _first(given, "tensors", "tensor"), ranks, _first(given, "dst", "src"))]
     if name == "barrier":  # the tensor in its arguments is a dummy
         return [Call(name, 0, 0, ranks)]
-    # One tensor for both ways, or inputs and outputs; functional collectives return their outputs.
+    # Collectives work in place, have inputs and outputs, or (functional ones) return their outputs.
     both = _bytes(_first(given, "tensors", "inputs", "input"))
     if name == "all_reduce":
         return [Call(name, both, both, ranks)]

@@ -1,9 +1,9 @@
 """What parallel training costs, on paper: seconds, bytes and messages in closed form.
 
 Every function says where its formula stands, in which units, and what it leaves out. Times are in seconds, sizes in
-bytes, and a network is two numbers (a :class:`Link`): what a message costs to begin, and how fast its bytes flow.
-A rank sends one message at a time, and may receive one meanwhile; adding numbers up is free, and so is waiting
-to be asked. ``simulate`` plays the same things out message by message, ``timeline`` measures them.
+bytes, and a network is two numbers (a :class:`Link`): the latency of a message and the bandwidth.
+A rank sends one message at a time and can receive one at the same time; additions take no time. ``simulate``
+computes the same quantities message by message, ``timeline`` measures them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from ignite_ddl.lab.ranges import at_least, checked
 
 __all__ = [
     "RESNET50_P100",
@@ -54,7 +56,7 @@ class Link:
 
     Args:
         latency: seconds that a message costs before its first byte (alpha).
-        bandwidth: bytes a second, each way (1 / beta).
+        bandwidth: bytes per second in each direction (1 / beta).
 
     Examples:
         .. code-block:: python
@@ -70,35 +72,18 @@ class Link:
 
     def __post_init__(self) -> None:
         at_least(0, latency=self.latency)
-        above_0(bandwidth=self.bandwidth)
+        if not self.bandwidth > 0:
+            raise ValueError(f"bandwidth should be above 0, but given {self.bandwidth}")
 
     def seconds(self, n_bytes: float) -> float:
         """The time of one message of ``n_bytes`` bytes."""
         return self.latency + n_bytes / self.bandwidth
 
 
-def at_least(least: float, **given: float | Sequence[float]) -> None:
-    """Refuses a number, or one in a sequence, that is smaller; ``simulate`` checks by it too."""
-    for name, value in given.items():
-        for one in value if isinstance(value, Sequence) else [value]:
-            if not one >= least:  # so that NaN is refused
-                raise ValueError(f"{name} should be at least {least}, but given {value}")
-
-
-def above_0(**given: float | Sequence[float]) -> None:
-    """Refuses a number, or one in a sequence, that is 0 or less."""
-    for name, value in given.items():
-        for one in value if isinstance(value, Sequence) else [value]:
-            if not one > 0:
-                raise ValueError(f"{name} should be above 0, but given {value}")
-
-
 def when_full(
     bucket_bytes: Sequence[float], backward_seconds: float, ready: Sequence[float] | None
 ) -> list[float]:
-    """When each of DDP's buckets is full, in seconds after backward's begin; by default in proportion to the bytes."""
-    above_0(bucket_bytes=bucket_bytes)
-    at_least(0, backward_seconds=backward_seconds)
+    """When each of DDP's buckets is full, in seconds from the start of backward; by default in proportion to bytes."""
     if ready is None:
         total, filled = sum(bucket_bytes), itertools.accumulate(bucket_bytes)
         return [min(backward_seconds, backward_seconds * size / total) for size in filled]
@@ -118,7 +103,7 @@ class Collective(NamedTuple):
     """What a collective costs.
 
     Attributes:
-        seconds: from the moment at which all ranks enter until the last one is done.
+        seconds: from the time at which all ranks enter until the last one leaves.
         messages: how many messages each rank sends, in rank order.
         bytes: how many bytes each rank sends, in rank order.
     """
@@ -131,11 +116,12 @@ class Collective(NamedTuple):
 # --------------------------------------------------------------------------------------------- all-reduce
 
 
+@checked
 def all_reduce_naive(n_ranks: int, n_bytes: float, link: Link) -> Collective:
-    """Everybody sends its whole buffer to everybody: n - 1 messages a rank, one after the other.
+    """Each rank sends its whole buffer to every other rank: n - 1 messages per rank, one after the other.
 
-    seconds = (n - 1) (alpha + n_bytes beta). Source: by definition; every rank starts with another receiver, so
-    that no two messages meet at one rank.
+    seconds = (n - 1) (alpha + n_bytes beta). Source: by definition; each rank starts with a different receiver, so
+    that no rank receives two messages at once.
 
     Args:
         n_ranks: size of the world.
@@ -153,18 +139,17 @@ def all_reduce_naive(n_ranks: int, n_bytes: float, link: Link) -> Collective:
             cost = cost.all_reduce_naive(4, 48, cost.Link(latency=0, bandwidth=1))
             assert cost.bytes == [144, 144, 144, 144] and cost.seconds == 144
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_bytes=n_bytes)
     others = n_ranks - 1
     return Collective(others * link.seconds(n_bytes), [others] * n_ranks, [others * n_bytes] * n_ranks)
 
 
+@checked
 def all_reduce_tree(n_ranks: int, n_bytes: float, link: Link) -> Collective:
-    """Up a binomial tree adding, down again copying: 2 ceil(log2 n) rounds with the whole buffer.
+    """A reduction up a binomial tree and a broadcast down it: 2 ceil(log2 n) rounds with the whole buffer.
 
     seconds = 2 ceil(log2 n) (alpha + n_bytes beta). Source: Thakur, Rabenseifner, Gropp, "Optimization of
     Collective Communication Operations in MPICH", IJHPCA 19 (2005), section 4 (binomial reduce and broadcast).
-    Rank r hands its sum to r minus its lowest set bit; all ranks together send 2 (n - 1) messages.
+    Rank r sends its sum to r minus its lowest set bit; all ranks together send 2 (n - 1) messages.
 
     Args:
         n_ranks: size of the world.
@@ -172,7 +157,7 @@ def all_reduce_tree(n_ranks: int, n_bytes: float, link: Link) -> Collective:
         link: the network between any two ranks.
 
     Returns:
-        Collective: seconds, and messages and bytes sent by each rank. Ranks differ: rank 0 only sends down.
+        Collective: seconds, and messages and bytes sent by each rank. They differ by rank: rank 0 only broadcasts.
 
     Examples:
         .. code-block:: python
@@ -182,23 +167,22 @@ def all_reduce_tree(n_ranks: int, n_bytes: float, link: Link) -> Collective:
             cost = cost.all_reduce_tree(4, 48, cost.Link(latency=1, bandwidth=1e30))
             assert cost.messages == [2, 1, 2, 1] and cost.seconds == 4
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_bytes=n_bytes)
     rounds = (n_ranks - 1).bit_length()  # ceil(log2(n_ranks)), exactly
     messages = []
     for rank in range(n_ranks):
         up = 1 if rank else 0
-        span = rank & -rank if rank else 1 << rounds  # how many ranks this one's subtree could hold
+        span = rank & -rank if rank else 1 << rounds  # the largest possible size of this rank's subtree
         down = sum(rank + (1 << k) < n_ranks for k in range(span.bit_length() - 1))
         messages.append(up + down)
     return Collective(2 * rounds * link.seconds(n_bytes), messages, [m * n_bytes for m in messages])
 
 
+@checked
 def all_reduce_ring(n_ranks: int, n_bytes: float, link: Link) -> Collective:
-    """Twice round the ring, once adding and once copying, a chunk of n_bytes / n at a time.
+    """A ring reduce-scatter and a ring all-gather, in chunks of n_bytes / n.
 
-    seconds = 2 (n - 1) (alpha + n_bytes beta / n); each rank sends 2 (n - 1) / n of its buffer: in any all-reduce
-    the busiest rank sends as much or more. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
+    seconds = 2 (n - 1) (alpha + n_bytes beta / n); each rank sends 2 (n - 1) / n of its buffer, which is the lower
+    bound for the busiest rank. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
     clusters of workstations", JPDC 69 (2009), theorem 1 and section 4. Assumes equal chunks.
 
     Args:
@@ -221,14 +205,22 @@ def all_reduce_ring(n_ranks: int, n_bytes: float, link: Link) -> Collective:
     return Collective(2 * one.seconds, [2 * m for m in one.messages], [2 * b for b in one.bytes])
 
 
+def _ring_bytes(n_ranks: int, n_bytes: float) -> float:
+    """Bytes that each rank sends in one pass of a ring over a buffer of ``n_bytes``: (n - 1) / n of it."""
+    return (
+        (n_ranks - 1) * n_bytes / n_ranks
+    )  # not (n_ranks - 1) * (n_bytes / n_ranks): whole numbers stay whole
+
+
+@checked
 def ring_pass(n_ranks: int, n_bytes: float, link: Link) -> Collective:
-    """Once round the ring: a reduce-scatter, or an all-gather.
+    """One pass of a ring: a reduce-scatter or an all-gather.
 
     seconds = (n - 1) (alpha + n_bytes beta / n). Source: Thakur et al. 2005, section 4.1 (ring all-gather).
 
     Args:
         n_ranks: size of the world.
-        n_bytes: size of the whole buffer: what a reduce-scatter starts from, what an all-gather ends with.
+        n_bytes: size of the whole buffer: the input of a reduce-scatter, the output of an all-gather.
         link: the network between neighbours.
 
     Returns:
@@ -241,10 +233,8 @@ def ring_pass(n_ranks: int, n_bytes: float, link: Link) -> Collective:
 
             assert cost.ring_pass(4, 48, cost.Link(latency=0, bandwidth=1)).bytes == [36] * 4
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_bytes=n_bytes)
     steps = n_ranks - 1
-    each = steps * n_bytes / n_ranks  # not steps * (n_bytes / n_ranks): whole numbers stay whole
+    each = _ring_bytes(n_ranks, n_bytes)
     return Collective(steps * link.seconds(n_bytes / n_ranks), [steps] * n_ranks, [each] * n_ranks)
 
 
@@ -256,11 +246,11 @@ class MasterStep(NamedTuple):
 
     Attributes:
         seconds: the whole step.
-        communication_seconds: the part in which the master sends or receives.
+        communication_seconds: the time during which the master sends or receives.
         sent: bytes that the master sends.
         received: bytes that the master receives.
         messages: messages that the master sends or receives.
-        phases: the step's parts in order, name to seconds.
+        phases: seconds of each phase by name, in order.
     """
 
     seconds: float
@@ -271,6 +261,7 @@ class MasterStep(NamedTuple):
     phases: dict[str, float]
 
 
+@checked
 def master_step(
     n_ranks: int,
     weight_bytes: float,
@@ -281,19 +272,19 @@ def master_step(
     backward_seconds: float = 0.0,
     loss_seconds: float = 0.0,
 ) -> MasterStep:
-    """One step in which rank 0 is the master of all others, as ``torch.nn.DataParallel`` works.
+    """One step with rank 0 as the master of all other ranks, as in ``torch.nn.DataParallel``.
 
-    The master sends out weights and inputs, gathers the outputs (logits), computes the loss, sends back the
-    gradients of the outputs, gathers the gradients of the weights and updates. Everything goes through its one
-    port, one message after the other: n - 1 messages a phase, and the time grows with n while the work a rank
-    shrinks with 1 / n. Source: a note of boostcamp AI Tech on the basic concepts of parallelism (in Korean), steps
-    "initialise" to "backward"; the sum is by definition.
+    The master sends weights and inputs, gathers the outputs (logits), computes the loss, sends back the gradients of
+    the outputs, gathers the gradients of the weights and updates. It sends or receives one message at a time, n - 1
+    in each phase: communication grows with n, while each rank's compute shrinks with 1 / n. Source: a note of
+    boostcamp AI Tech on the basic concepts of parallelism (in Korean), steps "initialise" to "backward"; the sum is
+    by definition.
 
     Args:
-        n_ranks: size of the world, the master included (it computes too).
-        weight_bytes: all weights; their gradients are as large.
-        input_bytes: the whole batch; each rank gets an n-th.
-        output_bytes: the outputs of the whole batch; their gradients are as large.
+        n_ranks: size of the world, including the master, which computes too.
+        weight_bytes: size of all weights, and of their gradients.
+        input_bytes: size of the whole batch; each rank gets 1 / n of it.
+        output_bytes: size of the outputs of the whole batch, and of their gradients.
         link: the network between the master and each other rank.
         forward_seconds: forward of the whole batch on one rank. Default: 0.
         backward_seconds: backward of the whole batch on one rank. Default: 0.
@@ -310,9 +301,6 @@ def master_step(
             step = cost.master_step(4, 1000, 80, 40, cost.Link(latency=0, bandwidth=1))
             assert step.sent == 3 * (1000 + 20 + 10) and step.received == 3 * (10 + 1000)
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, weight_bytes=weight_bytes, input_bytes=input_bytes, output_bytes=output_bytes)
-    at_least(0, forward_seconds=forward_seconds, backward_seconds=backward_seconds, loss_seconds=loss_seconds)
     others, share = n_ranks - 1, 1 / n_ranks
     messages = {
         "send weights": weight_bytes,
@@ -337,9 +325,9 @@ class ServerStep(NamedTuple):
     Attributes:
         seconds: the whole step.
         communication_seconds: pull and push.
-        server_bytes: bytes through one server, in and out.
-        worker_bytes: bytes through one worker, in and out.
-        server_messages: messages through one server, in and out.
+        server_bytes: bytes that one server sends and receives.
+        worker_bytes: bytes that one worker sends and receives.
+        server_messages: messages that one server sends and receives.
     """
 
     seconds: float
@@ -349,16 +337,17 @@ class ServerStep(NamedTuple):
     server_messages: int
 
 
+@checked
 def parameter_server_step(
     n_workers: int, weight_bytes: float, link: Link, n_servers: int = 1, compute_seconds: float = 0.0
 ) -> ServerStep:
     """A synchronous step: every worker pulls the weights, computes, pushes its gradients.
 
-    With k servers each holds a k-th of the weights. Pull and push each take max(n, k) (alpha + W beta / k): a
-    server passes n messages through its port, a worker k, and whoever has more decides. Source: by definition
-    of the one-port model; that the bound is reached is open-shop scheduling with equal times (server j begins
-    with worker j, the next with the one after). The scheme: Li et al., "Scaling Distributed Machine Learning
-    with the Parameter Server", OSDI 2014, section 3. Applying the update is free here.
+    With k servers each holds 1 / k of the weights. Pull and push each take max(n, k) (alpha + W beta / k): a server
+    sends or receives n messages one by one, a worker k, and the larger number decides. Source: by definition of the
+    one-port model; that the bound is reached is open-shop scheduling with equal times (server j begins with worker
+    j). The scheme: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 3.
+    The update itself takes no time.
 
     Args:
         n_workers: how many workers, servers not counted.
@@ -379,8 +368,6 @@ def parameter_server_step(
             assert cost.parameter_server_step(8, 100, link).seconds == 1600
             assert cost.parameter_server_step(8, 100, link, n_servers=4).seconds == 400
     """
-    at_least(1, n_workers=n_workers, n_servers=n_servers)
-    at_least(0, weight_bytes=weight_bytes, compute_seconds=compute_seconds)
     part = weight_bytes / n_servers
     communication = 2 * max(n_workers, n_servers) * link.seconds(part)
     return ServerStep(
@@ -396,9 +383,9 @@ class DDPStep(NamedTuple):
     """What a step of DistributedDataParallel costs.
 
     Attributes:
-        seconds: forward, backward, and the communication that is left over.
+        seconds: forward, backward, and the communication that does not overlap with backward.
         communication_seconds: the time of all buckets' all-reduces.
-        exposed_seconds: the part of it that does not hide behind backward.
+        exposed_seconds: the part of it that does not overlap with backward.
     """
 
     seconds: float
@@ -406,6 +393,7 @@ class DDPStep(NamedTuple):
     exposed_seconds: float
 
 
+@checked
 def ddp_step(
     n_ranks: int,
     bucket_bytes: Sequence[float],
@@ -414,20 +402,20 @@ def ddp_step(
     backward_seconds: float = 0.0,
     ready: Sequence[float] | None = None,
 ) -> DDPStep:
-    """A step whose gradients are ring-all-reduced bucket by bucket while backward goes on.
+    """A step whose gradients are all-reduced by a ring, bucket by bucket, during backward.
 
-    Bucket i can go at ready_i and when those before it are done, so that the last ends at
-    max over k of (ready_k + c_k + c_k+1 + ...), c being the buckets' all-reduce times. Source: Li et al.,
+    The all-reduce of bucket i starts at ready_i, or later when that of bucket i - 1 ends, so that the last one ends
+    at max over k of (ready_k + c_k + c_k+1 + ...), c being the buckets' all-reduce times. Source: Li et al.,
     "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3 and
     figure 4 (the overlap; the maximum is by definition). Assumes that communication does not slow compute down.
 
     Args:
         n_ranks: size of the world.
-        bucket_bytes: the buckets in the order in which backward fills them: the last layers' first.
+        bucket_bytes: the buckets in the order in which backward fills them, the last layers first.
         link: the network between neighbours.
         forward_seconds: one rank's forward. Default: 0.
         backward_seconds: one rank's backward. Default: 0.
-        ready: when each bucket is full, in seconds after backward's begin, none before the one in front of it.
+        ready: when each bucket is full, in seconds from the start of backward, in ascending order.
             Default: in proportion to the bytes.
 
     Returns:
@@ -442,30 +430,29 @@ def ddp_step(
             step = cost.ddp_step(2, [4, 4], link, forward_seconds=5, backward_seconds=10)
             assert step.communication_seconds == 8 and step.exposed_seconds == 4    # the first bucket hides
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, forward_seconds=forward_seconds)
     ready = when_full(bucket_bytes, backward_seconds, ready)
     times = [all_reduce_ring(n_ranks, size, link).seconds for size in bucket_bytes]
     end = max([backward_seconds] + [at + sum(times[k:]) for k, at in enumerate(ready)])
     return DDPStep(forward_seconds + end, sum(times), end - backward_seconds)
 
 
+@checked
 def ddp_buckets(
     parameter_bytes: Sequence[int], bucket_bytes: int | None = None, first_bucket_bytes: int | None = None
 ) -> list[int]:
     """The sizes of DDP's buckets, in the order in which backward fills them.
 
-    From the last parameter to the first, a bucket is closed as soon as it holds its cap or more; with the default
-    cap the first is small, so that communication begins early. Source: Li et al. 2020, section 3.2.2; for the caps
-    torch 2.13's ``nn/parallel/distributed.py`` and ``_compute_bucket_assignment_by_size``. Assumes one device and
-    dtype, and gradients that come in the reverse order of ``model.parameters()``; DDP sorts its buckets by the real
-    order after its first step.
+    Parameters are added from the last to the first, and a bucket is closed once it holds its cap or more; with the
+    default cap the first bucket is small, so that communication begins early. Source: Li et al. 2020, section 3.2.2;
+    for the caps torch 2.13's ``nn/parallel/distributed.py`` and ``_compute_bucket_assignment_by_size``. Assumes one
+    device and dtype, and gradients ready in the reverse order of ``model.parameters()``; DDP rebuilds its buckets in
+    the actual order after its first step.
 
     Args:
         parameter_bytes: the parameters' sizes, in the order of ``model.parameters()``.
         bucket_bytes: the cap, DDP's ``bucket_cap_mb`` times 2 ** 20. Default: DDP's own, 25 MiB.
-        first_bucket_bytes: the first bucket's cap. Default: as in DDP, 1 MiB with the default cap, and that cap
-            itself where one is given.
+        first_bucket_bytes: the first bucket's cap. Default: as in DDP, 1 MiB if ``bucket_bytes`` is not given, else
+            ``bucket_bytes``.
 
     Returns:
         list: bytes of each bucket.
@@ -483,8 +470,6 @@ def ddp_buckets(
         first_bucket_bytes = 2**20 if bucket_bytes is None else bucket_bytes
     if bucket_bytes is None:
         bucket_bytes = 25 * 2**20
-    at_least(0, parameter_bytes=parameter_bytes)
-    above_0(bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
     buckets, filled = [], 0
     for size in reversed(parameter_bytes):
         filled += size
@@ -501,9 +486,9 @@ class ScaledStep(NamedTuple):
         n_ranks: the world.
         batch_size: rows over all ranks.
         seconds: the whole step.
-        communication_seconds: the part of it that communication adds.
-        share: that part as a share of the step.
-        efficiency: rows a second a rank, as a share of one rank's alone.
+        communication_seconds: the communication that does not overlap with backward.
+        share: the same as a share of the step.
+        efficiency: rows per second and rank, relative to training on one rank.
     """
 
     n_ranks: int
@@ -515,18 +500,19 @@ class ScaledStep(NamedTuple):
 
 
 # ResNet-50 on ImageNet, 32 images a GPU, as in the lecture of Kazuhiro Yamasaki (NVIDIA, 2019, in Japanese): 8K on
-# 256 GPUs, 32K on 1024. What is where from:
+# 256 GPUs, 32K on 1024. Sources:
 RESNET50_P100 = {
     "batch_per_rank": 32,  # the lecture; Goyal et al. 2017, section 5.1
     "gradient_bytes": 100e6,  # 25 million parameters of 4 bytes: Goyal et al. 2017, section 4.3
     "forward_seconds": 0.060,  # ASSUMED: half of backward
     "backward_seconds": 0.120,  # on one P100: Goyal et al. 2017, section 4.3
-    "overlap": 0.0,  # ASSUMED: nothing hides
+    "overlap": 0.0,  # ASSUMED: no overlap with backward
     # 50 Gbit/s is what a server of 8 GPUs has (section 4.3); a ring leaves each server once. ASSUMED: 10 us a message.
     "link": Link(latency=10e-6, bandwidth=6.25e9),
 }
 
 
+@checked
 def data_parallel_step(
     n_ranks: int,
     gradient_bytes: float,
@@ -536,21 +522,21 @@ def data_parallel_step(
     batch_per_rank: int = 1,
     overlap: float = 0.0,
 ) -> ScaledStep:
-    """A data-parallel step with a ring all-reduce, at a fixed batch a rank (weak scaling).
+    """A data-parallel step with a ring all-reduce, at a fixed batch size per rank (weak scaling).
 
-    communication = max(0, ring - overlap * backward). Source: :func:`all_reduce_ring`; the figures that Kazuhiro
-    Yamasaki's lecture shows (NVIDIA, 2019: a fifth of the time in communication on 1024 GPUs) come out with
-    ``RESNET50_P100``, whose comments say which numbers are of a paper and which are assumed. One flat ring: real
-    clusters reduce inside a machine first.
+    communication = max(0, ring - overlap * backward). Source: :func:`all_reduce_ring`; ``RESNET50_P100`` reproduces
+    the figures of Kazuhiro Yamasaki's lecture (NVIDIA, 2019: a fifth of the time in communication on 1024 GPUs); its
+    comments say which numbers are from a paper and which are assumed. Assumes one flat ring: real clusters reduce
+    inside a machine first.
 
     Args:
         n_ranks: size of the world.
-        gradient_bytes: all gradients.
+        gradient_bytes: size of all gradients.
         link: the network between neighbours.
         forward_seconds: forward of one rank's batch.
         backward_seconds: backward of one rank's batch.
-        batch_per_rank: rows a rank. Default: 1.
-        overlap: share of backward that communication can hide behind, 0 to 1. Default: 0.
+        batch_per_rank: rows per rank. Default: 1.
+        overlap: share of backward that can overlap with communication, 0 to 1. Default: 0.
 
     Returns:
         ScaledStep: batch size, seconds, share of communication, efficiency.
@@ -564,13 +550,9 @@ def data_parallel_step(
             assert [step.batch_size for step in steps] == [8192, 32768]
             assert steps[1].share > 0.2 > steps[0].share
     """
-    at_least(1, n_ranks=n_ranks, batch_per_rank=batch_per_rank)
-    at_least(0, gradient_bytes=gradient_bytes)
-    at_least(0, forward_seconds=forward_seconds, backward_seconds=backward_seconds)
     if not 0 <= overlap <= 1:
         raise ValueError(f"overlap should be a share of backward, from 0 to 1, but given {overlap}")
     compute = forward_seconds + backward_seconds
-    above_0(**{"forward_seconds + backward_seconds": compute})
     ring = all_reduce_ring(n_ranks, gradient_bytes, link).seconds
     exposed = max(0.0, ring - overlap * backward_seconds)
     seconds = compute + exposed
@@ -582,12 +564,13 @@ def data_parallel_step(
 # ----------------------------------------------------------------------------------------- large batches
 
 
+@checked
 def noise_scale(learning_rate: float, batch_size: int, n_samples: int, momentum: float = 0.0) -> float:
-    """How strong the noise of SGD is: g = learning_rate / (1 - momentum) (N / B - 1).
+    """The noise scale of SGD: g = learning_rate / (1 - momentum) (N / B - 1).
 
-    Its unit is the learning rate's. A step without momentum moves the weights by the whole set's gradient and by
-    noise; this noise has the covariance learning_rate / N * g times that of one sample's gradient. For B much below
-    N it is learning_rate N / (B (1 - momentum)), so that doubling the batch does what halving the rate does.
+    Its unit is that of the learning rate. A step without momentum is a step along the gradient of the whole set plus
+    noise, whose covariance is learning_rate / N * g times that of one sample's gradient. For B much below N, g is
+    learning_rate N / (B (1 - momentum)): doubling the batch size has the effect of halving the learning rate.
     Source: Smith and Le, "A Bayesian perspective on generalization and stochastic gradient descent", ICLR 2018,
     section 4 (without momentum); Smith, Kindermans, Ying, Le, "Don't decay the learning rate, increase the batch
     size", ICLR 2018, section 3 (with it). Assumes small steps (SGD as a stochastic differential equation) and
@@ -595,9 +578,9 @@ def noise_scale(learning_rate: float, batch_size: int, n_samples: int, momentum:
 
     Args:
         learning_rate: of SGD.
-        batch_size: rows a step, over all ranks.
+        batch_size: rows per step, over all ranks.
         n_samples: rows in the training set.
-        momentum: of SGD, 0 up to but not 1. Default: 0.
+        momentum: of SGD, at least 0 and below 1. Default: 0.
 
     Returns:
         float: g.
@@ -610,47 +593,43 @@ def noise_scale(learning_rate: float, batch_size: int, n_samples: int, momentum:
             g = cost.noise_scale(learning_rate=0.1, batch_size=100, n_samples=1000, momentum=0.9)
             assert abs(g - 9.0) < 1e-12
     """
-    at_least(1, batch_size=batch_size)
     at_least(batch_size, n_samples=n_samples)
-    at_least(0, learning_rate=learning_rate)
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum should be from 0 up to but not 1, but given {momentum}")
     return learning_rate / (1 - momentum) * (n_samples / batch_size - 1)
 
 
+@checked
 def batch_size_of_same_noise(
     batch_size: int, learning_rate: float, new_learning_rate: float, n_samples: int
 ) -> float:
-    """The batch size whose noise, at the new learning rate, is that of the old pair.
+    """The batch size that has, at a new learning rate, the noise scale of the old batch size and learning rate.
 
     B' = N / (1 + learning_rate / new_learning_rate (N / B - 1)), which is :func:`noise_scale` solved for B at the
-    same momentum. With ``new_learning_rate`` ten times larger it is nearly ten times the batch. To keep a decay's
-    noise without the decay, ask the other way round: what batch at the *undecayed* rate has its noise? Source: the
-    algebra, and that equal noise gives an equal curve: Smith, Kindermans, Ying, Le, ICLR 2018, sections 3 and 4.
-    Assumes what :func:`noise_scale` assumes, a rate at which training is stable, and enough steps after the change
-    for the momentum to forget what was before it.
+    same momentum. With ``new_learning_rate`` ten times larger B' is nearly ten times B. To replace a learning rate
+    decay by a larger batch, pass the decayed rate as ``learning_rate`` and the undecayed one as
+    ``new_learning_rate``. Source: the algebra; that equal noise gives an equal training curve: Smith, Kindermans,
+    Ying, Le, ICLR 2018, sections 3 and 4. Assumes what :func:`noise_scale` assumes, a rate at which training is
+    stable, and enough steps after the change for the momentum buffer to adapt.
 
     Args:
         batch_size: B.
         learning_rate: the rate that goes with B.
-        new_learning_rate: the rate for which a batch size is wanted.
+        new_learning_rate: the rate to find the batch size for.
         n_samples: rows in the training set, N.
 
     Returns:
-        float: B', to be rounded by you.
+        float: B', not rounded.
 
     Examples:
         .. code-block:: python
 
             from ignite_ddl.lab import cost
 
-            # Decay the rate from 0.1 to 0.02 at batch 64, or stay at 0.1 and grow the batch to:
+            # Decay the rate from 0.1 to 0.02 at batch size 64, or keep 0.1 and increase the batch size to:
             assert round(cost.batch_size_of_same_noise(64, 0.02, 0.1, n_samples=60_000)) == 319
     """
-    at_least(1, batch_size=batch_size)
     at_least(batch_size, n_samples=n_samples)
-    at_least(0, learning_rate=learning_rate)
-    above_0(new_learning_rate=new_learning_rate)
     return n_samples / (1 + learning_rate / new_learning_rate * (n_samples / batch_size - 1))
 
 
@@ -662,9 +641,9 @@ class ZeroMemory(NamedTuple):
 
     Attributes:
         weights: the parameters in the precision of compute.
-        gradients: as large.
-        optimizer: its states, with the parameters in full precision if it keeps them.
-        total: all of it.
+        gradients: the gradients.
+        optimizer: the optimizer states, with the parameters in full precision if it keeps them.
+        total: the sum.
     """
 
     weights: float
@@ -673,6 +652,7 @@ class ZeroMemory(NamedTuple):
     total: float
 
 
+@checked
 def zero_memory(
     n_parameters: float,
     n_ranks: int,
@@ -681,20 +661,20 @@ def zero_memory(
     gradient_bytes: float = 2,
     optimizer_bytes: float = 12,
 ) -> ZeroMemory:
-    """Model states on each rank: ZeRO 1 cuts the optimizer's, 2 the gradients too, 3 the weights too.
+    """Model states on each rank: ZeRO stage 1 shards the optimizer states, 2 also the gradients, 3 also the weights.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
     sections 3.1 and 5, figure 1: (2 + 2 + K) bytes a parameter, K = 12 for Adam in mixed precision (weights, momentum
-    and variance of 4 bytes each). Leaves out activations, buffers and what an allocator loses; under stage 3 also
-    the layer that is gathered at the moment.
+    and variance of 4 bytes each). Excludes activations, buffers, fragmentation and, in stage 3, the layer that is
+    currently gathered.
 
     Args:
         n_parameters: of the whole model.
         n_ranks: ranks that share the states.
         stage: 0 (plain data parallel) to 3 (FSDP's full sharding).
-        weight_bytes: a parameter in compute. Default: 2; 4 in float32, 8 in float64.
-        gradient_bytes: its gradient. Default: 2.
-        optimizer_bytes: K, its optimizer states. Default: 12; plain SGD 0, with momentum 4, Adam 8 in float32.
+        weight_bytes: bytes per parameter in compute. Default: 2; 4 in float32, 8 in float64.
+        gradient_bytes: bytes of its gradient. Default: 2.
+        optimizer_bytes: K, bytes of its optimizer states. Default: 12; in float32 plain SGD 0, with momentum 4, Adam 8.
 
     Returns:
         ZeroMemory: bytes.
@@ -707,29 +687,27 @@ def zero_memory(
             gigabytes = [cost.zero_memory(7.5e9, 64, stage).total / 1e9 for stage in range(4)]
             assert [round(x, 1) for x in gigabytes] == [120.0, 31.4, 16.6, 1.9]      # figure 1 of the paper
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_parameters=n_parameters, weight_bytes=weight_bytes, gradient_bytes=gradient_bytes)
-    at_least(0, optimizer_bytes=optimizer_bytes)
     _zero_stage(stage)
-    sizes = [optimizer_bytes, gradient_bytes, weight_bytes]  # in the order in which they are cut
+    sizes = [optimizer_bytes, gradient_bytes, weight_bytes]  # in the order in which they are sharded
     held = [n_parameters * size / (n_ranks if stage > place else 1) for place, size in enumerate(sizes)]
     optimizer, gradients, weights = held
     return ZeroMemory(weights, gradients, optimizer, weights + gradients + optimizer)
 
 
+@checked
 def zero_bytes(n_parameters: float, n_ranks: int, stage: int, value_bytes: float = 2) -> float:
     """Bytes that each rank sends in a step.
 
-    Stages 0 to 2 take two passes round a ring (an all-reduce; from 1 on a reduce-scatter of gradients and
-    an all-gather of weights), stage 3 three: weights are gathered for forward and again for backward, 1.5 times
-    the bytes. Source: Rajbhandari et al. 2020, section 7, which says 2 and 3 Psi; here with the ring's exact
-    (n - 1) / n. Assumes that weights and gradients travel in the same precision.
+    Stages 0 to 2 take two passes of a ring (an all-reduce; from stage 1 on a reduce-scatter of gradients and an
+    all-gather of weights), stage 3 takes three: weights are gathered for forward and again for backward, which is
+    1.5 times the bytes. Source: Rajbhandari et al. 2020, section 7, which says 2 and 3 Psi; here with the ring's
+    exact (n - 1) / n. Assumes that weights and gradients are sent in the same precision.
 
     Args:
         n_parameters: of the whole model.
         n_ranks: ranks that share the states.
         stage: 0 to 3.
-        value_bytes: bytes a number on the wire. Default: 2.
+        value_bytes: bytes per number sent. Default: 2.
 
     Returns:
         float: bytes sent by one rank.
@@ -741,17 +719,16 @@ def zero_bytes(n_parameters: float, n_ranks: int, stage: int, value_bytes: float
 
             assert cost.zero_bytes(100, 4, stage=3) == 1.5 * cost.zero_bytes(100, 4, stage=2) == 450
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_parameters=n_parameters, value_bytes=value_bytes)
     _zero_stage(stage)
-    return (3 if stage == 3 else 2) * n_parameters * value_bytes * (n_ranks - 1) / n_ranks
+    return (3 if stage == 3 else 2) * _ring_bytes(n_ranks, n_parameters * value_bytes)
 
 
 # ---------------------------------------------------------------------------------------- pipelines
 
 
+@checked
 def pipeline_bubble(n_ranks: int, n_microbatches: int, n_chunks: int = 1) -> float:
-    """The share of a pipeline step in which a rank stands idle: (p - 1) / (v m + p - 1).
+    """The share of a pipeline step in which a rank is idle: (p - 1) / (v m + p - 1).
 
     For GPipe and 1F1B v is 1; interleaved 1F1B gives each rank v chunks of layers. Source: Huang et al., "GPipe",
     NeurIPS 2019, section 2.3; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -774,20 +751,20 @@ def pipeline_bubble(n_ranks: int, n_microbatches: int, n_chunks: int = 1) -> flo
             assert cost.pipeline_bubble(4, 8) == 3 / 11
             assert cost.pipeline_bubble(4, 8, n_chunks=2) == 3 / 19
     """
-    at_least(1, n_ranks=n_ranks, n_microbatches=n_microbatches, n_chunks=n_chunks)
     return (n_ranks - 1) / (n_chunks * n_microbatches + n_ranks - 1)
 
 
+@checked
 def zero_bubble_seconds(
     n_ranks: int, forward: float, backward_input: float, backward_weight: float, schedule: str = "zb-h1"
 ) -> float:
-    """Idle seconds a rank and step, when backward is split into its input and its weight part.
+    """Idle seconds per rank and step with backward split into its input and its weight part.
 
-    1F1B (p-1)(F + B + W), ZB-H1 (p-1)(F + B - W), ZB-H2 (p-1)(F + B - 2W), with the memory of 1F1B, the same,
-    and up to twice as much; ZB-V none, with 1F1B's memory, where F = B = W. Counted is what the first rank waits
-    between its first and its last pass: up to the end of the step as much under 1F1B and ZB-H1, and (p-1) F of
-    filling under ZB-V. ZB-H2 is this formula only: ``simulate`` plays the others. Source: Qi, Wan, Huang, Lin, "Zero
-    Bubble Pipeline Parallelism", ICLR 2024 (arXiv 2401.10241, November 2023), table 2 (ZB-H1 and H2); and
+    1F1B (p-1)(F + B + W); ZB-H1 (p-1)(F + B - W), with the memory of 1F1B; ZB-H2 (p-1)(F + B - 2W), with up to twice
+    that memory; ZB-V none where F = B = W, with the memory of 1F1B. Counts the idle time of the first rank between its
+    first and its last pass; up to the end of the step it is the same under 1F1B and ZB-H1, and (p-1) F under ZB-V.
+    ``simulate`` has no ZB-H2. Source: Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024 (arXiv
+    2401.10241, November 2023), table 2 (ZB-H1 and H2); and
     "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, for ZB-V. Assumes enough microbatches (ZB-H2 at
     least 2p - 1), W no longer than B, free transfers.
 
@@ -813,8 +790,6 @@ def zero_bubble_seconds(
             idle = [cost.zero_bubble_seconds(4, 1, 1, 1, name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-v")]
             assert idle == [9, 3, 0, 0]
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, forward=forward, backward_input=backward_input, backward_weight=backward_weight)
     f, b, w = forward, backward_input, backward_weight
     if schedule in ("zb-h1", "zb-h2") and w > b:
         raise ValueError(
@@ -830,30 +805,31 @@ def zero_bubble_seconds(
     return (n_ranks - 1) * idle[schedule]
 
 
+@checked
 def pipeline_peak_activations(
     schedule: str, n_ranks: int, n_microbatches: int, rank: int = 0, n_chunks: int = 1
 ) -> int:
-    """The most microbatches whose activations one rank holds at once, counted in stages (chunks).
+    """The peak number of (microbatch, stage) pairs whose activations one rank holds.
 
-    GPipe m; 1F1B min(m, p - r); interleaved 1F1B min(v m, 2 (p - r - 1) + (v - 1) p + 1), each a v-th as large as a
-    whole rank's part. Source: Narayanan et al. 2021, sections 2.2.1 and 2.2.2; Korthikanti et al. 2022, section
-    4.2.3, which gives the first rank's: 1 + (p - 1) / (p v) times 1F1B's. Assumes that every stage keeps as much for a
-    microbatch, from its forward until the end of its backward pass (no recomputation, no split backward); that
-    passes come in Megatron-LM's order; and for v > 1 that m is a multiple of p.
+    GPipe m; 1F1B min(m, p - r); interleaved 1F1B min(v m, 2 (p - r - 1) + (v - 1) p + 1), each of a stage that is 1 / v
+    of the rank's layers. Source: Narayanan et al. 2021, sections 2.2.1 and 2.2.2; Korthikanti et al. 2022, section
+    4.2.3, which gives the first rank's: 1 + (p - 1) / (p v) times 1F1B's. Assumes that every stage keeps the same
+    amount per microbatch, from its forward until the end of its backward pass (no recomputation, no split backward);
+    that passes are in Megatron-LM's order; and for v > 1 that m is a multiple of p.
 
     Args:
         schedule: "gpipe", "1f1b" or "interleaved_1f1b".
         n_ranks: p, ranks of the pipeline.
         n_microbatches: m.
-        rank: r, the pipeline rank. Default: 0, which holds most.
+        rank: r, the pipeline rank. Default: 0, which holds the most.
         n_chunks: v, stages on each rank. Default: 1.
 
     Returns:
         int: microbatches times stages.
 
     Raises:
-        ValueError: for an unknown schedule, a rank that is none of the p, and for "interleaved_1f1b" with v > 1 where
-            m is no multiple of p.
+        ValueError: for an unknown schedule, a rank not in 0 to p - 1, and for "interleaved_1f1b" with v > 1 if m is
+            not a multiple of p.
 
     Examples:
         .. code-block:: python
@@ -863,7 +839,6 @@ def pipeline_peak_activations(
             peaks = [cost.pipeline_peak_activations("1f1b", 4, 8, rank) for rank in range(4)]
             assert peaks == [4, 3, 2, 1]
     """
-    at_least(1, n_ranks=n_ranks, n_microbatches=n_microbatches, n_chunks=n_chunks)
     if rank not in range(n_ranks):
         raise ValueError(f"rank should be from 0 to {n_ranks - 1}, but given {rank}")
     if schedule == "interleaved_1f1b" and n_chunks > 1 and n_microbatches % n_ranks:
@@ -884,13 +859,14 @@ def pipeline_peak_activations(
 # ------------------------------------------------------------------------------------- transformers
 
 
+@checked
 def tensor_parallel_bytes(
     batch_size: int, sequence: int, hidden: int, n_ranks: int, value_bytes: float = 2
 ) -> float:
     """Bytes that each tensor-parallel rank sends for one transformer layer, forward and backward.
 
-    Four ring all-reduces of the activations: attention and MLP have one forward and one backward each. Sequence
-    parallel makes each a reduce-scatter and an all-gather: the same bytes. Source: Shoeybi et al.,
+    Four ring all-reduces of the activations: attention and MLP have one each in forward and in backward. Sequence
+    parallel replaces each by a reduce-scatter and an all-gather, with the same bytes. Source: Shoeybi et al.,
     "Megatron-LM", 2019, section 3 and figure 4; Korthikanti et al. 2022, section 4.2.2.
 
     Args:
@@ -910,16 +886,15 @@ def tensor_parallel_bytes(
 
             assert cost.tensor_parallel_bytes(1, 10, 10, n_ranks=2, value_bytes=4) == 4 * 400
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, batch_size=batch_size, sequence=sequence, hidden=hidden, value_bytes=value_bytes)
-    return 4 * 2 * (n_ranks - 1) * batch_size * sequence * hidden * value_bytes / n_ranks
+    return 4 * 2 * _ring_bytes(n_ranks, batch_size * sequence * hidden * value_bytes)
 
 
+@checked
 def transformer_parameters(hidden: int, layers: int, vocabulary: int, sequence: int) -> float:
     """Parameters of a GPT: 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)).
 
-    Source: Narayanan et al. 2021, equation 2. Counts biases and layer norms, an MLP four times as wide, one
-    embedding for both ends; not the last layer norm.
+    Source: Narayanan et al. 2021, equation 2. Counts biases, layer norms except the last, an MLP of width 4 h, and
+    one embedding, which the output layer shares.
 
     Args:
         hidden: h, the model's width.
@@ -937,20 +912,20 @@ def transformer_parameters(hidden: int, layers: int, vocabulary: int, sequence: 
 
             assert round(cost.transformer_parameters(12288, 96, 51200, 2048) / 1e9) == 175     # GPT-3
     """
-    at_least(0, hidden=hidden, layers=layers, vocabulary=vocabulary, sequence=sequence)
     h, l, v, s = hidden, layers, vocabulary, sequence  # noqa: E741 - the paper's letters
     return 12 * l * h * h + 13 * l * h + (v + s) * h
 
 
+@checked
 def transformer_flops(
     batch_size: int, sequence: int, hidden: int, layers: int, vocabulary: int, recompute: bool = False
 ) -> float:
     """Floating-point operations of a GPT's training step, forward and backward.
 
     72 B s l h^2 (1 + s / (6 h) + V / (12 l h)); with full recomputation of activations
-    96 B s l h^2 (1 + s / (6 h) + V / (16 l h)). Source: Narayanan et al. 2021, section 5.1, equation 3 (the second;
-    the first is the same sum without the second forward). Counts matrix products only, a multiply and an
-    add as two; causal attention is counted in full.
+    96 B s l h^2 (1 + s / (6 h) + V / (16 l h)). Source: Narayanan et al. 2021, section 5.1, equation 3 (with
+    recomputation; the other is the same without the second forward). Counts matrix products only, a multiply and an
+    add as two operations, and causal attention in full.
 
     Args:
         batch_size: B, rows.
@@ -958,7 +933,7 @@ def transformer_flops(
         hidden: h, the model's width.
         layers: l.
         vocabulary: V.
-        recompute: forward is done again in backward. Default: False.
+        recompute: whether forward is recomputed in backward. Default: False.
 
     Returns:
         float: operations.
@@ -971,12 +946,12 @@ def transformer_flops(
             flops = cost.transformer_flops(1536, 2048, 12288, 96, 51200, recompute=True)
             assert round(flops / 1e18, 1) == 4.5                                 # GPT-3's batch, 1024 GPUs
     """
-    at_least(0, batch_size=batch_size, sequence=sequence, hidden=hidden, layers=layers, vocabulary=vocabulary)
     b, s, h, l, v = batch_size, sequence, hidden, layers, vocabulary  # noqa: E741 - the paper's letters
     layer = 24 * b * s * h * h + 4 * b * s * s * h  # forward: the weights' products, then the attention's own
     return (4 if recompute else 3) * l * layer + 6 * b * s * h * v
 
 
+@checked
 def activation_bytes(
     batch_size: int,
     sequence: int,
@@ -991,11 +966,11 @@ def activation_bytes(
     """Bytes of activations that one transformer layer keeps for backward, on each tensor-parallel rank.
 
     s b h (34 + 5 a s / h) on one rank; with tensor parallel s b h (10 + 24 / t + 5 a s / (h t)), with sequence
-    parallel all of it over t; selective recomputation drops the 5 a s / h, full recomputation keeps s b h 2.
+    parallel 1 / t of the whole; selective recomputation drops the 5 a s / h, full recomputation keeps 2 s b h.
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023 (arXiv
-    2205.05198), equation 1 and table 2. Assumes an MLP four times as wide, attention that keeps its s x s matrices
+    2205.05198), equation 1 and table 2. Assumes an MLP of width 4 h, attention that keeps its s x s matrices
     (FlashAttention does not: use "selective"), and that sequence parallel gathers again in backward, as Megatron-LM
-    does; torch's DTensor keeps what it gathered, 2 (1 - 1 / t) s b h numbers more.
+    does; torch's DTensor keeps the gathered tensors, 2 (1 - 1 / t) s b h more numbers.
 
     Args:
         batch_size: b, rows of a microbatch.
@@ -1003,11 +978,11 @@ def activation_bytes(
         hidden: h, the model's width.
         heads: a.
         n_ranks: t, ranks that share a layer. Default: 1.
-        sequence_parallel: norms and dropout are cut over the sequence. Default: False.
+        sequence_parallel: whether norms and dropout are sharded over the sequence. Default: False.
         recompute: "none" (default), "selective" (attention's core) or "full" (the layer; its input is kept whole).
-        value_bytes: bytes a number. Default: 2, as in the paper; 4 in float32.
-        mask_bytes: bytes of a dropout mask a number. Default: 1, as on a GPU; on a CPU torch keeps it as numbers, so
-            ``value_bytes`` again; 0 without dropout.
+        value_bytes: bytes per number. Default: 2, as in the paper; 4 in float32.
+        mask_bytes: bytes per element of a dropout mask. Default: 1, as on a GPU; on a CPU torch keeps the mask in the
+            dtype of the activations, so ``value_bytes``; 0 without dropout.
 
     Returns:
         float: bytes.
@@ -1022,15 +997,12 @@ def activation_bytes(
             kept = cost.activation_bytes(**gpt3, recompute="selective")
             assert round(1 - kept / whole, 2) == 0.7                            # "70 %" in the paper, section 5
     """
-    at_least(1, n_ranks=n_ranks, hidden=hidden)
-    at_least(0, batch_size=batch_size, sequence=sequence, heads=heads)
-    at_least(0, value_bytes=value_bytes, mask_bytes=mask_bytes)
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"recompute should be 'none', 'selective' or 'full', but given {recompute!r}")
     sbh = sequence * batch_size * hidden
     if recompute == "full":
         return value_bytes * sbh
-    # What is not cut by features: the inputs of norms, attention and MLP, and two masks.
+    # What tensor parallel replicates: the inputs of norms, attention and MLP, and two masks.
     whole = (4 * value_bytes + 2 * mask_bytes) / (n_ranks if sequence_parallel else 1)
     scores = 0 if recompute == "selective" else (2 * value_bytes + mask_bytes) * heads * sequence / hidden
     return sbh * (whole + 12 * value_bytes / n_ranks + scores / n_ranks)

@@ -1,4 +1,4 @@
-"""How many bytes autograd keeps for the backward pass: now, and at most. The activations that a schedule is about."""
+"""Counts the bytes that autograd saves for backward: the current number and the peak."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["SavedBytes"]
 
 
 class SavedBytes:
-    """Counts what forward passes inside it save for their backward passes, and what of that is still alive.
+    """Counts the bytes of the tensors that forward passes inside the ``with`` block save for backward.
 
-    A tensor counts once, however many operations save it, and a microbatch of a batch with its own rows only; of two
-    views that begin at one address the larger counts, until both are freed. The
-    weights of ``model`` do not count, nor does what is alive without being saved, such as the receive buffers that
-    torch's pipeline stages keep for every microbatch.
+    A tensor counts once, however many operations save it, and a microbatch that is a view of a batch with its own
+    rows only; of two views that begin at one address the larger counts, until both are freed. Not counted are the
+    weights of ``model`` and tensors that are alive without being saved, such as the receive buffers of torch's
+    pipeline stages.
 
     Args:
-        model: its parameters and buffers are left out. Default: none.
+        model: its parameters and buffers are not counted. Default: none.
 
     Attributes:
         now: Bytes that are saved and not yet freed.
-        peak: The most bytes at any time, since the beginning or :meth:`reset`.
+        peak: The peak of ``now`` since the start or :meth:`reset`.
 
     Example:
         >>> import torch
@@ -38,14 +38,13 @@ class SavedBytes:
     def __init__(self, model: nn.Module | None = None) -> None:
         weights = [] if model is None else [*model.parameters(), *model.buffers()]
         self._left_out = {_local(weight).untyped_storage().data_ptr() for weight in weights}
-        self._counted: dict[
-            int, tuple[int, int]
-        ] = {}  # by address: how often it is saved, and its bytes in `now`
+        # By address: how often a tensor is saved, and its bytes in `now`.
+        self._counted: dict[int, tuple[int, int]] = {}
         self.now = self.peak = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda held: held.tensor)
 
     def reset(self) -> None:
-        """Begins a new peak."""
+        """Resets the peak to the current number of bytes."""
         self.peak = self.now
 
     def __enter__(self) -> SavedBytes:
@@ -56,9 +55,8 @@ class SavedBytes:
         self._hooks.__exit__(*exc_info)
 
     def _save(self, tensor: torch.Tensor) -> _Held:
-        return _Held(
-            tensor.detach(), self
-        )  # not the tensor: saved by the operation that made it, it would hold itself
+        # Detached: a tensor saved by the operation that made it would form a reference cycle.
+        return _Held(tensor.detach(), self)
 
     def _add(self, tensor: torch.Tensor, times: int) -> None:
         tensor = _local(tensor)

@@ -1,4 +1,4 @@
-"""The record of one thing that a rank did: what a timeline measures and a simulation returns."""
+"""The record of what a rank did: measured by a timeline, or returned by a simulation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = (
     "idle",  # waiting for another rank
     "data",
     "handlers",  # what an engine does between its steps
-    "forward",  # this and the three below: a pipeline's passes, and spans of your own
+    "forward",  # this and the three below: a pipeline's passes, and user-defined spans
     "backward",  # with respect to the input, or whole
     "backward_weight",
     "optimizer",
@@ -24,17 +24,17 @@ PASSES = ("forward", "backward", "backward_weight")
 
 
 class Record(NamedTuple):
-    """A rank did one thing from ``start`` to ``end``, in seconds.
+    """What a rank did from ``start`` to ``end``, in seconds.
 
     Attributes:
         rank: global rank.
         kind: one of ``KINDS``.
-        name: what it was, such as "step 7", "allreduce", or "2F0" for the forward pass of stage 2, microbatch 0.
-        start: seconds: of a clock, or since the first record of all ranks (merged, or simulated).
+        name: such as "step 7", "allreduce", or "2F0" for the forward pass of stage 2, microbatch 0.
+        start: seconds of the rank's clock, or since the first record of all ranks (merged, or simulated).
         end: seconds.
-        waits_for: of "idle": the rank that it waits for, where that is one rank. None otherwise.
-        stage: of a pipeline's passes: the stage. None otherwise.
-        microbatch: of a pipeline's passes: the microbatch. None otherwise.
+        waits_for: for "idle", the rank waited for, if it is a single one; else None.
+        stage: for a pipeline's passes, the stage; else None.
+        microbatch: for a pipeline's passes, the microbatch; else None.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""A parameter server: workers pull the parameters and push gradients, and the server takes the step."""
+"""A parameter server: workers pull parameters and push gradients, and the server runs the optimizer."""
 
 from ignite_ddl.parameter_server.worker import ParameterServer
 

@@ -1,4 +1,4 @@
-"""The server's side: some of the parameters, their optimizer, and the rules by which they change."""
+"""The server's side: a shard of the parameters, its optimizer, and the update rules of each mode."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ MODES = ("sync", "async", "bounded", "backup")
 
 
 class Shard:
-    """Some of the parameters, their optimizer, and the rules by which they change; knows nothing of RPC.
+    """A shard of the parameters, its optimizer, and the update rules; independent of RPC.
 
-    What a method returns at once is its answer; a ``Future`` is an answer that has to wait for other workers.
+    Methods whose answer may have to wait for other workers return a ``Future``.
     """
 
     def __init__(self, gone: Mapping[int, str | None] | None = None) -> None:
         self.lock = threading.Lock()
         self.waiting: list[tuple[Callable[[], bool], Callable[[], Any], Future]] = []
-        self.gone = dict(gone or {})  # workers through with everything: why, or None
-        self.agreed: dict[str, Any] | None = None  # what every worker must have in common; None: not made yet
-        self.others: list[torch.Tensor] = []
+        self.gone = dict(gone or {})  # workers that have ended: the failure, or None
+        self.agreed: dict[str, Any] | None = (
+            None  # settings that all workers must share; None before create()
+        )
+        self.others: list[torch.Tensor] = []  # buffers and parameters without gradient
 
     def create(
         self,
@@ -38,30 +40,28 @@ class Shard:
         tensors: list[torch.Tensor],
         others: list[torch.Tensor],
     ) -> str | None:
-        """Worker 0's call: the parameters as they are at the start, and how to make their optimizer.
+        """Called by worker 0: sets the initial parameters and makes their optimizer.
 
-        What is wrong with that comes back as text: RPC would bring an exception as a RuntimeError.
+        Returns an error message, or None: RPC would turn an exception into a RuntimeError.
         """
         with self._changing():
             self.mode, self.staleness = agreed["mode"], agreed["staleness"]
             self.workers = set(range(agreed["workers"]))
-            self.needed = agreed["workers"] - agreed["backup"]  # gradients that make a synchronous update
-            # A lone server can replace a dead worker by a backup; several would have to agree on whom they heard.
+            self.needed = agreed["workers"] - agreed["backup"]  # gradients per synchronous update
+            # A single server can replace a dead worker by a backup; several would have to agree on the gradients.
             self.spare = agreed["backup"] if agreed["servers"] == 1 else 0
             self.parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
             self.others = others
             self.optimizer = cloudpickle.loads(optimizer)(self.parameters)
-            if wrong := _whats_wrong(self.optimizer, self.parameters):
-                return wrong
-            self.version = 0  # updates so far
-            self.clock = dict.fromkeys(self.workers, 0)  # pushes since the epoch began
+            if error := _check_optimizer(self.optimizer, self.parameters):
+                return error
+            self.version = 0  # number of updates
+            self.clock = dict.fromkeys(self.workers, 0)  # pushes in this epoch
             self.pushes = dict.fromkeys(self.workers, 0)  # pushes in all
-            self.ended: set[int] = set()  # through with their epoch
-            self.pending: dict[
-                int, dict[str, Any]
-            ] = {}  # workers whose gradients wait for the others', records
-            self.means: dict[tuple[int, int], _Mean] = {}  # of those gradients, see _average
-            self.reading: set[int] = set()  # pulled, and not heard of since: their answer may be on its way
+            self.ended: set[int] = set()  # workers that have ended this epoch
+            self.pending: dict[int, dict[str, Any]] = {}  # records of gradients not yet applied, by worker
+            self.means: dict[tuple[int, int], _Mean] = {}  # means of these gradients, see _average
+            self.reading: set[int] = set()  # workers whose pull may still read the parameters: no push since
             self.times: dict[int, dict[str, float]] = {}  # of each worker's latest pull
             self.updates: list[dict[str, Any]] = []
             self.dropped: list[dict[str, Any]] = []
@@ -72,16 +72,16 @@ class Shard:
             return None
 
     def join(self) -> Future:
-        """What worker 0 made: what all must have in common, and the tensors that are not trained.
+        """The settings and the tensors that are not trained, as given by worker 0 to :meth:`create`.
 
-        None and nothing if worker 0 has ended before it made them.
+        The settings are None if worker 0 ended without calling it.
         """
         return self._when(
             lambda: self.agreed is not None or 0 in self.gone, lambda: (self.agreed, self.others)
         )
 
     def pull(self, worker: int, at_least: int) -> Future:
-        """The version and its tensors, as soon as this worker may have them."""
+        """The version and its parameters, once the mode lets this worker pull."""
         asked = time.monotonic()
 
         def answer() -> tuple[int, list[torch.Tensor]]:
@@ -95,7 +95,7 @@ class Shard:
         return self._when(lambda: self.version >= at_least and self._may_pull(worker), answer)
 
     def push(self, worker: int, pulled: int, gradients: list[torch.Tensor | None], rows: int) -> bool:
-        """Takes a gradient; False where it comes too late."""
+        """Takes a gradient; returns False if it is too late and was dropped."""
         with self._changing():
             self.bytes_in += _bytes(gradients)
             self.reading.discard(worker)
@@ -121,7 +121,7 @@ class Shard:
             self._someone_left()
 
     def end(self, worker: int, failed: str | None) -> bool:
-        """A worker has returned, or failed: nobody waits for it any more. Whether the others can go on."""
+        """Removes a worker that has returned, or failed; returns whether the others can continue."""
         with self._changing():
             self.gone[worker] = failed
             if self.agreed is None:
@@ -145,7 +145,7 @@ class Shard:
             )
 
     def waits_for(self) -> list[int]:
-        """The workers without whom nothing moves now."""
+        """The workers that the others wait for."""
         with self.lock:
             if self.agreed is None:
                 return [0]
@@ -166,7 +166,7 @@ class Shard:
                 "bytes_out": self.bytes_out,
             }
 
-    # The rules. All that follows runs with the lock held.
+    # The update rules. All methods below, except _when and _changing, run with the lock held.
 
     def _active(self) -> set[int]:
         return self.workers - self.ended - self.gone.keys()
@@ -175,7 +175,7 @@ class Shard:
         if self.mode == "async":
             return True
         if worker in self.ended:
-            return False  # the next epoch begins for all together
+            return False  # all workers begin the next epoch together
         if self.mode == "bounded":
             slowest = min((self.clock[other] for other in self._active()), default=self.clock[worker])
             return self.clock[worker] - slowest <= self.staleness
@@ -184,15 +184,15 @@ class Shard:
     def _someone_left(self) -> None:
         if self.pending:
             self._update_if_complete()
-        if not self._active():  # the last one: a new epoch
+        if not self._active():  # the last worker ended: a new epoch
             self.ended.clear()
             self.clock = dict.fromkeys(self.workers, 0)
 
     def _average(self, worker: int, mean: _Mean) -> None:
-        """Takes a gradient into the means of those that have come.
+        """Adds a gradient to the means of the gradients that have arrived.
 
-        They meet along a binary tree over the workers' numbers, two neighbours as soon as both are there: little is
-        left to do when the last one comes, and whoever comes first, the same workers give the same bits.
+        Means are combined in a binary tree over the workers' ranks, two neighbours as soon as both have arrived: so
+        little is left to do when the last one arrives, and the result does not depend on the order of arrival.
         """
         level = 0
         while (neighbour := self.means.pop((level, worker ^ 1), None)) is not None:
@@ -210,7 +210,7 @@ class Shard:
             self._update(mean, [record for record in records if record["rows"]])
 
     def _update(self, gradients: list[torch.Tensor | None], records: list[dict[str, Any]]) -> None:
-        if self.reading:  # leave them the memory that they read: what is pulled is one version, whole
+        if self.reading:  # copy on write: a pull returns one version of all parameters
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
             self.reading.clear()
@@ -233,21 +233,21 @@ class Shard:
 
     @contextlib.contextmanager
     def _changing(self):
-        """Holds the lock for a change, then answers those who waited for it."""
+        """Holds the lock for a change, then sets the futures whose condition now holds."""
         with self.lock:
             yield
-            answers, still = [], []
+            answers, waiting = [], []
             for condition, answer, future in self.waiting:
                 if condition():
                     answers.append((future, answer()))
                 else:
-                    still.append((condition, answer, future))
-            self.waiting = still
+                    waiting.append((condition, answer, future))
+            self.waiting = waiting
         for future, answer in answers:
             future.set_result(answer)
 
 
-_Mean = tuple[int, list[torch.Tensor | None]]  # a number of rows, and the mean gradient over them
+_Mean = tuple[int, list[torch.Tensor | None]]  # number of rows, mean gradient over them
 
 
 def _scaled(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:
@@ -255,7 +255,7 @@ def _scaled(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None
 
 
 def _mean_of(one: _Mean, other: _Mean) -> _Mean:
-    """Over the rows of both, in the memory of one of them. No gradient counts as zeros."""
+    """The mean over the rows of both, computed in place. A missing gradient counts as zeros."""
     (rows, gradients), (other_rows, others) = one, other
     if not rows or not other_rows:
         return one if rows else other
@@ -269,8 +269,8 @@ def _mean_of(one: _Mean, other: _Mean) -> _Mean:
     return rows + other_rows, mean
 
 
-def _whats_wrong(optimizer: Any, parameters: list[nn.Parameter]) -> str | None:
-    """It should take steps over exactly these parameters: over copies of the model's it would learn for nobody."""
+def _check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> str | None:
+    """An error message unless the optimizer has exactly these parameters, not copies of the model's."""
     if not hasattr(optimizer, "param_groups"):
         return f"optimizer should return an optimizer, but it returned {optimizer!r}"
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -279,8 +279,8 @@ def _whats_wrong(optimizer: Any, parameters: list[nn.Parameter]) -> str | None:
         return None
     return (
         f"optimizer should return an optimizer of all {len(given)} parameters that it is given and of no others, but "
-        f"it leaves out {len(given - held)} and has {len(held - given)} others; on the server, the parameters of a "
-        "model that it uses are copies"
+        f"it leaves out {len(given - held)} and has {len(held - given)} others; parameters of a model that the "
+        "function refers to are copies on the server"
     )
 
 

@@ -1,4 +1,4 @@
-"""How workers and servers reach each other. The only file that knows ``torch.distributed.rpc``."""
+"""The connection between workers and servers. The only file that uses ``torch.distributed.rpc``."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from torch.futures import Future
 from ignite_ddl.parameter_server.server import Shard
 
 __all__ = ["LONGEST_SECONDS", "Servers", "join", "worker_ended"]
-# Plain TCP: TensorPipe's shared memory polls, which costs half a core for each process that waits.
+# Plain TCP: TensorPipe's shared memory polls, which costs half a core per waiting process.
 _TRANSPORT = {"_transports": ["uv"], "_channels": ["basic"]}
 _THREADS = 8  # that serve requests; they wait for a lock at most, never for a worker
-LONGEST_SECONDS = 2e6  # that a request may take: torch counts its milliseconds in 32 bits
-_JOIN_SECONDS = 600.0  # until every worker and server has met the others
+LONGEST_SECONDS = 2e6  # limit of a timeout: torch counts milliseconds in 32 bits
+_JOIN_SECONDS = 600.0  # limit for all workers and servers to join
 _servers: list[rpc.WorkerInfo] = []  # in order, once this process has joined them
-_gone: dict[int, str | None] = {}  # on a server: the workers that are through, as Shard.gone
-_shards: dict[int, Shard] = defaultdict(lambda: Shard(_gone))  # by the number of the ParameterServer
-_shards_lock = threading.Lock()  # for both
-_numbers = itertools.count()  # on a worker: its ParameterServers, in the order in which all workers make them
+_gone: dict[int, str | None] = {}  # on a server: the workers that have ended, as Shard.gone
+_shards: dict[int, Shard] = defaultdict(lambda: Shard(_gone))  # on a server, by number of the ParameterServer
+_shards_lock = threading.Lock()  # for _gone and _shards
+_numbers = itertools.count()  # on a worker: numbers of its ParameterServers, the same on all workers
 
 
 def join(index: int, workers: int, servers: int, init_method: str) -> None:
-    """Lets this process and the others of the run reach each other by RPC; returns when all can.
+    """Joins the RPC group of all workers and servers; returns once all have joined.
 
     Args:
         index: this process's number: the workers' ranks first, then the servers.
         workers: number of workers.
         servers: number of servers.
-        init_method: how they meet, "file://...".
+        init_method: URL of the rendezvous, "file://...".
     """
     name = f"worker{index}" if index < workers else f"server{index - workers}"
     options = rpc.TensorPipeRpcBackendOptions(
@@ -44,23 +44,25 @@ def join(index: int, workers: int, servers: int, init_method: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of its own use of gloo
         rpc.init_rpc(name, rank=index, world_size=workers + servers, rpc_backend_options=options)
-    util.Finalize(None, rpc.shutdown, kwargs={"graceful": False}, exitpriority=1)  # waits for nobody
+    util.Finalize(
+        None, rpc.shutdown, kwargs={"graceful": False}, exitpriority=1
+    )  # without waiting for others
     _servers[:] = [rpc.get_worker_info(f"server{i}") for i in range(servers)]
 
 
 def worker_ended(worker: int, failed: str | None) -> str | None:
-    """On a server, from the launcher: a worker has returned, or failed. Why the others cannot go on, or None."""
+    """Called by the launcher on a server when a worker returned or failed; returns why the others cannot go on, or None."""
     with _shards_lock:
-        _gone[worker] = failed  # for those to come
+        _gone[worker] = failed  # for shards made later
         shards = [_shards[number] for number in sorted(_shards)]
     can_go_on = [shard.end(worker, failed) for shard in shards]
-    if failed is None or can_go_on and can_go_on[-1]:  # earlier ones are through
+    if failed is None or can_go_on and can_go_on[-1]:  # earlier shards are no longer in use
         return None
     return shards[-1].why_not() if shards else "It failed before there was a ParameterServer to go on with."
 
 
 def _answer(number: int, method: str, *arguments: Any) -> Any:
-    """Runs on a server, in one of its threads, for a worker."""
+    """Runs a shard's method in a thread of the server, for a worker."""
     with _shards_lock:
         shard = _shards[number]
     return getattr(shard, method)(*arguments)
@@ -68,12 +70,12 @@ def _answer(number: int, method: str, *arguments: Any) -> Any:
 
 @rpc.functions.async_execution
 def _answer_when_ready(*request: Any) -> Future:
-    """The same for answers that may have to wait; no thread waits with them."""
+    """The same for methods that return a Future, without blocking a thread."""
     return _answer(*request)
 
 
 class Servers:
-    """The servers of one ``ParameterServer``, as a worker sees them; in this process where none was started.
+    """A worker's connection to the servers of one ``ParameterServer``; in-process if no server was started.
 
     Args:
         mode: of the ``ParameterServer``, for error messages.
@@ -88,7 +90,7 @@ class Servers:
         self._number = next(_numbers)
 
     def ask(self, method: str, requests: list[tuple], servers: slice = slice(None)) -> list[Any]:
-        """Sends a request to each server at once, then waits for all their answers.
+        """Sends a request to all servers in parallel, then waits for all answers.
 
         Args:
             method: of :class:`~ignite_ddl.parameter_server.server.Shard`.
@@ -104,7 +106,7 @@ class Servers:
             return [answer.wait() if isinstance(answer, Future) else answer for answer in answers]
         asked = self._joined[servers]
         try:
-            # Workers reach their first line with a server at different times: loading data may take long.
+            # Workers make their ParameterServer at different times: loading data may take long.
             limit = _JOIN_SECONDS if method in ("create", "join") else self.timeout
             function = _answer_when_ready if method in ("join", "pull") else _answer
             futures = [
@@ -119,7 +121,7 @@ class Servers:
         try:
             return future.wait()
         except RuntimeError as error:
-            if "On WorkerInfo" in str(error):  # raised there, by the optimizer, say
+            if "On WorkerInfo" in str(error):  # raised on the server, for example by the optimizer
                 raise
             if "timeout" not in str(error):
                 raise ConnectionError(f"{server} is gone, at {method}: {error}") from None

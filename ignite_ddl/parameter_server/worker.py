@@ -22,60 +22,59 @@ __all__ = ["ParameterServer"]
 
 
 class ParameterServer:
-    """What a worker holds of the parameter server: pull the parameters, push a gradient.
+    """A worker's connection to the parameter server: pull the parameters, push gradients.
 
-    Started by ``ddl.Parallel(..., servers=1)``, the server keeps the parameters and their optimizer. Every worker
-    makes a ``ParameterServer`` of its own copy of the model; all then begin with worker 0's weights. A worker
-    is an ordinary Ignite trainer, whose update step is pull, forward, backward, push. Its loader and its metrics
-    see the workers alone, and on a serial run the server is in-process, so the same code runs.
+    The server, started by ``ddl.Parallel(..., servers=1)``, holds the parameters and their optimizer. Every worker
+    makes a ``ParameterServer`` for its own copy of the model, and all start from worker 0's weights. A worker is an
+    ordinary Ignite trainer, whose update step is pull, forward, backward, push. Its loader and its metrics involve
+    the workers only. On a serial run the server is in-process, so the same code runs.
 
-    When is a gradient applied, and who waits?
+    The mode decides when a gradient is applied, and which workers wait:
 
-    - ``mode="sync"``: when all workers have pushed, their average is one update. A pull waits for it. The result is
+    - ``mode="sync"``: when all workers have pushed, their mean is one update. A pull waits for it. The result is
       that of one process with the global batch (Dean et al., Large Scale Distributed Deep Networks, 2012, has the
       server; Chen et al., 2016, the synchronous form).
-    - ``mode="async"``: each as it comes. Nobody waits; a gradient may be of parameters that others have changed
-      since (Dean et al., section 4.1, Downpour SGD).
+    - ``mode="async"``: each gradient is applied on arrival, and no worker waits. Other workers may have changed the
+      parameters since the gradient's pull (Dean et al., section 4.1, Downpour SGD).
     - ``mode="bounded"``: as async, but the pull of a worker that is more than ``staleness`` steps ahead of the
       slowest waits (Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server,
-      2013, section 2). A gradient is then at most (workers − 1)(2 · staleness + 1) updates old when it is applied.
-    - ``mode="backup"``: of the N + b workers, the first N gradients of a step make the update; those that come
-      later are dropped and counted (Chen et al., Revisiting Distributed Synchronous SGD, 2016, section 3). A step
-      is the server's here, not the worker's: end training at a version, not after a number of batches.
+      2013, section 2). The staleness of a gradient is then at most (workers − 1)(2 · staleness + 1) updates.
+    - ``mode="backup"``: of the N + b workers, the first N gradients of a step make the update; later ones are
+      dropped and counted (Chen et al., Revisiting Distributed Synchronous SGD, 2016, section 3). A step is the
+      server's, not the worker's: end training at a version, not after a number of batches.
 
-    With several servers each holds whole parameters, shared out by bytes, so any optimizer that treats parameters one
-    by one is exact. A pull is always one version of a server, never half an update. The servers of "async" and
-    "bounded" count their versions each for itself, and a pull may be version 7 of one and 8 of another; in "sync" and
-    "backup" they go in step.
+    With several servers each holds whole parameters, balanced by bytes, so any optimizer that treats parameters one
+    by one is exact. A pull from a server is always one version. In "async" and "bounded" each server counts its own
+    versions, and a pull may return version 7 of one and 8 of another; in "sync" and "backup" the versions agree.
 
-    BatchNorm's running statistics, as all buffers, are not the server's: they start as worker 0's, then each
-    worker keeps its own. Evaluate on one worker, or average them yourself.
+    Buffers, such as BatchNorm's running statistics, are not on the server: they start as worker 0's, then each worker
+    keeps its own. Evaluate on one worker, or average them.
 
     A worker that dies ends the run with a :class:`RankError` that names it. With ``on_failure="continue"`` in
-    ``ddl.Parallel``, "async" and "bounded" go on without it, and "backup" on one server as long as N are left. A
-    ParameterServer that is made later counts on the living. Use no collective after a loss: it needs every rank, so
-    it fails, and whoever called it is lost too.
+    ``ddl.Parallel``, "async" and "bounded" continue without it, and "backup" on one server while N workers are left. A
+    ParameterServer made later involves the remaining workers only. Call no collective after a worker is lost: it needs
+    every rank, so it fails, and its caller is lost too.
 
-    RPC runs what it is sent: whoever can reach its port owns the process. It listens on loopback; the environment's
-    ``TP_SOCKET_IFNAME`` names another interface, and says that you trust all of that network.
+    RPC executes what it receives: a process that can reach its port controls it. It listens on loopback; setting
+    ``TP_SOCKET_IFNAME`` in the environment to another interface means trusting all of that network.
 
     Args:
-        model: a plain module, the same on every worker. Parameters that require no gradient stay with the workers.
-        optimizer: takes the list of a server's parameters and returns their optimizer, say
-            ``lambda parameters: torch.optim.SGD(parameters, lr=0.1)``: of all of these, not of the model's, which are
-            elsewhere. It is called once on each server, and its state stays there. To schedule the rate, step the
-            scheduler in a ``register_step_post_hook`` of the optimizer.
+        model: a plain module, the same on every worker. Parameters that require no gradient stay on the workers.
+        optimizer: a function that takes the list of a server's parameters and returns an optimizer of all of them,
+            for example ``lambda parameters: torch.optim.SGD(parameters, lr=0.1)``. It is called once on each server,
+            which keeps the state. To schedule the learning rate, step the scheduler in a ``register_step_post_hook``
+            of the optimizer.
         mode: "sync" (default), "async", "bounded" or "backup".
-        staleness: for "bounded": how many steps a worker may be ahead of the slowest, 0 or more.
-        backup: for "backup": b, how many of the workers' gradients a step can do without, 1 or more.
-        timeout: seconds (or a ``timedelta``) that a pull or a push may take, waiting for other workers included.
-            Default 300. Making a ParameterServer waits for worker 0, which may be reading data: up to 600 s.
+        staleness: for "bounded": number of steps that a worker may be ahead of the slowest, 0 or more.
+        backup: for "backup": b, number of gradients that a step does not wait for, 1 or more.
+        timeout: seconds (or a ``timedelta``) that a pull or a push may take, including waiting for other workers.
+            Default 300. Making a ParameterServer waits up to 600 s for worker 0, which may be reading data.
 
     Raises:
         ValueError: if an argument does not fit, there is no server, the model is wrapped by DDP or cut by pp or tp,
-            or differs from worker 0's, or if ``optimizer`` makes no optimizer of all the parameters that it is
-            given. The server is untouched then.
-        RuntimeError: if worker 0, whose weights are to be the first, has ended.
+            or differs from worker 0's, or if ``optimizer`` does not return an optimizer of all the parameters that it
+            is given. The server is not changed then.
+        RuntimeError: if worker 0, which provides the initial weights, has ended.
         TimeoutError: if worker 0 does not make its ParameterServer within 600 seconds.
 
     Examples:
@@ -135,9 +134,9 @@ class ParameterServer:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         self._names = _share_out(self._parameters, max(1, self._servers.count))
-        # Several servers must agree which gradients are late: the first decides, and is asked first.
+        # Several servers must agree which gradients are late: the first server decides, and is asked first.
         self._first_decides = mode == "backup" and self._servers.count > 1
-        self._pulled: list[int] | None = None  # the versions of a pull that no push has answered yet
+        self._pulled: list[int] | None = None  # the versions of the latest pull; None after a push
         self.versions: list[int] = []
         self._start(model, optimizer, staleness, backup if workers > 1 else 0, workers)
 
@@ -158,8 +157,8 @@ class ParameterServer:
                     for i, names in enumerate(self._names)
                 ],
             )
-            for wrong in filter(None, found):
-                raise ValueError(wrong)
+            for error in filter(None, found):
+                raise ValueError(error)
         answers = self._servers.ask("join", [()] * len(self._names))
         if any(theirs is None for theirs, _ in answers):
             raise RuntimeError(
@@ -174,10 +173,10 @@ class ParameterServer:
                 tensor.copy_(first)
 
     def pull(self) -> list[int]:
-        """Copies the server's parameters into the model, waiting where the mode asks for it.
+        """Copies the server's parameters into the model, waiting as the mode requires.
 
         Returns:
-            list: the version pulled from each server: the number of updates that it has seen.
+            list: the version pulled from each server, its number of updates.
 
         Raises:
             TimeoutError: if other workers keep this one waiting for more than ``timeout`` seconds.
@@ -185,7 +184,7 @@ class ParameterServer:
         """
         answers = self._ask_for_parameters()
         while self._first_decides and len({version for version, _ in answers}) > 1:
-            # An update came in between: a gradient of these would be late.
+            # An update was made in between: a gradient of these parameters would be late.
             answers = self._ask_for_parameters()
         with torch.no_grad():
             for names, (_, tensors) in zip(self._names, answers, strict=True):
@@ -203,24 +202,24 @@ class ParameterServer:
         return answers + self._servers.ask("pull", [request] * (len(self._names) - 1), servers=slice(1, None))
 
     def push(self, gradients: Mapping[str, torch.Tensor] | None = None, rows: int = 1) -> bool:
-        """Sends a gradient and takes it away from the model: ``p.grad`` is None afterwards.
+        """Sends a gradient and clears it: ``p.grad`` is None afterwards.
 
         Args:
             gradients: parameter names to gradients of their shapes. Default: each ``p.grad`` that is not None.
-                A parameter without gradient is left alone, as torch's optimizers do.
-            rows: how many rows this gradient is the mean of. Where gradients are averaged ("sync", "backup") they
-                weigh as their rows, so an uneven last batch is exact; the default 1 weighs all alike. With 0 the
-                worker takes part in the step and sends nothing.
+                A parameter without gradient is not updated, as in torch's optimizers.
+            rows: number of rows that this gradient is the mean of. In "sync" and "backup", gradients are averaged with
+                these weights, so an uneven last batch is exact; the default 1 weights all equally. With 0 the worker
+                takes part in the step without a gradient.
 
         Returns:
-            bool: False if it came too late and was dropped (``mode="backup"``), else True.
+            bool: False if the gradient was too late and was dropped (``mode="backup"``), else True.
 
         Raises:
             RuntimeError: if there was no pull since the last push.
             ValueError: if a gradient is not finite, not dense, of another shape or dtype, or of no trainable
-                parameter, or if there is none. Nothing has been sent then, each ``p.grad`` is as it was, and push
-                can be called again: with other gradients, or with ``rows=0``, which leaves this batch out and
-                takes its ``p.grad`` away. (Without that the next ``backward()`` would add to them.)
+                parameter, or if there is none. Nothing was sent then, each ``p.grad`` is unchanged, and push can be
+                called again: with other gradients, or with ``rows=0``, which skips this batch and clears ``p.grad``
+                (to which the next ``backward()`` would add otherwise).
             TimeoutError: if a server does not answer within ``timeout`` seconds.
             ConnectionError: if a server is gone.
         """
@@ -253,10 +252,10 @@ class ParameterServer:
         return accepted
 
     def end_epoch(self, engine: Any = None) -> None:
-        """Says that this worker has no more batches in this epoch, so that nobody waits for it.
+        """Signals that this worker has no more batches in this epoch, so that no worker waits for it.
 
-        Needed only where the workers' loaders are of different lengths. The next pull then waits until all workers
-        have ended theirs (in "async" nobody waits, ever). An Ignite handler:
+        Needed only if the workers' loaders have different lengths. The next pull then waits until all workers have
+        ended the epoch (except in "async"). An Ignite handler:
         ``trainer.add_event_handler(Events.EPOCH_COMPLETED, server.end_epoch)``.
 
         Args:
@@ -267,18 +266,17 @@ class ParameterServer:
             self._servers.ask("end_epoch", [(self._worker,)] * len(self._names))
 
     def statistics(self) -> dict[str, Any]:
-        """What has happened so far, as plain data for plots.
+        """The statistics so far, as plain data.
 
         Returns:
-            dict: "mode"; "updates", a list of dicts, one for each gradient that went into an update, in the order of
-            application: "server", "worker", "step" (of this worker, from 0), "pulled" (the version that
-            the gradient was computed with), "version" (the version that it was applied to), "staleness" (their
-            difference: updates in between), "rows", and in seconds on the server's clock "waited" (by the pull),
-            "pulled_at", "pushed_at", "applied_at"; "dropped", the same of gradients that came too late ("version"
-            is the one they met); "lost", workers to what happened to them; "servers", a list of dicts with
-            "name", "parameters" (names), "bytes" (of its parameters), "version" (number of updates), "bytes_in" and
-            "bytes_out" (tensors of pushes and pulls). Workers that still push go on being counted: meet at an
-            ``idist.barrier()`` first if all are to be in.
+            dict: "mode"; "updates", a list of dicts, one for each applied gradient, in the order of application:
+            "server", "worker", "step" (of this worker, from 0), "pulled" (the version that the gradient was computed
+            with), "version" (the version that it was applied to), "staleness" (their difference), "rows", and in
+            seconds on the server's clock "waited" (by the pull), "pulled_at", "pushed_at", "applied_at"; "dropped",
+            the same for gradients that were too late ("version" is that of their arrival); "lost", failed workers to
+            their failures; "servers", a list of dicts with "name", "parameters" (names), "bytes" (of its parameters),
+            "version" (number of updates), "bytes_in" and "bytes_out" (tensors of pushes and pulls). To include the
+            last pushes of all workers, call ``idist.barrier()`` first.
         """
         parts = self._servers.ask("statistics", [()] * len(self._names))
         result = {"mode": self.mode, "updates": [], "dropped": [], "lost": parts[0]["lost"], "servers": []}
@@ -306,8 +304,8 @@ class ParameterServer:
                 raise ValueError(f"gradients should be of trainable parameters, but {name!r} {why}")
             if not isinstance(gradient, torch.Tensor):
                 raise ValueError(
-                    f"the gradient of {name!r} should be a tensor, but given {type(gradient).__name__}; leave a "
-                    "parameter without gradient out"
+                    f"the gradient of {name!r} should be a tensor, but given {type(gradient).__name__}; omit a "
+                    "parameter without gradient"
                 )
             if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
                 raise ValueError(
@@ -316,7 +314,7 @@ class ParameterServer:
                 )
             if gradient.layout != torch.strided:
                 raise ValueError(f"the gradient of {name!r} should be dense, but given {gradient.layout}")
-            # One pass without memory of its own; a sum of finite numbers may overflow, then look at each.
+            # The sum needs no memory; if it is not finite, it may have overflowed, so each number is checked.
             if not cmath.isfinite(gradient.sum().item()) and not (finite := gradient.isfinite()).all():
                 raise ValueError(
                     f"the gradient of {name!r} should be finite, but {int((~finite).sum())} of its "
@@ -327,7 +325,7 @@ class ParameterServer:
 def _check_arguments(optimizer: Any, mode: str, staleness: int | None, backup: int, workers: int) -> None:
     if not callable(optimizer):
         raise ValueError(
-            "optimizer should be a function that takes parameters and returns their optimizer, say "
+            "optimizer should be a function that takes parameters and returns their optimizer, for example "
             f"lambda parameters: torch.optim.SGD(parameters, lr=0.1), but given {type(optimizer).__name__}"
         )
     if mode not in MODES:
@@ -352,15 +350,15 @@ def _check_arguments(optimizer: Any, mode: str, staleness: int | None, backup: i
 def _check_model(model: nn.Module) -> None:
     if isinstance(model, DistributedDataParallel):
         raise ValueError(
-            "model should be the plain module, but given a DistributedDataParallel, which averages too"
+            "model should be the plain module, but given a DistributedDataParallel, which also averages gradients"
         )
     mesh = get_mesh()
     if mesh.pp_size > 1 or mesh.tp_size > 1:
-        raise ValueError(f"a parameter server trains data-parallel workers, but given {mesh!r}")
+        raise ValueError(f"a parameter server needs a data-parallel mesh, but given {mesh!r}")
 
 
 def _share_out(parameters: Mapping[str, nn.Parameter], servers: int) -> list[list[str]]:
-    """The names for each server: the largest first, each to the server that holds the fewest bytes."""
+    """The parameter names of each server: the largest first, each to the server with the fewest bytes."""
     if len(parameters) < servers:
         raise ValueError(
             f"model should have a trainable parameter for each server, but given {len(parameters)} for "

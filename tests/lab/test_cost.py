@@ -1,5 +1,6 @@
 """Closed forms against the papers' own tables, against torch, and against counting by hand."""
 
+import inspect
 import itertools
 import math
 import random
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ignite_ddl.lab import cost
+from ignite_ddl.lab import cost, simulate
 
 LINK = cost.Link(latency=3e-5, bandwidth=2e8)
 
@@ -293,48 +294,41 @@ def test_tensor_parallel_is_four_all_reduces():
     assert cost.tensor_parallel_bytes(3, 8, 16, n_ranks=1) == 0
 
 
+@pytest.mark.parametrize("module", [cost, simulate])
+def test_every_function_checks_its_numbers(module):
+    """A number of ranks, microbatches or rows of 0 is refused by all, whatever the other arguments."""
+    counts = {"n_ranks", "n_workers", "batch_size", "n_microbatches"}
+    functions = [vars(module)[name] for name in module.__all__ if inspect.isfunction(vars(module)[name])]
+    for function in functions:
+        parameters = inspect.signature(function).parameters
+        for name in counts & parameters.keys():
+            with pytest.raises(
+                ValueError, match=f"{name} should be a whole number of at least 1, but given 0"
+            ):
+                function(**dict.fromkeys(parameters, 1.0) | {name: 0})
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: cost.all_reduce_ring(0, 8, LINK), "n_ranks should be at least 1, but given 0"),
-        (lambda: cost.all_reduce_tree(2, -8, LINK), "n_bytes"),
-        (lambda: cost.ddp_step(2, [1, 2], LINK, ready=[1]), "ready should have a time for each of 2"),
+        (lambda: cost.pipeline_bubble(2.5, 8), "n_ranks should be a whole number.*2.5"),
+        (lambda: cost.zero_memory(-5, 4, 1), "n_parameters should be at least 0, but given -5"),
+        (lambda: cost.all_reduce_tree(2, math.nan, LINK), "n_bytes should be at least 0, but given nan"),
+        (lambda: cost.ddp_buckets([8, -8]), r"parameter_bytes should be at least 0, but given \[8, -8\]"),
+        (lambda: cost.Link(0, 0), "bandwidth should be above 0, but given 0"),
+        (lambda: cost.Link(math.nan, 1), "latency should be at least 0, but given nan"),
+        (lambda: cost.ddp_step(2, [1, 2], LINK, ready=[1]), "ready should have a time for each"),
+        (lambda: cost.ddp_step(2, [1, 2], LINK, 1, 5, ready=[1, 6]), "backward_seconds=5 at most"),
+        (lambda: cost.ddp_step(2, [1, 2], LINK, 1, 5, ready=[2, 1]), "ready should rise"),
         (lambda: cost.data_parallel_step(2, 8, LINK, 1, 1, overlap=2), "overlap"),
         (lambda: cost.noise_scale(0.1, 64, 32), "n_samples should be at least 64"),
         (lambda: cost.noise_scale(0.1, 8, 32, momentum=1), "momentum"),
         (lambda: cost.zero_memory(8, 2, 4), "stage should be 0, 1, 2 or 3, but given 4"),
         (lambda: cost.zero_bubble_seconds(4, 1, 1, 1, "zb"), "schedule"),
-        (
-            lambda: cost.zero_bubble_seconds(4, 1, 1, 3, "zb-h1"),
-            "backward_weight should be at most backward_input",
-        ),
-        (lambda: cost.zero_bubble_seconds(4, -1, 1, 1), "forward should be at least 0, but given -1"),
-        (
-            lambda: cost.pipeline_peak_activations("1f1b", 4, 8, rank=9),
-            "rank should be from 0 to 3, but given 9",
-        ),
-        (lambda: cost.Link(0, -1), "bandwidth should be above 0, but given -1"),
-        (lambda: cost.Link(0, 0), "bandwidth"),
-        (lambda: cost.Link(math.nan, 1), "latency should be at least 0, but given nan"),
-        (
-            lambda: cost.master_step(4, -1000, 80, 40, LINK),
-            "weight_bytes should be at least 0, but given -1000",
-        ),
-        (lambda: cost.parameter_server_step(4, 8, LINK, compute_seconds=-1), "compute_seconds"),
-        (lambda: cost.ddp_step(2, [0], LINK), r"bucket_bytes should be above 0, but given \[0\]"),
-        (lambda: cost.ddp_step(2, [1, 2], LINK, 1, 5, ready=[1, 6]), "backward_seconds=5 at most"),
-        (lambda: cost.ddp_step(2, [1, 2], LINK, 1, 5, ready=[2, 1]), "ready should rise"),
-        (lambda: cost.ddp_buckets([8], bucket_bytes=0), "bucket_bytes should be above 0"),
-        (
-            lambda: cost.data_parallel_step(1, 8, LINK, 0, 0),
-            r"forward_seconds \+ backward_seconds should be above 0",
-        ),
-        (lambda: cost.noise_scale(-0.1, 8, 32), "learning_rate should be at least 0, but given -0.1"),
-        (lambda: cost.batch_size_of_same_noise(8, 0.1, 0, 32), "new_learning_rate should be above 0"),
-        (lambda: cost.zero_memory(-5, 4, 1), "n_parameters should be at least 0, but given -5"),
-        (lambda: cost.zero_bytes(8, 4, 1, value_bytes=-1), "value_bytes"),
-        (lambda: cost.transformer_parameters(-1, 1, 1, 1), "hidden"),
+        (lambda: cost.zero_bubble_seconds(4, 1, 1, 3, "zb-h1"), "backward_weight should be at most"),
+        (lambda: cost.pipeline_peak_activations("1f1b", 4, 8, rank=9), "rank should be from 0 to 3"),
         (lambda: cost.pipeline_peak_activations("zbv", 4, 8), "schedule"),
+        (lambda: cost.pipeline_peak_activations("interleaved_1f1b", 4, 6, n_chunks=2), "multiple of n_ranks"),
         (lambda: cost.activation_bytes(1, 1, 1, 1, recompute="some"), "recompute"),
     ],
 )

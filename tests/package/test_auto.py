@@ -8,8 +8,9 @@ from collections import OrderedDict
 import ignite.distributed as idist
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from ignite.engine import Engine, Events
+from ranks import run
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.utils.data import (
@@ -17,7 +18,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -30,12 +30,6 @@ import ignite_ddl as ddl
 from ignite_ddl import data as module
 from ignite_ddl.lab.bytes import count_bytes
 from ignite_ddl.mesh import AXES, Mesh
-
-TIMEOUT = 90
-
-
-def run(func, nproc, *args, **axes):
-    return ddl.Parallel("gloo", nproc, timeout=TIMEOUT, **axes).run(func, *args)
 
 
 def as_rank(rank, size, make, monkeypatch):
@@ -594,33 +588,10 @@ def test_models_that_do_not_fit_are_refused_on_each_rank_alone():
             assert re.search(expected, message), f"{options}: {message or 'not refused'}"
 
 
-@settings(max_examples=25, deadline=None)
-@given(rows=st.integers(1, 40), batch=st.integers(1, 12), size=st.integers(1, 4), seed=st.integers(0, 3))
-def test_any_rows_on_any_ranks(rows, batch, size, seed):
-    def shares(rank, of):
-        batches = BatchSampler(SubsetRandomSampler(range(rows)), batch, False)
-        return module._Shares(batches, seed, rank, of)
-
-    whole, ranks = shares(0, 1), [shares(rank, size) for rank in range(size)]
-    for expected, *parts in zip(whole, *ranks, strict=True):
-        put_together = []
-        for loader, rows_here in zip(ranks, parts, strict=True):
-            here, in_all = loader.sizes.popleft()
-            assert in_all == len(expected)
-            assert len(rows_here) == max(here, 1)  # a rank without rows reads one, to compute with weight 0
-            put_together += rows_here[:here]
-        assert put_together == expected
-
-
 def test_copies_of_a_loader_do_not_share_their_sizes():
     loader = ddl.auto_dataloader(torch.arange(6), batch_size=4)
     twin = copy.deepcopy(loader)
     assert dealt(loader) == dealt(twin) == ([[0, 1, 2, 3], [4, 5]], [(4, 4), (2, 2)])
-
-
-def test_in_order_is_the_default():
-    batches = ddl.auto_dataloader(torch.arange(6), batch_size=4).batch_sampler.batches
-    assert isinstance(batches.sampler, SequentialSampler)
 
 
 def normed():
@@ -695,8 +666,7 @@ def _train_after_a_forward_pass(local_rank, shard):
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}])
 @pytest.mark.parametrize("shard", [False, True])
 def test_an_optimizer_made_after_a_forward_pass_trains(mesh, shard):
-    parallel = ddl.Parallel("gloo", 4, timeout=60, **mesh)
-    assert parallel.run(_train_after_a_forward_pass, shard) == [True] * 4
+    assert run(_train_after_a_forward_pass, 4, shard, **mesh) == [True] * 4
 
 
 # ------------------------------------------------------------------------------------------- what FSDP2 gathers

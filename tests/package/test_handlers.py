@@ -14,6 +14,7 @@ from ignite.handlers import (
     create_lr_scheduler_with_warmup,
 )
 from ignite.metrics import Accuracy, Loss
+from ranks import launch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,13 +34,6 @@ ROWS, BATCH = (
 )  # global batches of 7, 7, and 1: dp ranks have unlike numbers of rows, then some have none
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 loss_fn = nn.functional.cross_entropy
-
-
-def launch(mesh, function, *args):
-    world = 1
-    for size in mesh.values():
-        world *= size
-    return ddl.Parallel(backend="gloo", nproc_per_node=world, timeout=60, **mesh).run(function, *args)
 
 
 def data(seed, nan_at=None):

@@ -8,34 +8,15 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from ranks import mesh_of, pipeline_of, run, sizes
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import ignite_ddl as ddl
 from ignite_ddl.course import CNN, Delay
 from ignite_ddl.lazy import Lazy
-from ignite_ddl.mesh import AXES, Mesh
-from ignite_ddl.pipeline.cut import cut_into_stages, named_layers
-from ignite_ddl.pipeline.pipeline import Pipeline
+from ignite_ddl.pipeline.cut import named_layers
 from ignite_ddl.pipeline.schedules import SCHEDULES
-
-TIMEOUT = 90
-
-
-def run(func, nproc, *args, **axes):
-    return ddl.Parallel("gloo", nproc, timeout=TIMEOUT, **axes).run(func, *args)
-
-
-def pipeline_of(model, mesh, *args, **kwargs):
-    return Pipeline(model, cut_into_stages(model, mesh.pp_size, *args, **kwargs), mesh)
-
-
-def sizes(pipeline):
-    return [len(layers) for layers in pipeline._cut.layers]
-
-
-def mesh_of(pp, rank=0):
-    return Mesh({"pp": pp, "dp": 1, "tp": 1}, rank, None, dict.fromkeys(AXES))
 
 
 class Block(nn.Module):
@@ -199,9 +180,9 @@ def test_what_is_done_to_a_lazy_layer_is_done_to_what_it_becomes():
 def test_a_lazy_layer_says_what_it_is_and_what_it_cannot():
     layer = ddl.lazy(nn.Linear, 2, 3, bias=False)
     assert repr(layer) == "Lazy(Linear, 2, 3, bias=False)"
-    with pytest.raises(RuntimeError, match="has not been made yet: give the model to ddl.auto_model first"):
+    with pytest.raises(RuntimeError, match="has not been made yet: pass the model to ddl.auto_model first"):
         layer(torch.ones(1, 2))
-    with pytest.raises(RuntimeError, match="do it in its factory"):
+    with pytest.raises(RuntimeError, match="no weights yet: apply the function in its factory"):
         nn.Sequential(layer).apply(lambda module: None)
     for given in (nn.Linear(2, 2), 3):
         with pytest.raises(ValueError, match="factory should be a class of layers or a function"):

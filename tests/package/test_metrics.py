@@ -23,6 +23,7 @@ from ignite.metrics import (
     RocCurve,
     RunningAverage,
 )
+from ranks import launch
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -38,13 +39,6 @@ MESHES = {
 }
 ROWS, CLASSES = 15, 4  # in global batches of 7, 7, and 1: unlike numbers of rows on the dp ranks, then none
 SECONDS = 0.5  # what Frequency's clock shows
-
-
-def launch(mesh, function, *args):
-    world = 1
-    for size in mesh.values():
-        world *= size
-    return ddl.Parallel(backend="gloo", nproc_per_node=world, timeout=60, **mesh).run(function, *args)
 
 
 @pytest.fixture(autouse=True)
@@ -338,7 +332,7 @@ def collectives_in_the_view(local_rank):
         with data_parallel_view():  # a metric inside a metric
             seen["nested"] = idist.get_world_size()
         seen["after nested"] = idist.get_world_size()
-        with pytest.raises(RuntimeError, match="cannot be finalized while a metric works"):
+        with pytest.raises(RuntimeError, match="cannot be finalized inside a metric's method"):
             idist.finalize()
     seen["outside"] = idist.get_world_size(), idist.get_rank() == rank, idist_utils._model is outside
     with pytest.raises(ZeroDivisionError), data_parallel_view():

@@ -1,4 +1,4 @@
-"""About 15 covering cases of the parity table (``make parity`` prints all of it), grouped by mesh: a launch each."""
+"""The cases of the parity table that `make test` runs (`make parity` prints the whole table), one launch per mesh."""
 
 import dataclasses
 

@@ -13,9 +13,7 @@ from ignite_ddl.pipeline import schedules as table
 from ignite_ddl.pipeline.schedules import SCHEDULES, Action
 
 NUMBERS = [(p, m) for p in range(1, 9) for m in range(1, 65)]  # of ranks and microbatches
-SOME = [
-    (p, m) for p, m in NUMBERS if m <= 20 or p in (3, 8)
-]  # orders take time; all agree (2026-11, torch 2.13)
+SOME = [(p, m) for p, m in NUMBERS if m <= 20 or p in (3, 8)]  # of all, which agree (2026-11, torch 2.13)
 LOOPS = [name for name, one in SCHEDULES.items() if one.stages_per_rank == 1]  # in torch a loop, not a plan
 PLANS = [name for name in SCHEDULES if name not in LOOPS]
 FREE = [name for name in PLANS if not SCHEDULES[name].v_shaped]  # take any number of chunks
@@ -180,6 +178,8 @@ def test_no_rank_waits_forever(name):
         (lambda: table.schedule_actions("gpipe", 2, True), "n_microbatches should be a positive integer"),
         (lambda: table.microbatches_for(0, 4, "1f1b", 2), "rows should be at least 1, but given 0"),
         (lambda: table.microbatches_for(4, 4, "1f1b", 0), "n_ranks should be at least 1, but given 0"),
+        (lambda: table.microbatches_for(4, 0, "1f1b", 2), "wanted should be at least 1, but given 0"),
+        (lambda: table.microbatches_for(4, 4, "foo", 2), "schedule should be one of .* but given 'foo'"),
         (lambda: table.microbatches_for(3, 4, "dualpipev", 2), "a batch of 3 rows cannot be cut into microbatches"),
     ],
 )  # fmt: skip

@@ -1,14 +1,13 @@
-"""What parallel training would do, played out on a virtual clock: the same answer every time, on any machine.
+"""A deterministic event simulation of parallel training on a virtual clock.
 
-- :func:`run`: ranks are generators that compute, send and receive; a heap of events moves the clock.
-- Collectives and training steps, written for it as one would write them for real ranks; ``cost`` has the closed
-  forms that they meet.
-- :func:`pipeline`: any of torch's schedules, with times of your own; :func:`best_pipelines`; :func:`pipedream`,
-  which never drains, and the versions of the weights that it uses.
-- :func:`parameter_server`: workers of uneven speed, synchronous or not.
+- :func:`run`: ranks are generators that compute, send and receive.
+- Collectives and training steps, written as programs for :func:`run`; ``cost`` has their closed forms.
+- :func:`pipeline`: any of torch's schedules, with given times; :func:`best_pipelines`; :func:`pipedream`, without
+  flushes, with the versions of the weights that it uses.
+- :func:`parameter_server`: workers of different speeds, synchronous or asynchronous.
 
-No wall clock, no random numbers but those of a seed. What comes back has ``Timeline``'s records, so that
-``draw.timeline`` draws what was simulated as it draws what was measured.
+Random numbers come from a given seed only. Results hold the same records as ``Timeline``, so ``draw.timeline`` draws
+both.
 """
 
 from ignite_ddl.lab.simulate.collectives import (

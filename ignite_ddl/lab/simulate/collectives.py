@@ -1,11 +1,12 @@
-"""Collectives and steps of data-parallel training, played message by message; ``cost`` has their closed forms."""
+"""Collectives and steps of data-parallel training, simulated message by message; ``cost`` has their closed forms."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from ignite_ddl.lab.cost import Link, above_0, at_least, when_full
+from ignite_ddl.lab.cost import Link, when_full
+from ignite_ddl.lab.ranges import checked
 from ignite_ddl.lab.simulate.world import Event, Rank, Simulation, number_for_each, run
 
 __all__ = [
@@ -20,30 +21,44 @@ __all__ = [
 
 
 def ring(rank: Rank, chunks: list, n_bytes: float, tag: Any = None) -> Generator:
-    """A ring all-reduce as a part of a program: ``yield from ring(rank, chunks, n_bytes)``.
+    """A ring all-reduce inside a program: ``yield from ring(rank, chunks, n_bytes)``.
 
     Args:
-        rank: of the program.
-        chunks: one a rank, anything that can be added; they become the sums.
+        rank: the program's rank.
+        chunks: one per rank, of any type that can be added; replaced by the sums.
         n_bytes: size of all chunks together.
-        tag: keeps its messages apart from others. Default None.
+        tag: distinguishes its messages from others. Default None.
 
     Returns:
         Generator: to ``yield from``.
     """
     n, right, left = rank.n_ranks, (rank.number + 1) % rank.n_ranks, (rank.number - 1) % rank.n_ranks
     for step in range(2 * (n - 1)):
-        adds = step < n - 1  # first round: pass on the chunk that just grew; second: the one that is complete
+        adds = step < n - 1  # reduce-scatter: send the partial sum; all-gather: send the complete chunk
         mine = (rank.number - step + (0 if adds else n)) % n
         rank.send(right, n_bytes / n, chunks[mine], tag)
         got = yield rank.recv(left, tag)
         chunks[mine - 1] = chunks[mine - 1] + got if adds else got
 
 
+def _entered(
+    program: Callable[[Rank], Generator], n_ranks: int, link: Link, enter: Sequence[float] | None
+) -> Simulation:
+    """Runs a program that each rank enters at its own time."""
+    entered = number_for_each(n_ranks, enter=enter)
+
+    def late(rank: Rank) -> Generator:
+        yield rank.compute(entered[rank.number])
+        return (yield from program(rank))
+
+    return run(late, n_ranks, link)
+
+
+@checked
 def all_reduce_naive(
     n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None
 ) -> Simulation:
-    """Everybody sends its whole buffer to everybody; meets ``cost.all_reduce_naive``.
+    """Each rank sends its whole buffer to every other rank; see ``cost.all_reduce_naive``.
 
     Args:
         n_ranks: size of the world.
@@ -63,25 +78,21 @@ def all_reduce_naive(
             assert four.bytes == [144] * 4 and four.returned == [0b1111] * 4
     """
 
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_bytes=n_bytes)
-    entered = number_for_each(n_ranks, enter=enter)
-
     def program(rank: Rank) -> Generator:
-        yield rank.compute(entered[rank.number])
         mine = total = 1 << rank.number
         for step in range(1, rank.n_ranks):
             rank.send((rank.number + step) % rank.n_ranks, n_bytes, mine)
             total += yield rank.recv((rank.number - step) % rank.n_ranks)
         return total
 
-    return run(program, n_ranks, link)
+    return _entered(program, n_ranks, link, enter)
 
 
+@checked
 def all_reduce_tree(
     n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None
 ) -> Simulation:
-    """Up a binomial tree adding, down again copying; meets ``cost.all_reduce_tree``.
+    """A reduction up a binomial tree and a broadcast down it; see ``cost.all_reduce_tree``.
 
     Args:
         n_ranks: size of the world.
@@ -100,19 +111,14 @@ def all_reduce_tree(
             assert simulate.all_reduce_tree(8, 1, cost.Link(latency=1, bandwidth=1)).seconds == 2 * 3 * 2
     """
 
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_bytes=n_bytes)
-    entered = number_for_each(n_ranks, enter=enter)
-
     def program(rank: Rank) -> Generator:
-        yield rank.compute(entered[rank.number])
         total, bit = 1 << rank.number, 1
         while bit < n_ranks and not rank.number & bit:
             if rank.number + bit < n_ranks:
                 total += yield rank.recv(rank.number + bit)
             bit *= 2
         if rank.number:
-            parent = rank.number - bit  # bit is the lowest that this rank's number has
+            parent = rank.number - bit  # bit is the lowest set bit of rank.number
             rank.send(parent, n_bytes, total)
             total = yield rank.recv(parent)
         sent = []
@@ -121,16 +127,17 @@ def all_reduce_tree(
             if rank.number + bit < n_ranks:
                 sent.append(rank.send(rank.number + bit, n_bytes, total))
         if sent:
-            yield sent[-1]  # the others arrive before it
+            yield sent[-1]  # messages arrive in order
         return total
 
-    return run(program, n_ranks, link)
+    return _entered(program, n_ranks, link, enter)
 
 
+@checked
 def all_reduce_ring(
     n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None
 ) -> Simulation:
-    """Twice round the ring, a chunk at a time; meets ``cost.all_reduce_ring``.
+    """A ring reduce-scatter and a ring all-gather; see ``cost.all_reduce_ring``.
 
     Args:
         n_ranks: size of the world.
@@ -139,7 +146,7 @@ def all_reduce_ring(
         enter: when each rank comes to the collective, in seconds. Default: all at 0.
 
     Returns:
-        Simulation: ``returned`` holds each rank's chunks, sums of 2 ** rank: who is in it, each once.
+        Simulation: ``returned`` holds each rank's chunks, each the sum of 2 ** rank over the ranks.
 
     Examples:
         .. code-block:: python
@@ -150,19 +157,15 @@ def all_reduce_ring(
             assert four.bytes == [72] * 4 and four.returned == [[0b1111] * 4] * 4
     """
 
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, n_bytes=n_bytes)
-    entered = number_for_each(n_ranks, enter=enter)
-
     def program(rank: Rank) -> Generator:
-        yield rank.compute(entered[rank.number])
         chunks = [1 << rank.number] * n_ranks
         yield from ring(rank, chunks, n_bytes)
         return chunks
 
-    return run(program, n_ranks, link)
+    return _entered(program, n_ranks, link, enter)
 
 
+@checked
 def master_step(
     n_ranks: int,
     weight_bytes: float,
@@ -173,22 +176,22 @@ def master_step(
     backward_seconds: float = 0.0,
     loss_seconds: float = 0.0,
 ) -> Simulation:
-    """A step of the master scheme; meets ``cost.master_step``, which explains it.
+    """A step of the master scheme; see ``cost.master_step``.
 
-    The master does one thing after the other: a message leaves when its receiver is there for it (rendezvous).
+    A message is sent only once its receiver waits for it (rendezvous).
 
     Args:
         n_ranks: size of the world, the master (rank 0) included.
-        weight_bytes: all weights.
-        input_bytes: the whole batch.
-        output_bytes: the outputs of the whole batch.
+        weight_bytes: size of all weights.
+        input_bytes: size of the whole batch.
+        output_bytes: size of the outputs of the whole batch.
         link: the network.
         forward_seconds: forward of the whole batch on one rank. Default: 0.
         backward_seconds: backward of the whole batch on one rank. Default: 0.
         loss_seconds: the loss, at the master. Default: 0.
 
     Returns:
-        Simulation: its records show the master's rush and the others' wait.
+        Simulation: rank 0 is the master.
 
     Examples:
         .. code-block:: python
@@ -198,9 +201,6 @@ def master_step(
             step = 4, 1000, 80, 40, cost.Link(latency=0, bandwidth=1)
             assert simulate.master_step(*step).seconds == cost.master_step(*step).seconds
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, weight_bytes=weight_bytes, input_bytes=input_bytes, output_bytes=output_bytes)
-    at_least(0, forward_seconds=forward_seconds, backward_seconds=backward_seconds, loss_seconds=loss_seconds)
     share = 1 / n_ranks
 
     def master(rank: Rank) -> Generator:
@@ -230,6 +230,7 @@ def master_step(
     return run(lambda rank: worker(rank) if rank.number else master(rank), n_ranks, link, rendezvous=True)
 
 
+@checked
 def parameter_server_step(
     n_workers: int,
     weight_bytes: float,
@@ -237,14 +238,14 @@ def parameter_server_step(
     n_servers: int = 1,
     compute_seconds: float | Sequence[float] = 0.0,
 ) -> Simulation:
-    """A synchronous step with parameter servers; meets ``cost.parameter_server_step``, which explains it.
+    """A synchronous step with parameter servers; see ``cost.parameter_server_step``.
 
     Args:
-        n_workers: how many workers: ranks 0 to n - 1.
-        weight_bytes: all weights.
+        n_workers: number of workers, ranks 0 to n - 1.
+        weight_bytes: size of all weights.
         link: the network.
-        n_servers: how many servers share the weights: ranks n and up. Default: 1.
-        compute_seconds: forward and backward, one number or one a worker. Default: 0.
+        n_servers: number of servers that share the weights, ranks n and up. Default: 1.
+        compute_seconds: forward and backward, one number or one per worker. Default: 0.
 
     Returns:
         Simulation: workers first, then servers.
@@ -257,24 +258,22 @@ def parameter_server_step(
             link = cost.Link(latency=0, bandwidth=1)
             assert simulate.parameter_server_step(8, 100, link, n_servers=4).seconds == 400
     """
-    at_least(1, n_workers=n_workers, n_servers=n_servers)
-    at_least(0, weight_bytes=weight_bytes)
     computes = number_for_each(n_workers, compute_seconds=compute_seconds)
     part = weight_bytes / n_servers
     pulled: list[int] = []
     all_pulled = Event()
 
-    # Each begins with another server or worker, so that no port has a queue while another has none.
+    # Each begins with a different server or worker, so that no port is idle while another has a queue.
     def worker(rank: Rank) -> Generator:
         for server in range(n_servers):
             yield rank.recv(n_workers + server)
         pulled.append(rank.number)
         if len(pulled) == n_workers:
             rank.fire(all_pulled)
-        yield all_pulled  # the phases do not overlap, as in the closed form
+        yield all_pulled  # the closed form has no overlap of pull and compute
         yield rank.compute(computes[rank.number])
         servers = [n_workers + (rank.number + turn) % n_servers for turn in range(n_servers)]
-        yield [rank.send(server, part) for server in servers][-1]  # the others arrive before it
+        yield [rank.send(server, part) for server in servers][-1]  # messages arrive in order
 
     def server(rank: Rank) -> Generator:
         for turn in range(n_workers):
@@ -287,6 +286,7 @@ def parameter_server_step(
     )
 
 
+@checked
 def ddp_step(
     n_ranks: int,
     bucket_bytes: Sequence[float],
@@ -296,7 +296,7 @@ def ddp_step(
     ready: Sequence[float] | None = None,
     slowdown: Sequence[float] | None = None,
 ) -> Simulation:
-    """A step of DDP: while backward fills a bucket, those before it go round the ring; meets ``cost.ddp_step``.
+    """A step of DDP, with ring all-reduces of the buckets during backward; see ``cost.ddp_step``.
 
     Args:
         n_ranks: size of the world.
@@ -304,12 +304,12 @@ def ddp_step(
         link: the network.
         forward_seconds: one rank's forward. Default: 0.
         backward_seconds: one rank's backward. Default: 0.
-        ready: when each bucket is full, in seconds after backward's begin, none before the one in front of it.
+        ready: when each bucket is full, in seconds from the start of backward, in ascending order.
             Default: in proportion to the bytes.
-        slowdown: by which factor each rank computes slower, above 0. Default: 1 for all.
+        slowdown: factors by which each rank's compute takes longer. Default: 1 for all.
 
     Returns:
-        Simulation: ``in_flight`` shows what hides behind backward, ``records`` what does not.
+        Simulation: ``in_flight`` shows all communication, ``records`` the part that does not overlap with backward.
 
     Examples:
         .. code-block:: python
@@ -319,11 +319,8 @@ def ddp_step(
             step = 2, [4, 4], cost.Link(latency=0, bandwidth=1), 5, 10
             assert simulate.ddp_step(*step).seconds == cost.ddp_step(*step).seconds == 19
     """
-    at_least(1, n_ranks=n_ranks)
-    at_least(0, forward_seconds=forward_seconds)
     ready = when_full(bucket_bytes, backward_seconds, ready)
     slower = number_for_each(n_ranks, slowdown=1.0 if slowdown is None else slowdown)
-    above_0(slowdown=slower)
 
     def program(rank: Rank) -> Generator:
         slow = slower[rank.number]

@@ -1,4 +1,4 @@
-"""Pipeline schedules, played with stage times of your own."""
+"""Simulation of pipeline schedules with given stage times."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ignite_ddl.lab.cost import Link, at_least
+from ignite_ddl.lab.cost import Link
+from ignite_ddl.lab.ranges import checked
 from ignite_ddl.lab.record import Record
 from ignite_ddl.lab.simulate.world import Rank, as_list, number_of, run
 from ignite_ddl.pipeline.schedules import SCHEDULES, Action, schedule_entries, stage_owners, suits
@@ -16,20 +17,20 @@ _KINDS = {"F": "forward", "I": "backward", "B": "backward", "W": "backward_weigh
 
 
 class Pipeline(NamedTuple):
-    """What a pipeline step would do. The first six fields are a :class:`Simulation`'s.
+    """A simulated pipeline step. The first six fields are those of :class:`Simulation`.
 
     Attributes:
         seconds: makespan.
-        messages: how many messages each rank sent.
-        bytes: not known here: zeros. A message is one microbatch's activation, or its gradient.
+        messages: number of messages that each rank sent: a microbatch's activation, or its gradient.
+        bytes: zeros; sizes are not simulated.
         records: what each rank did, gaps as "idle".
         in_flight: every transfer.
         returned: None for each rank.
         bubble: the share of all ranks' time, up to the makespan, in which they do not compute.
         idle: for each rank the seconds between its first and its last action in which it does not compute. Papers on
-            zero bubbles count these: a rank may then begin its next step before others have ended theirs.
-        peak_activations: for each rank the most (microbatch, stage) pairs that it kept for backward at once.
-        actions: the schedule that was played, one list a rank.
+            zero bubbles report these: a rank may then begin its next step before others have ended theirs.
+        peak_activations: for each rank the peak number of (microbatch, stage) pairs kept for backward.
+        actions: the simulated schedule, one list per rank.
     """
 
     seconds: float
@@ -44,6 +45,7 @@ class Pipeline(NamedTuple):
     actions: list[list[Action]]
 
 
+@checked
 def pipeline(
     schedule: str,
     n_ranks: int,
@@ -55,36 +57,35 @@ def pipeline(
     overhead: float = 0.0,
     n_chunks: int | None = None,
 ) -> Pipeline:
-    """Plays a schedule: each rank works through its actions in order, each as soon as what it needs has come.
+    """Simulates a schedule: each rank runs its actions in order, each as soon as its inputs have arrived.
 
     Equal stages and free transfers give the closed forms. gpipe, 1f1b, interleaved_1f1b and looped_bfs:
     ``cost.pipeline_bubble`` (Narayanan et al. 2021). interleaved_zero_bubble: (p - 1)(F + B - W) with a stage's
-    times, where W is no longer than F; with one stage a rank that is ZB-H1 (Qi et al. 2023, table 2; its ZB-H2, of
-    which torch has no schedule, is a formula only, in ``cost.zero_bubble_seconds``). zbv with F = B = W and at
-    least 2p - 1 microbatches: no rank is idle between its first and its last action (Qi et al.); up to the makespan
-    remain the (p - 1) F of filling. Where torch differs from the papers: its zbv keeps one
-    fixed order, the paper's scheduler rearranges where F, B and W differ; its dualpipev overlaps forward with
-    backward, which is not modelled: here one comes after the other, forward first, and what the two have to send
-    leaves when both are done. That is how torch runs them.
+    times, if W is at most F; with one stage per rank this is ZB-H1 (Qi et al. 2023, table 2; torch has no schedule
+    for its ZB-H2, see ``cost.zero_bubble_seconds``). zbv with F = B = W and at least 2p - 1 microbatches: no rank is
+    idle between its first and its last action (Qi et al.), and for (p - 1) F within the makespan. torch differs from
+    the papers: its zbv has one fixed order, the paper's scheduler adapts the order to F, B and W; its dualpipev pairs
+    a forward with a backward, which torch runs one after the other, forward first, and sends the outputs of both when
+    both are done. This is simulated so.
 
     Args:
         schedule: a name of ``SCHEDULES``.
         n_ranks: ranks of the pipeline.
-        n_microbatches: microbatches of a step.
-        forward: seconds of one microbatch on one stage, a number or one for each stage (a list, an array or a
-            tensor). Default: 1.
-        backward_input: of its gradient with respect to the input. Default: 1. A whole backward is both parts.
-        backward_weight: with respect to the weights. Default: 1.
+        n_microbatches: microbatches per step.
+        forward: seconds of one microbatch on one stage, a number or one per stage (a list, an array or a tensor).
+            Default: 1.
+        backward_input: the same for the gradient of the input. Default: 1. A whole backward is both parts.
+        backward_weight: the same for the gradient of the weights. Default: 1.
         transfer: seconds of an activation or its gradient between two ranks. Default: 0.
-        overhead: seconds that every action costs besides. Default: 0.
+        overhead: additional seconds of every action. Default: 0.
         n_chunks: stages on each rank. Default: 1 for gpipe and 1f1b, 2 for the others.
 
     Returns:
         Pipeline: seconds, bubble, peak activations, and records for ``draw.timeline``.
 
     Raises:
-        ValueError: for an unknown schedule, numbers that it cannot do, negative times, or as many times as there are
-            not stages.
+        ValueError: for an unknown schedule, numbers that do not suit it, negative times, or a number of times that is
+            not the number of stages.
 
     Examples:
         .. code-block:: python
@@ -98,10 +99,9 @@ def pipeline(
     owners = stage_owners(schedule, n_ranks, n_chunks)
     entries = schedule_entries(schedule, n_ranks, n_microbatches, n_chunks)
     actions = [[action for entry in row for action in entry] for row in entries]
-    at_least(0, transfer=transfer, overhead=overhead)
     times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     for name, given in times.items():
-        times[name] = given = as_list(**{name: given})
+        times[name] = given = as_list(given)
         if isinstance(given, list) and len(given) != len(owners):
             raise ValueError(
                 f"{name} should be a number or have one for each of {len(owners)} stages, but given {len(given)}"
@@ -111,20 +111,20 @@ def pipeline(
         f, i, w = (number_of(given, action.stage) for given in times.values())
         return overhead + {"F": f, "I": i, "W": w, "B": i + w}[action.kind]
 
-    # Of a pair that torch overlaps, what the first gives is sent when the second is done.
-    firsts = {entry[0] for row in entries for entry in row if len(entry) == 2}
+    # Actions whose outputs are sent after the next action, because torch runs the two as an overlapped pair.
+    sent_later = {entry[0] for row in entries for entry in row if len(entry) == 2}
 
     def program(rank: Rank) -> Generator:
         done, outgoing = set(), []
         for action in actions[rank.number]:
             kind, stage, microbatch = action
-            # Forward needs the stage before it, backward the stage behind it, and both travel as messages.
-            needs, gives = {"F": (stage - 1, stage + 1), "W": (-1, -1)}.get(kind, (stage + 1, stage - 1))
+            # Forward needs the output of the previous stage, backward the gradient of the next stage.
+            source, target = {"F": (stage - 1, stage + 1), "W": (-1, -1)}.get(kind, (stage + 1, stage - 1))
             tag = ("F" if kind == "F" else "B", microbatch)
-            if 0 <= needs < len(owners):
-                if owners[needs] != rank.number:
-                    yield rank.recv(owners[needs], (*tag, stage))
-                elif (tag[0], needs, microbatch) not in done:
+            if 0 <= source < len(owners):
+                if owners[source] != rank.number:
+                    yield rank.recv(owners[source], (*tag, stage))
+                elif (tag[0], source, microbatch) not in done:
                     raise RuntimeError(f"rank {rank.number}: {action} comes before what it needs")
             if kind != "F" and ("B" if kind == "W" else "F", stage, microbatch) not in done:
                 raise RuntimeError(f"rank {rank.number}: {action} comes before what it needs")
@@ -132,11 +132,11 @@ def pipeline(
             yield rank.compute(seconds(action), name, _KINDS[kind], stage=stage, microbatch=microbatch)
             if kind != "W":
                 done.add((tag[0], stage, microbatch))
-                if 0 <= gives < len(owners) and owners[gives] != rank.number:
-                    outgoing.append((owners[gives], (*tag, gives)))
-            if action not in firsts:
-                for to, its_tag in outgoing:
-                    rank.send(to, 0, tag=its_tag)
+                if 0 <= target < len(owners) and owners[target] != rank.number:
+                    outgoing.append((owners[target], (*tag, target)))
+            if action not in sent_later:
+                for to, message_tag in outgoing:
+                    rank.send(to, 0, tag=message_tag)
                 outgoing.clear()
 
     played = run(program, n_ranks, Link(latency=transfer, bandwidth=math.inf))
@@ -165,7 +165,7 @@ def pipeline(
 
 
 def _with_idle_ends(records: list[Record], n_ranks: int, end: float) -> list[Record]:
-    """Every rank's row up to the end of the step: who is done early is idle."""
+    """Adds "idle" records so that every rank's records last until the end of the step."""
     last = dict.fromkeys(range(n_ranks), 0.0)
     for span in records:
         last[span.rank] = max(last[span.rank], span.end)
@@ -174,15 +174,15 @@ def _with_idle_ends(records: list[Record], n_ranks: int, end: float) -> list[Rec
 
 
 class PipeDream(NamedTuple):
-    """What an asynchronous pipeline would do. A version is the number of updates that a stage has made.
+    """A simulated asynchronous pipeline. A version is the number of updates that a stage has made.
 
     Attributes:
-        pipeline: the passes, times and activations of the whole run: one long 1F1B.
-        forward_versions: for each stage, the version with which each microbatch's forward pass is made. With
-            stashing its backward pass uses it again.
-        backward_versions: for each stage, the newest version at each microbatch's backward pass, which is what that
-            pass uses without stashing.
-        stashed: for each stage the most versions that it holds at once with stashing, the newest among them.
+        pipeline: the passes, times and activations of the whole run, as one 1F1B step.
+        forward_versions: for each stage, the version used by each microbatch's forward pass, and with weight stashing
+            also by its backward pass.
+        backward_versions: for each stage, the newest version at each microbatch's backward pass, which that pass uses
+            without weight stashing.
+        stashed: for each stage the peak number of versions held with weight stashing, including the newest.
     """
 
     pipeline: Pipeline
@@ -191,6 +191,7 @@ class PipeDream(NamedTuple):
     stashed: list[int]
 
 
+@checked
 def pipedream(
     n_ranks: int,
     n_microbatches: int,
@@ -200,28 +201,28 @@ def pipedream(
     transfer: float = 0.0,
     overhead: float = 0.0,
 ) -> PipeDream:
-    """Plays PipeDream: 1F1B without a flush, where every stage updates its weights after each of its backward passes.
+    """Simulates PipeDream: 1F1B without flushes, where a stage updates its weights after each backward pass.
 
-    The order is that of one 1F1B over all microbatches of the run, so it fills once and drains once, and with equal
-    stages and free transfers the bubble is (p - 1) / (m + p - 1) of the whole run. Stage s (from 0) runs microbatch k
-    forward with version max(0, k - (p - 1 - s)) and comes to its backward pass with version k; it stashes p - s
-    versions once m is at least 2 (p - s) - 1. Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism
+    The order is that of one 1F1B step over all microbatches of the run, so with equal stages and free transfers the
+    bubble is (p - 1) / (m + p - 1) of the whole run. Stage s (from 0) runs microbatch k forward with version
+    max(0, k - (p - 1 - s)) and has version k at its backward pass; it stashes p - s versions
+    if m is at least 2 (p - s) - 1. Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism
     for DNN Training", SOSP 2019, sections 3.2 (1F1B) and 3.3 (weight stashing, with stages from 1).
 
     Args:
         n_ranks: p, ranks of the pipeline, one stage each.
         n_microbatches: m, all microbatches of the run (the paper's minibatches), at least ``n_ranks``.
-        forward: seconds of one microbatch on one stage, a number or one for each stage. Default: 1.
-        backward_input: of its gradient with respect to the input. Default: 1.
-        backward_weight: with respect to the weights, and of the update. Default: 1.
+        forward: seconds of one microbatch on one stage, a number or one per stage. Default: 1.
+        backward_input: the same for the gradient of the input. Default: 1.
+        backward_weight: the same for the gradient of the weights and the update. Default: 1.
         transfer: seconds of an activation or its gradient between two ranks. Default: 0.
-        overhead: seconds that every pass costs besides. Default: 0.
+        overhead: additional seconds of every pass. Default: 0.
 
     Returns:
         PipeDream: the run, and which version of the weights each pass uses.
 
     Raises:
-        ValueError: for numbers that 1F1B cannot do.
+        ValueError: for numbers that do not suit 1F1B.
 
     Examples:
         .. code-block:: python
@@ -256,14 +257,14 @@ def pipedream(
 
 
 class PipelinePlan(NamedTuple):
-    """One way to run a pipeline.
+    """A schedule and a number of microbatches, with their simulated cost.
 
     Attributes:
         schedule: its name.
-        n_microbatches: microbatches of a step.
-        seconds: the step.
+        n_microbatches: microbatches per step.
+        seconds: of the step.
         bubble: the share of all ranks' time in which they do not compute.
-        peak_samples: the most samples whose activations, on a whole rank's part of the model, one rank keeps.
+        peak_samples: the peak number of samples whose activations one rank keeps, for all of its layers.
     """
 
     schedule: str
@@ -273,6 +274,7 @@ class PipelinePlan(NamedTuple):
     peak_samples: float
 
 
+@checked
 def best_pipelines(
     n_ranks: int,
     batch_size: int,
@@ -286,32 +288,32 @@ def best_pipelines(
     n_microbatches: Iterable[int] | None = None,
     max_peak_samples: float = math.inf,
 ) -> list[PipelinePlan]:
-    """Tries schedules and numbers of microbatches, and puts the fastest first.
+    """Simulates schedules and numbers of microbatches, and sorts them by time.
 
-    More microbatches make the bubble smaller and pay ``overhead`` and the link's latency more often: in between is the
-    best number. A stage's time is its seconds a sample times the samples of a microbatch, plus ``overhead``.
+    More microbatches reduce the bubble, but add ``overhead`` and latency, so there is an optimal number. A stage's time
+    is its seconds per sample times the samples of a microbatch, plus ``overhead``.
 
     Args:
         n_ranks: ranks of the pipeline.
-        batch_size: samples of a step, on this pipeline.
-        forward: seconds a sample, of the whole model, or measured: one for each of 2 ``n_ranks`` consecutive parts
-            of it (a schedule with one stage a rank takes two parts as one).
+        batch_size: samples per step, on this pipeline.
+        forward: seconds per sample, of the whole model, or measured: one number for each of 2 ``n_ranks`` consecutive
+            parts of it (a schedule with one stage per rank joins two parts).
         backward_input: the same for the gradients of the inputs.
         backward_weight: the same for the gradients of the weights.
-        overhead: seconds that each action costs whatever its size. Default: 0.
+        overhead: additional seconds of each action, independent of the microbatch. Default: 0.
         activation_bytes: of one sample between two stages. Default: 0.
         link: the network; with None (default) transfers are free.
         schedules: names to try. Default: all.
-        n_microbatches: numbers to try, each a divisor of the batch; those that a schedule cannot do are left out.
-            Default: all that divide the batch.
-        max_peak_samples: leaves out what keeps more activations. Default: no limit.
+        n_microbatches: numbers to try, each a divisor of the batch size; those that do not suit a schedule are
+            skipped for it. Default: all divisors of the batch size.
+        max_peak_samples: excludes plans that keep the activations of more samples. Default: no limit.
 
     Returns:
-        list: of :class:`PipelinePlan`, the fastest first; at the same time the one that keeps less.
+        list: of :class:`PipelinePlan`, by time, then by ``peak_samples``.
 
     Raises:
-        ValueError: for an unknown schedule, a number of microbatches that does not divide the batch (torch's pieces
-            are equal), negative times, or other than 2 ``n_ranks`` measured ones.
+        ValueError: for an unknown schedule, a number of microbatches that does not divide the batch size, negative
+            times, or a number of measured times other than 2 ``n_ranks``.
 
     Examples:
         .. code-block:: python
@@ -324,21 +326,15 @@ def best_pipelines(
             )
             assert plans[0].schedule == "1f1b" and plans[0].n_microbatches == 16
     """
-    at_least(1, n_ranks=n_ranks, batch_size=batch_size)
-    at_least(0, activation_bytes=activation_bytes)
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     candidates = divisors if n_microbatches is None else list(n_microbatches)
     if uneven := [count for count in candidates if count not in divisors]:
         raise ValueError(f"n_microbatches should divide batch_size={batch_size}, but given {uneven[0]}")
-    forward, backward_input, backward_weight = (
-        as_list(forward=forward),
-        as_list(backward_input=backward_input),
-        as_list(backward_weight=backward_weight),
-    )
+    measured = [as_list(given) for given in (forward, backward_input, backward_weight)]
     plans = []
     for schedule in schedules:
         n_chunks = len(stage_owners(schedule, n_ranks)) // n_ranks
-        parts = [_parts(given, n_ranks, n_chunks) for given in (forward, backward_input, backward_weight)]
+        parts = [_parts(given, n_ranks, n_chunks) for given in measured]
         for count in candidates:
             if not suits(schedule, count, n_ranks):
                 continue
@@ -353,7 +349,7 @@ def best_pipelines(
 
 
 def _parts(given: float | Sequence[float], n_ranks: int, n_chunks: int) -> list[float]:
-    """Seconds of each stage, from the whole model's or from those of 2 n_ranks parts."""
+    """Seconds of each stage, given those of the whole model or of 2 n_ranks parts."""
     if not isinstance(given, Sequence):
         return [given / (n_ranks * n_chunks)] * (n_ranks * n_chunks)
     if len(given) != 2 * n_ranks:

@@ -1,4 +1,4 @@
-"""Workers of uneven speed and a parameter server, synchronous or not."""
+"""Simulation of workers of different speeds and a parameter server, synchronous or asynchronous."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ignite_ddl.lab.cost import at_least
+from ignite_ddl.lab.ranges import checked
 from ignite_ddl.lab.simulate.world import number_for_each
 
 __all__ = ["Gradient", "Lognormal", "ServerRun", "chen_2016", "parameter_server"]
 
 
 class Gradient(NamedTuple):
-    """What became of one gradient; the names are those of ``ddl.ParameterServer``'s records.
+    """The record of one gradient; the names are those of ``ddl.ParameterServer``'s records.
 
     Attributes:
-        worker: who computed it.
-        step: its number among this worker's, from 0.
+        worker: the worker that computed it.
+        step: the step of this worker, from 0.
         pulled: the version of the weights that it was computed with.
-        version: how many updates there had been when it was applied, or when it came too late.
+        version: number of updates when it was applied, or dropped.
         pulled_at: virtual seconds.
         pushed_at: virtual seconds.
-        applied_at: virtual seconds; of a dropped one, when it came.
+        applied_at: virtual seconds; of a dropped gradient, when it arrived.
         waited: seconds that the worker waited before it could pull.
     """
 
@@ -44,13 +44,13 @@ class Gradient(NamedTuple):
 
 
 class ServerRun(NamedTuple):
-    """A training with a parameter server.
+    """A simulated training with a parameter server.
 
     Attributes:
-        seconds: when the last update was made.
-        times: when each update was made.
-        updates: every gradient that was applied, in the order in which they were.
-        dropped: every gradient that came too late.
+        seconds: time of the last update.
+        times: time of each update.
+        updates: every gradient that was applied, in order of application.
+        dropped: every gradient that arrived too late.
     """
 
     seconds: float
@@ -60,15 +60,15 @@ class ServerRun(NamedTuple):
 
 
 class Lognormal:
-    """Times of computation: median x exp(sigma x a normal number), drawn for each worker and step.
+    """Log-normal compute times, drawn for each worker and step.
 
-    The same worker and step get the same time in every simulation, whatever happened before: modes are compared
-    on the same luck.
+    A worker and step have the same time in every simulation, independent of the order of the calls, so modes are
+    compared on the same times.
 
     Args:
         median: seconds.
-        sigma: spread of the logarithm.
-        seed: another seed, other luck. Default: 0.
+        sigma: standard deviation of the logarithm.
+        seed: of the draws. Default: 0.
 
     Examples:
         .. code-block:: python
@@ -95,19 +95,19 @@ class Lognormal:
 def chen_2016(seed: int = 0) -> Lognormal:
     """Stragglers like those of Chen et al., "Revisiting Distributed Synchronous SGD" (arXiv 1604.00981, 2016).
 
-    Of the paper (Inception, 100 workers; section 3.1 and its two figures of arrival times): most mean times to
-    collect k of 100 gradients lie between 1.4 and 1.8 s; the 98th comes within 2 s in 80 % of the steps, the
+    From the paper (Inception, 100 workers; section 3.1 and its two figures of arrival times): most mean times to
+    collect k of 100 gradients lie between 1.4 and 1.8 s; the 98th arrives within 2 s in 80 % of the steps, the
     last in 30 %; of 100 machines, N = 96 with b = 4 backups trained fastest. These figures are quoted from memory of
     the paper, whose text could not be opened here. Public summaries confirm 96 + 4 and the shares of 80 and 30 %
-    (one says "second last" where we have the 98th), and add that the number of iterations grows nearly in inverse
+    (one says "second last" instead of the 98th), and add that the number of iterations grows nearly in inverse
     proportion to N.
 
-    A fit: one lognormal for all workers and steps, median 1.58 s and sigma 0.107. It gives means of 1.37 s (10th)
-    and 1.81 s (90th), 83 % and 24 %. b was not used for the fit. The paper's own last gradients come later than
-    these: real stragglers have a heavier tail, and are not independent.
+    A fit: one log-normal distribution for all workers and steps, median 1.58 s and sigma 0.107. It gives means of
+    1.37 s (10th) and 1.81 s (90th), 83 % and 24 %. b was not used for the fit. The last gradients arrive later in the
+    paper: real stragglers have a heavier tail, and are not independent.
 
     Args:
-        seed: another seed, other luck. Default: 0.
+        seed: of the draws. Default: 0.
 
     Returns:
         Lognormal: seconds of a worker's step.
@@ -124,6 +124,7 @@ def chen_2016(seed: int = 0) -> Lognormal:
     return Lognormal(median=1.58, sigma=0.107, seed=seed)
 
 
+@checked
 def parameter_server(
     n_workers: int,
     seconds: float | Sequence[float] | Callable[[int, int], float],
@@ -133,26 +134,26 @@ def parameter_server(
     backup: int = 0,
     server_seconds: float = 0.0,
 ) -> ServerRun:
-    """Workers pull, compute and push, and the server updates: by ``ddl.ParameterServer``'s rules.
+    """Simulates training with a parameter server, by the rules of ``ddl.ParameterServer``.
 
-    - "sync": an update when all workers' gradients of this version are in; they wait for it.
-    - "async": every gradient is an update, at once; the worker pulls and goes on.
+    - "sync": an update when the gradients of all workers for this version have arrived; workers wait for it.
+    - "async": every gradient is applied on arrival, and its worker pulls at once.
     - "bounded": as async, but a worker more than ``staleness`` steps ahead of the slowest waits.
-    - "backup": an update when ``n_workers - backup`` gradients of this version are in. Who is late finishes, is
-      dropped, and pulls the newest weights, as in Chen et al. 2016, section 3.
+    - "backup": an update when ``n_workers - backup`` gradients for this version have arrived. A later gradient is
+      dropped, and its worker pulls the newest weights, as in Chen et al. 2016, section 3.
 
     Args:
-        n_workers: all workers, backups included: N + b.
-        seconds: what a gradient takes: one number, one a worker, or a function of worker and step, such as
+        n_workers: all workers, including backups: N + b.
+        seconds: of computing a gradient: one number, one per worker, or a function of worker and step, such as
             :class:`Lognormal`.
-        n_updates: when to stop.
+        n_updates: number of updates to simulate.
         mode: "sync" (default), "async", "bounded" or "backup".
         staleness: s, for "bounded".
         backup: b, for "backup". Default: 0.
-        server_seconds: pull, push and update of one gradient; the server takes one at a time. Default: 0.
+        server_seconds: pull, push and update of one gradient; the server handles one at a time. Default: 0.
 
     Returns:
-        ServerRun: the time of each update, and what became of every gradient.
+        ServerRun: the time of each update, and the record of every gradient.
 
     Examples:
         .. code-block:: python
@@ -164,31 +165,29 @@ def parameter_server(
             stale = simulate.parameter_server(**two, mode="async")
             assert stale.times == [1, 2, 3, 3] and [g.staleness for g in stale.updates] == [0, 0, 0, 3]
     """
-    at_least(1, n_workers=n_workers)
     if mode not in ("sync", "async", "bounded", "backup"):
         raise ValueError(f"mode should be 'sync', 'async', 'bounded' or 'backup', but given {mode!r}")
-    if (mode == "bounded") != (staleness is not None) or (staleness is not None and staleness < 0):
+    if (mode == "bounded") != (staleness is not None):
         raise ValueError(
             f"staleness={staleness} does not suit mode={mode!r}: 'bounded' needs 0 or more, others None"
         )
-    if not 0 <= backup < n_workers or (backup and mode != "backup"):
+    if backup >= n_workers or (backup and mode != "backup"):
         raise ValueError(f"backup={backup} does not suit mode={mode!r} with {n_workers} workers")
-    at_least(0, n_updates=n_updates, server_seconds=server_seconds)
     fixed = [] if callable(seconds) else number_for_each(n_workers, seconds=seconds)
-    take = seconds if callable(seconds) else lambda worker, step: fixed[worker]
-    together = mode in ("sync", "backup")
+    compute_seconds = seconds if callable(seconds) else lambda worker, step: fixed[worker]
+    synchronous = mode in ("sync", "backup")
     needed = n_workers - backup
     version, server_free = 0, 0.0
     steps = [0] * n_workers  # pushes of each worker
     pulls: list[tuple] = [()] * n_workers  # (version, when, seconds waited)
-    heap: list[tuple[float, int]] = []  # (when a gradient comes in, of whom)
-    waiting: dict[int, float] = {}  # who would pull, since when
+    heap: list[tuple[float, int]] = []  # (arrival of a gradient, its worker)
+    waiting: dict[int, float] = {}  # workers that wait to pull, since when
     pending: list[tuple] = []
     times, updates, dropped = [], [], []
 
     def pull(worker: int, now: float, since: float) -> None:
         pulls[worker] = (version, now, now - since)
-        heapq.heappush(heap, (now + take(worker, steps[worker]), worker))
+        heapq.heappush(heap, (now + compute_seconds(worker, steps[worker]), worker))
 
     for worker in range(n_workers):
         pull(worker, 0.0, 0.0)
@@ -198,16 +197,16 @@ def parameter_server(
         pulled, pulled_at, waited = pulls[worker]
         step = steps[worker]
         steps[worker] += 1
-        if together and pulled < version:
+        if synchronous and pulled < version:
             dropped.append(Gradient(worker, step, pulled, version, pulled_at, pushed, now, waited))
             pull(worker, now, now)
             continue
         pending.append((worker, step, pulled, pulled_at, pushed, waited))
         waiting[worker] = now
-        if together and len(pending) < needed:
+        if synchronous and len(pending) < needed:
             continue
-        for one, its_step, its_pull, its_pull_at, its_push, its_wait in pending:
-            updates.append(Gradient(one, its_step, its_pull, version, its_pull_at, its_push, now, its_wait))
+        for *about, its_pulled_at, its_pushed_at, its_waited in pending:
+            updates.append(Gradient(*about, version, its_pulled_at, its_pushed_at, now, its_waited))
         pending.clear()
         times.append(now)
         version += 1

@@ -1,4 +1,4 @@
-"""A virtual clock: ranks are generators that compute, send and receive."""
+"""The event simulation: ranks are generators that compute, send and receive on a virtual clock."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ignite_ddl.lab.cost import Link, at_least
+from ignite_ddl.lab.cost import Link
+from ignite_ddl.lab.ranges import at_least, checked
 from ignite_ddl.lab.record import Record
 
 __all__ = ["Rank", "Simulation", "run"]
 
 
 class Simulation(NamedTuple):
-    """What a simulation says.
+    """The result of a simulation.
 
     Attributes:
-        seconds: until the last rank was done: its programs, and what it computes. A message that nobody asks for
-            may still be under way.
-        messages: how many messages each rank sent, in rank order.
-        bytes: how many bytes each rank sent, in rank order.
-        records: what each rank did, by rank and time, without overlap; waiting and communication are what it
-            stood still for.
-        in_flight: every message from its start to its arrival, as a span of its sender.
+        seconds: when all programs and computations have ended. A message without a receiver may still be in flight.
+        messages: number of messages that each rank sent, in rank order.
+        bytes: number of bytes that each rank sent, in rank order.
+        records: what each rank did, by rank and time, without overlap; "idle" and "communication" are the times in
+            which it was blocked.
+        in_flight: every message from its start to its arrival, as a record of its sender.
         returned: what each rank's program returned.
     """
 
@@ -38,16 +38,16 @@ class Simulation(NamedTuple):
 
 
 class Event:
-    """Something that a program can wait for; a message is one, and so is the end of a computation."""
+    """What a program can wait for: a message, or the end of a computation or of a program."""
 
     def __init__(self) -> None:
         self.happened = False
         self.value: Any = None
         self.waiting: list[_Program] = []
         self.between: tuple[int, int] | None = None  # of a message: sender and receiver
-        self.began = math.inf  # of a message: when it left
+        self.began = math.inf  # of a message: when it was sent
         self.n_bytes = 0.0
-        self.awaited = False  # the receiver is there
+        self.awaited = False  # of a message: whether its receiver waits for it
         self.program: _Program | None = None  # of a program's end
 
 
@@ -56,14 +56,14 @@ class _Program:
         self.rank, self.body = rank, body
         self.end = Event()
         self.end.program = self
-        self.since = 0.0  # waits since
+        self.since = 0.0  # when the current wait began
         self.ended = 0.0
         self.waits_for: Event | None = None
         self.records: list[Record] = []
 
 
 class Rank:
-    """What a program holds: its rank's clock, compute queue and network.
+    """The clock, the compute queue and the network of one rank, for its program.
 
     Attributes:
         number: this rank.
@@ -80,7 +80,7 @@ class Rank:
         return self._world.now
 
     def compute(self, seconds: float, name: str = "compute", kind: str = "compute", **of: int) -> Event:
-        """``yield`` it: the rank computes for so long, after what it computes now (``of`` a stage and microbatch)."""
+        """``yield`` it: computes after the computations queued before (``of``: a pass's stage and microbatch)."""
         return self._world.compute(self.number, seconds, name, kind, of)
 
     def send(self, to: int, n_bytes: float, value: Any = None, tag: Any = None) -> Event:
@@ -88,43 +88,43 @@ class Rank:
         return self._world.send(self.number, to, n_bytes, value, tag)
 
     def recv(self, source: int, tag: Any = None) -> Event:
-        """``yield`` it: waits for the next message of that rank and tag, and gives its value."""
+        """``yield`` it: waits for the next message with this source and tag, and returns its value."""
         return self._world.recv(self.number, source, tag)
 
     def event(self) -> Event:
-        """An event for two programs of one rank: one yields it, the other :meth:`fire`\\ s it."""
+        """An event that one program of a rank yields, and another one passes to :meth:`fire`."""
         return Event()
 
     def fire(self, event: Event) -> None:
-        """Lets those go on who wait for ``event``."""
+        """Resumes the programs that wait for ``event``."""
         self._world.fire(event)
 
     def background(self, body: Generator) -> Event:
-        """Starts a second program on this rank, such as its communication; ``yield`` the event to wait for its end."""
+        """Starts another program on this rank, such as its communication; ``yield`` the event to wait for its end."""
         return self._world.start(self.number, body).end
 
 
 class _World:
-    """The clock, the heap of what happens next, and one port a rank: one message out and one in at a time."""
+    """The clock, the event heap, and one port per rank, which sends one message and receives one at a time."""
 
     def __init__(self, n_ranks: int, link: Link, rendezvous: bool) -> None:
         self.n_ranks, self.link, self.rendezvous = n_ranks, link, rendezvous
         self.now = 0.0
-        self.heap: list[tuple] = []  # (time, order of arrival, what to call, with what)
+        self.heap: list[tuple] = []  # (time, order of insertion, function, arguments)
         self.order = 0
         self.programs: list[_Program] = []
         self.computed: list[Record] = []
         self.in_flight: list[Record] = []
         self.busy_until = [0.0] * n_ranks
         self.outbox: list[deque[Event]] = [deque() for _ in range(n_ranks)]
-        self.blocked: list[list[int]] = [[] for _ in range(n_ranks)]  # ranks that wait for this one's port
+        self.blocked: list[list[int]] = [[] for _ in range(n_ranks)]  # ranks that wait to send to this one
         self.sending, self.receiving = [False] * n_ranks, [False] * n_ranks
         self.messages, self.bytes = [0] * n_ranks, [0.0] * n_ranks
         self.matched: dict[tuple, Event] = {}
         self.counted: dict[tuple, int] = defaultdict(int)
 
     def at(self, when: float, call: Callable, *args: Any) -> None:
-        self.order += 1  # what was asked for first happens first, also at the same time
+        self.order += 1  # events at the same time are handled in order of insertion
         heapq.heappush(self.heap, (when, self.order, call, args))
 
     def play(self) -> None:
@@ -134,7 +134,7 @@ class _World:
         stuck = sorted({program.rank for program in self.programs if not program.end.happened})
         if stuck:
             raise RuntimeError(f"ranks {stuck} wait for a message or an event that never comes")
-        for message in itertools.chain(*self.outbox):  # there are any with rendezvous only
+        for message in itertools.chain(*self.outbox):  # only with rendezvous
             source, to = message.between
             raise RuntimeError(f"rank {source} sends rank {to} a message that is never received")
 
@@ -168,16 +168,14 @@ class _World:
 
     def resume(self, program: _Program) -> None:
         event = program.waits_for
-        program.records += self.stood_still(program, event)
+        program.records += self.blocked_records(program, event)
         self.advance(program, event.value)
 
-    def stood_still(self, program: _Program, event: Event) -> Iterable[Record]:
+    def blocked_records(self, program: _Program, event: Event) -> Iterable[Record]:
         since, now, rank = program.since, self.now, program.rank
         if now <= since:
             return
-        if (
-            event.program is not None
-        ):  # it waited for its own background program: for whatever that waited for
+        if event.program is not None:  # its own background program: blocked by what that program waited for
             for span in event.program.records:
                 if span.end > since:
                     yield span._replace(start=max(span.start, since))
@@ -205,7 +203,7 @@ class _World:
     # the network
 
     def match(self, side: str, source: int, to: int, tag: Any) -> Event:
-        """The n-th message of a sender, receiver and tag is the n-th that is asked for."""
+        """The message of the n-th send, or of the n-th receive, with this source, receiver and tag."""
         for name, rank in (("source", source), ("to", to)):
             if rank not in range(self.n_ranks):
                 raise ValueError(f"{name} should be a rank from 0 to {self.n_ranks - 1}, but given {rank}")
@@ -253,32 +251,33 @@ class _World:
         self.in_flight.append(Record(source, "communication", f"to {to}", message.began, self.now))
         self.fire(message)
         blocked, self.blocked[to] = self.blocked[to], []
-        for rank in [*blocked, source]:  # who waited longest is first
+        for rank in [*blocked, source]:  # in the order in which they began to wait
             self.try_sending(rank)
 
 
+@checked
 def run(
     program: Callable[[Rank], Generator], n_ranks: int, link: Link, rendezvous: bool = False
 ) -> Simulation:
-    """Plays a program on every rank, and says who did what when.
+    """Simulates a program on every rank.
 
-    A program is a generator function: it ``yield``\\ s what takes time. ``rank.compute`` keeps its rank busy,
-    ``rank.send`` goes into the rank's outbox, ``rank.recv`` waits for a message. A rank's port sends one
-    message at a time, in the order of the outbox, and receives one meanwhile; a message takes
-    ``link.seconds(n_bytes)``. Two things at the same time happen in the order in which they were asked for.
+    A program is a generator function that yields what takes time. ``rank.compute`` keeps its rank busy,
+    ``rank.send`` queues a message, ``rank.recv`` waits for one. A rank sends one message at a time, in order, and
+    can receive one at the same time; a message takes ``link.seconds(n_bytes)``. Events at the same time are handled
+    in the order in which they were requested.
 
     Args:
         program: called with a :class:`Rank` on each rank.
         n_ranks: size of the world.
         link: the network between any two ranks.
-        rendezvous: True: a message leaves only when its receiver waits for it. Default False: as soon as the
+        rendezvous: whether a message is sent only once its receiver waits for it. Default False: as soon as the
             ports are free.
 
     Returns:
         Simulation: seconds, messages, bytes, records, and what the programs returned.
 
     Raises:
-        RuntimeError: if a rank waits for ever; with ``rendezvous``, also if nobody receives a message.
+        RuntimeError: if a rank waits forever; with ``rendezvous``, also if a message is never received.
 
     Examples:
         .. code-block:: python
@@ -294,7 +293,6 @@ def run(
             assert two.returned == [1, 0]
             assert two.seconds == 2 + 0.5 + 0.5            # rank 0 computes 1 s, waits for rank 1, receives
     """
-    at_least(1, n_ranks=n_ranks)
     world = _World(n_ranks, link, rendezvous)
     programs = [world.start(rank, program(Rank(world, rank))) for rank in range(n_ranks)]
     world.play()
@@ -314,20 +312,16 @@ def number_of(seconds: float | Sequence[float], place: int) -> float:
 
 
 def number_for_each(n: int, **given: float | Sequence[float] | None) -> list[float]:
-    """A number for each of n ranks or workers; one number holds for all, None is 0."""
+    """A number for each of n ranks or workers, from a sequence, one number for all, or None for 0."""
     [(name, value)] = given.items()
     each = list(value) if isinstance(value, Sequence) else [value or 0.0] * n
     if len(each) != n:
         raise ValueError(f"{name} should have a number for each of {n}, but has {len(each)}")
-    at_least(0, **{name: each})
     return each
 
 
-def as_list(**given: Any) -> float | list[float]:
-    """A number as it is; a sequence, an array or a tensor of them as a list; none below 0."""
-    [(name, value)] = given.items()
+def as_list(value: Any) -> float | list[float]:
+    """A number as it is; a sequence, an array or a tensor of numbers as a list."""
     if hasattr(value, "tolist"):  # of numpy or torch
         value = value.tolist()
-    value = list(value) if isinstance(value, Sequence) else value
-    at_least(0, **{name: value})
-    return value
+    return list(value) if isinstance(value, Sequence) else value

@@ -1,4 +1,4 @@
-"""What each rank did when, measured: :class:`Timeline`."""
+"""Measures what each rank does over time: :class:`Timeline`."""
 
 from ignite_ddl.lab.timeline.timeline import Timeline, bubble
 

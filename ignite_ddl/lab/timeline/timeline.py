@@ -1,13 +1,13 @@
-"""What each rank did when: compute, communication, waiting for other ranks, data.
+"""Measures what each rank does over time: compute, communication, waiting for other ranks, data.
 
-A rank's own clock cannot tell a slow network from a slow peer: in a collective, waiting and sending look the
-same. Compared across ranks they part: no collective can be done before its last rank has entered, so up to
-that moment a rank waits (*idle*, for the rank that came last), and only then is it *communication*.
+One rank alone cannot distinguish a slow network from a slow peer: both make its collectives longer. All ranks
+together can: no collective ends before its last rank has entered. Up to that time a rank is *idle*, waiting for the
+last rank; the rest is *communication*.
 
-Data, steps and handlers come from Ignite's events; collectives, messages and a pipeline's passes from the watchers in
-``watch.py``, which are in place only while a timeline records.
+Data, steps and handlers come from Ignite's events; collectives, messages and a pipeline's passes from the hooks in
+``watch.py``, which are installed only while a timeline records.
 
-Not seen: RPC, a process group's store, and a wait on a ``torch.futures.Future``. Use :meth:`Timeline.span` there.
+Not recorded: RPC, a process group's store, and a wait on a ``torch.futures.Future``. Use :meth:`Timeline.span` there.
 """
 
 from __future__ import annotations
@@ -33,30 +33,29 @@ from ignite_ddl.lab.timeline.watch import Call, Recorder, now, unwatch, watch
 
 __all__ = ["Timeline", "bubble"]
 
-_JOIN_SECONDS = 1e-4  # a wait that follows its call at once is one with it
+_JOIN_SECONDS = 1e-4  # a wait within this time after its call is merged with the call
 
 
 class _Span(NamedTuple):
-    """Records as they were taken: one inside the other, a wait still whole."""
+    """A record before nested records are flattened and waits are split into idle and communication."""
 
     record: Record
-    call: int | None = None  # the collective that was waited for: its place among the calls
+    call: int | None = None  # for a wait: the index of its collective among the calls
 
 
 class Timeline:
-    """Records what this rank did when; a handler for Ignite's engines, or a context manager without one.
+    """Records what this rank does; a handler for Ignite's engines, or a context manager.
 
-    ``return`` it from the function that runs on ranks, and merge what comes back: only then is waiting told
-    apart from communication. It costs 1 to 2 % of a data-parallel step of 5 ms (``benchmarks/timeline.py``).
-    Records grow by about 1 kB a step; :meth:`clear` forgets them, so that a long training keeps the steps of
-    interest.
+    Return it from the function that runs on the ranks, and :meth:`merge` the results, which separates waiting from
+    communication. It costs 1 to 2 % of a data-parallel step of 5 ms (``benchmarks/timeline.py``). Records grow by
+    about 1 kB per step; :meth:`clear` discards them.
 
-    On an accelerator work is queued, and times are those of the queueing, unless ``synchronize`` is given.
+    On an accelerator work is asynchronous, and times are those of launching it, unless ``synchronize`` is True.
 
     Args:
-        synchronize: waits for the device at the borders of steps, spans and collectives, so that times are the
-            device's. It takes overlap away and slows training down; for looking, not for training. Default
-            False; no effect without an accelerator.
+        synchronize: whether to wait for the device before and after steps, spans and collectives, so that times are
+            those of the device. This prevents overlap and slows training down. Default False; no effect without an
+            accelerator.
 
     Examples:
         .. code-block:: python
@@ -91,22 +90,22 @@ class Timeline:
         self._machine = _machine()
         self._marks: list[tuple] = []  # (what, when, engine, iteration) from events
         self._users: set[Any] = set()  # the engines that are running, and "with"
-        self._stopped: set[Any] = set()  # those of them that should wait for their next run
+        self._stopped: set[Any] = set()  # engines not recorded until their next run
         self._names: dict[int, str] = {}
-        # Of a merged timeline, or of one that came from another process:
-        self._taken: tuple[list[_Span], list[Call]] | None = None
+        # The records of a merged timeline, or of one from another process:
+        self._loaded: tuple[list[_Span], list[Call]] | None = None
 
     # ------------------------------------------------------------------------------------------- recording
 
     def attach(self, engine: Engine, name: str = "step") -> Timeline:
         """Records an engine's runs: its data, its steps, its handlers, and collectives in any of them.
 
-        Called in the midst of a run, by a handler of ``Events.EPOCH_STARTED(once=2)`` say, it records the rest of it.
-        Attach it to the evaluator too, and an evaluation inside a handler is shown in its parts.
+        Called during a run, for example by a handler of ``Events.EPOCH_STARTED(once=2)``, it records the rest of it.
+        Attach it also to the evaluator to record the parts of an evaluation inside a handler.
 
         Args:
             engine: the engine, of Ignite or of ``ddl.create_supervised_trainer``.
-            name: what its iterations are called, default "step": "step 1", "step 2" and so on.
+            name: the name of its iterations, default "step": "step 1", "step 2" and so on.
 
         Returns:
             Timeline: itself.
@@ -115,7 +114,7 @@ class Timeline:
             raise ValueError(f"engine should be an ignite.engine.Engine, but given {type(engine).__name__}")
         number = len(self._names)
         self._names[number] = name
-        take, synchronize = self._marks.append, self.synchronize
+        append_mark, synchronize = self._marks.append, self.synchronize
 
         def mark(what: str) -> Callable[[], None]:
             def handler() -> None:
@@ -125,16 +124,16 @@ class Timeline:
                     self._begin(number)
                 if synchronize:
                     torch.accelerator.synchronize()
-                take((what, now(), number, engine.state.iteration))
+                append_mark((what, now(), number, engine.state.iteration))
 
             return handler
 
-        def to_borders() -> None:
-            for event, (handler, first) in borders.items():
-                self._to_border(engine, event, handler, first)
+        def reorder() -> None:
+            for event, (handler, first) in handlers.items():
+                self._reorder(engine, event, handler, first)
 
         def run_begins() -> None:
-            to_borders()  # again: other handlers came meanwhile
+            reorder()  # again: handlers may have been added since
             self._begin(number)
             mark("run")()
 
@@ -142,8 +141,9 @@ class Timeline:
             mark("end")()
             self._end(number)
 
-        # With True the handler is to be the first of its event, else the last: other handlers stay outside.
-        borders = {
+        # With True the handler is made the first of its event, else the last, so that data and steps exclude the
+        # other handlers.
+        handlers = {
             Events.GET_BATCH_STARTED: (mark("data"), False),
             Events.GET_BATCH_COMPLETED: (mark("handlers"), True),
             Events.ITERATION_STARTED: (mark("step"), False),
@@ -151,32 +151,32 @@ class Timeline:
             Events.COMPLETED: (run_ends, False),
         }
         engine.add_event_handler(Events.STARTED, run_begins)
-        self._to_border(engine, Events.STARTED, run_begins, first=True)
-        for event, (handler, _) in borders.items():
+        self._reorder(engine, Events.STARTED, run_begins, first=True)
+        for event, (handler, _) in handlers.items():
             engine.add_event_handler(event, handler)
-        to_borders()
+        reorder()
         return self
 
     @staticmethod
-    def _to_border(engine: Engine, event: Events, handler: Any, first: bool) -> None:
-        # As Ignite's own profilers do: there is no public way to order handlers.
+    def _reorder(engine: Engine, event: Events, handler: Any, first: bool) -> None:
+        # As in Ignite's own profilers: there is no public way to order handlers.
         handlers = engine._event_handlers[event]
         for place, entry in enumerate(handlers):
             if inspect.unwrap(entry[0]) is handler:  # HandlersTimeProfiler wraps
                 others = handlers[:place] + handlers[place + 1 :]
-                # A new list: the engine may be going through this one.
+                # A new list: the engine may be iterating over this one.
                 engine._event_handlers[event] = [entry, *others] if first else [*others, entry]
                 return
 
     @contextlib.contextmanager
     def span(self, name: str, kind: str = "compute") -> Iterator[None]:
-        """Records a stretch of your own code, inside a step or anywhere.
+        """Records the ``with`` block, inside a step or anywhere.
 
-        Collectives are watched inside ``with timeline`` and runs of engines; elsewhere their time is the span's.
+        Collectives are recorded inside ``with timeline`` and runs of engines; elsewhere their time is the span's.
 
         Args:
-            name: what to call it.
-            kind: one of ``KINDS``, default "compute". A collective that is watched inside it is recorded as such.
+            name: the name of the span.
+            kind: one of ``KINDS``, default "compute". A collective recorded inside it keeps its own kind.
 
         Raises:
             ValueError: if ``kind`` is unknown.
@@ -209,26 +209,25 @@ class Timeline:
         self._end("with")
 
     def stop(self) -> None:
-        """Ends recording until the next run or ``with``, also after a run that an exception ended."""
+        """Stops recording until the next run or ``with``, also after a run ended by an exception."""
         self._stopped |= self._users
         for user in list(self._users):
             self._end(user)
 
     def clear(self) -> None:
-        """Forgets what was recorded so far, such as the warm-up; call it at the same step on every rank.
+        """Discards all records, such as those of the warm-up; call it at the same step on every rank.
 
-        The n-th collective of a group that one rank records is taken for the n-th that another records. So let
-        recording *begin* at the same place on every rank, too: with a barrier in front of ``with timeline``, or by
-        ``attach``. If a rank begins one collective earlier, each of its waits is compared with the wrong one;
-        :meth:`merge` warns where the numbers differ.
+        The n-th recorded collective of a group is matched across ranks, so recording must *begin* at the same
+        collective on every rank: with a barrier before ``with timeline``, or by ``attach``. If a rank begins one
+        collective earlier, its waits are matched with the wrong ones; :meth:`merge` warns if the numbers differ.
         """
         self._marks.clear()
         self._recorder.spans.clear()
         self._recorder.calls.clear()
-        self._taken = None
+        self._loaded = None
 
     def _record_here(self) -> None:
-        self._taken = None
+        self._loaded = None
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._recorder.rank = self.rank
 
@@ -248,7 +247,7 @@ class Timeline:
 
     @property
     def records(self) -> list[Record]:
-        """What each rank did, without overlap: of nested spans the inner one counts."""
+        """What each rank did, without overlap: nested spans are cut out of the outer ones."""
         spans, _ = self._spans_and_calls()
         by_rank = defaultdict(list)
         for span in spans:
@@ -257,10 +256,10 @@ class Timeline:
 
     @property
     def in_flight(self) -> list[Record]:
-        """Collectives and messages from their call to their end, whether or not the rank stood still meanwhile.
+        """Collectives and messages from their call to their end, whether or not the rank was blocked.
 
-        They overlap with compute, and with each other. Their end is that of the rank's wait: in the background
-        they may have been done before.
+        They may overlap with compute and with each other. Their end is that of the rank's wait; the communication
+        itself may have ended before.
         """
         _, calls = self._spans_and_calls()
         return [
@@ -273,7 +272,7 @@ class Timeline:
         """Seconds by rank and kind.
 
         Returns:
-            dict: for each rank a dict with every kind that a rank of this timeline has; 0.0 where it has none.
+            dict: for each rank a dict with every kind in this timeline; 0.0 if the rank has none.
         """
         records = self.records
         kinds = [kind for kind in KINDS if any(record.kind == kind for record in records)]
@@ -283,17 +282,17 @@ class Timeline:
         return totals
 
     def actions(self) -> list[list[Record]]:
-        """What the ranks of a pipeline did in each of its training steps.
+        """The records of each training step of a pipeline.
 
-        A pass is named as torch names the actions of its schedules: stage, letter, microbatch. "2F0" is the forward
-        pass of stage 2 with microbatch 0, "2B0" its backward pass; where a schedule cuts that in two, "2I0" finds
-        the gradients of the inputs and "2W0" those of the weights (on stage 0, which has no inputs to send
-        gradients to, I does nothing and W all). What is communicated inside a pass, by tp or FSDP, is part of it.
+        A pass has the name of its action in torch's schedules: stage, letter, microbatch. "2F0" is the forward pass
+        of stage 2 with microbatch 0, "2B0" its backward pass; in a schedule that splits backward, "2I0" computes the
+        gradients of the inputs and "2W0" those of the weights (on stage 0, whose inputs need no gradients, W computes
+        everything). Communication inside a pass, by tp or FSDP, is part of the pass.
 
         Returns:
             list: for each step its records: the passes of all ranks (with ``stage`` and ``microbatch``), and, from
-            the first pass to the last, the communication and, once merged, the waiting between them. A first step
-            on batches of a new size also takes what torch spends on setting its stages up: look at later ones.
+            the first pass to the last, the communication and, once merged, the waiting between them. The first step
+            with a new batch size includes the time in which torch sets up its stages.
 
         Examples:
             .. code-block:: python
@@ -319,7 +318,7 @@ class Timeline:
         """
         spans, _ = self._spans_and_calls()
         steps: list[list[Record]] = []
-        first: dict[int, str] = {}  # of each rank: the pass that each of its steps begins with
+        first: dict[int, str] = {}  # for each rank, the pass that begins each of its steps
         begun: dict[int, int] = defaultdict(int)
         for record in sorted((span.record for span in spans), key=lambda record: record.start):
             if record.microbatch is not None:
@@ -332,7 +331,7 @@ class Timeline:
         return [sorted(step + _between(step, between), key=lambda record: record.start) for step in steps]
 
     def waits(self) -> dict[tuple[int, int], float]:
-        """Which rank waits for which: seconds by (waiting rank, rank that came last); after :meth:`merge`."""
+        """Seconds by (waiting rank, rank that entered last), after :meth:`merge`."""
         waits: dict[tuple[int, int], float] = defaultdict(float)
         for record in self.records:
             if record.waits_for is not None:
@@ -341,43 +340,41 @@ class Timeline:
 
     @classmethod
     def merge(cls, timelines: Iterable[Timeline]) -> Timeline:
-        """One timeline of several ranks, with waiting told apart from communication; time starts at 0.
+        """Merges the timelines of several ranks, separating waiting from communication; time starts at 0.
 
-        A rank that stands still in a collective is idle until the last rank that it needs has entered, and
-        communicates from then on. For that all ranks of the collective have to be there; of one that is not
-        complete the whole wait counts as communication. Where ranks outnumber cores, "communication" also
-        holds the time until a rank gets a core again.
+        A rank blocked in a collective is idle until the last rank that it depends on has entered, and communicates
+        from then on. This needs the records of all ranks of the collective; without them the whole wait counts as
+        communication. With more ranks than cores, "communication" includes the time until a rank gets a core again.
 
-        Ranks of one machine share a clock. Clocks of different machines differ, so each further machine's
-        times are shifted until collectives end at the same moment on all, in the median: good to about the
-        time that a collective takes.
+        Ranks of one machine share a clock. The times of every other machine are shifted so that, in the median,
+        collectives end at the same time on all machines: accurate to about the duration of a collective.
 
         Args:
-            timelines: one a rank, as ``ddl.Parallel.run`` returns them.
+            timelines: one per rank, as returned by ``ddl.Parallel.run``.
 
         Returns:
-            Timeline: a new one, to be read.
+            Timeline: a new one, for reading.
 
         Raises:
-            ValueError: if it is given anything but timelines of different ranks.
+            ValueError: if ``timelines`` are not timelines of different ranks.
 
         Warns:
-            UserWarning: if ranks recorded unlike numbers of collectives of a group, see :meth:`clear`.
+            UserWarning: if ranks recorded different numbers of collectives of a group, see :meth:`clear`.
         """
         try:
             timelines = list(timelines)
         except TypeError:
             raise ValueError(
-                f"timelines should be one Timeline a rank, in a list, but given {timelines!r}"
+                f"timelines should be one Timeline per rank, in a list, but given {timelines!r}"
             ) from None
         for timeline in timelines:
             if not isinstance(timeline, Timeline) or timeline.rank is None:
-                raise ValueError(f"timelines should be one Timeline a rank, but given {timeline!r}")
+                raise ValueError(f"timelines should be one Timeline per rank, but given {timeline!r}")
         ranks = [timeline.rank for timeline in timelines]
         if len(set(ranks)) < len(ranks):
             raise ValueError(f"timelines should be of different ranks, but given ranks {ranks}")
         parts = [timeline._spans_and_calls() for timeline in timelines]
-        _warn_of_unlike_numbers(ranks, [calls for _, calls in parts])
+        _warn_if_counts_differ(ranks, [calls for _, calls in parts])
         for part, shift in zip(parts, _clock_shifts(timelines, parts), strict=True):
             _move(part, shift)
         origin = min((span.record.start for spans, _ in parts for span in spans), default=0.0)
@@ -391,15 +388,15 @@ class Timeline:
             calls += part[1]
         merged = cls()
         merged.rank = None
-        merged._taken = _split_waits(spans, calls), calls
+        merged._loaded = _split_waits(spans, calls), calls
         return merged
 
     def to_chrome(self, path: str | os.PathLike) -> Path:
-        """Writes the timeline as a trace for https://ui.perfetto.dev or chrome://tracing; both open it locally.
+        """Writes the timeline as a trace for https://ui.perfetto.dev or chrome://tracing.
 
-        One process a rank; nested spans on its thread "rank", collectives in flight as asynchronous tracks. The
-        format is Chrome's "Trace Event Format", JSON object form. Rank r has the pid r + 1: Perfetto treats pid 0
-        and tid 0 specially.
+        Each rank is a process; nested spans are on its thread "rank", collectives in flight are asynchronous tracks.
+        The format is Chrome's "Trace Event Format", JSON object form. Rank r has the pid r + 1, because Perfetto
+        treats pid 0 and tid 0 specially.
 
         Args:
             path: the file to write, such as "timeline.json".
@@ -415,7 +412,8 @@ class Timeline:
             events.append(common | {"name": "process_sort_index", "args": {"sort_index": rank}})
             events.append(common | {"name": "thread_name", "args": {"name": "rank"}})
         origin = min((span.record.start for span in spans), default=0.0)
-        # Times in whole nanoseconds, given in microseconds: a child that ends with its parent does so exactly.
+        # Rounded to nanoseconds and written in microseconds, so that a child that ends with its parent ends exactly
+        # at the same time.
         for span in sorted(spans, key=lambda span: (span.record.start, -span.record.end)):
             rank, kind, name, start, end, waits_for, *_ = span.record
             begin, stop = round((start - origin) * 1e9), round((end - origin) * 1e9)
@@ -424,14 +422,14 @@ class Timeline:
             events.append(
                 event | {"args": {"kind": kind} | ({} if waits_for is None else {"waits for": waits_for})}
             )
-        # Calls that their rank stood still for at once are spans already.
-        at_once = {
+        # Calls that block their rank from the start are spans already.
+        blocking = {
             span.call
             for span in spans
             if span.call is not None and span.record.start == calls[span.call].launched
         }
         for number, call in enumerate(calls):
-            if call.done is not None and number not in at_once:
+            if call.done is not None and number not in blocking:
                 event = {
                     "pid": call.rank + 1,
                     "tid": 1,
@@ -446,16 +444,16 @@ class Timeline:
         return path
 
     def _spans_and_calls(self) -> tuple[list[_Span], list[Call]]:
-        if self._taken is not None:
-            spans, calls = self._taken
+        if self._loaded is not None:
+            spans, calls = self._loaded
             return list(spans), list(calls)
         place = {id(call): number for number, call in enumerate(self._recorder.calls)}
         spans = [_Span(record) for record in self._records_of_marks()]
-        last: dict[int, int] = {}  # of each call: where its span is
-        for what, name, start, end, call, *of_pass in list(self._recorder.spans):
+        last: dict[int, int] = {}  # for each call, the index of its span
+        for what, name, start, end, call, *stage_and_microbatch in list(self._recorder.spans):
             number = place.get(id(call))
             kind = "communication" if what in ("launch", "wait") else what
-            record = Record(self.rank, kind, name, start, end, None, *of_pass)
+            record = Record(self.rank, kind, name, start, end, None, *stage_and_microbatch)
             if what == "wait" and number in last and start - spans[last[number]].record.end < _JOIN_SECONDS:
                 record = record._replace(start=spans[last[number]].record.start)
                 spans[last[number]] = _Span(record, number)
@@ -466,9 +464,9 @@ class Timeline:
         return spans, list(self._recorder.calls)
 
     def _records_of_marks(self) -> Iterator[Record]:
-        """Engines' runs, and data and steps inside them. What an exception left open ends with the last mark."""
+        """Engines' runs with their data and steps. Records left open by an exception end with the last mark."""
         begun: dict[int, float] = {}  # runs of engines
-        inside: dict[int, tuple[str, str, float]] = {}  # data or a step of theirs
+        inside: dict[int, tuple[str, str, float]] = {}  # the current data or step of an engine
         seen: dict[int, float] = {}
 
         def end(number: int, when: float) -> Iterator[Record]:
@@ -498,9 +496,9 @@ class Timeline:
             yield from end_run(number, latest)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without the engines' handlers and torch's objects: what was recorded, to be read and merged elsewhere.
+        # Only the records, without the engines' handlers and torch's objects.
         kept = {name: getattr(self, name) for name in ("rank", "synchronize", "_machine")}
-        return kept | {"_taken": self._spans_and_calls()}
+        return kept | {"_loaded": self._spans_and_calls()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()
@@ -513,21 +511,21 @@ class Timeline:
 
 
 def bubble(records: Iterable[Record]) -> dict[int, float]:
-    """The share of a pipeline step in which each rank computes nothing.
+    """The share of a pipeline step in which each rank does not compute.
 
-    1 − (its passes) / (the step), the step being from the first pass of any rank to the end of the last; sending,
-    receiving and waiting are all bubble. For GPipe and 1F1B on p ranks with m microbatches of equal time, with free
-    transfers, it is (p − 1) / (m + p − 1): Huang et al. 2019, "GPipe", section 2.3; Narayanan et al. 2021,
-    "Efficient large-scale language model training on GPU clusters using Megatron-LM", section 2.2.
+    1 − (time of its passes) / (time of the step), the step being from the first pass of any rank to the end of the
+    last; sending, receiving and waiting belong to the bubble. For GPipe and 1F1B on p ranks with m microbatches of
+    equal time and free transfers, it is (p − 1) / (m + p − 1): Huang et al. 2019, "GPipe", section 2.3; Narayanan et
+    al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM", section 2.2.
 
     Args:
-        records: of one step: of ``timeline.actions()``, or simulated.
+        records: of one step, from ``timeline.actions()`` or simulated.
 
     Returns:
         dict: rank to share, between 0 and 1.
 
     Raises:
-        ValueError: if there is no pass among the records.
+        ValueError: if the records contain no pass.
 
     Examples:
         .. code-block:: python
@@ -541,7 +539,7 @@ def bubble(records: Iterable[Record]) -> dict[int, float]:
     """
     passes = [record for record in records if record.kind in PASSES]
     if not passes:
-        raise ValueError("records should hold passes of a pipeline, forward or backward, but hold none")
+        raise ValueError("records should contain forward or backward passes of a pipeline, but contain none")
     whole = max(record.end for record in passes) - min(record.start for record in passes)
     busy: dict[int, float] = defaultdict(float)
     for record in passes:
@@ -550,9 +548,9 @@ def bubble(records: Iterable[Record]) -> dict[int, float]:
 
 
 def _between(passes: list[Record], records: list[Record]) -> list[Record]:
-    """Those of the records that are in the time of the passes and not inside one of their own rank."""
+    """The records during the passes, except those inside a pass of the same rank."""
     start, end = min(record.start for record in passes), max(record.end for record in passes)
-    taken = []
+    between = []
     for record in records:
         inside = (p for p in passes if p.rank == record.rank)
         if (
@@ -560,12 +558,12 @@ def _between(passes: list[Record], records: list[Record]) -> list[Record]:
             and record.start < end
             and not any(p.start <= record.start and record.end <= p.end for p in inside)
         ):
-            taken.append(record._replace(start=max(start, record.start), end=min(end, record.end)))
-    return taken
+            between.append(record._replace(start=max(start, record.start), end=min(end, record.end)))
+    return between
 
 
 def _flatten(records: list[Record]) -> Iterator[Record]:
-    """Cuts nested records of one rank into a sequence without overlap, in which the innermost one counts."""
+    """Flattens nested records of one rank into a sequence without overlap; the innermost record wins."""
     stack: list[Record] = []
     cursor = float("-inf")
     ending = Record(0, "", "", float("inf"), float("inf"))
@@ -582,22 +580,22 @@ def _flatten(records: list[Record]) -> Iterator[Record]:
 
 
 def _split_waits(spans: list[_Span], calls: list[Call]) -> list[_Span]:
-    """Cuts each wait for a collective where its last rank came: idle before, communication after."""
-    together: dict[tuple, dict[int, Call]] = defaultdict(dict)
+    """Splits each wait for a collective when its last rank enters: idle before, communication after."""
+    calls_by_key: dict[tuple, dict[int, Call]] = defaultdict(dict)
     for call in calls:
         if call.key is not None:
-            together[call.key][call.rank] = call
+            calls_by_key[call.key][call.rank] = call
     split = []
     for span in spans:
         record, call = span.record, None if span.call is None else calls[span.call]
-        peers = {} if call is None or call.key is None else together[call.key]
+        peers = {} if call is None or call.key is None else calls_by_key[call.key]
         if call is None or not all(rank in peers and _same(peers[rank], call) for rank in call.needs):
             split.append(span)
             continue
-        # A rank that came after this one left was not waited for, whatever the collective.
-        came = {rank: peers[rank].launched for rank in call.needs if peers[rank].launched <= record.end}
-        last = max(came, key=came.get, default=call.rank)
-        arrival = min(max(record.start, came.get(last, record.start)), record.end)
+        # This rank did not wait for a rank that entered after this one had left.
+        entered = {rank: peers[rank].launched for rank in call.needs if peers[rank].launched <= record.end}
+        last = max(entered, key=entered.get, default=call.rank)
+        arrival = min(max(record.start, entered.get(last, record.start)), record.end)
         if last != call.rank and arrival > record.start:
             name = f"waits for rank {last}"
             split.append(_Span(Record(call.rank, "idle", name, record.start, arrival, last), span.call))
@@ -605,22 +603,22 @@ def _split_waits(spans: list[_Span], calls: list[Call]) -> list[_Span]:
     return split
 
 
-def _warn_of_unlike_numbers(ranks: list[int], calls: list[list[Call]]) -> None:
-    numbers: dict[tuple, dict[int, int]] = defaultdict(dict)  # of collectives: by way and rank
+def _warn_if_counts_differ(ranks: list[int], calls: list[list[Call]]) -> None:
+    numbers: dict[tuple, dict[int, int]] = defaultdict(dict)  # of collectives, by group and rank
     for rank, of_rank in zip(ranks, calls, strict=True):
         for call in of_rank:
             if call.key is not None and call.key[1] != "message":
-                *way, members, number = call.key
-                counted = numbers[*way, members]
+                *group, members, number = call.key
+                counted = numbers[*group, members]
                 counted.update({member: counted.get(member, 0) for member in members if member in ranks})
                 counted[rank] = max(counted[rank], number)
     for (group, *_), counted in numbers.items():
         if len(set(counted.values())) > 1:
             told = ", ".join(f"{number} by rank {rank}" for rank, number in sorted(counted.items()))
             warnings.warn(
-                f"the ranks of group {group!r} recorded unlike numbers of collectives: {told}. The n-th of one rank "
-                "is compared with the n-th of another, so what is said of waits may be wrong: begin recording at "
-                "the same place on every rank",
+                f"the ranks of group {group!r} recorded different numbers of collectives: {told}. The n-th collective "
+                "of one rank is matched with the n-th of another, so waits may be wrong: begin recording at the same "
+                "collective on every rank",
                 stacklevel=3,
             )
 
@@ -630,7 +628,7 @@ def _same(one: Call, other: Call) -> bool:
 
 
 def _clock_shifts(timelines: list[Timeline], parts: list[tuple[list[_Span], list[Call]]]) -> list[float]:
-    """Seconds to add to each rank's times. Ranks of one machine share a clock and a shift."""
+    """Seconds to add to each rank's times; the same for all ranks of a machine, which share a clock."""
     left: dict[str, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
     for timeline, (spans, calls) in zip(timelines, parts, strict=True):
         for span in spans:
@@ -646,7 +644,7 @@ def _clock_shifts(timelines: list[Timeline], parts: list[tuple[list[_Span], list
             )
     starts = [min((span.record.start for span in spans), default=0.0) for spans, _ in parts]
     for timeline, start in zip(timelines, starts, strict=True):
-        shifts.setdefault(timeline._machine, starts[0] - start)  # nothing in common: they start together
+        shifts.setdefault(timeline._machine, starts[0] - start)  # no common collective: align the starts
     return [shifts[timeline._machine] for timeline in timelines]
 
 
@@ -662,7 +660,7 @@ def _move(part: tuple[list[_Span], list[Call]], seconds: float) -> None:
 
 
 def _machine() -> str:
-    """Names the clock: processes of one running system share it, in containers of their own, too."""
+    """An id of the clock, which all processes of a running system share, also across containers."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     with contextlib.suppress(OSError):
         return boot.read_text().strip()

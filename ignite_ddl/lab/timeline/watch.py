@@ -1,11 +1,11 @@
-"""Watches what this rank calls while a recorder is open: collectives, messages, DDP's gradients, a pipeline's passes.
+"""Hooks that record this rank's collectives, messages, DDP's gradients and a pipeline's passes.
 
-How each is seen:
+They are installed while a recorder is open:
 
-- Collectives and messages: the methods of a process group, which ``torch.distributed``, ``idist``, FSDP2 and
-  pipelines call, and the operators that DTensor calls; and the time a rank stands still in ``Work.wait``.
-- DDP reduces gradients in C++: its part is the end of a backward pass, when a rank has nothing left to compute.
-- A pipeline's forward and backward passes: the methods of torch's stages, which its schedules call for each
+- Collectives and messages: on the methods of a process group, which ``torch.distributed``, ``idist``, FSDP2 and
+  pipelines call, on the operators that DTensor calls, and on ``Work.wait``.
+- DDP's gradients, which are reduced in C++: at the end of a backward pass, when DDP waits for its buckets.
+- A pipeline's forward and backward passes: on the methods of torch's stages, which its schedules call for each
   microbatch.
 """
 
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["Call", "Recorder", "now", "unwatch", "watch"]
 
-# Methods of a ProcessGroup: those that end when every rank has entered, when the root has, or when one peer has.
+# Methods of a ProcessGroup: those that end when every rank has entered, the root has entered, or one peer has entered.
 # fmt: off
 _TOGETHER = (
     "allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "_allgather_base",
@@ -36,7 +36,7 @@ _TOGETHER = (
 )
 _ROOTED = ("broadcast", "scatter")
 _MESSAGES = ("send", "recv", "recv_anysource")
-# DTensor's collectives, which go from C++ to C++, are operators of torch's dispatcher.
+# DTensor's collectives are called in C++, as operators of torch's dispatcher.
 _OPERATORS = (
     "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor",
     "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor",
@@ -50,15 +50,15 @@ now = time.perf_counter
 
 
 class Call:
-    """A collective or message that this rank took part in."""
+    """A collective or message of this rank."""
 
     __slots__ = ("done", "key", "launched", "name", "needs", "rank")
 
     def __init__(self, rank: int, name: str, key: tuple | None, needs: tuple, launched: float) -> None:
         self.rank = rank
         self.name = name
-        self.key = key  # the same on all ranks that take part; None: peers unknown
-        self.needs = needs  # the ranks that this one cannot be done without
+        self.key = key  # the same on all participating ranks; None: peers unknown
+        self.needs = needs  # the ranks that must enter before this rank can leave
         self.launched = launched
         self.done: float | None = None
 
@@ -69,15 +69,15 @@ class Call:
 
 
 class Recorder:
-    """What the watchers of this file write into, for one timeline.
+    """The raw records of one timeline, written by the hooks of this file.
 
     Attributes:
         rank: this process's global rank.
-        synchronize: whether to wait for the device at both ends of what is recorded.
-        spans: ``(kind or "launch" or "wait", name, start, end, call)``, and of a pipeline's passes stage and
+        synchronize: whether to wait for the device before and after everything recorded.
+        spans: ``(kind or "launch" or "wait", name, start, end, call)``, and for a pipeline's passes stage and
             microbatch.
-        calls: the collectives and messages, in the order in which they were called.
-        counts: how many calls there were on each way between ranks.
+        calls: the collectives and messages, in the order of the calls.
+        counts: number of calls by group (and peer, for messages).
     """
 
     def __init__(self, synchronize: bool) -> None:
@@ -89,10 +89,10 @@ class Recorder:
 
 _watching: list[Recorder] = []
 _hooks = contextlib.ExitStack()
-_Noted = list[tuple[Recorder, Call]]  # one collective, for each open recorder
-_works: dict[int, tuple[dist.Work, _Noted]] = {}  # by id of a Work, which is kept: an id must not come again
-_outputs: dict[int, _Noted] = {}  # by address of a result, for wait_tensor, which knows no Work
-_backwards: set[int] = set()  # backward passes whose end is watched
+_OpenCalls = list[tuple[Recorder, Call]]  # one collective or message, in each open recorder
+_works: dict[int, tuple[dist.Work, _OpenCalls]] = {}  # by id; keeps the Work alive, so that no id is reused
+_outputs: dict[int, _OpenCalls] = {}  # by address of a result, for wait_tensor, which has no Work
+_backwards: set[int] = set()  # backward passes with a callback at their end
 _ranks: dict[str, tuple[int, ...]] = {}  # by name of a process group
 
 
@@ -101,12 +101,12 @@ def watch(recorder: Recorder) -> None:
     if recorder not in _watching:
         if not _watching:
             _install()
-        _ranks.clear()  # a group's name may come again
+        _ranks.clear()  # a group's name may be reused
         _watching.append(recorder)
 
 
 def unwatch(recorder: Recorder) -> None:
-    """Closes a recorder; the last one takes the watchers away."""
+    """Closes a recorder; removes the hooks after the last one."""
     if recorder in _watching:
         _watching.remove(recorder)
         if not _watching:
@@ -122,7 +122,7 @@ def _install() -> None:
     _replace(DistributedDataParallel, "_pre_forward", _watched_pre_forward)
     _replace(DistributedDataParallel, "_post_forward", _watched_post_forward)
     _replace(dist, "_broadcast_coalesced", _watched_buffers)
-    if dist.is_initialized():  # else no pipeline can run, and this import takes a second
+    if dist.is_initialized():  # else there is no pipeline; the import takes a second
         from torch.distributed.pipelining.stage import _PipelineStageBase
 
         for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
@@ -130,38 +130,38 @@ def _install() -> None:
     library = _hooks.enter_context(torch.library._scoped_library("_c10d_functional", "IMPL"))
     for name in (*_OPERATORS, "wait_tensor"):
         if hasattr(torch.ops._c10d_functional, name):
-            # A dispatch key that every call passes and that has no kernel of torch's own.
+            # All calls pass this dispatch key, and torch registers no kernel for it.
             library.impl(name, _kernel(name), "BackendSelect", with_keyset=True)
 
 
 def _replace(owner: Any, name: str, watched: Callable) -> None:
-    if (original := vars(owner).get(name)) is not None:  # as its class holds it, not as it is called
+    if (original := vars(owner).get(name)) is not None:  # the attribute itself, not a bound method
         setattr(owner, name, watched(getattr(owner, name)))
         _hooks.callback(setattr, owner, name, original)
 
 
-def _note(name: str, group: dist.ProcessGroup, peer: int | None = None, tag: int = 0) -> _Noted:
-    """Notes that this rank begins a collective, or a message to or from the group's rank ``peer``."""
+def _open_calls(name: str, group: dist.ProcessGroup, peer: int | None = None, tag: int = 0) -> _OpenCalls:
+    """Records that this rank enters a collective, or sends to or receives from the group's rank ``peer``."""
     ranks = _ranks_of(group)
-    noted = []
+    calls = []
     for recorder in _watching:
         if recorder.synchronize:
             torch.accelerator.synchronize()
         me, key, needs = recorder.rank, None, ()
-        known = peer in range(len(ranks))  # else the call itself will say what is wrong with it
+        known = peer in range(len(ranks))  # else the call itself raises
         if name in ("send", "recv") and known:
             needs = (me, ranks[peer]) if name == "send" else (ranks[peer], me)
             key = (group.group_name, "message", *needs, tag)
         elif ranks and name not in _MESSAGES:
             needs = (ranks[peer], me) if known and ranks[peer] != me else ranks
             key = (group.group_name, name if name in ("gradients", "buckets") else "", ranks)
-        if key is not None:  # what is the same on all of its ranks: the way, and the number on it
+        if key is not None:  # the same on all participating ranks: group, and number of the call in it
             recorder.counts[key] = number = recorder.counts[key] + 1
             key = (*key, number)
         call = Call(me, name, key, needs, now())
         recorder.calls.append(call)
-        noted.append((recorder, call))
-    return noted
+        calls.append((recorder, call))
+    return calls
 
 
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -175,9 +175,9 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return ranks
 
 
-def _stood_still(noted: _Noted, start: float | None, what: str = "wait") -> None:
-    """Records that this rank did nothing else from ``start`` (None: from the call) until now."""
-    for recorder, call in noted:
+def _record_wait(calls: _OpenCalls, start: float | None, what: str = "wait") -> None:
+    """Records that this rank was blocked from ``start`` (None: from the call) until now."""
+    for recorder, call in calls:
         if recorder.synchronize:
             torch.accelerator.synchronize()
         end = now()
@@ -190,30 +190,30 @@ def _watched_launch(name: str, method: Callable) -> Callable:
     blocking = name == "monitored_barrier"
 
     def watched(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        noted = _note(name, group, *_peer_and_tag(name, args, kwargs))
+        calls = _open_calls(name, group, *_peer_and_tag(name, args, kwargs))
         work = method(group, *args, **kwargs)
-        synchronous = blocking or any(recorder.synchronize for recorder, _ in noted)
-        _stood_still(noted, None, "wait" if synchronous else "launch")
+        synchronous = blocking or any(recorder.synchronize for recorder, _ in calls)
+        _record_wait(calls, None, "wait" if synchronous else "launch")
         if work is not None and not blocking:
-            if len(_works) > 200:  # of those that nobody waited for
+            if len(_works) > 200:  # remove those that were never waited for
                 for number, (old, _) in list(_works.items()):
                     if old.is_completed():
                         del _works[number]
-            _works[id(work)] = work, noted
+            _works[id(work)] = work, calls
         return work
 
     return watched
 
 
 def _peer_and_tag(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[int | None, int]:
-    """Whom a message or a rooted collective is from or for, its arguments given by place or by name."""
+    """The peer and tag of a message, or the root of a collective, from positional or keyword arguments."""
     if name in ("send", "recv"):
         given = (
             dict(zip(("tensors", "dstRank" if name == "send" else "srcRank", "tag"), args, strict=False))
             | kwargs
         )
         return given.get("dstRank", given.get("srcRank")), given.get("tag", 0)
-    if name in _ROOTED:  # root, or opts that hold it, come after one tensor or two
+    if name in _ROOTED:  # the root, or options with it, follows one or two tensor arguments
         place = 1 if name == "broadcast" else 2
         root = args[place] if len(args) > place else kwargs.get("root", kwargs.get("opts"))
         return (root if hasattr(root, "__index__") else getattr(root, "rootRank", 0)), 0
@@ -222,23 +222,23 @@ def _peer_and_tag(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[int |
 
 def _watched_wait(wait: Callable) -> Callable:
     def watched(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        _, noted = _works.pop(id(work), (None, None))
+        _, calls = _works.pop(id(work), (None, None))
         start = now()
         try:
             return wait(work, *args, **kwargs)
         finally:
-            _stood_still(noted or _unknown("wait"), start)
+            _record_wait(calls or _unknown_calls("wait"), start)
 
     return watched
 
 
-def _unknown(name: str) -> _Noted:
+def _unknown_calls(name: str) -> _OpenCalls:
     return [(recorder, Call(recorder.rank, name, None, (), now())) for recorder in _watching]
 
 
 def _kernel(name: str) -> Callable:
     operator = getattr(torch.ops._c10d_functional, name).default
-    redispatch = operator._handle.redispatch_boxed  # lets go of the GIL, which the threads of gloo may need
+    redispatch = operator._handle.redispatch_boxed  # releases the GIL, which the threads of gloo may need
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     arguments = [argument.name for argument in operator._schema.arguments]
     place = arguments.index("group_name") if "group_name" in arguments else None
@@ -247,21 +247,21 @@ def _kernel(name: str) -> Callable:
         group = args[place]
         if isinstance(group, str):
             group = torch._C._distributed_c10d._resolve_process_group(group)
-        noted = _note(name.strip("_"), group, args[1] if name.startswith("broadcast") else None)
+        calls = _open_calls(name.strip("_"), group, args[1] if name.startswith("broadcast") else None)
         result = redispatch(keys & below, *args, **kwargs)
-        _stood_still(noted, None, "launch")
+        _record_wait(calls, None, "launch")
         if len(_outputs) > 200:
             _outputs.clear()
         for output in result if isinstance(result, list | tuple) else [result]:
-            _outputs[_address(output)] = noted
+            _outputs[_address(output)] = calls
         return result
 
     def wait_tensor(keys: Any, tensor: torch.Tensor) -> torch.Tensor:
-        noted, start = _outputs.pop(_address(tensor), None), now()
+        calls, start = _outputs.pop(_address(tensor), None), now()
         try:
             return redispatch(keys & below, tensor)
         finally:
-            _stood_still(noted or _unknown("wait"), start)
+            _record_wait(calls or _unknown_calls("wait"), start)
 
     return launch if name != "wait_tensor" else wait_tensor
 
@@ -269,24 +269,24 @@ def _kernel(name: str) -> Callable:
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # a tensor without memory
+    except RuntimeError:  # a tensor without storage
         return 0
 
 
 def _watched_buffers(broadcast_coalesced: Callable) -> Callable:
-    """DDP sends its buffers before a forward pass."""
+    """DDP's broadcast of its buffers before a forward pass."""
 
     def watched(group: dist.ProcessGroup, tensors: Any, size: int, root: int = 0) -> Any:
-        noted = _note("broadcast", group, root)
+        calls = _open_calls("broadcast", group, root)
         result = broadcast_coalesced(group, tensors, size, root)
-        _stood_still(noted, None)
+        _record_wait(calls, None)
         return result
 
     return watched
 
 
 def _watched_pre_forward(pre_forward: Callable) -> Callable:
-    """Once in a training, in its second step, DDP's ranks agree on the order of their buckets."""
+    """DDP rebuilds its buckets once, in the second step, which synchronizes the ranks."""
 
     def watched(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         if getattr(ddp, "_has_rebuilt_buckets", True):
@@ -294,21 +294,21 @@ def _watched_pre_forward(pre_forward: Callable) -> Callable:
         start = now()
         result = pre_forward(ddp, *args, **kwargs)
         if ddp._has_rebuilt_buckets:
-            noted = _note("buckets", ddp.process_group)
-            for _, call in noted:
+            calls = _open_calls("buckets", ddp.process_group)
+            for _, call in calls:
                 call.launched = start
-            _stood_still(noted, start)
+            _record_wait(calls, start)
         return result
 
     return watched
 
 
 def _watched_post_forward(post_forward: Callable) -> Callable:
-    """DDP waits for its gradients at the end of a backward pass, in a callback of its own.
+    """DDP waits for its gradients in a callback at the end of a backward pass.
 
-    When the pass begins this queues a callback, which comes before DDP's; run, it queues another, which comes
-    after. The time between them is the wait. All buckets count as one collective, which a rank enters when it
-    has nothing left to compute.
+    When the pass begins, this queues a callback that runs before DDP's, and that one queues another that runs after
+    it. The time between them is the wait. All buckets count as one collective, which a rank enters when its backward
+    computation has ended.
     """
 
     def watched(ddp: DistributedDataParallel, output: Any) -> Any:
@@ -330,11 +330,11 @@ def _watch_end_of_backward(group: dist.ProcessGroup, _: torch.Tensor) -> None:
     queue = torch.autograd.Variable._execution_engine.queue_callback
 
     def before() -> None:
-        noted = _note("gradients", group)
+        calls = _open_calls("gradients", group)
 
         def after() -> None:
             _backwards.discard(backward)
-            _stood_still(noted, None)
+            _record_wait(calls, None)
 
         queue(after)
 
@@ -342,26 +342,27 @@ def _watch_end_of_backward(group: dist.ProcessGroup, _: torch.Tensor) -> None:
 
 
 def _watched_pass(name: str, method: Callable) -> Callable:
-    """A pass of a pipeline's stage with one microbatch, named as torch names its actions."""
+    """A pass of a pipeline's stage with one microbatch, named like torch's actions."""
     kind = {"forward_one_chunk": "forward", "backward_one_chunk": "backward"}.get(name, "backward_weight")
 
     def watched(stage: Any, microbatch: int, *args: Any, **kwargs: Any) -> Any:
         letter = kind[0].upper() if kind != "backward_weight" else "W"
         if not kwargs.get("full_backward", True):
             letter = "I"
-        start = _settled()
+        start = _time()
         try:
             return method(stage, microbatch, *args, **kwargs)
         finally:
-            end, of_pass = _settled(), (stage.stage_index, microbatch)
+            end, index = _time(), stage.stage_index
             for recorder in _watching:
-                recorder.spans.append((kind, f"{of_pass[0]}{letter}{microbatch}", start, end, None, *of_pass))
+                name = f"{index}{letter}{microbatch}"
+                recorder.spans.append((kind, name, start, end, None, index, microbatch))
 
     return watched
 
 
-def _settled() -> float:
-    """Now, once the device is done if a recorder wants that."""
+def _time() -> float:
+    """The current time, after synchronizing the device if a recorder asks for it."""
     if any(recorder.synchronize for recorder in _watching):
         torch.accelerator.synchronize()
     return now()
