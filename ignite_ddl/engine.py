@@ -354,7 +354,7 @@ def _check_rows(x: Any) -> None:
 
 
 def _check_max_norm(max_norm: float) -> None:
-    if not max_norm > 0:  # nor is NaN
+    if not max_norm > 0:  # False for NaN, too
         raise ValueError(f"max_norm should be positive, but given {max_norm!r}")
 
 

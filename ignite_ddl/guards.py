@@ -1,4 +1,4 @@
-"""What keeps a cut model from training wrongly without a word: marks and hooks that ``ddl.auto_model`` leaves on it."""
+"""Checks that keep a cut model from training wrongly without an error: attributes and hooks set by ``ddl.auto_model``."""
 
 from __future__ import annotations
 

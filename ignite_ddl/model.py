@@ -61,12 +61,11 @@ def auto_model(
         split: layers per stage, default balanced by ``costs``. Used with pp.
         costs: what each layer costs, in any unit, such as of ``ddl.layer_costs``; the same on every rank. Default
             its number of parameters. Used with pp.
-        shard: shard parameters, gradients and optimizer state over dp (FSDP2). Default False. Weights are gathered
-            when their turn comes, as one: on the way down from the model, a module that holds no list of layers
-            (``nn.Sequential``, ``nn.ModuleList``, ``nn.ModuleDict``), or that has a twin of the same shapes in such
-            a list, as a transformer block has. Tied weights and what is left over, such as parameters of the model
-            itself, are gathered with the whole model. Weights that are read without a call of the module that is
-            gathered with them are not there.
+        shard: shard parameters, gradients and optimizer state over dp (FSDP2). Default False. Each unit is gathered
+            before its forward and backward pass and freed after it. A unit is a transformer block (an element of an
+            ``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict`` that has a sibling of the same shapes), or a
+            module that contains no such list. Tied weights, and parameters of the model itself, are one more unit, for
+            the whole forward pass. A weight that is read without calling its unit is still sharded then.
         kwargs: for ``idist.auto_model`` on a mesh that is data parallel only, say ``find_unused_parameters``.
 
     Returns:
@@ -199,7 +198,7 @@ def _check(
     split: Sequence[int] | None,
     costs: Sequence[float] | None,
 ) -> tuple[dict[str, ParallelStyle], Cut | None]:
-    """The first phase: everything is decided and checked, nothing is made, changed or sent."""
+    """The first phase: everything is decided and checked; nothing is made, changed or sent."""
     with LazyLayers(model).shapes_only():
         styles = check_plan(model, tensor_plan or {}, tp_size)
         cut = cut_into_stages(model, pp_size, schedule, n_microbatches, split, costs) if pp_size > 1 else None
@@ -240,8 +239,7 @@ def _over_dp(module: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:
 
 
 def _fully_shard(module: nn.Module, mesh: Mesh) -> nn.Module:
-    # Weights are gathered when their turn comes. Under pp they stay until the backward pass is through:
-    # once a batch, however many microbatches a dp rank has.
+    # Under pp the weights stay gathered until the backward pass ends: one gather a batch, not one a microbatch.
     how = {"mesh": mesh.device_mesh["dp"], "reshard_after_forward": mesh.pp_size == 1}
     for unit in _gathered_alone(module):
         fully_shard(unit, **how)
@@ -249,7 +247,7 @@ def _fully_shard(module: nn.Module, mesh: Mesh) -> nn.Module:
 
 
 def _resharded_after_evaluation(module: nn.Module) -> nn.Module:
-    """Without a backward pass FSDP2 keeps its working copies: an optimizer made then would train those, in vain."""
+    """Without a backward pass FSDP2 keeps its unsharded parameters, and an optimizer made then would hold those."""
     if get_mesh().pp_size == 1:  # a pipeline does it itself, after its last microbatch
         module.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else reshard(root))
     return module

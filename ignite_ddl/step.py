@@ -210,7 +210,7 @@ def _loss(loss_fn: Callable, y_pred: Any, y: Any, divisor: Divisor) -> torch.Ten
 
 
 def _check_no_weights(loss_fn: Callable, y_pred: Any, y: Any) -> None:
-    """Under pp the loss is computed where the last stage is: weights that it uses are not there, or only some."""
+    """Under pp only the rank with the last stage computes the loss, and it holds the weights of its stages only."""
     leaves = tree_map(_leaf, y_pred)
     given = {id(leaf) for leaf in tree_leaves(leaves)}
     with torch.enable_grad():
@@ -234,7 +234,7 @@ def _check_mean(loss_fn: Callable, y_pred: Any, y: Any) -> None:
         )
     loss, mean = float(whole), float(first * (cut / rows) + second * (1 - cut / rows))
     tolerance = torch.finfo(whole.dtype).eps ** 0.5 * max(1e-3, abs(loss))
-    if math.isfinite(loss) and not abs(mean - loss) <= tolerance:  # nor is it NaN
+    if math.isfinite(loss) and not abs(mean - loss) <= tolerance:  # False for NaN, too
         raise ValueError(
             f"loss_fn should be a mean over rows, but gives {loss:.6g} for {rows} rows and {mean:.6g} for the weighted "
             'mean of two parts of them: pass loss_divisor="sum", or a function from targets to what the loss '

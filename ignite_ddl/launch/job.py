@@ -21,7 +21,7 @@ class RankError(RuntimeError):
         summary: what happened to it, in a line.
         traceback: that rank's traceback as text, or how it ended (a signal, a time-out).
         exception: the exception itself where it could be sent back, else None.
-        exitcode: the process's exit code where it died without a word (negative: the signal), else None.
+        exitcode: the process's exit code where it ended without a report (negative: the signal), else None.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class _Rank:
     reports: connection.Connection  # the rank's result or exception comes through here, once
     release: connection.Connection  # closing it lets the rank close its process group
     ready: bool = False  # a parameter server: workers can reach it
-    asked: int = 0  # how often it was asked whether the others can go on, and has not said
+    asked: int = 0  # questions whether the others can go on that it has not answered yet
     done: bool = False
     result: Any = None
 
@@ -82,7 +82,7 @@ class Launch:
                     self.ranks.append(self._start(rank, rank_main, local_rank, payload))
                 for index in range(self.job.servers):
                     self.servers.append(self._start(f"server{index}", server_main, index))
-            # Not before: the first launch starts the forkserver, too, which a busy machine may take long for.
+            # The time starts here: the first launch also starts the forkserver, which may take long.
             self._watch(None if self.job.timeout is None else time.monotonic() + self.job.timeout)
             if not self.failures:
                 self._wait_for_exit()

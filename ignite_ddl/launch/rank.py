@@ -38,7 +38,7 @@ def rank_main(
     try:
         _set_up(job, {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
         func, args, kwargs = cloudpickle.loads(payload)
-        # Longer than the run may take: the parent, which knows where every rank is, speaks first.
+        # Longer than the run may take, so that the parent, which knows where every rank is, raises first.
         longest = job.group_timeout or (job.timeout and job.timeout + 60)
         limit = {"timeout": timedelta(seconds=longest)} if longest else {}
         if not job.init_method.startswith("env"):
@@ -135,7 +135,7 @@ def _flush() -> None:
 def _die_with_parent(folder: str) -> None:
     """A killed parent cannot clean up: each rank waits for the end of its parent, and follows."""
     if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # Ctrl-C in a terminal is the parent's to handle; and a group can be killed as one
+        os.setpgid(0, 0)  # the parent handles Ctrl-C of a terminal, and can kill the whole group
     parent = multiprocessing.parent_process()
 
     def watch() -> None:

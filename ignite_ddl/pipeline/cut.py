@@ -317,7 +317,7 @@ def balance(costs: Sequence[float], n_stages: int) -> list[int]:
 
 def _are_costs(costs: Sequence[float]) -> bool:
     try:
-        return all(0 <= cost < float("inf") for cost in costs)  # nor is it NaN
+        return all(0 <= cost < float("inf") for cost in costs)  # False for NaN, too
     except TypeError:
         return False
 

@@ -17,7 +17,7 @@ __all__ = ["Stage"]
 class Stage(PipelineStage):
     """torch's, with a random stream for each microbatch of each stage, whatever order a schedule takes them in.
 
-    Before its first step, torch 2.11 greets the rank of each neighbour stage, also itself, which gloo refuses.
+    Before its first step, torch 2.11 sends a message to the rank of each neighbour stage; gloo refuses one to itself.
     """
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
