@@ -1,4 +1,4 @@
-"""Checks that keep a cut model from training wrongly without an error: attributes and hooks set by ``ddl.auto_model``."""
+"""Checks that keep a cut model from training wrongly without an error: what ``ddl.auto_model`` sets on it."""
 
 from __future__ import annotations
 
