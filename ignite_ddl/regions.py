@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.pipeline import reshard
@@ -49,7 +51,9 @@ def check_cut_regions(stages: Any, mesh: Mesh, x: Any) -> None:
         for handle in handles:
             handle.remove()
         # Stage by stage, from the recorded inputs: nothing is sent between stages.
-        with _recorded(modules) as known, keep_dtensors():
+        # Attention's fused kernels take no DTensors, its plain form does; a mask is the same on all ranks.
+        attention = sdpa_kernel(SDPBackend.MATH)
+        with _recorded(modules) as known, keep_dtensors(), implicit_replication(), attention:
             try:
                 for s, stage in enumerate(modules):
                     if any(True for _ in region_ends(stage)):

@@ -430,12 +430,17 @@ def test_a_plan_key_that_matches_nothing(seen):
 
 @on_the_mesh
 def in_metrics():
-    """The same metrics under Ignite's engine and under ddl's; tp peers hold the same rows."""
+    """The same metrics under Ignite's engine, before and after a model was cut, and under ddl's; tp peers share rows."""
+    ddl.auto_model(layers(), tensor_plan=plan())
+
+    class Untouched(Engine):
+        add_event_handler = inspect.unwrap(Engine.add_event_handler)
+
     mesh, results = ddl.get_mesh(), []
     batch = torch.eye(2)[[0, mesh.dp_rank, 1]], torch.tensor([0, 0, 0])
     clock = mock.Mock(**{"value.return_value": SECONDS})
     with mock.patch("ignite.metrics.frequency.Timer", return_value=clock):
-        for kind in (Engine, MeshEngine):
+        for kind in (Untouched, Engine, MeshEngine):
             engine = kind(lambda engine, batch: batch)
             confusion = ConfusionMatrix(num_classes=2)
             confusion.attach(engine, "confusion")
@@ -449,10 +454,13 @@ def in_metrics():
 
 
 def test_metrics_count_replicas(seen):
-    """Metrics, ``Frequency``, ``state_dict`` reduce over the world: each row counts once for each tp peer."""
-    for plain, ours in seen["metrics"]:
-        assert plain == ([[6, 6], [0, 0]], 2 * DP * 3 / SECONDS, 2 * DP * 3, DP * TP)
-        assert ours == ([[3, 3], [0, 0]], DP * 3 / SECONDS, DP * 3, DP)
+    """Metrics, ``Frequency``, ``state_dict`` reduce over the world: each row would count once for each tp peer.
+
+    They do so on Ignite's own Engine until ``ddl.auto_model`` has cut a model; from then on they count on it, too.
+    """
+    for before, plain, ours in seen["metrics"]:
+        assert before == ([[6, 6], [0, 0]], 2 * DP * 3 / SECONDS, 2 * DP * 3, DP * TP)
+        assert plain == ours == ([[3, 3], [0, 0]], DP * 3 / SECONDS, DP * 3, DP)
 
 
 def last_stage_only(local_rank):
