@@ -20,7 +20,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    SequentialSampler as InOrder,
+    SequentialSampler,
 )
 from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
@@ -115,7 +115,9 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
             if sampler is not None:
                 raise ValueError("sampler and shuffle=True exclude each other: the sampler decides the order")
             sampler = RandomSampler(dataset, generator=kwargs.get("generator"))
-        batches = BatchSampler(sampler if sampler is not None else InOrder(dataset), batch_size, drop_last)
+        batches = BatchSampler(
+            sampler if sampler is not None else SequentialSampler(dataset), batch_size, drop_last
+        )
     shares = _Shares(batches, _common_seed(mesh), mesh.dp_rank, mesh.dp_size)
     return ShardedDataLoader(dataset, batch_sampler=shares, **kwargs)
 

@@ -430,7 +430,7 @@ def test_a_plan_key_that_matches_nothing(seen):
 
 @on_the_mesh
 def in_metrics():
-    """The same metrics under Ignite's engine, before and after a model was cut, and under ddl's; tp peers share rows."""
+    """The same metrics on Ignite's engine, before and after a model was cut, and on ddl's; tp peers share rows."""
     ddl.auto_model(layers(), tensor_plan=plan())
 
     class Untouched(Engine):

@@ -880,7 +880,7 @@ def test_peers_are_asked_once_and_in_few_bytes():
     for gathers, later, first in run(asked_of_peers, 2):
         # checksums of x and y; the weights and biases of the norm, and the biases that Row and Column leave whole
         assert gathers == [2 * 8, 4 * 16 * 8]
-        assert later == [first - 2] * 2
+        assert later == [first - 4] * 2  # and two sums of Row, where code between cut layers is checked
 
 
 # ------------------------------------------------------------------------------------------------- random numbers
