@@ -41,7 +41,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import ignite_ddl as ddl
 from ignite_ddl.course import GPT
-from ignite_ddl.pipeline.pipeline import Pipeline
+from ignite_ddl.pipeline.cut import cut_into_stages
 
 TARGET = 1.03
 MESHES = {
@@ -149,7 +149,7 @@ def _plain_by_hand(mesh, model, loader):
 def _pipeline_by_hand(mesh, model, loader):
     layers = list(model.children())
     cut = len(layers) // 2  # as balance does
-    assert Pipeline(build(), mesh).split == [cut, len(layers) - cut]
+    assert [len(s) for s in cut_into_stages(build(), mesh.pp_size).layers] == [cut, len(layers) - cut]
     stage = nn.Sequential(*(layers[:cut] if mesh.pp_rank == 0 else layers[cut:]))
     if mesh.dp_size > 1:
         replicate(stage, mesh=mesh.device_mesh["dp"])
