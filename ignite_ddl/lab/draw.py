@@ -51,7 +51,7 @@ ACTIVITY = {
     "backward_weight": "#D55E00",
     "communication": "#CC79A7",
     "optimizer": "#009E73",
-    "idle": "#E4E4E4",
+    "idle": "#B0B0B0",  # dark words read on it; faint on white, and it does not glare on black
     "compute": "#0072B2",  # where forward and backward are not told apart
     "data": "#F0E442",
     "handlers": "#8C8C8C",  # what an engine does between its steps
@@ -60,7 +60,6 @@ ACTIVITY = {
 RANK = ["#332288", "#CC6677", "#44AA99", "#DDCC77", "#88CCEE", "#882255", "#117733", "#999933"]
 GREY = "#8C8C8C"  # lines and tiles that are no rank's
 SHADE = "#8C8C8C50"  # idle ranks: half transparent, so that it is fainter than words on white and on black
-_IDLE = "#C4C4C4"  # where words stand on an idle rank: dark ones read on it, and it does not glare on black
 INK = "#808080"  # words and lines without a colour of their own; reads on white and on black
 
 _STYLE = {
@@ -472,7 +471,6 @@ def timeline(records, title: str = "What each rank did, measured") -> Figure:
     start, end = min(record.start for record in records), max(record.end for record in records)
     ranks = sorted({record.rank for record in records})
     figure, axes = new_figure(title, width=7.4, height=1.15 + 0.42 * len(ranks))
-    colours = ACTIVITY | {"idle": _IDLE}
     for record in records:
         texts = [record.kind if record.kind in ("data", "handlers") else record.name]
         if record.waits_for is not None:
@@ -484,13 +482,13 @@ def timeline(records, title: str = "What each rank did, measured") -> Figure:
         share = (record.end - record.start) / (end - start)
         text = next((text for text in texts if share > 0.011 * (len(text) + 1)), "")
         left, right = 1e3 * (record.start - start), 1e3 * (record.end - start)
-        colour = colours[record.kind]
+        colour = ACTIVITY[record.kind]
         span(axes, ranks.index(record.rank), left, right, colour, text, 0.78, 0.4, edge="none", va="center")
     name_rows(axes, [f"rank {rank}" for rank in ranks], bare=True)
     axes.set_xlim(0, 1e3 * (end - start))
     axes.set_xlabel("milliseconds")
     seen = {record.kind for record in records if record.end - record.start > 0.01 * (end - start)}
-    key(figure, {kind: colours[kind] for kind in _colours_of(seen)})
+    key(figure, _colours_of(seen))
     return on_any_page(figure)
 
 

@@ -81,7 +81,7 @@ def test_a_timeline_has_a_row_a_rank_in_milliseconds_from_the_first_record():
     [axes] = draw.timeline(RECORDS).axes
     assert bars(axes) == [
         (0, 0, 100, ACTIVITY["compute"]),
-        (0, 100, 200, "#C4C4C4"),
+        (0, 100, 200, ACTIVITY["idle"]),
         (0, 300, 10, ACTIVITY["communication"]),
         (1, 0, 50, ACTIVITY["handlers"]),
         (1, 50, 250, ACTIVITY["compute"]),
