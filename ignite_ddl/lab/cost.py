@@ -766,12 +766,14 @@ def zero_bubble_seconds(
 ) -> float:
     """Idle seconds per rank and step with backward split into its input and its weight part.
 
-    1F1B (p-1)(F + B + W); ZB-H1 (p-1)(F + B - W), with the memory of 1F1B; ZB-H2 (p-1)(F + B - 2W), with up to twice
-    that memory; ZB-V none where F = B = W, with the memory of 1F1B. Counts the idle time of the first rank between its
-    first and its last pass; up to the end of the step it is the same under 1F1B and ZB-H1, and (p-1) F under ZB-V.
-    ``simulate`` has no ZB-H2. Source: Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024 (arXiv
-    2401.10241), table 2 (1F1B, ZB-H1 and ZB-H2); ZB-V in section 6 of the arXiv version. Assumes enough microbatches
-    (the paper says so of ZB-H2; at least 2p - 1 is our reading), W no longer than B (ours), free transfers.
+    1F1B (p-1)(F + B + W); ZB-H1 (p-1)(B + max(0, F - W)), with the memory of 1F1B; ZB-H2 (p-1)(F + B - 2W), with up to
+    twice that memory; ZB-V none where F = B = W, with the memory of 1F1B. Counts the idle time of the first rank
+    between its first and its last pass; up to the end of the step it is the same under 1F1B, at least (p-1) F under
+    ZB-H1, and (p-1) F under ZB-V. ``simulate`` has no ZB-H2. Source: Qi, Wan, Huang, Lin, "Zero Bubble Pipeline
+    Parallelism", ICLR 2024 (arXiv 2401.10241), table 2 (1F1B, ZB-H1 and ZB-H2); ZB-V in section 6 of the arXiv version.
+    Table 2 has (p-1)(F + B - W) for ZB-H1, which is the same where W is no longer than F; for a longer W, which leaves
+    the first rank to wait for B, the formula is ours, counted by ``simulate``. Assumes enough microbatches (the paper
+    says so of ZB-H2; at least 2p - 1 is our reading), and free transfers.
 
     Args:
         n_ranks: p, ranks of the pipeline.
@@ -784,8 +786,8 @@ def zero_bubble_seconds(
         float: seconds.
 
     Raises:
-        ValueError: for an unknown schedule, for "zb-v" where the three times differ, and for "zb-h1" and "zb-h2" where
-            W is longer than B.
+        ValueError: for an unknown schedule, for "zb-v" where the three times differ, and for "zb-h2" where W is longer
+            than F or B: no order that reaches the formula is known to us.
 
     Examples:
         .. code-block:: python
@@ -794,17 +796,18 @@ def zero_bubble_seconds(
 
             idle = [cost.zero_bubble_seconds(4, 1, 1, 1, name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-v")]
             assert idle == [9, 3, 0, 0]
+            assert cost.zero_bubble_seconds(4, 0.5, 1, 1) == 3     # W longer than F: it cannot fill more than F leaves
     """
     f, b, w = forward, backward_input, backward_weight
-    if schedule in ("zb-h1", "zb-h2") and w > b:
+    if schedule == "zb-h2" and w > min(f, b):
         raise ValueError(
-            f"backward_weight should be at most backward_input for {schedule}, but given {w} and {b}"
+            f"backward_weight should be at most forward and backward_input for zb-h2, but given {w}, {f} and {b}"
         )
     if schedule == "zb-v" and not f == b == w:
         raise ValueError(
             f"zb-v has a closed form only where the three times are equal, but given {f}, {b}, {w}"
         )
-    idle = {"1f1b": f + b + w, "zb-h1": f + b - w, "zb-h2": max(0, f + b - 2 * w), "zb-v": 0}
+    idle = {"1f1b": f + b + w, "zb-h1": b + max(0, f - w), "zb-h2": max(0, f + b - 2 * w), "zb-v": 0}
     if schedule not in idle:
         raise ValueError(f"schedule should be one of {sorted(idle)}, but given {schedule!r}")
     return (n_ranks - 1) * idle[schedule]
@@ -816,25 +819,27 @@ def pipeline_peak_activations(
 ) -> int:
     """The peak number of (microbatch, stage) pairs whose activations one rank holds.
 
-    GPipe m; 1F1B min(m, p - r); interleaved 1F1B min(v m, 2 (p - r - 1) + (v - 1) p + 1), each of a stage that is 1 / v
-    of the rank's layers. Source: Narayanan et al. 2021, sections 2.2.1 and 2.2.2; Korthikanti et al. 2022, section
-    4.2.3, which gives the first rank's: 1 + (p - 1) / (p v) times 1F1B's. Assumes that every stage keeps the same
-    amount per microbatch, from its forward until the end of its backward pass (no recomputation, no split backward);
-    that passes are in Megatron-LM's order; and for v > 1 that m is a multiple of p.
+    GPipe and looped BFS v m; 1F1B min(m, p - r); interleaved 1F1B min(v m, 2 (p - r - 1) + (v - 1) p + 1), each of a
+    stage that is 1 / v of the rank's layers; with split backward passes equally many on every rank: interleaved zero
+    bubble (ZB-H1 with v = 1) v p, ZB-V 2 p, DualPipeV 2 p + 1. Source: Narayanan et al. 2021, sections 2.2.1 and 2.2.2;
+    Korthikanti et al. 2022, section 4.2.3, which gives the first rank's: 1 + (p - 1) / (p v) times 1F1B's; Qi et al.
+    2023, table 2 (ZB-H1); looped BFS and the other split ones are counted by ``simulate``. Assumes that every stage
+    keeps the same amount per microbatch, from its forward until the end of its (weight) backward pass, without
+    recomputation; passes in the order of ``simulate``; and for interleaved schedules an m that is a multiple of p.
 
     Args:
-        schedule: "gpipe", "1f1b" or "interleaved_1f1b".
+        schedule: "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv" or "dualpipev".
         n_ranks: p, ranks of the pipeline.
         n_microbatches: m.
         rank: r, the pipeline rank. Default: 0, which holds the most.
-        n_chunks: v, stages on each rank. Default: 1.
+        n_chunks: v, stages on each rank. Default: 1; zbv and dualpipev have 2.
 
     Returns:
         int: microbatches times stages.
 
     Raises:
-        ValueError: for an unknown schedule, a rank not in 0 to p - 1, and for "interleaved_1f1b" with v > 1 if m is
-            not a multiple of p.
+        ValueError: for an unknown schedule, a rank not in 0 to p - 1, and numbers without a closed form: interleaved
+            schedules with v > 1 if m is not a multiple of p, zbv with m below 2 p - 1, dualpipev with m below 2 p.
 
     Examples:
         .. code-block:: python
@@ -846,15 +851,24 @@ def pipeline_peak_activations(
     """
     if rank not in range(n_ranks):
         raise ValueError(f"rank should be from 0 to {n_ranks - 1}, but given {rank}")
-    if schedule == "interleaved_1f1b" and n_chunks > 1 and n_microbatches % n_ranks:
+    if schedule.startswith("interleaved") and n_chunks > 1 and n_microbatches % n_ranks:
         raise ValueError(
-            f"n_microbatches should be a multiple of n_ranks={n_ranks} for interleaved_1f1b, but given {n_microbatches}"
+            f"n_microbatches should be a multiple of n_ranks={n_ranks} for {schedule}, but given {n_microbatches}"
         )
-    below = n_ranks - rank - 1
+    least = {"zbv": 2 * n_ranks - 1, "dualpipev": 2 * n_ranks}.get(schedule, 1)
+    if n_microbatches < least:
+        raise ValueError(
+            f"n_microbatches should be at least {least} for {schedule}, but given {n_microbatches}"
+        )
+    below, every = n_ranks - rank - 1, n_chunks * n_microbatches
     peaks = {
-        "gpipe": n_chunks * n_microbatches,
+        "gpipe": every,
+        "looped_bfs": every,
         "1f1b": min(n_microbatches, below + 1),
-        "interleaved_1f1b": min(n_chunks * n_microbatches, 2 * below + (n_chunks - 1) * n_ranks + 1),
+        "interleaved_1f1b": min(every, 2 * below + (n_chunks - 1) * n_ranks + 1),
+        "interleaved_zero_bubble": min(every, n_chunks * n_ranks),
+        "zbv": 2 * n_ranks,
+        "dualpipev": 2 * n_ranks + 1,
     }
     if schedule not in peaks:
         raise ValueError(f"schedule should be one of {sorted(peaks)}, but given {schedule!r}")

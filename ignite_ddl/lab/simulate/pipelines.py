@@ -60,13 +60,13 @@ def pipeline(
     """Simulates a schedule: each rank runs its actions in order, each as soon as its inputs have arrived.
 
     Equal stages and free transfers give the closed forms. gpipe, 1f1b, interleaved_1f1b and looped_bfs:
-    ``cost.pipeline_bubble`` (Narayanan et al. 2021). interleaved_zero_bubble: (p - 1)(F + B - W) with a stage's
-    times, if W is at most F; with one stage per rank this is ZB-H1 (Qi et al. 2023, table 2; torch has no schedule
-    for its ZB-H2, see ``cost.zero_bubble_seconds``). zbv with F = B = W and at least 2p - 1 microbatches: no rank is
-    idle between its first and its last action (Qi et al., section 6 of the arXiv version), and for (p - 1) F within
-    the makespan. torch differs from the papers: its zbv has one fixed order, the paper's scheduler adapts the order to
-    F, B and W; its dualpipev pairs a forward with a backward, which torch runs one after the other, forward first, and
-    sends the outputs of both when both are done. This is simulated so.
+    ``cost.pipeline_bubble`` (Narayanan et al. 2021). interleaved_zero_bubble: ``cost.zero_bubble_seconds`` with a
+    stage's times; with one stage per rank this is ZB-H1 (Qi et al. 2023, table 2; torch has no schedule for ZB-H2).
+    zbv with F = B = W and at least 2p - 1 microbatches: no rank is idle between its first and its last action (Qi et
+    al., section 6 of the arXiv version), and for (p - 1) F within the makespan. torch differs from the papers: its zbv
+    has one fixed order, the paper's scheduler adapts the order to F, B and W; its dualpipev pairs a forward with a
+    backward, which torch runs one after the other, forward first, and sends the outputs of both when both are done.
+    This is simulated so.
 
     Args:
         schedule: a name of ``SCHEDULES``.
