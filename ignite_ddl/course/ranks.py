@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ignite_ddl as ddl
+from ignite_ddl.course.exercises import Hint
 
-__all__ = ["on_nodes", "on_ranks"]
+__all__ = ["on_nodes", "on_ranks", "try_on_ranks"]
 
 
 def on_ranks(
@@ -48,6 +50,43 @@ def on_ranks(
     launch = {"servers": servers, "timeout": timeout, "threads_per_rank": 1}
     with ddl.Parallel("gloo", nproc_per_node=n_ranks, **axes, **launch) as parallel:
         return parallel.run(function, *args, **kwargs)
+
+
+def try_on_ranks(
+    n_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float,
+    cure: str = "every rank has to make the same calls, in the same order",
+) -> list[Any]:
+    """:func:`on_ranks` for the check of an exercise: the usual ways to fail together become hints.
+
+    Args:
+        n_ranks: number of ranks.
+        function: its first argument is the local rank.
+        args: its other arguments.
+        timeout: seconds that the run may take.
+        cure: what to do if ranks wait for each other. Default: to make the same calls, in the same order.
+
+    Returns:
+        list: what each rank returned, in rank order.
+
+    Raises:
+        Hint: if ranks wait for each other, or hand tensors of different sizes to one collective.
+
+    Example:
+        >>> from ignite_ddl.course.ranks import try_on_ranks
+        >>> try_on_ranks(2, lambda rank: rank, timeout=20)
+        [0, 1]
+    """
+    try:
+        return on_ranks(n_ranks, function, *args, timeout=timeout)
+    except ddl.RankError as error:
+        if re.search("did not finish within|[Tt]imed out", str(error)):  # the launcher's words, or gloo's
+            raise Hint(f"your ranks wait for each other: {cure}") from None
+        if "SIGABRT" in str(error):
+            raise Hint("gloo gave up: a rank was sent a tensor of another size than it expected") from None
+        raise
 
 
 def on_nodes(n_nodes: int, ranks_per_node: int, function: Callable[..., Any], *args: Any) -> list[Any]:

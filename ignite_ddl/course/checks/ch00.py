@@ -3,9 +3,8 @@
 import torch
 import torch.distributed as dist
 
-import ignite_ddl as ddl
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import on_ranks
+from ignite_ddl.course.ranks import try_on_ranks
 from ignite_ddl.lab.bytes import count_bytes
 
 WAIT_SECONDS = 10  # four ranks that only add two numbers take a fraction of a second
@@ -23,7 +22,7 @@ def mean_of_all(function):
         [[8], [1, 3], [2, 2, 5], [4, 4, 4, 7]],
         [[1, 2], [3, 4], [5, 6], [7, 8]],
     ]
-    for losses, ranks in zip(cases, _run(function, cases), strict=True):
+    for losses, ranks in zip(cases, _by_case(_on_rank, function, cases), strict=True):
         values = [value for value, _, _ in ranks]
         rows = _sizes(losses)
         true = sum(map(sum, losses)) / sum(map(len, losses))
@@ -86,25 +85,13 @@ def _cut_on_rank(local_rank, function, cases):
     return report
 
 
-def _run(function, cases):
-    """For each case, what each of 4 ranks returned, how many numbers it gave to all_reduce, and what else it called."""
-    return _by_case(_on_rank, function, cases)
-
-
 def _by_case(on_rank, function, cases):
     """For each case, what ``on_rank`` reported of each of 4 ranks."""
-    try:
-        results = on_ranks(4, on_rank, function, cases, timeout=WAIT_SECONDS)
-    except ddl.RankError as error:
-        if f"did not finish within {WAIT_SECONDS} s" in str(error):
-            raise Hint(
-                "your ranks wait for each other: every rank has to call all_reduce equally often"
-            ) from None
-        raise
-    return list(zip(*results, strict=True))
+    return list(zip(*try_on_ranks(4, on_rank, function, cases, timeout=WAIT_SECONDS), strict=True))
 
 
 def _on_rank(local_rank, function, cases):
+    """For each case, what this rank returned, how many numbers it gave to all_reduce, and what else it called."""
     report = []
     for losses in cases:
         mine = [float(loss) for loss in losses[local_rank]]

@@ -1,16 +1,17 @@
 """The checks of chapter 01: a sum in two steps over nodes, and parts of different lengths gathered."""
 
-import re
-
 import ignite.distributed as idist
 import torch
 
-import ignite_ddl as ddl
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import on_ranks
+from ignite_ddl.course.ranks import try_on_ranks
 from ignite_ddl.lab.bytes import count_bytes
 
 WAIT_SECONDS = 20  # what is right takes well under one
+_CURE = (
+    "all ranks of a group must make the same calls on it, and all ranks of the world must make the same groups, in "
+    "the same order"
+)
 
 
 @exercise
@@ -114,19 +115,9 @@ def _part(rank, length):
 
 def _run(on_a_rank, function, cases, world_size):
     """For each case, what ``on_a_rank`` returned on each rank."""
-    try:
-        results = on_ranks(world_size, _all_cases, on_a_rank, function, cases, timeout=WAIT_SECONDS)
-    except ddl.RankError as error:
-        if re.search("did not finish within|[Tt]imed out", str(error)):  # the launcher's words, or gloo's
-            raise Hint(
-                "your ranks wait for each other: all ranks of a group must make the same calls on it, and all "
-                "ranks of the world must make the same groups, in the same order"
-            ) from None
-        if "SIGABRT" in str(error):
-            raise Hint(
-                "gloo gave up: the ranks handed tensors of different sizes to one collective"
-            ) from None
-        raise
+    results = try_on_ranks(
+        world_size, _all_cases, on_a_rank, function, cases, timeout=WAIT_SECONDS, cure=_CURE
+    )
     return list(zip(*results, strict=True))
 
 

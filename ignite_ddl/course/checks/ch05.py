@@ -4,9 +4,8 @@ from itertools import count
 
 from torch.utils.data import DistributedSampler
 
-import ignite_ddl as ddl
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import on_ranks
+from ignite_ddl.course.ranks import try_on_ranks
 from ignite_ddl.lab.bytes import count_bytes
 
 WAIT_SECONDS = 30  # ranks that add one number take a fraction of a second
@@ -33,7 +32,8 @@ def fair_accuracy(function):
             ]
             for rank in range(world_size)
         ]
-        told, traffic = zip(*_run(_accuracy_on_rank, world_size, function, reads, n_rows), strict=True)
+        ranks = try_on_ranks(world_size, _accuracy_on_rank, function, reads, n_rows, timeout=WAIT_SECONDS)
+        told, traffic = zip(*ranks, strict=True)
         if None in told:
             raise Hint("your function returns nothing: it should return the accuracy")
         true, every = 1 - len(wrong) / n_rows, [answer for mine in reads for answer in mine]
@@ -54,17 +54,6 @@ def _accuracy_on_rank(local_rank, function, reads, n_rows):
     with count_bytes() as traffic:
         value = function(list(reads[local_rank]), n_rows)
     return None if value is None else float(value), (traffic.put_in, traffic.got)
-
-
-def _run(on_rank, world_size, *args):
-    try:
-        return on_ranks(world_size, on_rank, *args, timeout=WAIT_SECONDS)
-    except ddl.RankError as error:
-        if f"did not finish within {WAIT_SECONDS} s" in str(error):
-            raise Hint(
-                "your ranks wait for each other: every rank has to call all_reduce equally often"
-            ) from None
-        raise
 
 
 def _near(value, true):

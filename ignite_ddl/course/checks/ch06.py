@@ -2,9 +2,8 @@
 
 import torch
 
-import ignite_ddl as ddl
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import on_ranks
+from ignite_ddl.course.ranks import try_on_ranks
 from ignite_ddl.lab.bytes import count_bytes
 
 WAIT_SECONDS = 30  # ranks that only add a few numbers take a fraction of a second
@@ -22,7 +21,8 @@ def std_of_all(function):
     ]
     for errors in cases:
         case = f"errors {' and '.join(map(str, errors))}"
-        told, traffic = zip(*_run(_std_on_rank, len(errors), function, errors), strict=True)
+        ranks = try_on_ranks(len(errors), _std_on_rank, function, errors, timeout=WAIT_SECONDS)
+        told, traffic = zip(*ranks, strict=True)
         if None in told:
             raise Hint("your function returns nothing: it should return the standard deviation")
         everything = torch.tensor([value for mine in errors for value in mine], dtype=torch.float64)
@@ -61,7 +61,8 @@ def stop_epoch(function):
     ]
     for right, patience in cases:
         case = f"right answers {' and '.join(map(str, right))}, patience {patience}"
-        epochs, traffic = zip(*_run(_stop_on_rank, len(right), function, right, patience), strict=True)
+        ranks = try_on_ranks(len(right), _stop_on_rank, function, right, patience, timeout=WAIT_SECONDS)
+        epochs, traffic = zip(*ranks, strict=True)
         if None in epochs:
             raise Hint("your function returns nothing: it should return the last epoch that is trained")
         if len(set(epochs)) > 1:
@@ -100,15 +101,6 @@ def _check_traffic(traffic, limit, enough):
         raise Hint(
             f"right, but a rank is handed {got} bytes, the numbers of every rank; let all_reduce add them"
         )
-
-
-def _run(on_rank, world_size, *args):
-    try:
-        return on_ranks(world_size, on_rank, *args, timeout=WAIT_SECONDS)
-    except ddl.RankError as error:
-        if f"did not finish within {WAIT_SECONDS} s" in str(error):
-            raise Hint("your ranks wait for each other: every rank has to make the same calls") from None
-        raise
 
 
 def _near(value, true):

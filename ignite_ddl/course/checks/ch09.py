@@ -1,23 +1,23 @@
 """The checks of chapter 09: a ring's first round, where two ways cost the same, and moments over all ranks."""
 
-import re
-
 import torch
 
-import ignite_ddl as ddl
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import on_ranks
+from ignite_ddl.course.ranks import try_on_ranks
 from ignite_ddl.lab import cost
 from ignite_ddl.lab.bytes import count_bytes
 
 WAIT_SECONDS = 20  # what is right takes well under one
+_CURE = "start sending before you receive, and let every rank make as many calls as its peers expect"
 
 
 @exercise
 def reduce_scatter(function):
     """Chunk r of the sum on rank r, by n - 1 messages of one chunk each, from neighbour to neighbour."""
     for world_size, length in ((4, 12), (3, 6)):
-        ranks = _run(_reduce_scatter_on_a_rank, world_size, function, length)
+        ranks = try_on_ranks(
+            world_size, _reduce_scatter_on_a_rank, function, length, timeout=WAIT_SECONDS, cure=_CURE
+        )
         case = f"{world_size} ranks, {length} numbers"
         size = length // world_size
         chunks = (torch.arange(1, length + 1, dtype=torch.float64) * (2**world_size - 1)).split(size)
@@ -100,7 +100,9 @@ def moments(function):
     for rows, centre in (((4, 4, 4, 4), 0.0), ((7, 5, 3, 1), 0.0), ((2, 0, 5, 2), 0.0), ((7, 5, 3, 1), 1e3)):
         x = _rows(sum(rows), centre)  # (rows, features)
         right, n_features = (x.double().mean(dim=0), x.double().var(dim=0, correction=0)), x.shape[1]
-        ranks = _run(_moments_on_a_rank, len(rows), function, x.split(rows))
+        ranks = try_on_ranks(
+            len(rows), _moments_on_a_rank, function, x.split(rows), timeout=WAIT_SECONDS, cure=_CURE
+        )
         case = f"{', '.join(map(str, rows))} rows of {n_features} features with mean {centre:g}"
         for rank, (found, _) in enumerate(ranks):
             if (
@@ -165,17 +167,3 @@ def _moments_on_a_rank(local_rank, function, parts):
     with count_bytes() as traffic:
         found = function(parts[local_rank].clone())
     return found, [call.put_in for call in traffic.calls if call.put_in]
-
-
-def _run(on_a_rank, world_size, *args):
-    try:
-        return on_ranks(world_size, on_a_rank, *args, timeout=WAIT_SECONDS)
-    except ddl.RankError as error:
-        if re.search("did not finish within|[Tt]imed out", str(error)):  # the launcher's words, or gloo's
-            raise Hint(
-                "your ranks wait for each other: start sending before you receive, and let every rank make as "
-                "many calls as its peers expect"
-            ) from None
-        if "SIGABRT" in str(error):
-            raise Hint("gloo gave up: a message had another size than its receiver expected") from None
-        raise

@@ -1,14 +1,11 @@
 """The checks of chapter 14: a clipped ZeRO-1 step, and a forward pass of stage 3 that gathers ahead."""
 
-import re
-
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ignite_ddl as ddl
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import on_ranks
+from ignite_ddl.course.ranks import try_on_ranks
 from ignite_ddl.lab.bytes import count_bytes
 
 WAIT_SECONDS = 20  # what is right takes well under one
@@ -19,7 +16,7 @@ def clipped_step(function):
     """SGD with the clipped mean gradient, the weights right on every rank, for a ring's bytes and one number."""
     for world_size, length, max_norm in ((4, 12, 1.0), (3, 6, 0.25), (4, 8, 1e6)):
         case = f"{world_size} ranks, {length} weights, max_norm {max_norm:g}"
-        ranks = _run(_clipped_on_a_rank, world_size, function, length, max_norm)
+        ranks = try_on_ranks(world_size, _clipped_on_a_rank, function, length, max_norm, timeout=WAIT_SECONDS)
         gradients = [_vector(length, 1 + rank) for rank in range(world_size)]
         mean = sum(gradients) / world_size
         start = _vector(length, 0)
@@ -112,7 +109,8 @@ def forward_ahead(function):
         right = _vector(3 * width, 0).reshape(3, width)
         for layer in range(n_layers):
             right = (right @ _whole(layer, width).T).tanh()
-        for rank, (y, events) in enumerate(_run(_ahead_on_a_rank, world_size, function, n_layers, width)):
+        ranks = try_on_ranks(world_size, _ahead_on_a_rank, function, n_layers, width, timeout=WAIT_SECONDS)
+        for rank, (y, events) in enumerate(ranks):
             if y.shape != right.shape:
                 raise Hint(f"{case}: return all {width} features of the 3 rows, not {tuple(y.shape)}")
             if not _near(y, right):
@@ -166,14 +164,3 @@ def _ahead_on_a_rank(local_rank, function, n_layers, width):
     with _Events() as log:
         y = function(x, shards)
     return y, log.events
-
-
-def _run(on_a_rank, world_size, *args):
-    try:
-        return on_ranks(world_size, on_a_rank, *args, timeout=WAIT_SECONDS)
-    except ddl.RankError as error:
-        if re.search("did not finish within|[Tt]imed out", str(error)):  # the launcher's words, or gloo's
-            raise Hint(
-                "your ranks wait for each other: every rank should make the same calls in the same order"
-            ) from None
-        raise

@@ -63,7 +63,7 @@ MISTAKES = {
         "on rank 0 the part of rank 1 holds other numbers than rank 1 put in": lambda part: [part] * 4,
         "right, but a rank puts in 408 bytes; its length (8 bytes)": partial(padded, room=100),
         "(4 bytes a number) are 20": lambda part: [found[0] for found in idist.all_gather([part])],
-        "gloo gave up: the ranks handed tensors of": lambda part: list(idist.all_gather(part)),
+        "gloo gave up: a rank was sent a tensor": lambda part: list(idist.all_gather(part)),
     },
 }
 WAITING = {"two_level_sum": {"all ranks of the world must make the same groups": own_group_only}}

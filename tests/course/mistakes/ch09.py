@@ -79,7 +79,7 @@ MISTAKES = {
             idist.all_reduce(gradient.clone()).chunk(idist.get_world_size())[idist.get_rank()]
         ),
         "right, but rank 0 sent to rank 2; in the ring it sends to rank 1 only": straight_there,
-        "gloo gave up: a message had another size": whole_to_a_chunk,
+        "gloo gave up: a rank was sent a tensor": whole_to_a_chunk,
     },
     "crossover_bytes": {
         "return a number of bytes, not NoneType": lambda n_ranks, latency, bandwidth: None,
