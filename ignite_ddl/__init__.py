@@ -11,13 +11,13 @@ from ignite_ddl.engine import (
     create_supervised_trainer,
     forward_backward,
 )
-from ignite_ddl.launch import Parallel, RankError
+from ignite_ddl.launch import HangReport, Parallel, RankError, UnlikeCalls, report_hangs
 from ignite_ddl.lazy import empty_weights, lazy
 from ignite_ddl.mesh import Mesh, get_mesh, initialize_mesh
 from ignite_ddl.model import auto_model, auto_optim, check_model
 from ignite_ddl.pipeline.costs import layer_costs
 from ignite_ddl.state import full_state_dict, load_full_state_dict
-from ignite_ddl.sync import OutOfSync, check_in_sync
+from ignite_ddl.sync import OutOfSync, check_in_sync, check_same_calls
 from ignite_ddl.tensor import (
     Column,
     InputChannels,
@@ -35,6 +35,7 @@ from ignite_ddl.throughput import Throughput
 __all__ = [
     "Checkpoint",
     "Column",
+    "HangReport",
     "InputChannels",
     "Mesh",
     "MeshEngine",
@@ -51,12 +52,14 @@ __all__ = [
     "SharedWeight",
     "SplitSequence",
     "Throughput",
+    "UnlikeCalls",
     "auto_dataloader",
     "auto_model",
     "auto_optim",
     "check_in_sync",
     "check_model",
     "check_parity",
+    "check_same_calls",
     "clip_grad_norm_",
     "create_supervised_evaluator",
     "create_supervised_trainer",
@@ -71,6 +74,7 @@ __all__ = [
     "layer_costs",
     "lazy",
     "load_full_state_dict",
+    "report_hangs",
     "tpu",
 ]
 

@@ -1,4 +1,4 @@
-"""Finds weights that should be the same on several ranks, and are not."""
+"""Finds weights, and calls of collectives, that should be the same on several ranks, and are not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ignite_ddl.compat import recorded_calls
+from ignite_ddl.launch.report import UnlikeCalls, unlike_calls
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.state import local_state, shard_of
 
-__all__ = ["OutOfSync", "check_in_sync"]
+__all__ = ["OutOfSync", "check_in_sync", "check_same_calls"]
 
 _CHUNK = 2**20  # numbers that are summed at once, so that large weights take little memory beside themselves
 
@@ -96,6 +98,45 @@ def check_in_sync(model: nn.Module) -> list[OutOfSync]:
         OutOfSync(name, parts[0][0], max(difference for _, difference in parts))
         for name, parts in found.items()
     ]
+
+
+def check_same_calls() -> list[UnlikeCalls]:
+    """Which collectives were not the same call on each rank of their group; every rank calls it.
+
+    Two collectives in swapped order on one rank raise no error if their sizes fit: each rank gets sums of different
+    things. Compared are the newest calls (2,000 with torch's default of ``TORCH_FR_BUFFER_SIZE``; 0 switches the record
+    off), by their number on their group: operation, type and sizes, and the line of the user's code. Sends and
+    receives are not compared, since gloo records none.
+
+    Returns:
+        list: one :class:`UnlikeCalls` for each number, the same list on every rank; empty if all agree. Those that
+        differ only in their line stand last: look whether both lines mean the same.
+
+    Examples:
+        .. code-block:: python
+
+            import ignite.distributed as idist
+            import ignite_ddl as ddl
+
+            def swapped(local_rank):
+                loss, rows = 0.5, 8.0
+                if local_rank == 0:
+                    loss = idist.all_reduce(loss)
+                    rows = idist.all_reduce(rows)
+                else:
+                    rows = idist.all_reduce(rows)
+                    loss = idist.all_reduce(loss)
+                return loss, [call.differ_in for call in ddl.check_same_calls()]
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2) as parallel:
+                (loss, differ_in), _ = parallel.run(swapped)
+            assert loss == 8.5 and differ_in == ["line", "line"]     # not 1.0
+    """
+    if not dist.is_initialized():
+        return []
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, recorded_calls())
+    return unlike_calls(dict(enumerate(everyone)))
 
 
 def _digest(tensor: torch.Tensor) -> int:

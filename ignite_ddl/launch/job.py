@@ -7,6 +7,7 @@ import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 __all__ = ["HAS_SIGNALS", "MARK", "Job", "RankError", "kill_who_left", "label"]
 HAS_SIGNALS = hasattr(signal, "SIGUSR1")  # not on Windows
@@ -22,6 +23,7 @@ class RankError(RuntimeError):
         traceback: the rank's traceback as text; after a timeout, the stacks of all ranks.
         exception: the exception itself if it could be sent back, else None.
         exitcode: the exit code if the process ended without a report (negative: the signal), else None.
+        report: after a timeout, which rank was in which collective: a :class:`~ignite_ddl.HangReport`; else None.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class RankError(RuntimeError):
         traceback: str = "",
         exception: BaseException | None = None,
         exitcode: int | None = None,
+        report: Any = None,
     ) -> None:
         super().__init__(f"{label(rank)} {summary}" + (f"\n\n{traceback.rstrip()}" if traceback else ""))
         self.rank = rank
@@ -38,9 +41,10 @@ class RankError(RuntimeError):
         self.traceback = traceback
         self.exception = exception
         self.exitcode = exitcode
+        self.report = report
 
     def __reduce__(self) -> tuple:
-        return RankError, (self.rank, self.summary, self.traceback, None, self.exitcode)
+        return RankError, (self.rank, self.summary, self.traceback, None, self.exitcode, self.report)
 
     def _render_traceback_(self) -> list[str]:
         # IPython calls this. The launcher's own frames would not help the user.

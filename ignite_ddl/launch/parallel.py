@@ -33,6 +33,7 @@ import torch
 
 from ignite_ddl.arguments import check_count, limit_in_seconds
 from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few
+from ignite_ddl.launch.hangs import Watch
 from ignite_ddl.launch.job import MARK, Job
 from ignite_ddl.launch.parent import GRACE_SECONDS, Launch
 from ignite_ddl.mesh import check_mesh, initialize_mesh
@@ -85,8 +86,9 @@ class Parallel:
         pp: number of pipeline ranks.
         tp: number of ranks that share each layer. Without dp, pp and tp, the job is data parallel.
         timeout: seconds (or a ``timedelta``) that a run may take once its processes have started. After that, every
-            rank is stopped and the error shows the stack of each. In a joined job, this process prints its stack
-            and exits. Default None: no limit.
+            rank is stopped and the error shows the stack of each, and in its ``report`` which rank was in which
+            collective (:class:`HangReport`). In a joined job, this process prints its stack, one rank the report,
+            and exits; see also :func:`report_hangs`. Default None: no limit.
         group_timeout: seconds (or a ``timedelta``) that one collective may take: the ``timeout`` of
             ``torch.distributed.init_process_group``. Default None: torch's default (30 minutes; NCCL 10), or, for
             ranks started with ``timeout``, one minute more than ``timeout``.
@@ -321,12 +323,18 @@ class Parallel:
             return
         thread = threading.get_ident()
 
+        watch = torch.distributed.is_initialized() and Watch(self.timeout, thread, "ignite_ddl/timeout")
+
         def end() -> None:
+            faulthandler.cancel_dump_traceback_later()
             stack = "".join(traceback.format_stack(sys._current_frames()[thread]))
             who = f"rank {idist.get_rank()} did not finish within {self.timeout:g} s"
             sys.stderr.write(f"{who}; it was here (most recent call last):\n{stack}")
             sys.stderr.flush()
-            time.sleep(5 * GRACE_SECONDS)  # torchrun ends the others after the first: let them print too
+            with contextlib.suppress(RuntimeError):  # the store has gone with the rank that holds it
+                if watch:
+                    watch.report(5 * GRACE_SECONDS, f"the job did not finish within {self.timeout:g} s")
+            time.sleep(8 * GRACE_SECONDS)  # torchrun ends the others after the first: let them print too
             os._exit(1)
 
         timer = threading.Timer(self.timeout, end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -23,6 +24,7 @@ import cloudpickle
 from ignite_ddl.launch.job import HAS_SIGNALS, Job, RankError, kill_who_left, label
 from ignite_ddl.launch.output import Output
 from ignite_ddl.launch.rank import rank_main, server_main
+from ignite_ddl.launch.report import HangReport, hang_report
 from ignite_ddl.launch.stacks import interrupted, name_cells, read_stack, who_is_missing
 
 __all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS"]
@@ -61,12 +63,13 @@ class _Failure:
     traceback: str = ""
     exception: BaseException | None = None
     exitcode: int | None = None
+    report: HangReport | None = None
 
     def with_note(self, note: str) -> _Failure:
         return replace(self, traceback=f"{self.traceback}\n{note}".lstrip())
 
     def error(self) -> RankError:
-        return RankError(self.rank, self.summary, self.traceback, self.exception, self.exitcode)
+        return RankError(self.rank, self.summary, self.traceback, self.exception, self.exitcode, self.report)
 
 
 class Launch:
@@ -205,14 +208,31 @@ class Launch:
     def _report_timeout(self, running: list[_Rank]) -> None:
         names = ", ".join(str(rank.rank) for rank in running)
         finished = ", ".join(str(rank.rank) for rank in self.ranks if rank.done) or "none"
+        for rank in self.ranks:  # also those that have returned
+            with contextlib.suppress(OSError):
+                rank.release.send_bytes(b"which calls?")
         stacks = self._stacks(running)
         missing, why = who_is_missing(stacks, [rank.rank for rank in self.ranks if rank.done])
         lines = [f"Not finished: {names}. Finished: {finished}.{why}"]
+        report = self._hang_report(stacks) if self.ranks else None
+        if report and report.missing:
+            missing = report.missing[0]
+        if report:
+            lines.append(f"\n{report}")
         for rank, stack in stacks.items():
             lines += [f"\n{label(rank)} was here (most recent call first):", stack]
         summary = f"did not finish within {self.job.timeout:g} s"
         text = name_cells("\n".join(lines))
-        self.failures.append(_Failure(missing, time.monotonic(), False, summary, traceback=text))
+        self.failures.append(_Failure(missing, time.monotonic(), False, summary, text, report=report))
+
+    def _hang_report(self, stacks: dict[int | str, str]) -> HangReport:
+        """From the ranks' stacks and what those say that still can."""
+        deadline = time.monotonic() + 5 * GRACE_SECONDS
+        files = {rank.rank: Path(self.job.folder) / f"{rank.rank}.calls" for rank in self.ranks}
+        while time.monotonic() < deadline and not all(file.exists() for file in files.values()):
+            time.sleep(POLL_SECONDS)
+        records = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+        return hang_report({rank: stacks.get(rank, "") for rank in files}, records)
 
     def _stacks(self, running: list[_Rank]) -> dict[int | str, str]:
         if not HAS_SIGNALS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
+import json
 import linecache
 import multiprocessing
 import os
@@ -17,13 +18,14 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import ignite.distributed as idist
 import torch
 
-from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, tell_ignite_nproc
+from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, recorded_calls, tell_ignite_nproc
 from ignite_ddl.launch.job import HAS_SIGNALS, MARK, Job, kill_who_left
 from ignite_ddl.mesh import initialize_mesh
 
@@ -35,7 +37,8 @@ def rank_main(
 ) -> None:
     rank = job.first_rank + local_rank
     _redirect_output(job, rank)
-    _die_with_parent(job.folder)
+    released = threading.Event()
+    _die_with_parent(job.folder, release, released, os.path.join(job.folder, f"{rank}.calls"))
     try:
         _set_up(job, {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
         func, args, kwargs = cloudpickle.loads(payload)
@@ -62,8 +65,7 @@ def rank_main(
         reports.send_bytes(message)
     reports.close()
     # Leave the process group only when every rank has returned: peers may still need this one.
-    with contextlib.suppress(EOFError, OSError):
-        release.recv_bytes()
+    released.wait()
     if job.backend != "gloo":  # gloo's sockets close with the process; destroying its group would take 35 ms
         with contextlib.suppress(Exception):
             idist.finalize()
@@ -133,14 +135,31 @@ def _flush() -> None:
             stream.flush()
 
 
-def _die_with_parent(folder: str) -> None:
-    """Ends this process when its parent ends, and cleans up, which a killed parent cannot do."""
+def _die_with_parent(
+    folder: str,
+    release: connection.Connection | None = None,
+    released: threading.Event | None = None,
+    calls: str = "",
+) -> None:
+    """Ends this process when its parent ends, and cleans up, which a killed parent cannot do.
+
+    Of a rank, the same thread waits for its release. A message before that asks which collectives it has called: the
+    main thread, which may stand in one, could not answer.
+    """
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C of a terminal reaches only the parent, which can kill the whole group
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
-        connection.wait([parent.sentinel])
+        waits = [parent.sentinel, release] if release else [parent.sentinel]
+        while parent.sentinel not in connection.wait(waits):
+            try:
+                release.recv_bytes()
+                Path(f"{calls}.new").write_text(json.dumps(recorded_calls()))
+                os.replace(f"{calls}.new", calls)  # complete, or not there
+            except (EOFError, OSError):
+                released.set()
+                waits = [parent.sentinel]
         kill_who_left(folder)
         shutil.rmtree(folder, ignore_errors=True)
         if hasattr(os, "killpg"):

@@ -7,14 +7,28 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from ignite_ddl.launch.job import label
 
-__all__ = ["interrupted", "name_cells", "read_stack", "who_is_missing"]
+__all__ = [
+    "Frame",
+    "frames_of",
+    "interrupted",
+    "name_cells",
+    "own_stack",
+    "place_of",
+    "read_stack",
+    "user_frame",
+    "waits_in",
+    "who_is_missing",
+]
+Frame = tuple[str, int, str]  # file, line, function
 _PACKAGE = str(Path(__file__).parents[1])
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LIBRARIES = (_PACKAGE, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
@@ -27,7 +41,16 @@ class _Interrupted(KeyboardInterrupt):
 
 def read_stack(path: Path) -> str:
     """The frames that faulthandler wrote, the most recent first, up to the user's function."""
-    text = path.read_text(errors="replace") if path.exists() else ""
+    return _from_user(path.read_text(errors="replace") if path.exists() else "")
+
+
+def own_stack(thread: int) -> str:
+    """The frames of a thread of this process, in the same form."""
+    frames = reversed(traceback.extract_stack(sys._current_frames()[thread]))
+    return _from_user("\n".join(f'  File "{f.filename}", line {f.lineno} in {f.name}' for f in frames))
+
+
+def _from_user(text: str) -> str:
     frames = [line for line in text.splitlines() if line.startswith("  File")]
     ours = [i for i, line in enumerate(frames) if line.rstrip().endswith("in rank_main")]
     return "\n".join(frames[: ours[0]] if ours else frames)
@@ -45,7 +68,7 @@ def name_cells(text: str) -> str:
 
 def who_is_missing(stacks: dict[int | str, str], returned: list[int]) -> tuple[int | str, str]:
     """The rank for which the others wait in a collective, else the first rank; and a line that explains it."""
-    calls = {rank: _call(stack) for rank, stack in stacks.items()}
+    calls = {rank: waits_in(stack) for rank, stack in stacks.items()}
     if not any(calls.values()):
         return next(iter(stacks)), ""
     common = Counter(filter(None, calls.values())).most_common(1)[0][0]
@@ -70,16 +93,16 @@ def interrupted(stacks: dict[int | str, str]) -> KeyboardInterrupt:
     return KeyboardInterrupt()
 
 
-def _frames(stack: str) -> list[tuple[str, int, str]]:
+def frames_of(stack: str) -> list[Frame]:
     return [
         (file, int(line), name) for file, line, name in re.findall(r'File "(.+)", line (\d+) in (.+)', stack)
     ]
 
 
-def _call(stack: str) -> str | None:
+def waits_in(stack: str) -> str | None:
     """The collective, send or receive in which a rank waits, or None."""
     call = None
-    for file, line, name in _frames(stack):
+    for file, line, name in frames_of(stack):
         if not file.startswith(_TORCH):
             waits = call is None and ".wait(" in linecache.getline(file, line)
             return "an asynchronous call" if waits else call
@@ -92,14 +115,27 @@ def _call(stack: str) -> str | None:
 
 def _place(stack: str) -> str:
     """The innermost line of the user's code, such as "at train.py:12 in step, waiting in all_reduce"."""
-    frames = _frames(stack)
+    frames = frames_of(stack)
     if not frames:
         return "in its set-up"
-    file, line, name = next((frame for frame in frames if not frame[0].startswith(_LIBRARIES)), frames[0])
+    call = waits_in(stack)
+    return f"at {place_of(user_frame(frames))}" + (f", waiting in {call}" if call else "")
+
+
+def user_frame(frames: Sequence[Frame]) -> Frame:
+    """The innermost of the user's code, else of all; frames are the most recent first."""
+    frames = [tuple(frame) for frame in frames] or [("", 0, "its set-up")]
+    return next((frame for frame in frames if not frame[0].startswith(_LIBRARIES)), frames[0])
+
+
+def place_of(frame: Frame) -> str:
+    """Such as "train.py:12 in step", or "Cell In[5], line 3, in step"."""
+    file, line, name = frame
+    if not file:
+        return f"in {name}"
     cell = name_cells(f'File "{file}"')
-    place = f"at {cell}, line {line}," if cell.startswith("Cell") else f"at {Path(file).name}:{line}"
-    call = _call(stack)
-    return f"{place} in {name}" + (f", waiting in {call}" if call else "")
+    place = f"{cell}, line {line}," if cell.startswith("Cell") else f"{Path(file).name}:{line}"
+    return f"{place} in {name}"
 
 
 def _shell():

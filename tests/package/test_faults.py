@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -265,33 +266,74 @@ def all_of_other_sizes(local_rank):
     torch.distributed.recv(torch.ones(1), src=(local_rank + 1) % 3)
 
 
+def who_waits_for_whom(local_rank):
+    """Rank 0 waits for rank 1, which waits for rank 2 on another group."""
+    pairs = [torch.distributed.new_group(pair) for pair in ([0, 1], [1, 2])]
+    if local_rank == 2:
+        time.sleep(60)
+    for pair in pairs[local_rank:]:
+        torch.distributed.all_reduce(torch.ones(4, 5), group=pair)
+
+
 @posix
 @pytest.mark.parametrize(
-    ("work", "rank", "said"),
+    ("work", "rank", "said", "missing", "operations"),
     [
         (
             all_but_rank_1,
             1,
             r"Waiting in all_reduce: 0, 2. Missing: rank 1 was at test_faults.py:\d+ in all_but_rank_1.",
+            (1,),
+            ["all_reduce", None, "all_reduce"],
         ),
         (
             each_another,
             1,
             r"Waiting in all_reduce: 0, 2. Missing: rank 1 was at .*each_another, waiting in barrier.",
+            (),
+            ["all_reduce", "barrier", "all_reduce"],
         ),
-        (without_rank_1, 0, "Waiting in an asynchronous call: 0, 2. Missing: rank 1 had returned."),
+        (
+            without_rank_1,
+            1,
+            "Waiting in an asynchronous call: 0, 2. Missing: rank 1 had returned.",
+            (1,),
+            ["all_reduce", None, "all_reduce"],
+        ),
         (
             all_of_other_sizes,
             0,
             "Waiting in recv: 0, 1, 2. No rank is missing: compare lines, groups and sizes.",
+            (),
+            ["recv"] * 3,
+        ),
+        (
+            who_waits_for_whom,
+            2,
+            "Waiting in all_reduce: 0, 1. Missing: rank 2",
+            (2,),
+            ["all_reduce", "all_reduce", None],
         ),
     ],
 )
-def test_a_time_out_names_the_rank_that_never_came(work, rank, said):
+def test_a_time_out_names_the_rank_that_never_came(work, rank, said, missing, operations):
     error = failing(work, nproc=3, timeout=1.5)
     assert (error.rank, error.summary) == (rank, "did not finish within 1.5 s")
     assert re.search(said, str(error))
     assert "rank 0 was here (most recent call first)" in str(error)
+    report = pickle.loads(pickle.dumps(error)).report
+    assert str(report) in str(error)
+    assert (report.missing, [call.operation for call in report.calls]) == (missing, operations)
+    numbers = [call.number for call in report.calls]
+    first = numbers[0]
+    if work is all_of_other_sizes:
+        assert numbers == [None] * 3
+    elif work is who_waits_for_whom:
+        assert [(call.number, call.group) for call in report.calls] == [(1, (0, 1)), (1, (1, 2)), (0, (1, 2))]
+        assert report.calls[0].sizes == "Float[4, 5]"
+    else:
+        assert numbers == [first, first - (operations[1] is None), first]
+    assert [one.differ_in for one in report.unlike] == ["operation"] * (work is each_another)
 
 
 @posix
@@ -382,8 +424,8 @@ def test_a_killed_parent_of_ranks_long_gone_leaves_no_folder():
 def test_a_hang_in_a_joined_job_says_where_each_rank_was(tmp_path):
     program = tmp_path / "train.py"
     program.write_text(
-        PREFIX + "def step(rank):\n    if rank == 1: time.sleep(60)\n    idist.all_reduce(1)\n"
-        "with ddl.Parallel('gloo', timeout=2) as parallel: parallel.run(step)\n"
+        PREFIX + "def step(rank):\n    ddl.report_hangs(after=0.5)\n    if rank == 1: time.sleep(60)\n"
+        "    idist.all_reduce(1)\nwith ddl.Parallel('gloo', timeout=3) as parallel: parallel.run(step)\n"
     )
     command = [
         sys.executable,
@@ -397,6 +439,10 @@ def test_a_hang_in_a_joined_job_says_where_each_rank_was(tmp_path):
     assert done.returncode == 1
     for rank, line in ((0, "idist.all_reduce(1)"), (1, "time.sleep(60)")):
         said = done.stderr.split(
-            f"rank {rank} did not finish within 2 s; it was here (most recent call last):\n"
+            f"rank {rank} did not finish within 3 s; it was here (most recent call last):\n"
         )[1]
         assert line in said.split("did not finish")[0]
+    for why in ("rank 0 waits for more than 0.5 s", "the job did not finish within 3 s"):
+        _, *table = done.stderr.split(f"{why}\n")[1].splitlines()[:4]
+        assert [line.split()[:2] for line in table] == [["0", "all_reduce"], ["1", "-"], ["Never", "came:"]]
+        assert done.stderr.count(why) == 1

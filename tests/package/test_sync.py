@@ -1,12 +1,16 @@
-"""Ranks that should hold the same: in sync after training on every mesh; one number changed on one rank is found."""
+"""Ranks that should hold the same: in sync after training on every mesh; one number changed on one rank is found. And
+those that should make the same calls.
+"""
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import launch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import ignite_ddl as ddl
+from ignite_ddl.launch.report import unlike_calls
 
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 MESHES = {
@@ -92,3 +96,47 @@ def test_a_weight_that_stages_share_is_compared():
 
 def test_one_process_is_in_sync_with_itself():
     assert ddl.check_in_sync(net()) == []
+
+
+def order_of_calls(local_rank, swap, sizes):
+    dist.all_reduce(torch.ones(1))
+    if swap and local_rank == 1:
+        dist.all_reduce(torch.ones(sizes[1]))
+        dist.all_reduce(torch.ones(sizes[0]))
+    else:
+        dist.all_reduce(torch.ones(sizes[0]))
+        dist.all_reduce(torch.ones(sizes[1]))
+    alone = dist.new_group([0])
+    if local_rank == 0:
+        dist.all_reduce(torch.ones(1), group=alone)
+    return ddl.check_same_calls()
+
+
+@pytest.mark.parametrize(("swap", "sizes", "differ_in"), [(True, (1, 1), ["line"] * 2), (False, (1, 2), [])])
+def test_calls_in_another_order_are_found(swap, sizes, differ_in):
+    found, same = launch({"dp": 2}, order_of_calls, swap, sizes)
+    assert found == same
+    assert [one.differ_in for one in found] == differ_in
+    if found:
+        first = found[0]
+        lines = [call.frame[1] for call in first.calls]
+        assert [call.rank for call in first.calls] == [0, 1]
+        assert lines[0] == lines[1] + 3
+        assert f"rank 0: all_reduce Float[1] at test_sync.py:{lines[0]} in order_of_calls" in str(first)
+
+
+def test_what_differs_between_ranks_is_said():
+    """By hand: gloo ends a rank that gets other sizes than it expects."""
+    call = {"group": "0", "ranks": [0, 1], "number": 3, "operation": "all_reduce", "sizes": "Float[1]"}
+    call |= {"done": True, "frames": [("train.py", 1, "step")]}
+    for change, differ_in in (
+        ({"sizes": "Float[2]"}, "sizes"),
+        ({"operation": "barrier", "sizes": ""}, "operation"),
+        ({"frames": [("train.py", 2, "step")]}, "line"),
+        ({"group": "1"}, None),
+        ({"number": 4}, None),
+    ):
+        found = [one.differ_in for one in unlike_calls({0: [call], 1: [call | change]})]
+        assert found == [differ_in] * (differ_in is not None)
+    uneven = call | {"operation": "gather"}
+    assert unlike_calls({0: [uneven], 1: [uneven | {"sizes": "Float[2]"}]}) == []

@@ -1,0 +1,108 @@
+"""The report for a job that stands, where no parent can ask the ranks: under torchrun, Slurm or another launcher."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+
+from ignite_ddl.arguments import limit_in_seconds
+from ignite_ddl.compat import calls_counted, job_store, recorded_calls
+from ignite_ddl.launch.report import hang_report
+from ignite_ddl.launch.stacks import own_stack, waits_in
+
+__all__ = ["Watch", "report_hangs"]
+_CALLS = 100  # of each rank that go through the store, the newest
+
+
+def report_hangs(after: float) -> None:
+    """Prints a report when this job stands: which rank is in which collective, who never came, where each rank is.
+
+    Call it once on each rank of a job that torchrun, Slurm or another launcher has started, after the process group is
+    made. A thread looks from time to time. When the main thread has been in the same collective, send or receive for
+    ``after`` seconds, all ranks put their part into the job's store, and the first one prints a
+    :class:`~ignite_ddl.HangReport` to its standard error; the job goes on, until its own limit ends it
+    (``group_timeout``), or until the slow rank comes. Ranks that ``ddl.Parallel(timeout=)`` has started need no such
+    call: the report is in the :class:`~ignite_ddl.RankError`.
+
+    Tested with gloo. With NCCL torch records the same, and waiting shows in its synchronisation with the GPU, which is
+    in no collective of Python's: that was not tried.
+
+    Args:
+        after: seconds (or a ``timedelta``). Above the longest time for which ranks wait in a healthy run, such as for
+            rank 0's validation, and below ``group_timeout``.
+
+    Raises:
+        ValueError: if ``after`` is not a positive time.
+
+    Examples:
+        .. code-block:: python
+
+            import ignite.distributed as idist
+            import ignite_ddl as ddl
+
+            def training(local_rank):
+                ddl.report_hangs(after=60)
+                return idist.all_reduce(1)
+
+            with ddl.Parallel(backend="gloo") as parallel:      # joins torchrun's or Slurm's job; else runs serially
+                assert parallel.run(training) == [1]
+    """
+    after = limit_in_seconds(after, "after")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        watch = Watch(after, threading.get_ident(), "ignite_ddl/hang")
+        threading.Thread(target=watch.run, name="ignite_ddl report_hangs", daemon=True).start()
+
+
+class Watch:
+    """One rank's watch over a thread; ``name`` is where the ranks of this watch meet in the store."""
+
+    def __init__(self, after: float, thread: int, name: str) -> None:
+        self.after, self.thread, self.name = after, thread, name
+        self.number = 0  # of reports
+        self.store = job_store()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def run(self) -> None:
+        pause = min(1.0, self.after / 4)
+        seen, since, reported = "", time.monotonic(), ""
+        try:
+            while dist.is_initialized():
+                time.sleep(pause)
+                stack = own_stack(self.thread)
+                # The frames of a call are the same in each step: the number of the last call is not.
+                now = f"{stack}{calls_counted()}"
+                if now != seen:
+                    seen, since = now, time.monotonic()
+                stands = time.monotonic() - since > self.after and waits_in(stack) and reported != seen
+                if stands or self.store.check([f"{self.name}/{self.number}"]):
+                    self.report(2 * pause + 1, f"rank {self.rank} waits for more than {self.after:g} s")
+                    reported = seen
+        except RuntimeError:  # the store has gone, and the job with it
+            return
+
+    def report(self, seconds: float, why: str) -> None:
+        """Puts in this rank's part; the first rank waits for the others' and prints."""
+        key = f"{self.name}/{self.number}"
+        self.number += 1
+        part = {"stack": own_stack(self.thread), "calls": recorded_calls()[-_CALLS:]}
+        self.store.set(f"{key}/{self.rank}", json.dumps(part))
+        if self.store.add(key, 1) > 1:
+            return
+        deadline, others = time.monotonic() + seconds, range(self.world_size)
+        while time.monotonic() < deadline and not self.store.check([f"{key}/{rank}" for rank in others]):
+            time.sleep(0.05)
+        came = [rank for rank in others if self.store.check([f"{key}/{rank}"])]
+        parts = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in came}
+        report = hang_report(
+            {rank: part["stack"] for rank, part in parts.items()},
+            {rank: part["calls"] for rank, part in parts.items()},
+        )
+        silent = [str(rank) for rank in others if rank not in parts]
+        said = f"\nNo answer from: {', '.join(silent)}." if silent else ""
+        stacks = [f"rank {r} is here (most recent call first):\n{parts[r]['stack']}" for r in parts]
+        sys.stderr.write("\n\n".join([f"{why}\n{report}{said}", *stacks]) + "\n")
+        sys.stderr.flush()
