@@ -577,7 +577,8 @@ def step_rows(panels: dict[str, dict[str, list]], title: str) -> Figure:
     Args:
         panels: name of a step to its rows, name of a row to its records (kind, name, start and end in seconds),
             such as the records of one rank of a ``Timeline`` or a simulation. Every panel begins at its first
-            record. Idle time is drawn only where a record says so.
+            record. Idle time is drawn only where a record says so. A box that is too narrow for its record's name
+            has the last word of it, without an arrow.
         title: the finding.
 
     Returns:
@@ -609,7 +610,9 @@ def step_rows(panels: dict[str, dict[str, list]], title: str) -> Figure:
     for panel, (name, rows) in zip(axes, panels.items(), strict=True):
         for place, records in enumerate(rows.values()):
             for record in records:
-                texts = [] if record.kind == "idle" else [record.name, record.name.removeprefix("bucket ")]
+                texts = (
+                    [] if record.kind == "idle" else [record.name, record.name.rpartition(" ")[2].strip("↓↑")]
+                )
                 text = next((text for text in texts if fits(text, record)), "")
                 left, right = 1e3 * (record.start - begins[name]), 1e3 * (record.end - begins[name])
                 span(panel, place, left, right, colours[record.kind], text)
