@@ -79,7 +79,7 @@ def test_importing_the_package_loads_the_ground_floor_alone():
 
 def test_predicting_and_simulating_need_neither_torch_nor_ignite(tmp_path):
     """As a web page has them: only what they import, under empty ``__init__`` files."""
-    wanted, needed = ["ignite_ddl.lab.cost", "ignite_ddl.lab.simulate"], set()
+    wanted, needed = ["ignite_ddl.lab.plan", "ignite_ddl.lab.simulate"], set()
     while wanted:
         name = wanted.pop()
         if name not in needed and name not in ("ignite_ddl", "ignite_ddl.lab", "ignite_ddl.pipeline"):
@@ -99,7 +99,7 @@ def test_predicting_and_simulating_need_neither_torch_nor_ignite(tmp_path):
         sys.path[:] = [sys.argv[1], *(p for p in sys.path if p and "site-packages" not in p)]
         for name in ("torch", "ignite", "numpy"):
             sys.modules[name] = None
-        from ignite_ddl.lab import cost, simulate
+        from ignite_ddl.lab import cost, plan, simulate
         step = simulate.pipeline("zbv", n_ranks=4, n_microbatches=8)
         print(simulate.__file__.startswith(sys.argv[1]), step.seconds, cost.pipeline_bubble(4, 8))
         """,

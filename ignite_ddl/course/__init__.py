@@ -19,6 +19,7 @@ from ignite_ddl.course.messages import (
 )
 from ignite_ddl.course.models import CNN, MLP
 from ignite_ddl.course.pipeline_steps import steps_by_hand, time_pipeline
+from ignite_ddl.course.planned_step import measure_plan
 from ignite_ddl.course.ranks import on_nodes, on_ranks
 from ignite_ddl.course.server_step import time_server_step
 from ignite_ddl.course.sharded_step import flatten_parameters, overlapped, sharded_step
@@ -49,6 +50,7 @@ __all__ = [
     "generate",
     "import_torchvision",
     "loader_traps",
+    "measure_plan",
     "median_seconds",
     "normalise",
     "on_nodes",

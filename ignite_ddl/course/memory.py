@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 __all__ = ["StepMemory"]
 
@@ -63,10 +64,14 @@ class StepMemory:
         warnings.filterwarnings(
             "ignore", message="Expected a tensor"
         )  # of MemTracker, at a gradient that is None
+        # MemTracker refuses a model that is called again in a step, as microbatches do: let it forget the call before.
+        calls = self._tracker.memory_tracking
+        self._forget = register_module_forward_pre_hook(lambda module, _: calls.pop(module, None) and None)
         self._tracker.__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
+        self._forget.remove()
         self._tracker.__exit__(*exc_info)
 
     def steps(self, n: int) -> Iterator[int]:

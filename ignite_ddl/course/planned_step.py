@@ -1,0 +1,102 @@
+"""Runs a step of a GPT by a plan of ``lab.plan`` and measures what the plan predicts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+import ignite_ddl as ddl
+from ignite_ddl.course.gpt import GPT
+from ignite_ddl.course.memory import StepMemory
+from ignite_ddl.course.ranks import on_ranks
+from ignite_ddl.lab.bytes import count_bytes
+from ignite_ddl.lab.plan import Plan
+
+__all__ = ["measure_plan"]
+
+
+def measure_plan(plan: Plan, rounds: int = 3, timeout: float = 120) -> dict[str, Any]:
+    """Trains a :class:`GPT` as a plan says, on gloo ranks, with Adam in float32.
+
+    Args:
+        plan: of at most 8 ranks, for a model of float32 without dropout.
+        rounds: steps that are timed, after one that is not. Default: 3.
+        timeout: seconds that the run may take. Default: 120.
+
+    Returns:
+        dict: of rank 0, which is on the first stage: "memory", bytes by part at the moment when most lay there, and
+        "sent", bytes by axis (messages of at least a row's activations); "seconds", the median of the slowest rank.
+
+    Example:
+        >>> from ignite_ddl.course import measure_plan
+        >>> from ignite_ddl.lab.plan import Cluster, Model, predict
+        >>> from ignite_ddl.lab.cost import Link
+        >>> model = Model(2, 32, 4, 80, 16, False, False, 4, 4, 8, 4, 0)
+        >>> laptop = Cluster(2, 8e9, 1e10, Link(1e-4, 1e9), Link(1e-4, 1e9))
+        >>> plan = predict(model, laptop, batch=4, dp=2, recompute="selective")
+        >>> measure_plan(plan)["sent"]["dp"] == plan.sent["dp"]
+        True
+    """
+    results = on_ranks(
+        plan.dp * plan.pp * plan.tp,
+        _on_a_rank,
+        plan,
+        rounds,
+        dp=plan.dp,
+        pp=plan.pp,
+        tp=plan.tp,
+        timeout=timeout,
+    )
+    found = results[0]
+    found["seconds"] = sorted(map(max, zip(*(result["seconds"] for result in results), strict=True)))[
+        rounds // 2
+    ]
+    return found
+
+
+def _on_a_rank(local_rank: int, plan: Plan, rounds: int) -> dict[str, Any]:
+    of, mesh = plan.model, ddl.get_mesh()
+    torch.manual_seed(0)
+    model = GPT(of.vocabulary, of.sequence, of.width, of.heads, of.layers, tied=of.tied)
+    styles = GPT.sequence_plan if of.sequence_parallel and plan.tp > 1 else GPT.cut_logits_plan
+    model = ddl.auto_model(model, styles if plan.tp > 1 else None, **plan.arguments()[1])
+    optimizer = ddl.auto_optim(torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False))
+    accumulate = plan.microbatches if plan.pp == 1 else 1
+    loss = ddl.cross_entropy if plan.tp > 1 else _loss
+    trainer = ddl.create_supervised_trainer(model, optimizer, loss, gradient_accumulation_steps=accumulate)
+    ids = torch.randint(of.vocabulary, (plan.batch, of.sequence + 1))
+    rows = TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    loader = ddl.auto_dataloader(rows, batch_size=plan.batch // accumulate)
+    trainer.run(loader)  # not measured: torch's schedules probe their stages
+    seconds = []
+    for _ in range(rounds):
+        dist.barrier()
+        start = time.perf_counter()
+        trainer.run(loader)
+        seconds.append(time.perf_counter() - start)
+    optimizer.zero_grad()
+    with StepMemory(model, optimizer, ids) as memory, count_bytes() as traffic:
+        for _ in memory.steps(1):
+            trainer.run(loader)
+    sent = dict.fromkeys(("tp", "pp", "dp"), 0.0)
+    axis_of = {tuple(dist.get_process_group_ranks(group)): axis for axis, group in mesh.groups.items()}
+    for call in traffic.calls:
+        if call.put_in >= of.sequence * of.width * of.value_bytes / plan.tp:
+            sent[axis_of.get(tuple(call.ranks), "?")] = (
+                sent.get(axis_of.get(tuple(call.ranks), "?"), 0) + call.on_a_ring
+            )
+    return {
+        "memory": {name: 2**20 * size for name, size in memory.peak().items()},
+        "sent": sent,
+        "seconds": seconds,
+        "calls": [(c.op, c.put_in, c.got, c.ranks) for c in traffic.calls],
+    }
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
