@@ -48,13 +48,12 @@ def test_a_step_is_the_simulator_s(schedule, chunks, recompute):
         played = simulate.pipeline(
             schedule, pp, pp * rounds, forward, inputs, layers * product, transfer=message, n_chunks=chunks
         )
-        # A split backward hides a message more than the closed form knows.
-        rel = 1e-4 if schedule == "interleaved_zero_bubble" else 1e-5
-        assert sum(one.seconds.values()) == close(played.seconds, rel=rel)
+        # Where the three passes differ, a split backward hides some of the last p - 1 messages.
+        hidden = (pp - 1) * message if schedule == "interleaved_zero_bubble" else 0
+        seconds = sum(one.seconds.values())
+        assert played.seconds * (1 - 1e-5) <= seconds <= (played.seconds + hidden) * (1 + 1e-5)
         kept = cost.activation_bytes(rows, 2048, 4096, 32, tp, True, recompute) * layers
-        ends = (
-            2 * 2 * rows * 2048 * 4096 / tp
-        )  # the last stage keeps what the last norm and the output layer read
+        ends = 4 * rows * 2048 * 4096 / tp  # what the last norm and the output layer read
         first, *_, last = played.peak_activations
         assert one.memory["activations"] == close(max(first * kept, last * kept + ends), rel=1e-5)
 
