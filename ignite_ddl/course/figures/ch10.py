@@ -39,12 +39,19 @@ def master_and_ddp(master: Simulation, ddp: Simulation, title: str) -> Figure:
     """
     ranks = range(len(master.messages))
     panels = {
-        "rank 0 is the master": {
+        "master: rank 0": {
             f"rank {n}": [record for record in master.records if record.rank == n] for n in ranks
         },
         "DDP": {f"rank {n}": _passes(ddp, n) for n in ranks} | {"in flight": _carried(ddp)},
     }
-    return draw.step_rows(panels, title)
+    figure = draw.step_rows(panels, title)
+    # What is sent beside these records, in boxes that are too narrow for a word.
+    too_narrow = {"forward": "inputs", "loss": "logits, loss"}
+    for record in master.records:
+        if record.rank == 0 and record.name in too_narrow:
+            style = {"ha": "center", "va": "baseline", "fontsize": 9, "color": INK}
+            draw.note(figure.axes[0], too_narrow[record.name], (1e3 * record.start, -0.5), (0, 5), **style)
+    return figure
 
 
 def buckets(simulated: dict[str, Simulation], measured: dict[str, dict[str, list]], title: str) -> Figure:
