@@ -108,7 +108,9 @@ def overlapped(
 
     Our assumptions: calls return at once, as on a GPU; one queue computes, one sends, each in the order of the calls;
     a product waits for its layer's gather, a scatter for its layer's backward; a gather starts no earlier than the
-    last product that was called before it, so that no rank holds more whole layers than in the log.
+    last product that was called before it, so that no rank holds more whole layers than in the log. Nothing waits for
+    a free: a layer that is freed and gathered again at once has two copies while its product lasts. (Nor does a gather
+    of FSDP2 wait for a product, but for the buffer of the gather before it: ``wait_for_unshard`` in torch 2.13.)
 
     Args:
         events: from :func:`sharded_step`.
