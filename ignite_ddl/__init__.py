@@ -16,6 +16,7 @@ from ignite_ddl.lazy import empty_weights, lazy
 from ignite_ddl.mesh import Mesh, get_mesh, initialize_mesh
 from ignite_ddl.model import auto_model, auto_optim, check_model
 from ignite_ddl.pipeline.costs import layer_costs
+from ignite_ddl.pipeline.trace import trace_layers
 from ignite_ddl.state import full_state_dict, load_full_state_dict
 from ignite_ddl.sync import OutOfSync, check_in_sync, check_same_calls
 from ignite_ddl.tensor import (
@@ -76,6 +77,7 @@ __all__ = [
     "load_full_state_dict",
     "report_hangs",
     "tpu",
+    "trace_layers",
 ]
 
 tpu.repair_ignite()  # without torch_xla: nothing

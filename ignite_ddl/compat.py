@@ -18,7 +18,10 @@ file                                    what it uses
 ``checkpoint/storage.py``               names in DCP's ``.metadata``: ``_StorageInfo``, ``_MEM_FORMAT_ENCODING``
 ``checkpoint/handler.py``               how Ignite's Checkpoint sets up its states and file names
 ``metrics.py``                          idist's ``_model``, ``_NativeDistModel``: a group instead of the world
-``pipeline/stage.py``                   ``PipelineStage``: how it learns shapes, its first message
+``pipeline/stage.py``                   ``PipelineStage``: its call of a stage, its first message
+``pipeline/structure.py``               ``torch.utils._pytree``
+``pipeline/pipeline.py``                ``torch.utils._pytree``
+``pipeline/trace.py``                   ``torch.distributed.pipelining.Pipe._from_traced``, ``torch.utils._pytree``
 ``tensor/styles.py``                    ``ParallelStyle._apply``, which every style overrides, ``nn``'s ``_NormBase``
 ``tensor/loss.py``                      ``DTensor._spec``
 ``lab/bytes.py``                        torch's dispatch mode, the names of its collectives' operators
@@ -35,6 +38,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.machinery
 import logging
 import os
 import pickle
@@ -49,6 +54,7 @@ from ignite.engine import Engine
 from ignite.metrics import Metric
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.library import Library
 
 __all__ = [
     "PART_OF_A_MODEL",
@@ -63,6 +69,7 @@ __all__ = [
     "quiet_redistribution",
     "quiet_warnings",
     "recorded_calls",
+    "repair_torchvision",
     "replicate",
     "tell_ignite_nproc",
 ]
@@ -229,3 +236,45 @@ def hide_gpus_if_too_few(nproc: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if hasattr(torch.cuda.device_count, "cache_clear"):
             torch.cuda.device_count.cache_clear()
+
+
+def repair_torchvision() -> None:
+    """From now on, ``import torchvision`` works in this process also beside a torch without CUDA.
+
+    On Linux, torchvision's default wheel is a CUDA build, whose C++ operators cannot load beside a torch without CUDA.
+    Then its import fails, since it attaches shape rules to the operators ``nms`` and ``qnms`` (the latter since 0.28).
+    Where that happens, these two are declared without code and the import is repeated: datasets, transforms and models
+    work, box operators raise torchvision's own message when they are called. Where torchvision can be imported, nothing
+    is declared.
+    """
+    if not any(isinstance(finder, _FindTorchvision) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _FindTorchvision())
+
+
+class _FindTorchvision(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != "torchvision":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _LoadTorchvision(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _LoadTorchvision(importlib.machinery.SourceFileLoader):
+    declared: list[Library] = []  # torch forgets a declaration when the Library that made it is collected
+
+    def exec_module(self, module: Any) -> None:
+        try:
+            super().exec_module(module)
+        except RuntimeError as error:
+            if self.declared or "operator torchvision::" not in str(error):
+                raise
+            self.declared.append(Library("torchvision", "FRAGMENT"))
+            for operator in ("nms", "qnms"):
+                self.declared[0].define(
+                    f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
+            for name in [name for name in sys.modules if name.startswith("torchvision.")]:
+                del sys.modules[name]
+            super().exec_module(module)

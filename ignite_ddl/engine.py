@@ -22,15 +22,16 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map
 
 from ignite_ddl.arguments import check_count
 from ignite_ddl.data import ShardedDataLoader, without_rows
+from ignite_ddl.divisor import n_rows
 from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.pipeline.one_stage import OneStage, as_stages, call
 from ignite_ddl.pipeline.pipeline import Pipeline
+from ignite_ddl.pipeline.structure import whole
 from ignite_ddl.precision import ScaledOptimizer, autocast_for, make_scaler
 from ignite_ddl.step import TrainingStep
 from ignite_ddl.tensor.gradients import redistribute_gradient
@@ -148,8 +149,9 @@ def create_supervised_trainer(
 
     Requirements on a mesh: run the trainer on the loader of ``ddl.auto_dataloader`` itself, which knows the rows of
     each rank (with a generator around it, losses would be means of means); ``loss_fn`` is a mean over rows, or
-    ``loss_divisor`` gives its divisor; under pp, ``x`` is one tensor. BatchNorm normalises over the rows of a dp rank
-    or a microbatch and refuses a single row, as in DDP; its running statistics are those of dp rank 0.
+    ``loss_divisor`` gives its divisor; under pp, each tensor of ``x`` and ``y`` has a row for each sample. BatchNorm
+    normalises over the rows of a dp rank or a microbatch and refuses a single row, as in DDP; its running statistics
+    are those of dp rank 0.
 
     Args:
         model: what ``ddl.auto_model`` returned.
@@ -265,6 +267,7 @@ def forward_backward(
     loss_divisor: str | Callable[[Any], Any] | None = None,
     scale: float = 1.0,
     last: bool = True,
+    amp_mode: str | None = None,
 ) -> tuple[Any, torch.Tensor]:
     """Forward, loss and backward of one batch with the mesh's weighting, in an update function of your own.
 
@@ -283,6 +286,7 @@ def forward_backward(
         scale: factor of the loss in the backward pass, such as 1 / number of accumulated batches. Default: 1.
         last: whether the model's optimizer steps next; False if another call adds to these gradients before.
             Default: True.
+        amp_mode: as in :func:`create_supervised_trainer`; the same in each call for a model.
 
     Returns:
         tuple: this rank's output (None where the last stage of a pipeline is elsewhere), and the loss of the global
@@ -322,7 +326,8 @@ def forward_backward(
         )
     step = engine.steps.get(id(model))
     if step is None:
-        step = engine.steps[id(model)] = TrainingStep(model, loss_divisor)
+        autocast = autocast_for(amp_mode, idist.device())
+        step = engine.steps[id(model)] = TrainingStep(model, loss_divisor, autocast=autocast)
     engine.weighted = True
     return step(engine.rows, x, y, loss_fn, scale, last)
 
@@ -398,7 +403,7 @@ def _choose_deterministic_algorithms() -> None:
 
 
 def _check_rows(x: Any) -> None:
-    if isinstance(x, torch.Tensor) and x.ndim and not len(x):
+    if not n_rows(x):
         raise ValueError(
             "this rank's batch has no rows: run the engine on the loader of ddl.auto_dataloader itself, which fills "
             "such a batch, and not on an iterator over it"
@@ -411,12 +416,8 @@ def _check_max_norm(max_norm: float) -> None:
 
 
 def _output(stages: Pipeline | OneStage, transform: Callable[[], Any]) -> Any:
-    return stages.from_last_stage(tree_map(_whole, transform()) if stages.is_last else None)
-
-
-def _whole(leaf: Any) -> Any:
-    """A plain tensor, as Ignite's metrics expect; only cut logits that output_transform returns are gathered."""
-    return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+    # Plain tensors, as Ignite's metrics expect; only cut logits that output_transform returns are gathered.
+    return stages.from_last_stage(whole(transform()) if stages.is_last else None)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:

@@ -30,6 +30,7 @@ from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages
 from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.pipeline.pipeline import Pipeline, reshard, share_buffers
 from ignite_ddl.pipeline.schedules import microbatches_for
+from ignite_ddl.pipeline.trace import TracedLayer
 from ignite_ddl.tensor.plan import apply_plan, check_plan
 from ignite_ddl.tensor.random import share_random_stream
 
@@ -56,7 +57,8 @@ def auto_model(
 
     Args:
         model: any module; where the mesh has a pp axis, an ``nn.Sequential`` or a module whose attribute
-            ``pipeline_layers`` lists the names of its layers, in order. Layers may be ``ddl.lazy``.
+            ``pipeline_layers`` lists the names of its layers, in order; for others see :func:`trace_layers`. Layers
+            may be ``ddl.lazy``.
         tensor_plan: globs of module names to styles, see :mod:`ignite_ddl.tensor`. Checked on every mesh.
         schedule: a name of ``ignite_ddl.pipeline.schedules.SCHEDULES``, default "1f1b". Used with pp.
         n_microbatches: microbatches per batch, default the number of stages. Used with pp.
@@ -211,6 +213,11 @@ def _check(
     costs: Sequence[float] | None,
 ) -> tuple[dict[str, ParallelStyle], Cut | None]:
     """The first phase: decides and checks everything, without making, changing or sending anything."""
+    if tp_size > 1 and any(isinstance(module, TracedLayer) for module in model.modules()):
+        raise ValueError(
+            "a model from ddl.trace_layers cannot be cut over tp, since tracing leaves operations in place of modules: "
+            "use pp and dp, or make the model an nn.Sequential"
+        )
     with LazyLayers(model).shapes_only():
         styles = check_plan(model, tensor_plan or {}, tp_size)
         cut = cut_into_stages(model, pp_size, schedule, n_microbatches, split, costs) if pp_size > 1 else None

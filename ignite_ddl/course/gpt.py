@@ -7,12 +7,14 @@ the 4·D in the middle of a block are that rank's part.
 
 from collections import OrderedDict
 
+import ignite.distributed as idist
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from ignite_ddl.course.models import _check_counts, _layers_at
+from ignite_ddl.pipeline.structure import whole
 from ignite_ddl.tensor.styles import Column, Row, Sequence, ShardedRandom, SharedInput, SplitSequence
 
 
@@ -180,31 +182,33 @@ class GPT(nn.Sequential):
 
 
 @torch.no_grad()
-def generate(model, ids, n, temperature=1.0, seed=0):
-    """Samples a continuation, token by token, from a whole model on one process.
+def generate(model, ids, n, temperature=1.0, seed=0, length=None):
+    """Samples a continuation, token by token; on a mesh every rank calls it and gets the same.
 
     Args:
-        model: A :class:`GPT`. For a sharded model, load its ``ddl.full_state_dict`` into one.
+        model: A :class:`GPT`, also one that ``ddl.auto_model`` has cut. The model reads all tokens again for each new
+            one: under pp each token takes a pass through all stages.
         ids: The prompt: a long tensor of shape (T,) or a list, at least one id.
         n: Number of tokens to sample.
         temperature: Divides the logits: below 1, likely tokens become more likely. Default: 1.0.
         seed: Of the samples; the global random stream is not used. Default: 0.
+        length: Number of last tokens that the model reads. Default: ``model.length``, which a model that DDP has
+            wrapped or pp has cut does not have.
 
     Returns:
         A long tensor of shape (T + n,) on the CPU, including the prompt.
 
     Raises:
-        ValueError: If ``model`` is not a GPT, ``ids`` is empty, ``n`` is negative or ``temperature`` not positive.
+        ValueError: If ``length`` is not known, ``ids`` is empty, ``n`` is negative or ``temperature`` not positive.
 
     Example:
         >>> from ignite_ddl.course import GPT, generate
         >>> generate(GPT(vocabulary_size=8, length=4, width=8, n_heads=2, n_blocks=1), [1, 2], n=5).shape
         torch.Size([7])
     """
-    if not isinstance(model, GPT):
-        raise ValueError(
-            f"model is a {type(model).__name__}; it has to be a GPT, whole: load ddl.full_state_dict(model) into one"
-        )
+    length = getattr(model, "length", None) if length is None else length
+    if length is None:
+        raise ValueError(f"length is None, and a {type(model).__name__} has none: give the length of the GPT")
     if isinstance(n, bool) or not isinstance(n, int) or n < 0:
         raise ValueError(f"n is {n!r}; it has to be a whole number of at least 0")
     if not temperature > 0:
@@ -212,12 +216,11 @@ def generate(model, ids, n, temperature=1.0, seed=0):
     ids = torch.as_tensor(ids).long()
     if ids.ndim != 1 or not len(ids):
         raise ValueError(f"ids has the shape {tuple(ids.shape)}; it has to be a row of at least one id")
-    device = model.embed.position.device
     draws = torch.Generator().manual_seed(seed)
     training = model.training
     model.eval()
     for _ in range(n):
-        logits = model(ids[None, -model.length :].to(device))[0, -1]  # (V,), after the last token
+        logits = whole(model(ids[None, -length:].to(idist.device())))[0, -1]  # (V,), after the last token
         chances = (logits.double().cpu() / temperature).softmax(0)
         ids = torch.cat([ids, torch.multinomial(chances, 1, generator=draws)])
     model.train(training)

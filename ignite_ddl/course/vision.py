@@ -2,23 +2,19 @@
 
 import importlib
 
-import torch
-
-# torch forgets the declarations when the Library object that made them is collected, so it lives here.
-_declared = None
+from ignite_ddl.compat import repair_torchvision
 
 
 def import_torchvision():
-    """Imports torchvision, also a CUDA build with a CPU-only torch.
+    """Imports torchvision, also a CUDA build with a CPU-only torch; ranks of ``ddl.Parallel`` need no such call.
 
-    On Linux the default wheel of torchvision is a CUDA build. Beside a CPU-only torch its C++ operators
-    cannot load, and ``import torchvision`` ends in "operator torchvision::nms does not exist", because it
-    attaches shape rules to the operators ``nms`` and ``qnms`` (``qnms`` since 0.28). Where that happens,
-    this function declares the two without code and imports again. Datasets, transforms and models then
-    work; box operators (``torchvision.ops.nms`` and its like) raise torchvision's own message when they are
-    called. Where torchvision imports by itself, nothing is declared.
+    On Linux the default wheel of torchvision is a CUDA build. Beside a CPU-only torch its C++ operators cannot load,
+    and ``import torchvision`` ends in "operator torchvision::nms does not exist". Here the missing operators are
+    declared, without code: datasets, transforms and models work; box operators (``torchvision.ops.nms`` and its like)
+    raise torchvision's own message when they are called. Where torchvision imports by itself, nothing is declared.
 
-    Call it before the first ``import torchvision`` of a process. To call it again costs nothing.
+    Call it before the first ``import torchvision`` (or ``import transformers``, which imports it) of a process. To call
+    it again costs nothing.
 
     Returns:
         The module ``torchvision``.
@@ -33,13 +29,5 @@ def import_torchvision():
         >>> v2.CenterCrop(20)(torchvision.datasets.FakeData(1, (3, 28, 28))[0][0]).size
         (20, 20)
     """
-    global _declared
-    try:
-        return importlib.import_module("torchvision")
-    except RuntimeError as error:
-        if _declared is not None or "operator torchvision::" not in str(error):
-            raise
-    _declared = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
-        _declared.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    repair_torchvision()
     return importlib.import_module("torchvision")

@@ -25,7 +25,13 @@ import cloudpickle
 import ignite.distributed as idist
 import torch
 
-from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, recorded_calls, tell_ignite_nproc
+from ignite_ddl.compat import (
+    address_for_ignite,
+    hide_gpus_if_too_few,
+    recorded_calls,
+    repair_torchvision,
+    tell_ignite_nproc,
+)
 from ignite_ddl.launch.job import HAS_SIGNALS, MARK, Job, kill_who_left
 from ignite_ddl.mesh import initialize_mesh
 
@@ -106,6 +112,7 @@ def _set_up(job: Job, environ: dict[str, str]) -> None:
     linecache.cache.update({name: (len(lines), None, lines, name) for name, lines in job.sources.items()})
     if job.backend == "gloo":
         hide_gpus_if_too_few(job.nproc)
+    repair_torchvision()
     for module in job.modules:
         __import__(module)
 

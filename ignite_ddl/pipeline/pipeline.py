@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import ignite.distributed as idist
@@ -13,31 +15,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
+from ignite_ddl.divisor import n_rows
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, add_submodule, check_trains, named_layers, sequential
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
+from ignite_ddl.pipeline.structure import Structure, check_rows, flatten, joined, rows_of, whole
 from ignite_ddl.tensor.gradients import redistribute_gradient
 from ignite_ddl.tensor.random import draw_seed, random_stream
 
 __all__ = ["Pipeline", "reshard", "share_buffers"]
-_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-           torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]  # fmt: skip
-
-
 _SCHEDULES_KEPT = 16  # per pipeline, one for each shape of a batch; each holds receive buffers
 
 
 class Pipeline(nn.Module):
     """This rank's stages of a model, and the schedule that runs them. Made by ``ddl.auto_model``.
 
-    Parameters keep their names in the whole model. One tensor of any shape and dtype is sent between two stages, so
-    the layers at a border take one tensor and return one; a layer that works in place needs an attribute ``inplace``.
-    Targets are one tensor too, cut by rows like the input.
+    Parameters keep their names in the whole model. A layer takes one value and returns one: a tensor, or tensors and
+    plain values in tuples, lists and dicts, so that a mask or a skip connection travels along. Each tensor of the input
+    and of the targets has a row for each sample. A layer that works in place needs an attribute ``inplace``.
 
-    A schedule is set up for each shape of the input, by an extra batch, and the last 16 are kept: padding to many
-    lengths takes time. The set-up depends on which stages have trainable weights: after freezing or unfreezing a stage,
-    call :meth:`forget_schedules` on every rank; otherwise the next step raises an error.
+    A schedule is set up for each shape of the input, by an extra forward pass of a microbatch, and the last 16 are
+    kept: padding to many lengths takes time. The set-up depends on which stages have trainable weights: after freezing
+    or unfreezing a stage, call :meth:`forget_schedules` on every rank; otherwise the next step raises an error.
 
     "interleaved_zero_bubble", "zbv" and "dualpipev" compute the gradients of weights separately from those of the
     stage's input. They refuse a stage without trainable weights, and fail if the stage's output depends on a weight in
@@ -67,15 +68,10 @@ class Pipeline(nn.Module):
                 add_submodule(self, name, layer)
             if s > 0 and any(getattr(module, "inplace", False) for module in stage.modules()):
                 stage.register_forward_pre_hook(_copied)
-            if s + 1 < len(cut.owners):
-                stage.register_forward_hook(_without_gaps)
-            if SCHEDULES[cut.schedule].split_backward:
-                stage.register_forward_hook(_no_view)
         self._no_weights = [nn.Parameter(torch.empty(0), requires_grad=False)]  # in a list: not registered
         self._schedules: dict[tuple, tuple[Any, _Loss]] = {}  # by shape and dtype of a batch
-        self._trained: dict[
-            int, bool
-        ] = {}  # whether a stage had trainable weights when schedules were set up
+        # Whether a stage had trainable weights when schedules were set up.
+        self._trained: dict[int, bool] = {}
 
     def __deepcopy__(self, memo: dict) -> Pipeline:
         """The same stages with weights of their own, as Ignite's EMAHandler makes them; on the same mesh."""
@@ -98,16 +94,16 @@ class Pipeline(nn.Module):
 
     def train_step(
         self,
-        x: torch.Tensor,
-        y: torch.Tensor,
+        x: Any,
+        y: Any,
         loss_fn: Callable[[Any, Any], torch.Tensor],
         autocast: contextlib.AbstractContextManager | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Any, torch.Tensor | None]:
         """One batch forward and backward through the schedule; gradients add up as after ``loss.backward()``.
 
         Args:
-            x: this data-parallel rank's rows, the same on each of its pp ranks.
-            y: their targets, a row for each.
+            x: this data-parallel rank's rows, the same on each of its pp ranks: tensors in any structure.
+            y: their targets, a row for each: tensors in any structure.
             loss_fn: takes a microbatch's output and targets and returns a term of the loss; the terms are added.
             autocast: the context of forward passes and losses, such as ``torch.autocast``. Default: none.
 
@@ -116,40 +112,43 @@ class Pipeline(nn.Module):
             last stage; (None, None) on the others.
 
         Raises:
-            ValueError: if ``x`` or ``y`` is not a tensor, they have different numbers of rows or none, or a stage was
-                frozen or unfrozen since the first step (see :meth:`forget_schedules`).
+            ValueError: if a tensor of ``x`` or ``y`` has no rows or another number of them, a stage returns what
+                cannot be sent, or a stage was frozen or unfrozen since the first step (see :meth:`forget_schedules`).
         """
-        _check_is_tensor("x", x)
-        _check_is_tensor("y", y)
-        if not x.ndim or not y.ndim or len(x) != len(y) or not len(x):
-            raise ValueError(
-                f"x and y should have a row for each sample, but have shapes {tuple(x.shape)} and {tuple(y.shape)}"
-            )
-        key = tuple(x.shape), x.dtype, getattr(autocast, "fast_dtype", None)
+        rows = check_rows(x, y)
+        tensors, structure = flatten(x, "x")
+        known = repr((structure, [(tuple(t.shape), t.dtype) for t in tensors]))
+        key = rows, known, getattr(autocast, "fast_dtype", None)
         fresh = self._is_fresh(key)
-        schedule, loss = self._schedule_for(x, key, autocast or contextlib.nullcontext())
+        schedule, loss = self._schedule_for(x, rows, key, fresh, autocast or contextlib.nullcontext())
         for stage in self._stages.values():
             share_buffers(stage, self._mesh)
-        loss.loss_fn = loss_fn
+        loss.loss_fn, loss.y = loss_fn, y
         losses: list[torch.Tensor] | None = [] if self.is_last else None
-        # The first step of a schedule clears gradients: keep those of gradient accumulation.
+        # torch clears gradients in the first step of a schedule: keep those of gradient accumulation.
         kept = [(p, p.grad) for p in self.parameters() if p.grad is not None] if fresh else []
         for parameter, _ in kept:
             parameter.grad = None
         # All ranks draw one number from their common stream: it stays common whatever the stages draw.
         with random_stream(draw_seed()), self._explained():
             output = schedule.step(
-                *((x,) if 0 in self._stages else ()), target=y if self.is_last else None, losses=losses
+                *(tensors if 0 in self._stages else ()),
+                target=torch.arange(rows) if self.is_last else None,
+                losses=losses,
             )
         for parameter, grad in kept:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-        return (output, torch.stack(losses).sum().detach()) if self.is_last else (None, None)
+        if not self.is_last:
+            return None, None
+        return loss.structure.unflatten(output), torch.stack(losses).sum().detach()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
+            if "failed to run forward" in str(error) and error.__cause__ is not None:
+                raise error.__cause__ from None  # torch hides what a layer has raised behind the shapes of its input
             name = self._cut.schedule
             if SCHEDULES[name].split_backward and "backward through the graph a second time" in str(error):
                 raise RuntimeError(
@@ -173,51 +172,80 @@ class Pipeline(nn.Module):
         self.forget_schedules()
         return super().requires_grad_(requires_grad)
 
-    def forward_only(self, x: torch.Tensor) -> torch.Tensor | None:
+    def forward_only(self, x: Any) -> Any:
         """The output for all rows on the rank with the last stage, None elsewhere; without gradients.
 
         It runs the stages itself, because torch's schedules run their backward passes in evaluation too (zbv fails).
         """
-        _check_is_tensor("x", x)
-        me, outputs, sent = self._mesh.pp_rank, [], []
         for stage in self._stages.values():
             share_buffers(stage, self._mesh)
         with torch.no_grad():
-            for hidden in x.tensor_split(min(self._cut.n_microbatches, max(1, len(x)))):
-                for s, stage in self._stages.items():
-                    if s > 0 and self._cut.owners[s - 1] != me:
-                        hidden = self._receive(self._cut.owners[s - 1])
-                    hidden = stage(hidden)
-                    if s + 1 == len(self._cut.owners):
-                        outputs.append(hidden)
-                    elif self._cut.owners[s + 1] != me:
-                        sent += self._send(hidden, self._cut.owners[s + 1])
-            for work, _ in sent:
-                work.wait()
+            rows = n_rows(x)
+            n = min(self._cut.n_microbatches, max(1, rows))
+            ends = [rows * i // n for i in range(n + 1)]
+            microbatches = [rows_of(x, first, end) for first, end in itertools.pairwise(ends)]
+            outputs = self._pass(microbatches, lambda s, given: self._stages[s](given))
         for stage in self._stages.values():
             reshard(stage)
-        return torch.cat(outputs) if outputs else None
+        return joined(outputs) if outputs else None
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: Any) -> Any:
         """The output for all rows, on every pp rank, without gradients."""
-        return self.from_last_stage(self.forward_only(x))
+        return self.from_last_stage(whole(self.forward_only(x)))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Hugging Face's ``generate`` needs the whole model and its cache in each step.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "a pipeline cannot run Hugging Face's generate, which calls the whole model with a cache of keys and "
+            "values: load ddl.full_state_dict(model) into a whole model, use dp and tp only, or call the model on the "
+            "last tokens in a loop, as ignite_ddl.course.generate does"
+        )
+
+    def _pass(self, microbatches: list[Any], run: Callable[[int, Any], Any]) -> list[Any]:
+        """Passes microbatches through the stages in order: what the last stage returns, on its rank."""
+        me, owners, outputs, sent = self._mesh.pp_rank, self._cut.owners, [], []
+        for value in microbatches:
+            for s in self._stages:
+                if s > 0 and owners[s - 1] != me:
+                    value = self._receive(owners[s - 1])
+                value = run(s, value)
+                if s + 1 == len(owners):
+                    outputs.append(value)
+                elif owners[s + 1] != me:
+                    sent += self._send(value, owners[s + 1], self._cut.describe(s))
+        for work, _ in sent:
+            work.wait()
+        return outputs
 
     def _peer(self, pp_rank: int) -> int:
         return self._mesh.rank_at(**(self._mesh.coordinates(self._mesh.rank) | {"pp": pp_rank}))
 
-    def _send(self, tensor: torch.Tensor, pp_rank: int) -> list[tuple[dist.Work, torch.Tensor]]:
-        header = torch.zeros(10, dtype=torch.long, device=tensor.device)
-        header[: tensor.ndim + 2] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
-        tensors = [header, tensor.contiguous()]
-        return [(dist.isend(t, self._peer(pp_rank), group=self._mesh.pp_group), t) for t in tensors]
+    def _send(self, value: Any, pp_rank: int, stage: str) -> list[tuple[dist.Work, torch.Tensor]]:
+        tensors, structure = flatten(value, stage)
+        header = pickle.dumps((structure, [(t.shape, t.dtype, t.requires_grad) for t in tensors]))
+        device = idist.device()
+        first = [
+            torch.tensor([len(header)], device=device),
+            torch.frombuffer(bytearray(header), dtype=torch.uint8),
+        ]
+        parts = [*(part.to(device) for part in first), *(t.detach().contiguous() for t in tensors)]
+        return [(dist.isend(t, self._peer(pp_rank), group=self._mesh.pp_group), t) for t in parts]
 
-    def _receive(self, pp_rank: int) -> torch.Tensor:
-        header = torch.zeros(10, dtype=torch.long, device=idist.device())
-        dist.recv(header, self._peer(pp_rank), group=self._mesh.pp_group)
-        dtype, ndim, *shape = header.tolist()
-        tensor = torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=idist.device())
-        dist.recv(tensor, self._peer(pp_rank), group=self._mesh.pp_group)
-        return tensor
+    def _receive(self, pp_rank: int) -> Any:
+        def received(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            tensor = torch.empty(shape, dtype=dtype, device=idist.device())
+            dist.recv(tensor, self._peer(pp_rank), group=self._mesh.pp_group)
+            return tensor
+
+        header = received([int(received([1], torch.long))], torch.uint8)
+        structure, known = pickle.loads(bytes(header.tolist()))
+        return structure.unflatten(
+            [received(shape, dtype).requires_grad_(needs_grad) for shape, dtype, needs_grad in known]
+        )
 
     def from_last_stage(self, value: Any) -> Any:
         """Sends a value from the rank with the last stage to its pp peers."""
@@ -329,7 +357,7 @@ class Pipeline(nn.Module):
         return fresh
 
     def _schedule_for(
-        self, x: torch.Tensor, key: tuple, autocast: contextlib.AbstractContextManager
+        self, x: Any, rows: int, key: tuple, fresh: bool, autocast: contextlib.AbstractContextManager
     ) -> tuple[Any, _Loss]:
         """torch's stages and schedules are for one shape: one set for each shape, kept alike on all ranks."""
         for s, was in self._trained.items():
@@ -339,41 +367,76 @@ class Pipeline(nn.Module):
                     "schedule was set up: after freezing or unfreezing a stage, call the model's forget_schedules() on "
                     "every rank"
                 )
-        if key in self._schedules:
+        if not fresh:
             self._schedules[key] = self._schedules.pop(key)  # moved to the end: used last
-        else:
-            n, name = microbatches_for(
-                len(x), self._cut.n_microbatches, self._cut.schedule, self._mesh.pp_size
+            return self._schedules[key]
+        n, name = microbatches_for(rows, self._cut.n_microbatches, self._cut.schedule, self._mesh.pp_size)
+        for s, stage in self._stages.items():
+            check_trains(self._cut, s, stage)
+            alone = self._mesh.dp_size > 1 and not isinstance(stage, FSDPModule)
+            if alone and any(p.requires_grad for p in stage.parameters()):
+                raise ValueError(
+                    f"{self._cut.describe(s)} was frozen when the model was cut, so that nothing "
+                    "averages its gradients over dp: freeze it after ddl.auto_model"
+                )
+        self._trained = {
+            s: any(p.requires_grad for p in stage.parameters()) for s, stage in self._stages.items()
+        }
+        if len(self._schedules) == _SCHEDULES_KEPT:
+            del self._schedules[next(iter(self._schedules))]
+        # Here, since importing torch's schedules takes a second.
+        from torch.distributed.pipelining import schedules
+
+        from ignite_ddl.pipeline.stage import Stage
+
+        known = SCHEDULES[name]
+        interfaces = self._interfaces(rows_of(x, 0, rows // n), autocast)
+        stages = [
+            Stage(
+                module,
+                self._cut.describe(s),
+                s,
+                len(self._cut.owners),
+                idist.device(),
+                self._mesh.pp_group,
+                *interfaces[s],
+                autocast,
+                known.split_backward,
             )
-            for s, stage in self._stages.items():
-                check_trains(self._cut, s, stage)
-                alone = self._mesh.dp_size > 1 and not isinstance(stage, FSDPModule)
-                if alone and any(p.requires_grad for p in stage.parameters()):
-                    raise ValueError(
-                        f"{self._cut.describe(s)} was frozen when the model was cut, so that nothing "
-                        "averages its gradients over dp: freeze it after ddl.auto_model"
-                    )
-            self._trained = {
-                s: any(p.requires_grad for p in stage.parameters()) for s, stage in self._stages.items()
-            }
-            if len(self._schedules) == _SCHEDULES_KEPT:
-                del self._schedules[next(iter(self._schedules))]
-            # Here, since importing torch's schedules takes a second.
-            from torch.distributed.pipelining import schedules
-
-            from ignite_ddl.pipeline.stage import Stage
-
-            stages = [
-                Stage(module, s, len(self._cut.owners), idist.device(), group=self._mesh.pp_group)
-                for s, module in self._stages.items()
-            ]
-            for stage in stages:
-                stage.autocast = autocast
-            loss, known = _Loss(autocast), SCHEDULES[name]
-            make = getattr(schedules, known.torch_class)
-            given = stages if known.stages_per_rank > 1 else stages[0]
-            self._schedules[key] = make(given, n, loss_fn=loss, scale_grads=False), loss
+            for s, module in self._stages.items()
+        ]
+        loss = _Loss(autocast, interfaces[max(interfaces)][1].structure)
+        given = stages if known.stages_per_rank > 1 else stages[0]
+        make = getattr(schedules, known.torch_class)
+        self._schedules[key] = make(given, n, loss_fn=loss, scale_grads=False), loss
         return self._schedules[key]
+
+    def _interfaces(self, x: Any, autocast: contextlib.AbstractContextManager) -> dict[int, tuple[Any, Any]]:
+        """What each stage takes and returns, which torch has to know before it sends: by a microbatch, forward."""
+        from ignite_ddl.pipeline.stage import Interface
+
+        found = {}
+
+        def run(s: int, given: Any) -> Any:
+            given = tree_map(_leaf, given)
+            output = self._stages[s](given)
+            what = self._cut.describe(s)
+            found[s] = Interface.of(given, what), Interface.of(output, what)
+            if s + 1 == len(self._cut.owners):
+                joined([output])  # refuses what has no rows, before anything is computed in vain
+            return output
+
+        modules = [module for stage in self._stages.values() for module in stage.modules()]
+        kept = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
+        for module, name, buffer in kept:  # BatchNorm's statistics
+            module._buffers[name] = buffer.clone()
+        with random_stream(0), torch.enable_grad(), autocast:
+            self._pass([x], run)
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer
+        for stage in self._stages.values():
+            reshard(stage)
+        return found
 
 
 def reshard(root: nn.Module) -> None:
@@ -384,23 +447,21 @@ def reshard(root: nn.Module) -> None:
 
 
 class _Loss:
-    """The loss of the current batch: torch needs a loss when a schedule is made, but its weights differ by batch."""
+    """The loss of the current batch: torch needs a loss when a schedule is made, but its weights differ by batch.
 
-    def __init__(self, autocast: contextlib.AbstractContextManager) -> None:
+    torch cuts targets that are one tensor: it gets row numbers.
+    """
+
+    def __init__(self, autocast: contextlib.AbstractContextManager, structure: Structure) -> None:
         self.loss_fn: Callable | None = None
-        self.autocast = autocast
+        self.y: Any = None
+        self.autocast, self.structure = autocast, structure
 
-    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def __call__(self, output: tuple[torch.Tensor, ...], rows: torch.Tensor) -> torch.Tensor:
         with self.autocast:
-            return self.loss_fn(output, target)
-
-
-def _check_is_tensor(name: str, given: Any) -> None:
-    if not isinstance(given, torch.Tensor):
-        raise ValueError(
-            f"{name} should be one tensor where the mesh has a pp axis, but given a {type(given).__name__}: it is cut "
-            "into microbatches; compute a mask and the like in the first layer"
-        )
+            return self.loss_fn(
+                self.structure.unflatten(output), rows_of(self.y, int(rows[0]), int(rows[-1]) + 1)
+            )
 
 
 def _copies_of_shared_layers(
@@ -420,19 +481,11 @@ def _copies_of_shared_layers(
 
 def _copied(stage: nn.Module, inputs: tuple) -> tuple:
     """A layer that works in place needs a copy: the stage's input is a leaf, or the output of its neighbour."""
-    return tuple(x.clone() for x in inputs)
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, inputs)
 
 
-def _without_gaps(stage: nn.Module, inputs: Any, output: Any) -> Any:
-    """What is sent to the next stage: after attention, dims may stand in another order in memory."""
-    return output.contiguous() if isinstance(output, torch.Tensor) else output
-
-
-def _no_view(stage: nn.Module, inputs: Any, output: Any) -> Any:
-    """Copies a view, such as a Linear's output for 3-D input, which torch's split backward cannot detach in place."""
-    if not isinstance(output, torch.Tensor) or not output._is_view():
-        return output
-    return output.clone(memory_format=torch.contiguous_format)
+def _leaf(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,46 +11,103 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from ignite_ddl.pipeline.structure import Structure, flatten
 from ignite_ddl.tensor.random import random_stream
 
-__all__ = ["Stage"]
+__all__ = ["Interface", "Stage"]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What a stage takes or returns: its structure, and its tensors on the meta device."""
+
+    structure: Structure
+    tensors: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, tree: Any, what: str) -> Interface:
+        """That of a value."""
+        tensors, structure = flatten(tree, what)
+        empty = [
+            torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad) for t in tensors
+        ]
+        return cls(structure, tuple(empty))
 
 
 class Stage(PipelineStage):
-    """torch's stage, with a random stream for each microbatch of each stage, independent of the schedule's order.
+    """torch's stage: with a random stream for each microbatch of each stage, whatever the schedule's order, and with
+    tuples, lists and dicts between stages, of which torch sends the tensors.
 
-    Before its first step, torch 2.11 sends a message to the rank of each neighbour stage, which gloo refuses if this
-    rank holds that stage too.
+    Args:
+        module: the layers.
+        name: the stage in error messages.
+        index: its number.
+        n_stages: the number of stages.
+        device: where it runs.
+        group: the pp group.
+        takes: what it takes.
+        returns: what it returns; torch runs no batch of its own to find out.
+        autocast: the context of forward passes.
+        split_backward: whether the schedule computes the gradients of weights separately.
     """
 
-    autocast: contextlib.AbstractContextManager  # of forward passes
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        index: int,
+        n_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        takes: Interface,
+        returns: Interface,
+        autocast: contextlib.AbstractContextManager,
+        split_backward: bool,
+    ) -> None:
+        super().__init__(
+            module,
+            index,
+            n_stages,
+            device,
+            input_args=takes.tensors,
+            output_args=returns.tensors,
+            group=group,
+        )
+        self.name, self.takes, self.returns = name, takes, returns
+        self.autocast, self.split_backward = autocast, split_backward
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         seed = torch.initial_seed() + 2**20 * self.stage_index + fwd_chunk_id  # of the batch
         with random_stream(seed), self.autocast:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
+    def forward_maybe_with_nosync(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output = self.submod(self.takes.structure.unflatten(given))
+        tensors, structure = flatten(output, self.name)
+        shapes, expected = (tuple((t.shape, t.dtype) for t in of) for of in (tensors, self.returns.tensors))
+        if structure != self.returns.structure or shapes != expected:
+            raise ValueError(
+                f"{self.name} should return the same shapes, dtypes and plain values for each microbatch of a batch, "
+                f"since its neighbour expects them, but returned {_say(structure, shapes)} after "
+                f"{_say(self.returns.structure, expected)}: pad, or return what varies as a tensor"
+            )
+        return tuple(self._sendable(tensor, given) for tensor in tensors)
+
+    def _sendable(self, tensor: torch.Tensor, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Without gaps in memory, as after attention; and, for torch's backward pass, no input and no view."""
+        passed_on = any(tensor is one for one in given)
+        if passed_on or (
+            self.split_backward and tensor._is_view()
+        ):  # such as a Linear's output for 3-D input
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor.contiguous()
+
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # Before its first step, torch 2.11 sends a message to the rank of each neighbour stage, which gloo refuses if
+        # this rank holds that stage too.
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        # torch runs an extra forward pass to learn shapes, which should not change BatchNorm's statistics.
-        modules = list(self.submod.modules())
-        own = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
-        for module, name, buffer in own:
-            module._buffers[name] = buffer.clone()
-        # Its input is uninitialised memory, which may hold numbers that are no row of an embedding: use zeros.
-        zeros = self.submod.register_forward_pre_hook(_zeros, prepend=True) if self.stage_index > 0 else None
-        with self.autocast:
-            prepared = super()._prepare_forward_infra(*args, **kwargs)
-        if zeros is not None:
-            zeros.remove()
-        for module, name, buffer in own:
-            module._buffers[name] = buffer
-        return prepared
 
-
-def _zeros(stage: nn.Module, inputs: tuple) -> None:
-    with torch.no_grad():
-        for x in inputs:
-            x.zero_()
+def _say(structure: Structure, shapes: tuple) -> str:
+    plain = [value for value in structure.plain if value is not ...]
+    return f"{[(tuple(shape), dtype) for shape, dtype in shapes]}" + (f" and {plain}" if plain else "")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import ignite_ddl as ddl
 import ignite_ddl.course.data as data
 from ignite_ddl.course.data import CLASSES, fashion_mnist, fashion_mnist_tensors, normalise
 from ignite_ddl.course.vision import import_torchvision
@@ -80,12 +81,24 @@ def test_nothing_is_declared_where_the_operators_load():
         boxes, scores = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 2], [5, 5, 6, 6]]), torch.tensor([0.9, 0.8, 0.7])
         before = torch.ops.torchvision.nms(boxes, scores, 0.5)  # the real one's [0, 2], or the [0] above
 
-        import ignite_ddl.course.vision as vision
-        vision.import_torchvision()
+        from ignite_ddl import compat
+        from ignite_ddl.course.vision import import_torchvision
+        import_torchvision()
         kept = torch.ops.torchvision.nms(boxes, scores, 0.5)
-        print(vision._declared, kept.tolist() == before.tolist(), kept.tolist() in ([0, 2], [0]))
+        print(compat._LoadTorchvision.declared, kept.tolist() == before.tolist(), kept.tolist() in ([0, 2], [0]))
     """
-    assert prints(code) == ["None True True"]
+    assert prints(code) == ["[] True True"]
+
+
+@pytest.mark.slow  # ranks that import torchvision
+def test_ranks_import_torchvision_by_themselves():
+    def draws(local_rank):
+        import torchvision
+
+        return len(torchvision.datasets.FakeData(3))
+
+    with ddl.Parallel("gloo", nproc_per_node=2, timeout=60, threads_per_rank=1) as parallel:
+        assert parallel.run(draws) == [3, 3]
 
 
 def test_other_import_errors_come_through(monkeypatch):

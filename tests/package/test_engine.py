@@ -60,18 +60,3 @@ def test_a_batch_without_rows_that_is_not_the_loaders():
     parallel = ddl.Parallel("gloo", nproc_per_node=2, timeout=60, threads_per_rank=1)
     with pytest.raises(ddl.RankError, match="this rank's batch has no rows: run the engine on the loader of"):
         parallel.run(made_of_a_loader)
-
-
-def two_inputs(local_rank):
-    model = ddl.auto_model(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
-
-    def prepare(batch, device, non_blocking):
-        return (batch[0], batch[0]), batch[1]
-
-    trainer(model, prepare_batch=prepare).run(ddl.auto_dataloader(ROWS, batch_size=4))
-
-
-def test_one_tensor_goes_through_a_pipeline():
-    parallel = ddl.Parallel("gloo", nproc_per_node=2, pp=2, timeout=60, threads_per_rank=1)
-    with pytest.raises(ddl.RankError, match="x should be one tensor .* but given a tuple"):
-        parallel.run(two_inputs)

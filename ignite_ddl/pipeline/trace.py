@@ -1,0 +1,238 @@
+"""Layers for a model that is no row of layers, such as a U-Net: by torch's tracing front end for pipelines."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
+
+__all__ = ["TracedLayer", "trace_layers"]
+
+
+def trace_layers(model: nn.Module, x: Any, before: Sequence[str]) -> nn.Sequential:
+    """Cuts any model that ``torch.export`` can trace into layers that ``ddl.auto_model`` can pipeline.
+
+    The model's operations are recorded by ``torch.distributed.pipelining``, once in training and once in evaluation
+    mode. What a later layer needs of an earlier one, such as a skip connection or the input's mask, travels through the
+    layers between. Parameters and buffers are those of the model, tied ones too; a parameter that the model does not
+    use is in the first layer. Their names get the number of the layer in front: "1.decoder.weight".
+
+    What Python decides while the model is traced stays as it is: a choice by a random number of Python's, a flag that
+    is changed later. A choice by values of tensors is refused. Rows: at least 2 for tracing, any number
+    number later; all other sizes stay those of ``x``, so pad to one length. On a GPU, trace there.
+
+    Args:
+        model: the model, called with one argument.
+        x: an input with at least two rows: tensors with a row for each sample, in any structure.
+        before: names of modules, each called once, in the order of their calls: a layer begins with the call of each.
+
+    Returns:
+        nn.Sequential: the layers, ``len(before) + 1``; also the whole model, on one process and on any mesh without tp.
+
+    Raises:
+        ValueError: if the model cannot be traced, ``x`` has fewer than two rows, or the model does not call the modules
+            of ``before`` once each, in this order.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            class Skips(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.down, self.middle, self.up = (torch.nn.Linear(4, 4) for _ in range(3))
+
+                def forward(self, x):
+                    skip = self.down(x).relu()
+                    return self.up(skip + self.middle(skip).relu())
+
+            model, x = Skips(), torch.ones(2, 4)
+            layers = ddl.trace_layers(model, x, before=["middle", "up"])
+            assert len(layers) == 3 and torch.equal(layers(x), model(x))
+            ddl.check_model(layers, pp=3)
+    """
+    leaves = tree_leaves(x)
+    shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes) or shapes[0][0] < 2:
+        raise ValueError(
+            f"x should hold tensors with a row for each of at least two samples, but given shapes {shapes}"
+        )
+    modules = dict(model.named_modules())
+    unknown = [name for name in before if not name or name not in modules]
+    if isinstance(before, str) or not before or unknown:
+        raise ValueError(
+            f"before should list names of modules of the model, but given {before!r}; it has "
+            f"{', '.join(name for name in modules if name)}"
+        )
+    was = [(module, module.training) for module in modules.values()]
+    try:
+        traces = {training: _Trace(model.train(training), x, before) for training in (True, False)}
+    finally:
+        for module, training in was:
+            module.training = training
+    layers = [
+        TracedLayer({mode: trace.parts[i] for mode, trace in traces.items()}) for i in range(len(before) + 1)
+    ]
+    own = dict(_tensors_of(model))
+    used = {name for layer in layers for name in layer.uses}
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in own.items():
+        names_of.setdefault(id(tensor), []).append(name)
+    kept = model.state_dict()
+    unused = [name for name, tensor in own.items() if name in kept and used.isdisjoint(names_of[id(tensor)])]
+    for i, layer in enumerate(layers):
+        for name in [*layer.uses, *(unused if i == 0 else ())]:
+            _register(layer, name, own[name], name in kept)
+    layers[0].takes = _kinds(leaves)
+    return nn.Sequential(*layers).train(model.training)
+
+
+class _Part:
+    """The operations of one layer in one mode, and the names of the values around it."""
+
+    def __init__(
+        self,
+        graph: nn.Module,
+        uses: list[str],
+        arguments: list[Any],
+        gives: dict[str, int | None],
+        passes: list[str],
+    ) -> None:
+        self.graph, self.arguments, self.gives, self.passes = graph, arguments, gives, passes
+        self.uses = uses
+        self.inputs: list[str] | None = None  # of the first layer
+        self.outputs: tuple[Any, TreeSpec] | None = None  # of the last layer
+
+    def __call__(self, given: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+        if self.inputs is not None:
+            given = dict(zip(self.inputs, tree_leaves(given), strict=True))
+        arguments = [given[a.name] if isinstance(a, torch.fx.Node) else a for a in self.arguments]
+        own = {name: tensors[name] for name in self.uses}
+        result = torch.func.functional_call(self.graph, own, tuple(arguments))
+        known = dict(given)
+        for name, place in self.gives.items():
+            known[name] = result if place is None else result[place]
+        if self.outputs is None:
+            return {name: known[name] for name in self.passes}
+        nodes, spec = self.outputs
+        return tree_unflatten([known[n.name] if isinstance(n, torch.fx.Node) else n for n in nodes], spec)
+
+
+class _Trace:
+    """A model's operations in one mode, in parts."""
+
+    def __init__(self, model: nn.Module, x: Any, before: Sequence[str]) -> None:
+        from torch.distributed.pipelining import Pipe, pipe_split  # here, since the import takes a second
+
+        calls: list[str] = []
+
+        def cut(name: str) -> Any:
+            def hook(*_: Any) -> None:
+                calls.append(name)
+                pipe_split()
+
+            return hook
+
+        hooks = [
+            model.get_submodule(name).register_forward_pre_hook(cut(name), prepend=True) for name in before
+        ]
+        rows = torch.export.Dim("rows", min=1)
+        dims = tree_map(lambda leaf: {0: rows} if isinstance(leaf, torch.Tensor) else None, x)
+        try:
+            program = torch.export.export(model, (x,), dynamic_shapes=(dims,))
+        except Exception as error:
+            first = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"torch.export cannot trace {type(model).__name__}, since its forward depends on values of tensors or "
+                f"on the number of rows, or does what export does not know ({first}): make it a row of layers instead, "
+                "an nn.Sequential"
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if calls != list(before):
+            raise ValueError(
+                f"before should list modules that the model calls once each, in their order, but of {list(before)} it "
+                f"called {calls}"
+            )
+        graph = Pipe._from_traced(model, program).split_gm
+        self.parts = _parts(graph, program.call_spec.out_spec, model)
+
+
+def _parts(graph: torch.fx.GraphModule, out_spec: TreeSpec, model: nn.Module) -> list[_Part]:
+    nodes = list(graph.graph.nodes)
+    calls = [node for node in nodes if node.op == "call_module"]
+    inputs = [node.name for node in nodes if node.op == "placeholder"]
+    [output] = [node.args[0] for node in nodes if node.op == "output"]
+    own = dict(_tensors_of(model))
+    read = [{a.name for a in call.args if isinstance(a, torch.fx.Node)} for call in calls]
+    read.append({a.name for a in tree_leaves(output) if isinstance(a, torch.fx.Node)})
+    parts, known = [], dict.fromkeys(inputs)
+    for i, call in enumerate(calls):
+        picked = [user for user in call.users if user.target is operator.getitem]
+        gives = {user.name: user.args[1] for user in picked} if picked else {call.name: None}
+        known |= dict.fromkeys(gives)
+        later = set().union(*read[i + 1 :])
+        operations = getattr(graph, call.target)
+        uses = [name for name, _ in _tensors_of(operations) if name in own]  # the others are constants
+        for name in uses:  # it gets the layer's at each call, and keeps none
+            empty, (prefix, _, last) = torch.empty_like(own[name], device="meta"), name.rpartition(".")
+            kept = nn.Parameter(empty, False) if isinstance(own[name], nn.Parameter) else empty
+            setattr(operations.get_submodule(prefix), last, kept)
+        parts.append(_Part(operations, uses, list(call.args), gives, [n for n in known if n in later]))
+    parts[0].inputs, parts[-1].outputs = inputs, (tree_leaves(output), out_spec)
+    return parts
+
+
+class TracedLayer(nn.Module):
+    """A part of a traced model, with its parameters and buffers under their names in the model."""
+
+    takes: list[Any] | None = None  # of the first layer: shapes of a row and dtypes, and plain values
+
+    def __init__(self, parts: dict[bool, _Part]) -> None:
+        super().__init__()
+        self._parts = parts  # in a dict: the graphs' own parameters are not registered
+        self.uses = list(dict.fromkeys(name for part in parts.values() for name in part.uses))
+
+    def forward(self, given: Any) -> Any:
+        if self.takes is not None:
+            _check_input(given, self.takes)
+        return self._parts[self.training](given, dict(_tensors_of(self)))
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers with all their names."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def _check_input(given: Any, takes: list[Any]) -> None:
+    found = _kinds(tree_leaves(given))
+    if found != takes:
+        raise ValueError(
+            f"the input of a model from ddl.trace_layers should have rows of {takes}, as when it was traced, but given "
+            f"{found}: pad to one length, or trace again"
+        )
+
+
+def _kinds(leaves: Sequence[Any]) -> list[Any]:
+    return [
+        (tuple(leaf.shape[1:]), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+    ]
+
+
+def _register(layer: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
+    *parents, last = name.split(".")
+    for parent in parents:
+        if parent not in layer._modules:
+            layer.add_module(parent, nn.Module())
+        layer = layer._modules[parent]
+    if isinstance(tensor, nn.Parameter):
+        layer.register_parameter(last, tensor)
+    else:
+        layer.register_buffer(last, tensor, persistent)
