@@ -116,3 +116,74 @@ def test_files_of_transformers_go_straight_onto_a_mesh(tmp_path, axes, options, 
     with ddl.Parallel("gloo", nproc_per_node=n, threads_per_rank=1, timeout=100, **axes) as parallel:
         for losses in parallel.run(loaded, tmp_path, tied, options):
             assert losses == pytest.approx(alone, abs=1e-12)
+
+
+def generated(local_rank, options):
+    """Ten tokens of transformers' own generate, with its cache, in two ways; and those of a pipeline's loop."""
+    torch.manual_seed(0)
+    model, ids = new_llama(True).double().eval(), torch.tensor([[1, 2, 3], [5, 4, 3]])
+    model = ddl.auto_model(model, **options)
+    model = getattr(model, "module", model)  # of DDP
+    torch.manual_seed(1)
+    greedy = model.generate(ids, max_new_tokens=10, do_sample=False, use_cache=True, pad_token_id=0)
+    drawn = model.generate(ids, max_new_tokens=10, do_sample=True, pad_token_id=0)
+    return greedy.tolist(), drawn.tolist()
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [({"dp": 2}, {}), ({"dp": 2}, {"shard": True}), ({"tp": 2}, {"tensor_plan": PLAN})],
+    ids=["dp2", "dp2 shard", "tp2"],
+)
+def test_generate_of_transformers_gives_the_tokens_of_one_process(axes, options):
+    alone = generated(0, {})
+    with ddl.Parallel("gloo", nproc_per_node=2, threads_per_rank=1, timeout=100, **axes) as parallel:
+        assert parallel.run(generated, options) == [alone, alone]
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(**x, use_cache=False).logits
+
+
+def traced(local_rank, n_ranks):
+    """Losses of three steps of transformers' T5 in a pipeline: an encoder and a decoder with one embedding."""
+    import_torchvision()
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0)
+    model = Logits(T5ForConditionalGeneration(config).double())
+    ids = torch.randint(1, 50, (10, 9), generator=torch.Generator().manual_seed(1))
+    x = {"input_ids": ids[:, :8], "attention_mask": (ids[:, :8] > 5).long(), "decoder_input_ids": ids[:, :8]}
+    if n_ranks > 1:
+        first = {name: tensor[:2] for name, tensor in x.items()}
+        before = ["model.encoder.block.1", "model.decoder.block.0", "model.decoder.block.1"]
+        model = ddl.trace_layers(model, first, before)
+    pipeline = ddl.auto_model(model, schedule="interleaved_1f1b", n_microbatches=4)
+    optimizer = ddl.auto_optim(torch.optim.SGD(pipeline.parameters(), lr=0.1))
+    losses, engine = [], ddl.MeshEngine(lambda engine, batch: None)
+    for rows in (slice(8), slice(8), slice(8, 10)):
+        optimizer.zero_grad()
+        part = {name: tensor[rows] for name, tensor in x.items()}
+        _, loss = ddl.forward_backward(
+            engine,
+            pipeline,
+            part,
+            ids[rows, 1:],
+            lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
+        )
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_t5_is_traced_and_trained_in_a_pipeline():
+    alone = traced(0, 1)
+    with ddl.Parallel("gloo", nproc_per_node=2, pp=2, threads_per_rank=1, timeout=200) as parallel:
+        for losses in parallel.run(traced, 2):
+            assert losses == pytest.approx(alone, abs=1e-12)

@@ -390,7 +390,8 @@ Each number is the worst of `ddl.check_parity`: three steps of SGD in float64 be
 second batch; of every loss, gradient and weight the largest difference, relative to the largest of its kind. Models \
 are as their libraries make them, small ({ROWS} rows, 2 blocks of width {WIDTH}, {HEADS} heads, images of {SIDE} × \
 {SIDE}). Under pp it is an `nn.Sequential` of the model's own blocks, whose output equals the model's; as it comes, \
-each is refused there (below), and so is the U-Net, whose connections skip stages.
+each is refused there (below), and so is the U-Net, whose connections skip stages: `ddl.trace_layers` cuts such
+models (tests/package/test_trace.py, tests/test_huggingface.py).
 
 | model | {" | ".join(MESHES)} |
 |---|{"---|" * len(MESHES)}

@@ -60,7 +60,8 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if not isinstance(model, nn.Sequential):
             raise ValueError(
                 f"model should be an nn.Sequential under pp, but given {kind}: stages are cut between its layers; "
-                "or give it an attribute pipeline_layers with the names of its layers, in order"
+                "or give it an attribute pipeline_layers with the names of its layers, in order, or cut it by "
+                "ddl.trace_layers"
             )
         if type(model).forward is not nn.Sequential.forward:
             raise ValueError(

@@ -22,8 +22,8 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str]) -> nn.Sequenti
     use is in the first layer. Their names get the number of the layer in front: "1.decoder.weight".
 
     What Python decides while the model is traced stays as it is: a choice by a random number of Python's, a flag that
-    is changed later. A choice by values of tensors is refused. Rows: at least 2 for tracing, any number
-    number later; all other sizes stay those of ``x``, so pad to one length. On a GPU, trace there.
+    is changed later. A choice by values of tensors is refused. The number of rows may differ later, all other sizes
+    stay those of ``x``: pad to one length. On a GPU, trace there.
 
     Args:
         model: the model, called with one argument.
