@@ -596,7 +596,7 @@ def cannot_be_sent(local_rank, layers):
     ("layers", "said"),
     [
         ([Counts(4, 4), First()], r"same shapes, dtypes and plain values .* and \[2\] after .* and \[0\]"),
-        ([Counts(4, 4, bias=False), First()], r"same shapes, .* \(2, 4\), .* after .*\(0, 4\)"),
+        ([Counts(4, 4, bias=False), First()], r"same shapes, .*\(2, 4\), .* after .*\(0, 4\)"),
         ([Holds(4, 4), First()], "stage 0 .* should be made of tensors, .* but holds a Holder"),
         ([nn.Linear(4, 4), Alone(4, 4)], "output should have a row for each sample .* a single number"),
     ],
