@@ -49,6 +49,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ignite.distributed.comp_models.native import _NativeDistModel
 from ignite.engine import Engine
 from ignite.metrics import Metric
@@ -72,6 +73,8 @@ __all__ = [
     "repair_torchvision",
     "replicate",
     "tell_ignite_nproc",
+    "torchrun_not_slurm",
+    "wait_as_the_world",
 ]
 
 
@@ -228,6 +231,30 @@ def tell_ignite_nproc(nproc: int) -> None:
     """Tells idist the number of ranks here, for which it would make and destroy a process group (30 ms)."""
     if hasattr(_NativeDistModel, "_compute_nproc_per_node"):
         _NativeDistModel._compute_nproc_per_node = lambda model: nproc
+
+
+@contextlib.contextmanager
+def torchrun_not_slurm() -> Iterator[None]:
+    """Hides Slurm's job from idist where torchrun, itself started by srun, has said where each rank is.
+
+    idist wants torchrun's ranks to be those of srun's tasks, but one task a machine starts all ranks of it.
+    """
+    says_all = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    job = os.environ.pop("SLURM_JOB_ID", None) if says_all else None
+    try:
+        yield
+    finally:
+        if job is not None:
+            os.environ["SLURM_JOB_ID"] = job
+
+
+def wait_as_the_world(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Gives a group the time-out of the world and returns it: torch gives every new group its default, 30 minutes."""
+    for device in group._device_types:
+        with contextlib.suppress(AttributeError, RuntimeError):  # a backend without time-outs
+            timeout = dist.group.WORLD._get_backend(device).options._timeout
+            group._get_backend(device)._set_default_timeout(timeout)
+    return group
 
 
 def hide_gpus_if_too_few(nproc: int) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ignite_ddl.arguments import is_count
-from ignite_ddl.compat import quiet_warnings
+from ignite_ddl.compat import quiet_warnings, wait_as_the_world
 
 __all__ = ["Mesh", "check_mesh", "get_mesh", "initialize_mesh"]
 
@@ -173,7 +173,7 @@ def initialize_mesh(dp: int = -1, pp: int = 1, tp: int = 1) -> Mesh:
     device_mesh = init_device_mesh(
         idist.device().type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES
     )
-    groups = {axis: device_mesh.get_group(axis) for axis in AXES}
+    groups = {axis: wait_as_the_world(device_mesh.get_group(axis)) for axis in AXES}
     _mesh, _made_for = Mesh(sizes, dist.get_rank(), device_mesh, groups), dist.group.WORLD
     return _mesh
 

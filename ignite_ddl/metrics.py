@@ -20,6 +20,7 @@ from ignite.distributed.comp_models.native import _NativeDistModel
 from ignite.metrics import GpuInfo, Metric, RunningAverage
 from torch.utils._pytree import tree_leaves
 
+from ignite_ddl.compat import wait_as_the_world
 from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = ["data_parallel_view", "over_data_parallel"]
@@ -97,7 +98,7 @@ def _group_of(ranks: list[int]) -> dist.ProcessGroup:
         _groups_of = dist.group.WORLD
     key = tuple(ranks)
     if key not in _groups:
-        _groups[key] = dist.new_group(ranks, use_local_synchronization=True)
+        _groups[key] = wait_as_the_world(dist.new_group(ranks, use_local_synchronization=True))
     return _groups[key]
 
 

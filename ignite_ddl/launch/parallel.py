@@ -16,6 +16,7 @@ import importlib
 import linecache
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -32,7 +33,7 @@ import ignite.distributed as idist
 import torch
 
 from ignite_ddl.arguments import check_count, limit_in_seconds
-from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few
+from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, torchrun_not_slurm
 from ignite_ddl.launch.hangs import Watch
 from ignite_ddl.launch.job import MARK, Job
 from ignite_ddl.launch.parent import GRACE_SECONDS, Launch
@@ -208,6 +209,12 @@ class Parallel:
                     f"the environment variable {name} should be a whole number, but given {value!r}: correct it, or "
                     "unset it if there is no job to join"
                 )
+        slurm = self.backend is not None and not starts and "RANK" not in os.environ and _inside_a_job()
+        if slurm and "SLURM_STEP_ID" not in os.environ:
+            raise ValueError(
+                f"this is the batch script of a Slurm job for {os.environ['SLURM_NTASKS']} ranks, and only srun starts "
+                "them: write `srun python ...` there, or give nproc_per_node to start ranks on this machine alone"
+            )
 
     def _check_start(self) -> None:
         """Checks that ranks can be started on this machine."""
@@ -275,7 +282,8 @@ class Parallel:
             if address is not None:
                 rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
                 address = address_for_ignite(address, rank, self._world_size())
-            idist.initialize(self.backend, init_method=address, **limit)
+            with torchrun_not_slurm():
+                idist.initialize(self.backend, init_method=address, **limit)
             self._joined = True
             if self.mesh_sizes:
                 initialize_mesh(**self.mesh_sizes)
@@ -284,7 +292,8 @@ class Parallel:
     def __exit__(self, *exc_info: Any) -> None:
         if self._joined:
             self._joined = False
-            idist.finalize()
+            with torchrun_not_slurm():
+                idist.finalize()
 
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Runs ``func(local_rank, *args, **kwargs)`` on every rank and waits for all of them.
@@ -307,7 +316,7 @@ class Parallel:
                 f"func should be a function whose first argument is the local rank, but given {func!r}"
             )
         if self.nproc_per_node is None:
-            with self._limited():
+            with self._limited(), _told_who_waited():
                 return [func(idist.get_local_rank(), *args, **kwargs)]
         payload = _pack_function(func, args, kwargs)
         _check_folder()
@@ -400,6 +409,20 @@ class Parallel:
                 os.environ.setdefault("OBJC_DISABLE_INITIALIZE_FORK_SAFETY", "YES")
             context.set_forkserver_preload(PRELOAD)
         return context
+
+
+@contextlib.contextmanager
+def _told_who_waited() -> Iterator[None]:
+    """Adds to gloo's error of a silent or lost peer, which names neither, what it means."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" in str(error) and ("Timed out" in str(error) or "closed by peer" in str(error)):
+            error.add_note(
+                f"rank {idist.get_rank()} on {socket.gethostname()} waited for another rank, which has ended, is cut "
+                "off from this machine, or never made this call; group_timeout of ddl.Parallel is how long a rank waits"
+            )
+        raise
 
 
 def _check_folder() -> None:

@@ -657,6 +657,45 @@ def test_starting_ranks_inside_a_job_is_refused(monkeypatch):
         parallel(2)
 
 
+SLURM = {
+    "JOB_ID": "7",
+    "PROCID": "1",
+    "LOCALID": "0",
+    "NTASKS": "2",
+    "JOB_NODELIST": "node[1-2]",
+    "JOB_NUM_NODES": "2",
+}
+
+
+def test_torchruns_ranks_count_where_srun_started_torchrun(monkeypatch, tmp_path):
+    """One task a machine starts all of its ranks: torchrun's numbers are not Slurm's, which idist would refuse."""
+    torchrun = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    for name, value in torchrun.items() | {(f"SLURM_{name}", value) for name, value in SLURM.items()}:
+        monkeypatch.setenv(name, value)
+    with ddl.Parallel("gloo", init_method=f"file://{tmp_path}/store", timeout=TIMEOUT) as job:
+        assert job.run(lambda rank: (rank, idist.get_world_size(), os.environ["SLURM_JOB_ID"])) == [
+            (0, 1, "7")
+        ]
+    assert os.environ["SLURM_JOB_ID"] == "7"
+
+
+def test_a_batch_script_is_no_rank(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(
+        ValueError, match="batch script of a Slurm job for 2 ranks, and only srun starts them"
+    ):
+        ddl.Parallel("gloo")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert not ddl.Parallel("gloo")._joined
+
+
 @pytest.mark.slow
 def test_two_nodes_on_one_machine():
     import socket

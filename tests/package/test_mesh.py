@@ -232,3 +232,13 @@ def test_under_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     found = [eval((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
     assert found == [(0, 0, 0, 1), (1, 0, 0, 1)]
+
+
+def test_every_axis_waits_as_long_as_the_world():
+    """torch gives a new group its default of 30 minutes; a host that is cut off would then be noticed after those."""
+
+    def limits(local_rank):
+        groups = [dist.group.WORLD, *ddl.get_mesh().groups.values()]
+        return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+
+    assert run(limits, 4, dp=2, tp=2) == [{TIMEOUT + 60}] * 4
