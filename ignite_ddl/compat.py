@@ -50,6 +50,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ignite.distributed.comp_models.base import _SerialModel
 from ignite.distributed.comp_models.native import _NativeDistModel
 from ignite.engine import Engine
 from ignite.metrics import Metric
@@ -72,6 +73,7 @@ __all__ = [
     "recorded_calls",
     "repair_torchvision",
     "replicate",
+    "serial_on_cpu",
     "tell_ignite_nproc",
     "torchrun_not_slurm",
     "wait_as_the_world",
@@ -231,6 +233,14 @@ def tell_ignite_nproc(nproc: int) -> None:
     """Tells idist the number of ranks here, for which it would make and destroy a process group (30 ms)."""
     if hasattr(_NativeDistModel, "_compute_nproc_per_node"):
         _NativeDistModel._compute_nproc_per_node = lambda model: nproc
+
+
+def serial_on_cpu() -> None:
+    """Makes a serial run compute on the CPU, as ranks do where there is no CUDA: idist would take a Mac's own GPU.
+
+    That GPU has no float64, and its numbers are not those of the ranks.
+    """
+    _SerialModel.device = lambda model: torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextlib.contextmanager

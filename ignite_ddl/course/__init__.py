@@ -1,5 +1,6 @@
 """What only the chapters use: data, small models, figures and the checks of the exercises."""
 
+from ignite_ddl.compat import serial_on_cpu
 from ignite_ddl.course.clock import median_seconds, other_programs, time_steps
 from ignite_ddl.course.copies import train_copies
 from ignite_ddl.course.cut import compare_cut
@@ -68,3 +69,5 @@ __all__ = [
     "train_with",
     "watch_step",
 ]
+
+serial_on_cpu()  # every chapter compares ranks with one process

@@ -191,3 +191,10 @@ def test_seeds_side_by_side_are_trained_as_each_alone_and_a_flood_shuts_units():
     assert train_copies([(2, 3000, at(9.0))], (16, 16), 2).shut > three.shut
     few = train_copies([(3, 24, at(0.05))], (16,), 2, labels=torch.zeros(48).long(), epoch_length=1)
     assert len(few.accuracies) == 3
+
+
+def test_one_process_computes_where_ranks_do(monkeypatch):
+    """On a Mac idist's serial runs take its GPU, which has no float64; ranks are on the CPU."""
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert idist.device().type == "cpu"
