@@ -56,6 +56,7 @@ for line in sys.stdin:
     print(os.waitpid(child, 0)[1], flush=True)
 """
 _server = None  # the running SERVER; it ends with this process
+_said = None  # the line that this cell has printed
 
 
 def has_xla():
@@ -66,7 +67,8 @@ def has_xla():
 def on_xla(function, *args, devices=1, collectives=False):
     """Runs ``function(*args)`` on XLA's CPU device if torch_xla is installed, else returns the recorded result.
 
-    It prints one line that says which of the two. If the function has changed since the recording, it raises.
+    It prints one line that says which of the two, once in a notebook's cell. If the function has changed since the
+    recording, it raises.
 
     Args:
         function: a function of a cell, defined by ``def``; runs in a separate process and returns JSON values.
@@ -103,7 +105,7 @@ def on_xla(function, *args, devices=1, collectives=False):
     else:
         entry = _recorded(key, source, function.__name__)
     when = "run now" if has_xla() else f"recorded on {entry['date']}"
-    print(f"XLA, {when}: torch_xla {entry['versions']['torch_xla']}, its CPU device, {entry['machine']}")
+    _say(f"XLA, {when}: torch_xla {entry['versions']['torch_xla']}, its CPU device, {entry['machine']}")
     return (entry["result"], entry["collectives"]) if collectives else entry["result"]
 
 
@@ -159,6 +161,20 @@ def _source(function):
         if inspect.isfunction(called) and called.__module__ == function.__module__:
             text += _source(called)
     return text
+
+
+def _say(line):
+    global _said
+    if line != _said:
+        print(line)
+    if shell := "IPython" in sys.modules and sys.modules["IPython"].get_ipython():
+        shell.events.register("pre_run_cell", _begin_cell)  # which IPython keeps once
+        _said = line
+
+
+def _begin_cell(_):
+    global _said
+    _said = None
 
 
 def _run(function, args, devices, collectives):

@@ -188,7 +188,7 @@ def test_03_each_device_holds_its_pieces_in_its_colour():
 
 def test_03_lazy_compiles_each_new_shape_once():
     [axes] = ch03.eager_and_lazy(["matmul", "add"], [64, 64, 48]).axes
-    assert [text for text in texts(axes) if "compile" in text] == ["compile for 64", "compile for 48"]
+    assert [text for text in texts(axes) if "compile" in text] == ["compile", "compile"]
     assert texts(axes).count("2 as 1") == 3
 
 

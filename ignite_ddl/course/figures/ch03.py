@@ -34,7 +34,7 @@ def eager_and_lazy(operations: list[str], rows: list[int]) -> Figure:
 
             figure = figures.eager_and_lazy(["matmul", "add", "relu"], [64, 64, 48])
     """
-    title = "Lazy: note the operations, compile each new shape once, launch one program"
+    title = "Lazy: note the operations, compile them once, launch them as one program"
     figure, axes = draw.new_drawing(title, width=7.6, height=3.0)
     launch, wide, note, compiling, n = 0.55, 1.75, 0.35, 5.2, len(operations)
     for place in range(n * len(rows)):
@@ -52,7 +52,7 @@ def eager_and_lazy(operations: list[str], rows: list[int]) -> Figure:
             draw.tile(axes, python, 3.7, note, 0.8, ACTIVITY["handlers"])
             python += note
         if n_rows not in rows[:step]:
-            draw.tile(axes, python, 3.7, compiling, 0.8, _COMPILE, f"compile for {n_rows}")
+            draw.tile(axes, python, 3.7, compiling, 0.8, _COMPILE, "compile")
             python += compiling
         start, done = max(python, done), max(python, done) + 0.5 * wide * n
         python += 0.3
