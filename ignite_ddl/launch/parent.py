@@ -215,8 +215,8 @@ class Launch:
         missing, why = who_is_missing(stacks, [rank.rank for rank in self.ranks if rank.done])
         lines = [f"Not finished: {names}. Finished: {finished}.{why}"]
         report = self._hang_report(stacks) if self.ranks else None
-        if report and report.missing:
-            missing = report.missing[0]
+        # A rank that has returned did finish: then the error is that of one that waits for it.
+        missing = next((rank for rank in report.missing if rank in stacks), missing) if report else missing
         if report:
             lines.append(f"\n{report}")
         for rank, stack in stacks.items():
