@@ -179,9 +179,10 @@ def address_for_ignite(init_method: str, rank: int, world_size: int) -> str:
     return f"{init_method}{'&' if '?' in init_method else '?'}rank={rank}&world_size={world_size}"
 
 
-def recorded_calls() -> list[dict[str, Any]]:
+def recorded_calls(newest: int | None = None) -> list[dict[str, Any]]:
     """The collectives that this rank has called, oldest first, as torch's flight recorder has them.
 
+    With ``newest`` only so many, those that are not done, and the last one of each group.
     It records gloo's and NCCL's; of gloo's it has no sends and receives, its states and times are not set, and only
     ``retired`` says whether a call is done. The recorder is on by default (``TORCH_FR_BUFFER_SIZE``, 0: off).
     """
@@ -191,6 +192,10 @@ def recorded_calls() -> list[dict[str, Any]]:
         entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace()).get("entries", [])
     except Exception:  # another build, another version: then a report has the stacks alone
         return []
+    last = {entry["process_group"][0]: entry for entry in entries}
+    if newest is not None:
+        old = [e for e in entries[:-newest] if not e["retired"] or last[e["process_group"][0]] is e]
+        entries = old + entries[-newest:]
     members = {
         group.group_name: sorted(ranks)
         for group, ranks in dict(_world.pg_group_ranks).items()

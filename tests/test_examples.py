@@ -1,14 +1,18 @@
 """examples/: the GPT script on one process, on a mesh and under torchrun, its errors, its distance from idist's; and
-the two scripts of chapter 20."""
+the two scripts of chapter 20; and a run whose ranks are killed."""
 
 import ast
 import difflib
 import io
 import os
+import random
 import re
 import runpy
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -226,3 +230,59 @@ def test_chapters_find_a_script_also_where_the_package_is_installed_alone(monkey
     assert re.fullmatch(
         r"https://raw\.githubusercontent\.com/[\w-]+/[\w-]+/v[\d.]+/examples/plain_idist\.py", url
     )
+
+
+ELASTIC = EXAMPLES / "elastic.py"
+STANDALONE = "--standalone"
+
+
+def elastic(folder, torchrun, options="", kill=()):
+    """A machine of two ranks."""
+    restarts = "-m torch.distributed.run --max-restarts 10 --monitor-interval 0.1 --nproc_per_node 2"
+    command = [sys.executable, *restarts.split(), *torchrun.split(), str(ELASTIC), "--folder", str(folder)]
+    command += [*options.split(), "--kill", *map(str, kill)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, **pipes, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def ends(folder, job):
+    """Number of ranks and first step of each start, and the weights at the end."""
+    printed = job.communicate(timeout=900)[0]
+    assert job.returncode == 0, printed
+    starts = re.findall(r"^(\d+) ranks start after step (\d+)", printed, re.M)
+    return [tuple(map(int, found)) for found in starts], torch.load(folder / "weights.pt")
+
+
+def largest_difference(one, other):
+    return max((one[name] - other[name]).abs().max() for name in one)
+
+
+@pytest.mark.slow
+def test_ten_kills_cost_the_steps_since_the_last_checkpoint_and_nothing_else(tmp_path):
+    calm, rough = tmp_path / "calm", tmp_path / "rough"
+    starts, undisturbed = ends(calm, elastic(calm, STANDALONE))
+    assert starts == [(2, 0)]
+    kills = sorted(random.Random(0).sample(range(1, 68), 10))  # of 68 steps, with a checkpoint every 5
+    starts, weights = ends(rough, elastic(rough, STANDALONE, kill=kills))
+    # Killed after step 5 is killed before the checkpoint of step 5.
+    assert starts == [(2, 0)] + [(2, (step - 1) // 5 * 5) for step in kills]
+    assert largest_difference(undisturbed, weights) <= 1e-12
+
+
+@pytest.mark.slow
+def test_a_lost_machine_leaves_a_job_of_fewer_ranks(tmp_path):
+    calm, rough, options = tmp_path / "calm", tmp_path / "rough", "--dropout 0"
+    _, undisturbed = ends(calm, elastic(calm, STANDALONE, options))
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    torchrun = f"--nnodes 1:2 --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{port} --rdzv_id run "
+    torchrun += "--rdzv_conf last_call_timeout=20,keep_alive_interval=1"
+    stays = elastic(rough, torchrun, f"{options} --machine", kill=[22])
+    time.sleep(5)  # so that it is the first: it keeps the store, and its ranks are 0 and 1
+    goes = elastic(rough, torchrun, f"{options} --machine", kill=[22])
+    starts, weights = ends(rough, stays)
+    goes.communicate()
+    assert goes.returncode == -signal.SIGKILL
+    assert starts == [(4, 0), (2, 20)]
+    assert largest_difference(undisturbed, weights) <= 1e-9  # other sums, in another order

@@ -11,11 +11,10 @@ import torch.distributed as dist
 
 from ignite_ddl.arguments import limit_in_seconds
 from ignite_ddl.compat import calls_counted, job_store, recorded_calls
-from ignite_ddl.launch.report import hang_report
+from ignite_ddl.launch.report import NEWEST, hang_report
 from ignite_ddl.launch.stacks import own_stack, waits_in
 
 __all__ = ["Watch", "report_hangs"]
-_CALLS = 100  # of each rank that go through the store, the newest
 
 
 def report_hangs(after: float) -> None:
@@ -88,7 +87,7 @@ class Watch:
         """Puts in this rank's part; the first rank waits for the others' and prints."""
         key = f"{self.name}/{self.number}"
         self.number += 1
-        part = {"stack": own_stack(self.thread), "calls": recorded_calls()[-_CALLS:]}
+        part = {"stack": own_stack(self.thread), "calls": recorded_calls(NEWEST)}
         self.store.set(f"{key}/{self.rank}", json.dumps(part))
         if self.store.add(key, 1) > 1:
             return

@@ -37,6 +37,7 @@ from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, torchrun
 from ignite_ddl.launch.hangs import Watch
 from ignite_ddl.launch.job import MARK, Job
 from ignite_ddl.launch.parent import GRACE_SECONDS, Launch
+from ignite_ddl.launch.rejoin import address_in_torchrun
 from ignite_ddl.mesh import check_mesh, initialize_mesh
 
 __all__ = ["PRELOAD", "Parallel"]
@@ -279,7 +280,9 @@ class Parallel:
                 hide_gpus_if_too_few(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             limit = {} if self.group_timeout is None else {"timeout": timedelta(seconds=self.group_timeout)}
             address = self.init_method
-            if address is not None:
+            if address is None:
+                address = None if self.backend == "xla-tpu" else address_in_torchrun()
+            else:
                 rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
                 address = address_for_ignite(address, rank, self._world_size())
             with torchrun_not_slurm():

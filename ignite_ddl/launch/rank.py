@@ -33,6 +33,7 @@ from ignite_ddl.compat import (
     tell_ignite_nproc,
 )
 from ignite_ddl.launch.job import HAS_SIGNALS, MARK, Job, kill_who_left
+from ignite_ddl.launch.report import NEWEST
 from ignite_ddl.mesh import initialize_mesh
 
 __all__ = ["rank_main", "server_main"]
@@ -162,7 +163,7 @@ def _die_with_parent(
         while parent.sentinel not in connection.wait(waits):
             try:
                 release.recv_bytes()
-                Path(f"{calls}.new").write_text(json.dumps(recorded_calls()))
+                Path(f"{calls}.new").write_text(json.dumps(recorded_calls(NEWEST)))
                 os.replace(f"{calls}.new", calls)  # complete, or not there
             except (EOFError, OSError):
                 released.set()

@@ -10,7 +10,8 @@ from typing import Any
 from ignite_ddl.launch.job import label
 from ignite_ddl.launch.stacks import Frame, frames_of, place_of, user_frame, waits_in
 
-__all__ = ["Call", "HangReport", "UnlikeCalls", "hang_report", "unlike_calls"]
+__all__ = ["NEWEST", "Call", "HangReport", "UnlikeCalls", "hang_report", "unlike_calls"]
+NEWEST = 200  # calls of each rank that a report is made of: a step of most models
 _UNEVEN = ("gather", "scatter", "all_to_all")  # whose sizes may differ between ranks
 _SHOWN = 3  # of the calls that differ between ranks
 
@@ -76,7 +77,7 @@ class HangReport:
         calls: one :class:`Call` for each rank.
         missing: the ranks for which others wait, and which are in no collective themselves; if all are in one, those
             that did not come to the one of the others.
-        unlike: the calls that differ between ranks, as far back as torch's recorder goes, the earliest first, those
+        unlike: the calls that differ between ranks, among each rank's last 200, the earliest first, those
             that differ only in their line at the end.
     """
 

@@ -1,0 +1,68 @@
+"""How the ranks of a torchrun job meet, also after a restart.
+
+torchrun keeps one store for all its restarts and hands it to the ranks without telling the rounds apart (torch 2.13:
+``DynamicRendezvousHandler`` makes its server once, ``rendezvous.py`` takes it for a new one; pytorch issue 135712 is
+of the same kind). Restarted ranks then read the addresses of the dead ones: "Gloo connectFullMesh failed: Connection
+refused". Neither the number of restarts, which each agent counts for itself, nor anything else in the environment is
+the same for all ranks of a round and new in it. So rank 0 gives the round a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+
+__all__ = ["address_in_torchrun"]
+_SCHEME = "ignite-ddl"
+_KEY = "ignite_ddl/round"
+
+
+def address_in_torchrun() -> str | None:
+    """Where ranks meet if torchrun's agent keeps the store; None elsewhere."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    with contextlib.suppress(RuntimeError):  # it is registered
+        register_rendezvous_handler(_SCHEME, _meet)
+    return f"{_SCHEME}://"
+
+
+def _meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple]:
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    yield dist.PrefixStore(_name_of_round(store, rank, world_size, timeout), store), rank, world_size
+
+
+def _name_of_round(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name that all ranks of this round know, and none before it.
+
+    Each rank leaves a word of its own, and waits for rank 0's answer to this word: what dead ranks have left gets an
+    answer that nobody reads.
+    """
+    word = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"{_KEY}/{rank}", word)
+        name = store.get(f"{_KEY}/answer to {word}").decode()
+        store.set(f"{name}/{rank} is here", "")
+        return name
+    absent, deadline, answered = set(range(1, world_size)), time.monotonic() + timeout.total_seconds(), set()
+    while absent:
+        for other in sorted(absent):
+            if store.check([f"{_KEY}/{other}"]):
+                heard = store.get(f"{_KEY}/{other}").decode()
+                if heard not in answered:
+                    answered.add(heard)
+                    store.set(f"{_KEY}/answer to {heard}", word)
+                if store.check([f"{word}/{other} is here"]):
+                    absent.discard(other)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(absent)} did not join the job within {timeout}")
+        time.sleep(0.01)
+    return word
