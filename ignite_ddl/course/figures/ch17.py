@@ -78,11 +78,11 @@ def along_a_block(steps: list[tuple], n_ranks: int, title: str) -> Figure:
 
 
 def dropout_masks(panels: dict[str, tuple[list, list]], title: str) -> Figure:
-    """What each rank drops of one token: of its own features, and of those that all ranks hold.
+    """What each rank drops of one token: inside, of its own features, and behind, of those that all ranks hold.
 
     Args:
-        panels: name of a way to draw random numbers, of two or more, to two lists by rank, of the cut and of the whole
-            features: True is kept.
+        panels: name of a way to draw random numbers, of two or more, to two lists by rank, of the features inside
+            and of those behind: True is kept.
         title: the finding.
 
     Returns:
@@ -93,30 +93,30 @@ def dropout_masks(panels: dict[str, tuple[list, list]], title: str) -> Figure:
 
             from ignite_ddl.course.figures import ch17 as figures
 
-            own, whole = [[True, False], [False, True]], [[True, True], [True, True]]
-            panels = {"all draw alike": (whole, whole), "the rule": (own, whole)}
-            figure = figures.dropout_masks(panels, "Apart where it is cut, alike where it is whole")
+            apart, alike = [[True, False], [False, True]], [[True, True], [True, True]]
+            panels = {"all draw alike": (alike, alike), "the rule": (apart, alike)}
+            figure = figures.dropout_masks(panels, "Apart inside, alike behind")
     """
     from matplotlib.patches import Patch
 
     figure, all_axes = draw.new_drawing(title, width=7.6, height=2.4, columns=len(panels))
-    for axes, (name, (cut, whole)) in zip(all_axes, panels.items(), strict=True):
-        for rank in range(len(cut)):
+    for axes, (name, (inside, behind)) in zip(all_axes, panels.items(), strict=True):
+        for rank in range(len(inside)):
             left = 0.0
-            for mask, colour in ((cut[rank], RANK[rank]), (whole[rank], GREY)):
+            for mask, colour in ((inside[rank], RANK[rank]), (behind[rank], GREY)):
                 for kept in mask:
                     fill = colour if kept else "none"
                     draw.tile(axes, left + 0.08, rank + 0.12, 0.84, 0.76, fill, edge=colour, linewidth=1)
                     left += 1
                 left += 1
             axes.text(-0.3, rank + 0.5, str(rank), size=9, ha="right", va="center")
-        n_cut, n_whole = len(cut[0]), len(whole[0])
+        n_inside, n_behind = len(inside[0]), len(behind[0])
         axes.text(-0.3, -0.12, "rank", size=9, ha="right", va="bottom")
-        axes.text(n_cut / 2, -0.12, "cut", size=9, ha="center", va="bottom")
-        axes.text(n_cut + 1 + n_whole / 2, -0.12, "whole", size=9, ha="center", va="bottom")
+        axes.text(n_inside / 2, -0.12, "inside", size=9, ha="center", va="bottom")
+        axes.text(n_inside + 1 + n_behind / 2, -0.12, "behind", size=9, ha="center", va="bottom")
         draw.heading(axes, name)
-        axes.set_xlim(-2.6, n_cut + n_whole + 1.2)
-        axes.set_ylim(len(cut) + 0.1, -0.9)
+        axes.set_xlim(-2.6, n_inside + n_behind + 1.2)
+        axes.set_ylim(len(inside) + 0.1, -0.9)
     kept = [
         Patch(color=colour, label=label)
         for colour, label in ((RANK[0], "kept, a rank's own"), (GREY, "kept, on all ranks"))
