@@ -719,7 +719,7 @@ def test_two_nodes_on_one_machine():
 
 @pytest.mark.slow
 def test_spawn_works_and_warns_once_where_there_is_no_forkserver(monkeypatch):
-    assert parallel(2, start_method="spawn").run(lambda rank: idist.all_reduce(rank)) == [1, 1]
+    assert parallel(2, start_method="spawn", timeout=120).run(lambda rank: idist.all_reduce(rank)) == [1, 1]
     monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
     _warn_about_spawn.cache_clear()
     with pytest.warns(UserWarning, match="no forkserver"):
