@@ -119,9 +119,9 @@ def hang_report(stacks: Mapping[int, str], records: Mapping[int, Sequence[Mappin
     }
     late = {
         rank
-        for (_, members), number in awaited.items()
-        for rank in set(members) & set(stacks)
-        if came.get(rank, {}).get((_, members), 0) < number
+        for group, number in awaited.items()
+        for rank in set(group[1]) & set(stacks)
+        if came.get(rank, {}).get(group, 0) < number
     }
     calls = []
     for rank, stack in sorted(stacks.items()):
@@ -136,8 +136,9 @@ def hang_report(stacks: Mapping[int, str], records: Mapping[int, Sequence[Mappin
             if what[0] is not None:  # a send or a receive
                 what = what[0], None, (), ""
         calls.append(Call(rank, *what, frame))
-    free = [call.rank for call in calls if call.rank in late and call.operation is None]
-    return HangReport(tuple(calls), tuple(free or sorted(late)), tuple(unlike_calls(records)))
+    late = sorted(late)
+    free = [rank for rank in late if waits_in(stacks[rank]) is None]  # it may have a call in the background
+    return HangReport(tuple(calls), tuple(free or late), tuple(unlike_calls(records)))
 
 
 def unlike_calls(records: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[UnlikeCalls]:
