@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("no_window")
 
 MODULES = [
     draw,
-    *(importlib.import_module(f"ignite_ddl.course.figures.ch{number:02d}") for number in range(21)),
+    *(importlib.import_module(f"ignite_ddl.course.figures.ch{number:02d}") for number in range(23)),
 ]
 ALT = "Five words or more here."
 
