@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
@@ -67,8 +66,7 @@ def _on_a_rank(local_rank: int, plan: Plan, rounds: int) -> dict[str, Any]:
     model = ddl.auto_model(model, styles if plan.tp > 1 else None, **plan.arguments()[1])
     optimizer = ddl.auto_optim(torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False))
     accumulate = plan.microbatches if plan.pp == 1 else 1
-    loss = ddl.cross_entropy if plan.tp > 1 else _loss
-    trainer = ddl.create_supervised_trainer(model, optimizer, loss, gradient_accumulation_steps=accumulate)
+    trainer = ddl.create_supervised_trainer(model, optimizer, _loss, gradient_accumulation_steps=accumulate)
     ids = torch.randint(of.vocabulary, (plan.batch, of.sequence + 1))
     rows = TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
     loader = ddl.auto_dataloader(rows, batch_size=plan.batch // accumulate)
@@ -86,17 +84,19 @@ def _on_a_rank(local_rank: int, plan: Plan, rounds: int) -> dict[str, Any]:
     sent = dict.fromkeys(("tp", "pp", "dp"), 0.0)
     axis_of = {tuple(dist.get_process_group_ranks(group)): axis for axis, group in mesh.groups.items()}
     for call in traffic.calls:
-        if call.put_in >= of.sequence * of.width * of.value_bytes / plan.tp:
-            sent[axis_of.get(tuple(call.ranks), "?")] = (
-                sent.get(axis_of.get(tuple(call.ranks), "?"), 0) + call.on_a_ring
-            )
+        if (
+            call.op != "recv"
+            and max(call.put_in, call.got) >= of.sequence * of.width * of.value_bytes / plan.tp
+        ):
+            # Stages send their gradients of a tied embedding in the world's group.
+            axis = "pp" if call.op == "send" else axis_of[tuple(call.ranks)]
+            sent[axis] += call.put_in if call.op == "send" else call.on_a_ring
     return {
         "memory": {name: 2**20 * size for name, size in memory.peak().items()},
         "sent": sent,
         "seconds": seconds,
-        "calls": [(c.op, c.put_in, c.got, c.ranks) for c in traffic.calls],
     }
 
 
 def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return ddl.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -257,7 +257,7 @@ class Plan(NamedTuple):
         recompute: "none", "selective" or "full", as in ``cost.activation_bytes``.
         memory: bytes by part: weights, gradients, optimizer, activations, buffers.
         seconds: of a step by part: compute, tp, pp, dp (not hidden), bubble.
-        sent: bytes that a rank sends in a step by axis.
+        sent: bytes that a rank of the first stage sends in a step, by axis.
         mfu: FLOPs of forward and backward, without recomputation, over what the devices could do in that time.
         tokens_per_second: of the whole cluster.
         short: bytes of memory that are lacking; negative where some are free.
@@ -315,10 +315,13 @@ class Plan(NamedTuple):
                 f"zero should be 0 or {1 if self.pp > 1 else 3} under pp={self.pp} for ddl, but is {self.zero}"
             )
         auto_model: dict[str, Any] = {"shard": self.zero > 0}
+        if self.dp > 1 and self.pp * self.tp == 1 and not self.zero:
+            auto_model["gradient_as_bucket_view"] = True  # of DDP, whose buckets are else a second copy
         if self.pp > 1:
             stages = self.pp * self.n_chunks
             split = [
-                self.model.layers * (i + 1) // stages - self.model.layers * i // stages for i in range(stages)
+                -(-self.model.layers * (i + 1) // stages) + -self.model.layers * i // stages
+                for i in range(stages)
             ]
             split[0] += 1  # the embedding
             split[-1] += 1  # the head
@@ -354,11 +357,12 @@ def predict(
     is split: ours, what ``simulate`` gives where m is a multiple of p (for the last of 2 p or more). dp: rings
     (``cost.zero_bytes``), less what compute hides; ZeRO-3 gathers and reduces for each microbatch.
 
-    Memory of states is ``cost.zero_memory`` of the parameters on a rank, that of activations ``cost.activation_bytes``
-    times ``cost.pipeline_peak_activations``; or on the last stage its own peak, and what the output layer keeps.
-    Buffers: the gradients of logits, or with full recomputation the layer that is recomputed; with ZeRO-3 two gathered
-    layers and a gradient. All are counted as if they were there at once; with a single microbatch activations are freed
-    while gradients come, and the true peak is lower.
+    Memory of states is ``cost.zero_memory`` of the parameters on a rank; with a single microbatch, gradients come while
+    activations go, so that only what they need beyond those is counted. That of activations is
+    ``cost.activation_bytes`` times ``cost.pipeline_peak_activations``; or on the last stage its own peak, and what the
+    output layer keeps. Buffers: the gradients of logits, or the layer that full recomputation makes again; with ZeRO-3
+    gathered layers; under pp one for each message that a stage receives in a step, as torch keeps them; with dp on a
+    cut model the second copy of the weights that torch's ``replicate`` and FSDP2 keep.
 
     Left out: the optimizer's own time, embeddings' look-ups, loading data, and ranks that are late.
 
@@ -441,28 +445,36 @@ def predict(
     states = cost.zero_memory(held, dp, zero, model.weight_bytes, model.gradient_bytes, model.optimizer_bytes)
     shape = (b, s, h, model.heads, tp, model.sequence_parallel)
     numbers = {"value_bytes": model.value_bytes, "mask_bytes": model.mask_bytes}
-    kept = layers / v * cost.activation_bytes(*shape, recompute, **numbers)
+    # Of a stage and a microbatch: what its layers keep, and under pp its output, to which its gradient comes.
+    kept = layers / v * cost.activation_bytes(*shape, recompute, **numbers) + (pp > 1) * value / split
     first, last = (cost.pipeline_peak_activations(schedule, pp, m, rank, v) for rank in (0, pp - 1))
     logits = b * s * model.vocabulary / tp * model.value_bytes
-    buffers = 2 * logits  # the gradients of both
-    if recompute == "full":
-        buffers = max(buffers, cost.activation_bytes(*shape, "selective", **numbers))
-    if zero == 3:
-        buffers += (12 * h * h + 13 * h) / tp * (2 * model.weight_bytes + model.gradient_bytes)
+    # The last stage also keeps what the last norm and the output layer read, logits, and their log-softmax.
+    activations = max(first * kept, last * kept + 2 * value / split + 2 * logits)
+    layer_parameters = (12 * h * h + 13 * h) / tp * (zero == 3)
+    buffers = max(
+        2 * logits + layer_parameters * model.weight_bytes,  # backward begins: the gradients of both
+        layer_parameters * (2 * model.weight_bytes + model.gradient_bytes)  # backward of a layer
+        + (recompute == "full") * cost.activation_bytes(*shape, "selective", **numbers),
+    )
     memory = {
         **dict(zip(("weights", "gradients", "optimizer"), states, strict=False)),
-        # The last stage also keeps what the last norm and the output layer read, logits, and their log-softmax.
-        "activations": max(first * kept, last * kept + 2 * value / split + 2 * logits),
-        "buffers": buffers,
+        "activations": activations,
+        "buffers": buffers + (pp > 1) * (2 * v - 1) * m * value / split,
     }
+    if dp > 1 and pp * tp > 1 and zero < 2:  # a second copy of the weights: replicate's whole, FSDP2's shard
+        memory["buffers"] += held * model.weight_bytes / (dp if zero else 1)
+    if m == 1:  # gradients come while activations go
+        memory["gradients"] = max(0.0, states.gradients - activations)
     flops = cost.transformer_flops(batch, s, h, model.layers, model.vocabulary)
     ends = 2 if pp == 1 else 1  # the embedding's outputs, and the gradient of what the output layer reads
-    hops = 2 * v - (pp == 2)
+    # Both ends hold a tied embedding, and tell each other its gradients.
+    of_tied = model.tied * -(-model.vocabulary // tp) * h * model.gradient_bytes / (dp if zero else 1)
     return Plan(
         dp, pp, tp, schedule if pp > 1 else "", v, m, zero, recompute, memory, seconds,
         sent={
             "tp": m * (n_rings * layers + ends) * 2 * (tp - 1) / tp * value,
-            "pp": (pp > 1) * m * hops * value / split,
+            "pp": (pp > 1) * (m * (2 * v - 1) * value / split + of_tied),
             "dp": (dp - 1) / dp * dp_bytes,
         },
         mfu=flops / (dp * pp * tp * cluster.flops * total),
@@ -626,7 +638,7 @@ def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory"
     from ignite_ddl.lab import draw
 
     made, axes = draw.new_figure(title, height=3.6)
-    shades = dict(zip(sorted({one.pp for one in plans}), draw.RANK, strict=False))
+    shades = dict(zip(sorted({one.pp for one in plans}), draw.RANK[1:], strict=False))
     for one in reversed(plans):
         at = sum(one.memory.values()) / 1e9, sum(one.seconds.values())
         colour = shades.get(one.pp, draw.GREY) if one.fits else draw.GREY
@@ -634,5 +646,12 @@ def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory"
     limit = (sum(plans[0].memory.values()) - plans[0].short) / 1e9
     axes.axvline(limit, color=draw.INK, linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="memory of a device, GB", ylabel="seconds a step")
+    draw.log_ticks(axes, *axes.get_ylim())
+    low, high = axes.get_xlim()
+    axes.set_xticks(
+        [n * 10**power for power in range(-3, 5) for n in (1, 2, 5) if low < n * 10**power < high]
+    )
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     draw.key(made, {f"pp {pp}": colour for pp, colour in shades.items()} | {"does not fit": draw.GREY})
     return draw.on_any_page(made)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from ignite_ddl.course import GPT, published
+from ignite_ddl.course import GPT, measure_plan, published
 from ignite_ddl.lab import cost, simulate
 from ignite_ddl.lab.cost import Link
 from ignite_ddl.lab.plan import A100, H100, Cluster, Model, figure, plan, predict, table
@@ -52,8 +52,9 @@ def test_a_step_is_the_simulator_s(schedule, chunks, recompute):
         hidden = (pp - 1) * message if schedule == "interleaved_zero_bubble" else 0
         seconds = sum(one.seconds.values())
         assert played.seconds * (1 - 1e-5) <= seconds <= (played.seconds + hidden) * (1 + 1e-5)
-        kept = cost.activation_bytes(rows, 2048, 4096, 32, tp, True, recompute) * layers
-        ends = 4 * rows * 2048 * 4096 / tp  # what the last norm and the output layer read
+        output = 2 * rows * 2048 * 4096 / tp  # of a stage
+        kept = cost.activation_bytes(rows, 2048, 4096, 32, tp, True, recompute) * layers + output
+        ends = 2 * output  # what the last norm and the output layer read
         first, *_, last = played.peak_activations
         assert one.memory["activations"] == close(max(first * kept, last * kept + ends), rel=1e-5)
 
@@ -68,6 +69,30 @@ def test_unequal_stages_are_near_the_simulator_s():
     ]
     played = simulate.pipeline("1f1b", 4, 32, thirds, thirds, thirds)
     assert sum(one.seconds.values()) - one.seconds["pp"] == close(played.seconds, rel=0.01)
+
+
+# ------------------------------------------------------------------------------------------- measured here
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"dp": 4, "microbatches": 1},
+        {"dp": 4, "zero": 3, "microbatches": 1},
+        {"tp": 4, "microbatches": 2},
+        {"dp": 2, "tp": 2, "microbatches": 2},
+        {"pp": 4, "microbatches": 8},
+        {"pp": 2, "microbatches": 4, "schedule": "interleaved_1f1b"},
+        {"dp": 2, "pp": 2, "microbatches": 4},
+        {"dp": 2, "pp": 2, "microbatches": 4, "zero": 1},
+    ],
+    ids=str,
+)
+def test_bytes_are_exact_and_memory_is_within_five_percent(how):
+    one = predict(SMALL, HERE, 16, recompute="selective", **how)
+    measured = measure_plan(one, rounds=1)
+    assert measured["sent"] == one.sent
+    assert sum(measured["memory"].values()) == pytest.approx(sum(one.memory.values()), rel=0.05)
 
 
 # ------------------------------------------------------------------------------------------- published tables
@@ -131,6 +156,7 @@ def test_arguments_are_those_of_ddl():
         mesh, cut = one.arguments()
         shard = cut.pop("shard")
         assert shard == (one.zero > 0)
+        assert cut.pop("gradient_as_bucket_view", False) == ((one.dp, one.zero) == (8, 0))
         model = GPT(512, length=64, width=128, n_heads=4, n_blocks=4)
         ddl.check_model(model, GPT.tensor_plan if one.tp > 1 else None, **mesh, **cut)
 
