@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -59,6 +60,7 @@ def measure_plan(plan: Plan, rounds: int = 3, timeout: float = 120) -> dict[str,
 
 
 def _on_a_rank(local_rank: int, plan: Plan, rounds: int) -> dict[str, Any]:
+    logging.disable(logging.INFO)  # of idist, about each loader and model
     of, mesh = plan.model, ddl.get_mesh()
     torch.manual_seed(0)
     model = GPT(of.vocabulary, of.sequence, of.width, of.heads, of.layers, tied=of.tied)
