@@ -4,6 +4,7 @@ tests/extra_slurm.sh makes the hosts and runs this file; anywhere else it skips.
 sees goes into ignite_ddl/course/recorded_machines.json, which the chapter shows.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -60,14 +61,18 @@ class Hosts:
         return [(p.wait(LIMIT), p.out.read_text(), time.monotonic() - began) for p in started]
 
     def close(self):
+        everywhere("iptables -F", check=True)
+        everywhere("ip link set eth1 up", check=True)
+        everywhere("tc qdisc del dev eth1 root")
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
         for process in self.processes:
-            process.wait(LIMIT)
-        everywhere("iptables -F", check=True)
-        everywhere("ip link set eth1 up", check=True)
-        everywhere("tc qdisc del dev eth1 root")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def everywhere(command, **options):
@@ -219,18 +224,19 @@ def test_a_host_that_is_cut_off_ends_the_other(cut, hosts):
     first, second = (hosts.start(command, node) for node in (1, 2))
     wait_for("step 3:", first)
     subprocess.run(ON_NODE2 + cut.split(), check=True)
-    began, seconds = time.monotonic(), {}
-    while len(seconds) < 2 and time.monotonic() < began + LIMIT:
-        for name, process in (("node1", first), ("node2", second)):
-            if process.poll() is not None:
-                seconds.setdefault(name, time.monotonic() - began)
-        time.sleep(0.05)
+    began = time.monotonic()
+    seconds = {
+        f"ranks of node{n}": wait_for("group_timeout of ddl.Parallel", p) - began
+        for n, p in enumerate((first, second), 1)
+    }
+    first.wait(LIMIT)
+    seconds["torchrun of node1"] = time.monotonic() - began
     output = first.out.read_text()
     assert re.search("RuntimeError: .*Timed out waiting", output)
     [note] = set(re.findall(r"rank [01] (on node1 waited for another rank, .*)", output))
     record(f"cut off by {cut}", group_timeout=WAIT, seconds=seconds, message=message(output), note=note)
-    assert first.returncode not in (0, None)
-    assert seconds["node1"] < WAIT + 60  # torchrun gives a rank 30 s to end, and the machine is busy
+    assert first.returncode != 0
+    assert max(seconds.values()) < WAIT + 60  # torchrun gives a rank 30 s to end, and the machine is busy
 
 
 def message(output):
@@ -238,6 +244,7 @@ def message(output):
     found = re.findall(
         r"^(?:\[rank\d\]: |\[rank \d\] )?((?:[\w.]+\.)?\w*(?:Error|Exception)\b.*)", output, re.M
     )
+    found = [line for line in found if "ChildFailedError" not in line]  # torchrun's own
     shown = found[-1] if found else output.strip().splitlines()[-1]
     shown = re.sub(r"\[?(?:/\w+)+/(\w+\.(?:cc|h):\d+)\]?", r"\1", shown)  # without a folder
     return re.sub(r"(\[[\d.]+\]):\d+\S*", r"\1", shown)  # without a port

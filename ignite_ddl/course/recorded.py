@@ -1,7 +1,8 @@
-"""Results recorded on a GPU, shown with their date and hardware where there is no GPU.
+"""Results recorded elsewhere, shown with their date and machine.
 
-``benchmarks/gpu.py`` writes them to ``recorded_gpu.json`` beside this file, and chapter 02 shows them. If the file
-does not exist, :func:`recorded` says so.
+``benchmarks/gpu.py`` writes what a GPU does to ``recorded_gpu.json`` beside this file, and chapter 02 shows it. If the
+file does not exist, :func:`recorded` says so. ``tests/extra_slurm.sh --record`` writes what two hosts and Slurm do to
+``recorded_machines.json``, and chapter 23 shows it.
 """
 
 import json
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["PATH", "gpu_here", "recorded"]
+__all__ = ["PATH", "gpu_here", "recorded", "recorded_machines"]
 
 PATH = Path(__file__).with_name("recorded_gpu.json")
 
@@ -65,3 +66,17 @@ def gpu_here(section: str) -> bool:
         return True
     print(f"skipped: this machine has no GPU. {recorded(section)}")
     return False
+
+
+def recorded_machines() -> dict:
+    """What the tests saw on two hosts and under Slurm: by name, beside "date", "machine" and "versions".
+
+    Returns:
+        dict: the whole file.
+
+    Examples:
+        .. code-block:: python
+
+            print(recorded_machines()["date"])
+    """
+    return json.loads(PATH.with_name("recorded_machines.json").read_text(encoding="utf-8"))
