@@ -11,7 +11,7 @@ CHAPTER ?=
 PARITY ?=
 TPU_ARGS ?=
 # Scripts of `make test-all` beyond `make test`: tests/extra_<name>.sh
-EXTRAS = tpu huggingface slurm browser
+EXTRAS = tpu huggingface slurm browser site
 
 # `make PYTHON=python3.12` wants that version in .venv; plain `make` keeps the version that is there.
 CHOSEN = $(if $(filter file,$(origin PYTHON)),,--chosen)
@@ -22,7 +22,7 @@ ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 export CONSTRAINTS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-all test-oldest test-tpu parity benchmarks notebooks run stamp lint format clean
+.PHONY: help setup lab test test-all test-oldest test-tpu parity benchmarks notebooks run site site-setup stamp lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -80,6 +80,12 @@ notebooks: setup  ## execute the chapters in place and normalise them (CHAPTER=0
 run: setup  ## run one chapter without a browser, page under build/ (CHAPTER=04)
 	@[ -n "$(CHAPTER)" ] || { echo "make run needs a chapter: make run CHAPTER=04" >&2; exit 1; }
 	$(BIN)/python tools/notebooks.py run $(CHAPTER)
+
+site-setup: setup  ## what `make site` needs beside .venv, from the registries, into build/
+	$(BIN)/pip install -q --no-deps --upgrade --target build/site-tools -r docs/site/requirements.txt
+
+site: setup  ## the course as a searchable site, build/site/index.html, without the network (first: make site-setup)
+	PYTHONPATH="$(CURDIR)/build/site-tools" $(BIN)/python tools/site.py
 
 stamp: setup  ## write badges, set-up cells and the README's links from pyproject.toml
 	$(BIN)/python tools/notebooks.py stamp

@@ -1,0 +1,127 @@
+"""Builds the site: the executed chapters as a book, the package's pages from its docstrings, a planner.
+
+    python tools/site.py            build/site/, by Sphinx, without the network
+
+`make site-setup` fetches what this needs, once; `make site` runs it. Sources are gathered in build/site-source, laid
+out as in the repository, so that every link between pages holds; chapters are changed only in how they are folded.
+Settings and styles lie in docs/site.
+"""
+
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from nbformat import NotebookNode
+
+sys.path.insert(0, str(Path(__file__).parent))  # not so where another file imports this one
+from notebooks import BADGE, ROOT, chapters, dumps, read, repository, stamp_text, tags
+
+SITE = ROOT / "docs" / "site"
+BUILD = ROOT / "build"
+
+
+# --- chapters -------------------------------------------------------------------------------------------
+
+
+def for_the_site(notebook: NotebookNode) -> NotebookNode:
+    """Folds what a reader should ask for, and drops what only a front end needs. Works in place.
+
+    Folded are solutions, and the outputs from a guess to its score. The set-up cell goes; Colab's badge, a picture of
+    another host, becomes a link.
+    """
+    open_guesses = set()
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = re.sub(rf"^{re.escape(BADGE)}.*?\)\]", "[Open in Colab]", cell.source, flags=re.M)
+            continue
+        scored = "score(" in cell.source
+        for names in re.findall(r"^(guess\w*.*?) = ", cell.source, re.M):
+            open_guesses |= set(names.split(", "))
+        if "setup" in tags(cell):
+            cell.metadata.tags = [*tags(cell), "remove-cell"]
+        elif "solution" in tags(cell):
+            _prompt(cell, cell.source.splitlines()[0].removeprefix("# @title "))
+        elif (scored or open_guesses) and cell.outputs:
+            cell.metadata.tags = [*tags(cell), "hide-output"]
+            _prompt(cell, "Guess first, then look")
+        if scored:
+            open_guesses -= set(re.findall(r"\bguess\w*", cell.source))
+    return notebook
+
+
+def _prompt(cell: NotebookNode, words: str) -> None:
+    """What stands on a fold."""
+    prompts = {"code_prompt_show": words, "code_prompt_hide": "Fold again"}
+    cell.metadata["mystnb"] = cell.metadata.get("mystnb", {}) | prompts
+
+
+def opening(path: Path) -> dict[str, str]:
+    """Title, promise, minutes and needs of a chapter, from its first cell."""
+    text = read(path).cells[0].source
+    needs = re.search(r"Before this: (.*)", text)[1]
+    return {
+        "title": re.match(r"# (.*)", text)[1],
+        "promise": re.search(r"\*\*The promise:\*\* (.*)", text)[1],
+        "minutes": re.search(r"\*\*(\d+) minutes\*\*", text)[1],
+        "needs": ", ".join(re.findall(r"\[(\d\d) · ", needs)) or needs.split(".")[0],
+    }
+
+
+def contents(paths: list[Path]) -> str:
+    """The list of chapters on the first page, in order."""
+    entries = []
+    for path in paths:
+        one = opening(path)
+        after = f"after {one['needs']}" if one["needs"][0].isdigit() else f"needs {one['needs']}"
+        link = f"[{one['title']}](notebooks/{path.name})"
+        entries.append(f"{link} *{one['minutes']} minutes, {after}*\n: {one['promise'].capitalize()}\n")
+    return "\n".join(entries)
+
+
+# --- pages ----------------------------------------------------------------------------------------------
+
+
+def sections(text: str) -> dict[str, str]:
+    """The second-level sections of a Markdown page by heading."""
+    parts = re.split(r"^## (.*)\n", text, flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def gather(source: Path, root: Path = ROOT) -> None:
+    """Writes all pages of the site as Sphinx reads them."""
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.copytree(root / "docs", source / "docs", ignore=shutil.ignore_patterns("site", "WRITING_*"))
+    paths = chapters(root)
+    for path in paths:
+        (source / "notebooks").mkdir(exist_ok=True)
+        (source / "notebooks" / path.name).write_text(dumps(for_the_site(read(path))), encoding="utf-8")
+    readme = sections((root / "README.md").read_text(encoding="utf-8"))
+    wanted = {"using": "Using `ignite_ddl` in your own code", "troubleshooting": "Troubleshooting"}
+    for name, heading in wanted.items():
+        page = f"# {heading}\n{readme[heading]}".replace("\n### ", "\n## ")
+        (source / f"{name}.md").write_text(page, encoding="utf-8")
+    index = (root / "docs/site/index.md").read_text(encoding="utf-8")
+    index = stamp_text(index.replace("CHAPTERS", contents(paths)), repository(root))
+    (source / "index.md").write_text(index, encoding="utf-8")
+
+
+def main() -> int:
+    try:
+        from sphinx.cmd.build import main as sphinx
+    except ImportError:
+        print("the site needs Sphinx in build/site-tools: make site-setup", file=sys.stderr)
+        return 1
+    started = time.perf_counter()
+    gather(BUILD / "site-source")
+    shutil.rmtree(BUILD / "site", ignore_errors=True)
+    options = ["-q", "-W", "--keep-going", "-E", "-d", str(BUILD / "site-doctrees"), "-c", str(SITE)]
+    failed = sphinx([*options, str(BUILD / "site-source"), str(BUILD / "site")])
+    if not failed:
+        print(f"build/site/index.html: {time.perf_counter() - started:.0f} s")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
