@@ -151,21 +151,25 @@ def test_sync_equals_one_process(optimizer, workers, servers, batch_size, n_rows
 
 
 @pytest.mark.parametrize("options", [{"mode": "async"}, {"mode": "bounded", "staleness": 0}], ids=str)
-@pytest.mark.parametrize("servers", [0, 1, 2])
-def test_one_worker_equals_one_process_in_any_mode(options, servers):
-    expected = one_process("adam", 8, 30)
-    if servers == 0:  # the same code, serially
-        weights, statistics = ddl.Parallel().run(train, "adam", 8, 30, **options)[0]
-    else:
-        weights, statistics = parallel(1, servers).run(train, "adam", 8, 30, **options)[0]
-    assert distance(expected, weights) <= 1e-12
+def test_one_worker_of_two_servers_equals_one_process(options):
+    weights, statistics = parallel(1, 2).run(train, "adam", 8, 30, **options)[0]
+    assert distance(one_process("adam", 8, 30), weights) <= 1e-12
     assert [r["version"] for r in statistics["updates"] if r["server"] == 0] == list(range(12))
 
 
-def test_serial_run_of_sync_and_backup():
-    expected = one_process("sgd", 8, 30)
-    for options in ({"mode": "sync"}, {"mode": "backup", "backup": 1}):
-        assert distance(expected, train(0, "sgd", 8, 30, **options)[0]) <= 1e-12
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "sync"},
+        {"mode": "async"},
+        {"mode": "bounded", "staleness": 0},
+        {"mode": "backup", "backup": 1},
+    ],
+    ids=str,
+)
+def test_a_serial_run_equals_one_process_in_any_mode(options):
+    weights, _ = ddl.Parallel().run(train, "sgd", 8, 30, **options)[0]
+    assert distance(one_process("sgd", 8, 30), weights) <= 1e-12
 
 
 def test_sync_repeats_to_the_bit():
@@ -320,25 +324,6 @@ def test_servers_share_by_bytes(sizes, servers):
 # --------------------------------------------------------------------------------------------------------- staleness
 
 
-def scenario_runs(local_rank, scenarios):
-    """Each scenario: a bound s, and for each worker the milliseconds of its steps. One launch for all of them."""
-    found = []
-    for staleness, delays in scenarios:
-        model = nn.Linear(3, 2)
-        server = ddl.ParameterServer(
-            model, lambda p: torch.optim.SGD(p, lr=0.1), mode="bounded", staleness=staleness, timeout=20
-        )
-        idist.barrier()
-        for delay in delays[local_rank]:
-            server.pull()
-            time.sleep(delay / 1000)
-            model(torch.ones(1, 3)).sum().backward()
-            server.push()
-        idist.barrier()
-        found.append(server.statistics()["updates"])
-    return found
-
-
 def leads(updates, workers):
     """How far each worker was ahead of the slowest when it pulled, from the records alone."""
     done = [record["worker"] for record in updates]
@@ -347,23 +332,8 @@ def leads(updates, workers):
         yield clocks[record["worker"]] - min(clocks)
 
 
-STEPS = 6
-delays = st.lists(st.lists(st.integers(0, 6), min_size=STEPS, max_size=STEPS), min_size=3, max_size=3)
-
-
-@settings(max_examples=3, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), delays), min_size=8, max_size=8))
-def test_the_bound_on_staleness_is_never_exceeded(scenarios):
-    first, *others = parallel(3, 1).run(scenario_runs, scenarios)
-    assert all(other == first for other in others)
-    for (staleness, _), updates in zip(scenarios, first, strict=True):
-        assert len(updates) == 3 * STEPS
-        assert max(leads(updates, 3)) <= staleness
-        assert max(record["staleness"] for record in updates) <= 2 * (2 * staleness + 1)
-
-
 def test_async_is_stale_where_bounded_is_not():
-    """What the bound prevents does happen without it: else the test above shows nothing."""
+    """Over RPC; the rules alone are above. What the bound prevents does happen without it."""
 
     def work(local_rank, **options):
         model = nn.Linear(3, 2)
@@ -386,23 +356,6 @@ def test_async_is_stale_where_bounded_is_not():
     last = max(i for i, r in enumerate(bounded) if r["worker"] == 1 and r["server"] == 0)
     assert worst(bounded[: last + 1]) == 1
     assert len(bounded) == 2 * 33
-
-
-def test_a_pull_is_one_version_whole():
-    """Others update while a pull is on its way: each of its numbers still is of one version."""
-
-    def work(local_rank):
-        model = nn.ParameterDict({"a": torch.zeros(300_000), "b": torch.zeros(300_000)})
-        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=1.0), mode="async")
-        minus_one = {name: torch.full((300_000,), -1.0) for name in ("a", "b")}
-        torn = 0
-        for _ in range(30):
-            (version,) = server.pull()
-            torn += any(p.min() != version or p.max() != version for p in model.values())
-            server.push(minus_one)
-        return torn
-
-    assert parallel(4, 1).run(work) == [0] * 4
 
 
 # -------------------------------------------------------------------------------------------------- backup workers
@@ -491,15 +444,10 @@ def test_idist_sees_the_workers_alone():
     assert parallel(2, 2).run(work) == [(2, 0, 69.0), (2, 1, 69.0)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"mode": "sync"}, {"mode": "bounded", "staleness": 0}, {"mode": "backup", "backup": 1}],
-    ids=str,
-)
-def test_a_worker_that_ends_its_epoch_holds_nobody(options):
+def test_a_worker_that_ends_its_epoch_holds_nobody():
     def work(local_rank):
         model = nn.Linear(3, 1)
-        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1), timeout=20, **options)
+        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1), timeout=20)
 
         def step(engine, batch):
             server.pull()
@@ -510,14 +458,11 @@ def test_a_worker_that_ends_its_epoch_holds_nobody(options):
         trainer.add_event_handler(Events.EPOCH_COMPLETED, server.end_epoch)
         trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: idist.barrier())  # as an evaluator would
         trainer.run([torch.ones(2, 3)] * (3 if local_rank else 5), max_epochs=2)
-        return server.statistics()
+        return server.statistics()["updates"]
 
-    statistics = parallel(2).run(work)[0]
-    updates, dropped = statistics["updates"], statistics["dropped"]
-    assert len(updates) + len(dropped) == 2 * (3 + 5)
-    if options["mode"] == "sync":
-        per_version = [[r["worker"] for r in updates if r["version"] == v] for v in range(10)]
-        assert per_version == [[0, 1], [0, 1], [0, 1], [0], [0]] * 2
+    updates = parallel(2).run(work)[0]
+    per_version = [[r["worker"] for r in updates if r["version"] == v] for v in range(10)]
+    assert per_version == [[0, 1], [0, 1], [0, 1], [0], [0]] * 2
 
 
 def test_buffers_and_frozen_parameters_start_as_worker_0s_and_stay_with_the_worker():
@@ -589,13 +534,25 @@ def train_and_fail(local_rank, how, steps=40, **options):
 
 
 @posix
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_killed_worker_ends_the_run(mode):
+@pytest.mark.parametrize(
+    ("on_failure", "servers", "options"),
+    [
+        ("raise", 1, {"mode": "sync"}),
+        ("raise", 1, {"mode": "async"}),
+        ("continue", 1, {"mode": "sync"}),
+        ("continue", 2, {"mode": "backup", "backup": 1}),
+    ],
+    ids=str,
+)
+def test_a_killed_worker_ends_the_run_where_others_may_not_or_cannot_go_on(
+    on_failure, servers, options, capfd
+):
     start = time.monotonic()
     with pytest.raises(ddl.RankError, match="rank 1 was killed by SIGKILL") as caught:
-        parallel(3).run(train_and_fail, "kill", steps=2000, mode=mode)
+        parallel(3, servers, on_failure=on_failure).run(train_and_fail, "kill", steps=2000, **options)
     assert time.monotonic() - start < 15
     assert (caught.value.rank, caught.value.exitcode) == (1, -9)
+    assert "go on" not in capfd.readouterr().err
 
 
 @posix
@@ -629,18 +586,6 @@ def test_others_go_on_without_a_lost_worker(how, servers, options, capfd):
         ]
         assert len(own) in (39, 40)  # the last may still wait for another worker's gradient
         assert sum(r["worker"] == 1 for r in statistics["updates"]) <= 3 * servers
-
-
-@posix
-@pytest.mark.parametrize(
-    ("servers", "options"), [(1, {"mode": "sync"}), (2, {"mode": "backup", "backup": 1})], ids=str
-)
-def test_a_mode_that_needs_the_lost_worker_ends_the_run(servers, options, capfd):
-    start = time.monotonic()
-    with pytest.raises(ddl.RankError, match="rank 1 was killed by SIGKILL"):
-        parallel(3, servers, on_failure="continue").run(train_and_fail, "kill", steps=2000, **options)
-    assert time.monotonic() - start < 15
-    assert "go on" not in capfd.readouterr().err
 
 
 def test_continue_raises_where_all_workers_fail_or_none_has_begun():
@@ -855,7 +800,6 @@ def full(value, size=3):
 
 BAD_PUSHES = {
     "nan": ({"weight": full("nan")}, {}, "'weight' should be finite, but 3 of its 3 numbers are not"),
-    "inf": ({"weight": torch.tensor([[1.0, float("inf"), 2.0]])}, {}, "'weight' should be finite, but 1 of"),
     "both": ({"weight": torch.tensor([[1.0, float("inf"), -float("inf")]])}, {}, "but 2 of its 3"),
     "last is nan": ({"weight": full(1), "bias": full("nan", 1)[0]}, {}, "'bias' should be finite"),
     "shape": ({"weight": full(1, 4)}, {}, r"'weight' should be \(1, 3\), torch.float32, but given \(1, 4\)"),
