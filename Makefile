@@ -9,6 +9,8 @@ TEST_ARGS ?=
 SLOW ?=
 CHAPTER ?=
 PARITY ?=
+# Python in the site's planner, from npm.
+PYODIDE = 314.0.7
 TPU_ARGS ?=
 # Scripts of `make test-all` beyond `make test`: tests/extra_<name>.sh
 EXTRAS = tpu huggingface slurm browser site
@@ -81,8 +83,11 @@ run: setup  ## run one chapter without a browser, page under build/ (CHAPTER=04)
 	@[ -n "$(CHAPTER)" ] || { echo "make run needs a chapter: make run CHAPTER=04" >&2; exit 1; }
 	$(BIN)/python tools/notebooks.py run $(CHAPTER)
 
-site-setup: setup  ## what `make site` needs beside .venv, from the registries, into build/
+site-setup: setup  ## what `make site` needs beside .venv, from PyPI and npm, into build/
 	$(BIN)/pip install -q --no-deps --upgrade --target build/site-tools -r docs/site/requirements.txt
+	rm -rf build/site-static && mkdir -p build/site-static
+	cd build/site-static && tar -xzf "$$(npm pack --silent pyodide@$(PYODIDE))" && rm pyodide-*.tgz && mv package pyodide
+	cd build/site-static/pyodide && rm -f *.map *.d.ts *.html README.md pyodide.js
 
 site: setup  ## the course as a searchable site, build/site/index.html, without the network (first: make site-setup)
 	PYTHONPATH="$(CURDIR)/build/site-tools" $(BIN)/python tools/site.py

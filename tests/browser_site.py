@@ -9,17 +9,23 @@ dark, lie in build/site-pictures.
 import functools
 import http.server
 import json
+import math
+import os
 import shutil
+import subprocess
 import sys
 import threading
+import time
 import urllib.parse
 from html.parser import HTMLParser
 from pathlib import Path
 
 from selenium import webdriver
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import WebDriverWait
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "site"
@@ -32,7 +38,7 @@ PAGES = [
     "docs/tensor_styles.html",
     "docs/glossary.html",
 ]
-PAGES += ["docs/api/training.html"]
+PAGES += ["docs/api/training.html", "docs/planner.html"]
 
 
 class Page(HTMLParser):
@@ -166,6 +172,82 @@ def unfold(browser: webdriver.Chrome, home: str) -> list[str]:
     return wrong
 
 
+# The same answers from the package in CPython: the page's own file, and by hand what it should have asked for.
+EXPECTED = """
+import json, sys, planner
+from ignite_ddl.lab.plan import A100, Cluster, predict
+moves = json.loads(sys.argv[1])
+said = [planner.show(planner.START | move) for move in moves]
+how = dict(dp=2, pp=4, tp=8, microbatches=8, zero=1, recompute="full")
+one = predict(planner.MODELS["39 billion"], Cluster(64, **A100), 16, **how)
+assert said[0]["values"]["seconds"] == sum(one.seconds.values())
+print(json.dumps([one.get("values", {"refused": one.get("refused")}) for one in said]))
+"""
+
+
+def equal(one: dict, other: dict) -> bool:
+    """Since Python 3.12 ``sum`` rounds otherwise: the browser's Python may differ in the last digit."""
+    if "refused" in other:
+        return one == other
+    return one.keys() == other.keys() and all(
+        math.isclose(one[key], other[key], rel_tol=1e-12) for key in other
+    )
+
+
+def planner(browser: webdriver.Chrome, home: str) -> list[str]:
+    """Its numbers are the package's, whatever is moved; its picture moves; it refuses in the package's words."""
+    moves = [{}, {"pp": 2}, {"pp": 2, "schedule": "zbv"}, {"pp": 2, "schedule": "zbv", "dp": 8}]
+    folders = f"{ROOT}:{ROOT / 'docs/site'}"
+    command = ["python", "-c", EXPECTED, json.dumps(moves)]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": folders}, capture_output=True, text=True, check=True
+    )
+    expected = json.loads(done.stdout)
+
+    browser.get(home + "docs/planner.html")
+    form = browser.find_element(By.ID, "planner")
+    pictures = [form.find_element(By.ID, "planner-picture").get_attribute("innerHTML")]
+    wrong = ["no picture before Python is there"] * ("<rect" not in pictures[0])
+    started = time.monotonic()
+    browser.find_element(By.ID, "planner-start").click()
+
+    def right(values: dict) -> bool:
+        """Waited for: a number that is not the package's, and a page that hangs, both run out of time."""
+        try:
+            WebDriverWait(browser, 120).until(
+                lambda _: equal(json.loads(form.get_attribute("data-values") or "{}"), values)
+            )
+        except TimeoutException:
+            said = browser.find_element(By.ID, "planner-said").text
+            wrong.append(f"the page has {form.get_attribute('data-values')} {said}, the package {values}")
+            return False
+        pictures.append(form.find_element(By.ID, "planner-picture").get_attribute("innerHTML"))
+        return True
+
+    def slide(name: str, key: str, times: int = 1) -> None:
+        form.find_element(By.NAME, name).send_keys(key * times)
+
+    steps = [
+        lambda: None,
+        lambda: slide("pp", Keys.ARROW_LEFT),
+        lambda: Select(form.find_element(By.NAME, "schedule")).select_by_visible_text("zbv"),
+        lambda: slide("dp", Keys.ARROW_RIGHT, 2),
+    ]
+    for step, values in zip(steps, expected, strict=True):
+        step()
+        if not right(values):
+            return wrong
+    print(f"the planner's first answer came after {time.monotonic() - started:.1f} s at most")
+    wrong += ["the picture does not move"] * (len(set(pictures[1:4])) < 3)
+    wrong += ["a refusal is not shown"] * (
+        expected[3]["refused"] not in browser.find_element(By.ID, "planner-said").text
+    )
+    form.find_element(By.CSS_SELECTOR, "fieldset button").click()
+    WebDriverWait(browser, 120).until(lambda _: "MFU" in browser.find_element(By.ID, "planner-best").text)
+    browser.save_screenshot(str(PICTURES / "planner_at_work.png"))
+    return wrong
+
+
 def main() -> None:
     wrong = dead_links()
     loaded = {urllib.parse.urlsplit(lead).path for lead in Page(SITE / "index.html").leads}
@@ -178,7 +260,7 @@ def main() -> None:
     home = f"http://127.0.0.1:{server.server_port}/"
     browser = start_browser()
     try:
-        for check in (look, search, unfold):
+        for check in (look, search, unfold, planner):
             resize(browser, 1400)
             found = check(browser, home) + wrong_in_logs(browser, home)
             print(f"{check.__name__}: {'; '.join(found) or 'right'}")

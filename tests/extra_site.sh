@@ -7,6 +7,6 @@ for program in chromium chromedriver; do
     command -v $program >/dev/null || { echo "site: needs $program; on Debian: apt-get install chromium chromium-driver"; exit 77; }
 done
 [ -x build/selenium/bin/python ] || { python3 -m venv build/selenium && build/selenium/bin/pip install -q 'selenium>=4.20'; }
-[ -d build/site-tools ] || make site-setup
+[ -d build/site-static/pyodide ] || make site-setup
 make site
 build/selenium/bin/python tests/browser_site.py

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import nbformat
 import pytest
 
 import ignite_ddl as ddl
+from ignite_ddl.lab.plan import A100, Cluster, Model, predict
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,6 +60,34 @@ def test_every_public_name_has_its_page(gathered):
         r"^\.\. auto(?:class|function|exception|module):: (?:ignite_ddl\.)?(\w+)$", pages, re.M
     )
     assert set(ddl.__all__) <= set(documented)
+
+
+def test_the_planner_needs_nothing_but_its_archive(site, gathered, tmp_path):
+    page = (gathered / "docs/planner.md").read_text()
+    assert "<rect" in page
+    assert "PICTURE" not in page
+    site.package_for_the_page(tmp_path / "package.zip")
+    code = """
+import sys
+sys.path[:] = [sys.argv[1], *(p for p in sys.path if p and "site-packages" not in p)]
+sys.modules.update(dict.fromkeys(("torch", "ignite", "numpy", "matplotlib")))
+import json, planner
+for schedule in planner.SCHEDULES:
+    said = planner.show(planner.START | {"schedule": schedule})
+    assert said["values"]["step"] > 0, said
+print(json.loads(planner.answer(json.dumps(planner.START)))["values"]["seconds"])
+print(json.loads(planner.answer(json.dumps(planner.START | {"dp": 64})))["refused"])
+print(planner.best(planner.START)["values"]["plans"] > 100)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "package.zip")]
+    seconds, refused, found = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    model = Model(layers=48, width=8192, heads=64, vocabulary=51200, sequence=2048)
+    how = {"dp": 2, "pp": 4, "tp": 8, "microbatches": 8, "zero": 1, "recompute": "full"}
+    assert float(seconds) == sum(predict(model, Cluster(64, **A100), 16, **how).seconds.values())
+    assert refused.startswith("dp, pp and tp should be 64 devices at most")
+    assert found == "True"
 
 
 def test_the_glossary_is_sorted_and_leads_to_chapters():

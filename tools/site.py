@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 from nbformat import NotebookNode
@@ -89,6 +90,32 @@ def sections(text: str) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+def planner_page(root: Path) -> str:
+    """docs/planner.md with the picture that stands there until a reader starts Python."""
+    sys.path.insert(0, str(root / "docs/site"))
+    import planner
+
+    picture = planner.show(planner.START)["html"]
+    return (root / "docs/planner.md").read_text(encoding="utf-8").replace("PICTURE", picture)
+
+
+def package_for_the_page(target: Path, root: Path = ROOT) -> None:
+    """What the planner imports, as it is, under empty ``__init__`` files, in one archive."""
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(root / "docs/site/planner.py", "planner.py")
+        for folder in ("", "lab/", "pipeline/"):
+            archive.writestr(f"ignite_ddl/{folder}__init__.py", "")
+        for pattern in (
+            "lab/cost.py",
+            "lab/plan.py",
+            "lab/r*.py",
+            "lab/simulate/*.py",
+            "pipeline/schedules.py",
+        ):
+            for path in sorted((root / "ignite_ddl").glob(pattern)):
+                archive.write(path, str(path.relative_to(root)))
+
+
 def gather(source: Path, root: Path = ROOT) -> None:
     """Writes all pages of the site as Sphinx reads them."""
     shutil.rmtree(source, ignore_errors=True)
@@ -102,6 +129,7 @@ def gather(source: Path, root: Path = ROOT) -> None:
     for name, heading in wanted.items():
         page = f"# {heading}\n{readme[heading]}".replace("\n### ", "\n## ")
         (source / f"{name}.md").write_text(page, encoding="utf-8")
+    (source / "docs/planner.md").write_text(planner_page(root), encoding="utf-8")
     index = (root / "docs/site/index.md").read_text(encoding="utf-8")
     index = stamp_text(index.replace("CHAPTERS", contents(paths)), repository(root))
     (source / "index.md").write_text(index, encoding="utf-8")
@@ -113,8 +141,12 @@ def main() -> int:
     except ImportError:
         print("the site needs Sphinx in build/site-tools: make site-setup", file=sys.stderr)
         return 1
+    if not (BUILD / "site-static/pyodide").exists():
+        print("the site's planner needs Pyodide in build/site-static: make site-setup", file=sys.stderr)
+        return 1
     started = time.perf_counter()
     gather(BUILD / "site-source")
+    package_for_the_page(BUILD / "site-static/package.zip")
     shutil.rmtree(BUILD / "site", ignore_errors=True)
     options = ["-q", "-W", "--keep-going", "-E", "-d", str(BUILD / "site-doctrees"), "-c", str(SITE)]
     failed = sphinx([*options, str(BUILD / "site-source"), str(BUILD / "site")])
