@@ -78,13 +78,16 @@ class Watch:
                     seen, since = now, time.monotonic()
                 stands = time.monotonic() - since > self.after and waits_in(stack) and reported != seen
                 if stands or self.store.check([f"{self.name}/{self.number}"]):
-                    self.report(2 * pause + 1, f"rank {self.rank} waits for more than {self.after:g} s")
+                    self.report(2 * pause + 4, f"rank {self.rank} waits for more than {self.after:g} s")
                     reported = seen
         except RuntimeError:  # the store has gone, and the job with it
             return
 
     def report(self, seconds: float, why: str) -> None:
-        """Puts in this rank's part; the first rank waits for the others' and prints."""
+        """Puts in this rank's part; the first rank waits for the others' and prints.
+
+        torch reads the symbols of its frames first, which takes a rank a second or two on a busy machine.
+        """
         key = f"{self.name}/{self.number}"
         self.number += 1
         part = {"stack": own_stack(self.thread), "calls": recorded_calls(NEWEST)}

@@ -116,7 +116,7 @@ class Pipeline(nn.Module):
                 cannot be sent, or a stage was frozen or unfrozen since the first step (see :meth:`forget_schedules`).
         """
         rows = check_rows(x, y)
-        tensors, structure = flatten(x, "x")
+        tensors, structure = flatten(tree_map(_contiguous, x), "x")
         known = repr((structure, [(tuple(t.shape), t.dtype) for t in tensors]))
         key = rows, known, getattr(autocast, "fast_dtype", None)
         fresh = self._is_fresh(key)
@@ -482,6 +482,10 @@ def _copies_of_shared_layers(
 def _copied(stage: nn.Module, inputs: tuple) -> tuple:
     """A layer that works in place needs a copy: the stage's input is a leaf, or the output of its neighbour."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, inputs)
+
+
+def _contiguous(leaf: Any) -> Any:
+    return leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _leaf(leaf: Any) -> Any:

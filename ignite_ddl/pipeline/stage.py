@@ -14,7 +14,9 @@ from torch.distributed.pipelining import PipelineStage
 from ignite_ddl.pipeline.structure import Structure, flatten
 from ignite_ddl.tensor.random import random_stream
 
-__all__ = ["Interface", "Stage"]
+__all__ = ["SENDS_ANY_DTYPE", "Interface", "Stage"]
+
+SENDS_ANY_DTYPE = hasattr(PipelineStage, "_forward_metadata_inference")  # torch 2.12 and newer
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,12 @@ class Stage(PipelineStage):
         autocast: contextlib.AbstractContextManager,
         split_backward: bool,
     ) -> None:
+        floats = all(t.dtype.is_floating_point for t in returns.tensors)
+        if index + 1 < n_stages and not floats and not SENDS_ANY_DTYPE:
+            raise ValueError(
+                f"{name} returns whole numbers or a mask, which torch {torch.__version__} cannot send to the next "
+                "stage: install torch 2.12 or newer, or return them as floating-point numbers"
+            )
         super().__init__(
             module,
             index,
