@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import yaml
 
 import ignite_ddl as ddl
 from ignite_ddl.lab.plan import A100, Cluster, Model, predict
@@ -99,3 +100,10 @@ def test_the_glossary_is_sorted_and_leads_to_chapters():
         links = re.findall(r"\]\(\.\./(notebooks/.*?)\)", meaning)
         assert links, term
         assert all((ROOT / link).exists() for link in links), term
+
+
+def test_citation_and_change_log_name_this_version(site):
+    repo = site.repository(ROOT)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (f"v{citation['version']}", citation["repository-code"]) == (repo.release, repo.url)
+    assert f"\n## {citation['version']}" in (ROOT / "CHANGELOG.md").read_text()
