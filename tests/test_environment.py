@@ -224,7 +224,6 @@ def test_workflow_calls_make_targets_only():
 def test_only_the_release_may_write():
     assert WORKFLOW["permissions"] == {"contents": "read"}
     assert RELEASE["permissions"] == {"contents": "write"}
-    assert RELEASE[True] == {"push": {"tags": ["v*"]}}  # what it runs: tests/test_workbook.py
 
 
 def test_the_oldest_set_has_the_lowest_versions_that_are_allowed():

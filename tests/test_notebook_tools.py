@@ -387,12 +387,6 @@ def test_the_badge_opens_the_release_s_copy_without_outputs():
     assert tools.badge(REPO, "01_small.ipynb").endswith(f"]({copies}/01_small.ipynb)")
 
 
-def test_the_project_s_own_address_and_release_are_read():
-    repo = tools.repository()
-    assert repo.url.startswith("https://github.com/")
-    assert re.fullmatch(r"v\d+(\.\d+)+\w*", repo.release)
-
-
 # --- figures, text, new -------------------------------------------------------------------------------
 
 

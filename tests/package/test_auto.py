@@ -225,27 +225,6 @@ def _with_filler(loader):
         yield batch, loader.rows, loader.filler
 
 
-def test_set_epoch_repeats_an_epoch(monkeypatch):
-    loader = as_rank(
-        1, 2, lambda: ddl.auto_dataloader(torch.arange(20), batch_size=5, shuffle=True), monkeypatch
-    )
-    first, second, third = (dealt(loader)[0] for _ in range(3))
-    assert first != second != third
-    loader.set_epoch(1)
-    assert dealt(loader)[0] == second
-    assert dealt(loader)[0] == third
-
-
-def test_an_epoch_that_is_left_early_does_no_harm():
-    # A worker is ahead by two batches, whose sizes are known and must be forgotten.
-    loader = ddl.auto_dataloader(torch.arange(13), batch_size=4, shuffle=True, num_workers=1)
-    for batch in loader:
-        assert len(batch) == 4
-        break
-    _, sizes = dealt(loader)
-    assert sizes == [(4, 4)] * 3 + [(1, 1)]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_that_is_left_early_is_no_epoch(workers, monkeypatch):
     """So a rank may look at a batch alone; an engine that stops at the last batch has had the whole epoch."""
@@ -266,7 +245,7 @@ def test_a_pass_that_is_left_early_is_no_epoch(workers, monkeypatch):
     assert dealt(loader) == epochs[2]
     loader.set_epoch(1)
     next(iter(loader))
-    assert dealt(loader) == epochs[1]
+    assert [dealt(loader), dealt(loader)] == epochs[1:]
 
 
 def test_runs_of_an_engine_are_epochs_of_their_own():
@@ -542,16 +521,10 @@ REFUSED = [
         {"tensor_plan": {"end": ddl.Row(), "up": ddl.Column(units=3)}},
         "tp=2 should divide the 3 units of 'up'",
     ),
-    ({"schedule": "pipedream"}, "schedule should be one of gpipe, .* but given 'pipedream'"),
-    ({"n_microbatches": 0}, "n_microbatches should be a positive integer, but given 0"),
-    ({"n_microbatches": 1}, "n_microbatches=1 does not suit schedule='1f1b' on pp=2; use a multiple of 2"),
     ({"n_microbatches": 3, "schedule": "dualpipev"}, "n_microbatches=3 does not suit schedule='dualpipev'"),
-    ({"split": [5]}, "split should name the layers of each of 2 stages, .* but given \\[5\\]"),
-    ({"split": [0, 5]}, "split should name the layers"),
     ({"split": [2, 2]}, "split should name the layers of each of 2 stages, at least one each, 5 in all"),
     ({"find_unused_parameters": True}, "find_unused_parameters are for DDP, but the mesh is"),
     ({"model": "listed"}, "model should be an nn.Sequential under pp, but given Listed"),
-    ({"model": "short", "schedule": "zbv"}, "a model of 3 layers cannot be cut into 4 stages"),
     (
         {"schedule": "zbv", "split": [2, 1, 1, 1]},
         "cannot run stage 1 \\(relu\\): it has no trainable parameter",
@@ -561,22 +534,18 @@ REFUSED = [
 
 def refused_models(local_rank, cases):
     """Each rank tries in its turn and alone: a message, or a wait for one, would hang this."""
-    import torch.distributed as dist
-
     said = []
-    ddl.get_mesh()
     for options in cases:
         options = dict(options)
-        kind = options.pop("model", "layers")
-        model = layers()[:3] if kind == "short" else MODELS[kind]()
+        model = MODELS[options.pop("model", "layers")]()
         message = ""
-        for rank in range(idist.get_world_size()):
+        for rank in range(ddl.get_mesh().world_size):
             if rank == idist.get_rank():
                 try:
                     ddl.auto_model(model, **options)
                 except ValueError as error:
                     message = str(error)
-            dist.barrier()
+            idist.barrier()
         said.append(message)
     return said
 

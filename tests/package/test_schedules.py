@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import statistics
 import time
 
 import pytest
@@ -222,45 +221,3 @@ def test_the_measured_bubble_is_within_5_points_of_the_formula_and_of_the_simula
     for share, simulated in zip(bubble(step).values(), bubble(planned.records).values(), strict=True):
         assert share == pytest.approx(formula, abs=0.05)
         assert share == pytest.approx(simulated, abs=0.05)
-
-
-# ------------------------------------------------------------------------------- a bubble of real work, measured times
-
-
-def working(local_rank, rows):
-    logging.disable(logging.INFO)
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(768, 768), nn.ReLU()) for _ in range(6)]
-    model = ddl.auto_model(nn.Sequential(*layers), schedule="1f1b", n_microbatches=4, split=[2, 4])
-    x = torch.randn(rows, 768)
-    model.train_step(x, x, nn.functional.mse_loss)
-    with Timeline() as timeline:
-        for _ in range(6):
-            model.train_step(x, x, nn.functional.mse_loss)
-    return timeline
-
-
-def median_pass(step, stage, kind):
-    return statistics.median(r.end - r.start for r in step if (r.stage, r.kind) == (stage, kind))
-
-
-def test_the_bubble_of_real_work_is_within_5_points_of_the_simulator_with_the_times_it_measured():
-    """Up to eight tries of six steps: other programs take a core from some pass in most of them, one in peace will
-    do. The stages are not equal, so that the formula is off."""
-    found = []
-    for _ in range(8):
-        ranks = ddl.Parallel("gloo", 2, timeout=TIMEOUT, threads_per_rank=1, pp=2).run(working, 512)
-        for step in Timeline.merge(ranks).actions():
-            forward, backward = (
-                [median_pass(step, s, kind) for s in (0, 1)] for kind in ("forward", "backward")
-            )
-            halves = [seconds / 2 for seconds in backward]
-            planned = bubble(simulate.pipeline("1f1b", 2, 4, forward, halves, halves).records)
-            measured = bubble(step)
-            off = max(abs(measured[rank] - planned[rank]) for rank in (0, 1))
-            found.append((off, measured, planned))
-        if min(found, key=lambda one: one[0])[0] < 0.05:
-            break
-    off, measured, _ = min(found, key=lambda one: one[0])
-    assert off < 0.05, found
-    assert abs(statistics.mean(measured.values()) - pipeline_bubble(2, 4)) > 0.05

@@ -54,7 +54,7 @@ def trained_then_changed(local_rank, options, where):
     return [[(one.name, one.ranks, round(one.difference, 6)) for one in each] for each in found]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["pp2", "dp2 x pp2 x tp2"])  # the others are below
 def test_what_has_been_trained_is_in_sync(mesh):
     axes, options = MESHES[mesh]
     assert all(found == [[]] for found in launch(axes, trained_then_changed, options, []))

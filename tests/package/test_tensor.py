@@ -8,21 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ignite.distributed as idist
 import pytest
 import torch
 import torch.nn.functional as F
 from ignite.metrics import Accuracy, Loss
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl.course import CNN, GPT, MLP
+from ignite_ddl.course import GPT, MLP
 from ignite_ddl.lab.bytes import count_bytes
-from ignite_ddl.tensor.gradients import redistribute_gradient
 from ignite_ddl.tensor.plan import apply_plan, check_plan
 from ignite_ddl.tensor.random import draw_seed, random_stream
 
@@ -61,10 +59,7 @@ def run(func, nproc, *args):
 @pytest.mark.parametrize(
     ("glob", "names"),
     [
-        ("block1.attention.v", ["block1.attention.v"]),
-        ("block*.attention.k", ["block0.attention.k", "block1.attention.k"]),
         ("block0.attention.[qkv]", ["block0.attention.q", "block0.attention.k", "block0.attention.v"]),
-        ("*.attention.out", ["block0.attention.out", "block1.attention.out"]),
         ("block?.*.q", ["block0.attention.q", "block1.attention.q"]),
     ],
 )
@@ -74,7 +69,7 @@ def test_a_glob_names_modules_part_by_part(glob, names):
 
 
 @pytest.mark.parametrize(
-    "glob", ["block*.q", "*q", "block0.Attention.q", "block0.attention.q.weight", "attention.q"]
+    "glob", ["block*.q", "block0.Attention.q", "block0.attention.q.weight", "attention.q"]
 )
 def test_a_star_does_not_cross_a_dot(glob):
     with pytest.raises(ValueError, match="matches no module"):
@@ -96,11 +91,6 @@ def test_the_later_key_holds():
 
 def test_a_model_that_is_one_layer_has_the_empty_name():
     assert list(check_plan(nn.Linear(4, 4), {"": ddl.Column()}, tp_size=2)) == [""]
-    assert list(check_plan(nn.Sequential(nn.Linear(4, 4)), {"*": ddl.Column()}, tp_size=2)) == ["0"]
-
-
-def test_an_empty_plan_names_nothing():
-    assert check_plan(model(), {}, tp_size=3) == {}
 
 
 # ---------------------------------------------------------------------------------------------------- refusals
@@ -111,9 +101,12 @@ def test_an_empty_plan_names_nothing():
     [
         ({"haed": ddl.Row()}, 2, "tensor_plan has the key 'haed', which matches no module; those with weights: embed"),
         ({"head": "column"}, 2, r"tensor_plan\['head'\] should be a style such as ddl.Column\(\), but given 'column'"),
-        ({"head": ddl.Column}, 2, r"tensor_plan\['head'\] should be a style"),
         ({"block0.attention.q": ddl.Column()}, 3, "tp=3 should divide the 8 rows of the weight of 'block0"),
         ({"block*.attention.q": ddl.Column(units="n_heads")}, 8, "tp=8 should divide the 4 n_heads of 'block0.attent"),
+        ({"block*.attention.q": ddl.Column(units="scale")}, 2, "units='scale' of 'block0.attention.q' should be"),
+        ({"block0": ddl.SharedWeight()}, 2, "SharedWeight is for a module that holds weights, but 'block0' is a"),
+        ([("head", ddl.Row())], 2, "tensor_plan should be a dict from globs of module names to styles"),
+        ({0: ddl.Row()}, 2, "tensor_plan should be a dict from globs"),
         ({"head": ddl.Column(units=5)}, 2, "tp=2 should divide the 5 units of 'head'"),
         ({"block*.attention.out": ddl.Row()}, 3, "tp=3 should divide the 8 columns of the weight of 'block0"),
         ({"block*.norm": ddl.Row()}, 2, "Row cuts an nn.Linear or nn.Embedding, but 'block0.norm' is a LayerNorm"),
@@ -128,36 +121,25 @@ def test_an_empty_plan_names_nothing():
     ],
 )  # fmt: skip
 def test_a_plan_that_does_not_fit(plan, tp_size, message):
-    with pytest.raises(ValueError, match=message):
-        check_plan(model(), plan, tp_size)
-
-
-class OwnColumn(ddl.Column):
-    """Somebody's subclass."""
-
-
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        (lambda: [("head", ddl.Row())], "tensor_plan should be a dict from globs of module names to styles"),
-        (lambda: {0: ddl.Row()}, "tensor_plan should be a dict from globs"),
-        (lambda: {"head": ddl.Column(units=0)}, "units should be a positive integer, but given 0"),
-        (lambda: {"head": ddl.Column(units=-2)}, "units should be a positive integer, but given -2"),
-        (lambda: {"head": ddl.Column(units=2.0)}, "units should be a positive integer, but given 2.0"),
-        (lambda: {"head": ddl.Column(units=[2])}, r"units should be a positive integer, but given \[2\]"),
-        (lambda: {"block*.attention.q": ddl.Column(units="scale")}, "units='scale' of 'block0.attention.q' should be"),
-        (lambda: {"head": ddl.Column(output_layouts="replicate")}, "output_layouts of Column should be a placement"),
-        (lambda: {"head": ddl.Row(input_layouts=1)}, r"input_layouts of Row should be a placement .* but given 1"),
-        (lambda: {"block0": ddl.SharedInput(input_layouts="whole")}, "input_layouts of SharedInput should be a"),
-        (lambda: {"block0.norm": OwnColumn()}, "OwnColumn cuts an nn.Linear or nn.Embedding, but 'block0.norm'"),
-        (lambda: {"block0": ddl.SharedWeight()}, "SharedWeight is for a module that holds weights, but 'block0' is a"),
-    ],
-)  # fmt: skip
-def test_arguments_that_do_not_fit(plan, message):
     layers = model()
     layers["block0"].attention.scale = 0.5
     with pytest.raises(ValueError, match=message):
-        check_plan(layers, plan(), 2)
+        check_plan(layers, plan, tp_size)
+
+
+@pytest.mark.parametrize(
+    ("style", "arguments", "message"),
+    [
+        (ddl.Column, {"units": 0}, "units should be a positive integer, but given 0"),
+        (ddl.Column, {"units": 2.0}, "units should be a positive integer, but given 2.0"),
+        (ddl.Column, {"output_layouts": "replicate"}, "output_layouts of Column should be a placement"),
+        (ddl.Row, {"input_layouts": 1}, "input_layouts of Row should be a placement .* but given 1"),
+        (ddl.SharedInput, {"input_layouts": "whole"}, "input_layouts of SharedInput should be a"),
+    ],
+)
+def test_arguments_of_a_style_that_do_not_fit(style, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        style(**arguments)
 
 
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"sparse": True}])
@@ -216,18 +198,6 @@ def test_uneven_vocabularies_are_cut_where_nothing_stays_cut_by_equal_parts():
     for tp_size in (3, 4):
         for style in (ddl.Column(output_layouts=WHOLE), ddl.Column(use_local_output=False)):
             assert check_plan(model(), {"embed": ddl.Row(), "head": style}, tp_size)
-
-
-def test_heads_are_counted_where_the_layer_is():
-    plan = {"block*.attention.q": ddl.Column(units="n_heads")}
-    assert len(check_plan(model(n_heads=2), plan, tp_size=2)) == 2
-    with pytest.raises(ValueError, match="tp=4 should divide the 2 n_heads"):
-        check_plan(model(n_heads=2), plan, tp_size=4)
-
-
-def test_one_rank_divides_everything():
-    plan = {"block*.attention.*": ddl.Column(units=1), "embed": ddl.Row(), "head": ddl.Column(units=1)}
-    assert len(check_plan(model(), plan, tp_size=1)) == 10
 
 
 # -------------------------------------------------------------------------------------------------- on the axis
@@ -346,37 +316,6 @@ def test_a_style_serves_several_layers_and_models():
         assert max(errors) < 1e-6
 
 
-def gradients(local_rank):
-    """Column then Row equal the whole layers, forward and backward; gradients are cut as their weights."""
-    torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
-    plan = {
-        "0": ddl.Column(output_layouts=Shard(1), use_local_output=False),
-        "1": SequenceParallel(use_local_output=False),
-        "2": ddl.Row(input_layouts=Shard(1)),
-    }
-    apply_plan(layers, check_plan(layers, plan, 2), ddl.get_mesh().device_mesh["tp"])
-    x = torch.randn(2, 6, 4)
-    out = layers(x)
-    error = (out - whole(x)).abs().max().item()
-    out.square().sum().backward()
-    whole(x).square().sum().backward()
-    before = [str(p.grad.placements) for p in layers.parameters()]
-    for p, q in zip(layers.parameters(), whole.parameters(), strict=True):
-        redistribute_gradient(p)
-        assert p.grad.placements == p.placements
-        error = max(error, (p.grad.full_tensor() - q.grad).abs().max().item())
-    return error, before
-
-
-def test_a_gradient_that_is_a_sum_yet_to_be_made_is_laid_out_as_its_weight():
-    for error, before in run(gradients, 2):
-        assert error < 1e-4
-        assert any("Partial" in placement for placement in before)  # else this shows nothing
-
-
 # ---------------------------------------------------------------------------------- what styles compute and move
 
 
@@ -453,19 +392,6 @@ def test_convolutions_by_channels_equal_the_whole_one_and_gather_nothing(tp):
                 assert backward == ([] if index % 3 == 1 else [("all_gather", in_bytes // tp)])
 
 
-def convolution_of_dtensors(local_rank):
-    mesh = ddl.get_mesh().device_mesh["tp"]
-    weight = distribute_tensor(torch.randn(8, 4, 3, 3), mesh, [Shard(0)])
-    x = distribute_tensor(torch.randn(2, 4, 5, 5), mesh, [Replicate()])
-    y = F.conv2d(x, weight, padding=1)
-    return str(y.placements), tuple(y.shape), tuple(y.to_local().shape)
-
-
-def test_why_convolutions_have_styles_of_their_own():
-    """When this fails, DTensor's convolution has learned to be cut by channels."""
-    assert run(convolution_of_dtensors, 2) == [("(Replicate(),)", (2, 8, 5, 5), (2, 4, 5, 5))] * 2
-
-
 def attention_traffic(local_rank):
     """Bytes that a block of the lab's GPT moves backward, with and without SharedInput."""
     counts = []
@@ -519,30 +445,22 @@ def test_a_shared_input_is_the_first_argument_and_others_come_through():
 
 def lab_models(local_rank):
     torch.set_default_dtype(torch.float64)
-    errors = []
-    for layers in range(1, 6):
+    for layers in (1, 3, 4):
         torch.manual_seed(layers)
         whole = MLP(6, 8, 4, layers=layers)
         x = torch.randn(3, 6)
         expected = whole(x)
         cut = ddl.auto_model(whole, whole.tensor_plan)
-        errors.append((cut(x) - expected).abs().max().item())
+        assert (cut(x) - expected).abs().max() < BOUND
         n_cut = sum(isinstance(p, DTensor) for p in cut.parameters())
         assert n_cut == 2 * (layers - layers % 2)  # weights and biases of layers in pairs
-    whole, x = CNN(channels=4), torch.randn(3, 1, 28, 28)
-    expected = whole(x)
-    cut = ddl.auto_model(whole, CNN.tensor_plan)
-    assert all(isinstance(p, DTensor) for p in cut.parameters())
-    errors.append((cut(x) - expected).abs().max().item())
     gpt = ddl.auto_model(GPT(65, 8, 16, 4, 1), GPT.tensor_plan)
     logits = gpt(torch.zeros(2, 8, dtype=torch.long))
     assert logits.stride() == (8 * 65, 65, 1)  # gathered from uneven parts, and without their padding
-    return errors
 
 
 def test_the_labs_plans_fit_their_models():
-    for errors in run(lab_models, 4):
-        assert max(errors) < BOUND
+    run(lab_models, 4)
     assert set(MLP.tensor_plan) == set(MLP().tensor_plan)
 
 
@@ -755,7 +673,11 @@ def sequences(local_rank):
         ValueError, match="tp=2 should divide the sequence, but dim 1 of Identity's output has 5 places"
     ):
         layers(torch.randn(2, 5, 4))
-    return [p.requires_grad for p in layers.parameters()]
+    assert [p.requires_grad for p in layers.parameters()] == [False, True]
+    with pytest.raises(
+        ValueError, match="SplitSequence is for a module whose output is one tensor, but Two's is a t"
+    ):
+        ddl.auto_model(Two(), {"": ddl.SplitSequence()})(torch.randn(2, 4, 8))
 
 
 class Two(nn.Module):
@@ -763,19 +685,8 @@ class Two(nn.Module):
         return x, x
 
 
-def split_of_two(local_rank):
-    with pytest.raises(
-        ValueError, match="SplitSequence is for a module whose output is one tensor, but Two's is a t"
-    ):
-        ddl.auto_model(Two(), {"": ddl.SplitSequence()})(torch.randn(2, 4, 8))
-
-
-def test_a_sequence_is_split_of_one_tensor():
-    run(split_of_two, 2)
-
-
-def test_a_sequence_is_split_evenly_and_a_frozen_norm_stays_frozen():
-    assert run(sequences, 2) == [[False, True]] * 2
+def test_one_tensor_is_split_evenly_and_a_frozen_norm_stays_frozen():
+    run(sequences, 2)
 
 
 def step_traffic(local_rank):
@@ -903,77 +814,16 @@ class Dropping(nn.Module):
 DROPPING_PLAN = {"up": ddl.Column(), "inner": ddl.ShardedRandom(), "down": ddl.Row()}
 
 
-def draws(local_rank):
-    """Masks of a replicated and of a sharded region, and the stream's state; ranks are seeded apart."""
-    mesh = ddl.get_mesh()
-    torch.manual_seed(100 + mesh.rank)
-    dropping = Dropping()
-    before = torch.get_rng_state()
-    dropping = ddl.auto_model(dropping, DROPPING_PLAN)
-    start = torch.get_rng_state()
-    masks = {}
-    for name in ("inner", "outer"):
-        module = getattr(dropping, name)
-        module.register_forward_hook(lambda m, i, o, name=name: masks.setdefault(name, []).append(o != 0))
-    x = torch.ones(16, 4)
-    for _ in range(2):
-        dropping(x)
-    end = torch.get_rng_state()
-    dropping.eval()
-    dropping(x)
-    assert torch.get_rng_state().equal(end)  # evaluation draws nothing
-    return masks, start, end, before.equal(start)
-
-
-def test_tp_peers_draw_alike_in_replicated_regions_and_apart_in_sharded_ones():
-    ranks = ddl.Parallel("gloo", 4, dp=2, tp=2, timeout=TIMEOUT).run(draws)
-    for one, other in (ranks[0:2], ranks[2:4]):
-        assert one[1].equal(other[1])
-        assert one[2].equal(other[2])
-        for step in range(2):
-            assert one[0]["outer"][step].equal(other[0]["outer"][step])
-            assert not one[0]["inner"][step].equal(other[0]["inner"][step])
-    assert [kept for *_, kept in ranks] == [True, False, True, False]  # dp ranks keep what they seeded
-    assert not ranks[0][1].equal(ranks[2][1])
-    # One process replays the rule: n from the stream, then a stream from n + r; whole regions draw as they come.
-    for first in (0, 2):
-        with fork():
-            torch.set_rng_state(ranks[first][1])
-            for step in range(2):
-                number = int(torch.randint(2**62, ()))
-                for tp_rank in range(2):
-                    with fork():
-                        torch.manual_seed(number + tp_rank)
-                        mask = F.dropout(torch.ones(16, 4)) != 0
-                    assert mask.equal(ranks[first + tp_rank][0]["inner"][step])
-                assert (F.dropout(torch.ones(16, 4)) != 0).equal(ranks[first][0]["outer"][step])
-            assert torch.get_rng_state().equal(ranks[first][2])
-
-
-def fork():
-    return torch.random.fork_rng(devices=[])
-
-
-def plain_stream(local_rank):
-    torch.manual_seed(3)
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
-    layers = ddl.auto_model(layers, {"0": ddl.Column(output_layouts=WHOLE)})
-    return layers(torch.ones(8, 4)) != 0, torch.get_rng_state()
-
-
-def test_replicated_regions_draw_what_one_process_draws():
-    (mask, state), expected = run(plain_stream, 4)[3], plain_stream(0)
-    assert mask.equal(expected[0])
-    assert state.equal(expected[1])
-
-
 def recomputed(local_rank):
     torch.manual_seed(0)
     dropping = ddl.auto_model(Dropping(), DROPPING_PLAN)
     outputs = []
     dropping.inner.register_forward_hook(lambda m, i, o: outputs.append(o.detach()))
     checkpoint(dropping, torch.randn(8, 4, requires_grad=True), use_reentrant=False).sum().backward()
-    return len(outputs), outputs[0].equal(outputs[1])
+    found, before = (len(outputs), outputs[0].equal(outputs[1])), torch.get_rng_state()
+    dropping.eval()(torch.ones(8, 4))
+    assert torch.get_rng_state().equal(before)  # evaluation draws nothing
+    return found
 
 
 def test_activation_checkpointing_draws_the_same_masks_again():
@@ -1008,28 +858,27 @@ def test_a_module_that_fails_leaves_the_stream_as_it_was():
     assert torch.get_rng_state().equal(state)
 
 
-def streams_after_training(local_rank, schedule):
+def streams_after_training(local_rank):
     mesh = ddl.get_mesh()
     torch.manual_seed(mesh.rank)
     ids = torch.randint(20, (12, 9), generator=torch.Generator().manual_seed(0))
     loader = ddl.auto_dataloader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=4)
-    gpt = ddl.auto_model(GPT(20, 8, 8, 2, 2, dropout=0.5), GPT.sequence_plan, schedule=schedule)
+    gpt = ddl.auto_model(GPT(20, 8, 8, 2, 2, dropout=0.5), GPT.sequence_plan, schedule="zbv")
     optimizer = ddl.auto_optim(torch.optim.SGD(gpt.parameters(), lr=0.1))
     trainer = ddl.create_supervised_trainer(
         gpt, optimizer, ddl.cross_entropy, model_transform=lambda logits: logits.transpose(1, 2)
     )
     before = torch.get_rng_state()
     trainer.run(loader)
-    return before, torch.get_rng_state(), idist.get_rank()
+    return before, torch.get_rng_state()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_ranks_of_a_replica_stay_alike_however_much_their_stages_draw(schedule):
-    ranks = ddl.Parallel("gloo", 4, pp=2, tp=2, timeout=TIMEOUT).run(streams_after_training, schedule)
-    for before, after, _ in ranks:
+def test_ranks_of_a_replica_stay_alike_however_much_their_stages_draw():
+    ranks = ddl.Parallel("gloo", 4, pp=2, tp=2, timeout=TIMEOUT).run(streams_after_training)
+    for before, after in ranks:
         assert before.equal(ranks[0][0])
         assert after.equal(ranks[0][1])
-    with fork():
+    with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(ranks[0][0])
         for _ in range(3):  # batches: one number each
             draw_seed()

@@ -29,7 +29,7 @@ from ignite_ddl.lab.simulate.pipelines import (
     pipedream,
     pipeline,
 )
-from ignite_ddl.lab.simulate.server import Gradient, Lognormal, ServerRun, chen_2016, parameter_server
+from ignite_ddl.lab.simulate.server import Gradient, Lognormal, ServerRun, parameter_server
 from ignite_ddl.lab.simulate.world import Rank, Simulation, run
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "all_reduce_ring",
     "all_reduce_tree",
     "best_pipelines",
-    "chen_2016",
     "ddp_step",
     "failures",
     "master_step",

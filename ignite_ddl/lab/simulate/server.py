@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ignite_ddl.lab.ranges import checked
 from ignite_ddl.lab.simulate.world import number_for_each
 
-__all__ = ["Gradient", "Lognormal", "ServerRun", "chen_2016", "parameter_server"]
+__all__ = ["Gradient", "Lognormal", "ServerRun", "parameter_server"]
 
 
 class Gradient(NamedTuple):
@@ -90,38 +90,6 @@ class Lognormal:
         while len(drawn) <= step:
             drawn.append(self.median * math.exp(self.sigma * source.gauss(0, 1)))
         return drawn[step]
-
-
-def chen_2016(seed: int = 0) -> Lognormal:
-    """Stragglers like those of Chen et al., "Revisiting Distributed Synchronous SGD" (arXiv 1604.00981, 2016).
-
-    From the paper (Inception, 100 workers; section 3.1 and its two figures of arrival times): most mean times to
-    collect k of 100 gradients lie between 1.4 and 1.8 s; the 98th arrives within 2 s in 80 % of the steps, the
-    last in 30 %; of 100 machines, N = 96 with b = 4 backups trained fastest. These figures are quoted from memory of
-    the paper, whose text could not be opened here. Public summaries confirm 96 + 4 and the shares of 80 and 30 %
-    (one says "second last" instead of the 98th), and add that the number of iterations grows nearly in inverse
-    proportion to N.
-
-    A fit: one log-normal distribution for all workers and steps, median 1.58 s and sigma 0.107. It gives means of
-    1.37 s (10th) and 1.81 s (90th), 83 % and 24 %. b was not used for the fit. The last gradients arrive later in the
-    paper: real stragglers have a heavier tail, and are not independent.
-
-    Args:
-        seed: of the draws. Default: 0.
-
-    Returns:
-        Lognormal: seconds of a worker's step.
-
-    Examples:
-        .. code-block:: python
-
-            from ignite_ddl.lab import simulate
-
-            draw = simulate.chen_2016()
-            steps = [sorted(draw(worker, step) for worker in range(100)) for step in range(200)]
-            assert 0.7 < sum(times[97] < 2 for times in steps) / 200 < 0.95
-    """
-    return Lognormal(median=1.58, sigma=0.107, seed=seed)
 
 
 @checked
