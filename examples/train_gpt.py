@@ -2,11 +2,12 @@
 
     python train_gpt.py                                        # one process, about a minute
     python train_gpt.py --ranks 8 --dp 2 --pp 2 --tp 2         # eight processes on this machine
-    torchrun --nproc_per_node 8 train_gpt.py --dp 2 --pp 2 --tp 2
+    torchrun --nproc_per_node 8 train_gpt.py --plan auto       # the planner chooses the mesh
     srun -n 8 python train_gpt.py --dp 2 --pp 2 --tp 2
 
-Each trains the same model on the same rows. Ranks that share one CPU are slower than one process: eight on two
-cores take minutes an epoch, so try them with --steps 20. A mesh pays where every rank has a device of its own.
+Each trains the same model on the same rows. With --checkpoints FOLDER the run is saved, and --resume goes on from
+there, on the same mesh or another one. Ranks that share one CPU are slower than one process: eight on two cores take
+minutes an epoch, so try them with --steps 20. A mesh pays where every rank has a device of its own.
 """
 
 import argparse
@@ -18,18 +19,19 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Events
 from ignite.handlers import PiecewiseLinear, ProgressBar
-from ignite.metrics import Accuracy, Average, Loss, RunningAverage
+from ignite.metrics import Accuracy, Loss, RunningAverage
 
 import ignite_ddl as ddl
 from ignite_ddl.course import GPT, CharacterText, generate
 from ignite_ddl.pipeline.schedules import SCHEDULES
+from ignite_ddl.precision import AMP_MODES
 
 PROMPT = "Captain Wentworth "
 
 
 def new_model(args):
     sizes = {"width": args.width, "n_heads": args.heads, "n_blocks": args.blocks, "tied": not args.untied}
-    return GPT(CharacterText.vocabulary_size, args.length, **sizes)
+    return GPT(CharacterText.vocabulary_size, args.length, **sizes).to(getattr(torch, args.dtype))
 
 
 def bits_per_character(logits, y):
@@ -48,15 +50,20 @@ def training(local_rank, args):
     cut = {"schedule": args.schedule, "n_microbatches": args.microbatches, "shard": args.shard}
     model = ddl.auto_model(new_model(args), GPT.tensor_plan, **cut)
     optimizer = ddl.auto_optim(torch.optim.AdamW(model.parameters(), lr=args.lr))
-    options = {"device": idist.device(), "model_transform": classes_second}
+    options = {"device": idist.device(), "model_transform": classes_second, "amp_mode": args.amp_mode}
     trainer = ddl.create_supervised_trainer(model, optimizer, bits_per_character, max_norm=1.0, **options)
     metrics = {"accuracy": Accuracy(), "bits": Loss(bits_per_character)}
     evaluator = ddl.create_supervised_evaluator(model, metrics, **options)
 
     n_steps = args.epochs * (args.steps or len(train_loader))
     rates = [(0, 0.0), (n_steps // 20, args.lr), (n_steps, args.lr / 10)]  # warm up, then down in a line
-    trainer.add_event_handler(Events.ITERATION_STARTED, PiecewiseLinear(optimizer, "lr", rates))
-    Average().attach(trainer, "bits")
+    schedule = PiecewiseLinear(optimizer, "lr", rates)
+    trainer.add_event_handler(Events.ITERATION_STARTED, schedule)
+    trainer.state.bits = []  # of each step
+    trainer.state_dict_user_keys.append("bits")  # so that checkpoints have them
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda engine: engine.state.bits.append(engine.state.output)
+    )
     RunningAverage(output_transform=lambda bits: bits).attach(trainer, "running bits")
     if idist.get_rank() == 0:
         ProgressBar().attach(trainer, ["running bits"], event_name=Events.ITERATION_COMPLETED(every=5))
@@ -65,14 +72,27 @@ def training(local_rank, args):
 
     @trainer.on(Events.EPOCH_COMPLETED)
     def report(engine):
-        seconds = engine.state.times["EPOCH_COMPLETED"]
+        seconds, bits = engine.state.times["EPOCH_COMPLETED"], engine.state.bits[-engine.state.epoch_length :]
         test = evaluator.run(test_loader).metrics
         if idist.get_rank() == 0:
             print(
-                f"epoch {engine.state.epoch}: {engine.state.metrics['bits']:.5f} bits per character, "
+                f"epoch {engine.state.epoch}: {sum(bits) / len(bits):.5f} bits per character, "
                 f"test {test['bits']:.5f} (accuracy {test['accuracy']:.2%}), {seconds:.1f} s",
                 flush=True,
             )
+
+    if args.checkpoints:
+        parts = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": train_loader}
+        parts["schedule"] = schedule
+        found = ddl.Checkpoint.load_newest(parts, args.checkpoints) if args.resume else None
+        if idist.get_rank() == 0 and args.resume:
+            print(
+                f"resumes from {found.name}"
+                if found
+                else f"{args.checkpoints} has no checkpoint: starts anew"
+            )
+        saves = ddl.Checkpoint(parts, args.checkpoints, n_saved=2)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=args.every), saves)
 
     trainer.run(train_loader, max_epochs=args.epochs, epoch_length=args.steps)
 
@@ -110,7 +130,10 @@ def make_parser():
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline, default 1f1b")
     add("--microbatches", type=count, help="of the pipeline, default one per stage")
     add("--shard", action="store_true", help="shard weights and optimizer over dp (FSDP2)")
-    add("--backend", default="gloo", help="default gloo; nccl for one GPU per rank")
+    add("--plan", choices=["auto"], help="let ignite_ddl.lab.plan choose the six above for the ranks at hand")
+    add("--backend", default="gloo", help="default gloo; nccl for one GPU per rank, which we have not tried")
+    add("--amp-mode", choices=AMP_MODES, help="mixed precision by autocast, such as bfloat16")
+    add("--dtype", choices=["float32", "float64"], default="float32", help="of the weights, default float32")
     add("--epochs", type=count, default=4, help="default 4")
     add("--steps", type=count, help="steps per epoch, default all: 206")
     add("--batch-size", type=count, default=32, help="rows of a step, over all ranks; default 32")
@@ -123,11 +146,37 @@ def make_parser():
     add("--seed", type=int, default=0, help="default 0")
     add("--sample", type=count, default=400, help="characters to draw at the end, default 400")
     add("--save", type=Path, metavar="FILE", help="write the weights there, as a plain state dict")
+    add("--checkpoints", type=Path, metavar="FOLDER", help="save the run there; all machines see it")
+    add("--every", type=count, default=50, help="steps between two checkpoints, default 50")
+    add("--resume", action="store_true", help="go on from the newest checkpoint, on any mesh")
     return parser
+
+
+def choose(args, n_ranks):
+    """Sets the mesh and the cut as the lab's planner finds them best: the same on every rank."""
+    from ignite_ddl.lab.cost import Link
+    from ignite_ddl.lab.plan import A100, Cluster, Model, plan
+
+    model = Model.of(new_model(args), args.length, sequence_parallel=False)
+    # ASSUMED of a CPU rank: two ranks a core, and what gloo takes for a message. Of a GPU: an A100's numbers.
+    link = Link(latency=2e-4, bandwidth=1e9)
+    device = (
+        A100 if args.backend == "nccl" else {"memory": 1e9, "flops": 5e9, "inside": link, "between": link}
+    )
+    plans = plan(model, Cluster(n_ranks, **device), args.batch_size, recompute=["selective"])
+    # Without a pipeline, microbatches would be gradient accumulation, which this script does not do.
+    best = next((one for one in plans if one.fits and (one.pp > 1 or one.microbatches == 1)), None)
+    if best is None:
+        raise ValueError("--plan auto found no mesh on which the model fits")
+    args.dp, args.pp, args.tp, args.shard = best.dp, best.pp, best.tp, best.zero > 0
+    if best.pp > 1:
+        args.schedule, args.microbatches = best.schedule, best.microbatches
 
 
 def check(args, mesh):
     """Raises what is wrong with the arguments before any rank is started; ``mesh`` has the size of each axis."""
+    if args.resume and not args.checkpoints:
+        raise ValueError("--resume needs --checkpoints, the folder to go on from")
     if args.save and not args.save.absolute().parent.is_dir():
         raise ValueError(f"--save should name a file in a folder that exists, but given {args.save}")
     texts = [CharacterText(split, args.length) for split in ("train", "test")]
@@ -140,6 +189,9 @@ def main():
     parser = make_parser()
     args = parser.parse_args()
     try:
+        if args.plan:
+            whole = ddl.Parallel(backend=args.backend, nproc_per_node=args.ranks, dp=-1)
+            choose(args, whole.mesh_sizes["dp"])
         mesh = {"dp": args.dp, "pp": args.pp, "tp": args.tp}
         parallel = ddl.Parallel(backend=args.backend, nproc_per_node=args.ranks, **mesh)
         check(args, parallel.mesh_sizes)
