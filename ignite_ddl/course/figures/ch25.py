@@ -1,0 +1,123 @@
+"""The figures of chapter 25: what a character GPT reads and says, a plan's ranks and layers, a learning curve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from ignite_ddl.lab import draw
+from ignite_ddl.lab.draw import ACTIVITY, GREY, RANK
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ignite_ddl.lab.plan import Plan
+
+__all__ = ["curve", "placement", "shifted"]
+
+
+def shifted(text: str) -> Figure:
+    """A text as tiles, and below each the character that follows it.
+
+    Args:
+        text: some characters.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.course.figures import ch25 as figures
+
+            figure = figures.shifted("Captain")
+    """
+    figure, axes = draw.new_drawing("Read the upper row, say the lower one", width=7.0, height=1.4)
+    for row, (name, part) in enumerate({"reads": text[:-1], "says": text[1:]}.items()):
+        axes.text(-0.3, row, name, size=10, ha="right", va="center")
+        for place, character in enumerate(part):
+            colour = ACTIVITY["forward"] if row == 0 else ACTIVITY["backward"]
+            draw.tile(axes, place, row - 0.4, 0.94, 0.8, colour, character.replace(" ", "␣"))
+    axes.set_xlim(-1.8, len(text) - 1)
+    axes.set_ylim(1.6, -0.6)
+    return draw.on_any_page(figure)
+
+
+def placement(plan: Plan, layers: Sequence[str], split: Sequence[int]) -> Figure:
+    """Which rank holds which layers, and which part of each.
+
+    Args:
+        plan: with one stage on each pp rank.
+        layers: their names.
+        split: number of layers of each stage.
+
+    Returns:
+        the figure; a rank's tiles have its colour, and the height of its share of a layer.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.course.figures import ch25 as figures
+            from ignite_ddl.lab.plan import A100, Cluster, Model, predict
+
+            model = Model(layers=2, width=4096, heads=32, vocabulary=51200, sequence=2048)
+            one = predict(model, Cluster(8, **A100), 8, dp=2, pp=2, tp=2)
+            figure = figures.placement(one, ["embed", "block 0", "block 1", "head"], [2, 2])
+    """
+    n_ranks = plan.dp * plan.pp * plan.tp
+    figure, axes = draw.new_drawing(
+        f"{plan.dp} × {plan.pp} × {plan.tp}: a rank holds {max(split)} of {len(layers)} layers, 1/{plan.tp} of each",
+        width=7.0,
+        height=0.3 * n_ranks + 0.8,
+    )
+    ends = list(accumulate(split))
+    for rank in range(n_ranks):
+        stage, dp, tp = rank // (plan.dp * plan.tp), rank // plan.tp % plan.dp, rank % plan.tp
+        draw.label_rank(axes, -0.95, rank, rank)
+        axes.text(-0.08, rank, f"pp {stage} dp {dp} tp {tp}", size=9, ha="right", va="center")
+        for layer in range(ends[stage] - split[stage], ends[stage]):
+            top = rank - 0.42
+            draw.tile(axes, layer, top, 0.96, 0.84, draw.SHADE, edge="none")
+            draw.tile(axes, layer, top + 0.84 * tp / plan.tp, 0.96, 0.84 / plan.tp, RANK[rank], edge="none")
+    for layer, name in enumerate(layers):
+        axes.text(layer + 0.48, -0.65, name, size=9, ha="center", va="bottom")
+    axes.set_xlim(-1.5, len(layers))
+    axes.set_ylim(n_ranks - 0.5, -1.2)
+    return draw.on_any_page(figure)
+
+
+def curve(first: Sequence[float], whole: Sequence[float], saved: int, marks: dict[str, float]) -> Figure:
+    """The bits of a run that was saved and resumed elsewhere, a point a step.
+
+    Args:
+        first: of the run that saved, from step 1.
+        whole: of the run that went on, from step 1.
+        saved: the step after which the first was saved.
+        marks: names to numbers of bits, drawn as horizontal lines.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.course.figures import ch25 as figures
+
+            figure = figures.curve([6.3, 5.0, 4.2], [6.3, 5.0, 4.2, 4.0, 3.9], 2, {"letters only": 4.3})
+    """
+    figure, axes = draw.new_figure("Eight ranks began, one process went on: one curve", height=3.2)
+    steps = range(1, len(whole) + 1)
+    axes.plot(steps[saved:], whole[saved:], color=ACTIVITY["compute"], linewidth=1.8)
+    axes.plot(steps[: len(first)], first, "o", color=ACTIVITY["backward_weight"], markersize=3.5)
+    for name, bits in marks.items():
+        axes.axhline(bits, color=GREY, linewidth=1, linestyle="--")
+        draw.note(axes, name, (len(whole), bits), (0, 7), GREY, ha="right")
+    axes.axvline(saved + 0.5, color=GREY, linewidth=1)
+    draw.note(axes, "saved", (saved + 0.5, marks and max(marks.values()) or whole[0]), (6, -12), GREY)
+    middle = len(first) // 4
+    draw.note(axes, "eight ranks", (middle + 1, first[middle]), (10, 4), ACTIVITY["backward_weight"])
+    late = (2 * len(whole)) // 3
+    draw.note(axes, "one process", (late + 1, whole[late]), (0, 16), ACTIVITY["compute"])
+    axes.set(xlabel="step", ylabel="bits per character")
+    return draw.on_any_page(figure)
