@@ -125,12 +125,11 @@ LANES = {
 }
 
 
-def course_map(route: list[int], planned: list[int]) -> Figure:
+def course_map(route: list[int]) -> Figure:
     """The chapters of the course, one lane a subject, with a short route through them filled.
 
     Args:
         route: the numbers of the chapters to highlight.
-        planned: the numbers of the chapters that are not written yet; they are dotted.
 
     Returns:
         the figure.
@@ -140,18 +139,16 @@ def course_map(route: list[int], planned: list[int]) -> Figure:
 
             from ignite_ddl.course.figures import ch00 as figures
 
-            figure = figures.course_map(route=[0, 4, 9], planned=[22, 23, 24, 25])
+            figure = figures.course_map(route=[0, 4, 9])
     """
-    title = "Short of time? Take the filled ones in order. Dotted: not written yet"
+    title = "Short of time? Take the filled ones in order."
     figure, axes = draw.new_drawing(title, width=7.4, height=0.58 * len(LANES) + 0.4)
     for lane, (subject, chapters) in enumerate(LANES.items()):
         axes.text(0, lane + 0.45, subject, fontsize=10, fontweight="bold", va="center")
         for place, (number, name) in enumerate(chapters.items()):
             filled = {"colour": "#4477AA", "edge": "none", "color": "white"}
             outlined = {"colour": "none", "edge": draw.INK, "color": draw.INK}
-            look = (filled if number in route else outlined) | {
-                "linestyle": ":" if number in planned else "-"
-            }
+            look = filled if number in route else outlined
             draw.tile(axes, 1.48 + place, lane, 0.92, 0.86, text=f"{number:02d}\n{name}", **look)
     axes.set_xlim(0, 1.45 + max(map(len, LANES.values())))
     axes.set_ylim(len(LANES), -0.05)
