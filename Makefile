@@ -41,7 +41,7 @@ lab: setup  ## open your copy of the course, workbook/, in JupyterLab (LAB_ARGS=
 	--LabApp.workspaces_dir="$(CURDIR)/workbook/.lab" $(ROOT) $(LAB_ARGS)
 
 test: setup  ## unit tests, and every chapter executed and compared (TEST_ARGS=-x)
-	$(BIN)/python -m pytest tests notebooks --nbval --nbval-current-env --nbval-cell-timeout=60 \
+	$(BIN)/python -m pytest tests notebooks --nbval --nbval-current-env --nbval-cell-timeout=120 \
 	-n 2 --dist loadfile $(if $(SLOW),,-m "not slow") $(TEST_ARGS)
 
 test-all: SLOW = 1
