@@ -258,7 +258,8 @@ class Case:
     refused: str = ""
     refused_batch: bool = False  # the model is in order, its last batch is not
     wrong: str = ""
-    test: bool = False  # also in `make test`
+    test: bool = False  # also in `make test`, or, if it is slow, in `make test-all`
+    slow: bool = False
 
     @property
     def mesh(self) -> tuple[int, int, int]:
@@ -284,7 +285,8 @@ BARE = "it has no trainable parameter"
 
 
 def test_cases():
-    """The cases of `make test`: every axis, schedule family and trap, and each schedule's edge cases."""
+    """Every axis, schedule family and trap in few launches; what others cover, or many ranks need, is slow."""
+    slow, halves = {"slow": True}, {"n_microbatches": 2, "split": (2, 2)}
     return [
         Case("uneven, last batch without rows on a rank", dp=2, model="mlp", **NO_ROWS),
         Case("uneven, max_norm", dp=2, model="cnn", max_norm=0.1, **UNEVEN),
@@ -303,13 +305,14 @@ def test_cases():
         Case("norms of heads and PReLU, uneven", tp=2, model="shared weights", max_norm=0.1, **UNEVEN),
         Case("a column and a row frozen", tp=2, frozen=("block0.up.*", "block1.down.*", "block1.attention.q.*")),
         Case("dropout, one mask for all heads", tp=2, model="dropout", wrong="no ShardedRandom"),
-        Case("65 words, tied, logits never whole, uneven", tp=4, model="lab gpt cut", max_norm=0.1, **UNEVEN),
+        Case("65 words, tied, logits never whole, uneven", tp=2, model="lab gpt cut", max_norm=0.1, **UNEVEN),
+        Case("65 words, tied, logits never whole, uneven", tp=4, model="lab gpt cut", max_norm=0.1, **slow, **UNEVEN),
         Case("dropout, sequence parallel, first layer frozen", tp=4, model="dropout seq", frozen=FIRST_LAYER),
-        Case("dropout, sequence parallel, uneven", dp=2, tp=2, model="dropout seq", max_norm=0.1, **UNEVEN),
-        Case("dropout by stage and microbatch", dp=2, pp=2, tp=2, model="dropout", n_microbatches=2,
-             split=(2, 2)),
+        Case("dropout, sequence parallel, uneven", dp=2, tp=2, model="dropout seq", max_norm=0.1, **slow, **UNEVEN),
+        Case("dropout by stage and microbatch", dp=2, pp=2, model="dropout", **halves),
+        Case("dropout by stage and microbatch", dp=2, pp=2, tp=2, model="dropout", **halves, **slow),
         Case("tied, uneven, accumulation", dp=2, pp=2, tp=2, model="gpt tied", schedule="interleaved_1f1b",
-             shard=True, accumulation=2, **UNEVEN),
+             shard=True, accumulation=2, **slow, **UNEVEN),
         Case("one row fewer in the last batch", dp=2, pp=2, schedule="1f1b", shard=True, rows=15),
         *schedule_cases(),
     ]  # fmt: skip
@@ -318,26 +321,26 @@ def test_cases():
 def schedule_cases():
     """The edge cases of each schedule: equal to one process, or refused on every rank by itself."""
     for schedule in PROMISED:
-        yield Case(
-            "tied, uneven, max_norm", pp=2, model="gpt tied", schedule=schedule, max_norm=0.1, **UNEVEN
-        )
-        yield Case("8 layers, tied, uneven", pp=4, model="gpt8 tied", schedule=schedule, **UNEVEN)
-        yield Case("tied, uneven, accumulation", dp=2, pp=2, model="gpt tied", schedule=schedule,
-                   accumulation=2, **UNEVEN)  # fmt: skip
+        tied = {"schedule": schedule, **UNEVEN}
+        yield Case("tied, uneven, max_norm", pp=2, model="gpt tied", max_norm=0.1, **tied)
+        yield Case("8 layers, tied, uneven", pp=4, model="gpt8 tied", slow=schedule != "zbv", **tied)
+        yield Case("tied, uneven, accumulation", dp=2, pp=2, model="gpt tied", accumulation=2,
+                   slow=schedule != "interleaved_zero_bubble", **tied)  # fmt: skip
     for schedule in ALL:
         two, dual = schedule in ("gpipe", "1f1b"), schedule == "dualpipev"
         split = (1, 3) if two else (1, 1, 1, 1)
         bare = {} if schedule in PLAIN else {"refused": BARE}
         on_two = {"pp": 2, "schedule": schedule}
-        yield Case("whole first stage frozen", split=split, frozen=FIRST_LAYER, **on_two, **bare)
-        yield Case(
-            "parameterless first stage", model="mlp", split=(1, 7) if two else (1, 3, 2, 2), **on_two, **bare
-        )
-        yield Case("part of the first stage frozen", split=split, frozen=("embed.position",), **on_two)
-        yield Case("bare Linear stages on 3-D input", model="linears", **on_two)
+        like_another = {"slow": schedule in ("gpipe", "looped_bfs", "interleaved_zero_bubble")} | on_two
+        yield Case("whole first stage frozen", split=split, frozen=FIRST_LAYER, **(on_two if bare else like_another),
+                   **bare)  # fmt: skip
+        yield Case("parameterless first stage", model="mlp", split=(1, 7) if two else (1, 3, 2, 2),
+                   **(on_two if bare else like_another), **bare)  # fmt: skip
+        yield Case("part of the first stage frozen", split=split, frozen=("embed.position",), **like_another)
+        yield Case("bare Linear stages on 3-D input", model="linears", **like_another)
         last = {"refused_batch": True, "refused": "a batch of 2 rows cannot be cut"} if dual else {}
         yield Case("14 rows in 4 microbatches", model="linears", batch_size=14, rows=16 if dual else 17,
-                   n_microbatches=4, **on_two, **last)  # fmt: skip
+                   n_microbatches=4, **like_another, **last)  # fmt: skip
     eight = {"pp": 4, "model": "gpt8", "schedule": "dualpipev"}
     yield Case("dualpipev wants 8", n_microbatches=4, **eight,
                refused="n_microbatches=4 does not suit schedule='dualpipev' on pp=4; use a multiple of 8")  # fmt: skip

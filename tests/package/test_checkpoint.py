@@ -181,7 +181,7 @@ def reference(tmp_path_factory):
     return runs
 
 
-FEW = ("one process", "dp2 shard", "tp2", "pp2", "dp2 tp2 shard", "dp2 pp2 shard", "dp2 pp2 tp2")
+FEW = ("one process", "dp2 shard", "tp2", "pp2")
 SLOW = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES if mesh not in FEW]
 
 
@@ -202,10 +202,9 @@ def _go_on(run):
     return run.go()
 
 
-PAIRS = [("dp2 shard", "pp2", "1f1b"), ("pp2 tp2", "dp3 shard", "zbv"), ("dp2 tp2 shard", "tp2", "1f1b"),
-         ("dp2 pp2 tp2 shard", "dp2 pp2 shard", "interleaved_1f1b")]  # fmt: skip
+PAIRS = [("dp2 tp2 shard", "pp2", "1f1b"), ("dp2 pp2 shard", "tp2", "interleaved_1f1b")]
 PAIRS_SLOW = [
-    pytest.param(a, b, "1f1b", marks=pytest.mark.slow)
+    pytest.param(a, b, "zbv" if (a, b) == ("pp2 tp2", "dp3 shard") else "1f1b", marks=pytest.mark.slow)
     for a in MESHES
     for b in MESHES
     if "one" not in a + b and (a, b) not in {pair[:2] for pair in PAIRS}
@@ -227,8 +226,8 @@ RANDOM = {"dropout": 0.3, "noise": True}
 
 
 @pytest.mark.parametrize(("mesh", "options"), [
-    ("one process", RANDOM), ("one process", RANDOM | {"workers": 2}), ("dp2", RANDOM | {"workers": 2}),
-    ("dp2 shard", RANDOM), ("tp2", RANDOM), ("pp2", RANDOM), ("dp2 pp2 tp2", RANDOM),
+    ("one process", RANDOM), ("dp2", RANDOM | {"workers": 2}), ("tp2", RANDOM), ("pp2", RANDOM),
+    *(pytest.param(mesh, RANDOM, marks=pytest.mark.slow) for mesh in ("dp2 shard", "dp2 pp2 tp2")),
 ])  # fmt: skip
 def test_a_resumed_run_draws_the_same_random_numbers(mesh, options, tmp_path):
     losses = on(mesh, uninterrupted, tmp_path, 4, options)
@@ -265,7 +264,7 @@ def with_handlers(rank, folder, load, options):
     return run.losses, run.trainer.state.iteration, plateau.state_dict(), checkpoint.last_checkpoint.name
 
 
-@pytest.mark.parametrize("mesh", ["dp2", "dp2 pp2 tp2"])
+@pytest.mark.parametrize("mesh", ["dp2", pytest.param("dp2 pp2 tp2", marks=pytest.mark.slow)])
 def test_states_of_handlers_go_on(mesh, tmp_path):
     losses, *end = on(mesh, with_handlers, tmp_path, None, {})
     again, *same_end = on(mesh, with_handlers, tmp_path, tmp_path / "checkpoint_4", {})
@@ -531,7 +530,7 @@ def exported(rank, folder, size, options):
     return names
 
 
-@pytest.mark.parametrize(("mesh", "size"), [("dp2 shard", None), ("dp2 pp2 tp2", 2000)])
+@pytest.mark.parametrize(("mesh", "size"), [("dp2 shard", None), ("pp2 tp2", 2000)])
 def test_safetensors_of_any_mesh(mesh, size, tmp_path):
     names = on(mesh, exported, tmp_path, size, {})
     assert sorted(names) == sorted(path.name for path in tmp_path.iterdir() if "index" not in path.name)

@@ -1,4 +1,4 @@
-"""The cases of the parity table that `make test` runs (`make parity` prints the whole table), one launch per mesh."""
+"""The cases of the parity table that are tests (`make parity` prints the whole table), one launch per mesh."""
 
 import dataclasses
 
@@ -6,12 +6,20 @@ import parity
 import pytest
 import torch
 
-OUTCOMES = parity.Outcomes(parity.test_cases())
+OUTCOMES = {
+    slow: parity.Outcomes([case for case in parity.test_cases() if case.slow == slow])
+    for slow in (False, True)
+}
+CASES = [
+    *OUTCOMES[False].cases,
+    *(pytest.param(case, marks=pytest.mark.slow) for case in OUTCOMES[True].cases),
+]
 
 
-@pytest.mark.parametrize("case", OUTCOMES.cases, ids=lambda case: case.line.strip())
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.line.strip())
 def test_case_is_as_promised(case):
-    assert OUTCOMES[case].passed, str(OUTCOMES[case])
+    outcome = OUTCOMES[case.slow][case]
+    assert outcome.passed, str(outcome)
 
 
 def test_every_trap_mesh_and_schedule_is_in_the_whole_table():
