@@ -118,13 +118,19 @@ class TrainingStep:
                     _check_mean(loss_fn, *tree_map(_joined, *seen))
             return loss
 
+        reduction: tuple[torch.Tensor, dist.Work | None]
+
+        def reduce(loss: torch.Tensor | None) -> None:
+            nonlocal reduction
+            reduction = self._start_reduction(loss, weight, divisor, y)
+
         with gradient_sync(self.stages.local_stages(), last), _explained():
-            y_pred, loss = self.stages.step(
-                x, y, loss_of, self.transform, divisor.share, weight * scale, self.autocast
+            y_pred = self.stages.step(
+                x, y, loss_of, self.transform, divisor.share, weight * scale, self.autocast, reduce
             )
         if last and self.modules is not None:
             self.modules.check_gradients()  # before the next collective, which would meet DDP's on a peer that waits
-        loss = self._reduced(loss, weight, divisor, y)
+        loss = self._end_reduction(*reduction)
         self.first = False
         if last:
             self.stages.sum_shared_gradients()
@@ -160,11 +166,13 @@ class TrainingStep:
             dist.all_reduce(total, group=self.mesh.dp_group)
         return here * dp / float(total) if total else 0.0
 
-    def _reduced(self, loss: torch.Tensor | None, weight: float, divisor: Divisor, y: Any) -> torch.Tensor:
-        """The loss of the global batch, on every rank, and checks of values that are reduced together with it."""
+    def _start_reduction(
+        self, loss: torch.Tensor | None, weight: float, divisor: Divisor, y: Any
+    ) -> tuple[torch.Tensor, dist.Work | None]:
+        """Starts to reduce the loss of the global batch, and checks of values that are reduced together with it."""
         mesh = self.mesh
         if mesh.world_size == 1:
-            return loss
+            return loss, None
         # The loss; whether there are unexpected ignored targets; for each pp rank, sums over dp of digests and squares.
         parts = torch.zeros(2 + 2 * mesh.pp_size, dtype=torch.float64, device=idist.device())
         if loss is not None:
@@ -173,10 +181,16 @@ class TrainingStep:
         if self.modules is not None:
             digest = self.modules.digest()
             parts[2 + 2 * mesh.pp_rank], parts[3 + 2 * mesh.pp_rank] = digest, digest**2
-        self.stages.reduce_loss(parts)
+        return parts, self.stages.reduce_loss(parts)
+
+    def _end_reduction(self, parts: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
+        """The loss of the global batch, on every rank, once the checks have passed."""
+        if work is None:
+            return parts
+        work.wait()
         if parts[2:].any():
             sums, squares = parts[2::2], parts[3::2]
-            if (mesh.dp_size * squares != sums**2).any():
+            if (self.mesh.dp_size * squares != sums**2).any():
                 raise ValueError(UNLIKE_MODULES)
         if parts[1]:
             raise ValueError(

@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 for program in chromium chromedriver; do
-    command -v $program >/dev/null || { echo "browser: needs $program; on Debian: apt-get install chromium chromium-driver"; exit 1; }
+    command -v $program >/dev/null || { echo "browser: needs $program; on Debian: apt-get install chromium chromium-driver"; exit 77; }
 done
 [ -x build/selenium/bin/python ] || { python3 -m venv build/selenium && build/selenium/bin/pip install -q 'selenium>=4.20'; }
 build/selenium/bin/python tests/browser_lab.py ${@:-notebooks/*.ipynb}

@@ -15,6 +15,7 @@ from ignite_ddl.launch.report import NEWEST, hang_report
 from ignite_ddl.launch.stacks import own_stack, waits_in
 
 __all__ = ["Watch", "report_hangs"]
+PATIENCE = 12.0  # seconds for which the others' parts are waited for; on a busy machine a part takes several
 
 
 def report_hangs(after: float) -> None:
@@ -78,15 +79,15 @@ class Watch:
                     seen, since = now, time.monotonic()
                 stands = time.monotonic() - since > self.after and waits_in(stack) and reported != seen
                 if stands or self.store.check([f"{self.name}/{self.number}"]):
-                    self.report(2 * pause + 4, f"rank {self.rank} waits for more than {self.after:g} s")
+                    self.report(f"rank {self.rank} waits for more than {self.after:g} s")
                     reported = seen
         except RuntimeError:  # the store has gone, and the job with it
             return
 
-    def report(self, seconds: float, why: str) -> None:
+    def report(self, why: str) -> None:
         """Puts in this rank's part; the first rank waits for the others' and prints.
 
-        torch reads the symbols of its frames first, which takes a rank a second or two on a busy machine.
+        torch reads the symbols of its frames first: 0.3 s, and several seconds on a very busy machine.
         """
         key = f"{self.name}/{self.number}"
         self.number += 1
@@ -94,7 +95,7 @@ class Watch:
         self.store.set(f"{key}/{self.rank}", json.dumps(part))
         if self.store.add(key, 1) > 1:
             return
-        deadline, others = time.monotonic() + seconds, range(self.world_size)
+        deadline, others = time.monotonic() + PATIENCE, range(self.world_size)
         while time.monotonic() < deadline and not self.store.check([f"{key}/{rank}" for rank in others]):
             time.sleep(0.05)
         came = [rank for rank in others if self.store.check([f"{key}/{rank}"])]

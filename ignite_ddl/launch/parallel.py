@@ -345,7 +345,7 @@ class Parallel:
             sys.stderr.flush()
             with contextlib.suppress(RuntimeError):  # the store has gone with the rank that holds it
                 if watch:
-                    watch.report(4.0, f"the job did not finish within {self.timeout:g} s")
+                    watch.report(f"the job did not finish within {self.timeout:g} s")
             time.sleep(8 * GRACE_SECONDS)  # torchrun ends the others after the first: let them print too
             os._exit(1)
 

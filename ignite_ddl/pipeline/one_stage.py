@@ -61,12 +61,14 @@ class OneStage:
         share: Callable,
         weight: float,
         autocast: contextlib.AbstractContextManager,
-    ) -> tuple[Any, torch.Tensor]:
+        on_loss: Callable[[torch.Tensor], None],
+    ) -> Any:
         with autocast:
             y_pred = transform(self.model_fn(self.model, x))
             loss = loss_fn(y_pred, y)
+        on_loss(loss.detach())  # its reduction overlaps the backward pass
         (loss * weight).backward()
-        return y_pred, loss.detach()
+        return y_pred
 
     def forward_only(self, x: Any) -> Any:
         return self.model_fn(self.model, x)
@@ -74,8 +76,8 @@ class OneStage:
     def from_last_stage(self, value: Any) -> Any:
         return value
 
-    def reduce_loss(self, parts: torch.Tensor) -> None:
-        dist.all_reduce(parts, group=get_mesh().dp_group)
+    def reduce_loss(self, parts: torch.Tensor) -> dist.Work:
+        return dist.all_reduce(parts, group=get_mesh().dp_group, async_op=True)
 
     def sum_shared_gradients(self) -> None:
         """Does nothing: a shared weight has one gradient here."""

@@ -262,7 +262,8 @@ class Pipeline(nn.Module):
         share: Callable,
         weight: float,
         autocast: contextlib.AbstractContextManager,
-    ) -> tuple[Any, torch.Tensor | None]:
+        on_loss: Callable[[torch.Tensor | None], None],
+    ) -> Any:
         """Forward, loss and backward of one batch.
 
         Args:
@@ -273,24 +274,25 @@ class Pipeline(nn.Module):
             share: takes the targets of a microbatch and of the batch, returns the weight of the microbatch's loss.
             weight: factor of the loss in the backward pass.
             autocast: the context of forward passes and losses.
+            on_loss: called once with the loss of all rows, None on ranks without the last stage, when it is known:
+                here at the end of the schedule.
 
         Returns:
-            tuple: transformed output and loss of all rows on the rank with the last stage, (None, None) elsewhere.
+            The transformed output on the rank with the last stage, None elsewhere.
         """
 
         def part(output: Any, target: Any) -> torch.Tensor:
             return loss_fn(transform(output), target) * (share(target, y) * weight)
 
         output, loss = self.train_step(x, y, part, autocast)
-        if loss is None:
-            return None, None
-        return transform(output), loss / weight if weight else loss
+        on_loss(loss / weight if loss is not None and weight else loss)
+        return None if loss is None else transform(output)
 
-    def reduce_loss(self, parts: torch.Tensor) -> None:
-        """Sums ``parts`` over the world, in place; of tp peers, which have the same values, only the first counts."""
+    def reduce_loss(self, parts: torch.Tensor) -> dist.Work:
+        """Starts to sum ``parts`` over the world; of tp peers, which have the same values, only the first counts."""
         if self._mesh.tp_rank != 0:
             parts.zero_()
-        dist.all_reduce(parts)
+        return dist.all_reduce(parts, async_op=True)
 
     def sum_shared_gradients(self) -> None:
         """Sums the gradients of weights that several stages share, so that the copies stay equal."""
