@@ -1,4 +1,5 @@
-"""Opens a chapter in a real JupyterLab in headless Chromium, runs all its cells and looks at the result.
+"""Opens chapters in a real JupyterLab in headless Chromium, runs all their cells and looks at the result. Then, in
+chapter 00, types the solution of an exercise, and interrupts a launch.
 
     python tests/browser_lab.py notebooks/00_start_here.ipynb
 
@@ -8,6 +9,7 @@ of the first page and of each chapter lie there too.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -22,8 +24,12 @@ import time
 from pathlib import Path
 
 from selenium import webdriver
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,6 +130,58 @@ def busy(browser: webdriver.Chrome) -> bool:
     return bool(browser.find_elements(By.CSS_SELECTOR, ".jp-Notebook-ExecutionIndicator[data-status='busy']"))
 
 
+def type_into(browser: webdriver.Chrome, cell: WebElement, text: str) -> None:
+    """Replaces a cell's text by a line, typed key by key, and runs the cell."""
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", cell)
+    cell.find_element(By.CSS_SELECTOR, ".cm-content").click()
+    keys = ActionChains(browser)
+    keys.key_down(Keys.CONTROL).send_keys("a").key_up(Keys.CONTROL).send_keys(Keys.DELETE).perform()
+    ActionChains(browser).send_keys(text).perform()
+    ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT).perform()
+
+
+def cell_with(browser: webdriver.Chrome, text: str) -> WebElement:
+    cells = browser.find_elements(By.CSS_SELECTOR, ".jp-Notebook .jp-CodeCell")
+    return next(cell for cell in cells if text in cell.get_attribute("textContent"))
+
+
+def output_of(cell: WebElement) -> str:
+    return "\n".join(area.text for area in cell.find_elements(By.CSS_SELECTOR, ".jp-OutputArea-output"))
+
+
+def problems_of_an_exercise(browser: webdriver.Chrome) -> list[str]:
+    """Solves the first exercise of chapter 00, which is open and has run, as a reader does."""
+    wait, exercise = WebDriverWait(browser, 60), "def mean_of_all("
+    check = cell_with(browser, "checks.mean_of_all(mean_of_all)")
+    found = [] if "not yet" in output_of(check) else [f"before: {output_of(check)!r}"]
+    body = "return idist.all_reduce(local_mean * n_rows) / idist.all_reduce(n_rows)"
+    type_into(browser, cell_with(browser, exercise), f"{exercise}local_mean, n_rows): {body}")
+    ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT).perform()
+    with contextlib.suppress(TimeoutException):
+        wait.until(lambda _: "right" in output_of(check))
+    return found + ([] if "right" in output_of(check) else [f"solved: {output_of(check)!r}"])
+
+
+def problems_of_an_interrupt(browser: webdriver.Chrome) -> list[str]:
+    """Stops ranks that sleep, by the menu, and looks for what the cell says and for ranks that are left."""
+    wait = WebDriverWait(browser, 60)
+    cell = cell_with(browser, "checks.mean_of_all(mean_of_all)")
+    work = "lambda local_rank: __import__('time').sleep(1234)"
+    type_into(browser, cell, f"__import__('ignite_ddl').Parallel('gloo', 3).run({work})")
+    wait.until(busy)
+    time.sleep(5)  # in mid-launch or later: both have to stop
+    started = time.monotonic()
+    click_menu(browser, wait, "Kernel", "Interrupt Kernel")
+    with contextlib.suppress(TimeoutException):
+        wait.until(lambda b: not busy(b) and "KeyboardInterrupt" in output_of(cell))
+    said, took = output_of(cell), time.monotonic() - started
+    shown = {
+        f"it says {said!r}": "rank 0 was at" not in said or "launch/" in said,
+        f"it took {took:.0f} s": took > 20,
+    }
+    return [problem for problem, wrong in shown.items() if wrong]
+
+
 def errors_in(path: Path) -> list[str]:
     cells = json.loads(path.read_text())["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
@@ -135,7 +193,9 @@ def errors_in(path: Path) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("notebooks", nargs="+", type=Path)
+    parser.add_argument(
+        "notebooks", nargs="+", type=Path, help="chapter 00 last: the reader's part is done there"
+    )
     parser.add_argument("--seconds", type=float, default=180, help="limit for one chapter")
     args = parser.parse_args()
     subprocess.run(["make", "setup"], cwd=ROOT, check=True)
@@ -171,6 +231,11 @@ def main() -> None:
             print(
                 f"{notebook.name}: {took:.1f} s, {'; '.join(problems) or 'every cell ran without an error'}"
             )
+        for problems_of in (problems_of_an_exercise, problems_of_an_interrupt):
+            problems = problems_of(browser)
+            browser.save_screenshot(str(CHECKOUT / f"{problems_of.__name__}.png"))
+            failed += bool(problems)
+            print(f"{problems_of.__name__.removeprefix('problems_of_')}: {'; '.join(problems) or 'right'}")
     except Exception:
         browser.save_screenshot(str(CHECKOUT / "failed.png"))
         raise
@@ -178,7 +243,7 @@ def main() -> None:
         browser.quit()
         os.killpg(lab.pid, signal.SIGTERM)
         lab.wait(20)
-    print(f"browser: {len(args.notebooks) + 1 - failed} passed, {failed} failed")
+    print(f"browser: {len(args.notebooks) + 3 - failed} passed, {failed} failed")
     sys.exit(failed > 0)
 
 
