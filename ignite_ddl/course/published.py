@@ -22,13 +22,12 @@ after a look at the ZeRO-3 rows, which would be three times too fast with all ei
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from typing import NamedTuple
 
 from ignite_ddl.lab import cost
 from ignite_ddl.lab.plan import A100, H100, Cluster, Model, Plan, predict
 
-__all__ = ["FITTED", "ROWS", "ZERO_GB", "Row", "efficiencies", "errors"]
+__all__ = ["FITTED", "ROWS", "ZERO_GB", "Row", "errors"]
 
 
 class Row(NamedTuple):
@@ -159,6 +158,8 @@ def _from_rate(model: Model, batch: int, n: int, rate: float, recompute: bool) -
 
 ROWS = _rows()
 # Named before any row was predicted: the smallest and the largest model of the first table, the first run of Llama 3.
+# A100's "best" and "half_width" are the two numbers with which the first two take their published times; H100 takes
+# over "half_width", and its "best" is that of the third.
 FITTED = ("1.7B on 32", "1008B on 3072", "405B on 8,192")
 
 # Rajbhandari et al. 2020, table 1: GB of a device with stages 1, 2 and 3, by parameters and data-parallel ranks. (The
@@ -179,39 +180,8 @@ ZERO_GB = {
 }  # fmt: skip
 
 
-def efficiencies() -> tuple[dict, dict]:
-    """The constants of A100 and H100: those with which the rows of ``FITTED`` are met exactly.
-
-    For each row a bisection finds the efficiency with which it takes the published time. The curve best h / (h + k)
-    through A100's two gives best and k, and H100 takes over k.
-
-    Returns:
-        tuple: two dicts of "best" and "half_width".
-    """
-
-    def efficiency(row: Row) -> float:
-        low, high = 0.01, 1.0
-        for _ in range(40):
-            middle = (low + high) / 2
-            plan = row.predicted(best=middle, half_width=0.0)
-            low, high = (middle, high) if sum(plan.seconds.values()) > row.seconds else (low, middle)
-        return low
-
-    small, large, llama = (next(row for row in ROWS if row.name == name) for name in FITTED)
-    (h, e), (h_large, e_large) = ((row.model.width, efficiency(row)) for row in (small, large))
-    k = (e_large - e) / (e / h - e_large / h_large)
-    a100 = {"best": e * (1 + k / h), "half_width": k}
-    return a100, {"best": efficiency(llama) * (1 + k / llama.model.width), "half_width": k}
-
-
 def errors() -> dict[str, float]:
     """How far each row is predicted from what was published: seconds over seconds, less 1, by table and name."""
     return {
         f"{row.table}: {row.name}": sum(row.predicted().seconds.values()) / row.seconds - 1 for row in ROWS
     }
-
-
-def summary() -> tuple[float, float]:
-    """Median and worst absolute error of the rows that were not fitted."""
-    rest = [abs(error) for name, error in errors().items() if name.split(": ")[1] not in FITTED]
-    return statistics.median(rest), max(rest)

@@ -45,7 +45,6 @@ __all__ = [
     "transformer_flops",
     "transformer_parameters",
     "zero_bubble_seconds",
-    "zero_bytes",
     "zero_memory",
 ]
 
@@ -693,40 +692,12 @@ def zero_memory(
             gigabytes = [cost.zero_memory(7.5e9, 64, stage).total / 1e9 for stage in range(4)]
             assert [round(x, 1) for x in gigabytes] == [120.0, 31.4, 16.6, 1.9]      # figure 1 of the paper
     """
-    _zero_stage(stage)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage should be 0, 1, 2 or 3, but given {stage!r}")
     sizes = [optimizer_bytes, gradient_bytes, weight_bytes]  # in the order in which they are sharded
     held = [n_parameters * size / (n_ranks if stage > place else 1) for place, size in enumerate(sizes)]
     optimizer, gradients, weights = held
     return ZeroMemory(weights, gradients, optimizer, weights + gradients + optimizer)
-
-
-@checked
-def zero_bytes(n_parameters: float, n_ranks: int, stage: int, value_bytes: float = 2) -> float:
-    """Bytes that each rank sends in a step.
-
-    Stages 0 to 2 take two passes of a ring (an all-reduce; from stage 1 on a reduce-scatter of gradients and an
-    all-gather of weights), stage 3 takes three: weights are gathered for forward and again for backward, which is
-    1.5 times the bytes. Source: Rajbhandari et al. 2020, section 7, which says 2 and 3 Psi; here with the ring's
-    exact (n - 1) / n. Assumes that weights and gradients are sent in the same precision.
-
-    Args:
-        n_parameters: of the whole model.
-        n_ranks: ranks that share the states.
-        stage: 0 to 3.
-        value_bytes: bytes per number sent. Default: 2.
-
-    Returns:
-        float: bytes sent by one rank.
-
-    Examples:
-        .. code-block:: python
-
-            from ignite_ddl.lab import cost
-
-            assert cost.zero_bytes(100, 4, stage=3) == 1.5 * cost.zero_bytes(100, 4, stage=2) == 450
-    """
-    _zero_stage(stage)
-    return (3 if stage == 3 else 2) * _ring_bytes(n_ranks, n_parameters * value_bytes)
 
 
 # ---------------------------------------------------------------------------------------- pipelines
@@ -1101,8 +1072,3 @@ def goodput(interval: float, save: float, restart: float, mean_time: float) -> f
         return 0.0
     per_interval = mean_time * math.exp(restart / mean_time) * math.expm1((interval + save) / mean_time)
     return interval / per_interval
-
-
-def _zero_stage(stage: int) -> None:
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage should be 0, 1, 2 or 3, but given {stage!r}")

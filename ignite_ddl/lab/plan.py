@@ -24,11 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["A100", "H100", "Cluster", "Model", "Plan", "figure", "plan", "predict", "table"]
 
 RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = (
-    "1f1b",
-    "interleaved_1f1b",
-    "interleaved_zero_bubble",
-)  # those with closed forms that torch can run
+# Those with closed forms that torch can run.
+SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 
 
 @dataclass(frozen=True)
@@ -355,7 +352,7 @@ def predict(
     ``cost.zero_bubble_seconds``, with F, B and W a third each of the products. pp: short messages that the schedule
     cannot hide, 2 (p - 1) m / p + 2 (p - 2) for 1f1b, 2 (p v - 1) for the interleaved ones, and p - 1 more if backward
     is split: ours, what ``simulate`` gives where m is a multiple of p (for the last of 2 p or more). dp: rings
-    (``cost.zero_bytes``), less what compute hides; ZeRO-3 gathers and reduces for each microbatch.
+    (Rajbhandari et al. 2020, section 7), less what compute hides; ZeRO-3 gathers and reduces for each microbatch.
 
     Memory of states is ``cost.zero_memory`` of the parameters on a rank; with a single microbatch, gradients come while
     activations go, so that only what they need beyond those is counted. That of activations is
@@ -395,10 +392,8 @@ def predict(
             cut = predict(model, Cluster(8, **A100), batch=8, tp=8)
             assert not whole.fits and cut.fits
     """
-    n_chunks = _checked(model, cluster, batch, dp, pp, tp, schedule, n_chunks, microbatches, zero, recompute)
-    microbatches = batch // dp if microbatches is None else microbatches
-    rows = batch // dp // microbatches
-    b, s, h, v, m = rows, model.sequence, model.width, n_chunks, microbatches
+    v, m = _checked(model, cluster, batch, dp, pp, tp, schedule, n_chunks, microbatches, zero, recompute)
+    b, s, h = batch // dp // m, model.sequence, model.width
     layers = v * -(-model.layers // (pp * v))  # of the fullest rank
     value = b * s * h * model.value_bytes  # bytes of one activation
 
@@ -508,7 +503,9 @@ def plan(
         recompute: which to try. Default: all three; ("selective", "full") for torch's fused attention.
 
     Returns:
-        list: of :class:`Plan`, the best first: those that fit by time, then by memory; then those that do not.
+        list: of :class:`Plan`, the best first: those that fit by time, at equal times those of fewer microbatches,
+        which keep a device busier than this model knows, then by memory; after them those that do not, by what is
+        short.
 
     Raises:
         ValueError: if no mesh has all devices.
@@ -549,12 +546,13 @@ def plan(
             f"batch should be divisible by the dp of a mesh of {cluster.devices} devices, with tp a divisor of "
             f"{model.heads} heads and pp at most {model.layers} layers, but given {batch}"
         )
-    return sorted(
-        found,
-        key=lambda one: (
-            not one.fits, sum(one.seconds.values()) if one.fits else one.short, sum(one.memory.values())
-        ),
-    )  # fmt: skip
+
+    def place(one: Plan) -> tuple:
+        worth = sum(one.seconds.values()) if one.fits else one.short
+        # Of sums in another order only some digits count: the others would choose between equal times.
+        return not one.fits, float(f"{worth:.9g}"), one.microbatches, sum(one.memory.values())
+
+    return sorted(found, key=place)
 
 
 def _divisors(n: int) -> list[int]:
@@ -564,8 +562,8 @@ def _divisors(n: int) -> list[int]:
 def _checked(
     model: Model, cluster: Cluster, batch: int, dp: int, pp: int, tp: int, schedule: str, n_chunks: int | None,
     microbatches: int | None, zero: int, recompute: str,
-) -> int:  # fmt: skip
-    """Refuses a plan that cannot be; returns the number of stages on each rank."""
+) -> tuple[int, int]:  # fmt: skip
+    """Refuses a plan that cannot be; returns the numbers of stages on each rank and of microbatches."""
     at_least(1, whole=True, batch=batch, dp=dp, pp=pp, tp=tp)
     if dp * pp * tp > cluster.devices:
         raise ValueError(
@@ -573,12 +571,14 @@ def _checked(
         )
     if model.heads % tp:
         raise ValueError(f"tp should divide {model.heads} heads, but given {tp}")
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule should be one of {', '.join(SCHEDULES)}, but given {schedule!r}")
-    if zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero should be 0, 1, 2 or 3, but given {zero!r}")
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"recompute should be one of {', '.join(RECOMPUTE)}, but given {recompute!r}")
+    choices = {
+        "schedule": (schedule, SCHEDULES),
+        "zero": (zero, range(4)),
+        "recompute": (recompute, RECOMPUTE),
+    }
+    for name, (given, known) in choices.items():
+        if given not in known:
+            raise ValueError(f"{name} should be one of {', '.join(map(str, known))}, but given {given!r}")
     own = 1 if schedule == "1f1b" else 2
     n_chunks = 1 if pp == 1 else own if n_chunks is None else n_chunks
     at_least(1, whole=True, n_chunks=n_chunks)
@@ -590,15 +590,13 @@ def _checked(
         )
     if batch % dp:
         raise ValueError(f"dp should divide batch={batch}, but given {dp}")
-    if microbatches is not None and (microbatches < 1 or batch // dp % microbatches):
-        raise ValueError(
-            f"microbatches should divide the {batch // dp} rows of a dp rank, but given {microbatches}"
-        )
     count = batch // dp if microbatches is None else microbatches
+    if count < 1 or batch // dp % count:
+        raise ValueError(f"microbatches should divide the {batch // dp} rows of a dp rank, but given {count}")
     if pp > 1 and (count < pp or (n_chunks > 1 and count % pp)):
         kind = "at least" if n_chunks == 1 else "a multiple of"
         raise ValueError(f"microbatches should be {kind} pp={pp} for {schedule}, but given {count}")
-    return n_chunks
+    return n_chunks, count
 
 
 def table(plans: Sequence[Plan], n: int = 10) -> str:
@@ -609,20 +607,27 @@ def table(plans: Sequence[Plan], n: int = 10) -> str:
         n: lines. Default: 10.
 
     Returns:
-        str: mesh, schedule, microbatches and rows of one, zero, recomputation, GB and what is short, seconds, MFU.
+        str: mesh, schedule, microbatches and rows of one, zero, recomputation, memory and what is short, seconds, MFU.
     """
+    unit, name = _unit(plans[:n])
     lines = [
-        f"{'dp × pp × tp':>14}  {'schedule':<23} {'m × rows':>9} {'zero':>4}  {'recompute':<9} {'GB':>7} {'short':>7} "
+        f"{'dp × pp × tp':>14}  {'schedule':<23} {'m × rows':>9} {'zero':>4}  {'recompute':<9} {name:>7} {'short':>7} "
         f"{'seconds':>8} {'MFU':>4}"
     ]
     for one in plans[:n]:
         rows = one.batch // one.dp // one.microbatches
         lines.append(
             f"{f'{one.dp} × {one.pp} × {one.tp}':>14}  {one.schedule or '-':<23} {f'{one.microbatches} × {rows}':>9} "
-            f"{one.zero:>4}  {one.recompute:<9} {sum(one.memory.values()) / 1e9:>7.1f} "
-            f"{'' if one.fits else f'{one.short / 1e9:.1f}':>7} {sum(one.seconds.values()):>8.3g} {one.mfu:>4.0%}"
+            f"{one.zero:>4}  {one.recompute:<9} {sum(one.memory.values()) / unit:>7.1f} "
+            f"{'' if one.fits else f'{one.short / unit:.1f}':>7} {sum(one.seconds.values()):>8.3g} {one.mfu:>4.0%}"
         )
     return "\n".join(lines)
+
+
+def _unit(plans: Sequence[Plan]) -> tuple[float, str]:
+    """The largest unit of bytes that the plan with the most memory fills."""
+    most = max((sum(one.memory.values()) for one in plans), default=1e9)
+    return next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if most >= unit), (1e3, "kB"))
 
 
 def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory") -> Figure:
@@ -638,14 +643,15 @@ def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory"
     from ignite_ddl.lab import draw
 
     made, axes = draw.new_figure(title, height=3.6)
+    unit, name = _unit(plans)
     shades = dict(zip(sorted({one.pp for one in plans}), draw.RANK[1:], strict=False))
     for one in reversed(plans):
-        at = sum(one.memory.values()) / 1e9, sum(one.seconds.values())
+        at = sum(one.memory.values()) / unit, sum(one.seconds.values())
         colour = shades.get(one.pp, draw.GREY) if one.fits else draw.GREY
         axes.plot(*at, "o", color=colour, markersize=5, alpha=0.9 if one.fits else 0.35, markeredgewidth=0)
-    limit = (sum(plans[0].memory.values()) - plans[0].short) / 1e9
+    limit = (sum(plans[0].memory.values()) - plans[0].short) / unit
     axes.axvline(limit, color=draw.INK, linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="memory of a device, GB", ylabel="seconds a step")
+    axes.set(xscale="log", yscale="log", xlabel=f"memory of a device, {name}", ylabel="seconds a step")
     draw.log_ticks(axes, *axes.get_ylim())
     low, high = axes.get_xlim()
     axes.set_xticks(

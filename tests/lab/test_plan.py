@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import statistics
 import time
 
 import pytest
@@ -98,21 +99,14 @@ def test_bytes_are_exact_and_memory_is_within_five_percent(how):
 # ------------------------------------------------------------------------------------------- published tables
 
 
-def test_fitted_constants_are_those_of_the_named_rows():
-    for kind, fitted in zip((A100, H100), published.efficiencies(), strict=True):
-        assert kind["best"] == pytest.approx(fitted["best"], abs=6e-4)
-        assert (kind | {"half_width": 815})["half_width"] == pytest.approx(fitted["half_width"], abs=0.6)
-
-
 def test_published_step_times_that_were_not_fitted():
     errors = published.errors()
     assert len(errors) == len(published.ROWS) == 41
-    fitted = [error for name, error in errors.items() if name.split(": ")[1] in published.FITTED]
+    fitted = [errors.pop(name) for name in list(errors) if name.split(": ")[1] in published.FITTED]
     assert len(fitted) == 3
-    assert max(map(abs, fitted)) < 0.005  # constants are rounded
-    median, worst = published.summary()
-    assert median < 0.10
-    assert worst < 0.40
+    assert max(map(abs, fitted)) < 0.002  # constants are rounded
+    assert statistics.median(map(abs, errors.values())) < 0.10
+    assert max(map(abs, errors.values())) < 0.40
     # The worst are ZeRO-3 without model parallelism, all predicted too fast.
     assert all(error < -0.2 for name, error in errors.items() if "ZeRO-3" in name)
     assert max(abs(error) for name, error in errors.items() if "ZeRO-3" not in name) < 0.20
@@ -134,7 +128,8 @@ def test_plans_are_sorted_complete_and_quick():
     plans = plan(SEVEN, Cluster(16, **A100), batch=128)
     fit = [one for one in plans if one.fits]
     assert plans[: len(fit)] == fit
-    assert [sum(one.seconds.values()) for one in fit] == sorted(sum(one.seconds.values()) for one in fit)
+    seconds = [sum(one.seconds.values()) for one in fit]
+    assert seconds == pytest.approx(sorted(seconds), rel=1e-8)
     assert all(one.short > 0 for one in plans[len(fit) :])
     meshes = {(one.dp, one.pp, one.tp) for one in plans}
     assert all(dp * pp * tp == 16 for dp, pp, tp in meshes)
@@ -172,11 +167,24 @@ def test_a_model_is_read_from_a_module():
         assert model.parameters_on(1, 1, 4) == sum(p.numel() for p in module.parameters())
 
 
+@pytest.mark.parametrize("rows", [8, 24, 48])
+def test_at_equal_times_nothing_is_cut_into_microbatches(rows):
+    """Without latency they cost nothing: rounding and memory would choose many."""
+    free = Cluster(1, memory=1e12, flops=3e9, inside=Link(0, 1e9), between=Link(0, 1e9))
+    assert plan(SMALL, free, batch=rows)[0].microbatches == 1
+
+
 def test_it_prints_and_draws():
     plans = plan(SEVEN, Cluster(16, **A100), batch=128)
     assert str(plans[0]) == table(plans, 1)
     assert len(table(plans, 7).split("\n")) == 8
-    assert figure(plans).axes
+    [axes] = figure(plans).axes
+    assert axes.get_xlabel() == "memory of a device, GB"
+    small = predict(SMALL, dataclasses.replace(HERE, memory=1e5), 16, dp=4)
+    heading, line = str(small).split("\n")
+    assert heading.split()[-4:] == ["MB", "short", "seconds", "MFU"]
+    size = sum(small.memory.values()) / 1e6
+    assert line.split()[-4:-2] == [f"{size:.1f}", f"{size - 0.1:.1f}"]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +201,7 @@ def test_it_prints_and_draws():
             "schedule should be one of 1f1b, interleaved_1f1b",
         ),
         (lambda: predict(SEVEN, HERE, 8, pp=2, n_chunks=2), "n_chunks should be 1 for 1f1b"),
-        (lambda: predict(SEVEN, HERE, 8, zero=4), "zero should be 0, 1, 2 or 3, but given 4"),
+        (lambda: predict(SEVEN, HERE, 8, zero=4), "zero should be one of 0, 1, 2, 3, but given 4"),
         (
             lambda: predict(SEVEN, HERE, 8, recompute="some"),
             "recompute should be one of none, selective, full",
