@@ -12,6 +12,7 @@ PARITY ?=
 # Python in the site's planner, from npm.
 PYODIDE = 314.0.7
 TPU_ARGS ?=
+BENCHMARKS_ARGS ?=
 # Scripts of `make test-all` beyond `make test`: tests/extra_<name>.sh
 EXTRAS = tpu huggingface slurm browser site
 
@@ -69,12 +70,12 @@ test-tpu: setup  ## chapter 03 and tpu.py on XLA's CPU device (7 GB in build/tpu
 parity: setup  ## every form of parallelism against one process, the whole table (PARITY="tied zbv" for some)
 	$(BIN)/python tests/parity.py $(PARITY)
 
-benchmarks: setup  ## trainer overhead, launch times, the timeline's cost, the parameter server, as ratios
-	$(BIN)/python benchmarks/overhead.py
-	[ -d build/accelerate ] || $(BIN)/pip install -q --no-deps --target build/accelerate -r benchmarks/requirements.txt
-	PYTHONPATH="$(CURDIR)/build/accelerate" $(BIN)/python benchmarks/launch.py
-	$(BIN)/python benchmarks/timeline.py
-	$(BIN)/python benchmarks/parameter_server.py
+benchmarks: setup build/benchmarks/.made  ## all ratios in one table, benchmarks/README.md (BENCHMARKS_ARGS=--quick)
+	$(BIN)/python benchmarks/run.py $(BENCHMARKS_ARGS)
+
+build/benchmarks/.made: benchmarks/requirements.txt | setup
+	$(BIN)/pip install -q --no-deps --upgrade --target build/benchmarks -r benchmarks/requirements.txt
+	touch $@
 
 notebooks: setup  ## execute the chapters in place and normalise them (CHAPTER=04 for one)
 	$(BIN)/python tools/notebooks.py execute $(CHAPTER)

@@ -1,28 +1,28 @@
 """What ddl.Checkpoint costs over torch's DCP by hand and over torch.save, in time and in memory.
 
-All ways save the same model and AdamW's state, sharded over dp=2 by FSDP2, into fresh folders with the same fsync, in
-turns in one launch; the ratio is the median of the rounds' ratios. Peaks are of a launch of their own each: the growth
-of a rank's resident memory while it saves, over the bytes of its shards.
+All ways save the same model and AdamW's state, sharded over dp by FSDP2, into fresh folders with the same fsync, in
+turns in one launch. "in the background" is the time until training goes on. Peaks are of a launch of their own each:
+the growth of a rank's resident memory while it saves, and the shards themselves.
 
-    python benchmarks/checkpoint.py [--rounds 9] [--width 1024]
+    python benchmarks/checkpoint.py [--only peak] [--quick]
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
+import functools
+import logging
 import os
 import shutil
-import statistics
 import tempfile
 import threading
-import time
 import warnings
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import psutil
+import sides
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -31,7 +31,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import ignite_ddl as ddl
 
-TARGETS = {"ddl, no digests": 1.1}
+TARGET = 1.1  # without digests
+HAND, GATHERED = "DCP by hand", "torch.save on rank 0"
+OURS = {
+    "ddl.Checkpoint, no digests": {"digests": False},
+    "ddl.Checkpoint": {},
+    "ddl.Checkpoint, in the background": {"asynchronous": True},
+}
 
 
 def build(width):
@@ -46,13 +52,8 @@ def build(width):
 
 
 def ways(model, optimizer, folder):
-    """Each way to save, and the time of each."""
+    """Each way to save."""
     things = {"model": model, "optimizer": optimizer}
-    checkpoints = {
-        "ddl, no digests": ddl.Checkpoint(things, folder, digests=False),
-        "ddl": ddl.Checkpoint(things, folder),
-        "ddl, in the background": ddl.Checkpoint(things, folder, asynchronous=True),
-    }
 
     def by_hand(path):
         weights, states = get_state_dict(model, optimizer)
@@ -72,8 +73,8 @@ def ways(model, optimizer, folder):
                 os.fsync(file.fileno())
         dist.barrier()
 
-    def by_ddl(name):
-        checkpoint = checkpoints[name]
+    def by_ddl(how):
+        checkpoint = ddl.Checkpoint(things, folder, **how)
 
         def save(path):
             checkpoint._write(path.name, {}, [])  # not save(), which has no end in the background
@@ -81,60 +82,76 @@ def ways(model, optimizer, folder):
         save.wait = checkpoint.wait
         return save
 
-    return {"DCP by hand": by_hand, "torch.save on rank 0": gathered} | {
-        name: by_ddl(name) for name in checkpoints
+    return {HAND: by_hand, "again": by_hand, GATHERED: gathered} | {
+        name: by_ddl(how) for name, how in OURS.items()
     }
 
 
-def saving(local_rank, rounds, width, folder):
+def saving(local_rank, names, rounds, width, folder):
+    """Seconds of each way to save, and to load."""
     warnings.simplefilter("ignore")
+    logging.disable(logging.INFO)  # what auto_model tells
     folder = Path(folder)
     model, optimizer = build(width)
-    seconds = {}
-    for name, save in ways(model, optimizer, folder).items():
-        seconds[name] = []
-        save(folder / f"warm up {len(seconds)}")
-        getattr(save, "wait", lambda: None)()
-    table = ways(model, optimizer, folder)
-    for number in range(rounds):
-        for name in list(table)[:: 1 if number % 2 else -1]:
-            path = folder / f"{number} {name}"
-            dist.barrier()
-            begin = time.perf_counter()
-            table[name](path)
-            seconds[name].append(time.perf_counter() - begin)
-            getattr(table[name], "wait", lambda: None)()
-            dist.barrier()
-            if dist.get_rank() == 0 and number < rounds - 1:
-                shutil.rmtree(path)
-    loads = {"DCP by hand": [], "ddl, no digests": [], "ddl": []}
-    last = {name: folder / f"{rounds - 1} {name}" for name in loads}
-    for number in range(rounds):
-        for name in list(loads)[:: 1 if number % 2 else -1]:
-            dist.barrier()
-            begin = time.perf_counter()
-            if name == "DCP by hand":
-                weights, states = get_state_dict(model, optimizer)
-                state = {"model": weights, "optimizer": states}
-                dcp.load(state, storage_reader=dcp.FileSystemReader(last[name]))
-                set_state_dict(
-                    model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-                )
-            else:
-                ddl.Checkpoint.load_objects({"model": model, "optimizer": optimizer}, last[name])
-            loads[name].append(time.perf_counter() - begin)
-    shards = sum(p.to_local().numel() * p.element_size() for p in model.parameters()) * 3
-    return seconds, loads, shards
+    table = {name: save for name, save in ways(model, optimizer, folder).items() if name in names}
+    paths = {name: folder / name for name in table}
+
+    def removed(name):
+        getattr(table[name], "wait", lambda: None)()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(paths[name])
+
+    saves = {name: functools.partial(save, paths[name]) for name, save in table.items()}
+    found = {"save": sides.in_turns(saves, rounds, meet=dist.barrier, after=removed)[0]}
+
+    def load_by_hand():
+        weights, states = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": states}
+        dcp.load(state, storage_reader=dcp.FileSystemReader(paths[HAND]))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    loads = {"ddl.Checkpoint": None, HAND: load_by_hand, "again": load_by_hand}
+    if loads.keys() <= table.keys():
+        for name in ("ddl.Checkpoint", HAND):
+            saves[name]()
+        load = ddl.Checkpoint.load_objects
+        loads["ddl.Checkpoint"] = lambda: load(
+            {"model": model, "optimizer": optimizer}, paths["ddl.Checkpoint"]
+        )
+        found["load"] = sides.in_turns(loads, rounds, meet=dist.barrier)[0]
+    return found
+
+
+def compare(ranks, width, names, quick):
+    names, rounds = (HAND, "again", *names), 2 if quick else 9
+    with tempfile.TemporaryDirectory() as folder:
+        launch = ddl.Parallel("gloo", ranks, timeout=300, dp=ranks)
+        found = launch.run(saving, names, rounds, width, folder)[0]
+    rows, of = [], f"dp{ranks}, width {width}"
+    for what, seconds in found.items():
+        for name in seconds:
+            if name in OURS:
+                target = TARGET if (what, name) == ("save", "ddl.Checkpoint, no digests") else None
+                control = {"again": seconds["again"], "target": target}
+                rows.append(sides.row(f"{what}, {name}, {of}", HAND, seconds[name], seconds[HAND], **control))
+    if GATHERED in names:
+        saves = found["save"]
+        rows.append(
+            sides.row(f"save, ddl.Checkpoint, {of}", GATHERED, saves["ddl.Checkpoint"], saves[GATHERED])
+        )
+    return rows
 
 
 def peak(local_rank, name, width, folder):
+    """Bytes of a rank's shards and of what it grows by while it saves."""
     warnings.simplefilter("ignore")
+    logging.disable(logging.INFO)  # what auto_model tells
     folder = Path(folder)
     model, optimizer = build(width)
     save = ways(model, optimizer, folder)[name]
-    small = folder / f"small {name}"
     nothing = nn.Linear(2, 2)
-    ddl.Checkpoint({"model": ddl.auto_model(nothing)}, folder).save(small.name)  # imports are no part of it
+    ddl.Checkpoint({"model": ddl.auto_model(nothing)}, folder).save("small")  # imports are no part of it
     ctypes.CDLL(None).malloc_trim(0)  # what building has freed would be used again, unseen
     process, highest, done = psutil.Process(), [0], threading.Event()
 
@@ -145,34 +162,34 @@ def peak(local_rank, name, width, folder):
     thread = threading.Thread(target=watch)
     before = process.memory_info().rss
     thread.start()
-    save(folder / f"peak {name}")
+    save(folder / "peak")
     getattr(save, "wait", lambda: None)()
     done.set()
     thread.join()
     shards = sum(p.to_local().numel() * p.element_size() for p in model.parameters()) * 3
-    return 1 + (highest[0] - before) / shards  # the shards themselves count
+    return shards + max(0, highest[0] - before)
 
 
-def main():
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--rounds", type=int, default=9)
-    arguments.add_argument("--width", type=int, default=1024)
-    given = arguments.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        two = ddl.Parallel("gloo", 2, timeout=900, dp=2)
-        seconds, loads, shards = two.run(saving, given.rounds, given.width, folder)[0]
-        print(f"shards of a rank: {shards / 2**20:.0f} MiB; {given.rounds} rounds; torch {torch.__version__}")
-        for what, table in (("save", seconds), ("load", loads)):
-            print(f"\n{what:26} seconds   ratio to DCP by hand")
-            for name, times in table.items():
-                ratio = statistics.median(a / b for a, b in zip(times, table["DCP by hand"], strict=True))
-                print(f"  {name:24} {statistics.median(times):7.3f}   {ratio:5.2f}")
-        print("\nblocking time in the background's row: until training goes on")
-        print("\npeak of a rank while saving, in shards of its own (1: nothing besides them)")
-        for name in seconds:
-            peaks = ddl.Parallel("gloo", 2, timeout=900, dp=2).run(peak, name, given.width, folder)
-            print(f"  {name:24} {max(peaks):5.2f}")
+def peaks(width, quick):
+    found = {}
+    for name in (HAND, "ddl.Checkpoint", "ddl.Checkpoint, in the background"):
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = max(ddl.Parallel("gloo", 2, timeout=300, dp=2).run(peak, name, width, folder))
+    what = "peak memory of a rank that saves"
+    return [
+        sides.row(f"{what}, {name}, dp2", HAND, [found[name]], [found[HAND]])
+        for name in OURS
+        if name in found
+    ]
+
+
+def parts():
+    some = ("ddl.Checkpoint, no digests", "ddl.Checkpoint")
+    found = {"dp2, width 1024": functools.partial(compare, 2, 1024, (GATHERED, *OURS))}
+    for ranks, width in ((2, 256), (1, 512), (2, 512), (4, 512), (8, 512)):
+        found[f"dp{ranks}, width {width}"] = functools.partial(compare, ranks, width, some[:1])
+    return found | {"peak": functools.partial(peaks, 1024)}
 
 
 if __name__ == "__main__":
-    main()
+    sides.main(__doc__, parts())

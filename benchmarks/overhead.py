@@ -1,32 +1,30 @@
 """What a training step through ddl and Ignite's Engine costs over the same step written by hand in torch.
 
-Both sides run in the same ranks of the same launch, in turns: some steps of one, some of the other, the order
-swapped each round, so that a busy machine slows both. Both read batches from a DataLoader, reduce their loss over
-the ranks and read it on the host each step. The ratio is the median of the rounds' ratios; that of the CPU seconds
-of all ranks, which other programs hardly touch, stands beside it.
+All sides run in the same ranks of the same launch, in turns. They read batches from a DataLoader, reduce their loss
+over the ranks and read it on the host each step. Over dp2, Accelerate and plain Ignite train beside them, the latter
+also as it is used most: with its rank's own loss. CPU is the ratio of the CPU seconds of all ranks, which other
+programs hardly touch.
 
-    python benchmarks/overhead.py [--rounds 15] [--steps 12] [--only hybrid] [--profile]
+    python benchmarks/overhead.py [--only "dp2 × pp2 × tp2"] [--quick]
 """
 
 from __future__ import annotations
 
-import argparse
-import cProfile
-import io
-import json
+import functools
 import logging
 import os
-import pstats
-import statistics
-import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import ignite.distributed as idist
+import sides
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ignite.engine import create_supervised_trainer
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
@@ -44,19 +42,35 @@ from ignite_ddl.course import GPT
 from ignite_ddl.pipeline.cut import cut_into_stages
 
 TARGET = 1.03
-MESHES = {
-    "dp2 (DDP)": {"dp": 2, "pp": 1, "tp": 1},
-    "tp2": {"dp": 1, "pp": 1, "tp": 2},
-    "dp2 × tp2": {"dp": 2, "pp": 1, "tp": 2},
-    "pp2 (1f1b)": {"dp": 1, "pp": 2, "tp": 1},
-    "dp2 × pp2 × tp2": {"dp": 2, "pp": 2, "tp": 2},
-}
 WORDS, LENGTH, BATCH, MICROBATCHES = 80, 64, 16, 4
+STEPS = 8  # a turn
+# What is measured: mesh, width of the model, rounds, and whether the target holds there.
+CASES = {
+    "one process": ({"dp": 1}, 128, 7, False),
+    "dp2 (DDP)": ({"dp": 2}, 128, 15, True),
+    "dp2 (FSDP2)": ({"dp": 2}, 128, 15, True),
+    "tp2": ({"tp": 2}, 128, 15, True),
+    "pp2 (1f1b)": ({"pp": 2}, 128, 15, True),
+    "dp2 × pp2 × tp2": ({"dp": 2, "pp": 2, "tp": 2}, 128, 11, True),
+    "dp4 (DDP)": ({"dp": 4}, 128, 9, True),
+    "dp8 (DDP)": ({"dp": 8}, 128, 7, True),
+    "dp2 (DDP), width 32": ({"dp": 2}, 32, 15, False),
+    "dp2 (DDP), width 384": ({"dp": 2}, 384, 5, True),
+}
+RIVALS = {
+    "Accelerate": "Accelerate",
+    "Ignite": "plain Ignite, loss reduced",
+    "Ignite, own loss": "plain Ignite, its rank's own loss",
+}
 
 
-def build():
+def build(width):
     torch.manual_seed(0)
-    return GPT(vocabulary_size=WORDS, length=LENGTH, width=128, n_heads=4, n_blocks=4, tied=False)
+    return GPT(vocabulary_size=WORDS, length=LENGTH, width=width, n_heads=4, n_blocks=4, tied=False)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
 def loss_fn(output, target):
@@ -69,15 +83,30 @@ def data(steps):
     return TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
 
 
-# -------------------------------------------------------------------------------------------- the two contestants
+# ----------------------------------------------------------------------------------------------------- the sides
+# Each returns a function that runs a turn's steps and returns their losses.
 
 
-def through_ddl(steps):
-    """Returns a function that runs ``steps`` steps and returns their losses."""
+def through_ddl(width, steps, shard):
     loader = ddl.auto_dataloader(data(steps), batch_size=BATCH)
-    model = ddl.auto_model(build(), GPT.tensor_plan, n_microbatches=MICROBATCHES)
-    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.01))
-    trainer = ddl.create_supervised_trainer(model, optimizer, loss_fn)
+    model = ddl.auto_model(build(width), GPT.tensor_plan, n_microbatches=MICROBATCHES, shard=shard)
+    optimizer = ddl.auto_optim(sgd(model))
+    return _trained(ddl.create_supervised_trainer(model, optimizer, loss_fn), loader)
+
+
+def through_ignite(width, steps, reduced):
+    loader = idist.auto_dataloader(data(steps), batch_size=BATCH, shuffle=False)
+    model = idist.auto_model(build(width))
+    optimizer = idist.auto_optim(sgd(model))
+
+    def reduce(x, y, y_pred, loss):
+        return idist.all_reduce(loss.detach()).item() / idist.get_world_size()
+
+    output = {"output_transform": reduce} if reduced else {}
+    return _trained(create_supervised_trainer(model, optimizer, loss_fn, **output), loader)
+
+
+def _trained(trainer, loader):
     losses = []
     trainer.add_event_handler("ITERATION_COMPLETED", lambda engine: losses.append(engine.state.output))
 
@@ -89,16 +118,41 @@ def through_ddl(steps):
     return run
 
 
-def by_hand(steps):
-    """The same training as a torch user writes it: torch's styles, and nothing of ddl but the mesh and the model."""
-    mesh, model = ddl.get_mesh(), build()
+def through_accelerate(width, steps):
+    from accelerate import Accelerator
+
+    names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    for keys, value in zip(names, (dist.get_rank(), dist.get_world_size()), strict=True):
+        os.environ |= dict.fromkeys(keys, str(value))  # where it looks first
+    accelerator, model = Accelerator(cpu=True), build(width)
+    loader = DataLoader(data(steps), batch_size=BATCH // dist.get_world_size())
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), loader)
+    assert accelerator.num_processes == dist.get_world_size()
+
+    def run():
+        losses = []
+        model.train()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        return losses
+
+    return run
+
+
+def by_hand(width, steps, shard):
+    """As a torch user writes it: torch's styles, and nothing of ddl but the mesh and the model."""
+    mesh, model = ddl.get_mesh(), build(width)
     dataset = data(steps)
     sampler = DistributedSampler(dataset, mesh.dp_size, mesh.dp_rank, shuffle=False)
     loader = DataLoader(dataset, batch_size=BATCH // mesh.dp_size, sampler=sampler)
     if mesh.tp_size > 1:
         _cut_by_hand(model, mesh.device_mesh["tp"])
     if mesh.pp_size == 1:
-        return _plain_by_hand(mesh, model, loader)
+        return _plain_by_hand(mesh, model, loader, shard)
     return _pipeline_by_hand(mesh, model, loader)
 
 
@@ -120,13 +174,14 @@ def _cut_by_hand(model, tp_mesh):
     parallelize_module(model, tp_mesh, plan)
 
 
-def _plain_by_hand(mesh, model, loader):
-    if mesh.dp_size > 1 and mesh.tp_size > 1:
-        # DDP loses DTensor parameters, see tests/test_breaks.py
-        replicate(model, mesh=mesh.device_mesh["dp"])
+def _plain_by_hand(mesh, model, loader, shard):
+    if shard:
+        for layer in model.children():
+            fully_shard(layer, mesh=mesh.device_mesh["dp"])
+        fully_shard(model, mesh=mesh.device_mesh["dp"])
     elif mesh.dp_size > 1:
         model = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model)
 
     def run():
         losses = []
@@ -149,11 +204,11 @@ def _plain_by_hand(mesh, model, loader):
 def _pipeline_by_hand(mesh, model, loader):
     layers = list(model.children())
     cut = len(layers) // 2  # as balance does
-    assert [len(s) for s in cut_into_stages(build(), mesh.pp_size).layers] == [cut, len(layers) - cut]
+    assert [len(s) for s in cut_into_stages(build(32), mesh.pp_size).layers] == [cut, len(layers) - cut]
     stage = nn.Sequential(*(layers[:cut] if mesh.pp_rank == 0 else layers[cut:]))
     if mesh.dp_size > 1:
         replicate(stage, mesh=mesh.device_mesh["dp"])
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
+    optimizer = sgd(stage)
     device = torch.device("cpu")
     schedule = Schedule1F1B(
         PipelineStage(stage, mesh.pp_rank, mesh.pp_size, device, group=mesh.pp_group),
@@ -184,75 +239,42 @@ def _pipeline_by_hand(mesh, model, loader):
 # ------------------------------------------------------------------------------------------------------ measuring
 
 
-def compete(local_rank, rounds, steps, profile):
-    logging.getLogger("ignite.distributed.auto.auto_model").setLevel(logging.WARNING)
-    runs = {"ddl": through_ddl(steps), "hand": by_hand(steps)}
-    losses = {name: run() for name, run in runs.items()}  # warm up, and the check that both do the same
-    assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-4, losses
-    seconds, cpu = {"ddl": [], "hand": []}, {"ddl": [], "hand": []}
-    for index in range(rounds):
-        for name in sorted(runs, reverse=index % 2 == 1):
-            dist.barrier()
-            start, busy = time.perf_counter(), time.process_time()
-            runs[name]()
-            dist.barrier()
-            seconds[name].append((time.perf_counter() - start) / steps)
-            cpu[name].append((time.process_time() - busy) / steps)
-    text = {}
-    for name in runs if profile else ():
-        profiler = cProfile.Profile()
-        dist.barrier()
-        profiler.runcall(runs[name])
-        out = io.StringIO()
-        pstats.Stats(profiler, stream=out).sort_stats("tottime").print_stats(18)
-        text[name] = out.getvalue()
-    return seconds, cpu, text
-
-
-def measure(name, rounds, steps, profile=False):
-    axes = MESHES[name]
-    ranks = axes["dp"] * axes["pp"] * axes["tp"]
-    results = ddl.Parallel("gloo", ranks, timeout=900, **axes).run(compete, rounds, steps, profile)
-    seconds, _, text = results[0]
-    ratios = sorted(a / b for a, b in zip(seconds["ddl"], seconds["hand"], strict=True))
-    busy = {who: [sum(r) for r in zip(*(cpu[who] for _, cpu, _ in results), strict=True)] for who in seconds}
-    for who, report in text.items():
-        print(f"--- {name}, {who}, rank 0\n{report}")
-    return {
-        "benchmark": "overhead",
-        "mesh": name,
-        "ranks": ranks,
-        "ddl_ms": statistics.median(seconds["ddl"]) * 1e3,
-        "hand_ms": statistics.median(seconds["hand"]) * 1e3,
-        "ratio": statistics.median(ratios),
-        "quarters": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
-        "cpu_ratio": statistics.median(a / b for a, b in zip(busy["ddl"], busy["hand"], strict=True)),
-        "rounds": rounds,
-        "steps": steps,
-        "cores": len(os.sched_getaffinity(0)),
-        "torch": torch.__version__,
+def compete(local_rank, case, rounds, steps, rivals):
+    logging.disable(logging.INFO)  # what auto_model tells
+    shard, width = "FSDP2" in case, CASES[case][1]
+    runs = {"ddl": through_ddl(width, steps, shard)}
+    runs |= {name: by_hand(width, steps, shard) for name in ("hand", "again")}
+    makers = {
+        "Accelerate": through_accelerate,
+        "Ignite": functools.partial(through_ignite, reduced=True),
+        "Ignite, own loss": functools.partial(through_ignite, reduced=False),
     }
+    runs |= {name: makers[name](width, steps) for name in rivals}
+    losses = {name: run() for name, run in runs.items()}
+    losses.pop("Ignite, own loss", None)
+    for name, found in losses.items():
+        assert max(abs(a - b) for a, b in zip(found, losses["hand"], strict=True)) < 1e-4, (name, losses)
+    return sides.in_turns(runs, rounds, meet=dist.barrier)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=12, help="steps a side and round")
-    parser.add_argument("--only", default="", help="meshes whose name has this word")
-    parser.add_argument("--profile", action="store_true", help="where each side's time goes on rank 0")
-    options = parser.parse_args()
-    lines = [measure(n, options.rounds, options.steps, options.profile) for n in MESHES if options.only in n]
-    print(f"{'a step, median':18} {'ddl':>9} {'by hand':>9} {'ratio':>7}   middle half    target  CPU ratio")
-    for line in lines:
-        low, high = line["quarters"]
-        verdict = "" if line["ratio"] <= TARGET else "  over"
-        print(
-            f"{line['mesh']:18} {line['ddl_ms']:6.1f} ms {line['hand_ms']:6.1f} ms {line['ratio']:7.3f}   "
-            f"{low:.3f} – {high:.3f}  {TARGET:6}  {line['cpu_ratio']:9.3f}{verdict}"
-        )
-    for line in lines:
-        print(json.dumps(line))
+def measure(case, quick):
+    axes, _, rounds, decides = CASES[case]
+    rounds, steps = (2, 3) if quick else (rounds, STEPS)
+    ranks = torch.tensor([axes.get(axis, 1) for axis in ("dp", "pp", "tp")]).prod().item()
+    rivals = RIVALS if case == "dp2 (DDP)" else ()
+    results = ddl.Parallel("gloo", ranks, timeout=300, threads_per_rank=1, **axes).run(
+        compete, case, rounds, steps, tuple(rivals)
+    )
+    seconds, cpu = sides.of_all_ranks(results)
+    seconds = {name: [each / steps for each in found] for name, found in seconds.items()}
+
+    def line(name, against, **more):
+        used = cpu["ddl"], cpu[name]
+        return sides.row(f"a step, {case}", against, seconds["ddl"], seconds[name], cpu=used, **more)
+
+    rows = [line("hand", "by hand", again=seconds["again"], target=TARGET if decides else None)]
+    return rows + [line(name, RIVALS[name]) for name in rivals]
 
 
 if __name__ == "__main__":
-    main()
+    sides.main(__doc__, {case: functools.partial(measure, case) for case in CASES})

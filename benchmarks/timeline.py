@@ -1,96 +1,56 @@
-"""What ``Timeline`` itself costs: a data-parallel step of about 5 ms, with and without it.
+"""What ``Timeline`` itself costs: data-parallel steps of about 5 ms, with and without it.
 
-    python benchmarks/timeline.py [--ranks 2] [--rounds 24] [--steps 25]
+The bound, 2 %, is on processor time of all threads of the ranks, which other programs on the machine disturb least;
+wall time stands in a row of its own. Starting and ending a recording are part of it, once every 50 steps.
 
-Rounds without a timeline, without it once more, and with it alternate on the same ranks, so that all meet the same
-machine; compared are medians over all steps. The bound, 2 % of a 5 ms step, is on processor time of all threads of
-a rank, which other programs on the machine disturb least; wall time stands beside it. The second "without" is the
-control: what it differs from the first is noise. What a run pays once, to start and to end recording, is apart.
+    python benchmarks/timeline.py [--quick]
 """
 
-import argparse
-import statistics
-import sys
-import time
+import os
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import sides
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from ignite.engine import Events
 from torch.nn.parallel import DistributedDataParallel
 
 import ignite_ddl as ddl
 from ignite_ddl.lab import Timeline
 
-STEP = 5e-3  # seconds
-BOUND = 0.02
-ARMS = ("without", "control", "with")
+BOUND = 1.02
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=25, help="steps in a round")
-    options = parser.parse_args()
-    with ddl.Parallel(backend="gloo", nproc_per_node=options.ranks, threads_per_rank=1) as parallel:
-        results = parallel.run(measure, options.rounds, options.steps)
-    print(
-        "median ms of a step   wall: "
-        + "  ".join(ARMS)
-        + "   processor: "
-        + "  ".join(ARMS)
-        + "   once a run"
-    )
-    for rank, (wall, processor, once) in enumerate(results):
-        columns = "".join(f"{1e3 * wall[arm]:9.2f}" for arm in ARMS) + " " * 11
-        columns += "".join(f"{1e3 * processor[arm]:9.2f}" for arm in ARMS)
-        print(f"rank {rank}{' ' * 18}{columns}{1e3 * once:13.2f}")
-    share = {
-        arm: statistics.mean(processor[arm] - processor["without"] for _, processor, _ in results) / STEP
-        for arm in ("with", "control")
-    }
-    verdict = "kept" if share["with"] <= BOUND else "MISSED"
-    print(
-        f"a timeline adds {share['with']:.2%} of a 5 ms step (the control {share['control']:+.2%}); ", end=""
-    )
-    print(f"bound {BOUND:.0%}: {verdict}")
-    return share["with"] > BOUND
+def cost(quick):
+    rounds, steps = (2, 10) if quick else (24, 50)
+    results = ddl.Parallel("gloo", 2, threads_per_rank=1, timeout=300).run(compete, rounds, steps)
+    wall, cpu = sides.of_all_ranks(results)
+    names = "a step with a Timeline, dp2", "without"
+
+    def line(found, kind, **more):
+        by_step = {name: [each / steps for each in seconds] for name, seconds in found.items()}
+        ours, theirs, again = by_step["with"], by_step["without"], by_step["again"]
+        return sides.row(f"{names[0]}, {kind}", names[1], ours, theirs, again=again, **more)
+
+    return [line(cpu, "CPU seconds of both ranks", target=BOUND), line(wall, "wall")]
 
 
-def measure(local_rank: int, rounds: int, steps: int) -> tuple[dict, dict, float]:
-    """Median seconds of a step for each arm, by the wall and by the processor; and of starting and ending."""
+def compete(local_rank, rounds, steps):
     torch.manual_seed(0)
     model = DistributedDataParallel(
         torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batch = torch.randn(192, 256), torch.randn(192, 256)
-    trainers = {arm: ddl.create_supervised_trainer(model, optimizer, F.mse_loss) for arm in ARMS}
-    timeline, clock = Timeline().attach(trainers["with"]), []
-    for trainer in trainers.values():
-        trainer.add_event_handler(
-            Events.ITERATION_STARTED, lambda: clock.append((time.perf_counter(), time.process_time()))
-        )
-    wall, processor, once = ({arm: [] for arm in ARMS} for _ in range(3))
-    for turn in range(rounds):
-        for arm in ARMS[turn % 3 :] + ARMS[: turn % 3]:
-            clock.clear()
-            trainers[arm].run([batch] * steps)
-            if turn:  # the first round warms up
-                wall[arm] += [after[0] - before[0] for before, after in zip(clock, clock[1:], strict=False)]
-                processor[arm] += [
-                    after[1] - before[1] for before, after in zip(clock, clock[1:], strict=False)
-                ]
-        timeline.clear()
-        start = time.process_time()
-        with timeline:
-            pass
-        once["with"].append(time.process_time() - start)
-    medians = ({arm: statistics.median(found) for arm, found in each.items()} for each in (wall, processor))
-    return *medians, statistics.median(once["with"])
+    batches = [(torch.randn(192, 256), torch.randn(192, 256))] * steps
+    trainers = {
+        name: ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
+        for name in ("with", "without", "again")
+    }
+    timeline = Timeline().attach(trainers["with"])
+    runs = {name: lambda trainer=trainer: trainer.run(batches) for name, trainer in trainers.items()}
+    return sides.in_turns(runs, rounds, meet=dist.barrier, after=lambda name: timeline.clear())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sides.main(__doc__, {"timeline": cost})
