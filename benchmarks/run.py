@@ -112,8 +112,9 @@ def page(results: dict) -> str:
 
 Written by `make benchmarks` from `results.json`; do not edit. One line is one ratio: the time of "what" over that
 of "against", both measured in turns in one run, so below 1 the first is the faster. It is the median of the rounds'
-ratios; half of them lie in the middle half. The control is "against" measured twice: what it differs from 1 is noise,
-and a target that is nearer than that is not decided. CPU: the same ratio in processor seconds of all ranks.
+ratios; half of them lie in the middle half. The control is "against" measured twice. What it differs from 1 is noise,
+as is the middle half over the root of the rounds; a target that is nearer than that is not decided. CPU: the same
+ratio in processor seconds of all ranks.
 
 {described(results["machine"])}.
 

@@ -2,8 +2,8 @@
 
 A row is one ratio, the seconds of ``what`` over those of ``against``: below 1, ``what`` is the faster. All sides of a
 ratio run in turns, in the same processes where that can be, so that a busy machine slows all of them. A control is
-``against`` measured twice: what its ratio differs from 1 is noise, and a target nearer than that is not decided. A
-part that fails becomes a row that says so.
+``against`` measured twice: what its ratio differs from 1 is noise, as is the spread of the rounds, and a target nearer
+than that is not decided. A part that fails becomes a row that says so.
 """
 
 from __future__ import annotations
@@ -102,15 +102,18 @@ def row(
     if cpu:
         found["cpu_ratio"] = statistics.median(a / b for a, b in zip(*cpu, strict=True))
     if target is not None:
-        found |= {"target": target, "verdict": verdict(found["ratio"], target, found.get("control"))}
+        found |= {"target": target, "verdict": verdict(found, target)}
     found |= {"medians": [statistics.median(ours), statistics.median(theirs)]}
     return found | ({"note": note} if note else {})
 
 
-def verdict(ratio: float, target: float, control: float | None) -> str:
-    if control is not None and abs(ratio - target) <= abs(control - 1):
-        return f"within noise: control {control:.3f}"
-    return "kept" if ratio <= target else "missed"
+def verdict(found: dict, target: float) -> str:
+    """Noise is what the control moved, or about the standard error of the median, whichever is more."""
+    low, high = found.get("middle_half", (0, 0))
+    noise = max(abs(found.get("control", 1) - 1), (high - low) / found["rounds"] ** 0.5)
+    if abs(found["ratio"] - target) <= noise:
+        return f"within noise, ± {noise:.3f}"
+    return "kept" if found["ratio"] <= target else "missed"
 
 
 def attempt(name: str, measure: Callable[[bool], list[dict]], quick: bool, limit: float = 300) -> list[dict]:

@@ -51,11 +51,13 @@ def test_what_fails_or_takes_too_long_is_a_row_and_the_rest_goes_on(run, tmp_pat
 
 
 def test_a_target_that_noise_decides_is_neither_kept_nor_missed(run):
-    def verdict(ratio, control):
-        return run.sides.row("", "", [ratio], [1.0], again=[control], target=1.02)["verdict"]
+    def verdict(ratio, control, spread=0.0):
+        ours = [ratio - spread, ratio, ratio + spread]
+        return run.sides.row("", "", ours, [1.0] * 3, again=[control] * 3, target=1.02)["verdict"]
 
-    assert verdict(1.0234, 1.0242) == "within noise: control 1.024"
-    assert verdict(1.0234, 0.99) == "within noise: control 0.990"
+    assert verdict(1.0234, 1.0242) == "within noise, ± 0.024"
+    assert verdict(1.0234, 0.99) == "within noise, ± 0.010"
+    assert verdict(1.064, 0.993, spread=0.1) == "within noise, ± 0.115"
     assert verdict(1.10, 1.0242) == "missed"
     assert verdict(1.001, 1.0042) == "kept"
 
