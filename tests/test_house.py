@@ -66,10 +66,17 @@ def run(code, *args):
     return done.stdout
 
 
-def test_importing_the_package_loads_the_ground_floor_alone():
+def test_importing_the_package_loads_the_ground_floor_alone_and_opens_no_gpu():
+    """A forkserver that had opened CUDA would give ranks in which CUDA does not work."""
     loaded = run("""
-        import sys, ignite_ddl
+        import sys, torch
+        def used(*a): raise SystemExit("CUDA was asked for at import")
+        torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = used
+        import ignite_ddl
         print(*(name for name in sys.modules if name.startswith("ignite_ddl")), "matplotlib" in sys.modules)
+        from ignite_ddl.launch.parallel import PRELOAD
+        for name in PRELOAD:
+            __import__(name)
     """).split()
     assert loaded.pop() == "False"
     unwanted = ("ignite_ddl.lab", "ignite_ddl.course", "ignite_ddl.parameter_server", "ignite_ddl.parity")

@@ -26,13 +26,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import ignite_ddl as ddl
 from ignite_ddl.data import part
 
-MESHES = {
-    "dp4": {"dp": 4},
-    "dp2 × tp2": {"dp": 2, "tp": 2},
-    "pp2": {"pp": 2},
-    "dp2 × pp2": {"dp": 2, "pp": 2},
-    "dp2 × pp2 × tp2": {"dp": 2, "pp": 2, "tp": 2},
-}
+MESHES = [
+    pytest.param(mesh, id=" × ".join(f"{axis}{size}" for axis, size in mesh.items()), marks=marks)
+    for mesh, marks in (({"dp": 4}, ()), ({"dp": 2, "tp": 2}, ()), ({"dp": 2, "pp": 2}, ()),
+                        ({"dp": 2, "pp": 2, "tp": 2}, pytest.mark.slow))
+]  # fmt: skip
 ROWS, BATCH = (
     15,
     7,
@@ -105,13 +103,37 @@ class Setting:
         return model.state_dict() if self.plain else ddl.full_state_dict(model)
 
 
+def in_double(function, plain):
+    torch.set_default_dtype(torch.double)  # Ignite's Loss adds up in it
+    try:
+        return function(Setting(plain))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def all_of_them(local_rank):
+    return {function.__name__: in_double(function, False) for function in (decisions, training, outputs)}
+
+
+LAUNCHED = {}
+
+
+def on_ranks(function, mesh):
+    """What the function gave on each rank, from one launch of a mesh for all of them, and on one process."""
+    key = tuple(mesh.items())
+    if key not in LAUNCHED:
+        LAUNCHED[key] = launch(mesh, all_of_them)
+    if function not in LAUNCHED:
+        LAUNCHED[function] = in_double(function, True)
+    return [seen[function.__name__] for seen in LAUNCHED[key]], LAUNCHED[function]
+
+
 # ------------------------------------------------------------------------------------------------ decisions
 
 
-def decisions(local_rank, plain=False):
+def decisions(setting):
     """EarlyStopping and ReduceLROnPlateau on a run that gets worse, TerminateOnNan on one with a NaN."""
-    torch.set_default_dtype(torch.double)  # Ignite's Loss adds up in it
-    setting, seen = Setting(plain), {}
+    seen = {}
     model, optimizer = setting.model(lr=2.0)
     trainer, evaluator = setting.trainer(model, optimizer), setting.evaluator(model)
     stopping = EarlyStopping(patience=3, score_function=lambda e: -e.state.metrics["loss"], trainer=trainer)
@@ -142,22 +164,13 @@ def decisions(local_rank, plain=False):
     return seen
 
 
-@pytest.fixture(scope="module")
-def decided():
-    torch.set_default_dtype(torch.double)
-    try:
-        return decisions(0, plain=True)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_decisions_are_those_of_one_process(mesh, decided):
+@pytest.mark.parametrize("mesh", MESHES)
+def test_decisions_are_those_of_one_process(mesh):
+    results, decided = on_ranks(decisions, mesh)
     assert 4 <= decided["stopped at"] < 30
     rates = {lr for _, _, lr in decided["series"]}
     assert len(rates) >= 3, rates
     assert decided["NaN at"] == 2
-    results = launch(mesh, decisions)
     for seen in results:
         for name in ("stopped at", "stopping", "NaN at", "NaN"):
             assert seen[name] == decided[name], name
@@ -172,10 +185,9 @@ def test_decisions_are_those_of_one_process(mesh, decided):
 # ------------------------------------------------------------------------------------------------- training
 
 
-def training(local_rank, plain=False):
+def training(setting):
     """Schedulers, accumulation and clipping: every number on the way and the weights at the end."""
-    setting, seen = Setting(plain), {}
-    train = data(seed=0)
+    seen, train = {}, data(seed=0)
 
     model, optimizer = setting.model(lr=0.1, momentum=0.5)
     trainer = setting.trainer(model, optimizer)
@@ -217,17 +229,12 @@ def training(local_rank, plain=False):
     return seen
 
 
-@pytest.fixture(scope="module")
-def trained():
-    return training(0, plain=True)
-
-
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_training_is_that_of_one_process(mesh, trained):
+@pytest.mark.parametrize("mesh", MESHES)
+def test_training_is_that_of_one_process(mesh):
+    results, trained = on_ranks(training, mesh)
     assert len({lr for _, lr, _ in trained["schedulers"][0]}) >= 4
     norms = [norm for _, norm in trained["clipping"][0]]
     assert min(norms) > 0.2  # all six steps clip
-    results = launch(mesh, training)
     for rank, seen in enumerate(results):
         for name, (series, weights) in trained.items():
             assert largest(seen[name][0], series) <= 1e-12, (name, rank)
@@ -246,8 +253,8 @@ def largest(series, reference):
 # ------------------------------------------------------------------------------------- outputs and evaluation
 
 
-def outputs(local_rank, plain=False):
-    setting, seen = Setting(plain), {}
+def outputs(setting):
+    seen = {}
     model, optimizer = setting.model(lr=0.5)
     modes, kept = [], []
 
@@ -305,14 +312,9 @@ def _local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-@pytest.fixture(scope="module")
-def put_out():
-    return outputs(0, plain=True)
-
-
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_outputs_and_evaluation(mesh, put_out):
-    results = launch(mesh, outputs)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_outputs_and_evaluation(mesh):
+    results, put_out = on_ranks(outputs, mesh)
     assert any(seen["modes"] for seen in results)  # where the last stage is
     per_stage = len(results) // mesh.get("pp", 1)
     for rank, seen in enumerate(results):
@@ -434,30 +436,37 @@ AROUND = {
     "pp2": ({"pp": 2}, {}),
     "dp2 × pp2 × tp2 shard": ({"dp": 2, "pp": 2, "tp": 2}, {"tensor_plan": PLAN, "shard": True}),
 }
-CANNOT = {
-    (
-        "EMAHandler",
-        "dp2 shard",
-    ): "cannot be copied. For a moving average, copy the model before ddl.auto_model",
-    ("EMAHandler", "dp2 × pp2 × tp2 shard"): "cannot be copied. For a moving average, copy the model before",
-    ("compiled", "pp2"): "a pipeline cannot be compiled as a whole: compile its layers before ddl.auto_model",
-    ("compiled", "dp2 × pp2 × tp2 shard"): "a pipeline cannot be compiled as a whole",
-}
+HOW = ("EMAHandler", "average by hand", "recomputation", "compiled", "compiled layers")
+COPIED = "cannot be copied. For a moving average, copy the model before ddl.auto_model"
+COMPILED = "a pipeline cannot be compiled as a whole: compile its layers before ddl.auto_model"
 
 
-@pytest.mark.parametrize("mesh", AROUND)
+def surrounded_each_way(local_rank, options):
+    """The weights, or why not."""
+    found = {}
+    for how in HOW:
+        torch._dynamo.reset()
+        try:
+            found[how] = surrounded(local_rank, how, options)
+        except ValueError as error:
+            found[how] = str(error)
+    return found
+
+
 @pytest.mark.parametrize(
-    "how", ["EMAHandler", "average by hand", "recomputation", "compiled", "compiled layers"]
+    "mesh", [pytest.param(mesh, marks=[pytest.mark.slow] * ("×" in mesh)) for mesh in AROUND]
 )
-def test_what_stands_around_a_model(how, mesh):
+def test_what_stands_around_a_model(mesh):
     axes, options = AROUND[mesh]
-    if (how, mesh) in CANNOT:
-        with pytest.raises(ddl.RankError, match=CANNOT[how, mesh]):
-            launch(axes, surrounded, how, options)
-        return
-    right = surrounded(0, how, {})
-    for found in launch(axes, surrounded, how, options):
-        assert (found - right).abs().max() < 1e-12
+    cannot = {"EMAHandler": COPIED} if "shard" in options else {}
+    cannot |= {"compiled": COMPILED} if "pp" in axes else {}
+    right = surrounded_each_way(0, {})
+    for found in launch(axes, surrounded_each_way, options):
+        for how in HOW:
+            if how in cannot:
+                assert cannot[how] in found[how]
+            else:
+                assert (found[how] - right[how]).abs().max() < 1e-12, how
 
 
 def logging_weights(local_rank, options):

@@ -224,14 +224,15 @@ def model_of(wrap):
 
 PLAN = {"block*.up": ddl.Column(), "block*.down": ddl.Row(), "head": ddl.Column(output_layouts=Replicate())}
 MESHES = [
-    (2, {"dp": 2}, {}),
     (2, {"dp": 2}, {"shard": True}),
     (2, {"tp": 2}, {"tensor_plan": PLAN}),
     (2, {"pp": 2}, {}),
     (4, {"dp": 2, "pp": 2}, {"schedule": "zbv", "shard": True}),
     (4, {"pp": 2, "tp": 2}, {"schedule": "interleaved_1f1b", "tensor_plan": PLAN}),
-    (4, {"dp": 2, "tp": 2}, {"shard": True, "tensor_plan": PLAN}),
-    (8, {"dp": 2, "pp": 2, "tp": 2}, {"shard": True, "tensor_plan": PLAN}),
+    pytest.param(4, {"dp": 2, "tp": 2}, {"shard": True, "tensor_plan": PLAN}, marks=pytest.mark.slow),
+    pytest.param(
+        8, {"dp": 2, "pp": 2, "tp": 2}, {"shard": True, "tensor_plan": PLAN}, marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -321,10 +322,7 @@ def memory(local_rank, options):
 @pytest.mark.parametrize(
     ("nproc", "axes", "options", "share"),
     [
-        (2, {"pp": 2}, {}, 2),
         (4, {"pp": 4}, {"schedule": "interleaved_zero_bubble"}, 4),
-        (2, {"tp": 2}, {"tensor_plan": {"*": ddl.Column(output_layouts=Replicate())}}, 2),
-        (4, {"dp": 4}, {"shard": True}, 4),
         (4, {"dp": 2, "pp": 2}, {"shard": True}, 4),
         (4, {"pp": 2, "tp": 2}, {"tensor_plan": {"*": ddl.Column(output_layouts=Replicate())}}, 4),
     ],
@@ -384,9 +382,6 @@ def loading(local_rank, folder, options):
     ("nproc", "axes", "options", "share"),
     [
         (1, {}, {}, 1),
-        (2, {"dp": 2}, {}, 1),
-        (2, {"dp": 2}, {"shard": True}, 2),
-        (2, {"tp": 2}, {"tensor_plan": {"[1-6]": ddl.Column(output_layouts=Replicate())}}, 2),
         (4, {"dp": 2, "pp": 2}, {"shard": True}, 4),
         (4, {"dp": 2, "tp": 2}, {"tensor_plan": {"[1-6]": ddl.Column(output_layouts=Replicate())}}, 2),
     ],

@@ -197,6 +197,7 @@ def test_a_second_job_has_a_mesh_of_its_own(tmp_path):
     assert run(two_jobs, 2, str(tmp_path), tp=2) == [([(1, 2, 2), (2, 1, 1)], 1, True)] * 2
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(

@@ -1,10 +1,6 @@
 """ddl.check_parity says "equal" where a mesh is right; where it is wrong, it says what, where and by how much."""
 
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +10,6 @@ from torch import nn
 import ignite_ddl as ddl
 from ignite_ddl.parity import main
 
-ROOT = Path(__file__).resolve().parents[2]
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 
 
@@ -235,21 +230,9 @@ def wrong():
 
 def test_the_command_says_it_by_its_exit_code(tmp_path, monkeypatch, capsys):
     (tmp_path / "of_a_user.py").write_text(textwrap.dedent(SCRIPT))
-    command = [
-        sys.executable,
-        "-m",
-        "ignite_ddl.parity",
-        "of_a_user:right",
-        "--pp",
-        "2",
-        "--smaller",
-        "hidden=8",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "equal: the largest error is" in done.stdout
     monkeypatch.syspath_prepend(tmp_path)
+    assert main(["of_a_user:right", "--pp", "2", "--smaller", "hidden=8"]) == 0
+    assert "equal: the largest error is" in capsys.readouterr().out
     assert main(["of_a_user:wrong", "--dp", "2", "--smaller", "hidden=8", "--steps", "1"]) == 1
     assert "differs: first the loss in step 1 on ranks 0, 1" in capsys.readouterr().out
     assert main(["of_a_user:right", "--pp", "4", "--smaller", "hidden=8"]) == 2

@@ -79,12 +79,12 @@ def trained(local_rank, schedule, options):
 @pytest.mark.parametrize(
     ("schedule", "mesh", "options"),
     [
-        ("1f1b", {"pp": 2}, {}),
-        ("interleaved_1f1b", {"pp": 2, "dp": 2}, {}),
         ("zbv", {"pp": 2}, {}),
-        ("gpipe", {"pp": 4}, {}),
         ("1f1b", {"pp": 2, "dp": 2}, {"shard": True}),
-        ("1f1b", {"dp": 2}, {"find_unused_parameters": True}),
+        pytest.param("1f1b", {"pp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("interleaved_1f1b", {"pp": 2, "dp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("gpipe", {"pp": 4}, {}, marks=pytest.mark.slow),
+        pytest.param("1f1b", {"dp": 2}, {"find_unused_parameters": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
