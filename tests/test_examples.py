@@ -75,6 +75,7 @@ def same(out, epochs, one_process):
     return (found - expected[epochs]).abs().max() <= BOUND
 
 
+@pytest.mark.slow
 def test_eight_ranks_print_the_losses_of_one_process_and_another_mesh_goes_on(one_process, tmp_path):
     saved, folder = tmp_path / "gpt.pt", tmp_path / "run"
     mesh = "--ranks 8 --dp 2 --pp 2 --tp 2 --every 2"
@@ -205,6 +206,7 @@ def test_the_default_batch_is_what_the_help_says():
 # ------------------------------------------------------------------------------------------ chapter 20's two scripts
 
 
+@pytest.mark.slow
 def test_the_plain_script_and_the_one_on_a_mesh_print_the_same():
     plain, _ = run(EXAMPLES / "plain_idist.py", "--epochs 1")
     mesh, err = run(EXAMPLES / "on_a_mesh.py", "--epochs 1 --ranks 8 --dp 2 --pp 2 --tp 2")

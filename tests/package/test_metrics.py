@@ -194,7 +194,13 @@ def reference():
     return train_and_evaluate(0, plain=True)
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(mesh, id=name, marks=[pytest.mark.slow] * (len(mesh) == 3))
+        for name, mesh in MESHES.items()
+    ],
+)
 def test_every_metric_is_that_of_one_process(mesh, reference):
     results = launch(mesh, train_and_evaluate)
     by_iteration, by_epoch = reference

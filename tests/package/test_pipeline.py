@@ -291,7 +291,7 @@ def forwards(local_rank):
     worst, whole = {}, layers().double()
     for schedule in SCHEDULES:
         pipeline = ddl.auto_model(layers().double(), schedule=schedule)
-        for rows in (1, 3, 4, 9):
+        for rows in (1, 9):  # fewer than microbatches, and uneven
             x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
             expected = whole(x).detach()
             output = pipeline.forward_only(x)
@@ -306,7 +306,7 @@ def forwards(local_rank):
     return worst
 
 
-@pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 4}])
+@pytest.mark.parametrize("axes", [{"pp": 2}, pytest.param({"pp": 4}, marks=pytest.mark.slow)])
 def test_forward_only_equals_the_whole_model_on_every_schedule(axes):
     for worst in run(forwards, axes["pp"], **axes):
         assert set(worst) == set(SCHEDULES)

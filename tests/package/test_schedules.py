@@ -135,7 +135,9 @@ def watched(local_rank, schedule, rows, n_microbatches):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize(
+    "pp", [2, pytest.param(4, marks=pytest.mark.slow)]
+)  # test_schedules_table.py has more
 def test_actions_and_memory_are_those_of_the_simulator(schedule, pp):
     found = run(watched, pp, schedule, 16, 8, pp=pp)
     planned = simulate.pipeline(schedule, pp, 8)
