@@ -309,7 +309,8 @@ class _Comparable(TorchFunctionMode):
         func = torch.Tensor.double if func in _CASTS else func
         if func in _DROPOUTS and kwargs.get("training", True):
             kwargs["training"] = False
-            self.notes.add("dropout was off")
+            if kwargs.get("p", 0.5):
+                self.notes.add("dropout was off")
         elif func is F.batch_norm and kwargs.get("training"):
             kwargs["training"] = args[1] is None
             alone = "has no running statistics: its output depends on the rows that a rank has"

@@ -139,11 +139,15 @@ def _bar(title: str, parts: dict, unit: float, name: str, limit: float = 0) -> s
 def _code(one: plans.Plan) -> str:
     """The arguments with which ``ddl`` runs a plan, or why it does not."""
     try:
-        parallel, auto_model = one.arguments()
+        given = one.arguments()
     except ValueError as error:
         return f"<p>{escape(str(error))}</p>"
-    calls = ("ddl.Parallel(", parallel), ("ddl.auto_model(model, ", auto_model)
+    before = {
+        "auto_dataloader": ["dataset"], "auto_model": ["model"],
+        "create_supervised_trainer": ["model", "optimizer", "loss_fn"],
+    }  # fmt: skip
     lines = [
-        name + ", ".join(f"{key}={value!r}" for key, value in given.items()) + ")" for name, given in calls
+        f"ddl.{name}({', '.join(before.get(name, []) + [f'{key}={value!r}' for key, value in named.items()])})"
+        for name, named in given.items()
     ]
     return f"<pre>{escape(chr(10).join(lines))}</pre>"

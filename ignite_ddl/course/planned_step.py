@@ -65,13 +65,13 @@ def _on_a_rank(local_rank: int, plan: Plan, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = GPT(of.vocabulary, of.sequence, of.width, of.heads, of.layers, tied=of.tied)
     styles = GPT.sequence_plan if of.sequence_parallel and plan.tp > 1 else GPT.cut_logits_plan
-    model = ddl.auto_model(model, styles if plan.tp > 1 else None, **plan.arguments()[1])
+    given = plan.arguments()
+    model = ddl.auto_model(model, styles if plan.tp > 1 else None, **given["auto_model"])
     optimizer = ddl.auto_optim(torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False))
-    accumulate = plan.microbatches if plan.pp == 1 else 1
-    trainer = ddl.create_supervised_trainer(model, optimizer, _loss, gradient_accumulation_steps=accumulate)
+    trainer = ddl.create_supervised_trainer(model, optimizer, _loss, **given["create_supervised_trainer"])
     ids = torch.randint(of.vocabulary, (plan.batch, of.sequence + 1))
     rows = TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-    loader = ddl.auto_dataloader(rows, batch_size=plan.batch // accumulate)
+    loader = ddl.auto_dataloader(rows, **given["auto_dataloader"])
     trainer.run(loader)  # not measured: torch's schedules probe their stages
     seconds = []
     for _ in range(rounds):

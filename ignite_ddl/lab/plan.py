@@ -249,7 +249,7 @@ class Plan(NamedTuple):
         tp: tensor-parallel ranks.
         schedule: of the pipeline, "" without one.
         n_chunks: stages on each rank.
-        microbatches: of each dp rank in a step; without a pipeline they follow one another (gradient accumulation).
+        microbatches: of each dp rank in a step; without a pipeline their gradients are accumulated.
         zero: 0 to 3, what dp shards.
         recompute: "none", "selective" or "full", as in ``cost.activation_bytes``.
         memory: bytes by part: weights, gradients, optimizer, activations, buffers.
@@ -284,18 +284,20 @@ class Plan(NamedTuple):
         """Whether the memory of a device is enough."""
         return self.short <= 0
 
-    def arguments(self) -> tuple[dict, dict]:
-        """The arguments for ``ddl.Parallel`` and for ``ddl.auto_model``.
+    def arguments(self) -> dict[str, dict[str, Any]]:
+        """The arguments with which ``ddl`` runs this plan, by the function that takes them.
 
+        Without a pipeline, the microbatches are batches of the loader, whose gradients the trainer accumulates.
         Recomputation is not among them: wrap the blocks by ``torch.utils.checkpoint`` before ``ddl.auto_model``;
-        torch's fused attention is selective by itself. Without a pipeline, the microbatches are the
-        ``gradient_accumulation_steps`` of the trainer.
+        torch's fused attention is selective by itself.
 
         Returns:
-            tuple: of two dicts. On one machine add ``backend`` and ``nproc_per_node`` to the first.
+            dict: of keyword arguments for "Parallel" (on one machine add ``backend`` and ``nproc_per_node``),
+            "auto_dataloader", "auto_model" and "create_supervised_trainer".
 
         Raises:
-            ValueError: if ``ddl`` has no such plan: it shards all (``zero=3``), under pp the optimizer (``zero=1``).
+            ValueError: if ``ddl`` has no such plan: it shards all (``zero=3``) where gradients are not accumulated,
+                and under pp the optimizer (``zero=1``).
 
         Examples:
             .. code-block:: python
@@ -303,13 +305,22 @@ class Plan(NamedTuple):
                 from ignite_ddl.lab.plan import A100, Cluster, Model, predict
 
                 model = Model(layers=36, width=4096, heads=32, vocabulary=51200, sequence=2048)
-                parallel, auto_model = predict(model, Cluster(16, **A100), 128, dp=2, pp=2, tp=4).arguments()
-                assert parallel == {"dp": 2, "pp": 2, "tp": 4}
-                assert auto_model["split"] == [19, 19] and auto_model["n_microbatches"] == 64
+                cluster = Cluster(16, **A100)
+                given = predict(model, cluster, 128, dp=2, pp=2, tp=4).arguments()
+                assert given["Parallel"] == {"dp": 2, "pp": 2, "tp": 4}
+                assert given["auto_model"]["split"] == [19, 19] and given["auto_model"]["n_microbatches"] == 64
+                given = predict(model, cluster, 128, dp=2, tp=8, microbatches=4).arguments()
+                assert given["auto_dataloader"] == {"batch_size": 32}
+                assert given["create_supervised_trainer"] == {"gradient_accumulation_steps": 4}
         """
-        if self.zero not in (0, 1 if self.pp > 1 else 3):
+        accumulated = self.microbatches if self.pp == 1 else 1
+        sharded = 1 if self.pp > 1 else 3
+        if self.zero not in (0, sharded):
+            raise ValueError(f"zero should be 0 or {sharded} under pp={self.pp} for ddl, but is {self.zero}")
+        if self.zero and accumulated > 1:
             raise ValueError(
-                f"zero should be 0 or {1 if self.pp > 1 else 3} under pp={self.pp} for ddl, but is {self.zero}"
+                f"microbatches should be 1 with zero=3 for ddl, which keeps whole gradients while it accumulates them, "
+                f"but is {accumulated}"
             )
         auto_model: dict[str, Any] = {"shard": self.zero > 0}
         if self.dp > 1 and self.pp * self.tp == 1 and not self.zero:
@@ -323,7 +334,12 @@ class Plan(NamedTuple):
             split[0] += 1  # the embedding
             split[-1] += 1  # the head
             auto_model |= {"schedule": self.schedule, "n_microbatches": self.microbatches, "split": split}
-        return {"dp": self.dp, "pp": self.pp, "tp": self.tp}, auto_model
+        return {
+            "Parallel": {"dp": self.dp, "pp": self.pp, "tp": self.tp},
+            "auto_dataloader": {"batch_size": self.batch // accumulated},
+            "auto_model": auto_model,
+            "create_supervised_trainer": {"gradient_accumulation_steps": accumulated},
+        }
 
     def __str__(self) -> str:
         return table([self])

@@ -148,7 +148,11 @@ def test_arguments_are_those_of_ddl():
     import ignite_ddl as ddl
 
     for one in plan(SMALL, HERE, batch=32):
-        mesh, cut = one.arguments()
+        mesh, loader, cut, trainer = one.arguments().values()
+        # Rows of a microbatch on a dp rank, as they were priced.
+        pieces = cut.get("n_microbatches", 1) * trainer["gradient_accumulation_steps"]
+        assert pieces == one.microbatches
+        assert loader["batch_size"] * trainer["gradient_accumulation_steps"] == 32
         shard = cut.pop("shard")
         assert shard == (one.zero > 0)
         assert cut.pop("gradient_as_bucket_view", False) == ((one.dp, one.zero) == (8, 0))
@@ -209,6 +213,10 @@ def test_it_prints_and_draws():
         (
             lambda: predict(SEVEN, HERE, 8, dp=2, zero=1).arguments(),
             "zero should be 0 or 3 under pp=1 for ddl",
+        ),
+        (
+            lambda: predict(SEVEN, HERE, 8, dp=2, zero=3, microbatches=2).arguments(),
+            "microbatches should be 1 with zero=3 for ddl",
         ),
         (
             lambda: plan(SMALL, dataclasses.replace(HERE, devices=7), 3),

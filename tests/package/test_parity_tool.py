@@ -87,6 +87,8 @@ def test_dropout_batchnorm_and_float32_are_no_part_of_it_and_the_caller_keeps_it
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_default_dtype() == torch.float32
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    none = ddl.check_parity(layers(nn.Dropout(0.0)), None, batch(), F.mse_loss, dp=2, steps=1)
+    assert "dropout" not in str(none)
 
 
 # --------------------------------------------------------------------------------------------- what is wrong

@@ -115,7 +115,7 @@ def curve(first: Sequence[float], whole: Sequence[float], saved: int, marks: dic
         draw.note(axes, name, (len(whole), bits), (0, 7), GREY, ha="right")
     axes.axvline(saved + 0.5, color=GREY, linewidth=1)
     draw.note(axes, "saved", (saved + 0.5, marks and max(marks.values()) or whole[0]), (6, -12), GREY)
-    middle = len(first) // 4
+    middle = len(first) // 2
     draw.note(axes, "eight ranks", (middle + 1, first[middle]), (24, 4), ACTIVITY["backward_weight"])
     late = (2 * len(whole)) // 3
     draw.note(axes, "one process", (late + 1, whole[late]), (0, 16), ACTIVITY["compute"])
