@@ -1,6 +1,6 @@
 """Private names and repairs of torch and Ignite. Those of other files are listed here.
 
-Tested with torch 2.11 to 2.13 and Ignite 0.5.4 to 0.5.5 unless noted otherwise.
+Tested with torch 2.11, 2.13 and 2.15 and Ignite 0.5.4 and 0.5.5 unless noted otherwise; README says what was run when.
 
 ======================================  ===============================================================
 file                                    what it uses

@@ -62,7 +62,7 @@ def test_each_ranks_order_is_torchs(name, v, numbers):
 
 
 def _none(*args, **kwargs):
-    return ()
+    return []
 
 
 class Stage:
