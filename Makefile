@@ -23,6 +23,8 @@ BIN = PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin
 # JupyterLab refuses root unless told; a container's only user is often root.
 ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 export CONSTRAINTS
+# Set in many containers; each kernel, forkserver and script would compile the course's 150 files anew.
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lab test test-all test-oldest test-tpu parity benchmarks notebooks run site site-setup stamp lint format clean

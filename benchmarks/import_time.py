@@ -29,7 +29,7 @@ def fresh(quick):
         return used.ru_utime + used.ru_stime
 
     sides_ = {name: functools.partial(python, code) for name, code in codes.items()}
-    seconds, cpu = sides.in_turns(sides_, 1 if quick else 9, busy=of_children)
+    seconds, cpu = sides.in_turns(sides_, 1 if quick else 7, busy=of_children)
     found = {"again": seconds["again"], "cpu": (cpu["ours"], cpu["theirs"]), "target": TARGET}
     found["note"] = f"{int(python(COUNT))} modules of ours"
     return [sides.row("import ignite_ddl", BELOW, seconds["ours"], seconds["theirs"], **found)]

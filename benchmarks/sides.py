@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RIVALS = ROOT / "build" / "benchmarks"  # `make benchmarks` puts accelerate and ipyparallel there
 sys.path.append(str(RIVALS))
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else processes that start compile ours anew, but not torch
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(RIVALS)]))
 
 

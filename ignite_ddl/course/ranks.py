@@ -10,8 +10,10 @@ from typing import Any
 
 import ignite_ddl as ddl
 from ignite_ddl.course.exercises import Hint
+from ignite_ddl.launch.parallel import PRELOAD
 
 __all__ = ["on_nodes", "on_ranks", "try_on_ranks"]
+PRELOAD.append("ignite_ddl.course")  # nearly every cell's function uses it: imported once, not by each rank
 
 
 def on_ranks(
