@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -235,11 +234,29 @@ ELASTIC = EXAMPLES / "elastic.py"
 STANDALONE = "--standalone"
 
 
-def elastic(folder, torchrun, options="", kill=()):
-    """A machine of two ranks."""
-    restarts = "-m torch.distributed.run --max-restarts 10 --monitor-interval 0.1 --nproc_per_node 2"
-    command = [sys.executable, *restarts.split(), *torchrun.split(), str(ELASTIC), "--folder", str(folder)]
-    command += [*options.split(), "--kill", *map(str, kill)]
+# Imports first, so that on a busy machine it does not come too late for the round that the first one opens.
+JOIN = """
+import socket, sys, time
+from torch.distributed import run
+port = int(sys.argv.pop(1))
+while socket.socket().connect_ex(("127.0.0.1", port)):
+    time.sleep(0.1)
+run.main()
+"""
+
+
+def elastic(folder, torchrun, options="", kill=(), after=None):
+    """A machine of two ranks; ``after`` is a port that it waits for."""
+    command = [sys.executable, *(["-c", JOIN, str(after)] if after else ["-m", "torch.distributed.run"])]
+    command += [
+        "--max-restarts",
+        "10",
+        "--monitor-interval",
+        "0.1",
+        "--nproc_per_node",
+        "2",
+    ] + torchrun.split()
+    command += [str(ELASTIC), "--folder", str(folder), *options.split(), "--kill", *map(str, kill)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, **pipes, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
@@ -278,10 +295,10 @@ def test_a_lost_machine_leaves_a_job_of_fewer_ranks(tmp_path):
     torchrun = f"--nnodes 1:2 --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{port} --rdzv_id run "
     torchrun += "--rdzv_conf last_call_timeout=20,keep_alive_interval=1"
     stays = elastic(rough, torchrun, f"{options} --machine", kill=[22])
-    time.sleep(5)  # so that it is the first: it keeps the store, and its ranks are 0 and 1
-    goes = elastic(rough, torchrun, f"{options} --machine", kill=[22])
+    # The first keeps the store, and its ranks are 0 and 1.
+    goes = elastic(rough, torchrun, f"{options} --machine", kill=[22], after=port)
     starts, weights = ends(rough, stays)
     goes.communicate()
     assert goes.returncode == -signal.SIGKILL
-    assert starts == [(4, 0), (2, 20)]
+    assert starts == [(4, 0), (2, 20)], starts
     assert largest_difference(undisturbed, weights) <= 1e-9  # other sums, in another order
