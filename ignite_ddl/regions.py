@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ignite_ddl.mesh import Mesh
@@ -37,6 +36,8 @@ def check_cut_regions(stages: Any, mesh: Mesh, x: Any) -> None:
     """
     if mesh.tp_size == 1:
         return
+    from torch.distributed.tensor.experimental import implicit_replication  # here: slow to import
+
     modules = stages.local_stages()
     if not any(True for stage in modules for _ in region_ends(stage)) and mesh.pp_size == 1:
         return

@@ -239,9 +239,13 @@ def ink_on(colour: str) -> str:
 
 
 def ink(colour: str) -> str:
-    """The colour, made dark enough for text on white."""
-    scale = min(1.0, 0.5 / (_lightness(colour) or 0.5))
-    return "#" + "".join(f"{int(part * scale):02X}" for part in _parts(colour))
+    """The colour as text that reads on white and on black: neither too light nor too dark."""
+    light, parts = _lightness(colour), _parts(colour)
+    if light > 0.5:
+        parts = [part * 0.5 / light for part in parts]
+    elif light < 0.4:
+        parts = [part + (255 - part) * (0.4 - light) / (1 - light) for part in parts]
+    return "#" + "".join(f"{int(part):02X}" for part in parts)
 
 
 def pale(colour: str, strength: float) -> str:

@@ -48,6 +48,7 @@ PRELOAD = [
     "torch",
     "torch.distributed",
     "torch.distributed.tensor.parallel",
+    "torch.distributed.tensor.experimental",
     "torch.distributed.pipelining",
     "torch.distributed.fsdp",
     "torch._dynamo",

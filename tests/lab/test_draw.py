@@ -50,6 +50,7 @@ def contrast(one, other):
 def test_text_can_be_read_on_every_colour_and_in_it(colour):
     assert contrast(draw.ink_on(colour), colour) >= 3
     assert contrast(draw.ink(colour), "#FFFFFF") >= 3
+    assert contrast(draw.ink(colour), "#111111") >= 3
 
 
 def test_without_a_ground_what_has_no_colour_is_grey_and_the_rest_stays():
