@@ -43,19 +43,19 @@ from ignite_ddl.pipeline.cut import cut_into_stages
 
 TARGET = 1.03
 WORDS, LENGTH, BATCH, MICROBATCHES = 80, 64, 16, 4
-STEPS = 6  # a turn
+STEPS = 16  # a turn: each begins and ends a run, which takes as long as a small step
 # What is measured: mesh, width of the model, rounds, and whether the target holds there.
 CASES = {
     "one process": ({"dp": 1}, 128, 5, False),
-    "dp2 (DDP)": ({"dp": 2}, 128, 11, True),
-    "dp2 (FSDP2)": ({"dp": 2}, 128, 11, True),
-    "tp2": ({"tp": 2}, 128, 11, True),
-    "pp2 (1f1b)": ({"pp": 2}, 128, 11, True),
-    "dp2 × pp2 × tp2": ({"dp": 2, "pp": 2, "tp": 2}, 128, 7, True),
-    "dp4 (DDP)": ({"dp": 4}, 128, 7, True),
-    "dp8 (DDP)": ({"dp": 8}, 128, 5, True),
-    "dp2 (DDP), width 32": ({"dp": 2}, 32, 11, False),
-    "dp2 (DDP), width 384": ({"dp": 2}, 384, 5, True),
+    "dp2 (DDP)": ({"dp": 2}, 128, 7, True),
+    "dp2 (FSDP2)": ({"dp": 2}, 128, 7, True),
+    "tp2": ({"tp": 2}, 128, 7, True),
+    "pp2 (1f1b)": ({"pp": 2}, 128, 7, True),
+    "dp2 × pp2 × tp2": ({"dp": 2, "pp": 2, "tp": 2}, 128, 3, True),
+    "dp4 (DDP)": ({"dp": 4}, 128, 5, True),
+    "dp8 (DDP)": ({"dp": 8}, 128, 4, True),
+    "dp2 (DDP), width 32": ({"dp": 2}, 32, 9, False),
+    "dp2 (DDP), width 384": ({"dp": 2}, 384, 3, True),
 }
 RIVALS = {
     "Accelerate": "Accelerate",

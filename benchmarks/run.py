@@ -1,8 +1,8 @@
 """All benchmarks, one table of ratios: ``make benchmarks``.
 
-Each file runs in processes of its own; one that fails, or takes too long, leaves a row that says so. A whole pass
-writes results.json and README.md beside this file, and the rows that the README of the repository quotes. A quick
-pass, or one of some files, writes nothing but build/benchmarks.json.
+Each file runs in processes of its own; one that fails, or takes too long, leaves a row that says so. The rows of each
+file that was run replace those in results.json; README.md beside this file, and what the README of the repository
+quotes, are written from it. A quick pass prints only.
 
     python benchmarks/run.py [launch overhead ...] [--quick]
 """
@@ -35,6 +35,7 @@ FILES = {
     "timeline": 200,
     "checkpoint": 300,
 }
+PACKAGES = ("torch", "pytorch-ignite", "accelerate", "ipyparallel")
 MARKS = "<!-- benchmarks/run.py writes this table -->\n", "\n<!-- its end -->"
 # Quoted in the repository's README: what, against what.
 QUOTED = [
@@ -103,7 +104,7 @@ def machine() -> dict:
         "memory_GiB": round(memory),
         "load_before": round(os.getloadavg()[0], 1),  # programs that wanted to run, in the minute before
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "pytorch-ignite", "accelerate", "ipyparallel")},
+        **{name: version(name) for name in PACKAGES},
     }
 
 
@@ -116,31 +117,38 @@ ratios; half of them lie in the middle half. The control is "against" measured t
 as is the middle half over the root of the rounds; a target that is nearer than that is not decided. CPU: the same
 ratio in processor seconds of all ranks.
 
-{described(results["machine"])}.
+{described(results)}.
 
-{sides.table(results["rows"])}
+{sides.table(all_rows(results))}
 """
 
 
-def described(found: dict) -> str:
-    words = ("torch", "pytorch-ignite", "accelerate", "ipyparallel")
-    return (
-        f"{found['date']}: {found['processor']}, {found['cores']} cores, {found['memory_GiB']} GiB; load before the "
-        f"run {found['load_before']}, which took {found['minutes']} minutes; Python {found['python']}, "
-        + ", ".join(f"{name} {found[name]}" for name in words)
-    )
+def all_rows(results: dict) -> list[dict]:
+    return [found for name in FILES if name in results for found in results[name]["rows"]]
+
+
+def described(results: dict) -> str:
+    """Where and when; files that were run on the same machine stand together."""
+    together: dict[str, list[str]] = {}
+    for name in (name for name in FILES if name in results):
+        found = results[name]["machine"]
+        place = f"{found['processor']}, {found['cores']} cores, {found['memory_GiB']} GiB; Python {found['python']}, "
+        place += ", ".join(f"{package} {found[package]}" for package in PACKAGES)
+        said = f"{name}.py {found['date']}, load {found['load_before']} before, {found['minutes']} min"
+        together.setdefault(place, []).append(said)
+    return ". ".join(f"{place}: {'; '.join(said)}" for place, said in together.items())
 
 
 def quoted(results: dict) -> str:
     """The README's table."""
-    rows = {(found["what"], found.get("against")): found for found in results["rows"]}
+    rows = {(found["what"], found.get("against")): found for found in all_rows(results)}
     lines = ["| what | against | time, as a ratio | middle half |", "|---|---|--:|---|"]
     for key in QUOTED:
         found = rows.get(key, {})
         low, high = map(sides.digits, found.get("middle_half", (None, None)))
         ratio = sides.digits(found.get("ratio")) or "not measured"
         lines.append(f"| {key[0]} | {key[1]} | {ratio} | {f'{low} – {high}' if low else ''} |")
-    return "\n".join(lines) + f"\n\n{described(results['machine'])}."
+    return "\n".join(lines) + f"\n\n{described(results)}."
 
 
 def publish(results: dict) -> None:
@@ -158,19 +166,20 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="few rounds: whether it runs, not what it takes")
     given = parser.parse_args()
-    results, start = {"machine": machine(), "rows": []}, time.monotonic()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() and not given.quick else {}
+    here = machine()
     for name in given.files or FILES:
-        results["rows"] += rows_of(name, FILES[name], given.quick)
-        results["machine"]["minutes"] = round((time.monotonic() - start) / 60, 1)
-        print(f"{results['machine']['minutes']} min, {name}.py", flush=True)
+        start = time.monotonic()
+        rows = rows_of(name, FILES[name], given.quick)
+        results[name] = {
+            "machine": here | {"minutes": round((time.monotonic() - start) / 60, 1)},
+            "rows": rows,
+        }
+        print(f"{name}.py: {results[name]['machine']['minutes']} min", flush=True)
+        if not given.quick:
+            RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+            publish(results)
     print(page(results))
-    text = json.dumps(results, indent=1, ensure_ascii=False) + "\n"
-    if given.files or given.quick:
-        (sides.ROOT / "build").mkdir(exist_ok=True)
-        (sides.ROOT / "build" / "benchmarks.json").write_text(text)
-        return
-    RESULTS.write_text(text)
-    publish(results)
 
 
 if __name__ == "__main__":

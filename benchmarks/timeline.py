@@ -1,4 +1,4 @@
-"""What ``Timeline`` itself costs: data-parallel steps of about 5 ms, with and without it.
+"""What ``Timeline`` itself costs: data-parallel steps of about 10 ms, with and without it.
 
 The bound, 2 %, is on processor time of all threads of the ranks, which other programs on the machine disturb least;
 wall time stands in a row of its own. Starting and ending a recording are part of it, once every 50 steps.

@@ -47,8 +47,8 @@ class Timeline:
     """Records what this rank does; a handler for Ignite's engines, or a context manager.
 
     Return it from the function that runs on the ranks, and :meth:`merge` the results, which separates waiting from
-    communication. It costs 1 to 2 % of a data-parallel step of 5 ms (``benchmarks/timeline.py``). Records grow by
-    about 1 kB per step; :meth:`clear` discards them.
+    communication. It costs a few percent of a data-parallel step of 10 ms (``benchmarks/README.md``). Records grow
+    by about 1 kB per step; :meth:`clear` discards them.
 
     On an accelerator work is asynchronous, and times are those of launching it, unless ``synchronize`` is True.
 
