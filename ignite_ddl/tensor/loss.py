@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -123,8 +122,12 @@ class _CutCrossEntropy(torch.autograd.Function):
         return loss.detach().to_local()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        if torch.is_grad_enabled():  # by create_graph=True
+            raise RuntimeError(
+                "the cross entropy of logits that are cut by vocabulary cannot be differentiated twice "
+                "(create_graph=True): gather the logits by Column(output_layouts=Replicate())"
+            )
         (gradient,), (grad_output,) = ctx.saved_tensors, grad_outputs
         if grad_output.ndim:
             grad_output = grad_output.unsqueeze(1)

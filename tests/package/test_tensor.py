@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ignite.metrics import Accuracy, Loss
+from packaging.version import Version
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -588,9 +589,8 @@ def differentiated_twice(local_rank):
     )
     weight = torch.ones((), requires_grad=True)
     loss = ddl.cross_entropy(cut, torch.tensor([1, 2, 7])) * weight
-    (gradient,) = torch.autograd.grad(loss, cut, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.to_local().square().sum().backward()
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(loss, cut, create_graph=True)
 
 
 def test_a_gradient_of_the_gradient_of_cut_logits_is_refused():
@@ -711,6 +711,11 @@ def test_gradients_are_summed_before_the_optimizer_which_uses_them_more_than_onc
 # ------------------------------------------------------------------------------------------------ shared weights
 
 
+no_prelu = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.12"), reason="torch 2.11 computes prelu wrongly on DTensors"
+)
+
+
 class Activated(nn.Module):
     """A column and a row, and one weight between them; the row may start at zero, as GPTs' often do."""
 
@@ -767,6 +772,7 @@ def forgotten(local_rank):
     return said
 
 
+@no_prelu
 def test_a_weight_that_parts_share_and_the_plan_forgets_is_found_out_on_every_rank():
     for said in run(forgotten, 2):
         assert said == [(1, "act.weight"), (2, "act.weight"), (1, "head.norm.weight")]
@@ -786,6 +792,7 @@ def asked_of_peers(local_rank):
     )
 
 
+@no_prelu
 def test_peers_are_asked_once_and_in_few_bytes():
     for gathers, later, first in run(asked_of_peers, 2):
         # checksums of x and y; the weights and biases of the norm, and the biases that Row and Column leave whole
