@@ -247,15 +247,9 @@ run.main()
 
 def elastic(folder, torchrun, options="", kill=(), after=None):
     """A machine of two ranks; ``after`` is a port that it waits for."""
-    command = [sys.executable, *(["-c", JOIN, str(after)] if after else ["-m", "torch.distributed.run"])]
-    command += [
-        "--max-restarts",
-        "10",
-        "--monitor-interval",
-        "0.1",
-        "--nproc_per_node",
-        "2",
-    ] + torchrun.split()
+    start = ["-c", JOIN, str(after)] if after else ["-m", "torch.distributed.run"]
+    restarts = "--max-restarts 10 --monitor-interval 0.1 --nproc_per_node 2"
+    command = [sys.executable, *start, *restarts.split(), *torchrun.split()]
     command += [str(ELASTIC), "--folder", str(folder), *options.split(), "--kill", *map(str, kill)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, **pipes, env={**os.environ, "OMP_NUM_THREADS": "1"})
