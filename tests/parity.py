@@ -847,18 +847,21 @@ def by_mesh(cases):
 
 
 class Outcomes:
-    """Outcomes by case; a mesh is launched when the first of its cases is asked for."""
+    """Outcomes by case; a mesh is launched when the first of its cases is asked for.
+
+    Each is given once: a test that runs again (``--count``) launches again.
+    """
 
     def __init__(self, cases):
         self.groups = by_mesh(cases)
         self.cases = [case for group in self.groups.values() for case in group]
         self.known = {}
 
-    def __getitem__(self, case):
+    def take(self, case):
         if case not in self.known:
             group = self.groups[case.mesh]
             self.known.update(zip(group, run(case.mesh, group), strict=True))
-        return self.known[case]
+        return self.known.pop(case)
 
 
 def main(words_of_lines):
