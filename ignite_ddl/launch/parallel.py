@@ -37,7 +37,7 @@ from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, torchrun
 from ignite_ddl.launch.hangs import Watch
 from ignite_ddl.launch.job import MARK, Job
 from ignite_ddl.launch.parent import GRACE_SECONDS, Launch
-from ignite_ddl.launch.rejoin import address_in_torchrun
+from ignite_ddl.launch.torchrun import address_in_torchrun, end_with_torchrun
 from ignite_ddl.mesh import check_mesh, initialize_mesh
 
 __all__ = ["PRELOAD", "Parallel"]
@@ -286,6 +286,7 @@ class Parallel:
             else:
                 rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
                 address = address_for_ignite(address, rank, self._world_size())
+            end_with_torchrun()
             with torchrun_not_slurm():
                 idist.initialize(self.backend, init_method=address, **limit)
             self._joined = True

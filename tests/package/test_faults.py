@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import ignite_ddl as ddl
-from ignite_ddl.launch.rejoin import _name_of_round
+from ignite_ddl.launch.torchrun import _name_of_round
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 posix = pytest.mark.skipif(os.name != "posix", reason="signals, sockets and limits of POSIX")

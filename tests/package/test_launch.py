@@ -643,6 +643,29 @@ def test_script_joins_torchrun_unchanged(tmp_path):
     assert alone.stdout.strip() == "got [(0, 1)]", alone.stderr
 
 
+@pytest.mark.slow
+def test_a_killed_torchrun_leaves_no_rank(pids, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "import ignite_ddl as ddl\n"
+        "def work(local_rank):\n"
+        "    open(f'{sys.argv[1]}/{os.getpid()}.pid', 'w').close()\n"
+        "    if local_rank == 0:\n"
+        "        while len([name for name in os.listdir(sys.argv[1]) if name.endswith('pid')]) < 2:\n"
+        "            time.sleep(0.02)\n"
+        "        os.kill(os.getppid(), signal.SIGKILL)\n"
+        "    time.sleep(600)\n"
+        "with ddl.Parallel('gloo') as parallel:\n    parallel.run(work)\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*torchrun, script, pids.folder], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert gone(pids.read(2))
+    for rank in (0, 1):
+        assert f"rank {rank} ends: torchrun, which started it, was killed" in done.stderr
+
+
 def test_starting_ranks_inside_a_job_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")

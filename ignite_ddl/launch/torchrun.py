@@ -1,16 +1,22 @@
-"""How the ranks of a torchrun job meet, also after a restart.
+"""What torchrun's ranks need besides torch: to meet again after a restart, and to end when torchrun is killed.
 
 torchrun keeps one store for all its restarts and hands it to the ranks without telling the rounds apart (torch 2.13:
 ``DynamicRendezvousHandler`` makes its server once, ``rendezvous.py`` takes it for a new one; pytorch issue 135712 is
 of the same kind). Restarted ranks then read the addresses of the dead ones: "Gloo connectFullMesh failed: Connection
 refused". Neither the number of restarts, which each agent counts for itself, nor anything else in the environment is
 the same for all ranks of a round and new in it. So rank 0 gives the round a name.
+
+A torchrun that is killed (``kill -9``, the out-of-memory killer) leaves its ranks behind. gloo does not always tell
+them that their peers have ended: its thread may spin on a closed socket until the group's limit, half an hour by
+default (torch 2.13, one of 60 such ends).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-__all__ = ["address_in_torchrun"]
+__all__ = ["address_in_torchrun", "end_with_torchrun"]
 _SCHEME = "ignite-ddl"
 _KEY = "ignite_ddl/round"
 
@@ -66,3 +72,19 @@ def _name_of_round(store: dist.Store, rank: int, world_size: int, timeout: timed
             raise TimeoutError(f"ranks {sorted(absent)} did not join the job within {timeout}")
         time.sleep(0.01)
     return word
+
+
+def end_with_torchrun() -> None:
+    """Ends this process soon after the torchrun that started it was killed; does nothing elsewhere."""
+    agent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(1.0)
+        rank = os.environ.get("RANK", "?")
+        with contextlib.suppress(Exception):
+            print(f"rank {rank} ends: torchrun, which started it, was killed", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.name == "posix":
+        threading.Thread(target=watch, name="ignite_ddl torchrun watch", daemon=True).start()
