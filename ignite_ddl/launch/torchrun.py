@@ -8,7 +8,7 @@ the same for all ranks of a round and new in it. So rank 0 gives the round a nam
 
 A torchrun that is killed (``kill -9``, the out-of-memory killer) leaves its ranks behind. gloo does not always tell
 them that their peers have ended: its thread may spin on a closed socket until the group's limit, half an hour by
-default (torch 2.13, one of 60 such ends).
+default (seen with torch 2.13, once in some 60 such ends).
 """
 
 from __future__ import annotations
