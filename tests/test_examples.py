@@ -256,11 +256,11 @@ def elastic(folder, torchrun, options="", kill=(), after=None):
 
 
 def ends(folder, job):
-    """Number of ranks and first step of each start, and the weights at the end."""
+    """Number of ranks and first step of each start, the weights at the end, and all that was printed."""
     printed = job.communicate(timeout=900)[0]
     assert job.returncode == 0, printed
     starts = re.findall(r"^(\d+) ranks start after step (\d+)", printed, re.M)
-    return [tuple(map(int, found)) for found in starts], torch.load(folder / "weights.pt")
+    return [tuple(map(int, found)) for found in starts], torch.load(folder / "weights.pt"), printed
 
 
 def largest_difference(one, other):
@@ -270,19 +270,19 @@ def largest_difference(one, other):
 @pytest.mark.slow
 def test_ten_kills_cost_the_steps_since_the_last_checkpoint_and_nothing_else(tmp_path):
     calm, rough = tmp_path / "calm", tmp_path / "rough"
-    starts, undisturbed = ends(calm, elastic(calm, STANDALONE))
-    assert starts == [(2, 0)]
+    starts, undisturbed, printed = ends(calm, elastic(calm, STANDALONE))
+    assert starts == [(2, 0)], printed
     kills = sorted(random.Random(0).sample(range(1, 68), 10))  # of 68 steps, with a checkpoint every 5
-    starts, weights = ends(rough, elastic(rough, STANDALONE, kill=kills))
+    starts, weights, printed = ends(rough, elastic(rough, STANDALONE, kill=kills))
     # Killed after step 5 is killed before the checkpoint of step 5.
-    assert starts == [(2, 0)] + [(2, (step - 1) // 5 * 5) for step in kills]
+    assert starts == [(2, 0)] + [(2, (step - 1) // 5 * 5) for step in kills], printed
     assert largest_difference(undisturbed, weights) <= 1e-12
 
 
 @pytest.mark.slow
 def test_a_lost_machine_leaves_a_job_of_fewer_ranks(tmp_path):
     calm, rough, options = tmp_path / "calm", tmp_path / "rough", "--dropout 0"
-    _, undisturbed = ends(calm, elastic(calm, STANDALONE, options))
+    _, undisturbed, _ = ends(calm, elastic(calm, STANDALONE, options))
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
@@ -291,8 +291,8 @@ def test_a_lost_machine_leaves_a_job_of_fewer_ranks(tmp_path):
     stays = elastic(rough, torchrun, f"{options} --machine", kill=[22])
     # The first keeps the store, and its ranks are 0 and 1.
     goes = elastic(rough, torchrun, f"{options} --machine", kill=[22], after=port)
-    starts, weights = ends(rough, stays)
+    starts, weights, printed = ends(rough, stays)
     goes.communicate()
     assert goes.returncode == -signal.SIGKILL
-    assert starts == [(4, 0), (2, 20)], starts
+    assert starts == [(4, 0), (2, 20)], printed
     assert largest_difference(undisturbed, weights) <= 1e-9  # other sums, in another order

@@ -518,7 +518,7 @@ def test_two_servers_objects_in_one_run_and_plain_statistics():
 # ------------------------------------------------------------------------------------------------------ failures
 
 
-def train_and_fail(local_rank, how, steps=40, **options):
+def train_and_fail(local_rank, how, steps=40, until_lost=False, **options):
     model = nn.Linear(3, 1)
     server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.01), timeout=20, **options)
     for step in range(steps):
@@ -530,6 +530,8 @@ def train_and_fail(local_rank, how, steps=40, **options):
         model(torch.ones(1, 3)).sum().backward()
         server.push()
         time.sleep(0.005)
+    while until_lost and not server.statistics()["lost"]:
+        time.sleep(0.01)
     return server.statistics()
 
 
@@ -610,7 +612,8 @@ def test_continue_raises_where_all_workers_fail_or_none_has_begun():
 @pytest.mark.parametrize("how", ["kill", "raise"])
 def test_a_collective_after_a_loss_fails_at_once_and_the_error_names_the_first_lost(how, capfd):
     def work(local_rank):
-        train_and_fail(local_rank, how, steps=5, mode="async")
+        train_and_fail(local_rank, how, steps=5, until_lost=True, mode="async")
+        time.sleep(0.5)  # the launcher hears of it, and says so, before the others fail
         idist.barrier()
 
     start = time.monotonic()
