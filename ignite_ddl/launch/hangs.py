@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
 import threading
@@ -54,7 +55,11 @@ def report_hangs(after: float) -> None:
     after = limit_in_seconds(after, "after")
     if dist.is_initialized() and dist.get_world_size() > 1:
         watch = Watch(after, threading.get_ident(), "ignite_ddl/hang")
-        threading.Thread(target=watch.run, name="ignite_ddl report_hangs", daemon=True).start()
+        thread = threading.Thread(target=watch.run, name="ignite_ddl report_hangs", daemon=True)
+        thread.start()
+        # Python ends daemon threads at exit, and one inside the store's C++ then aborts the process.
+        atexit.register(thread.join, PATIENCE)
+        atexit.register(watch.over.set)  # runs first
 
 
 class Watch:
@@ -63,6 +68,7 @@ class Watch:
     def __init__(self, after: float, thread: int, name: str) -> None:
         self.after, self.thread, self.name = after, thread, name
         self.number = 0  # of reports
+        self.over = threading.Event()
         self.store = job_store()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
@@ -70,8 +76,7 @@ class Watch:
         pause = min(1.0, self.after / 4)
         seen, since, reported = "", time.monotonic(), ""
         try:
-            while dist.is_initialized():
-                time.sleep(pause)
+            while dist.is_initialized() and not self.over.wait(pause):
                 stack = own_stack(self.thread)
                 # The frames of a call are the same in each step: the number of the last call is not.
                 now = f"{stack}{calls_counted()}"
@@ -97,7 +102,8 @@ class Watch:
             return
         deadline, others = time.monotonic() + PATIENCE, range(self.world_size)
         while time.monotonic() < deadline and not self.store.check([f"{key}/{rank}" for rank in others]):
-            time.sleep(0.05)
+            if self.over.wait(0.05):
+                return
         came = [rank for rank in others if self.store.check([f"{key}/{rank}"])]
         parts = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in came}
         report = hang_report(

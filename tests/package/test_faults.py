@@ -479,6 +479,22 @@ def joined(rank, folder):
         job.run(step)
 
 
+WATCHED = """
+import time, torch.distributed as dist, ignite_ddl as ddl
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+dist.get_world_size = lambda: 2
+for _ in range(8):
+    ddl.report_hangs(after=0.0001)  # eight threads that are always at the store
+time.sleep(0.2)
+"""
+
+
+def test_a_job_that_looks_for_hangs_ends_in_peace():
+    done = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @linux
 def test_a_hang_in_a_joined_job_says_where_each_rank_was(tmp_path):
     context = multiprocessing.get_context("forkserver")
