@@ -9,17 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ignite_ddl as ddl
+from ignite_ddl.course import on_ranks
 from ignite_ddl.lab import cost
 from ignite_ddl.lab.bytes import Call, Traffic, count_bytes
 
 WORLD = (0, 1, 2, 3)
 PICKLED = pickle.dumps(["x"])
-
-
-def on_ranks(function, *args, n=4):
-    with ddl.Parallel(backend="gloo", nproc_per_node=n, timeout=120) as parallel:
-        return parallel.run(function, *args)
 
 
 def ones(n):
@@ -100,7 +95,7 @@ def count_plain(rank):
 
 @pytest.fixture(scope="module")
 def plain():
-    return on_ranks(count_plain)
+    return on_ranks(4, count_plain)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -142,7 +137,7 @@ def in_a_group(rank):
 
 
 def test_a_group_is_named_by_global_ranks():
-    _, low, _, high = on_ranks(in_a_group)
+    _, low, _, high = on_ranks(4, in_a_group)
     assert low.calls == [
         Call("all_reduce", 12, 12, (1, 3)),
         Call("broadcast", 0, 12, (1, 3)),
@@ -165,7 +160,7 @@ def in_ddp(rank):
 
 
 def test_ddp_in_backward():
-    for traffic in on_ranks(in_ddp):
+    for traffic in on_ranks(4, in_ddp):
         assert [call.put_in for call in traffic.of("all_reduce").calls] == [32, 32, 32]
 
 
@@ -183,7 +178,7 @@ def in_dtensor(rank):
 
 
 def test_dtensor():
-    for traffic in on_ranks(in_dtensor):
+    for traffic in on_ranks(4, in_dtensor):
         assert [(call.op, call.put_in, call.got) for call in traffic.calls] == [
             ("all_gather", 32, 128),
             ("all_reduce", 64, 64),
@@ -201,7 +196,7 @@ def in_fsdp(rank):
 
 
 def test_fsdp():
-    for traffic in on_ranks(in_fsdp):
+    for traffic in on_ranks(4, in_fsdp):
         assert [(call.op, call.put_in, call.got) for call in traffic.calls] == [
             ("all_gather", 36, 144),
             ("reduce_scatter", 144, 36),
@@ -221,7 +216,7 @@ def in_functional(rank):
 
 
 def test_functional_collectives_and_their_backward():
-    for rank, traffic in enumerate(on_ranks(in_functional)):
+    for rank, traffic in enumerate(on_ranks(4, in_functional)):
         assert [(call.op, call.put_in, call.got) for call in traffic.calls] == [
             ("broadcast", 12, 0) if rank == 1 else ("broadcast", 0, 12),
             ("all_to_all", 16, 16),
@@ -244,7 +239,7 @@ def in_a_pipeline(rank):
 
 
 def test_a_pipeline_sends_activations_on_and_gradients_back():
-    for rank, traffic in enumerate(on_ranks(in_a_pipeline, n=2)):
+    for rank, traffic in enumerate(on_ranks(2, in_a_pipeline)):
         assert [call.put_in for call in traffic.of("send").calls] == [32, 32]  # a microbatch of 2 × 4 numbers
         assert [call.got for call in traffic.of("recv").calls] == [32, 32]
         assert {call.peer for call in traffic.calls} == {1 - rank}
@@ -262,7 +257,7 @@ def nested(rank):
 
 
 def test_counters_nest_and_can_be_read_meanwhile():
-    assert on_ranks(nested, n=2) == [(["all_reduce", "barrier", "all_reduce"], ["barrier"], 1)] * 2
+    assert on_ranks(2, nested) == [(["all_reduce", "barrier", "all_reduce"], ["barrier"], 1)] * 2
 
 
 def test_traffic_can_be_filtered_without_ranks():
@@ -293,4 +288,4 @@ def test_an_unknown_collective_is_an_error():
         with pytest.raises(NotImplementedError, match="does not know c10d.allreduce_"), count_bytes():
             idist.all_reduce(1)
 
-    on_ranks(unknown, n=2)
+    on_ranks(2, unknown)

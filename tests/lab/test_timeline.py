@@ -17,17 +17,13 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import ignite_ddl as ddl
+from ignite_ddl.course import on_ranks
 from ignite_ddl.lab import Timeline, bubble
 from ignite_ddl.lab.record import KINDS, PASSES, Record
 from ignite_ddl.lab.timeline import watch
 
 DELAY = 0.06  # seconds of a sleep; on a loaded machine one takes longer, never shorter
 SLACK = 0.5  # what a loaded machine may add to the delays of a test; nothing may be below them
-
-
-def on_ranks(n, function, *args, **kwargs):
-    with ddl.Parallel(backend="gloo", nproc_per_node=n, threads_per_rank=1, timeout=120) as parallel:
-        return parallel.run(function, *args, **kwargs)
 
 
 def merged(n, function, *args, **kwargs):

@@ -119,7 +119,7 @@ def all_of_them(local_rank):
 LAUNCHED = {}
 
 
-def on_ranks(function, mesh):
+def launched(function, mesh):
     """What the function gave on each rank, from one launch of a mesh for all of them, and on one process."""
     key = tuple(mesh.items())
     if key not in LAUNCHED:
@@ -167,7 +167,7 @@ def decisions(setting):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_decisions_are_those_of_one_process(mesh):
-    results, decided = on_ranks(decisions, mesh)
+    results, decided = launched(decisions, mesh)
     assert 4 <= decided["stopped at"] < 30
     rates = {lr for _, _, lr in decided["series"]}
     assert len(rates) >= 3, rates
@@ -232,7 +232,7 @@ def training(setting):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_training_is_that_of_one_process(mesh):
-    results, trained = on_ranks(training, mesh)
+    results, trained = launched(training, mesh)
     assert len({lr for _, lr, _ in trained["schedulers"][0]}) >= 4
     norms = [norm for _, norm in trained["clipping"][0]]
     assert min(norms) > 0.2  # all six steps clip
@@ -315,7 +315,7 @@ def _local(tensor):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_outputs_and_evaluation(mesh):
-    results, put_out = on_ranks(outputs, mesh)
+    results, put_out = launched(outputs, mesh)
     assert any(seen["modes"] for seen in results)  # where the last stage is
     per_stage = len(results) // mesh.get("pp", 1)
     for rank, seen in enumerate(results):
