@@ -14,6 +14,7 @@ default (seen with torch 2.13, once in some 60 such ends).
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -74,6 +75,7 @@ def _name_of_round(store: dist.Store, rank: int, world_size: int, timeout: timed
     return word
 
 
+@functools.cache  # one thread, however many jobs are joined
 def end_with_torchrun() -> None:
     """Ends this process soon after the torchrun that started it was killed; does nothing elsewhere."""
     agent = os.getppid()
