@@ -448,9 +448,10 @@ def test_signals_to_the_parent_leave_no_rank(pids, tmp_path, sent):
 
 
 def test_nothing_is_left_after_a_run():
+    before = set(psutil.Process().children(recursive=True))
     parallel(2).run(lambda rank: rank)
     names = []
-    for child in psutil.Process().children(recursive=True):
+    for child in set(psutil.Process().children(recursive=True)) - before:
         with contextlib.suppress(
             psutil.NoSuchProcess, psutil.ZombieProcess
         ):  # it has ended since it was listed
