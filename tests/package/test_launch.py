@@ -34,11 +34,17 @@ def gone(pids, within=5.0):
     """True if none of the processes is alive; waits for ends that are under way."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
-        alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
-        if not alive:
+        if not any(map(lives, pids)):
             return True
         time.sleep(0.02)
     return False
+
+
+def lives(pid):
+    try:
+        return psutil.Process(pid).status() != "zombie"
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture
