@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events, create_supervised_trainer as create_plain_trainer
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.optim import SGD
 from torch.overrides import TorchFunctionMode
@@ -37,14 +36,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from ignite_ddl.arguments import check_count
-from ignite_ddl.compat import quiet_redistribution
 from ignite_ddl.data import auto_dataloader
 from ignite_ddl.engine import create_supervised_trainer
 from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import LazyLayers, replace_module
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.model import auto_model, auto_optim, check_model
-from ignite_ddl.tensor.styles import ROW_ORDER
+from ignite_ddl.state import whole_tensor
 
 __all__ = ["Number", "ParityReport", "Step", "check_parity"]
 
@@ -266,7 +264,7 @@ class _Job:
             for name, parameter in _named(model):
                 if parameter.requires_grad:
                     grad = parameter.grad
-                    grad = torch.zeros(parameter.shape) if grad is None else _whole(grad, parameter)
+                    grad = torch.zeros(parameter.shape) if grad is None else whole_tensor(grad, parameter)
                     record(state.iteration, "gradient", name, grad)
 
         def record_loss(_: Engine) -> None:
@@ -280,21 +278,13 @@ class _Job:
         trainer.add_event_handler(Events.ITERATION_COMPLETED, record_loss)
         trainer.run(loader, max_epochs=self.steps)
         for name, parameter in _named(model):
-            record(self.steps, "weight", name, _whole(parameter, parameter))
+            record(self.steps, "weight", name, whole_tensor(parameter))
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """All parameters, a tied one under each of its names."""
     named = model.named_parameters(remove_duplicate=False)
     return [(name.removeprefix("module."), parameter) for name, parameter in named]
-
-
-def _whole(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """A parameter or its gradient, in the order of the model's own rows."""
-    with quiet_redistribution():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    whole, order = whole.detach().cpu(), getattr(parameter, ROW_ORDER, None)
-    return whole.clone() if order is None else torch.empty_like(whole).index_copy_(0, order, whole)
 
 
 class _Comparable(TorchFunctionMode):

@@ -20,7 +20,15 @@ from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.pipeline.pipeline import share_buffers
 from ignite_ddl.tensor.styles import ROW_ORDER
 
-__all__ = ["Shard", "full_state_dict", "load_full_state_dict", "local_state", "shard_of", "whole_tensors"]
+__all__ = [
+    "Shard",
+    "full_state_dict",
+    "load_full_state_dict",
+    "local_state",
+    "shard_of",
+    "whole_tensor",
+    "whole_tensors",
+]
 
 WAIT_SECONDS = 60  # until every rank has called
 
@@ -48,10 +56,8 @@ def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, t
     _wait_for_all(mesh)
     for stage in stages.local_stages():
         share_buffers(stage, mesh)  # DDP did so before the last forward pass, and that one changed them
-    with quiet_redistribution():
-        state = stages.plain_module().state_dict(keep_vars=True)
-        mine = {name: _whole(tensor) for name, tensor in state.items()}
-    return stages.gather_stages(mine)
+    state = stages.plain_module().state_dict(keep_vars=True)
+    return stages.gather_stages({name: whole_tensor(tensor) for name, tensor in state.items()})
 
 
 def whole_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -80,8 +86,7 @@ def whole_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, tor
         )
         whole = None
         if mesh.pp_rank == owner or mesh.pp_size == 1:
-            with quiet_redistribution():
-                whole = _whole(state[name])
+            whole = whole_tensor(state[name])
         sender = mesh.rank_at(**(there | {"pp": owner}))
         if sender != on_rank and mesh.rank == sender:
             dist.send(whole.to(idist.device()), on_rank)
@@ -153,10 +158,17 @@ def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
     target.copy_(value)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def whole_tensor(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy of the whole tensor on the CPU, in the uncut model's order of rows; its ranks call it together.
+
+    Args:
+        tensor: a parameter or a buffer, or the gradient of a parameter.
+        like: the parameter that ``tensor`` is the gradient of. Default: ``tensor`` itself.
+    """
+    with quiet_redistribution():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     whole = whole.detach().cpu()
-    order = getattr(tensor, ROW_ORDER, None)
+    order = getattr(tensor if like is None else like, ROW_ORDER, None)
     return whole.clone() if order is None else torch.empty_like(whole).index_copy_(0, order, whole)
 
 

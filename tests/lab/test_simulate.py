@@ -13,7 +13,7 @@ from ignite_ddl.lab.record import KINDS, Record
 from ignite_ddl.pipeline.schedules import SCHEDULES, stage_owners, suits
 
 LINK = cost.Link(latency=3e-5, bandwidth=2e8)
-few = settings(max_examples=30, deadline=None)
+few = settings(max_examples=30)
 
 
 def close(seconds):

@@ -242,7 +242,7 @@ modes = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(modes, st.integers(2, 4), st.data())
 def test_rules_hold_in_any_order_of_events(mode, workers, data):
     mode, staleness, backup = mode

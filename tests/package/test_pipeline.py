@@ -34,7 +34,7 @@ def layers(n=8, width=4):
 # ------------------------------------------------------------------------------------------------------- balance
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     costs=st.lists(st.one_of(st.integers(0, 20), st.floats(0, 10)), min_size=1, max_size=9), data=st.data()
 )
@@ -92,7 +92,7 @@ def test_stage_owners_by_name():
 # ----------------------------------------------------------------------------------------------- microbatches_for
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(schedule=names, rows=st.integers(1, 30), wanted=st.integers(1, 12), pp=st.integers(2, 4))
 def test_microbatches_divide_the_rows_and_suit_the_schedule(schedule, rows, wanted, pp):
     fitting = [m for m in range(1, rows + 1) if rows % m == 0 and suits(schedule, m, pp)]
