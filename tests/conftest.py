@@ -27,9 +27,7 @@ def pytest_configure(config):
     if find_spec("hypothesis"):  # tests/extra_tpu.sh lacks it
         from hypothesis import settings
 
-        settings.register_profile(
-            "no deadline", deadline=None
-        )  # a busy machine may take long for one example
+        settings.register_profile("no deadline", deadline=None)  # for a busy machine
         settings.load_profile("no deadline")
     # A plugin of its own: pytest calls the hooks of this file for what lies beside it, not for notebooks/.
     config.pluginmanager.register(ChapterSeconds())
