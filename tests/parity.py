@@ -40,6 +40,7 @@ from torch.utils.data import TensorDataset
 import ignite_ddl as ddl
 from ignite_ddl import model as ddl_model
 from ignite_ddl.course import CNN, GPT, MLP
+from ignite_ddl.course.gpt import Attention, Embedding, Head
 from ignite_ddl.data import part
 from ignite_ddl.tensor.gradients import WholeWeights
 
@@ -53,60 +54,9 @@ ALONE, EACH = 40, 3  # seconds that a launch may take, and more for each of its 
 WIDTH, WORDS, LENGTH, HEADS = 16, 20, 6, 4
 
 
-class Embed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.token = nn.Embedding(WORDS, WIDTH)
-        self.position = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
-
-    def forward(self, x):
-        return self.token(x) + self.position[: x.shape[1]]
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.n_heads = HEADS
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x):
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.q, self.k, self.v)
-        )  # (N, heads, T, D / heads)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.norm2, self.up, self.down = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 2 * WIDTH),
-            nn.Linear(2 * WIDTH, WIDTH),
-        )
-
-    def forward(self, x):
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-
-    def forward(self, x):
-        return self.out(self.norm(x))
-
-
 def gpt(blocks=2, tied=False):
     """``blocks + 2`` layers; tied: the embedding is also the last matrix."""
-    layers = [("embed", Embed()), *((f"block{i}", Block()) for i in range(blocks)), ("head", Head())]
-    model = nn.Sequential(OrderedDict(layers))
-    if tied:
-        model.head.out.weight = model.embed.token.weight
-    return model
+    return GPT(WORDS, LENGTH, WIDTH, HEADS, blocks, tied)
 
 
 def shared_layers():
@@ -119,20 +69,19 @@ class NormedAttention(Attention):
     """The norms of queries and keys are one for all heads."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(WIDTH, HEADS, dropout=0.0)
         self.q_norm, self.k_norm = nn.RMSNorm(WIDTH // HEADS), nn.LayerNorm(WIDTH // HEADS)
 
     def forward(self, x):
-        q, k, v = (layer(x).unflatten(-1, (-1, WIDTH // HEADS)) for layer in (self.q, self.k, self.v))
-        q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))  # (N, heads, T, D / heads)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (self.heads(layer(x)) for layer in (self.q, self.k, self.v))  # (N, heads, T, D / heads)
+        return self.out(self.mix(self.q_norm(q), self.k_norm(k), v).transpose(1, 2).flatten(2))
 
 
 def shared_weights():
     """Weights that heads share, then one that features share."""
     pair = [("up", nn.Linear(WIDTH, 2 * WIDTH)), ("act", nn.PReLU()), ("down", nn.Linear(2 * WIDTH, WIDTH))]
-    return nn.Sequential(OrderedDict(embed=Embed(), attention=NormedAttention(), pair=nn.Sequential(OrderedDict(pair)),
-                                     head=Head()))  # fmt: skip
+    return nn.Sequential(OrderedDict(embed=Embedding(WORDS, LENGTH, WIDTH), attention=NormedAttention(),
+                                     pair=nn.Sequential(OrderedDict(pair)), head=Head(WORDS, WIDTH)))  # fmt: skip
 
 
 SHARED_WEIGHTS_PLAN = {
@@ -145,13 +94,8 @@ SHARED_WEIGHTS_PLAN = {
     "pair.down": ddl.Row(),
 }
 GPT_PLAN = {
-    "block*.attention.[qkv]": ddl.Column(units="n_heads"),
-    "block*.attention.out": ddl.Row(),
-    "block*.up": ddl.Column(),
-    "block*.down": ddl.Row(),
-    "embed.token": ddl.Row(input_layouts=Replicate()),  # by vocabulary, as the head is: they may be tied
-    "head.out": ddl.Column(output_layouts=Replicate()),
-}
+    name: style for name, style in GPT.tensor_plan.items() if name != "block*.attention"
+}  # may be left out
 MLP_PLAN = MLP(6, 8, 4, layers=4).tensor_plan
 
 
@@ -704,10 +648,10 @@ def _clip_locally(model, max_norm):
 def refusal(case):
     """This rank's ValueError. Each rank tries alone, in its turn: one that sends or waits would never return."""
     if not case.refused_batch:
-        return _each_alone(lambda: _cut(case, build_model(case)))
+        return each_alone(_cut, case, build_model(case))
     model, rows = _cut(case, build_model(case)), case.rows % case.batch_size
     x, y = MODELS[case.model][1](rows, torch.Generator().manual_seed(1)).tensors
-    return _each_alone(lambda: model.train_step(x, y, MODELS[case.model][2]))
+    return each_alone(model.train_step, x, y, MODELS[case.model][2])
 
 
 def _cut(case, model):
@@ -718,12 +662,12 @@ def _cut(case, model):
     return ddl.auto_model(model, plan, shard=case.shard, **options)
 
 
-def _each_alone(attempt):
+def each_alone(attempt, *args, **kwargs):
     message, mesh = "", ddl.get_mesh()
     for rank in range(mesh.world_size):
         if rank == mesh.rank:
             try:
-                attempt()
+                attempt(*args, **kwargs)
             except ValueError as error:
                 message = str(error)
         dist.barrier()

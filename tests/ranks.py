@@ -1,6 +1,11 @@
 """What the tests of meshes have in common: functions run on ranks, and pipelines that need none."""
 
+import contextlib
 import math
+import time
+
+import psutil
+import pytest
 
 import ignite_ddl as ddl
 from ignite_ddl.mesh import AXES, Mesh
@@ -10,16 +15,69 @@ from ignite_ddl.pipeline.pipeline import Pipeline
 TIMEOUT = 120  # seconds: a hang, not a busy machine
 
 
-def run(func, nproc, *args, **axes):
-    return ddl.Parallel("gloo", nproc, timeout=TIMEOUT, **axes).run(func, *args)
+def parallel(nproc=2, **kwargs):
+    return ddl.Parallel(**({"backend": "gloo", "nproc_per_node": nproc, "timeout": TIMEOUT} | kwargs))
 
 
-def launch(mesh, function, *args):
-    return run(function, math.prod(mesh.values()), *args, **mesh)
+def run(func, nproc, *args, **kwargs):
+    return parallel(nproc, **kwargs).run(func, *args)
 
 
-def mesh_of(pp, rank=0):
-    return Mesh({"pp": pp, "dp": 1, "tp": 1}, rank, None, dict.fromkeys(AXES))
+def launch(mesh, function, *args, **kwargs):
+    return run(function, math.prod(mesh.values()), *args, **mesh, **kwargs)
+
+
+def on(function, *args, **axes):
+    """Runs on as many ranks as the axes need. What is refused raises here as it does there."""
+    try:
+        return launch(axes, function, *args)
+    except ddl.RankError as error:
+        raise (error.exception or error) from None
+
+
+def failing(func, *args, nproc=2, within=5.0, **kwargs):
+    """The error of a run on ranks that soon ends with one."""
+    run(abs, 1)  # a warm server: the seconds are the fault's
+    start = time.monotonic()
+    with pytest.raises(ddl.RankError) as caught:
+        run(func, nproc, *args, **kwargs)
+    assert time.monotonic() - start < within
+    return caught.value
+
+
+def comes_true(condition, within=10.0):
+    deadline = time.monotonic() + within
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def alive(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def gone(pids):
+    """True if none of the processes is alive, perhaps after a moment."""
+    return comes_true(lambda: not any(map(alive, pids)), within=5)
+
+
+def on_each_rank(**axes):
+    """Makes a test of a function: each rank of a mesh runs it, with its assertions."""
+
+    def decorate(function):
+        def test():
+            launch(axes, function)
+
+        test.__name__, test.__doc__ = function.__name__, function.__doc__
+        return test
+
+    return decorate
+
+
+def mesh_of(pp=1, rank=0, dp=1, tp=1):
+    return Mesh({"pp": pp, "dp": dp, "tp": tp}, rank, None, dict.fromkeys(AXES))
 
 
 def pipeline_of(model, mesh, *args, **kwargs):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from ignite.engine import Engine, Events
-from ranks import run
+from parity import each_alone
+from ranks import mesh_of, on_each_rank, run
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.utils.data import (
@@ -29,12 +30,11 @@ from torch.utils.data.distributed import DistributedSampler
 import ignite_ddl as ddl
 from ignite_ddl import data as module
 from ignite_ddl.lab.bytes import count_bytes
-from ignite_ddl.mesh import AXES, Mesh
 
 
 def as_rank(rank, size, make, monkeypatch):
     """A loader as dp rank ``rank`` of ``size`` would have it, made in this process."""
-    mesh = Mesh({"pp": 1, "dp": size, "tp": 1}, rank, None, dict.fromkeys(AXES))
+    mesh = mesh_of(rank=rank, dp=size)
     with monkeypatch.context() as patch:
         patch.setattr(module, "get_mesh", lambda: mesh)
         patch.setattr(module, "_common_seed", lambda mesh: 7)
@@ -468,30 +468,20 @@ def test_weights_are_those_of_rank_0_and_travel_both_ways(kind, shard, axes):
         assert [held for *_, held, _ in results] == [whole, whole]
 
 
-def odd_models(local_rank):
-    """What once failed: weights that are not contiguous, a child named module, a model on its own, no weights."""
-    found = {}
-    torch.manual_seed(idist.get_rank())
-    model = nn.Sequential(nn.Conv2d(2, 3, 3)).to(memory_format=torch.channels_last)
-    found["channels_last"] = ddl.full_state_dict(ddl.auto_model(model, shard=True))["0.weight"]
-    model = nn.Sequential(OrderedDict(module=nn.Linear(2, 2)))
-    found["module"] = list(ddl.full_state_dict(ddl.auto_model(model)))
-    found["bare"] = ddl.auto_model(nn.Linear(2, 2), shard=True)(torch.ones(1, 2)).shape
-    torch.manual_seed(0)
-    model = ddl.auto_model(Listed(), shard=True)
-    model(torch.ones(2, 6)).sum().backward()
-    found["gradients"] = all(p.grad is not None for p in model.parameters())
-    return found
-
-
-def test_models_that_once_failed():
+@on_each_rank(dp=2)
+def test_models_that_once_failed(local_rank):
+    """Weights that are not contiguous, a child named module, a model on its own, a list of layers."""
     torch.manual_seed(0)
     weight = nn.Conv2d(2, 3, 3).weight.detach()
-    for found in run(odd_models, 2):
-        assert torch.equal(found["channels_last"], weight)
-        assert found["module"] == ["module.weight", "module.bias"]
-        assert found["bare"] == (1, 2)
-        assert found["gradients"]
+    torch.manual_seed(local_rank)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3)).to(memory_format=torch.channels_last)
+    assert torch.equal(ddl.full_state_dict(ddl.auto_model(model, shard=True))["0.weight"], weight)
+    model = ddl.auto_model(nn.Sequential(OrderedDict(module=nn.Linear(2, 2))))
+    assert list(ddl.full_state_dict(model)) == ["module.weight", "module.bias"]
+    assert ddl.auto_model(nn.Linear(2, 2), shard=True)(torch.ones(1, 2)).shape == (1, 2)
+    model = ddl.auto_model(Listed(), shard=True)
+    model(torch.ones(2, 6)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_serial_calls_return_their_argument():
@@ -530,29 +520,12 @@ REFUSED = [
 ]
 
 
-def refused_models(local_rank, cases):
-    """Each rank tries in its turn and alone: a message, or a wait for one, would hang this."""
-    said = []
-    for options in cases:
-        options = dict(options)
+@on_each_rank(pp=2, tp=2)
+def test_models_that_do_not_fit_are_refused_on_each_rank_alone(local_rank):
+    for options, expected in REFUSED:
         model = MODELS[options.pop("model", "layers")]()
-        message = ""
-        for rank in range(ddl.get_mesh().world_size):
-            if rank == idist.get_rank():
-                try:
-                    ddl.auto_model(model, **options)
-                except ValueError as error:
-                    message = str(error)
-            idist.barrier()
-        said.append(message)
-    return said
-
-
-def test_models_that_do_not_fit_are_refused_on_each_rank_alone():
-    results = run(refused_models, 4, [options for options, _ in REFUSED], pp=2, tp=2)
-    for said in results:
-        for message, (options, expected) in zip(said, REFUSED, strict=True):
-            assert re.search(expected, message), f"{options}: {message or 'not refused'}"
+        message = each_alone(ddl.auto_model, model, **options)
+        assert re.search(expected, message), f"{options}: {message or 'not refused'}"
 
 
 def test_copies_of_a_loader_do_not_share_their_sizes():
@@ -612,25 +585,20 @@ def test_batchnorm_keeps_the_statistics_of_dp_rank_0(axes, shard):
         assert torch.allclose(seen, output, rtol=0, atol=1e-12)
 
 
-def _train_after_a_forward_pass(local_rank, shard):
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)]
-    plan = {"0": ddl.Column(), "2": ddl.Row()}
-    model = ddl.auto_model(torch.nn.Sequential(*layers), plan, shard=shard)
+@on_each_rank(dp=2, tp=2)
+def test_an_optimizer_made_after_a_forward_pass_trains(local_rank):
+    """Where weights are sharded, which the pass gathers; other models are in test_handlers.py."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = ddl.auto_model(model, {"0": ddl.Column(), "2": ddl.Row()}, shard=True)
     before = ddl.full_state_dict(model)
     with torch.no_grad():
         model(torch.ones(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # made of what the forward pass has left
-    data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 4))
-    trainer = ddl.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+    data = TensorDataset(torch.randn(8, 4), torch.randn(8, 4))
+    trainer = ddl.create_supervised_trainer(model, optimizer, nn.functional.mse_loss)
     trainer.run(ddl.auto_dataloader(data, batch_size=8))
     after = ddl.full_state_dict(model)
-    return all((before[name] - after[name]).abs().max() > 0 for name in before)
-
-
-@pytest.mark.parametrize(("mesh", "shard"), [({"dp": 2, "tp": 2}, True), ({"dp": 2, "pp": 2}, False)])
-def test_an_optimizer_made_after_a_forward_pass_trains(mesh, shard):
-    assert run(_train_after_a_forward_pass, 4, shard, **mesh) == [True] * 4
+    assert not any(torch.equal(before[name], after[name]) for name in before)
 
 
 # ------------------------------------------------------------------------------------------- what FSDP2 gathers
@@ -706,11 +674,10 @@ SHAPES = {  # the model, and the largest number of weights that one gather has t
 }  # fmt: skip
 
 
-def gathers(local_rank):
-    """For each shape: the largest gather and the number of gathers of a forward pass, and the errors of two steps."""
+@on_each_rank(dp=2)
+def test_sharded_layers_are_gathered_one_at_a_time_wherever_they_are(local_rank):
     logging.disable(logging.INFO)
-    found = {}
-    for name, (make, _) in SHAPES.items():
+    for name, (make, largest) in SHAPES.items():
         torch.manual_seed(0)
         one = make().double()
         model = ddl.auto_model(copy.deepcopy(one), shard=True)
@@ -727,16 +694,7 @@ def gathers(local_rank):
         whole = ddl.full_state_dict(model)
         error = max(float((whole[n] - w).abs().max()) for n, w in one.state_dict().items())
         model.eval()(x)  # torch's fast path looks at weights on its way
-        got = [call.got // 8 for call in traffic.calls]
-        found[name] = max(got), len(got), error, len(list(model.parameters()))
-    return found
-
-
-def test_sharded_layers_are_gathered_one_at_a_time_wherever_they_are():
-    for found in run(gathers, 2):
-        for name, (make, largest) in SHAPES.items():
-            got, n, error, n_parameters = found[name]
-            assert got == largest, (name, got, largest)
-            assert error <= 1e-12, (name, error)
-            assert n_parameters == len(list(make().parameters())), name
-        assert found["blocks"][1] == 4  # a block is one, with the Sequential in it
+        assert max(call.got // 8 for call in traffic.calls) == largest, (name, traffic.calls)
+        assert error <= 1e-12, (name, error)
+        assert len(list(model.parameters())) == len(list(one.parameters())), name
+        assert name != "blocks" or len(traffic.calls) == 4  # a block is one, with the Sequential in it

@@ -24,16 +24,25 @@ import ignite_ddl as ddl
 from ignite_ddl.checkpoint import DamagedCheckpoint
 
 
-def training(folder, steps, each=None, **kwargs):
-    """A small run on any mesh, which saves after each step; ``each`` is called before that."""
+def net():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def small_run():
+    """On any mesh."""
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(40, 6), torch.randn(40, 2))
     loader = ddl.auto_dataloader(data, batch_size=4, shuffle=True)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-    model = ddl.auto_model(model, shard=True)
+    model = ddl.auto_model(net(), shard=True)
     optimizer = ddl.auto_optim(torch.optim.Adam(model.parameters(), lr=0.1))
     trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
-    things = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader}
+    return {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader}
+
+
+def training(folder, steps, each=None, **kwargs):
+    """It saves after each step; ``each`` is called before that."""
+    things = small_run()
+    model, _, trainer, loader = things.values()
     checkpoint = ddl.Checkpoint(things, folder, **kwargs)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, checkpoint)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, each or (lambda: None))
@@ -43,23 +52,29 @@ def training(folder, steps, each=None, **kwargs):
 
 
 def weights_in(path):
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = net()
     ddl.Checkpoint.load_objects({"model": model}, path)
     return [p.tolist() for p in model.parameters()]
 
 
 def newest(folder):
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = net()
     path = ddl.Checkpoint.load_newest({"model": model}, folder)
     return path, [p.tolist() for p in model.parameters()]
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    """What is in the checkpoints after steps 1 and 2, when nothing goes wrong."""
-    folder = tmp_path_factory.mktemp("kept")
+def two(tmp_path_factory):
+    """A folder with the checkpoints after steps 1 and 2, when nothing goes wrong."""
+    folder = tmp_path_factory.mktemp("two")
     launch({"dp": 2}, lambda rank: training(folder, 2, n_saved=None) and None)
-    return {step: weights_in(folder / f"checkpoint_{step}") for step in (1, 2)}
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kept(two):
+    """What is in them."""
+    return {step: weights_in(two / f"checkpoint_{step}") for step in (1, 2)}
 
 
 # ------------------------------------------------------------------------------------ killed at any step
@@ -156,17 +171,12 @@ def test_a_kill_between_two_renames(tmp_path):
 
 
 def on_a_full_disk(rank, folder):
-    big = nn.Linear(6, 40_000)
-
-    def each():
-        if rank == 1:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-
-    model = ddl.auto_model(big, shard=True)
+    model = ddl.auto_model(nn.Linear(6, 40_000), shard=True)
     checkpoint = ddl.Checkpoint({"model": model}, folder)
     checkpoint.save("first")
-    each()
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     try:
         checkpoint.save("second")
     except OSError as error:
@@ -188,13 +198,6 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ damage
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    launch({"dp": 2}, lambda rank: training(folder, 2, n_saved=None) and None)
-    return folder
 
 
 def flip(path, place):
@@ -227,7 +230,7 @@ def test_damage_is_named_and_the_one_before_is_taken(what, two, kept, tmp_path):
     shutil.copytree(two, tmp_path, dirs_exist_ok=True)
     damage, message = DAMAGES[what]
     damage(tmp_path / "checkpoint_2")
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = net()
     before = [p.tolist() for p in model.parameters()]
     with pytest.raises(DamagedCheckpoint, match=message):
         ddl.Checkpoint.load_objects({"model": model}, tmp_path / "checkpoint_2")
@@ -241,7 +244,7 @@ def test_damage_is_named_and_the_one_before_is_taken(what, two, kept, tmp_path):
 
 
 def loaded_on_two(rank, folder):
-    model = ddl.auto_model(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), shard=True)
+    model = ddl.auto_model(net(), shard=True)
     before = [p.to_local().tolist() for p in model.parameters()]
     try:
         ddl.Checkpoint.load_objects({"model": model}, folder / "checkpoint_2")
@@ -354,14 +357,8 @@ def test_an_error_in_the_background_is_raised_at_the_next_save(tmp_path):
 
 
 def terminated(rank, folder, load):
-    torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randn(40, 6), torch.randn(40, 2))
-    loader = ddl.auto_dataloader(data, batch_size=4, shuffle=True)
-    model = ddl.auto_model(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), shard=True)
-    optimizer = ddl.auto_optim(torch.optim.Adam(model.parameters(), lr=0.1))
-    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
-    things = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader}
-    losses = []
+    things, losses = small_run(), []
+    trainer = things["trainer"]
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
     if load:
         ddl.Checkpoint.load_newest(things, folder)
@@ -373,7 +370,7 @@ def terminated(rank, folder, load):
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    trainer.run(loader, max_epochs=1)
+    trainer.run(things["loader"], max_epochs=1)
     return losses
 
 

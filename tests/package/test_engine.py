@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranks import on
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -57,6 +58,5 @@ def made_of_a_loader(local_rank):
 
 
 def test_a_batch_without_rows_that_is_not_the_loaders():
-    parallel = ddl.Parallel("gloo", nproc_per_node=2, timeout=60, threads_per_rank=1)
-    with pytest.raises(ddl.RankError, match="this rank's batch has no rows: run the engine on the loader of"):
-        parallel.run(made_of_a_loader)
+    with pytest.raises(ValueError, match="this rank's batch has no rows: run the engine on the loader of"):
+        on(made_of_a_loader, dp=2)

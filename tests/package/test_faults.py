@@ -17,10 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import ignite.distributed as idist
-import psutil
 import pytest
 import torch
-from torch import nn
+from ranks import alive, comes_true, failing, parallel
 
 import ignite_ddl as ddl
 from ignite_ddl.launch.torchrun import _name_of_round
@@ -30,19 +29,6 @@ posix = pytest.mark.skipif(os.name != "posix", reason="signals, sockets and limi
 PREFIX = "import os, sys, time, signal, ignite_ddl as ddl, ignite.distributed as idist\n"
 
 
-def parallel(nproc=2, **kwargs):
-    return ddl.Parallel("gloo", nproc, **({"timeout": 30, "threads_per_rank": 1} | kwargs))
-
-
-def failing(work, *args, nproc=2, within=5.0, **kwargs):
-    parallel(1).run(abs)  # a warm server: the seconds are the fault's
-    start = time.monotonic()
-    with pytest.raises(ddl.RankError) as caught:
-        parallel(nproc, **kwargs).run(work, *args)
-    assert time.monotonic() - start < within
-    return caught.value
-
-
 def script(text, **kwargs):
     """Runs a program of its own; its standard output, its errors, its exit code."""
     options = {"capture_output": True, "text": True, "timeout": 120} | kwargs
@@ -50,48 +36,54 @@ def script(text, **kwargs):
     return done.stdout, done.stderr, done.returncode
 
 
-def alive(pid):
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != "zombie"
-    return False
-
-
 def left(folder):
     """What launches leave there; torch keeps a folder of its own there for good."""
     return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor")]
 
 
-def comes_true(condition, within=10.0):
-    deadline = time.monotonic() + within
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
 class TwoArguments(Exception):
+    """Can be sent, but not be read."""
+
     def __init__(self, name, number):
         super().__init__(f"{name} has number {number}")
 
 
-def test_an_exception_that_cannot_be_read_here_keeps_its_words():
+class WithALock(Exception):
+    """Cannot be sent."""
+
+    def __init__(self, name, number):
+        super().__init__(f"{name} has number {number}")
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("kind", [TwoArguments, WithALock])
+def test_an_exception_that_cannot_be_sent_or_read_keeps_its_words(kind):
     def work(local_rank):
         if local_rank == 1:
-            raise TwoArguments("a layer", 7)
+            raise kind("a layer", 7)
 
     error = failing(work)
     assert (error.rank, error.exception) == (1, None)
-    assert error.summary.endswith("TwoArguments: a layer has number 7")
-    assert 'raise TwoArguments("a layer", 7)' in error.traceback
+    assert error.summary.endswith(f"{kind.__name__}: a layer has number 7")
+    assert 'raise kind("a layer", 7)' in error.traceback
 
 
-def test_a_result_that_cannot_be_read_here_says_what_can():
-    class Unreadable:
-        def __reduce__(self):
-            return (int, ("no number",))
+class Unreadable:
+    def __reduce__(self):
+        return (int, ("no number",))
 
-    assert "Return numbers, tensors, or containers of them." in str(
-        failing(lambda rank: Unreadable(), nproc=1)
-    )
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Unreadable, "Return numbers, tensors, or containers"),
+        (threading.Lock, "result (lock) cannot be sent"),
+    ],
+)
+def test_a_result_that_cannot_be_sent_or_read_is_named(make, said):
+    error = failing(lambda rank: make() if rank == 1 else 0)
+    assert error.rank == 1
+    assert said in str(error)
 
 
 @pytest.mark.parametrize("how", ["closed", "None", "full"])
@@ -232,32 +224,6 @@ def test_as_many_files_as_named_are_enough():
     assert out.startswith("8 8 ranks and servers need about "), err
 
 
-@posix
-@pytest.mark.parametrize(
-    ("servers", "options", "needs"),
-    [
-        (1, {"mode": "sync"}, "mode='sync' needs every worker"),
-        (2, {"mode": "backup", "backup": 1}, "mode='backup' with 2 servers needs"),
-    ],
-)
-def test_a_mode_that_cannot_go_on_names_those_that_can(servers, options, needs):
-    def work(local_rank):
-        model = nn.Linear(1, 1)
-        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1), **options)
-        idist.barrier()
-        if local_rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        for _ in range(1000):
-            server.pull()
-            model(torch.ones(1, 1)).sum().backward()
-            server.push()
-
-    error = failing(work, servers=servers, on_failure="continue")
-    assert error.rank == 1
-    assert f"on_failure='continue' cannot continue: {needs}" in str(error)
-    assert "mode='async' and mode='bounded' continue without lost workers" in str(error)
-
-
 def all_but_rank_1(local_rank):
     if local_rank == 1:
         time.sleep(60)
@@ -351,7 +317,11 @@ def test_a_time_out_names_the_rank_that_never_came(work, rank, said, missing, op
     error = errors[work]
     assert (error.rank, error.summary) == (rank, f"did not finish within {limit:g} s")
     assert re.search(said, str(error))
+    finished = [r for r in range(3) if work is without_rank_1 and r == 1]
+    waiting = ", ".join(str(r) for r in range(3) if r not in finished)
+    assert f"Not finished: {waiting}." + " Finished: 1." * len(finished) in str(error)
     assert "rank 0 was here (most recent call first)" in str(error)
+    assert f"in {work.__name__}" in str(error).split("rank 0 was here")[1]
     report = pickle.loads(pickle.dumps(error)).report
     assert str(report) in str(error)
     assert (report.missing, [call.operation for call in report.calls]) == (missing, operations)

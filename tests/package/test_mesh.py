@@ -1,47 +1,21 @@
 """The grid of ranks: sizes that fit, who is where, and that each axis's group has the right ranks."""
 
-import os
-import subprocess
-import sys
-import textwrap
+import itertools
 
 import ignite.distributed as idist
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
+from ranks import TIMEOUT, mesh_of, run
 
 import ignite_ddl as ddl
-from ignite_ddl.mesh import AXES, Mesh, check_mesh
+from ignite_ddl.mesh import AXES, check_mesh
 
-TIMEOUT = 60
 axis = st.integers(1, 5)
 
 
-def mesh_of(pp=1, dp=1, tp=1, rank=0):
-    return Mesh({"pp": pp, "dp": dp, "tp": tp}, rank, None, dict.fromkeys(AXES))
-
-
-def run(func, nproc, *args, **axes):
-    return ddl.Parallel("gloo", nproc, timeout=TIMEOUT, **axes).run(func, *args)
-
-
 # --------------------------------------------------------------------------------------------------- sizes
-
-
-@pytest.mark.parametrize(
-    ("world", "given", "expected"),
-    [
-        (1, {}, {"pp": 1, "dp": 1, "tp": 1}),
-        (8, {}, {"pp": 1, "dp": 8, "tp": 1}),
-        (8, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}),
-        (8, {"dp": 2, "pp": -1, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}),
-        (6, {"dp": 1, "tp": -1}, {"pp": 1, "dp": 1, "tp": 6}),
-        (12, {"dp": 2, "pp": 3, "tp": 2}, {"pp": 3, "dp": 2, "tp": 2}),
-    ],
-)
-def test_sizes_that_fit(world, given, expected):
-    assert check_mesh(world, **given) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,7 +41,8 @@ def test_sizes_that_do_not_fit_are_refused_with_the_argument_and_the_value(world
 @given(dp=axis, pp=axis, tp=axis)
 def test_a_free_axis_takes_what_the_others_leave(dp, pp, tp):
     sizes, world = {"pp": pp, "dp": dp, "tp": tp}, dp * pp * tp
-    assert check_mesh(world, **sizes) == sizes
+    assert check_mesh(world, **sizes) == check_mesh(world, pp=pp, tp=tp) == sizes
+    assert check_mesh(world) == {"pp": 1, "dp": world, "tp": 1}
     for free in sizes:
         assert check_mesh(world, **(sizes | {free: -1})) == sizes
 
@@ -82,26 +57,18 @@ def test_parallel_refuses_before_anything_starts():
 # ----------------------------------------------------------------------------------------------- who is where
 
 
-@given(dp=axis, pp=axis, tp=axis, data=st.data())
-def test_rank_at_and_coordinates_are_inverse(dp, pp, tp, data):
-    mesh = mesh_of(pp, dp, tp)
-    rank = data.draw(st.integers(0, mesh.world_size - 1))
-    at = mesh.coordinates(rank)
-    assert mesh.rank_at(**at) == rank
-    assert all(0 <= at[axis] < mesh.sizes[axis] for axis in AXES)
-    here = mesh_of(pp, dp, tp, rank)
-    assert (here.pp_rank, here.dp_rank, here.tp_rank) == (at["pp"], at["dp"], at["tp"])
-
-
 @given(dp=axis, pp=axis, tp=axis)
-def test_every_rank_has_a_place_and_tp_peers_are_neighbours(dp, pp, tp):
-    mesh = mesh_of(pp, dp, tp)
-    in_order = [mesh.rank_at(p, d, t) for p in range(pp) for d in range(dp) for t in range(tp)]
-    assert in_order == list(range(dp * pp * tp))  # tp changes fastest, then dp, then pp
+def test_tp_changes_fastest_then_dp_then_pp(dp, pp, tp):
+    places = itertools.product(range(pp), range(dp), range(tp))
+    for rank, at in enumerate(places):
+        mesh = mesh_of(pp, rank, dp, tp)
+        assert mesh.coordinates(rank) == dict(zip(AXES, at, strict=True))
+        assert mesh.rank_at(*at) == rank
+        assert (mesh.pp_rank, mesh.dp_rank, mesh.tp_rank) == at
 
 
 def test_a_mesh_prints_who_is_where():
-    mesh = mesh_of(pp=2, dp=2, tp=2, rank=5)
+    mesh = mesh_of(pp=2, rank=5, dp=2, tp=2)
     assert repr(mesh) == "Mesh(dp=2, pp=2, tp=2, rank=5)"
     assert str(mesh).splitlines() == [
         "mesh dp=2 × pp=2 × tp=2, 8 ranks",
@@ -149,28 +116,21 @@ def test_groups_reduce_over_their_axis():
         }
 
 
-def plain_job(local_rank):
-    mesh = ddl.get_mesh()
+def plain_job_and_one_by_hand(local_rank):
+    plain = ddl.get_mesh()
     total = torch.ones(())
-    dist.all_reduce(total, group=mesh.dp_group)
-    return dict(mesh.sizes), mesh.dp_rank, int(total), ddl.get_mesh() is mesh
-
-
-def test_a_plain_job_is_data_parallel():
-    for rank, result in enumerate(run(plain_job, 2)):
-        assert result == ({"pp": 1, "dp": 2, "tp": 1}, rank, 2, True)
-
-
-def made_by_hand(local_rank):
-    before = dict(ddl.get_mesh().sizes)
+    dist.all_reduce(total, group=plain.dp_group)
+    found = dict(plain.sizes), plain.dp_rank, int(total), ddl.get_mesh() is plain
     made = ddl.initialize_mesh(tp=2)
     with pytest.raises(ValueError, match="the number of ranks, 2"):
         ddl.initialize_mesh(dp=3)
-    return before["dp"], dict(made.sizes), ddl.get_mesh() is made
+    return found, dict(made.sizes), ddl.get_mesh() is made
 
 
-def test_initialize_mesh_replaces_the_mesh_and_a_refused_one_leaves_it():
-    assert run(made_by_hand, 2) == [(2, {"pp": 1, "dp": 1, "tp": 2}, True)] * 2
+def test_a_plain_job_is_data_parallel_until_a_mesh_replaces_it_and_a_refused_one_leaves_it():
+    for rank, result in enumerate(run(plain_job_and_one_by_hand, 2)):
+        plain = {"pp": 1, "dp": 2, "tp": 1}, rank, 2, True
+        assert result == (plain, {"pp": 1, "dp": 1, "tp": 2}, True)
 
 
 def two_jobs(local_rank, folder):
@@ -195,44 +155,6 @@ def two_jobs(local_rank, folder):
 
 def test_a_second_job_has_a_mesh_of_its_own(tmp_path):
     assert run(two_jobs, 2, str(tmp_path), tp=2) == [([(1, 2, 2), (2, 1, 1)], 1, True)] * 2
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path):
-    script = tmp_path / "job.py"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            import os
-            import torch, torch.distributed as dist
-            import ignite_ddl as ddl
-
-            def who(local_rank):
-                mesh = ddl.get_mesh()
-                total = torch.tensor(float(mesh.rank))
-                dist.all_reduce(total, group=mesh.pp_group)
-                return mesh.pp_rank, mesh.dp_rank, mesh.tp_rank, int(total)
-
-            with ddl.Parallel("gloo", pp=2, dp=-1) as parallel:
-                [result] = parallel.run(who)
-            open(f"{tmp_path}/rank" + os.environ["RANK"], "w").write(repr(result))
-            assert ddl.get_mesh().world_size == 1
-            """
-        )
-    )
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(script),
-    ]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = [eval((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
-    assert found == [(0, 0, 0, 1), (1, 0, 0, 1)]
 
 
 def test_every_axis_waits_as_long_as_the_world():

@@ -6,7 +6,9 @@ import ignite.distributed as idist
 import ignite.distributed.utils as idist_utils
 import pytest
 import torch
-from ignite.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
+import torch.distributed as dist
+from beside_ignite import CLASSES, ROWS, Setting, data, loss_fn
+from ignite.engine import Engine, Events
 from ignite.exceptions import NotComputableError
 from ignite.metrics import (
     ROC_AUC,
@@ -23,9 +25,7 @@ from ignite.metrics import (
     RocCurve,
     RunningAverage,
 )
-from ranks import launch
-from torch import nn
-from torch.utils.data import TensorDataset
+from ranks import launch, on_each_rank
 
 import ignite_ddl as ddl
 from ignite_ddl.engine import MeshEngine
@@ -37,7 +37,6 @@ MESHES = {
     "dp2 × pp2": {"dp": 2, "pp": 2},
     "dp2 × pp2 × tp2": {"dp": 2, "pp": 2, "tp": 2},
 }
-ROWS, CLASSES = 15, 4  # in global batches of 7, 7, and 1: unlike numbers of rows on the dp ranks, then none
 SECONDS = 0.5  # what Frequency's clock shows
 
 
@@ -77,25 +76,11 @@ class LargestLogit(Metric):
         return {"largest": float(largest), "rows": idist.all_reduce(self.rows)}
 
 
-def data():
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(ROWS, 6, generator=generator)
-    return TensorDataset(x, torch.randint(CLASSES, (ROWS,), generator=generator))
-
-
-def classifier():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, CLASSES))
-
-
-PLAN = {"0": ddl.Column(), "2": ddl.Row()}
-
-
 def is_class_2(output):
     return output[0].softmax(1)[:, 2], (output[1] == 2).long()
 
 
-def all_metrics(loss_fn):
+def all_metrics():
     precision, recall = Precision(average=False), Recall(average=False)
     accuracy = Accuracy()
     return {
@@ -122,23 +107,12 @@ def train_and_evaluate(local_rank, plain=False):
     """The series of every number that an engine shows, with Ignite alone or with ddl."""
     torch.set_default_dtype(torch.float64)
     mock.patch("ignite.metrics.frequency.Timer", Clock).start()
-    loss_fn = nn.functional.cross_entropy
-    if plain:
-        loader, model = torch.utils.data.DataLoader(data(), batch_size=7), classifier()
-        make_trainer, make_evaluator = create_supervised_trainer, create_supervised_evaluator
-    else:
-        loader = ddl.auto_dataloader(data(), batch_size=7)
-        model = ddl.auto_model(classifier(), tensor_plan=PLAN)
-        make_trainer, make_evaluator = ddl.create_supervised_trainer, ddl.create_supervised_evaluator
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-
-    trainer = make_trainer(
-        model,
-        optimizer,
-        loss_fn,
-        output_transform=lambda x, y, y_pred, loss: (y_pred, y, loss.item()),
+    setting = Setting(plain)
+    loader, (model, optimizer) = setting.loader(data(seed=3)), setting.model(lr=0.5)
+    trainer = setting.trainer(
+        model, optimizer, output_transform=lambda x, y, y_pred, loss: (y_pred, y, loss.item())
     )
-    evaluator = make_evaluator(model, metrics=all_metrics(loss_fn))
+    evaluator = setting.evaluator(model, metrics=all_metrics())
     rows = {"output_transform": lambda output: output[:2]}
     trained = {
         "running loss": RunningAverage(output_transform=lambda output: output[2]),
@@ -226,6 +200,17 @@ def test_without_a_launch():
 # --------------------------------------------------------------------------------------------- metrics by hand
 
 
+def uneven_metrics():
+    return {
+        "precision": Precision(average=False),
+        "weighted": Recall(average="weighted"),
+        "epoch metric": EpochMetric(spread),
+        "loss": Loss(loss_fn),
+        "roc curve": RocCurve(output_transform=is_class_2),
+        "running": RunningAverage(Precision(average=False)),
+    }
+
+
 def by_hand(local_rank):
     """Metrics that no engine updates. Rows: dp rank 0 has five, dp rank 1 two."""
     torch.set_default_dtype(torch.float64)
@@ -236,19 +221,18 @@ def by_hand(local_rank):
     accuracy = over_data_parallel(Accuracy(), mesh)
     accuracy.reset()
     accuracy.update(mine)
-    seen["accuracy"] = accuracy.compute()
-    seen["again"] = accuracy.compute()  # computing changes nothing
-    seen["same object"] = over_data_parallel(accuracy) is accuracy
-    seen["class"] = type(accuracy) is Accuracy
+    assert accuracy.compute() == accuracy.compute() == 4 / 7  # computing changes nothing; argmax is class 2
+    assert over_data_parallel(accuracy) is accuracy
+    assert type(accuracy) is Accuracy
 
     state = accuracy.state_dict()
-    seen["states"] = len(next(iter(state.values())))
+    assert len(next(iter(state.values()))) == 2  # one per dp rank, not one per rank of the world
     restored = over_data_parallel(Accuracy())
     restored.load_state_dict(state)
-    seen["restored"] = restored.compute()
+    assert restored.compute() == 4 / 7
     if mesh.dp_rank == 1:
         restored.update(mine)
-    seen["and updated"] = restored.compute()
+    assert restored.compute() == 5 / 9  # by one right row of two
     restored.reset()
     with pytest.raises(NotComputableError):
         restored.compute()
@@ -256,17 +240,10 @@ def by_hand(local_rank):
     error = over_data_parallel(1 - Accuracy())
     error.reset()
     error.update(mine)
-    seen["error"] = error.compute()
+    assert error.compute() == 1 - 4 / 7
 
     # Only dp rank 1 has rows: of the wrong metric the classes and the shapes are unknown on dp rank 0.
-    for name, metric in {
-        "precision": Precision(average=False),
-        "weighted": Recall(average="weighted"),
-        "epoch metric": EpochMetric(spread),
-        "loss": Loss(nn.functional.cross_entropy),
-        "roc curve": RocCurve(output_transform=is_class_2),
-        "running": RunningAverage(Precision(average=False)),
-    }.items():
+    for name, metric in uneven_metrics().items():
         over_data_parallel(metric)
         metric.reset()
         engine = Engine(lambda engine, batch: batch)
@@ -274,7 +251,7 @@ def by_hand(local_rank):
         if isinstance(metric, RunningAverage):
             metric.src.iteration_completed(engine)
         metric.iteration_completed(engine)
-        seen[f"{name} of some"] = metric.compute()
+        seen[name] = metric.compute()
 
     # An error of those that compute is everybody's error.
     failing = over_data_parallel(
@@ -283,7 +260,7 @@ def by_hand(local_rank):
     failing.update(tuple(t[:0] for t in mine) if mesh.dp_rank == 0 else mine)
     with pytest.raises(AttributeError, match="no_such_method"):
         failing.compute()
-    seen["world after an error"] = idist.get_world_size()
+    assert idist.get_world_size() == 4
     return seen
 
 
@@ -297,50 +274,42 @@ def test_metrics_by_hand():
 
     last = x[5:], y[5:]
     for seen in launch({"dp": 2, "tp": 2}, by_hand):
-        assert seen["accuracy"] == seen["again"] == seen["restored"] == 4 / 7  # argmax is always class 2
-        assert seen["and updated"] == 5 / 9  # on dp rank 1 only, by one right row of two
-        assert seen["error"] == 1 - 4 / 7
-        assert seen["same object"]
-        assert seen["class"]
-        assert seen["states"] == 2  # one per dp rank, not one per rank of the world
-        assert seen["world after an error"] == 4
-        for name, metric in {
-            "precision": Precision(average=False),
-            "running": Precision(average=False),
-            "weighted": Recall(average="weighted"),
-            "epoch metric": EpochMetric(spread),
-            "loss": Loss(nn.functional.cross_entropy),
-            "roc curve": RocCurve(output_transform=is_class_2),
-        }.items():
-            assert largest_difference(seen[f"{name} of some"], value(metric, last)) <= 1e-15, name
+        for name, metric in uneven_metrics().items():
+            metric = metric.src if isinstance(metric, RunningAverage) else metric
+            assert largest_difference(seen[name], value(metric, last)) <= 1e-15, name
 
 
 # ------------------------------------------------------------------------------------------------ the view
 
 
-def collectives_in_the_view(local_rank):
-    mesh, seen = ddl.get_mesh(), {}
-    outside = idist_utils._model
-    rank, dp = idist.get_rank(), mesh.dp_rank
-    with data_parallel_view():
-        seen["sizes"] = idist.get_world_size(), idist.get_rank() == dp
-        seen["sum"] = idist.all_reduce(10**rank)
-        seen["rows"] = idist.all_gather(torch.arange(dp, 3 * dp + 1))  # 1 row, and 3
-        seen["scalars"] = idist.all_gather(dp)
-        seen["strings"] = idist.all_gather("ab" * (dp + 1))
-        seen["objects"] = idist.all_gather({"dp": dp})
-        seen["world"] = idist.all_reduce(1, group=[0, 1, 2, 3])
-        seen["number"] = idist.broadcast(0.1 * (rank + 1), src=1)
-        seen["tensor"] = idist.broadcast(torch.tensor([rank]), src=1)
-        seen["missing"] = idist.broadcast(None if dp == 0 else torch.tensor([rank]), src=1, safe_mode=True)
-        seen["text"] = idist.broadcast(f"from {rank}", src=1)
+@on_each_rank(dp=2, tp=2)
+def test_the_view(local_rank):
+    mesh, outside, rank = ddl.get_mesh(), idist_utils._model, idist.get_rank()
+    dp, peers = mesh.dp_rank, [mesh.tp_rank, 2 + mesh.tp_rank]
+    with data_parallel_view(), mock.patch.object(dist, "new_group", wraps=dist.new_group) as groups:
+        assert (idist.get_world_size(), idist.get_rank()) == (2, dp)
+        assert idist.all_reduce(10**rank) == sum(10**peer for peer in peers)
+        rows = idist.all_gather(torch.arange(dp, 3 * dp + 1))  # 1 row, and 3
+        assert rows.tolist() == [0, 1, 2, 3]
+        assert list(idist.all_gather(dp)) == [0, 1]
+        assert idist.all_gather("ab" * (dp + 1)) == ["ab", "abab"]
+        assert idist.all_gather({"dp": dp}) == [{"dp": 0}, {"dp": 1}]
+        number = idist.broadcast(0.1 * (rank + 1), src=1)
+        assert number == 0.1 * (peers[1] + 1)  # to the last bit: not in single precision
+        assert idist.broadcast(torch.tensor([rank]), src=1).tolist() == peers[1:]
+        missing = idist.broadcast(None if dp == 0 else torch.tensor([rank]), src=1, safe_mode=True)
+        assert missing.tolist() == peers[1:]
+        assert idist.broadcast(f"from {rank}", src=1) == f"from {peers[1]}"
         idist.barrier()
         with data_parallel_view():  # a metric inside a metric
-            seen["nested"] = idist.get_world_size()
-        seen["after nested"] = idist.get_world_size()
+            assert idist.get_world_size() == 2
+        assert idist.get_world_size() == 2
         with pytest.raises(RuntimeError, match="cannot be finalized inside a metric's method"):
             idist.finalize()
-    seen["outside"] = idist.get_world_size(), idist.get_rank() == rank, idist_utils._model is outside
+        assert groups.call_count == 0
+        assert idist.all_reduce(1, group=[0, 1, 2, 3]) == 4
+    assert (idist.get_world_size(), idist.get_rank()) == (4, rank)
+    assert idist_utils._model is outside
     with pytest.raises(ZeroDivisionError), data_parallel_view():
         1 / 0  # noqa: B018
     metric = over_data_parallel(Accuracy())
@@ -348,26 +317,7 @@ def collectives_in_the_view(local_rank):
         metric.update((torch.zeros(2, 3), torch.zeros(2, 3, 4)))
     with pytest.raises(NotComputableError):
         metric.compute()
-    seen["restored"] = idist_utils._model is outside
-    return seen
-
-
-def test_the_view():
-    for rank, seen in enumerate(launch({"dp": 2, "tp": 2}, collectives_in_the_view)):
-        peers = (0, 2) if rank in (0, 2) else (1, 3)
-        assert seen["sizes"] == (2, True)
-        assert seen["sum"] == sum(10**peer for peer in peers)
-        assert seen["rows"].tolist() == [0, 1, 2, 3]
-        assert list(seen["scalars"]) == [0, 1]
-        assert seen["strings"] == ["ab", "abab"]
-        assert seen["objects"] == [{"dp": 0}, {"dp": 1}]
-        assert seen["world"] == 4
-        assert seen["number"] == 0.1 * (peers[1] + 1)  # to the last bit: not in single precision
-        assert seen["tensor"].tolist() == seen["missing"].tolist() == [peers[1]]
-        assert seen["text"] == f"from {peers[1]}"
-        assert seen["nested"] == seen["after nested"] == 2
-        assert seen["outside"] == (4, True, True)
-        assert seen["restored"]
+    assert idist_utils._model is outside
 
 
 def users_engine(local_rank):

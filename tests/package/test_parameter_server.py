@@ -1,7 +1,7 @@
 """The parameter server: its four modes against one process, the bounds they promise, and every fault."""
 
-import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -13,6 +13,7 @@ import cloudpickle
 import ignite.distributed as idist
 import psutil
 import pytest
+import ranks
 import torch
 from hypothesis import given, settings, strategies as st
 from ignite.engine import Engine, Events
@@ -31,33 +32,18 @@ posix = pytest.mark.skipif(os.name != "posix", reason="signals are POSIX")
 
 
 def parallel(workers=2, servers=1, **kwargs):
-    return ddl.Parallel(
-        **({"backend": "gloo", "timeout": TIMEOUT} | kwargs), nproc_per_node=workers, servers=servers
-    )
-
-
-def ranks_and_servers():
-    """The living processes that launches have started: the forkserver's children."""
-    of_mine = psutil.Process().children()
-    deeper = [child for child in psutil.Process().children(recursive=True) if child not in of_mine]
-    alive = []
-    for process in deeper:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(process)
-    return alive
+    return ranks.parallel(workers, servers=servers, **({"timeout": TIMEOUT} | kwargs))
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
     yield
-    deadline = time.monotonic() + 5
-    while (left := ranks_and_servers()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left
+    of_mine = psutil.Process().children()  # the forkserver, whose children launches have started
+    deeper = [child.pid for child in psutil.Process().children(recursive=True) if child not in of_mine]
+    assert ranks.gone(deeper)
 
 
-# -------------------------------------------------------------------------------------------- equal to one process
+# ---------------------------------------------------------------------------------------- equal to one process
 
 
 class Model(nn.Module):
@@ -128,48 +114,39 @@ def distance(one, other):
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
+BOUNDED = {"mode": "bounded", "staleness": 0}
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "workers", "servers", "batch_size", "n_rows"),
+    ("workers", "servers", "optimizer", "batch_size", "n_rows", "options"),
     [
-        ("sgd", 2, 1, 6, 30),
-        ("sgd", 4, 2, 8, 30),  # the last batch: 6 rows, 2 2 1 1
-        ("adam", 3, 3, 9, 20),  # the last batch: 2 rows, one worker has none
-        ("adam", 1, 2, 8, 30),
-        ("adafactor", 2, 2, 8, 30),
+        (2, 1, "sgd", 6, 30, {"mode": "sync"}),
+        (4, 2, "sgd", 8, 30, {"mode": "sync"}),  # the last batch: 6 rows, 2 2 1 1
+        (3, 3, "adam", 9, 20, {"mode": "sync"}),  # the last batch: 2 rows, one worker has none
+        (1, 2, "adam", 8, 30, {"mode": "sync"}),
+        (2, 2, "adafactor", 8, 30, {"mode": "sync"}),
+        (1, 2, "adam", 8, 30, {"mode": "async"}),
+        (1, 2, "adam", 8, 30, BOUNDED),
+        *(
+            (None, 0, "sgd", 8, 30, options)
+            for options in ({"mode": "sync"}, {"mode": "async"}, BOUNDED, {"mode": "backup", "backup": 1})
+        ),
     ],
+    ids=str,
 )
-def test_sync_equals_one_process(optimizer, workers, servers, batch_size, n_rows):
+def test_equal_to_one_process(workers, servers, optimizer, batch_size, n_rows, options):
+    """In sync, with one worker, and in a serial run."""
     expected = one_process(optimizer, batch_size, n_rows)
     assert distance(expected, build().state_dict()) > 1e-2  # it moves
-    results = parallel(workers, servers).run(train, optimizer, batch_size, n_rows, mode="sync")
+    job = parallel(workers, servers) if workers else ddl.Parallel()
+    results = job.run(train, optimizer, batch_size, n_rows, **options)
     for weights, _ in results:
         assert distance(expected, weights) <= 1e-12
     updates = results[0][1]["updates"]
     assert {record["staleness"] for record in updates} == {0}
-    with_rows = [r for r in updates if r["server"] == 0]
-    assert sum(record["rows"] for record in with_rows) == 3 * n_rows
-
-
-@pytest.mark.parametrize("options", [{"mode": "async"}, {"mode": "bounded", "staleness": 0}], ids=str)
-def test_one_worker_of_two_servers_equals_one_process(options):
-    weights, statistics = parallel(1, 2).run(train, "adam", 8, 30, **options)[0]
-    assert distance(one_process("adam", 8, 30), weights) <= 1e-12
-    assert [r["version"] for r in statistics["updates"] if r["server"] == 0] == list(range(12))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mode": "sync"},
-        {"mode": "async"},
-        {"mode": "bounded", "staleness": 0},
-        {"mode": "backup", "backup": 1},
-    ],
-    ids=str,
-)
-def test_a_serial_run_equals_one_process_in_any_mode(options):
-    weights, _ = ddl.Parallel().run(train, "sgd", 8, 30, **options)[0]
-    assert distance(one_process("sgd", 8, 30), weights) <= 1e-12
+    of_one = [record for record in updates if record["server"] == 0]
+    assert sum(record["rows"] for record in of_one) == 3 * n_rows
+    assert sorted({record["version"] for record in of_one}) == list(range(3 * math.ceil(n_rows / batch_size)))
 
 
 def test_sync_repeats_to_the_bit():
@@ -555,6 +532,10 @@ def test_a_killed_worker_ends_the_run_where_others_may_not_or_cannot_go_on(
     assert time.monotonic() - start < 15
     assert (caught.value.rank, caught.value.exitcode) == (1, -9)
     assert "go on" not in capfd.readouterr().err
+    if on_failure == "continue":
+        needs = "mode='sync' needs every worker" if servers == 1 else "mode='backup' with 2 servers needs"
+        assert f"on_failure='continue' cannot continue: {needs}" in str(caught.value)
+        assert "mode='async' and mode='bounded' continue without lost workers" in str(caught.value)
 
 
 @posix

@@ -8,7 +8,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from ranks import mesh_of, pipeline_of, run, sizes
+from ranks import mesh_of, on_each_rank, pipeline_of, run, sizes
 from torch import nn
 from torch.distributed.pipelining import schedules
 
@@ -76,17 +76,11 @@ def test_costs_that_are_none(cost):
 
 @given(schedule=names, pp=st.integers(1, 8))
 def test_each_rank_owns_as_many_stages_as_its_schedule_says(schedule, pp):
-    owners, per_rank = stage_owners(schedule, pp), SCHEDULES[schedule].stages_per_rank
-    assert len(owners) == pp * per_rank
-    assert all(owners.count(rank) == per_rank for rank in range(pp))
-    assert owners[0] == 0
-    assert owners[-1] == (0 if schedule in ("zbv", "dualpipev") else pp - 1)
-
-
-def test_stage_owners_by_name():
-    assert stage_owners("gpipe", 4) == [0, 1, 2, 3]
-    assert stage_owners("looped_bfs", 3) == [0, 1, 2, 0, 1, 2]
-    assert stage_owners("dualpipev", 3) == [0, 1, 2, 2, 1, 0]
+    down = list(range(pp))
+    again = [] if schedule in ("gpipe", "1f1b") else down
+    if schedule in ("zbv", "dualpipev"):
+        again = again[::-1]
+    assert stage_owners(schedule, pp) == down + again
 
 
 # ----------------------------------------------------------------------------------------------- microbatches_for
@@ -111,21 +105,9 @@ def test_microbatches_divide_the_rows_and_suit_the_schedule(schedule, rows, want
         assert stage_owners(name, pp) == stage_owners(schedule, pp)  # the stages stay where they are
 
 
-@pytest.mark.parametrize(
-    ("rows", "wanted", "schedule", "pp", "expected"),
-    [
-        (16, 4, "gpipe", 2, (4, "gpipe")),
-        (14, 4, "gpipe", 2, (2, "gpipe")),  # 2 and 7 divide; 2 is nearer
-        (7, 4, "1f1b", 2, (7, "1f1b")),  # 1 is too few for 1f1b
-        (1, 4, "1f1b", 4, (1, "gpipe")),
-        (2, 4, "1f1b", 4, (2, "gpipe")),
-        (5, 4, "interleaved_1f1b", 2, (1, "interleaved_1f1b")),  # 5 in 2 rounds cannot be
-        (3, 2, "zbv", 2, (1, "zbv")),
-        (12, 4, "dualpipev", 2, (4, "dualpipev")),
-    ],
-)
-def test_microbatches_of_uneven_batches(rows, wanted, schedule, pp, expected):
-    assert microbatches_for(rows, wanted, schedule, pp) == expected
+def test_a_plain_schedule_where_no_number_fits_and_fewer_microbatches_where_two_are_as_near():
+    assert microbatches_for(2, 4, "1f1b", 4) == (2, "gpipe")
+    assert microbatches_for(3, 2, "zbv", 2) == (1, "zbv")
 
 
 # ------------------------------------------------------------------------------------------ the pipeline's refusals
@@ -158,7 +140,8 @@ def test_microbatches_of_uneven_batches(rows, wanted, schedule, pp, expected):
         ({"split": [4.0, 4.0]}, r"split should name .* but given \[4.0, 4.0\]"),
         ({"costs": 3}, "costs should hold a number of at least 0 for each of 8 layers, but given 3"),
         ({"costs": ["a"] * 8}, "costs should hold a number"),
-        ({"schedule": ["1f1b"]}, r"schedule should be one of .* but given \['1f1b'\]"),
+        ({"costs": [1.0] * 7}, "costs should hold a number"),
+        ({"costs": [1.0] * 7 + [-1.0]}, "costs should hold a number"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, message):
@@ -313,7 +296,8 @@ def test_forward_only_equals_the_whole_model_on_every_schedule(axes):
         assert max(worst.values()) < 1e-14
 
 
-def kinds_of_input(local_rank):
+@on_each_rank(pp=2)
+def test_what_travels_between_stages(local_rank):
     """Activations of other types, more dims and other shapes travel between stages."""
     torch.manual_seed(0)
     stages = [nn.Embedding(5, 4), nn.Conv1d(3, 2, 1), nn.Flatten(), nn.Linear(8, 2)]
@@ -323,14 +307,8 @@ def kinds_of_input(local_rank):
     pipeline = ddl.auto_model(nn.Sequential(*stages), schedule="interleaved_1f1b")
     half = ddl.auto_model(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).bfloat16(), split=[1, 1])
     output = half(torch.ones(3, 2, 2, dtype=torch.bfloat16))
-    return (pipeline(tokens) - expected).abs().max().item(), str(output.dtype), tuple(output.shape)
-
-
-def test_what_travels_between_stages():
-    for error, dtype, shape in run(kinds_of_input, 2, pp=2):
-        assert error < 1e-6
-        assert dtype == "torch.bfloat16"
-        assert shape == (3, 2)
+    torch.testing.assert_close(pipeline(tokens), expected)
+    assert (output.dtype, output.shape) == (torch.bfloat16, (3, 2))
 
 
 def steps(local_rank, schedule):
@@ -458,33 +436,25 @@ def in_place():
     ).double()  # fmt: skip
 
 
-def working_in_place(local_rank):
-    x, found = torch.randn(8, 4, dtype=torch.double, generator=torch.Generator().manual_seed(1)), {}
+@on_each_rank(pp=2)
+def test_a_stage_may_begin_with_a_layer_that_works_in_place(local_rank):
+    x = torch.randn(8, 4, dtype=torch.double, generator=torch.Generator().manual_seed(1))
     for schedule in SCHEDULES:
         split = [1, 5] if SCHEDULES[schedule].stages_per_rank == 1 else [1, 1, 2, 2]
         pipeline = ddl.auto_model(in_place(), schedule=schedule, split=split, n_microbatches=4)
-        found[schedule] = gap(pipeline, in_place(), x, x)
-    return found
-
-
-def test_a_stage_may_begin_with_a_layer_that_works_in_place():
-    for found in run(working_in_place, 2, pp=2):
-        assert max(found.values()) < 1e-12
-
-
-def through_whole_numbers(local_rank, schedule):
-    """A stage is tried with rows of the batch, which an embedding has, and not with any numbers."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Embedding(5, 4), nn.Linear(4, 4)).double()
-    pipeline = ddl.auto_model(copy.deepcopy(model), schedule=schedule, split=[1, 2], n_microbatches=4)
-    x = torch.randint(1, 5, (8, 3), generator=torch.Generator().manual_seed(1))
-    return gap(pipeline, model, x, torch.zeros(8, 3, 4, dtype=torch.double))
+        assert gap(pipeline, in_place(), x, x) < 1e-12, schedule
 
 
 @any_dtype
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_whole_numbers_between_stages(schedule):
-    assert max(run(through_whole_numbers, 2, schedule, pp=2)) < 1e-12
+@on_each_rank(pp=2)
+def test_whole_numbers_between_stages(local_rank):
+    """A stage is tried with rows of the batch, which an embedding has, and not with any numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Embedding(5, 4), nn.Linear(4, 4)).double()
+    x = torch.randint(1, 5, (8, 3), generator=torch.Generator().manual_seed(1))
+    for schedule in ("gpipe", "1f1b"):
+        pipeline = ddl.auto_model(copy.deepcopy(model), schedule=schedule, split=[1, 2], n_microbatches=4)
+        assert gap(pipeline, model, x, torch.zeros(8, 3, 4, dtype=torch.double)) < 1e-12
 
 
 class Embedded(nn.Embedding):
@@ -530,17 +500,18 @@ def batch_of(rows):
     return x, {"target": target, "of": (torch.rand(rows, generator=draw, dtype=torch.double),)}
 
 
-def structures(local_rank):
+@any_dtype
+@on_each_rank(pp=2)
+def test_dicts_tuples_masks_and_skip_connections_between_stages(local_rank):
     """Gradients of batches of unlike sizes, and evaluation, under every schedule, with all that a layer may pass on."""
-    whole, errors = structured(), {}
+    whole = structured()
     for schedule in SCHEDULES:
         pipeline = ddl.auto_model(structured(), schedule=schedule, n_microbatches=4)
-        step = ddl.forward_backward
         engine = ddl.MeshEngine(lambda engine, batch: None)
         for rows in (8, 4):
             x, y = batch_of(rows)
             pipeline.zero_grad(), whole.zero_grad()
-            output, loss = step(engine, pipeline, x, y, of_both)
+            output, loss = ddl.forward_backward(engine, pipeline, x, y, of_both)
             expected = whole(x)
             of_both(expected, y).backward()
             right = {name: p.grad for name, p in whole.named_parameters()}
@@ -549,14 +520,7 @@ def structures(local_rank):
             for seen in (output, pipeline(x)):
                 assert (seen is None) == (seen is output and not pipeline.is_last)
                 found += [] if seen is None else [(seen[k] - expected[k]).abs().max() for k in expected]
-            errors[schedule, rows] = max(map(float, found))
-    return errors
-
-
-@any_dtype
-def test_dicts_tuples_masks_and_skip_connections_between_stages():
-    for errors in run(structures, 2, pp=2):
-        assert max(errors.values()) < 1e-12, errors
+            assert max(found) < 1e-12, (schedule, rows, found)
 
 
 class Counts(nn.Linear):
@@ -635,29 +599,21 @@ def test_a_weight_that_a_split_backward_pass_cannot_do_is_explained():
             run(beside, 2, schedule, pp=2)
 
 
-def refusals(local_rank):
-    pipeline, x, said = ddl.auto_model(layers()), torch.ones(8, 4), []
-    batches = [(x, None), (x, x[:5]), (x[:0], x[:0]), ((x, x[0, 0]), x), ({"a": x, "rows": {8}}, x), (8, x)]
-    for x, y in batches:
-        with pytest.raises(ValueError, match="x should|y should") as caught:
-            pipeline.train_step(x, y, summed)
-        said.append(str(caught.value))
-    return said
-
-
-def test_what_is_no_batch_is_refused_on_every_rank():
-    for said in run(refusals, 2, pp=2):
-        assert [line.split(":")[0] for line in said] == [
-            "y should hold a tensor with a row for each sample, by which a pipeline cuts microbatches, but given a "
-            "NoneType without tensors",
-            "x and y should have a row for each sample, but have shapes (8, 4) and (5, 4)",
-            "x and y should have a row for each sample, but have shapes (0, 4) and (0, 4)",
-            "x and y should have a row for each sample, but have shapes (8, 4); () and (8, 4)",
-            "x should be made of tensors, numbers and strings in tuples, lists and dicts, since under pp tensors are "
-            "sent one by one, but holds a set",
-            "x should hold a tensor with a row for each sample, by which a pipeline cuts microbatches, but given a "
-            "int without tensors",
-        ]
+@on_each_rank(pp=2)
+def test_what_is_no_batch_is_refused_on_every_rank(local_rank):
+    pipeline, x = ddl.auto_model(layers()), torch.ones(8, 4)
+    shapes = "x and y should have a row for each sample, but have shapes "
+    no_tensor = "should hold a tensor with a row for each sample, by which .* but given a"
+    for batch, said in (
+        ((x, None), f"^y {no_tensor} NoneType without tensors"),
+        ((x, x[:5]), shapes + r"\(8, 4\) and \(5, 4\)"),
+        ((x[:0], x[:0]), shapes + r"\(0, 4\) and \(0, 4\)"),
+        (((x, x[0, 0]), x), shapes + r"\(8, 4\); \(\) and \(8, 4\)"),
+        (({"a": x, "rows": {8}}, x), "^x should be made of tensors, .* since under pp .* but holds a set"),
+        ((8, x), f"^x {no_tensor} int without tensors"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            pipeline.train_step(*batch, summed)
 
 
 def copies(local_rank):

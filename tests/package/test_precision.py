@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Events
+from ranks import on
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import TensorDataset
@@ -44,15 +45,6 @@ def gradients(local_rank, amp_mode, scaler=False, batch_size=16, **options):
 
 def error(found, right):
     return float((found - right).norm() / right.norm())
-
-
-def on(function, *args, **axes):
-    n = axes.get("dp", 1) * axes.get("tp", 1) * axes.get("pp", 1)
-    with ddl.Parallel(backend="gloo", nproc_per_node=n, threads_per_rank=1, timeout=100, **axes) as parallel:
-        try:
-            return parallel.run(function, *args)
-        except ddl.RankError as error:
-            raise (error.exception or error) from None
 
 
 MESHES = {

@@ -2,6 +2,8 @@
 those that should make the same calls.
 """
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,14 +15,6 @@ import ignite_ddl as ddl
 from ignite_ddl.launch.report import unlike_calls
 
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
-MESHES = {
-    "dp2": ({"dp": 2}, {}),
-    "dp2 shard": ({"dp": 2}, {"shard": True}),
-    "tp2": ({"tp": 2}, {"tensor_plan": PLAN}),
-    "pp2": ({"pp": 2}, {}),
-    "dp2 x tp2": ({"dp": 2, "tp": 2}, {"tensor_plan": PLAN}),
-    "dp2 x pp2 x tp2": ({"dp": 2, "pp": 2, "tp": 2}, {"tensor_plan": PLAN}),
-}
 
 
 def net():
@@ -54,28 +48,28 @@ def trained_then_changed(local_rank, options, where):
     return [[(one.name, one.ranks, round(one.difference, 6)) for one in each] for each in found]
 
 
-@pytest.mark.parametrize("mesh", ["pp2", "dp2 x pp2 x tp2"])  # the others are below
-def test_what_has_been_trained_is_in_sync(mesh):
-    axes, options = MESHES[mesh]
-    assert all(found == [[]] for found in launch(axes, trained_then_changed, options, []))
-
-
 @pytest.mark.parametrize(
-    ("mesh", "name", "ranks"),
+    ("axes", "options", "changes"),
     [
-        ("dp2", "0.weight", ((0,), (1,))),
-        ("tp2", "3.weight", ((0,), (1,))),  # whole on each tp rank
-        ("tp2", "0.weight", None),  # each rank holds another part
-        ("dp2 shard", "0.weight", None),
-        ("dp2 x tp2", "2.bias", ((0, 2, 3), (1,))),
-        ("dp2 x tp2", "0.weight", ((1,), (3,))),  # the other copy of rank 1's part is on rank 3
+        ({"pp": 2}, {}, {}),
+        ({"dp": 2, "pp": 2, "tp": 2}, {"tensor_plan": PLAN}, {}),
+        ({"dp": 2}, {}, {"0.weight": ((0,), (1,))}),
+        ({"dp": 2}, {"shard": True}, {"0.weight": None}),  # each rank holds another part
+        (
+            {"tp": 2},
+            {"tensor_plan": PLAN},
+            {"0.weight": None, "3.weight": ((0,), (1,))},
+        ),  # 3 is whole on each
+        # The other copy of rank 1's part of 0.weight is on rank 3.
+        ({"dp": 2, "tp": 2}, {"tensor_plan": PLAN}, {"0.weight": ((1,), (3,)), "2.bias": ((0, 2, 3), (1,))}),
     ],
+    ids=["pp2", "dp2 x pp2 x tp2", "dp2", "dp2 shard", "tp2", "dp2 x tp2"],
 )
-def test_a_changed_number_is_found(mesh, name, ranks):
-    axes, options = MESHES[mesh]
-    expected = [] if ranks is None else [(name, ranks, 0.25)]
-    for found in launch(axes, trained_then_changed, options, [name]):
-        assert found == [[], expected]
+def test_what_has_been_trained_is_in_sync_and_a_changed_number_is_found(axes, options, changes):
+    expected = [[]]
+    for name, ranks in changes.items():
+        expected.append(expected[-1] + [(name, ranks, 0.25)] * (ranks is not None))
+    assert launch(axes, trained_then_changed, options, list(changes)) == [expected] * math.prod(axes.values())
 
 
 def tied_over_stages(local_rank):

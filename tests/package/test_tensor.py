@@ -4,6 +4,7 @@ Whole models under plans, trained on meshes, are in parity.py.
 """
 
 import contextlib
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from ignite.metrics import Accuracy, Loss
 from packaging.version import Version
+from ranks import launch, on_each_rank
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -23,7 +25,6 @@ from ignite_ddl.lab.bytes import count_bytes
 from ignite_ddl.tensor.plan import apply_plan, check_plan
 from ignite_ddl.tensor.random import draw_seed, random_stream
 
-TIMEOUT = 120  # seconds: a hang, not a busy machine
 PP_TP = pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow)
 BOUND = 1e-12  # float64
 
@@ -47,10 +48,6 @@ def model(**kwargs):
     layers = nn.ModuleDict({"embed": nn.Embedding(10, 8), **blocks, "head": nn.Linear(8, 10, bias=False)})
     layers["head"].weight = layers["embed"].weight
     return layers
-
-
-def run(func, nproc, *args):
-    return ddl.Parallel("gloo", nproc, timeout=TIMEOUT, tp=nproc).run(func, *args)
 
 
 # ------------------------------------------------------------------------------------------------------ globs
@@ -205,45 +202,33 @@ def test_uneven_vocabularies_are_cut_where_nothing_stays_cut_by_equal_parts():
 WHOLE = Replicate()
 
 
-def cut(local_rank, plan):
-    mesh, layers = ddl.get_mesh(), model()
-    numbers = layers["embed"].weight.detach().clone()
+def cut(layers, plan):
+    mesh = ddl.get_mesh()
     apply_plan(layers, check_plan(layers, plan, mesh.tp_size), mesh.device_mesh["tp"])
-    embed, head = layers["embed"].weight, layers["head"].weight
-    assert torch.equal(embed.full_tensor() if isinstance(embed, DTensor) else embed, numbers)
-    kinds = {name: str(p.placements) for name, p in layers.named_parameters() if isinstance(p, DTensor)}
-    shapes = {
-        name: tuple(p.to_local().shape) for name, p in layers.named_parameters() if isinstance(p, DTensor)
-    }
-    return embed is head, kinds, shapes, len(list(layers.parameters()))
+    return layers
 
 
-def test_weights_are_cut_as_named_and_the_tie_stays():
+@on_each_rank(tp=2)
+def test_weights_are_cut_as_named_and_the_tie_stays(local_rank):
     plan = {
         "block0.attention.[qkv]": ddl.Column(units="n_heads"),
         "block0.attention.out": ddl.Row(),
         "embed": ddl.Row(input_layouts=WHOLE),
         "head": ddl.Column(output_layouts=WHOLE),
     }
-    for tied, kinds, shapes, count in run(cut, 2, plan):
-        assert tied
-        assert count == len(list(model().parameters()))
-        assert set(kinds) == {"embed.weight"} | {
-            f"block0.attention.{x}.{y}" for x in ("q", "k", "v", "out") for y in ("weight", "bias")
-        }  # what the plan leaves out is whole
-        assert shapes["embed.weight"] == (5, 8)
-        assert shapes["block0.attention.q.weight"] == (4, 8)
-        assert shapes["block0.attention.q.bias"] == (4,)
-        assert shapes["block0.attention.out.weight"] == (8, 4)
-        assert shapes["block0.attention.out.bias"] == (8,)
-        assert kinds["block0.attention.out.bias"] == "(Replicate(),)"
-
-
-CONFLICTS = [
-    {"embed": ddl.Row(input_layouts=WHOLE)},  # the head stays whole
-    {"head": ddl.Column(output_layouts=WHOLE)},
-    {"embed": ddl.Column(output_layouts=WHOLE), "head": ddl.Column(output_layouts=WHOLE)},  # columns and rows
-]
+    layers = cut(model(), plan)
+    assert layers["embed"].weight is layers["head"].weight
+    assert torch.equal(layers["embed"].weight.full_tensor(), model()["embed"].weight)
+    assert len(list(layers.parameters())) == len(list(model().parameters()))
+    parts = {name: p for name, p in layers.named_parameters() if isinstance(p, DTensor)}
+    assert {name: tuple(p.to_local().shape) for name, p in parts.items()} == {
+        "embed.weight": (5, 8),
+        **{f"block0.attention.{x}.weight": (4, 8) for x in "qkv"},
+        **{f"block0.attention.{x}.bias": (4,) for x in "qkv"},
+        "block0.attention.out.weight": (8, 4),
+        "block0.attention.out.bias": (8,),
+    }  # what the plan leaves out is whole
+    assert parts["block0.attention.out.bias"].placements == (WHOLE,)
 
 
 class OwnRow(ParallelStyle):
@@ -253,67 +238,48 @@ class OwnRow(ParallelStyle):
         return ddl.Row()._apply(module, device_mesh)
 
 
-def conflicts(local_rank):
-    said = []
-    for plan in [*CONFLICTS, {"embed": OwnRow()}]:
+@on_each_rank(tp=2)
+def test_a_tied_weight_cut_in_two_ways_is_refused(local_rank):
+    row, column = ddl.Row(input_layouts=WHOLE), ddl.Column(output_layouts=WHOLE)
+    for plan, ways in (
+        ({"embed": row}, ["replicated"]),  # the head stays whole
+        ({"head": column}, ["replicated"]),
+        ({"embed": column, "head": column}, [r"Shard\(dim=1\)", r"Shard\(dim=0\)"]),  # columns and rows
+        ({"embed": OwnRow()}, []),
+    ):
         in_two_ways = pytest.raises(ValueError, match="cuts the shared weight 'embed.weight' in two ways")
         with in_two_ways as raised, count_bytes() as sent:
-            cut(local_rank, plan)
-        said.append(str(raised.value))
-        assert plan not in CONFLICTS or not sent.calls  # an unknown style is found out once it is applied
-    return said
+            cut(model(), plan)
+        assert all(re.search(way, str(raised.value)) for way in ways)
+        assert not sent.calls or not ways  # an unknown style is found out once it is applied
 
 
-def test_a_tied_weight_cut_in_two_ways_is_refused():
-    for said in run(conflicts, 2):
-        assert "replicated" in said[0]
-        assert "replicated" in said[1]
-        assert "Shard(dim=1)" in said[2]
-        assert "Shard(dim=0)" in said[2]
-
-
-def one_module_two_names(local_rank):
+@on_each_rank(tp=2)
+def test_a_module_with_two_names_is_cut_once(local_rank):
     def twice():
         torch.manual_seed(0)
         layer = nn.Linear(4, 4)
         return nn.Sequential(layer, layer)
 
-    whole, x = twice(), torch.randn(3, 4)
-    mesh = ddl.get_mesh().device_mesh["tp"]
-    found = []
+    x = torch.randn(3, 4)
     for plan in ({"*": ddl.Column(output_layouts=WHOLE)}, {"1": ddl.Column(output_layouts=WHOLE)}):
-        layers = twice()
-        apply_plan(layers, check_plan(layers, plan, 2), mesh)
-        found.append(
-            (layers[0] is layers[1], layers[0].weight.to_local().shape[0], (layers(x) - whole(x)).abs().max())
-        )
+        layers = cut(twice(), plan)
+        assert layers[0] is layers[1]
+        assert layers[0].weight.to_local().shape[0] == 2
+        torch.testing.assert_close(layers(x), twice()(x))
     with pytest.raises(ValueError, match="cuts '1' otherwise than '0', but they are one module"):
         check_plan(twice(), {"0": ddl.Column(), "1": ddl.Row()}, 2)
-    return found
 
 
-def test_a_module_with_two_names_is_cut_once():
-    for found in run(one_module_two_names, 2):
-        for same, rows, error in found:
-            assert same
-            assert rows == 2
-            assert error < 1e-6
-
-
-def one_style_for_two_layers(local_rank):
+@on_each_rank(tp=2)
+def test_a_style_serves_several_layers_and_models(local_rank):
     torch.manual_seed(0)
-    row, errors = ddl.Row(), []
+    row = ddl.Row()
     for plan in ({"0": row, "1": ddl.Column(), "2": row}, {"1": ddl.Column(), "2": row}):  # and once more
         whole = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 16), nn.Linear(16, 8))
         x = torch.randint(10, (2, 3))
         expected = whole(x)
-        errors.append((ddl.auto_model(whole, plan)(x) - expected).abs().max().item())
-    return errors
-
-
-def test_a_style_serves_several_layers_and_models():
-    for errors in run(one_style_for_two_layers, 2):
-        assert max(errors) < 1e-6
+        torch.testing.assert_close(ddl.auto_model(whole, plan)(x), expected)
 
 
 # ---------------------------------------------------------------------------------- what styles compute and move
@@ -376,9 +342,9 @@ def convolutions(local_rank):
     return found
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_convolutions_by_channels_equal_the_whole_one_and_gather_nothing(tp):
-    for found in run(convolutions, tp):
+    for found in launch({"tp": tp}, convolutions):
         for index, (error, (forward, backward), whole, here) in enumerate(found):
             shape = CONVOLUTIONS[index // 3][1]
             in_bytes, out_bytes = 8 * torch.Size(shape).numel(), 8 * torch.Size(whole).numel()
@@ -392,10 +358,10 @@ def test_convolutions_by_channels_equal_the_whole_one_and_gather_nothing(tp):
                 assert backward == ([] if index % 3 == 1 else [("all_gather", in_bytes // tp)])
 
 
-def attention_traffic(local_rank):
-    """Bytes that a block of the lab's GPT moves backward, with and without SharedInput."""
-    counts = []
-    for plan in (GPT.tensor_plan, {k: v for k, v in GPT.tensor_plan.items() if k != "block*.attention"}):
+@on_each_rank(tp=2)
+def test_a_block_sums_once_for_attention_and_once_for_the_pair_each_way(local_rank):
+    without = {k: v for k, v in GPT.tensor_plan.items() if k != "block*.attention"}
+    for plan, n_backward in ((GPT.tensor_plan, 2), (without, 4)):  # without SharedInput q, k and v sum each
         torch.manual_seed(0)
         gpt = ddl.auto_model(GPT(8, 4, 8, 2, 1), plan)
         x = torch.randn(3, 4, 8, requires_grad=True)
@@ -403,16 +369,9 @@ def attention_traffic(local_rank):
             y = gpt.block0(x)
         with count_bytes() as backward:
             y.sum().backward()
-        counts.append(([(c.op, c.put_in) for c in forward.calls], [(c.op, c.put_in) for c in backward.calls]))
-    return counts
-
-
-def test_a_block_sums_once_for_attention_and_once_for_the_pair_each_way():
-    one = ("all_reduce", 4 * 3 * 4 * 8)
-    for (forward, backward), (without_forward, without_backward) in run(attention_traffic, 2):
-        assert forward == backward == [one] * 2
-        assert without_forward == [one] * 2
-        assert without_backward == [one] * 4  # q, k and v each
+        one = ("all_reduce", 4 * 3 * 4 * 8)
+        assert [(call.op, call.put_in) for call in forward.calls] == [one] * 2
+        assert [(call.op, call.put_in) for call in backward.calls] == [one] * n_backward
 
 
 class Masked(nn.Module):
@@ -425,7 +384,8 @@ class Masked(nn.Module):
         return self.out(y if mask is None else y * mask)
 
 
-def shared_inputs(local_rank):
+@on_each_rank(tp=2)
+def test_a_shared_input_is_the_first_argument_and_others_come_through(local_rank):
     torch.manual_seed(0)
     plan = {"": ddl.SharedInput(), "q": ddl.Column(), "out": ddl.Row()}
     whole, x, mask = Masked(), torch.randn(2, 8), torch.tensor([[1.0], [0.0]])
@@ -439,11 +399,8 @@ def shared_inputs(local_rank):
             wrong()
 
 
-def test_a_shared_input_is_the_first_argument_and_others_come_through():
-    run(shared_inputs, 2)
-
-
-def lab_models(local_rank):
+@on_each_rank(tp=4)
+def test_the_labs_plans_fit_their_models(local_rank):
     torch.set_default_dtype(torch.float64)
     for layers in (1, 3, 4):
         torch.manual_seed(layers)
@@ -457,11 +414,6 @@ def lab_models(local_rank):
     gpt = ddl.auto_model(GPT(65, 8, 16, 4, 1), GPT.tensor_plan)
     logits = gpt(torch.zeros(2, 8, dtype=torch.long))
     assert logits.stride() == (8 * 65, 65, 1)  # gathered from uneven parts, and without their padding
-
-
-def test_the_labs_plans_fit_their_models():
-    run(lab_models, 4)
-    assert set(MLP.tensor_plan) == set(MLP().tensor_plan)
 
 
 # --------------------------------------------------------------------------------------------------- the loss
@@ -513,7 +465,7 @@ def cut_losses(local_rank):
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_cross_entropy_of_cut_logits_is_that_of_whole_ones_and_gathers_none(tp):
-    for found in run(cut_losses, tp):
+    for found in launch({"tp": tp}, cut_losses):
         for plain, error, most in found:
             assert plain
             assert error < BOUND
@@ -522,47 +474,41 @@ def test_cross_entropy_of_cut_logits_is_that_of_whole_ones_and_gathers_none(tp):
             )  # a number for each row; a rank's part of the logits has 4 × as much and more
 
 
-def refused_losses(local_rank):
+@on_each_rank(tp=2)
+def test_what_cut_logits_do_not_support_is_said_before_anything_is_sent(local_rank):
     mesh = ddl.get_mesh().device_mesh["tp"]
     logits = DTensor.from_local(torch.randn(3, 4), mesh, [Shard(1)])
     by_rows = DTensor.from_local(torch.randn(3, 4), mesh, [Shard(0)])
     deep = DTensor.from_local(torch.randn(3, 5, 4), mesh, [Shard(2)])
     y = torch.tensor([1, 2, 7])
-    said = []
     with count_bytes() as traffic:
-        for args, options in (
-            ((logits, y), {"label_smoothing": 0.1}),
-            ((logits, y), {"weight": torch.ones(8)}),
-            ((logits, torch.rand(3, 8)), {}),
-            ((logits, y + 1), {}),
-            ((logits, torch.zeros(4, dtype=torch.long)), {}),
-            ((logits, y), {"reduction": "avg"}),
-            ((by_rows, y), {}),
-            ((deep, y), {}),
+        for args, options, said in (
+            ((logits, y), {"label_smoothing": 0.1}, "label_smoothing should be .* given 0.1"),
+            ((logits, y), {"weight": torch.ones(8)}, "weight should be"),
+            ((logits, torch.rand(3, 8)), {}, "target should be"),
+            ((logits, y + 1), {}, "target should be .*below the 8 classes, but has 8"),
+            (
+                (logits, torch.zeros(4, dtype=torch.long)),
+                {},
+                r"target should be .*of shape \(3,\) for logits of shape \(3, 8\), but is of \(4,\)$",
+            ),
+            ((logits, y), {"reduction": "avg"}, "reduction should be"),
+            ((by_rows, y), {}, r"logits of shape \(6, 4\) should be"),
+            (
+                (deep, y),
+                {},
+                r"logits of shape \(3, 5, 8\) should be .*take logits.flatten\(0, 1\) and target.flatten\(\)",
+            ),
         ):
-            with pytest.raises(ValueError, match="should be") as raised:
+            with pytest.raises(ValueError, match=said):
                 ddl.cross_entropy(*args, **options)
-            said.append(str(raised.value))
     assert not traffic.calls
-    loss = ddl.cross_entropy(logits, y)  # torch's own handlers were put back each time
-    return said, loss.item()
+    assert 0 < ddl.cross_entropy(logits, y) < 10  # torch's own handlers were put back each time
 
 
-def test_what_cut_logits_do_not_support_is_said_before_anything_is_sent():
-    for said, loss in run(refused_losses, 2):
-        assert [text.split(" should be")[0] for text in said] == [
-            "label_smoothing", "weight", "target", "target", "target", "reduction",
-            "logits of shape (6, 4)", "logits of shape (3, 5, 8)",
-        ]  # fmt: skip
-        assert "given 0.1" in said[0]
-        assert "below the 8 classes, but has 8" in said[3]
-        assert said[4].endswith("of shape (3,) for logits of shape (3, 8), but is of (4,)")
-        assert "take logits.flatten(0, 1) and target.flatten()" in said[7]
-        assert 0 < loss < 10
-
-
-def half_precision(local_rank):
-    """The error of a scaled loss's gradient, of whole and of cut logits, against float32."""
+@on_each_rank(tp=2)
+def test_a_scaled_loss_of_half_precision_logits_keeps_small_gradients(local_rank):
+    """Of whole and of cut logits, against float32."""
     torch.manual_seed(0)
     logits, y = torch.randn(2048, 2000).half(), torch.randint(2000, (2048,))
     right = logits.float().requires_grad_()
@@ -575,15 +521,11 @@ def half_precision(local_rank):
     errors = []
     for found, expected in ((whole.grad, right.grad), (here.grad, mine(right.grad, 1))):
         errors.append(((found.float() / 2**14 - expected).norm() / expected.norm()).item())
-    return errors
+    assert errors[1] < 1.5 * errors[0] < 1e-3
 
 
-def test_a_scaled_loss_of_half_precision_logits_keeps_small_gradients():
-    for whole, cut_ in run(half_precision, 2):
-        assert cut_ < 1.5 * whole < 1e-3
-
-
-def differentiated_twice(local_rank):
+@on_each_rank(tp=2)
+def test_a_gradient_of_the_gradient_of_cut_logits_is_refused(local_rank):
     cut = DTensor.from_local(
         torch.randn(3, 4, requires_grad=True), ddl.get_mesh().device_mesh["tp"], [Shard(1)]
     )
@@ -591,10 +533,6 @@ def differentiated_twice(local_rank):
     loss = ddl.cross_entropy(cut, torch.tensor([1, 2, 7])) * weight
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         torch.autograd.grad(loss, cut, create_graph=True)
-
-
-def test_a_gradient_of_the_gradient_of_cut_logits_is_refused():
-    run(differentiated_twice, 2)
 
 
 def trained_on_torchs_loss(local_rank, loss_fn):
@@ -616,7 +554,7 @@ def trained_on_torchs_loss(local_rank, loss_fn):
 )
 def test_torchs_loss_of_cut_logits_is_refused_by_the_trainer(mesh, loss_fn, message):
     with pytest.raises(ddl.RankError, match=f"loss_fn should .*{message}.* use ddl\\.cross_entropy"):
-        ddl.Parallel("gloo", 2 * len(mesh), timeout=TIMEOUT, **mesh).run(trained_on_torchs_loss, loss_fn)
+        launch(mesh, trained_on_torchs_loss, loss_fn)
 
 
 def test_whole_logits_take_all_that_torch_takes():
@@ -650,8 +588,7 @@ def evaluation(local_rank):
 def test_ignites_metrics_get_whole_logits(mesh):
     expected, _, _ = evaluation(0)
     torch.set_default_dtype(torch.float32)
-    n = 2 * len(mesh)
-    for metrics, kind, shape in ddl.Parallel("gloo", n, timeout=TIMEOUT, **mesh).run(evaluation):
+    for metrics, kind, shape in launch(mesh, evaluation):
         assert abs(metrics["loss"] - expected["loss"]) < BOUND
         assert metrics["accuracy"] == expected["accuracy"]
         assert kind is torch.Tensor
@@ -661,11 +598,16 @@ def test_ignites_metrics_get_whole_logits(mesh):
 # ------------------------------------------------------------------------------------------- sequence parallelism
 
 
-def sequences(local_rank):
+class Two(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+@on_each_rank(tp=2)
+def test_one_tensor_is_split_evenly_and_a_frozen_norm_stays_frozen(local_rank):
     layers = nn.Sequential(nn.Identity(), nn.LayerNorm(4))
     layers[1].weight.requires_grad_(False)
-    plan = {"0": ddl.SplitSequence(), "1": ddl.Sequence()}
-    apply_plan(layers, check_plan(layers, plan, 2), ddl.get_mesh().device_mesh["tp"])
+    cut(layers, {"0": ddl.SplitSequence(), "1": ddl.Sequence()})
     x = torch.randn(2, 6, 4)
     torch.testing.assert_close(layers(x), F.layer_norm(mine(x, 1), (4,)))
     with pytest.raises(
@@ -679,16 +621,8 @@ def sequences(local_rank):
         ddl.auto_model(Two(), {"": ddl.SplitSequence()})(torch.randn(2, 4, 8))
 
 
-class Two(nn.Module):
-    def forward(self, x):
-        return x, x
-
-
-def test_one_tensor_is_split_evenly_and_a_frozen_norm_stays_frozen():
-    run(sequences, 2)
-
-
-def step_traffic(local_rank):
+@on_each_rank(tp=2)
+def test_gradients_are_summed_before_the_optimizer_which_uses_them_more_than_once(local_rank):
     ids = torch.randint(20, (4, 9), generator=torch.Generator().manual_seed(0))
     loader = ddl.auto_dataloader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=4)
     gpt = ddl.auto_model(GPT(20, 8, 8, 2, 2), GPT.sequence_plan)
@@ -701,11 +635,7 @@ def step_traffic(local_rank):
         optimizer.register_step_pre_hook(lambda *_: traffic.append(counting.enter_context(count_bytes())))
         optimizer.register_step_post_hook(lambda *_: counting.pop_all().close())
         trainer.run(loader)
-    return traffic[0].ops
-
-
-def test_gradients_are_summed_before_the_optimizer_which_uses_them_more_than_once():
-    assert run(step_traffic, 2) == [[]] * 2
+    assert traffic[0].ops == []
 
 
 # ------------------------------------------------------------------------------------------------ shared weights
@@ -740,64 +670,51 @@ POINTS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
 KINDS = torch.randint(3, (12,), generator=torch.Generator().manual_seed(2))
 
 
-def stepping(layers, plan, rows=POINTS):
+def stepping(layers, plan):
     layers = ddl.auto_model(layers, plan)
     optimizer = ddl.auto_optim(torch.optim.SGD(layers.parameters(), lr=0.5))
     trainer = ddl.create_supervised_trainer(layers, optimizer, F.cross_entropy)
     trainer.logger.disabled = True
-    return trainer, ddl.auto_dataloader(TensorDataset(rows, KINDS), batch_size=4)
+    return trainer, ddl.auto_dataloader(TensorDataset(POINTS, KINDS), batch_size=4)
 
 
-def forgotten(local_rank):
-    """In which iteration it is found out, and what is said of it; whether a plan without the fault goes through."""
-    said = []
-    for layers, plan, rows in (
-        (Activated(), PAIR, POINTS),
-        (Activated(zero=True), PAIR, POINTS),  # its first gradient is zero
-        (GPT(20, 8, 8, 2, 1), {k: v for k, v in GPT.sequence_plan.items() if k != "head.norm"}, None),
+@no_prelu
+@on_each_rank(tp=2)
+def test_a_weight_that_parts_share_and_the_plan_forgets_is_found_out_on_every_rank(local_rank):
+    without_norm = {k: v for k, v in GPT.sequence_plan.items() if k != "head.norm"}
+    for layers, plan, iteration, name in (
+        (Activated(), PAIR, 1, "act.weight"),
+        (Activated(zero=True), PAIR, 2, "act.weight"),  # its first gradient is zero
+        (GPT(20, 8, 8, 2, 1), without_norm, 1, "head.norm.weight"),
     ):
-        trainer, loader = stepping(layers, plan, POINTS if rows is None else rows)
-        if rows is None:
+        trainer, loader = stepping(layers, plan)
+        if plan is without_norm:
             loader = [(torch.arange(8)[None], torch.arange(8)[None] + 1)]
             trainer = ddl.create_supervised_trainer(
                 *(layers, torch.optim.SGD(layers.parameters(), lr=0.1), ddl.cross_entropy),
                 model_transform=lambda logits: logits.transpose(1, 2),
             )
             trainer.logger.disabled = True
-        with pytest.raises(ValueError, match="tp ranks have different gradients of") as raised:
+        with pytest.raises(ValueError, match=f"tp ranks have different gradients of '{name}'"):
             trainer.run(loader)
-        said.append((trainer.state.iteration, str(raised.value).split("'")[1]))
+        assert trainer.state.iteration == iteration
     trainer, loader = stepping(Activated(zero=True), PAIR | {"act": ddl.SharedWeight()})
     assert trainer.run(loader, max_epochs=4).iteration == 12
-    return said
 
 
 @no_prelu
-def test_a_weight_that_parts_share_and_the_plan_forgets_is_found_out_on_every_rank():
-    for said in run(forgotten, 2):
-        assert said == [(1, "act.weight"), (2, "act.weight"), (1, "head.norm.weight")]
-
-
-def asked_of_peers(local_rank):
+@on_each_rank(tp=2)
+def test_peers_are_asked_once_and_in_few_bytes(local_rank):
     trainer, loader = stepping(Activated(), PAIR | {"act": ddl.SharedWeight()})
     per_step = []
     with count_bytes() as traffic:
         trainer.add_event_handler("ITERATION_COMPLETED", lambda: per_step.append(len(traffic.calls)))
         trainer.run(loader)
-    gathers = [call.put_in for call in traffic.calls if call.op == "all_gather"]
-    return (
-        gathers,
-        [after - before for before, after in zip(per_step, per_step[1:], strict=False)],
-        per_step[0],
-    )
-
-
-@no_prelu
-def test_peers_are_asked_once_and_in_few_bytes():
-    for gathers, later, first in run(asked_of_peers, 2):
-        # checksums of x and y; the weights and biases of the norm, and the biases that Row and Column leave whole
-        assert gathers == [2 * 8, 4 * 16 * 8]
-        assert later == [first - 4] * 2  # and two sums of Row, where code between cut layers is checked
+    # checksums of x and y; the weights and biases of the norm, and the biases that Row and Column leave whole
+    assert [call.put_in for call in traffic.calls if call.op == "all_gather"] == [2 * 8, 4 * 16 * 8]
+    first, second, third = per_step
+    # and two sums of Row, where code between cut layers is checked
+    assert third - second == second - first == first - 4
 
 
 # ------------------------------------------------------------------------------------------------- random numbers
@@ -820,20 +737,18 @@ class Dropping(nn.Module):
 DROPPING_PLAN = {"up": ddl.Column(), "inner": ddl.ShardedRandom(), "down": ddl.Row()}
 
 
-def recomputed(local_rank):
+@on_each_rank(tp=2)
+def test_activation_checkpointing_draws_the_same_masks_again(local_rank):
     torch.manual_seed(0)
     dropping = ddl.auto_model(Dropping(), DROPPING_PLAN)
     outputs = []
     dropping.inner.register_forward_hook(lambda m, i, o: outputs.append(o.detach()))
     checkpoint(dropping, torch.randn(8, 4, requires_grad=True), use_reentrant=False).sum().backward()
-    found, before = (len(outputs), outputs[0].equal(outputs[1])), torch.get_rng_state()
+    first, again = outputs
+    assert first.equal(again)
+    before = torch.get_rng_state()
     dropping.eval()(torch.ones(8, 4))
     assert torch.get_rng_state().equal(before)  # evaluation draws nothing
-    return found
-
-
-def test_activation_checkpointing_draws_the_same_masks_again():
-    assert run(recomputed, 2) == [(2, True)] * 2
 
 
 class Fails(nn.Module):
@@ -842,20 +757,16 @@ class Fails(nn.Module):
         raise RuntimeError("no")
 
 
-def failing(local_rank):
-    layers = nn.Sequential(Fails())
-    apply_plan(layers, check_plan(layers, {"0": ddl.ShardedRandom()}, 2), ddl.get_mesh().device_mesh["tp"])
+@on_each_rank(tp=2)
+def test_a_module_that_fails_leaves_the_stream_as_it_was(local_rank):
+    layers = cut(nn.Sequential(Fails()), {"0": ddl.ShardedRandom()})
     torch.manual_seed(0)
     with contextlib.suppress(RuntimeError):
         layers(torch.ones(1))
     after = torch.get_rng_state()
     torch.manual_seed(0)
     draw_seed()
-    return after.equal(torch.get_rng_state())
-
-
-def test_a_module_that_fails_leaves_the_stream_as_it_was():
-    assert run(failing, 2) == [True, True]
+    assert after.equal(torch.get_rng_state())
     torch.manual_seed(0)
     state = torch.get_rng_state()
     with contextlib.suppress(KeyError), random_stream(5):
@@ -880,7 +791,7 @@ def streams_after_training(local_rank):
 
 
 def test_ranks_of_a_replica_stay_alike_however_much_their_stages_draw():
-    ranks = ddl.Parallel("gloo", 4, pp=2, tp=2, timeout=TIMEOUT).run(streams_after_training)
+    ranks = launch({"pp": 2, "tp": 2}, streams_after_training)
     for before, after in ranks:
         assert before.equal(ranks[0][0])
         assert after.equal(ranks[0][1])
