@@ -10,7 +10,6 @@ of the first page and of each chapter lie there too.
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -23,6 +22,7 @@ import threading
 import time
 from pathlib import Path
 
+from loading import ROOT, load
 from selenium import webdriver
 from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.chrome.service import Service
@@ -32,11 +32,8 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-ROOT = Path(__file__).resolve().parent.parent
 CHECKOUT = ROOT / "build" / "browser"
-spec = importlib.util.spec_from_file_location("workbook", ROOT / "tools" / "workbook.py")
-workbook = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(workbook)
+workbook = load("tools/workbook.py")
 
 
 def make_checkout() -> None:

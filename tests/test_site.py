@@ -1,27 +1,21 @@
 """The site's pages, without Sphinx and without a browser: tests/extra_site.sh has both."""
 
-import importlib.util
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
 import yaml
+from loading import ROOT, load
 
 import ignite_ddl as ddl
 from ignite_ddl.lab.plan import A100, Cluster, Model, predict
 
-ROOT = Path(__file__).parent.parent
-
 
 @pytest.fixture(scope="module")
 def site():
-    spec = importlib.util.spec_from_file_location("site_tool", ROOT / "tools" / "site.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
+    yield load("tools/site.py")
     sys.path.remove(str(ROOT / "tools"))
 
 

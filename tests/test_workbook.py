@@ -1,7 +1,6 @@
 """tools/workbook.py: the reader's copies under every combination of changes, and the copies for Colab."""
 
 import copy
-import importlib.util
 import json
 import os
 import shutil
@@ -11,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from loading import ROOT, load
 
-ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location("workbook_tool", ROOT / "tools" / "workbook.py")
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
+tool = load("tools/workbook.py")
 
 NAME = "05_rows.ipynb"
 NEW, NEW2 = "05_rows.new.ipynb", "05_rows.new2.ipynb"

@@ -1,7 +1,5 @@
 """course/along.py: what ranks hold along a block, found by running it."""
 
-import doctest
-
 import pytest
 
 import ignite_ddl.course.along as along
@@ -38,8 +36,3 @@ def test_a_sequence_plan_cuts_the_rest_by_tokens():
         ("up", ["all_gather"]),
         ("+", ["reduce_scatter"]),
     ]
-
-
-def test_its_example_runs():
-    [example] = [test for test in doctest.DocTestFinder().find(along.held_along_a_block) if test.examples]
-    assert doctest.DocTestRunner().run(example).failed == 0

@@ -1,8 +1,10 @@
-"""The checks of the exercises, against natural mistakes. That each solution passes, nbval sees in the notebooks.
+"""The checks of the exercises, against natural mistakes. That each solution passes, and that each stub gets its line,
+nbval sees in the notebooks.
 
-``mistakes/chNN.py`` holds a chapter's mistakes as data, for each check a dict from a piece of the hint to the function
+``mistakes/chNN.py`` holds a chapter's mistakes as data, for each check a dict from a piece of the hint to the answer
 that gets it: ``MISTAKES``, and ``WAITING`` where ranks wait for each other; ``RIGHT`` holds right answers unlike the
-notebook's. The stub of every exercise is tried here, and each ``raise Hint`` of a chapter has to be reached.
+notebook's. An answer is a function, or a dict of what to replace in the text of the notebook's solution. Each
+``raise Hint`` of a chapter has to be reached.
 """
 
 import ast
@@ -10,11 +12,12 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from symtable import symtable
 
+import nbformat
 import pytest
 import torch
 import torch.distributed as dist
-from checking import stub
 
 import ignite_ddl as ddl
 import ignite_ddl.course.exercises as exercises
@@ -28,7 +31,6 @@ CHECKS = "ignite_ddl.course.checks.ch{}"  # module of chapter NN
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 CHAPTERS = sorted(path.name[:2] for path in NOTEBOOKS.glob("*.ipynb"))
 CHECK = re.compile(r"^@exercise\ndef (\w+)", re.MULTILINE)
-STUB = {"write the body of stub, then run this cell again": stub}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,6 +54,54 @@ def reached(monkeypatch):
     return lines
 
 
+class Solutions:
+    """The solutions of a chapter's notebook, and what they use of the notebook."""
+
+    def __init__(self, chapter):
+        [path] = NOTEBOOKS.glob(f"{chapter}_*.ipynb")
+        self.sources, self.nodes = {}, {}
+        for cell in nbformat.read(path, as_version=4).cells:
+            tags = cell.metadata.get("tags", [])
+            if cell.cell_type != "code" or "setup" in tags or cell.source.startswith("%%"):
+                continue
+            if "solution" in tags:
+                [name] = re.findall(r"^def (\w+)_solution\(", cell.source, re.MULTILINE)
+                self.sources[name] = cell.source.partition("\nassert ")[0].replace(f"{name}_solution", name)
+            for node in ast.parse(re.sub("^[%!].*", "", cell.source, flags=re.MULTILINE)).body:
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    self.nodes |= {alias.asname or alias.name.split(".")[0]: node for alias in node.names}
+                elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    self.nodes[node.name] = node
+                elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                    self.nodes[node.targets[0].id] = node
+
+    def edited(self, name, edits):
+        source = self.sources[name]
+        for old, new in edits.items():
+            assert old in source, f"the solution of {name} has no {old!r}"
+            source = source.replace(old, new)
+        space = {"__name__": "__main__"}  # as in a notebook: functions travel to ranks by value
+        self.run(source, space)
+        return space[name]
+
+    def run(self, source, space):
+        """Runs code after what it names of the notebook."""
+        for name in global_names(symtable(source, "a solution", "exec")) & self.nodes.keys():
+            if name not in space:
+                space[name] = None  # so that a function may call itself
+                self.run(ast.unparse(self.nodes[name]), space)
+        exec(source, space)
+
+
+def global_names(table):
+    here = {
+        name.get_name()
+        for name in table.get_symbols()
+        if name.is_referenced() and (name.is_global() or table.get_type() == "module")
+    }
+    return here.union(*map(global_names, table.get_children()))
+
+
 def wrong_hints(check, mistakes, capsys):
     """What is wrong with what a check says of mistakes, one line for each."""
     for hint, function in mistakes.items():
@@ -69,16 +119,24 @@ def test_each_mistake_gets_its_hint(chapter, reached, capsys, monkeypatch):
     )
     checks = {name: getattr(module, name) for name in CHECK.findall(inspect.getsource(module))}
     assert set(data.MISTAKES) == set(checks)
-    problems = []
+    solutions, problems = Solutions(chapter), []
     for name, check in checks.items():
-        problems += wrong_hints(check, STUB | data.MISTAKES[name], capsys)
-        for function in getattr(data, "RIGHT", {}).get(name, []):
-            passed, (out, _) = check(function), capsys.readouterr()
+
+        def function(answer, name=name):
+            return answer if callable(answer) else solutions.edited(name, answer)
+
+        mistakes, waiting = (
+            {hint: function(answer) for hint, answer in getattr(data, part, {}).get(name, {}).items()}
+            for part in ("MISTAKES", "WAITING")
+        )
+        problems += wrong_hints(check, mistakes, capsys)
+        for answer in getattr(data, "RIGHT", {}).get(name, []):
+            passed, (out, _) = check(function(answer)), capsys.readouterr()
             if not passed or not out.startswith("right"):
                 problems.append(f"{name}: a right answer does not pass, but {out!r}")
-        if waiting := getattr(data, "WAITING", {}).get(name):
+        if waiting:
             with monkeypatch.context() as patch:
-                patch.setattr(module, "WAIT_SECONDS", 3)
+                patch.setattr(module, "WAIT_SECONDS", 2)
                 problems += wrong_hints(check, waiting, capsys)
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if isinstance(node, ast.Raise) and ast.unparse(node).startswith("raise Hint("):

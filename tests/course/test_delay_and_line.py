@@ -1,6 +1,5 @@
 """Layers and lines that take the time they are told to."""
 
-import doctest
 import time
 
 import pytest
@@ -44,11 +43,6 @@ def test_a_delay_may_be_per_row_and_has_a_weight_only_where_that_takes_time():
     assert repr(delay) == "Delay(forward=0.01, backward=0, backward_weight=0, per_row=True)"
     with pytest.raises(ValueError, match="backward is -1; it has to be a time of at least 0 seconds"):
         Delay(backward=-1)
-
-
-def test_the_example_of_a_delay_runs():
-    [example] = [test for test in doctest.DocTestFinder().find(Delay) if test.name == "Delay"]
-    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 def two_steps(local_rank, latency):

@@ -44,13 +44,6 @@ def test_an_untrained_model_knows_nothing():
     assert abs(loss - math.log(80)) < 0.1
 
 
-def test_it_is_a_row_of_layers_that_can_be_cut():
-    model = GPT(**SIZES)
-    assert [name for name, _ in model.named_children()] == ["embed", "block0", "block1", "head"]
-    assert type(model[1:3]) is nn.Sequential
-    assert model[3](model[:3](ids(2))).equal(model(ids(2)))
-
-
 def test_the_plan_reaches_all_linear_layers_and_refuses_to_cut_heads():
     model = GPT(**SIZES)
     layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
@@ -105,7 +98,6 @@ def drawn_on(local_rank, shard):
         ({"dp": 2}, False),
         ({"dp": 2}, True),
         ({"tp": 2}, False),
-        ({"pp": 2}, False),
         ({"pp": 2, "tp": 2}, False),
     ],
 )

@@ -4,12 +4,14 @@ benchmarks/gpu.py runs on the CPU, refuses to pass that off as a result, and the
 chapter's own GPU cells run with the CPU in the GPU's place: that finds what is misspelt, not what a GPU does.
 """
 
-import importlib.util
 import json
+import runpy
+import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import nbformat
 import pytest
@@ -24,29 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "benchmarks" / "gpu.py"
 
 
-@pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", SOURCE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_benchmark"] = module  # its ranks are started by name
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["gpu_benchmark"]
+BENCHMARK = runpy.run_path(str(SOURCE))
 
 
 @pytest.fixture(scope="module")
-def record(benchmark, tmp_path_factory):
+def record(tmp_path_factory):
     path = tmp_path_factory.mktemp("gpu") / "cpu.json"
-    threads = torch.get_num_threads()
-    sys.path.insert(0, str(SOURCE.parent))
-    try:
-        benchmark._rank.__module__ = "gpu"  # as its ranks import it
-        sys.modules["gpu"] = benchmark
-        benchmark.main(["--device", "cpu", "--output", str(path), "--size", "0.001"])
-    finally:
-        sys.path.remove(str(SOURCE.parent))
-        del sys.modules["gpu"]
-        torch.set_num_threads(threads)
+    command = [sys.executable, SOURCE, "--device", "cpu", "--output", path, "--size", "0.001"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return json.loads(path.read_text())
 
 
@@ -66,26 +53,22 @@ def test_ranks_on_one_device_add_up(record):
     assert two[1] == "3"  # gloo in NCCL's place
 
 
-def test_a_rank_that_fails_is_quoted(benchmark, tmp_path):
-    answers = []
-
-    class Answers:
-        put = staticmethod(answers.append)
-
-    benchmark._rank(0, 1, "no_such_backend", "cpu", str(tmp_path / "store"), Answers)
-    [(rank, text)] = answers
+def test_a_rank_that_fails_is_quoted(tmp_path):
+    answers = SimpleQueue()
+    BENCHMARK["_rank"](0, 1, "no_such_backend", "cpu", str(tmp_path / "store"), answers)
+    rank, text = answers.get_nowait()
     assert rank == 0
     assert "no_such_backend" in text.lower()
 
 
-def test_numbers_of_a_cpu_are_no_recorded_results(benchmark, record, tmp_path, capsys):
+def test_numbers_of_a_cpu_are_no_recorded_results(record, tmp_path, capsys):
     path = tmp_path / "cpu.json"
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match="measured on 'cpu'"):
         recorded("copies", path)
     for arguments in (["--device", "cpu"], ["--device", "cpu", "--output", str(PATH)]):
         with pytest.raises(SystemExit):
-            benchmark.main(arguments)
+            BENCHMARK["main"](arguments)
         assert "no recorded results" in capsys.readouterr().err
 
 

@@ -1,6 +1,5 @@
-"""What pages say about guesses, the scripts that they show, and how they start and time ranks: the examples."""
+"""What pages say about guesses, the scripts that they show, and how they start and time ranks."""
 
-import doctest
 import time
 
 import ignite.distributed as idist
@@ -16,54 +15,16 @@ from ignite_ddl.course import (
     all_reduce_by_messages,
     compare_cut,
     describe_machine,
-    example,
-    flatten_parameters,
-    loader_traps,
     median_seconds,
-    on_nodes,
     on_ranks,
-    other_programs,
     overlapped,
     reduce_scatter_by_messages,
-    score,
     sharded_step,
-    steps_by_hand,
     time_pipeline,
-    time_server_step,
     time_steps,
     train_copies,
-    train_with,
-    watch_step,
 )
 from ignite_ddl.lab import count_bytes
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        StepMemory,
-        compare_cut,
-        example,
-        flatten_parameters,
-        loader_traps,
-        median_seconds,
-        on_nodes,
-        other_programs,
-        overlapped,
-        score,
-        sharded_step,
-        steps_by_hand,
-        time_pipeline,
-        time_server_step,
-        time_steps,
-        train_copies,
-        train_with,
-        watch_step,
-    ],
-)
-def test_its_example_holds(function):
-    [found] = [test for test in doctest.DocTestFinder().find(function) if test.examples]
-    assert doctest.DocTestRunner().run(found).failed == 0
 
 
 def test_functions_are_timed_in_turns_after_a_call_to_warm_up():

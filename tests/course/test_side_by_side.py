@@ -36,24 +36,3 @@ def test_gradients_are_those_of_the_mean_loss_of_a_network():
     found = networks.gradients(networks.start())
     for gradient, right in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient[0], right)
-
-
-def test_accuracies_are_shares_by_rate_and_seed():
-    networks, weights = trained([0.1, 0.05, 0.025], n_seeds=2)
-    accuracies = networks.accuracies(weights)
-    assert accuracies.shape == (3, 2)
-    assert torch.equal((accuracies * 1000).round() / 1000, accuracies)
-
-
-def test_every_layer_has_a_matrix_and_a_bias():
-    networks = SideBySide([0.1], n_seeds=2, hidden=(8, 6))
-    weights = networks.start()
-    assert [tuple(weight.shape[1:]) for weight in weights] == [
-        (49, 8),
-        (1, 8),
-        (8, 6),
-        (1, 6),
-        (6, 10),
-        (1, 10),
-    ]
-    assert all(gradient.any() for gradient in networks.gradients(weights))

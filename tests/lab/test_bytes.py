@@ -8,6 +8,10 @@ import ignite.distributed as idist
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from ignite_ddl.course import on_ranks
 from ignite_ddl.lab import cost
@@ -83,24 +87,69 @@ PLAIN = {
 }
 
 
-def count_plain(rank):
+def in_ddp():
+    logging.disable(logging.INFO)
+    model = idist.auto_model(torch.nn.Linear(3, 2))  # 8 numbers
+    with count_bytes() as traffic:
+        for _ in range(3):
+            model(ones(3)).sum().backward()
+    return traffic.of("all_reduce")
+
+
+def in_dtensor():
+    logging.disable(logging.WARNING)
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(ones(32).reshape(8, 4), mesh, [Shard(0)])  # 32 bytes a rank
+    with count_bytes() as traffic:
+        x.full_tensor()  # gathers
+        (x.t() @ x).full_tensor()  # adds up 16 numbers
+    return traffic
+
+
+def in_fsdp():
+    model = torch.nn.Linear(8, 4)  # 36 numbers, 9 a rank
+    fully_shard(model)
+    with count_bytes() as traffic:
+        model(ones(8)).sum().backward()
+    return traffic
+
+
+def in_functional():
+    world, x = dist.group.WORLD, torch.ones(4, requires_grad=True)
+    with count_bytes() as traffic:
+        funcol.broadcast(ones(3), 1, world).sum()
+        funcol.all_to_all_single(ones(4), None, None, world).sum()
+        funcol.all_gather_tensor_autograd(x, 0, world).square().sum().backward()  # a contiguous gradient
+    return traffic
+
+
+OVER_ALL = [("all_to_all", 16, 16), ("all_gather", 16, 64), ("reduce_scatter", 64, 16)]
+LIBRARIES = {  # as in PLAIN, but for functions that count by themselves
+    "ddp": (in_ddp, [("all_reduce", 32, 32)] * 3, None),
+    "dtensor": (in_dtensor, [("all_gather", 32, 128), ("all_reduce", 64, 64)], None),
+    "fsdp": (in_fsdp, [("all_gather", 36, 144), ("reduce_scatter", 144, 36)], None),
+    "functional": (in_functional, [("broadcast", 0, 12), *OVER_ALL], [("broadcast", 12, 0), *OVER_ALL]),
+}
+
+
+def count_all(rank):
     warnings.simplefilter("ignore")  # of names that newer versions of torch deprecate
     found = {}
     for name, (call, _, _) in PLAIN.items():
         with count_bytes() as traffic:
             call()
         found[name] = traffic
-    return found
+    return found | {name: library() for name, (library, _, _) in LIBRARIES.items()}
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return on_ranks(4, count_plain)
+    return on_ranks(4, count_all)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", PLAIN | LIBRARIES)
 def test_payload(plain, name):
-    _, rank_0, rank_1 = PLAIN[name]
+    _, rank_0, rank_1 = (PLAIN | LIBRARIES)[name]
     for found, expected in zip(plain, (rank_0, rank_1 or rank_0), strict=False):
         traffic = found[name]
         assert [(call.op, call.put_in, call.got) for call in traffic.calls] == expected
@@ -150,84 +199,7 @@ def test_a_group_is_named_by_global_ranks():
     ]
 
 
-def in_ddp(rank):
-    logging.disable(logging.INFO)
-    model = idist.auto_model(torch.nn.Linear(3, 2))  # 8 numbers
-    with count_bytes() as traffic:
-        for _ in range(3):
-            model(ones(3)).sum().backward()
-    return traffic
-
-
-def test_ddp_in_backward():
-    for traffic in on_ranks(4, in_ddp):
-        assert [call.put_in for call in traffic.of("all_reduce").calls] == [32, 32, 32]
-
-
-def in_dtensor(rank):
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    mesh = init_device_mesh("cpu", (4,))
-    x = distribute_tensor(ones(32).reshape(8, 4), mesh, [Shard(0)])  # 32 bytes a rank
-    with count_bytes() as traffic:
-        x.full_tensor()  # gathers
-        (x.t() @ x).full_tensor()  # adds up 16 numbers
-    return traffic
-
-
-def test_dtensor():
-    for traffic in on_ranks(4, in_dtensor):
-        assert [(call.op, call.put_in, call.got) for call in traffic.calls] == [
-            ("all_gather", 32, 128),
-            ("all_reduce", 64, 64),
-        ]
-
-
-def in_fsdp(rank):
-    from torch.distributed.fsdp import fully_shard
-
-    model = torch.nn.Linear(8, 4)  # 36 numbers, 9 a rank
-    fully_shard(model)
-    with count_bytes() as traffic:
-        model(ones(8)).sum().backward()
-    return traffic
-
-
-def test_fsdp():
-    for traffic in on_ranks(4, in_fsdp):
-        assert [(call.op, call.put_in, call.got) for call in traffic.calls] == [
-            ("all_gather", 36, 144),
-            ("reduce_scatter", 144, 36),
-        ]
-
-
-def in_functional(rank):
-    import torch.distributed._functional_collectives as functional
-
-    warnings.simplefilter("ignore")
-    world, x = dist.group.WORLD, torch.ones(4, requires_grad=True)
-    with count_bytes() as traffic:
-        functional.broadcast(ones(3), 1, world).sum()
-        functional.all_to_all_single(ones(4), None, None, world).sum()
-        functional.all_gather_tensor_autograd(x, 0, world).square().sum().backward()  # a contiguous gradient
-    return traffic
-
-
-def test_functional_collectives_and_their_backward():
-    for rank, traffic in enumerate(on_ranks(4, in_functional)):
-        assert [(call.op, call.put_in, call.got) for call in traffic.calls] == [
-            ("broadcast", 12, 0) if rank == 1 else ("broadcast", 0, 12),
-            ("all_to_all", 16, 16),
-            ("all_gather", 16, 64),
-            ("reduce_scatter", 64, 16),
-        ]
-
-
 def in_a_pipeline(rank):
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
     layer = torch.nn.Linear(4, 4)
     stage = PipelineStage(layer, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=lambda y, _: y.sum())

@@ -151,6 +151,8 @@ def test_pipelines():
     # Korthikanti et al. 2022, section 4.2.3: 1 + (p - 1) / (p v) times the layers.
     peak = cost.pipeline_peak_activations("interleaved_1f1b", 8, 64, n_chunks=3)
     assert peak / (8 * 3) == pytest.approx(1 + 7 / 24)
+    # Qi et al. 2023, table 2.
+    assert cost.zero_bubble_seconds(8, 2.0, 2.0, 1.0, "1f1b") == 7 * 5
     assert cost.zero_bubble_seconds(8, 2.0, 2.0, 1.0) == 7 * 3
     assert cost.zero_bubble_seconds(8, 2.0, 2.0, 1.0, "zb-h2") == 7 * 2
     assert cost.zero_bubble_seconds(8, 1.0, 1.0, 1.0, "zb-v") == 0

@@ -79,13 +79,13 @@ def test_unequal_stages_are_near_the_simulator_s():
 @pytest.mark.parametrize(
     "how",
     [
-        {"dp": 4, "microbatches": 1},
+        pytest.param({"dp": 4, "microbatches": 1}, marks=pytest.mark.slow),
         {"dp": 4, "zero": 3, "microbatches": 1},
-        {"tp": 4, "microbatches": 2},
+        pytest.param({"tp": 4, "microbatches": 2}, marks=pytest.mark.slow),
         {"dp": 2, "tp": 2, "microbatches": 2},
-        {"pp": 4, "microbatches": 8},
+        pytest.param({"pp": 4, "microbatches": 8}, marks=pytest.mark.slow),
         {"pp": 2, "microbatches": 4, "schedule": "interleaved_1f1b"},
-        {"dp": 2, "pp": 2, "microbatches": 4},
+        pytest.param({"dp": 2, "pp": 2, "microbatches": 4}, marks=pytest.mark.slow),
         {"dp": 2, "pp": 2, "microbatches": 4, "zero": 1},
     ],
     ids=str,

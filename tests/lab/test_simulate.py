@@ -326,20 +326,6 @@ def test_pipedream_meets_its_closed_forms(n_ranks, more, f, b):
     assert run.pipeline.bubble == close((n_ranks - 1) / (m + n_ranks - 1))
 
 
-def test_pipedream_stands_idle_only_at_its_beginning_and_its_end():
-    run = simulate.pipedream(4, 24, forward=1, backward_input=1, backward_weight=1)
-    filled, drained = 3 * 1, run.pipeline.seconds - 3 * 2  # the last stage begins, and ends
-    computed = [span for span in run.pipeline.records if span.kind in ("forward", "backward")]
-    for rank in range(4):
-        # From the first gradient that comes back to the last forward pass there is no gap.
-        row = [span for span in computed if span.rank == rank and filled + 9 <= span.start < drained - 18]
-        assert len(row) > 20
-        assert all(one.end == close(after.start) for one, after in zip(row, row[1:], strict=False))
-    flushed = [simulate.pipeline("1f1b", 4, 4) for _ in range(6)]
-    assert sum(step.seconds for step in flushed) == 6 * 7 * 3
-    assert run.pipeline.seconds == (24 + 3) * 3
-
-
 def test_pipedream_by_hand():
     # Two stages, three microbatches. Stage 0: F0 F1 B0 F2 B1 B2, and so F2 has seen one update, B2 two.
     run = simulate.pipedream(2, 3)
@@ -470,15 +456,7 @@ def test_draws_do_not_depend_on_who_asks_first():
     assert statistics.stdev(many) == pytest.approx(0.5, abs=0.03)
 
 
-# ---------------------------------------------------- pipelines: a paper's table, and bad input
-
-
-@pytest.mark.parametrize(("name", "of_weights"), [("1f1b", 1), ("zb-h1", -1), ("zb-h2", -2)])
-def test_the_table_of_zero_bubble(name, of_weights):
-    """Qi et al. 2023: times of table 1, per s b h, for s = 1024, h = 4096; bubbles of table 2."""
-    forward, backward, weights = 24 * 4096 + 4 * 1024, 24 * 4096 + 8 * 1024, 24 * 4096
-    bubble = cost.zero_bubble_seconds(8, forward, backward, weights, name)
-    assert bubble == close(7 * (forward + backward + of_weights * weights))
+# ------------------------------------------------------------------------------------------- bad input
 
 
 def test_measured_times_may_be_arrays():

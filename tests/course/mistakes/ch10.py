@@ -1,30 +1,8 @@
 """Natural mistakes in chapter 10's exercises."""
 
-import contextlib
-from functools import partial
-
-import torch
-import torch.nn.functional as F
-
 from ignite_ddl.course.checks.ch10 import _buckets, _never_above
 
-
-def accumulate(
-    replica, micro_batches, weigh=lambda rows, n_rows, n: rows / n_rows, leaves=True, forward_inside=True
-):
-    n_rows, n = sum(len(x) for x, _ in micro_batches), len(micro_batches)
-    for place, (x, y) in enumerate(micro_batches, start=1):
-        inside = contextlib.nullcontext if place == n and leaves else replica.no_sync
-        with inside() if forward_inside else contextlib.nullcontext():
-            loss = F.cross_entropy(replica(x), y) * weigh(len(x), n_rows, n)
-            with inside():
-                loss.backward()
-
-
-def in_one_pass(replica, micro_batches):
-    accumulate(replica, [tuple(torch.cat(parts) for parts in zip(*micro_batches, strict=True))])
-
-
+WEIGHT = ', reduction="sum").div(n_rows)'
 MISTAKES = {
     "buckets": {
         "return a list of lists": lambda sizes, cap, first_cap: [0],
@@ -33,17 +11,21 @@ MISTAKES = {
         "your buckets hold": lambda *args: 2 * _buckets(*args),
         "backward goes from the last": lambda sizes, cap, first_cap: [list(range(len(sizes)))],
         "bucket by bucket": lambda *args: [bucket[::-1] for bucket in _buckets(*args)],
-        "a cap of its own": lambda sizes, cap, first_cap: _buckets(sizes, cap, cap),
+        "a cap of its own": {"cap if closed else first_cap": "cap"},
         "its cap or more; yours never hold more, and make": _never_above,
         "bucket 0 should hold": lambda sizes, cap, first_cap: [[i] for i in reversed(range(len(sizes)))],
     },
     "accumulate": {
         "has no gradient": lambda replica, micro_batches: None,
-        "sends nothing": partial(accumulate, leaves=False),
-        "add up": partial(accumulate, weigh=lambda rows, n_rows, n: 1),
-        "weight by rows": partial(accumulate, weigh=lambda rows, n_rows, n: 1 / n),
-        "off that of the big batch": lambda replica, micro_batches: accumulate(replica, micro_batches[-1:]),
-        "right, but a forward pass of 12 rows; the largest micro-batch has 4": in_one_pass,
-        "right, but 3 all-reduces": partial(accumulate, forward_inside=False),
+        "sends nothing": {
+            "    x, y = micro_batches[-1]\n": "    with replica.no_sync():\n        x, y = micro_batches[-1]\n    "
+        },
+        "add up": {WEIGHT: ")"},
+        "weight by rows": {WEIGHT: ").div(len(micro_batches))"},
+        "off that of the big batch": {"n_rows =": "micro_batches = micro_batches[-1:]\n    n_rows ="},
+        "right, but a forward pass of 12 rows; the largest micro-batch has 4": {
+            "n_rows =": "micro_batches = [tuple(map(torch.cat, zip(*micro_batches)))]\n    n_rows ="
+        },
+        "right, but 3 all-reduces": {"with replica.no_sync()": "if True"},
     },
 }
