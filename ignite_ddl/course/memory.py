@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import ignite.distributed as idist
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -25,7 +26,8 @@ _KINDS = {
 class StepMemory:
     """Looks at what lies in memory at named moments of a ``with`` block, and at its peak, by torch's MemTracker.
 
-    MemTracker counts every tensor that is made or freed in the block, on the CPU as on a GPU.
+    MemTracker counts every tensor that is made or freed in the block, on the CPU as on a GPU. That takes longer than
+    the step, so of several ranks only rank 0 looks: on the others nothing is found.
 
     Args:
         model: the model.
@@ -57,10 +59,13 @@ class StepMemory:
 
         self.mib: dict[str, dict[str, float]] = {}
         self._device = batch.device
-        self._tracker = MemTracker()
-        self._tracker.track_external(model, optimizer, batch)
+        self._tracker = MemTracker() if idist.get_rank() == 0 else None
+        if self._tracker:
+            self._tracker.track_external(model, optimizer, batch)
 
     def __enter__(self) -> StepMemory:
+        if not self._tracker:
+            return self
         warnings.filterwarnings(
             "ignore", message="Expected a tensor"
         )  # of MemTracker, at a gradient that is None
@@ -71,8 +76,9 @@ class StepMemory:
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._forget.remove()
-        self._tracker.__exit__(*exc_info)
+        if self._tracker:
+            self._forget.remove()
+            self._tracker.__exit__(*exc_info)
 
     def steps(self, n: int) -> Iterator[int]:
         """Counts steps from 0; MemTracker has to be told where each begins. An optimizer makes its state in the first.
@@ -81,7 +87,8 @@ class StepMemory:
             n: number of steps.
         """
         for step in range(n):
-            self._tracker.reset_mod_stats()
+            if self._tracker:
+                self._tracker.reset_mod_stats()
             yield step
 
     def look(self, moment: str) -> None:
@@ -93,5 +100,7 @@ class StepMemory:
         return self._snapshot("peak")
 
     def _snapshot(self, which: str) -> dict[str, float]:
+        if not self._tracker:
+            return {}
         sizes = self._tracker.get_tracker_snapshot(which)[self._device]
         return {name: sizes[kind] / 2**20 for kind, name in _KINDS.items()}

@@ -80,9 +80,6 @@ def _on_a_rank(local_rank: int, plan: Plan, rounds: int) -> dict[str, Any]:
         trainer.run(loader)
         seconds.append(time.perf_counter() - start)
     optimizer.zero_grad()
-    if local_rank > 0:  # MemTracker takes longer than the step, and what it finds on rank 0 is asked for
-        trainer.run(loader)
-        return {"seconds": seconds}
     with StepMemory(model, optimizer, ids) as memory, count_bytes() as traffic:
         for _ in memory.steps(1):
             trainer.run(loader)
