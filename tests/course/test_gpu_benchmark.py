@@ -5,9 +5,6 @@ chapter's own GPU cells run with the CPU in the GPU's place: that finds what is 
 """
 
 import json
-import runpy
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -23,17 +20,21 @@ from ignite_ddl.course import median_seconds
 from ignite_ddl.course.recorded import PATH, gpu_here, recorded
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "benchmarks" / "gpu.py"
-
-
-BENCHMARK = runpy.run_path(str(SOURCE))
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory):
+def benchmark():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")  # its ranks are started by name
+        import gpu
+
+        yield gpu
+
+
+@pytest.fixture(scope="module")
+def record(benchmark, tmp_path_factory):
     path = tmp_path_factory.mktemp("gpu") / "cpu.json"
-    command = [sys.executable, SOURCE, "--device", "cpu", "--output", path, "--size", "0.001"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    benchmark.main(["--device", "cpu", "--output", str(path), "--size", "0.001"])
     return json.loads(path.read_text())
 
 
@@ -53,22 +54,22 @@ def test_ranks_on_one_device_add_up(record):
     assert two[1] == "3"  # gloo in NCCL's place
 
 
-def test_a_rank_that_fails_is_quoted(tmp_path):
+def test_a_rank_that_fails_is_quoted(benchmark, tmp_path):
     answers = SimpleQueue()
-    BENCHMARK["_rank"](0, 1, "no_such_backend", "cpu", str(tmp_path / "store"), answers)
+    benchmark._rank(0, 1, "no_such_backend", "cpu", str(tmp_path / "store"), answers)
     rank, text = answers.get_nowait()
     assert rank == 0
     assert "no_such_backend" in text.lower()
 
 
-def test_numbers_of_a_cpu_are_no_recorded_results(record, tmp_path, capsys):
+def test_numbers_of_a_cpu_are_no_recorded_results(benchmark, record, tmp_path, capsys):
     path = tmp_path / "cpu.json"
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match="measured on 'cpu'"):
         recorded("copies", path)
     for arguments in (["--device", "cpu"], ["--device", "cpu", "--output", str(PATH)]):
         with pytest.raises(SystemExit):
-            BENCHMARK["main"](arguments)
+            benchmark.main(arguments)
         assert "no recorded results" in capsys.readouterr().err
 
 

@@ -1,8 +1,5 @@
 """The instruments' figures and the kit that they and the chapters' figures are made of."""
 
-import subprocess
-import sys
-
 import pytest
 from matplotlib.colors import to_hex, to_rgb
 
@@ -28,11 +25,6 @@ def bars(axes):
 
 def texts(axes):
     return [text.get_text() for text in axes.texts]
-
-
-def test_matplotlib_is_imported_with_the_first_figure_only():
-    script = "import sys, ignite_ddl.lab.draw, ignite_ddl.course.figures.ch00; assert 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def contrast(one, other):
