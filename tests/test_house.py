@@ -1,10 +1,12 @@
-"""The house has three storeys and a stair that only goes down: course uses lab uses the package."""
+"""The house has three storeys and a stair that only goes down: course uses lab uses the package.
+
+That lab.cost, plan and simulate need neither torch nor Ignite, test_site.py sees: a page runs them.
+"""
 
 import ast
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -59,62 +61,31 @@ def test_no_two_files_import_each_other_whatever_way_round():
         visit(name)
 
 
-def run(code, *args):
-    command = [sys.executable, "-c", textwrap.dedent(code), *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+LOADED = """
+import sys, torch
+def used(*a): raise SystemExit("CUDA was asked for at import")
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = used
+import ignite_ddl
+print(*(name for name in sys.modules if name.startswith("ignite_ddl")), "matplotlib" in sys.modules)
+from ignite_ddl.launch.parallel import PRELOAD
+for name in PRELOAD:
+    __import__(name)
+import ignite_ddl.lab.draw, ignite_ddl.course.figures.ch00
+print("matplotlib" in sys.modules)  # that comes with the first figure
+"""
 
 
 def test_importing_the_package_loads_the_ground_floor_alone_and_opens_no_gpu():
     """A forkserver that had opened CUDA would give ranks in which CUDA does not work."""
-    loaded = run("""
-        import sys, torch
-        def used(*a): raise SystemExit("CUDA was asked for at import")
-        torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = used
-        import ignite_ddl
-        print(*(name for name in sys.modules if name.startswith("ignite_ddl")), "matplotlib" in sys.modules)
-        from ignite_ddl.launch.parallel import PRELOAD
-        for name in PRELOAD:
-            __import__(name)
-        import ignite_ddl.lab.draw, ignite_ddl.course.figures.ch00
-        print("matplotlib" in sys.modules)  # that comes with the first figure
-    """).split()
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
     assert loaded.pop() == loaded.pop() == "False"
     unwanted = ("ignite_ddl.lab", "ignite_ddl.course", "ignite_ddl.parameter_server", "ignite_ddl.parity")
     assert not [name for name in loaded if name.startswith(unwanted)]
     assert "ignite_ddl.model" in loaded
-
-
-def test_predicting_and_simulating_need_neither_torch_nor_ignite(tmp_path):
-    """As a web page has them: only what they import, under empty ``__init__`` files."""
-    wanted, needed = ["ignite_ddl.lab.plan", "ignite_ddl.lab.simulate"], set()
-    while wanted:
-        name = wanted.pop()
-        if name not in needed and name not in ("ignite_ddl", "ignite_ddl.lab", "ignite_ddl.pipeline"):
-            needed.add(name)
-            wanted += IMPORTS[name]
-    for name in needed:
-        target = tmp_path / FILES[name].relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(FILES[name].read_text())
-    for folder in (tmp_path / "ignite_ddl").rglob("*"):
-        if folder.is_dir() and not (folder / "__init__.py").exists():
-            (folder / "__init__.py").touch()
-    (tmp_path / "ignite_ddl" / "__init__.py").touch()
-    said = run(
-        """
-        import sys
-        sys.path[:] = [sys.argv[1], *(p for p in sys.path if p and "site-packages" not in p)]
-        for name in ("torch", "ignite", "numpy"):
-            sys.modules[name] = None
-        from ignite_ddl.lab import cost, plan, simulate
-        step = simulate.pipeline("zbv", n_ranks=4, n_microbatches=8)
-        print(simulate.__file__.startswith(sys.argv[1]), step.seconds, cost.pipeline_bubble(4, 8))
-        """,
-        str(tmp_path),
-    )
-    assert said.split()[0] == "True"
 
 
 def private_names(path):
