@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ignite.engine import Events
+from ranks import in_float64
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -202,8 +203,7 @@ class Case:
     refused: str = ""
     refused_batch: bool = False  # the model is in order, its last batch is not
     wrong: str = ""
-    test: bool = False  # also in `make test`, or, if it is slow, in `make test-all`
-    slow: bool = False
+    slow: bool = False  # of the cases that are tests: not in `make test`, but in `make test-all`
 
     @property
     def mesh(self) -> tuple[int, int, int]:
@@ -292,7 +292,7 @@ def schedule_cases():
 
 
 def all_cases():
-    cases = [Case(**{**case.__dict__, "test": True}) for case in test_cases()]
+    cases = test_cases()
 
     def add(trap, **kwargs):
         cases.append(Case(trap, **kwargs))
@@ -441,7 +441,6 @@ class Trained:
 
 def build_model(case):
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
     model = MODELS[case.model][0]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if any(fnmatch.fnmatchcase(name, glob) for glob in case.frozen):
@@ -455,16 +454,9 @@ def build_loader(case):
     return ddl.auto_dataloader(dataset, batch_size=case.batch_size, shuffle=case.shuffle)
 
 
+@in_float64
 def reference(case):
     """The same training in this process: plain torch but for the loader, which decides the order of rows."""
-    before = torch.get_default_dtype()
-    try:
-        return _train_plainly(case)
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _train_plainly(case):
     model, loader, loss_fn = build_model(case), build_loader(case), MODELS[case.model][2]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     names = dict(model.named_parameters(remove_duplicate=False))
@@ -674,6 +666,7 @@ def each_alone(attempt, *args, **kwargs):
     return message
 
 
+@in_float64
 def run_on_rank(local_rank, cases):
     logging.getLogger("ignite.distributed.auto.auto_model").setLevel(logging.WARNING)
     return [refusal(case) if case.refused else train(case) for case in cases]
@@ -732,17 +725,9 @@ def compare(case, ranks):
     per_replica = case.pp
     for replica in range(case.dp * case.tp):
         held = set().union(*(ranks[replica + r * case.dp * case.tp].weights for r in range(per_replica)))
-        missing = {n for n, p in build_model_here(case).named_parameters()} - held
+        missing = {n for n, p in build_model(case).named_parameters()} - held
         assert not missing, f"no rank of replica {replica} holds {missing}"
     return errors
-
-
-def build_model_here(case):
-    before = torch.get_default_dtype()
-    try:
-        return build_model(case)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def judge(case, results):
@@ -767,7 +752,6 @@ def launch(mesh, cases):
 
 def run(mesh, cases):
     """All cases of a mesh in one launch. Where one fails, each has a launch of its own, to find the culprit."""
-    before = torch.get_default_dtype()
     try:
         by_case = launch(mesh, cases)
     except (ddl.RankError, ValueError, RuntimeError) as error:
@@ -777,8 +761,6 @@ def run(mesh, cases):
         for case in cases:
             yield from run(mesh, [case])
         return
-    finally:
-        torch.set_default_dtype(before)
     for case, results in zip(cases, by_case, strict=True):
         yield judge(case, results)
 

@@ -1,11 +1,15 @@
 """What the tests of meshes have in common: functions run on ranks, and pipelines that need none."""
 
 import contextlib
+import functools
+import inspect
 import math
 import time
 
 import psutil
 import pytest
+import torch
+import torch.nn.functional as F
 
 import ignite_ddl as ddl
 from ignite_ddl.mesh import AXES, Mesh
@@ -13,6 +17,19 @@ from ignite_ddl.pipeline.cut import cut_into_stages
 from ignite_ddl.pipeline.pipeline import Pipeline
 
 TIMEOUT = 120  # seconds: a hang, not a busy machine
+
+
+def in_float64(function):
+    @functools.wraps(function)
+    def inner(*args, **kwargs):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+    return inner
 
 
 def parallel(nproc=2, **kwargs):
@@ -64,16 +81,28 @@ def gone(pids):
 
 
 def on_each_rank(**axes):
-    """Makes a test of a function: each rank of a mesh runs it, with its assertions."""
+    """Makes a test of a function: each rank of a mesh runs it, with its assertions.
+
+    The mesh may be a parameter of the test, ``mesh``, which the function itself does not get.
+    """
 
     def decorate(function):
-        def test():
-            launch(axes, function)
+        def test(**given):
+            mesh = axes or given.pop("mesh")
+            launch(mesh, functools.partial(function, **given))
 
+        _, *own = inspect.signature(function).parameters.values()
+        own += [] if axes else [inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        test.__signature__ = inspect.Signature(own)
         test.__name__, test.__doc__ = function.__name__, function.__doc__
         return test
 
     return decorate
+
+
+def trainer_of(model, loss_fn=F.mse_loss, lr=0.1, **options):
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=lr))
+    return ddl.create_supervised_trainer(model, optimizer, loss_fn, **options)
 
 
 def mesh_of(pp=1, rank=0, dp=1, tp=1):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 from ignite.engine import Engine, Events
 from parity import each_alone
-from ranks import mesh_of, on_each_rank, run
+from ranks import mesh_of, on_each_rank, run, trainer_of
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.utils.data import (
@@ -402,32 +402,6 @@ def build(kind, seed):
     return model
 
 
-def round_trip(local_rank, kind, shard):
-    rank = idist.get_rank()
-    model = ddl.auto_model(build(kind, rank), PLAN if kind == "layers" else None, shard=shard)
-    before = ddl.full_state_dict(model)
-    other = {name: tensor + 1 for name, tensor in build(kind, 99).state_dict().items()}
-    ddl.load_full_state_dict(model, other)
-    after = ddl.full_state_dict(model)
-    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
-    errors = []
-    name = next(iter(other))
-    wrong = [
-        {n: t for n, t in other.items() if n != name},
-        other | {"more": torch.ones(())},
-        other | {list(other)[-1]: torch.ones(99, 99)},  # under pp, of the last stage
-    ]
-    for state in wrong:
-        try:
-            ddl.load_full_state_dict(model, state)
-        except ValueError as error:
-            errors.append(str(error))
-    unchanged = ddl.full_state_dict(model)
-    assert all(torch.equal(unchanged[n], after[n]) for n in after), "a refused state has changed the model"
-    assert all(type(t) is torch.Tensor and t.device.type == "cpu" for t in after.values())
-    return before, after, held, errors
-
-
 def same(one, other):
     assert list(one) == list(other)
     for name in one:
@@ -435,37 +409,47 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(
-    ("kind", "shard", "axes"),
+    ("kind", "shard", "mesh"),
     [
         ("layers", False, {"dp": 2}),
         ("layers", True, {"dp": 2}),
         ("listed", True, {"dp": 2}),
-        ("layers", False, {"dp": 1, "pp": 2}),
+        ("layers", False, {"pp": 2}),
         ("layers", True, {"dp": 2, "tp": 2}),
         pytest.param("layers", True, {"dp": 2, "pp": 2, "tp": 2}, marks=pytest.mark.slow),
     ],
+    ids=str,
 )
-def test_weights_are_those_of_rank_0_and_travel_both_ways(kind, shard, axes):
-    nproc = axes.get("dp", 1) * axes.get("pp", 1) * axes.get("tp", 1)
-    results = run(round_trip, nproc, kind, shard, **axes)
+@on_each_rank()
+def test_weights_are_those_of_rank_0_and_travel_both_ways(local_rank, kind, shard):
+    mesh = ddl.get_mesh()
+    model = ddl.auto_model(build(kind, mesh.rank), PLAN if kind == "layers" else None, shard=shard)
+    same(
+        ddl.full_state_dict(model), build(kind, 0).state_dict()
+    )  # though each rank built it from another seed
     loaded = {name: tensor + 1 for name, tensor in build(kind, 99).state_dict().items()}
+    ddl.load_full_state_dict(model, loaded)
+    for wrong, said in (
+        (dict(list(loaded.items())[1:]), r"state should have the model's names, but lacks \["),
+        (loaded | {"more": torch.ones(())}, r"has \['more'\] besides"),
+        (
+            loaded | {list(loaded)[-1]: torch.ones(99, 99)},
+            r"should have shape .*but has \(99, 99\)",
+        ),  # of any stage
+    ):
+        with pytest.raises(ValueError, match=said):
+            ddl.load_full_state_dict(model, wrong)
+    after = ddl.full_state_dict(model)  # which the refused ones have not changed
     if kind == "listed":
         loaded["heads.a.weight"] = loaded["blocks.0.weight"]
-    for before, after, _, errors in results:
-        same(before, build(kind, 0).state_dict())  # though each rank built it from another seed
-        same(after, loaded)
-        assert len(errors) == 3
-        assert "state should have the model's names, but lacks [" in errors[0]
-        assert "has ['more'] besides" in errors[1]
-        assert "should have shape" in errors[2]
-        assert "but has (99, 99)" in errors[2]
+    same(after, loaded)
+    assert all(type(t) is torch.Tensor and t.device.type == "cpu" for t in after.values())
+    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
     whole = sum(p.numel() for p in build(kind, 0).parameters())
-    if axes == {"dp": 1, "pp": 2}:
-        assert sum(held for *_, held, _ in results) == whole
-    if shard and axes == {"dp": 2}:
-        assert [held for *_, held, _ in results] == [whole // 2, whole // 2]
-    if not shard and axes == {"dp": 2}:
-        assert [held for *_, held, _ in results] == [whole, whole]
+    if mesh.world_size == 2:
+        in_all = whole if shard or mesh.pp_size == 2 else 2 * whole
+        assert idist.all_reduce(held) == in_all
+        assert mesh.pp_size == 2 or held == in_all // 2
 
 
 @on_each_rank(dp=2)
@@ -545,44 +529,37 @@ def rows_for_norms():
     return TensorDataset(x, torch.randn(24, 1, generator=generator, dtype=torch.double))
 
 
-def statistics_of_batchnorm(local_rank, shard, plan):
-    model = ddl.auto_model(normed(), plan, shard=shard, n_microbatches=1, schedule="gpipe")
-    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer = ddl.create_supervised_trainer(model, optimizer, nn.functional.mse_loss)
-    trainer.run(ddl.auto_dataloader(rows_for_norms(), batch_size=8))
-    state = ddl.full_state_dict(model)
-    output = []
-    evaluator = ddl.create_supervised_evaluator(model, output_transform=lambda x, y, y_pred: y_pred)
-    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: output.append(engine.state.output))
-    evaluator.run([rows_for_norms().tensors])
-    return state, output[0]
-
-
 @pytest.mark.parametrize(
-    ("axes", "shard"),
+    ("mesh", "plan", "shard"),
     [
-        ({"dp": 2}, False),
-        ({"dp": 2, "tp": 2}, True),
-        ({"dp": 2, "pp": 2}, False),
+        ({"dp": 2}, None, False),
+        ({"dp": 2, "tp": 2}, {"0": ddl.Column(output_layouts=Replicate())}, True),
+        ({"dp": 2, "pp": 2}, None, False),
     ],
+    ids=["dp2", "dp2 tp2 shard", "dp2 pp2"],
 )
-def test_batchnorm_keeps_the_statistics_of_dp_rank_0(axes, shard):
-    model = normed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+@on_each_rank()
+def test_batchnorm_keeps_the_statistics_of_dp_rank_0(local_rank, plan, shard):
+    one = normed()
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
     for start in range(0, 24, 8):
         x, y = (tensor[start : start + 8] for tensor in rows_for_norms().tensors)
         optimizer.zero_grad()
-        before = copy.deepcopy(model.state_dict())
+        before = copy.deepcopy(one.state_dict())
         for here in (slice(4, 8), slice(0, 4)):  # dp rank 0's rows last: its statistics stay
-            model.load_state_dict(before)
-            (nn.functional.mse_loss(model(x[here]), y[here]) / 2).backward()
+            one.load_state_dict(before)
+            (nn.functional.mse_loss(one(x[here]), y[here]) / 2).backward()
         optimizer.step()
-    output = model.eval()(rows_for_norms().tensors[0]).detach()
-    plan = {"0": ddl.Column(output_layouts=Replicate())} if "tp" in axes else None
-    for state, seen in run(statistics_of_batchnorm, 2 * len(axes), shard, plan, **axes):
-        for name, tensor in model.state_dict().items():
-            assert torch.allclose(state[name], tensor, rtol=0, atol=1e-12), name
-        assert torch.allclose(seen, output, rtol=0, atol=1e-12)
+    model = ddl.auto_model(normed(), plan, shard=shard, n_microbatches=1, schedule="gpipe")
+    trainer_of(model).run(ddl.auto_dataloader(rows_for_norms(), batch_size=8))
+    state = ddl.full_state_dict(model)
+    for name, tensor in one.state_dict().items():
+        assert torch.allclose(state[name], tensor, rtol=0, atol=1e-12), name
+    evaluator = ddl.create_supervised_evaluator(model, output_transform=lambda x, y, y_pred: y_pred)
+    seen = []
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(engine.state.output))
+    evaluator.run([rows_for_norms().tensors])
+    assert torch.allclose(seen[0], one.eval()(rows_for_norms().tensors[0]), rtol=0, atol=1e-12)
 
 
 @on_each_rank(dp=2, tp=2)
@@ -593,10 +570,8 @@ def test_an_optimizer_made_after_a_forward_pass_trains(local_rank):
     before = ddl.full_state_dict(model)
     with torch.no_grad():
         model(torch.ones(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # made of what the forward pass has left
     data = TensorDataset(torch.randn(8, 4), torch.randn(8, 4))
-    trainer = ddl.create_supervised_trainer(model, optimizer, nn.functional.mse_loss)
-    trainer.run(ddl.auto_dataloader(data, batch_size=8))
+    trainer_of(model).run(ddl.auto_dataloader(data, batch_size=8))  # of what the pass has left
     after = ddl.full_state_dict(model)
     assert not any(torch.equal(before[name], after[name]) for name in before)
 

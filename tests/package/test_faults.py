@@ -19,7 +19,7 @@ from pathlib import Path
 import ignite.distributed as idist
 import pytest
 import torch
-from ranks import alive, comes_true, failing, parallel
+from ranks import alive, comes_true, failing, on_each_rank, parallel
 
 import ignite_ddl as ddl
 from ignite_ddl.launch.torchrun import _name_of_round
@@ -152,25 +152,12 @@ def test_launches_at_the_same_time_do_not_collide_and_give_the_main_module_back(
     assert sys.modules["__main__"] is main
 
 
-def test_a_rank_cannot_start_ranks():
-    def work(local_rank):
-        said = []
-        for nproc in (2, None):
-            try:
-                with ddl.Parallel("gloo", nproc) as inner:
-                    inner.run(abs)
-            except ValueError as error:
-                said.append(str(error))
-        return said
-
-    for rank, said in enumerate(parallel().run(work)):
-        assert len(said) == 2
-        for text in said:
-            assert (
-                f"a rank can neither start ranks nor join its job again, but this process is rank {rank}"
-                in text
-            )
-            assert "in the process that started that run" in text
+@on_each_rank(dp=2)
+def test_a_rank_cannot_start_ranks(rank):
+    neither = f"a rank can neither start ranks nor join its job again, but this process is rank {rank}"
+    for nproc in (2, None):
+        with pytest.raises(ValueError, match=f"(?s){neither}.*in the process that started that run"):
+            ddl.Parallel("gloo", nproc).__enter__()
 
 
 def test_what_is_left_in_the_environment_is_named(monkeypatch):
@@ -338,10 +325,8 @@ def test_a_time_out_names_the_rank_that_never_came(work, rank, said, missing, op
 
 
 @posix
-@pytest.mark.parametrize("in_a_notebook", [False, True])
-def test_ctrl_c_says_where_each_rank_was(monkeypatch, capsys, in_a_notebook):
-    if in_a_notebook:  # of a real one see test_launch.py
-        monkeypatch.setattr("ignite_ddl.launch.stacks._shell", lambda: "a shell")
+def test_ctrl_c_says_where_each_rank_was(capsys):
+    """Of a notebook's kernel see test_launch.py."""
     parallel(1).run(abs)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
@@ -351,9 +336,8 @@ def test_ctrl_c_says_where_each_rank_was(monkeypatch, capsys, in_a_notebook):
             parallel(2).run(all_but_rank_1)
     finally:
         signal.signal(signal.SIGINT, handler)
-    said = "".join(caught.value._render_traceback_()) if in_a_notebook else capsys.readouterr().err
     lines = r"rank 0 was at test_faults.py:\d+ in all_but_rank_1, waiting in all_reduce\nrank 1 was at test_faults.py:"
-    assert re.search(lines, said)
+    assert re.search(lines, capsys.readouterr().err)
     assert len(caught.traceback) == 3  # the test's, Parallel.run's and Launch.run's
 
 

@@ -15,7 +15,7 @@ import ignite.distributed as idist
 import psutil
 import pytest
 import torch
-from ranks import TIMEOUT, failing, gone, parallel
+from ranks import TIMEOUT, comes_true, failing, gone, parallel
 
 import ignite_ddl as ddl
 from ignite_ddl.compat import hide_gpus_if_too_few
@@ -25,24 +25,14 @@ from ignite_ddl.launch.parent import Launch
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and process groups are POSIX")
 
 
-@pytest.fixture
-def pids(tmp_path):
-    """A folder in which ranks leave their pids, and a function that reads them."""
-
-    class Pids:
-        folder = str(tmp_path)
-
-        def read(self, expected, within=90.0):
-            deadline = time.monotonic() + within
-            while len(list(tmp_path.glob("*.pid"))) < expected and time.monotonic() < deadline:
-                time.sleep(0.02)
-            return [int(path.stem) for path in tmp_path.glob("*.pid")]
-
-    return Pids()
-
-
 def leave_pid(folder):
     open(os.path.join(folder, f"{os.getpid()}.pid"), "w").close()
+
+
+def pids_in(folder, expected):
+    """Of ranks that have left theirs there."""
+    comes_true(lambda: len(list(folder.glob("*.pid"))) >= expected, within=90)
+    return [int(path.stem) for path in folder.glob("*.pid")]
 
 
 # ------------------------------------------------------------------------------------------------ results
@@ -228,7 +218,7 @@ def test_long_runs_show_every_rank_live(monkeypatch):
 # ------------------------------------------------------------------------------------------------- faults
 
 
-def test_exception_names_the_first_rank_and_ends_its_peers(pids, capfd):
+def test_exception_names_the_first_rank_and_ends_its_peers(tmp_path, capfd):
     def work(local_rank, folder):
         leave_pid(folder)
         print("before")
@@ -236,28 +226,28 @@ def test_exception_names_the_first_rank_and_ends_its_peers(pids, capfd):
             raise KeyError("lost key")
         idist.all_reduce(1)
 
-    error = failing(work, pids.folder, nproc=4)
+    error = failing(work, tmp_path, nproc=4)
     assert error.rank == 2
     assert isinstance(error.exception, KeyError)
     assert "lost key" in str(error)
     assert 'raise KeyError("lost key")' in error.traceback
     assert "_rank_main" not in error.traceback
     assert "[rank 2] before" in capfd.readouterr().out
-    assert gone(pids.read(4))
+    assert gone(pids_in(tmp_path, 4))
 
 
 @posix
-def test_killed_rank_is_named_not_its_peers(pids):
+def test_killed_rank_is_named_not_its_peers(tmp_path):
     def work(local_rank, folder):
         leave_pid(folder)
         if local_rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         idist.all_reduce(1)
 
-    error = failing(work, pids.folder, nproc=4)
+    error = failing(work, tmp_path, nproc=4)
     assert (error.rank, error.exitcode) == (1, -9)
     assert "SIGKILL" in str(error)
-    assert gone(pids.read(4))
+    assert gone(pids_in(tmp_path, 4))
 
 
 def test_rank_that_exits_is_an_error():
@@ -354,17 +344,17 @@ ddl.Parallel("gloo", 2, timeout=60).run(work, sys.argv[1])  # and no `if __name_
     "sent",  # SIGINT also reaches the kernel below; SIGKILL: test_faults.py
     [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
 )
-def test_signals_to_the_parent_leave_no_rank(pids, tmp_path, sent):
+def test_signals_to_the_parent_leave_no_rank(tmp_path, sent):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     run = subprocess.Popen(
-        [sys.executable, str(script), pids.folder],
+        [sys.executable, str(script), tmp_path],
         stderr=subprocess.PIPE,
         text=True,
         # A shell that runs these tests in the background has them ignore Ctrl-C, and what they start.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    ranks = pids.read(2)
+    ranks = pids_in(tmp_path, 2)
     assert len(ranks) == 2
     run.send_signal(sent)
     _, err = run.communicate(timeout=60)
@@ -459,8 +449,8 @@ def test_kernel_faults_end_with_an_error_and_leave_no_rank(kernel, fault):
 
 
 @posix
-def test_kernel_interrupt_ends_the_ranks(kernel, pids):
-    kernel.run(f"folder = {pids.folder!r}")
+def test_kernel_interrupt_ends_the_ranks(kernel, tmp_path):
+    kernel.run(f"folder = {str(tmp_path)!r}")
     kernel.run("""
         def hang(local_rank):
             open(f"{folder}/{os.getpid()}.pid", "w").close()
@@ -468,7 +458,7 @@ def test_kernel_interrupt_ends_the_ranks(kernel, pids):
             idist.barrier()
     """)
     timer = threading.Thread(
-        target=lambda: (pids.read(4), time.sleep(0.2), kernel.manager.interrupt_kernel())
+        target=lambda: (pids_in(tmp_path, 4), time.sleep(0.2), kernel.manager.interrupt_kernel())
     )
     timer.start()
     started = time.monotonic()
@@ -478,25 +468,25 @@ def test_kernel_interrupt_ends_the_ranks(kernel, pids):
     assert re.search(r"rank 0 was at Cell In\[\d+\], line \d, in hang\nrank 1 was at Cell", error)
     assert "selectors" not in error
     assert time.monotonic() - started < 10
-    assert gone(pids.read(4))
+    assert gone(pids_in(tmp_path, 4))
     assert kernel.run("print(parallel.run(lambda rank: rank))")[0] == "[0, 1, 2, 3]\n"
 
 
 @posix
 @pytest.mark.slow  # as a script that is killed, in test_faults.py
-def test_killed_kernel_leaves_no_rank(pids):
+def test_killed_kernel_leaves_no_rank(tmp_path):
     from jupyter_client.manager import start_new_kernel
 
     manager, client = start_new_kernel(kernel_name="python3")
     try:
-        client.execute(f"import os, time, ignite_ddl as ddl\nfolder = {pids.folder!r}")
+        client.execute(f"import os, time, ignite_ddl as ddl\nfolder = {str(tmp_path)!r}")
         client.execute(
             "def hang(local_rank):\n"
             "    open(f'{folder}/{os.getpid()}.pid', 'w').close()\n"
             "    time.sleep(60)\n"
             "ddl.Parallel('gloo', 3, timeout=60).run(hang)"
         )
-        ranks = pids.read(3)
+        ranks = pids_in(tmp_path, 3)
         assert len(ranks) == 3
         servers = [child.pid for child in psutil.Process(manager.provisioner.pid).children(recursive=True)]
         os.kill(manager.provisioner.pid, signal.SIGKILL)  # the kernel alone, as the out-of-memory killer does
@@ -542,7 +532,7 @@ def test_script_joins_torchrun(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_torchrun_leaves_no_rank(pids, tmp_path):
+def test_a_killed_torchrun_leaves_no_rank(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, sys, time\n"
@@ -557,9 +547,9 @@ def test_a_killed_torchrun_leaves_no_rank(pids, tmp_path):
         "with ddl.Parallel('gloo') as parallel:\n    parallel.run(work)\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*torchrun, script, pids.folder], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*torchrun, script, tmp_path], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL
-    assert gone(pids.read(2))
+    assert gone(pids_in(tmp_path, 2))
     for rank in (0, 1):
         assert f"rank {rank} ends: torchrun, which started it, was killed" in done.stderr
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
-from ranks import TIMEOUT, mesh_of, run
+from ranks import TIMEOUT, mesh_of, on_each_rank, run
 
 import ignite_ddl as ddl
 from ignite_ddl.mesh import AXES, check_mesh
@@ -93,75 +93,55 @@ def test_one_process_is_a_mesh_of_one():
 # ------------------------------------------------------------------------------------------------------ on ranks
 
 
-def sums(local_rank):
-    """The sum of rank numbers over each axis's group, and over torch's mesh of that axis."""
-    mesh, result = ddl.get_mesh(), {}
-    for name in AXES:
-        group, total = getattr(mesh, f"{name}_group"), torch.tensor(float(mesh.rank))
+@on_each_rank(dp=2, pp=2, tp=2)
+def test_groups_reduce_over_their_axis(rank):
+    """Sums of rank numbers over each axis's group, and torch's mesh of that axis."""
+    mesh = ddl.get_mesh()
+    pp, dp, tp = rank // 4, rank // 2 % 2, rank % 2
+    assert (mesh.pp_rank, mesh.dp_rank, mesh.tp_rank) == (pp, dp, tp)
+    assert mesh.device_mesh.mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    peers = {"pp": 4 + 2 * (dp * 2 + tp), "dp": 2 + 2 * (pp * 4 + tp), "tp": 1 + 2 * (pp * 4 + dp * 2)}
+    for name, place in (("pp", pp), ("dp", dp), ("tp", tp)):
+        group, total = getattr(mesh, f"{name}_group"), torch.tensor(float(rank))
         dist.all_reduce(total, group=group)
-        result[name] = int(total), dist.get_world_size(group), mesh.device_mesh.get_local_rank(name)
-    return result, (mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), mesh.device_mesh.mesh.tolist()
-
-
-def test_groups_reduce_over_their_axis():
-    results = run(sums, 8, dp=2, pp=2, tp=2)
-    for rank, (result, place, layout) in enumerate(results):
-        pp, dp, tp = rank // 4, rank // 2 % 2, rank % 2
-        assert place == (pp, dp, tp)
-        assert layout == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-        assert result == {
-            "pp": (dp * 2 + tp + 4 + dp * 2 + tp, 2, pp),
-            "dp": (pp * 4 + tp + pp * 4 + 2 + tp, 2, dp),
-            "tp": (pp * 4 + dp * 2 + pp * 4 + dp * 2 + 1, 2, tp),
-        }
+        assert (int(total), dist.get_world_size(group)) == (peers[name], 2)
+        assert mesh.device_mesh.get_local_rank(name) == place
 
 
 def plain_job_and_one_by_hand(local_rank):
-    plain = ddl.get_mesh()
-    total = torch.ones(())
+    plain, total = ddl.get_mesh(), torch.ones(())
     dist.all_reduce(total, group=plain.dp_group)
-    found = dict(plain.sizes), plain.dp_rank, int(total), ddl.get_mesh() is plain
+    assert (plain.sizes, plain.dp_rank, int(total)) == ({"pp": 1, "dp": 2, "tp": 1}, local_rank, 2)
+    assert ddl.get_mesh() is plain
     made = ddl.initialize_mesh(tp=2)
     with pytest.raises(ValueError, match="the number of ranks, 2"):
         ddl.initialize_mesh(dp=3)
-    return found, dict(made.sizes), ddl.get_mesh() is made
+    assert made.sizes == {"pp": 1, "dp": 1, "tp": 2}
+    assert ddl.get_mesh() is made
 
 
 def test_a_plain_job_is_data_parallel_until_a_mesh_replaces_it_and_a_refused_one_leaves_it():
-    for rank, result in enumerate(run(plain_job_and_one_by_hand, 2)):
-        plain = {"pp": 1, "dp": 2, "tp": 1}, rank, 2, True
-        assert result == (plain, {"pp": 1, "dp": 1, "tp": 2}, True)
+    run(plain_job_and_one_by_hand, 2)
 
 
-def two_jobs(local_rank, folder):
+@on_each_rank(tp=2)
+def test_a_second_job_has_a_mesh_of_its_own(local_rank, tmp_path):
     """Two jobs one after the other in one process, as in a notebook that joins twice."""
     idist.finalize()
-    found = []
     for job in range(2):
-        idist.initialize(
-            "gloo",
-            init_method=f"file://{folder}/{job}",
-            rank=local_rank,
-            world_size=2,
-        )
+        idist.initialize("gloo", init_method=f"file://{tmp_path}/{job}", rank=local_rank, world_size=2)
         mesh = ddl.initialize_mesh(tp=2) if job == 0 else ddl.get_mesh()
         total = torch.ones(())
         dist.all_reduce(total, group=mesh.tp_group)  # a group of the first job would raise in the second
-        found.append((mesh.dp_size, mesh.tp_size, int(total)))
+        assert (mesh.dp_size, mesh.tp_size, int(total)) == ((1, 2, 2) if job == 0 else (2, 1, 1))
         idist.finalize()
-    after = ddl.get_mesh()
-    return found, after.world_size, after.device_mesh is None
+    assert ddl.get_mesh().world_size == 1
+    assert ddl.get_mesh().device_mesh is None
 
 
-def test_a_second_job_has_a_mesh_of_its_own(tmp_path):
-    assert run(two_jobs, 2, str(tmp_path), tp=2) == [([(1, 2, 2), (2, 1, 1)], 1, True)] * 2
-
-
-def test_every_axis_waits_as_long_as_the_world():
+@on_each_rank(dp=2, tp=2)
+def test_every_axis_waits_as_long_as_the_world(local_rank):
     """torch gives a new group its default of 30 minutes; a host that is cut off would then be noticed after those."""
-
-    def limits(local_rank):
-        groups = [dist.group.WORLD, *ddl.get_mesh().groups.values()]
-        return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
-
-    assert run(limits, 4, dp=2, tp=2) == [{TIMEOUT + 60}] * 4
+    for group in (dist.group.WORLD, *ddl.get_mesh().groups.values()):
+        limit = group._get_backend(torch.device("cpu")).options._timeout
+        assert limit.total_seconds() == TIMEOUT + 60

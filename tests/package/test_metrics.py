@@ -25,7 +25,7 @@ from ignite.metrics import (
     RocCurve,
     RunningAverage,
 )
-from ranks import launch, on_each_rank
+from ranks import in_float64, launch, on_each_rank
 
 import ignite_ddl as ddl
 from ignite_ddl.engine import MeshEngine
@@ -38,14 +38,6 @@ MESHES = {
     "dp2 × pp2 × tp2": {"dp": 2, "pp": 2, "tp": 2},
 }
 SECONDS = 0.5  # what Frequency's clock shows
-
-
-@pytest.fixture(autouse=True)
-def double():
-    """Ignite's Loss adds up in the default dtype: in single precision no two splits of the rows agree."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Clock:
@@ -103,9 +95,9 @@ def all_metrics():
     }
 
 
+@in_float64  # Ignite's Loss adds up in the default dtype: in single precision no two splits of the rows agree
 def train_and_evaluate(local_rank, plain=False):
     """The series of every number that an engine shows, with Ignite alone or with ddl."""
-    torch.set_default_dtype(torch.float64)
     mock.patch("ignite.metrics.frequency.Timer", Clock).start()
     setting = Setting(plain)
     loader, (model, optimizer) = setting.loader(data(seed=3)), setting.model(lr=0.5)
@@ -164,7 +156,6 @@ def largest_difference(value, reference):
 
 @pytest.fixture(scope="module")
 def reference():
-    torch.set_default_dtype(torch.float64)
     return train_and_evaluate(0, plain=True)
 
 
@@ -211,9 +202,9 @@ def uneven_metrics():
     }
 
 
+@in_float64
 def by_hand(local_rank):
     """Metrics that no engine updates. Rows: dp rank 0 has five, dp rank 1 two."""
-    torch.set_default_dtype(torch.float64)
     mesh, seen = ddl.get_mesh(), {}
     rows = torch.linspace(-1, 1, 21).reshape(7, 3), torch.tensor([2, 2, 0, 1, 2, 2, 1])
     mine = tuple(t[:5] if mesh.dp_rank == 0 else t[5:] for t in rows)
@@ -264,6 +255,7 @@ def by_hand(local_rank):
     return seen
 
 
+@in_float64
 def test_metrics_by_hand():
     x, y = torch.linspace(-1, 1, 21).reshape(7, 3), torch.tensor([2, 2, 0, 1, 2, 2, 1])
 
@@ -320,17 +312,14 @@ def test_the_view(local_rank):
     assert idist_utils._model is outside
 
 
-def users_engine(local_rank):
+@on_each_rank(dp=2, tp=2)
+def test_engine_of_the_user(local_rank):
     """A MeshEngine around an update function of the user; a metric is attached, detached and attached again."""
     engine = MeshEngine(lambda engine, batch: (torch.eye(3)[batch], batch))
     metric = LargestLogit()
     metric.attach(engine, "first")
-    rows = [engine.run([torch.tensor([0, 1])]).metrics["first"]["rows"]]
+    assert engine.run([torch.tensor([0, 1])]).metrics["first"]["rows"] == 4  # over the world: 8
     metric.detach(engine)
     metric.attach(engine, "once more")
-    rows.append(engine.run([torch.tensor([0])]).metrics["once more"]["rows"])
-    return rows, idist.get_world_size()
-
-
-def test_engine_of_the_user():
-    assert launch({"dp": 2, "tp": 2}, users_engine) == [([4, 2], 4)] * 4  # over the world: 8 and 4
+    assert engine.run([torch.tensor([0])]).metrics["once more"]["rows"] == 2  # over the world: 4
+    assert idist.get_world_size() == 4

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 from ranks import mesh_of, on_each_rank, pipeline_of, run, sizes
 from torch import nn
-from torch.distributed.pipelining import schedules
 
 import ignite_ddl as ddl
 from ignite_ddl.pipeline.cut import balance
@@ -184,50 +183,20 @@ def test_each_rank_holds_its_stages_only_under_the_names_of_the_whole_model(sche
             assert f"layer{i}.0.weight" in held[owner]
 
 
-class LikeLlama(nn.Module):
-    """Its list of layers is called ``layers``, and some of its parts as attributes of a Pipeline are."""
-
-    pipeline_layers = ("mesh", "layers.0", "layers.1", "layers.2", "layers.3", "split")
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.mesh, self.split = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
-
-    def forward(self, x):
-        for layer in (self.mesh, *self.layers, self.split):
-            x = layer(x)
-        return x
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_layers_may_be_called_as_a_pipeline_calls_its_own_things(rank):
-    whole = LikeLlama()
-    names = [
-        "layers",
-        "local",
-        "owners",
-        "schedule",
-        "shared",
-        "shapes",
-        "stages",
-        "module",
-        "split",
-        "stage_of",
-        "_order",
-        "order",
-    ]
+    names = ["mesh", "local", "owners", "schedule", "shared", "shapes", "stages", "module", "split", "stage_of",
+             "_order", "order"]  # fmt: skip
     odd = nn.Sequential(OrderedDict([(name, nn.Linear(2, 2)) for name in names]))
-    for model in (whole, odd):
-        pipeline = pipeline_of(model, mesh_of(2, rank))
-        held = dict(pipeline.named_parameters())
-        assert held
-        assert list(pipeline.state_dict()) == list(held)
-        for name, parameter in held.items():
-            assert parameter is model.get_parameter(name) is pipeline.get_parameter(name)
-        assert pipeline._mesh.pp_rank == rank
-        assert sum(sizes(pipeline)) == len(names if model is odd else model.pipeline_layers)
+    odd.add_module("layers", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))  # as Llama's
+    pipeline = pipeline_of(odd, mesh_of(2, rank))
+    held = dict(pipeline.named_parameters())
+    assert held
+    assert list(pipeline.state_dict()) == list(held)
+    for name, parameter in held.items():
+        assert parameter is odd.get_parameter(name) is pipeline.get_parameter(name)
+    assert pipeline._mesh.pp_rank == rank
+    assert sum(sizes(pipeline)) == len(odd)
     with pytest.raises(AttributeError, match="nothing"):
         pipeline.get_submodule("nothing.0")
 
@@ -269,9 +238,11 @@ def test_weights_that_stages_share_are_found_by_name():
 # ---------------------------------------------------------------------------------------------------- on ranks
 
 
-def forwards(local_rank):
-    """forward_only and forward of every schedule, for several numbers of rows, against the whole model."""
-    worst, whole = {}, layers().double()
+@pytest.mark.parametrize("mesh", [{"pp": 2}, pytest.param({"pp": 4}, marks=pytest.mark.slow)], ids=str)
+@on_each_rank()
+def test_forward_only_equals_the_whole_model_on_every_schedule(local_rank):
+    """And forward; for several numbers of rows."""
+    whole = layers().double()
     for schedule in SCHEDULES:
         pipeline = ddl.auto_model(layers().double(), schedule=schedule)
         for rows in (1, 9):  # fewer than microbatches, and uneven
@@ -279,21 +250,11 @@ def forwards(local_rank):
             expected = whole(x).detach()
             output = pipeline.forward_only(x)
             assert (output is not None) == pipeline.is_last
-            errors = [0.0 if output is None else (output - expected).abs().max().item()]
+            assert output is None or (output - expected).abs().max() < 1e-14
             output = pipeline(x)  # this one is on every rank
             assert not output.requires_grad
-            errors.append((output - expected).abs().max().item())
-            worst[schedule] = max(worst.get(schedule, 0.0), *errors)
-        said = pipeline.from_last_stage(ddl.get_mesh().pp_rank)
-        assert said == pipeline._cut.owners[-1]
-    return worst
-
-
-@pytest.mark.parametrize("axes", [{"pp": 2}, pytest.param({"pp": 4}, marks=pytest.mark.slow)])
-def test_forward_only_equals_the_whole_model_on_every_schedule(axes):
-    for worst in run(forwards, axes["pp"], **axes):
-        assert set(worst) == set(SCHEDULES)
-        assert max(worst.values()) < 1e-14
+            assert (output - expected).abs().max() < 1e-14
+        assert pipeline.from_last_stage(ddl.get_mesh().pp_rank) == pipeline._cut.owners[-1]
 
 
 @on_each_rank(pp=2)
@@ -311,41 +272,32 @@ def test_what_travels_between_stages(local_rank):
     assert (output.dtype, output.shape) == (torch.bfloat16, (3, 2))
 
 
-def steps(local_rank, schedule):
-    """train_step leaves outputs and losses on the last stage, adds gradients up, and makes schedules once."""
-    pipeline = ddl.auto_model(layers().double(), schedule=schedule, n_microbatches=2)
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-    def part(output, target):
-        return (output - target).square().sum()
-
-    output, loss = pipeline.train_step(x, x, part)
-    assert (output is not None) == (loss is not None) == pipeline.is_last
-    once = {n: p.grad.clone() for n, p in pipeline.named_parameters()}
-    pipeline.train_step(x, x, part)
-    pipeline.train_step(x[:3], x[:3], part)
-    pipeline.train_step(x[3:], x[3:], part)  # new batch size, then known: three times the gradient in all
-    errors = [(p.grad - 3 * once[n]).abs().max().item() for n, p in pipeline.named_parameters()]
-    made = {rows: (type(s).__name__, s._n_microbatches) for (rows, *_), (s, _) in pipeline._schedules.items()}
-    whole = layers().double()
-    part(whole(x), x).backward()
-    errors += [(once[n] - p.grad).abs().max().item() for n, p in whole.named_parameters() if n in once]
-    return max(errors), made, None if loss is None else loss.item(), part(whole(x), x).item()
-
-
 @pytest.mark.parametrize(
-    ("schedule", "expected_made"),
+    ("schedule", "name", "n"),
     [
-        ("1f1b", {6: ("Schedule1F1B", 2), 3: ("Schedule1F1B", 3)}),
-        ("interleaved_1f1b", {6: ("ScheduleInterleaved1F1B", 2), 3: ("ScheduleInterleaved1F1B", 1)}),
-        ("zbv", {6: ("ScheduleZBVZeroBubble", 2), 3: ("ScheduleZBVZeroBubble", 1)}),
+        ("1f1b", "Schedule1F1B", 3),
+        ("interleaved_1f1b", "ScheduleInterleaved1F1B", 1),
+        ("zbv", "ScheduleZBVZeroBubble", 1),
     ],
 )
-def test_train_step(schedule, expected_made):
-    for error, made, loss, expected in run(steps, 2, schedule, pp=2):
-        assert error < 1e-11
-        assert made == expected_made
-        assert loss is None or loss == pytest.approx(expected, abs=1e-11)
+@on_each_rank(pp=2)
+def test_train_step(local_rank, schedule, name, n):
+    """It leaves outputs and losses on the last stage, adds gradients up, and makes schedules once."""
+    whole = layers().double()
+    pipeline = ddl.auto_model(layers().double(), schedule=schedule, n_microbatches=2)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    output, loss = pipeline.train_step(x, x, summed)
+    assert (output is not None) == (loss is not None) == pipeline.is_last
+    right = summed(whole(x), x)
+    assert loss is None or (loss - right).abs() < 1e-11
+    right.backward()
+    for times, parts in ((1, []), (3, [x, x[:3], x[3:]])):  # a new batch size, then a known one
+        for part in parts:
+            pipeline.train_step(part, part, summed)
+        for parameter, p in pipeline.named_parameters():
+            assert (p.grad - times * whole.get_parameter(parameter).grad).abs().max() < 1e-11
+    made = {rows: (type(s).__name__, s._n_microbatches) for (rows, *_), (s, _) in pipeline._schedules.items()}
+    assert made == {6: (name, 2), 3: (name, n)}
 
 
 def gap(pipeline, whole, x, y):
@@ -377,20 +329,16 @@ def words():
     return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Tanh(), Pooled(4, 4)).double()
 
 
-def of_many_lengths(local_rank, schedule):
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@on_each_rank(pp=2)
+def test_rows_may_be_of_another_length_in_each_batch(local_rank, schedule):
     ddl.pipeline.pipeline._SCHEDULES_KEPT = 2
-    pipeline, errors = ddl.auto_model(words(), schedule=schedule, n_microbatches=4), []
+    pipeline = ddl.auto_model(words(), schedule=schedule, n_microbatches=4)
     for length in (6, 4, 6, 5, 4):
         x = torch.randint(9, (8, length), generator=torch.Generator().manual_seed(length))
-        errors.append(gap(pipeline, words(), x, torch.zeros(8, 4, dtype=torch.double)))
-    return max(errors), [re.search(r"\(8, (\d)\)", shapes)[1] for _, shapes, _ in pipeline._schedules]
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
-def test_rows_may_be_of_another_length_in_each_batch(schedule):
-    for error, kept in run(of_many_lengths, 2, schedule, pp=2):
-        assert error < 1e-12
-        assert kept == ["5", "4"]
+        assert gap(pipeline, words(), x, torch.zeros(8, 4, dtype=torch.double)) < 1e-12
+    kept = [re.search(r"\(8, (\d)\)", shapes)[1] for _, shapes, _ in pipeline._schedules]
+    assert kept == ["5", "4"]
 
 
 def half_frozen(frozen):
@@ -635,12 +583,3 @@ def copies(local_rank):
 def test_copies_of_a_weight_stay_equal_to_the_last_bit():
     first, *others = run(copies, 4, pp=4)
     assert all(torch.equal(first, other) for other in others)
-
-
-def test_names_are_torchs_schedules():
-    known = {getattr(schedules, one.torch_class) for one in SCHEDULES.values()}
-    assert known == {
-        schedules.get_schedule_class(name)
-        for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "LoopedBFS",
-                     "DualPipeV")
-    }  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Events
-from ranks import on
+from ranks import on, trainer_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import TensorDataset
@@ -33,10 +33,7 @@ def gradients(local_rank, amp_mode, scaler=False, batch_size=16, **options):
     """Those of one step, and the loss."""
     model = ddl.auto_model(model_of_blocks(), PLAN, **options)
     before = ddl.full_state_dict(model)
-    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
-    trainer = ddl.create_supervised_trainer(
-        model, optimizer, F.cross_entropy, amp_mode=amp_mode, scaler=scaler
-    )
+    trainer = trainer_of(model, F.cross_entropy, lr=1.0, amp_mode=amp_mode, scaler=scaler)
     trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=batch_size))
     after = ddl.full_state_dict(model)
     gradient = torch.cat([(before[name] - after[name]).flatten() for name in before])
@@ -104,11 +101,8 @@ def skipped(local_rank, max_norm=None, **options):
     """Weights after each of three steps, and the scale after each; gradients overflow in the second."""
     torch.manual_seed(0)
     model = ddl.auto_model(nn.Sequential(First(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)), **options)
-    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
     scaler = torch.amp.GradScaler(idist.device().type, init_scale=4.0)
-    trainer = ddl.create_supervised_trainer(
-        model, optimizer, F.mse_loss, amp_mode="bfloat16", scaler=scaler, max_norm=max_norm
-    )
+    trainer = trainer_of(model, amp_mode="bfloat16", scaler=scaler, max_norm=max_norm)
     weights, scales = [], []
 
     @trainer.on(Events.ITERATION_STARTED)
@@ -146,9 +140,7 @@ def test_all_ranks_skip_a_step_if_a_gradient_of_one_overflows(axes, options, max
 def test_clipping_sees_unscaled_gradients():
     def norm(local_rank, scaler):
         model = ddl.auto_model(model_of_blocks())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        options = {"amp_mode": "bfloat16", "scaler": scaler, "max_norm": 1.0}
-        trainer = ddl.create_supervised_trainer(model, optimizer, F.cross_entropy, **options)
+        trainer = trainer_of(model, F.cross_entropy, amp_mode="bfloat16", scaler=scaler, max_norm=1.0)
         trainer.run([(X, Y)])
         return trainer.state.grad_norm, hasattr(trainer.state, "scaler")
 
@@ -161,9 +153,7 @@ def model_fn(local_rank):
     torch.manual_seed(0)
     model = ddl.auto_model(nn.Linear(24, 5))
     options = {"model_fn": lambda model, x: model(x["pixels"]), "deterministic": True}
-    trainer = ddl.create_supervised_trainer(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, **options
-    )
+    trainer = trainer_of(model, F.cross_entropy, **options)
     return trainer.run([({"pixels": X}, Y)]).output
 
 
@@ -174,25 +164,19 @@ def test_ignites_model_fn():
 
 
 def piped_model_fn(local_rank):
-    model = ddl.auto_model(model_of_blocks())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ddl.create_supervised_trainer(model, optimizer, F.cross_entropy, model_fn=lambda model, x: model(x))
+    trainer_of(ddl.auto_model(model_of_blocks()), model_fn=lambda model, x: model(x))
 
 
 def test_wrong_arguments():
-    model, loss_fn = nn.Linear(24, 5), F.cross_entropy
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = nn.Linear(24, 5)
     with pytest.raises(
         ValueError, match="amp_mode should be None or one of amp, bfloat16, float16, but given 'apex'"
     ):
-        ddl.create_supervised_trainer(model, optimizer, loss_fn, amp_mode="apex")
+        trainer_of(model, amp_mode="apex")
     with pytest.raises(ValueError, match="scaler is for amp_mode="):
-        ddl.create_supervised_trainer(model, optimizer, loss_fn, scaler=True)
+        trainer_of(model, scaler=True)
     with pytest.raises(ValueError, match="mp_policy is for shard=True"):
         ddl.auto_model(model, mp_policy=MixedPrecisionPolicy())
-    half = nn.Linear(24, 5).half()
-    trainer = ddl.create_supervised_trainer(
-        half, torch.optim.SGD(half.parameters(), lr=0.1), loss_fn, amp_mode="float16", scaler=True
-    )
+    trainer = trainer_of(nn.Linear(24, 5).half(), F.cross_entropy, amp_mode="float16", scaler=True)
     with pytest.raises(ValueError, match="scaler is for float32 parameters"):
         trainer.run([(X, Y)])

@@ -59,8 +59,15 @@ def replayed(split, schedule, pp):
     return losses, {n: p.grad for n, p in model.named_parameters()}, model
 
 
-def with_statistics_on_ranks(local_rank, schedule):
+REPLAYED = [name for name in SCHEDULES if name != "dualpipev"]
+
+
+def with_statistics_on_ranks(local_rank):
     logging.disable(logging.INFO)
+    return {schedule: trained_with_statistics(schedule) for schedule in REPLAYED}
+
+
+def trained_with_statistics(schedule):
     model = ddl.auto_model(with_statistics(), schedule=schedule, n_microbatches=4)
     losses = []
     for i, rows in enumerate(BATCHES):
@@ -72,9 +79,14 @@ def with_statistics_on_ranks(local_rank, schedule):
     return [len(names) for names in model._cut.layers], losses, gradients, buffers, model(batch(9, 3))
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "dualpipev"])
-def test_batchnorm_and_dropout_are_those_of_a_process_that_replays_the_microbatches(schedule):
-    found = run(with_statistics_on_ranks, 2, schedule, pp=2)
+@pytest.fixture(scope="module")
+def on_two_stages():
+    return run(with_statistics_on_ranks, 2, pp=2)
+
+
+@pytest.mark.parametrize("schedule", REPLAYED)
+def test_batchnorm_and_dropout_are_those_of_a_process_that_replays_the_microbatches(schedule, on_two_stages):
+    found = [of_rank[schedule] for of_rank in on_two_stages]
     losses, gradients, model = replayed(found[0][0], schedule, 2)
     buffers = dict(model.named_buffers())
     evaluated = model.eval()(batch(9, 3)).detach()
@@ -117,9 +129,14 @@ def test_a_stage_that_fails_in_the_middle_of_a_schedule_leaves_no_peer_waiting()
 # ---------------------------------------------------------------------------------- actions, memory, against simulate
 
 
-def watched(local_rank, schedule, rows, n_microbatches):
-    """Two steps: their timeline, and the bytes that were saved at most, in those of one microbatch's layer."""
+def watched(local_rank):
+    """Of each schedule two steps, with 16 rows in 8 microbatches."""
     logging.disable(logging.INFO)
+    return {schedule: watched_steps(schedule, 16, 8) for schedule in SCHEDULES}
+
+
+def watched_steps(schedule, rows, n_microbatches):
+    """Their timeline, and the bytes that were saved at most, in those of one microbatch's layer."""
     torch.manual_seed(0)
     n_layers = 2 * ddl.get_mesh().pp_size
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(n_layers)]
@@ -134,22 +151,23 @@ def watched(local_rank, schedule, rows, n_microbatches):
     return timeline, saved.peak / (a_layer * layers_of_stage), saved.now
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "pp", [2, pytest.param(4, marks=pytest.mark.slow)]
 )  # test_schedules_table.py has more
-def test_actions_and_memory_are_those_of_the_simulator(schedule, pp):
-    found = run(watched, pp, schedule, 16, 8, pp=pp)
-    planned = simulate.pipeline(schedule, pp, 8)
-    assert [peak for _, peak, _ in found] == planned.peak_activations
-    assert all(left == 0 for *_, left in found)
-    steps = Timeline.merge([timeline for timeline, *_ in found]).actions()
-    assert len(steps) == 2
-    for step in steps:
-        for rank in range(pp):
-            passes = [r.name for r in step if r.rank == rank and r.kind in PASSES]
-            assert passes == [f"{a.stage}{a.kind}{a.microbatch}" for a in planned.actions[rank]]
-        assert {r.kind for r in step} - set(PASSES) <= {"communication", "idle"}
+def test_actions_and_memory_are_those_of_the_simulator(pp):
+    of_ranks = run(watched, pp, pp=pp)
+    for schedule in SCHEDULES:
+        found = [of_rank[schedule] for of_rank in of_ranks]
+        planned = simulate.pipeline(schedule, pp, 8)
+        assert [peak for _, peak, _ in found] == planned.peak_activations, schedule
+        assert all(left == 0 for *_, left in found), schedule
+        steps = Timeline.merge([timeline for timeline, *_ in found]).actions()
+        assert len(steps) == 2
+        for step in steps:
+            for rank in range(pp):
+                passes = [r.name for r in step if r.rank == rank and r.kind in PASSES]
+                assert passes == [f"{a.stage}{a.kind}{a.microbatch}" for a in planned.actions[rank]], schedule
+            assert {r.kind for r in step} - set(PASSES) <= {"communication", "idle"}
 
 
 def test_of_views_that_begin_at_one_address_the_larger_counts():

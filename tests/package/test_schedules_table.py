@@ -10,7 +10,7 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from ignite_ddl.pipeline import schedules as table
-from ignite_ddl.pipeline.schedules import SCHEDULES, Action
+from ignite_ddl.pipeline.schedules import SCHEDULES
 
 NUMBERS = [(p, m) for p in range(1, 9) for m in range(1, 65)]  # of ranks and microbatches
 SOME = [(p, m) for p, m in NUMBERS if m <= 20 or p in (3, 8)]  # of all, which agree (2026-11, torch 2.13)
@@ -137,32 +137,6 @@ def test_numbers_are_refused_exactly_where_torchs_constructor_refuses(name, monk
         assert all(table.suits(name, n * advised, p) for n in range(1, 9))
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_no_rank_waits_forever(name):
-    chunks = (1, 2, 3) if name in FREE else (2,)
-    for p, m, v in [(p, m, v) for p in range(1, 6) for m in range(1, 17) for v in chunks]:
-        if not table.suits(name, m, p):
-            continue
-        last = p * v - 1
-        rows = [list(reversed(row)) for row in table.schedule_actions(name, p, m, v)]
-        done, before = set(), -1
-        while len(done) > before:
-            before = len(done)
-            for row in rows:
-                while row:
-                    kind, s, n = row[-1]
-                    needs = {("F", s - 1, n)} if kind == "F" else {("F", s, n), ("G", s + 1, n)}
-                    needs = {("G", s, n)} if kind == "W" else {one for one in needs if 0 <= one[1] <= last}
-                    if not needs <= done:
-                        break
-                    done |= {"F": {("F", s, n)}, "B": {("G", s, n), ("W", s, n)}, "I": {("G", s, n)}}.get(
-                        kind, {("W", s, n)}
-                    )
-                    row.pop()
-        assert not any(rows), f"{name} on {p} ranks, {m} microbatches, {v} chunks"
-        assert len(done) == 3 * p * v * m  # forward, input's gradient, weights' gradient: all of them
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -186,14 +160,6 @@ def test_no_rank_waits_forever(name):
 def test_what_no_schedule_can_do_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_pairs_that_overlap_are_dualpipevs():
-    for name in SCHEDULES:
-        pairs = [e for row in table.schedule_entries(name, 4, 8) for e in row if len(e) > 1]
-        assert bool(pairs) == (name == "dualpipev")
-        assert all([a.kind for a in pair] == ["F", "B"] for pair in pairs)
-    assert table.schedule_actions("1f1b", 1, 1) == [[Action("F", 0, 0), Action("B", 0, 0)]]
 
 
 ALONE = """

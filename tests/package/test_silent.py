@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint
 from ignite.metrics import Average
-from ranks import on
+from ranks import on, on_each_rank, trainer_of
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.nn.utils import clip_grad_norm_
@@ -40,8 +40,7 @@ def trained(local_rank, make=mlp, loss_fn=F.mse_loss, y=Y, divisor=None, loader=
     """Losses of a few steps, and the weights after them."""
     torch.manual_seed(0)
     model = ddl.auto_model(make().double(), **options)
-    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer, losses = ddl.create_supervised_trainer(model, optimizer, loss_fn, loss_divisor=divisor), []
+    trainer, losses = trainer_of(model, loss_fn, loss_divisor=divisor), []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
     loader = loader() if loader else ddl.auto_dataloader(TensorDataset(X, y), batch_size=8)
     trainer.run(loader, max_epochs=2)
@@ -82,7 +81,7 @@ def test_losses_divide_by_what_they_count(axes):
 
 def late(local_rank):
     model = ddl.auto_model(mlp())
-    step = ddl.create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy)
+    step = trainer_of(model, F.cross_entropy)
     loader = ddl.auto_dataloader(
         TensorDataset(X, torch.where(torch.arange(14) > 10, -100, CLASSES)), batch_size=8
     )
@@ -92,13 +91,11 @@ def late(local_rank):
 def regularised(local_rank):
     torch.manual_seed(0)
     model = ddl.auto_model(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss_fn(output, y):
         return F.mse_loss(output, y) + sum(p.square().sum() for p in model.parameters())
 
-    trainer = ddl.create_supervised_trainer(model, optimizer, loss_fn)
-    return trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8)).output
+    return trainer_of(model, loss_fn).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8)).output
 
 
 def test_a_regulariser_in_the_loss_is_right_over_dp():
@@ -402,7 +399,7 @@ def thawed(local_rank):
     model = mlp()
     model[0].weight.requires_grad_(False)
     model = ddl.auto_model(model)
-    trainer = ddl.create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+    trainer = trainer_of(model)
     model.module[0].weight.requires_grad_(True)
     trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8))
 
@@ -413,17 +410,15 @@ def hooked(local_rank):
     ddl.auto_model(model, PLAN)
 
 
-def marked(local_rank, **options):
+@pytest.mark.parametrize(
+    ("mesh", "options"), [({"tp": 2}, {"tensor_plan": PLAN}), ({"dp": 2}, {"shard": True})]
+)
+@on_each_rank()
+def test_attributes_of_parameters_stay(local_rank, options):
     model = mlp()
     model[0].bias.no_weight_decay = True
-    return [
-        n for n, p in ddl.auto_model(model, **options).named_parameters() if hasattr(p, "no_weight_decay")
-    ]
-
-
-def test_attributes_of_parameters_stay():
-    assert on(partial(marked, tensor_plan=PLAN), tp=2) == [["0.bias"]] * 2
-    assert on(partial(marked, shard=True), dp=2) == [["0.bias"]] * 2
+    model = ddl.auto_model(model, **options)
+    assert [n for n, p in model.named_parameters() if hasattr(p, "no_weight_decay")] == ["0.bias"]
 
 
 # --- update functions of one's own
@@ -529,23 +524,20 @@ def read(local_rank):
     return [batch.tolist() for batch in ddl.auto_dataloader(ByRank(), batch_size=6)]
 
 
-def counted(local_rank):
+@on_each_rank(tp=2)
+def test_metrics_on_a_plain_engine_count_rows_once(local_rank):
     ddl.auto_model(mlp(), PLAN)
     metric = Average()
     metric.attach(Engine(lambda engine, batch: batch), "mean")
     metric.reset()
     metric.update(1.0)
     metric.compute()
-    return metric.num_examples  # after the reduction over ranks, which is over dp, of one rank
-
-
-def test_metrics_on_a_plain_engine_count_rows_once():
-    assert on(counted, tp=2) == [1, 1]
+    assert metric.num_examples == 1  # after the reduction over ranks, which is over dp, of one rank
 
 
 def saved(local_rank, folder="not made", **options):
     model = ddl.auto_model(mlp(), **options)
-    trainer = ddl.create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+    trainer = trainer_of(model)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, Checkpoint({"model": model}, folder))
     trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8))
 
@@ -555,12 +547,10 @@ def test_ignites_checkpoint_of_a_whole_model_is_saved(tmp_path):
     assert list(tmp_path.glob("*.pt"))
 
 
-def names_of_compiled(local_rank):
-    return list(ddl.full_state_dict(torch.compile(ddl.auto_model(mlp()), backend="eager")))
-
-
-def test_the_state_of_a_compiled_model_has_plain_names():
-    assert on(names_of_compiled, dp=2) == [list(mlp().state_dict())] * 2
+@on_each_rank(dp=2)
+def test_the_state_of_a_compiled_model_has_plain_names(local_rank):
+    compiled = torch.compile(ddl.auto_model(mlp()), backend="eager")
+    assert list(ddl.full_state_dict(compiled)) == list(mlp().state_dict())
 
 
 def on_one_rank(local_rank):

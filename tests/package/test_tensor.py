@@ -4,6 +4,7 @@ Whole models under plans, trained on meshes, are in parity.py.
 """
 
 import contextlib
+import itertools
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from ignite.metrics import Accuracy, Loss
 from packaging.version import Version
-from ranks import launch, on_each_rank
+from ranks import in_float64, launch, on_each_rank, trainer_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -285,33 +286,9 @@ def test_a_style_serves_several_layers_and_models(local_rank):
 # ---------------------------------------------------------------------------------- what styles compute and move
 
 
-def largest_error(ours, whole, x, x_here, whole_output):
-    """Of output, and gradients of input and weights, against the unsplit layer. Its own output may be a part."""
-    x, x_here = x.clone().requires_grad_(), x_here.clone().requires_grad_()
-    with count_bytes() as forward:
-        output = ours(x_here)
-    expected = whole(x)
-    errors = [output - whole_output(expected)]
-    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5))
-    with count_bytes() as backward:
-        output.backward(whole_output(upstream))
-    expected.backward(upstream)
-    errors.append(x_here.grad - (x.grad if x_here.shape == x.shape else mine(x.grad, 1)))
-    for ours_, whole_ in zip(ours.parameters(), whole.parameters(), strict=True):
-        assert isinstance(ours_, DTensor)
-        assert ours_.grad.placements == ours_.placements
-        errors.append(ours_.grad.full_tensor() - whole_.grad)
-    moved = [[(call.op, call.put_in) for call in traffic.calls] for traffic in (forward, backward)]
-    return max(error.abs().max().item() for error in errors), moved, output.shape
-
-
 def mine(tensor, dim):
     mesh = ddl.get_mesh()
     return tensor.chunk(mesh.tp_size, dim)[mesh.tp_rank]
-
-
-def whole_of(tensor):
-    return tensor
 
 
 CONVOLUTIONS = [
@@ -322,56 +299,35 @@ CONVOLUTIONS = [
 ]
 
 
-def convolutions(local_rank):
-    torch.set_default_dtype(torch.float64)
-    found = []
-    for make, shape in CONVOLUTIONS:
-        for style, takes, gives in (
-            (ddl.OutputChannels(), whole_of, lambda y: mine(y, 1)),
-            (ddl.InputChannels(), lambda x: mine(x, 1), whole_of),
-            (ddl.InputChannels(whole_input=True), whole_of, whole_of),
-        ):
-            torch.manual_seed(1)
-            whole, ours, x = make(), make(), torch.randn(shape)
-            ours.load_state_dict(whole.state_dict())
-            ours = ddl.auto_model(ours, {"": style})
-            error, moved, here = largest_error(ours, whole, x, takes(x), gives)
-            found.append((error, moved, tuple(whole(x).shape), tuple(here)))
-            names = {name: value.shape for name, value in whole.state_dict().items()}
-            assert {name: value.shape for name, value in ddl.full_state_dict(ours).items()} == names
-    return found
-
-
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_convolutions_by_channels_equal_the_whole_one_and_gather_nothing(tp):
-    for found in launch({"tp": tp}, convolutions):
-        for index, (error, (forward, backward), whole, here) in enumerate(found):
-            shape = CONVOLUTIONS[index // 3][1]
-            in_bytes, out_bytes = 8 * torch.Size(shape).numel(), 8 * torch.Size(whole).numel()
-            assert error < BOUND
-            if index % 3 == 0:
-                assert here == (whole[0], whole[1] // tp, *whole[2:])
-                assert (forward, backward) == ([], [("all_reduce", in_bytes)])
-            else:
-                assert here == whole
-                assert forward == [("all_reduce", out_bytes)]
-                assert backward == ([] if index % 3 == 1 else [("all_gather", in_bytes // tp)])
-
-
-@on_each_rank(tp=2)
-def test_a_block_sums_once_for_attention_and_once_for_the_pair_each_way(local_rank):
-    without = {k: v for k, v in GPT.tensor_plan.items() if k != "block*.attention"}
-    for plan, n_backward in ((GPT.tensor_plan, 2), (without, 4)):  # without SharedInput q, k and v sum each
-        torch.manual_seed(0)
-        gpt = ddl.auto_model(GPT(8, 4, 8, 2, 1), plan)
-        x = torch.randn(3, 4, 8, requires_grad=True)
-        with count_bytes() as forward:
-            y = gpt.block0(x)
-        with count_bytes() as backward:
-            y.sum().backward()
-        one = ("all_reduce", 4 * 3 * 4 * 8)
-        assert [(call.op, call.put_in) for call in forward.calls] == [one] * 2
-        assert [(call.op, call.put_in) for call in backward.calls] == [one] * n_backward
+@pytest.mark.parametrize("mesh", [{"tp": 2}, pytest.param({"tp": 4}, marks=pytest.mark.slow)], ids=str)
+@on_each_rank()
+@in_float64
+def test_convolutions_by_channels_equal_the_whole_one(local_rank):
+    """Output, and gradients of input and weights. What they move is counted by tools/styles_table.py."""
+    cases = ddl.OutputChannels(), ddl.InputChannels(), ddl.InputChannels(whole_input=True)
+    for (make, shape), style in itertools.product(CONVOLUTIONS, cases):
+        torch.manual_seed(1)
+        whole, ours, x = make(), make(), torch.randn(shape, requires_grad=True)
+        ours.load_state_dict(whole.state_dict())
+        ours = ddl.auto_model(ours, {"": style})
+        takes = (lambda t: mine(t, 1)) if style is cases[1] else torch.clone
+        gives = (lambda t: mine(t, 1)) if style is cases[0] else torch.clone
+        x_here = takes(x).detach().requires_grad_()
+        expected, output = whole(x), ours(x_here)
+        assert output.shape == gives(expected).shape
+        assert (output - gives(expected)).abs().max() < BOUND
+        upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5))
+        expected.backward(upstream)
+        output.backward(gives(upstream))
+        assert (x_here.grad - takes(x.grad)).abs().max() < BOUND
+        for ours_, whole_ in zip(ours.parameters(), whole.parameters(), strict=True):
+            assert isinstance(ours_, DTensor)
+            assert ours_.grad.placements == ours_.placements
+            assert (ours_.grad.full_tensor() - whole_.grad).abs().max() < BOUND
+        full = ddl.full_state_dict(ours)
+        assert {name: value.shape for name, value in full.items()} == {
+            name: value.shape for name, value in whole.state_dict().items()
+        }
 
 
 class Masked(nn.Module):
@@ -419,59 +375,39 @@ def test_the_labs_plans_fit_their_models(local_rank):
 # --------------------------------------------------------------------------------------------------- the loss
 
 
-def cut_losses(local_rank):
-    torch.set_default_dtype(torch.float64)
-    mesh, found = ddl.get_mesh().device_mesh["tp"], []
+@pytest.mark.parametrize("mesh", [{"tp": 2}, pytest.param({"tp": 4}, marks=pytest.mark.slow)], ids=str)
+@on_each_rank()
+@in_float64
+def test_cross_entropy_of_cut_logits_is_that_of_whole_ones_and_gathers_none(local_rank):
     for words in (8, 65):
         torch.manual_seed(0)
         whole, head = nn.Linear(5, words), nn.Linear(5, words)
         head.load_state_dict(whole.state_dict())
-        apply_plan(head, check_plan(head, {"": ddl.Column(use_local_output=False)}, mesh.size()), mesh)
+        cut(head, {"": ddl.Column(use_local_output=False)})
         x, y = torch.randn(6, 3, 5), torch.randint(words, (6, 3))
         y[0, 0] = 1
         for options in ({}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 1}):
             for shape in ("rows", "images"):  # (N · T, V) and (N, V, T)
-                losses, traffic = [], None
-                for layer in (head, whole):
+                losses = []
+                for layer, loss_fn in ((head, ddl.cross_entropy), (whole, F.cross_entropy)):
                     layer.zero_grad()
                     logits = layer(x)
                     args = (logits.flatten(0, 1), y.flatten())
                     if shape == "images":
                         args = (logits.transpose(1, 2), y)
-                    loss_fn = F.cross_entropy if layer is whole else ddl.cross_entropy
-                    with count_bytes() as counted:
+                    with count_bytes() as traffic:
                         loss = loss_fn(*args, **options)
                         (loss * torch.linspace(1, 2, loss.numel()).view_as(loss)).sum().backward()
-                    traffic = traffic or counted
                     losses.append(loss.detach())
-                errors = [losses[0] - losses[1]]
-                errors += [
-                    p.grad.full_tensor() - q.grad
-                    for p, q in zip(head.parameters(), whole.parameters(), strict=True)
-                ]
-                found.append((
-                    type(losses[0]) is torch.Tensor,
-                    max(error.abs().max().item() for error in errors),
-                    max(call.put_in for call in traffic.calls),
-                ))  # fmt: skip
+                    # a number for each row; a rank's part of the logits has 4 × as much and more
+                    assert all(call.put_in <= 6 * 3 * 8 for call in traffic.calls)
+                assert type(losses[0]) is torch.Tensor
+                assert (losses[0] - losses[1]).abs().max() < BOUND
+                for p, q in zip(head.parameters(), whole.parameters(), strict=True):
+                    assert (p.grad.full_tensor() - q.grad).abs().max() < BOUND
         with torch.no_grad():
-            logits = head(x).flatten(0, 1)
-            loss = ddl.cross_entropy(logits, y.flatten())
-            found.append(
-                (True, (loss - F.cross_entropy(whole(x).flatten(0, 1), y.flatten())).abs().item(), 0)
-            )
-    return found
-
-
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_cross_entropy_of_cut_logits_is_that_of_whole_ones_and_gathers_none(tp):
-    for found in launch({"tp": tp}, cut_losses):
-        for plain, error, most in found:
-            assert plain
-            assert error < BOUND
-            assert (
-                most <= 6 * 3 * 8
-            )  # a number for each row; a rank's part of the logits has 4 × as much and more
+            loss = ddl.cross_entropy(head(x).flatten(0, 1), y.flatten())
+            assert (loss - F.cross_entropy(whole(x).flatten(0, 1), y.flatten())).abs() < BOUND
 
 
 @on_each_rank(tp=2)
@@ -538,10 +474,7 @@ def test_a_gradient_of_the_gradient_of_cut_logits_is_refused(local_rank):
 def trained_on_torchs_loss(local_rank, loss_fn):
     ids = torch.randint(65, (4, 9), generator=torch.Generator().manual_seed(3))
     gpt = ddl.auto_model(GPT(65, 8, 16, 4, 2), GPT.cut_logits_plan)
-    optimizer = ddl.auto_optim(torch.optim.SGD(gpt.parameters(), lr=0.1))
-    trainer = ddl.create_supervised_trainer(gpt, optimizer, loss_fn)
-    trainer.logger.disabled = True
-    trainer.run(ddl.auto_dataloader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=4))
+    trainer_of(gpt, loss_fn).run(ddl.auto_dataloader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=4))
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, PP_TP])
@@ -576,9 +509,8 @@ def evaluation(local_rank):
     evaluator = ddl.create_supervised_evaluator(
         gpt, {"accuracy": Accuracy(), "loss": Loss(ddl.cross_entropy)}, **by_class
     )
-    optimizer = ddl.auto_optim(torch.optim.SGD(gpt.parameters(), lr=0.1))
-    trainer = ddl.create_supervised_trainer(
-        gpt, optimizer, ddl.cross_entropy, **by_class, output_transform=lambda x, y, y_pred, loss: y_pred
+    trainer = trainer_of(
+        gpt, ddl.cross_entropy, **by_class, output_transform=lambda x, y, y_pred, loss: y_pred
     )
     trainer.run(loader)
     return evaluator.run(loader).metrics, type(trainer.state.output), tuple(trainer.state.output.shape)
@@ -672,9 +604,7 @@ KINDS = torch.randint(3, (12,), generator=torch.Generator().manual_seed(2))
 
 def stepping(layers, plan):
     layers = ddl.auto_model(layers, plan)
-    optimizer = ddl.auto_optim(torch.optim.SGD(layers.parameters(), lr=0.5))
-    trainer = ddl.create_supervised_trainer(layers, optimizer, F.cross_entropy)
-    trainer.logger.disabled = True
+    trainer = trainer_of(layers, F.cross_entropy, lr=0.5)
     return trainer, ddl.auto_dataloader(TensorDataset(POINTS, KINDS), batch_size=4)
 
 
@@ -690,11 +620,9 @@ def test_a_weight_that_parts_share_and_the_plan_forgets_is_found_out_on_every_ra
         trainer, loader = stepping(layers, plan)
         if plan is without_norm:
             loader = [(torch.arange(8)[None], torch.arange(8)[None] + 1)]
-            trainer = ddl.create_supervised_trainer(
-                *(layers, torch.optim.SGD(layers.parameters(), lr=0.1), ddl.cross_entropy),
-                model_transform=lambda logits: logits.transpose(1, 2),
+            trainer = trainer_of(
+                layers, ddl.cross_entropy, model_transform=lambda logits: logits.transpose(1, 2)
             )
-            trainer.logger.disabled = True
         with pytest.raises(ValueError, match=f"tp ranks have different gradients of '{name}'"):
             trainer.run(loader)
         assert trainer.state.iteration == iteration
@@ -781,10 +709,7 @@ def streams_after_training(local_rank):
     ids = torch.randint(20, (12, 9), generator=torch.Generator().manual_seed(0))
     loader = ddl.auto_dataloader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=4)
     gpt = ddl.auto_model(GPT(20, 8, 8, 2, 2, dropout=0.5), GPT.sequence_plan, schedule="zbv")
-    optimizer = ddl.auto_optim(torch.optim.SGD(gpt.parameters(), lr=0.1))
-    trainer = ddl.create_supervised_trainer(
-        gpt, optimizer, ddl.cross_entropy, model_transform=lambda logits: logits.transpose(1, 2)
-    )
+    trainer = trainer_of(gpt, ddl.cross_entropy, model_transform=lambda logits: logits.transpose(1, 2))
     before = torch.get_rng_state()
     trainer.run(loader)
     return before, torch.get_rng_state()

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Events
-from ranks import launch
+from ranks import launch, trainer_of
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -19,8 +19,7 @@ def measured(local_rank):
     ids = torch.randint(10, (10, 8), generator=torch.Generator().manual_seed(0))
     loader = ddl.auto_dataloader(TensorDataset(ids, ids[:, 0]), batch_size=4)  # 4, 4 and 2 rows
     model = ddl.auto_model(nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(32, 10)))
-    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer = ddl.create_supervised_trainer(model, optimizer, F.cross_entropy)
+    trainer = trainer_of(model, F.cross_entropy)
     clock = itertools.count(step=2.0)
     throughput.time = type(
         "Clock", (), {"perf_counter": staticmethod(lambda: next(clock))}

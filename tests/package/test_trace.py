@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from ranks import launch
+from ranks import on_each_rank, trainer_of
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -56,26 +56,6 @@ def loss_of(output, y):
     return (output["out"] - y).square().mean() + output["weighted"].square().mean()
 
 
-def trained(local_rank, schedule, options):
-    """Loss and weights after three steps, the last of 5 rows, and the output in evaluation."""
-    model = unet()
-    layers = ddl.trace_layers(model, rows(4), before=BEFORE if schedule != "1f1b" else ["middle"])
-    pipeline = ddl.auto_model(layers, schedule=schedule, n_microbatches=4, **options)
-    optimizer = ddl.auto_optim(torch.optim.SGD(pipeline.parameters(), lr=0.5))
-
-    def prepare(batch, device, non_blocking):
-        return {"image": batch[0], "weight": batch[1]}, batch[2]
-
-    trainer = ddl.create_supervised_trainer(pipeline, optimizer, loss_of, prepare_batch=prepare)
-    x = rows(21)
-    data = TensorDataset(x["image"], x["weight"], torch.ones(21, 4, 8, 8, dtype=torch.double))
-    trainer.run(ddl.auto_dataloader(data, batch_size=8))
-    pipeline.eval()
-    out = pipeline(rows(3))["out"]
-    weights = {name.partition(".")[2]: t for name, t in ddl.full_state_dict(pipeline).items()}
-    return trainer.state.output, weights, out
-
-
 @pytest.mark.parametrize(
     ("schedule", "mesh", "options"),
     [
@@ -88,21 +68,33 @@ def trained(local_rank, schedule, options):
     ],
     ids=str,
 )
-def test_a_unet_trains_as_on_one_process(schedule, mesh, options):
-    model = unet()
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.5), rows(21)
+@on_each_rank()
+def test_a_unet_trains_as_on_one_process(local_rank, schedule, options):
+    """Three steps, the last of 5 rows, and an evaluation."""
+    one, x = unet(), rows(21)
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
     for first in range(0, 21, 8):
         optimizer.zero_grad()
-        loss = loss_of(model({k: v[first : first + 8] for k, v in x.items()}), 1.0)
+        loss = loss_of(one({k: v[first : first + 8] for k, v in x.items()}), 1.0)
         loss.backward()
         optimizer.step()
-    model.eval()
-    expected, state = model(rows(3))["out"], model.state_dict()
-    for output, weights, out in launch(mesh, trained, schedule, options):
-        assert abs(output - loss.item()) < 1e-12
-        assert set(weights) | {"head.weight", "again.weight"} == set(state)
-        assert max((t - state[name]).abs().max() for name, t in weights.items()) < 1e-12
-        assert (out - expected).abs().max() < 1e-12
+
+    layers = ddl.trace_layers(unet(), rows(4), before=BEFORE if schedule != "1f1b" else ["middle"])
+    pipeline = ddl.auto_model(layers, schedule=schedule, n_microbatches=4, **options)
+
+    def prepare(batch, device, non_blocking):
+        return {"image": batch[0], "weight": batch[1]}, batch[2]
+
+    trainer = trainer_of(pipeline, loss_of, lr=0.5, prepare_batch=prepare)
+    data = TensorDataset(x["image"], x["weight"], torch.ones(21, 4, 8, 8, dtype=torch.double))
+    trainer.run(ddl.auto_dataloader(data, batch_size=8))
+    assert abs(trainer.state.output - loss.item()) < 1e-12
+    weights = {name.partition(".")[2]: t for name, t in ddl.full_state_dict(pipeline).items()}
+    state = one.state_dict()
+    assert set(weights) | {"head.weight", "again.weight"} == set(state)
+    assert max((t - state[name]).abs().max() for name, t in weights.items()) < 1e-12
+    pipeline.eval()
+    assert (pipeline(rows(3))["out"] - one.eval()(rows(3))["out"]).abs().max() < 1e-12
 
 
 def test_traced_layers_are_the_model_in_both_modes():
