@@ -1,10 +1,10 @@
-"""Times calls in this process, and what ranks do together, step by step."""
+"""Times calls in this process, and what ranks do together, step by step; a clock that is set by hand."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 import ignite_ddl as ddl
 
-__all__ = ["median_seconds", "other_programs", "time_steps"]
+__all__ = ["HandClock", "TimedBatches", "median_seconds", "other_programs", "time_steps"]
 
 
 def median_seconds(*functions: Callable[[], Any], rounds: int = 7) -> list[float]:
@@ -116,3 +116,60 @@ def _on_a_rank(
         idist.barrier()
         seconds.append(time.perf_counter() - began)
     return tuple(seconds)
+
+
+class HandClock:
+    """A clock that moves only when it is told to: what is measured with it is known exactly.
+
+    Attributes:
+        now: seconds.
+        reads: how often it was called.
+
+    Example:
+        >>> from ignite_ddl.course.clock import HandClock
+        >>> clock = HandClock()
+        >>> clock.advance(3)
+        >>> clock(), clock.reads
+        (1003.0, 1)
+    """
+
+    def __init__(self) -> None:
+        self.now, self.reads = 1000.0, 0
+
+    def __call__(self) -> float:
+        self.reads += 1
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Moves the clock."""
+        self.now += seconds
+
+
+class TimedBatches:
+    """Batches that take their time on a :class:`HandClock`.
+
+    Args:
+        clock: the clock.
+        n: number of batches.
+        seconds: of each batch.
+        first: seconds more of the first batch of an epoch. Default: 0.
+        growth: seconds more of each batch in each further epoch. Default: 0.
+
+    Example:
+        >>> from ignite_ddl.course.clock import HandClock, TimedBatches
+        >>> clock = HandClock()
+        >>> [(batch, clock.now) for batch in TimedBatches(clock, 2, seconds=3, first=1)]
+        [(0, 1004.0), (1, 1007.0)]
+    """
+
+    def __init__(self, clock: HandClock, n: int, seconds: float, first: float = 0, growth: float = 0) -> None:
+        self.clock, self.n, self.seconds, self.first, self.growth = clock, n, seconds, first, growth
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in range(self.n):
+            self.clock.advance(self.seconds + (0 if batch else self.first))
+            yield batch
+        self.seconds += self.growth

@@ -8,10 +8,12 @@ The checks of chapter NN are in ``checks/chNN.py``. A check is a function that t
 """
 
 import functools
+import inspect
 import linecache
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType
+from typing import Any
 
 __all__ = ["Hint", "exercise"]
 
@@ -36,15 +38,26 @@ class Verdict(int):
         pass
 
 
-def exercise(check: Callable[[Callable], str | None]) -> Callable[[Callable], Verdict]:
+def exercise(
+    check: Callable[..., str | None] | None = None,
+    *,
+    cases: Iterable[Any] | None = None,
+    about: str | Callable[..., str] = "",
+    right: str | None = None,
+) -> Callable:
     """Turns a check into one that prints its verdict on one line and never raises.
 
     The line has no paths and no addresses, so that stored outputs can be compared. Only a ``KeyboardInterrupt`` is
     raised: Ctrl-C ends an endless loop.
 
     Args:
-        check: takes the learner's function, raises :class:`Hint` or ``AssertionError`` while it is not right,
-            and returns a short text for the success, or None.
+        check: takes the learner's function, and the case where there are cases; raises :class:`Hint` or
+            ``AssertionError`` while it is not right, and returns a short text for the success, or None.
+        cases: on which the learner's function is tried, one after the other: a tuple of the check's further arguments
+            each, or the one argument. Default: none, the check is called once.
+        about: what a hint says of its case: a text with the arguments' names in braces, or a function of them.
+            Default: nothing.
+        right: the text for the success, where there are cases.
 
     Returns:
         the check to call in a chapter: it takes the learner's function and returns a truth value.
@@ -52,23 +65,38 @@ def exercise(check: Callable[[Callable], str | None]) -> Callable[[Callable], Ve
     Examples:
         .. code-block:: python
 
-            @exercise
-            def shard_sizes(function):
-                sizes = function(10, 4)
-                if sum(sizes) != 10:
-                    raise Hint(f"10 rows on 4 ranks: your shards hold {sum(sizes)}")
-                return "every row has one rank"
+            @exercise(
+                cases=((10, 4), (3, 5)), about="{n_rows} rows on {n_ranks} ranks", right="every row has one rank"
+            )
+            def shard_sizes(function, n_rows, n_ranks):
+                sizes = function(n_rows, n_ranks)
+                if sum(sizes) != n_rows:
+                    raise Hint(f"your shards hold {sum(sizes)}")
 
             checks.shard_sizes(shard_sizes)
             # not yet: write the body of shard_sizes, then run this cell again
     """
+    if check is None:
+        return functools.partial(exercise, cases=cases, about=about, right=right)
+
+    def try_all(function: Callable) -> str | None:
+        for case in cases:
+            arguments = case if isinstance(case, tuple) else (case,)
+            try:
+                check(function, *arguments)
+            except Hint as hint:
+                named = inspect.signature(check).bind(function, *arguments).arguments
+                told = about(*arguments) if callable(about) else about.format(**named)
+                hint.args = (f"{told}: {hint}" if told else str(hint),)
+                raise
+        return right
 
     @functools.wraps(check)
     def verdict(function: Callable) -> Verdict:
         try:
             if not callable(function):
                 raise Hint(f"give the check your function, not a value of type {type(function).__name__}")
-            text = check(function)
+            text = check(function) if cases is None else try_all(function)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too: a learner's exit() must not end the kernel

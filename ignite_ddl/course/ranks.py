@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 import ignite_ddl as ddl
 from ignite_ddl.course.exercises import Hint
+from ignite_ddl.lab.bytes import Traffic, count_bytes
 from ignite_ddl.launch.parallel import PRELOAD
 
-__all__ = ["on_nodes", "on_ranks", "try_on_ranks"]
+__all__ = ["NumbersSent", "counted_on_ranks", "on_nodes", "on_ranks", "try_on_ranks"]
 PRELOAD.append("ignite_ddl.course")  # nearly every cell's function uses it: imported once, not by each rank
 
 
@@ -89,6 +93,58 @@ def try_on_ranks(
         if "SIGABRT" in str(error):
             raise Hint("gloo gave up: a rank was sent a tensor of another size than it expected") from None
         raise
+
+
+def counted_on_ranks(
+    function: Callable[..., Any], given: Sequence[tuple], timeout: float, **kwargs: Any
+) -> list[tuple[Any, Traffic]]:
+    """:func:`try_on_ranks` with a learner's function: what it returned on each rank, and what it has sent there.
+
+    Args:
+        function: the learner's.
+        given: for each rank, the arguments.
+        timeout: seconds that the run may take.
+        kwargs: of :func:`try_on_ranks`.
+
+    Returns:
+        list: for each rank what the function returned, and its collectives and messages.
+
+    Example:
+        >>> import ignite.distributed as idist
+        >>> from ignite_ddl.course.ranks import counted_on_ranks
+        >>> [(found, traffic.ops) for found, traffic in counted_on_ranks(idist.all_reduce, [(1,), (2,)], timeout=20)]
+        [(3, ['all_reduce']), (3, ['all_reduce'])]
+    """
+    return try_on_ranks(len(given), _counted, function, given, timeout=timeout, **kwargs)
+
+
+def _counted(local_rank: int, function: Callable[..., Any], given: Sequence[tuple]) -> tuple[Any, Traffic]:
+    with count_bytes() as traffic:
+        found = function(*given[local_rank])
+    return found, traffic
+
+
+class NumbersSent(TorchDispatchMode):
+    """Counts the numbers in the tensors of each collective of a ``with`` block, whoever calls it.
+
+    Attributes:
+        numbers: how many; of input and output of a collective, the larger.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "c10d":
+            self.numbers += max(map(_numbers, args))
+        return func(*args, **(kwargs or {}))
+
+
+def _numbers(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    return sum(map(_numbers, value)) if isinstance(value, list | tuple) else 0
 
 
 def on_nodes(n_nodes: int, ranks_per_node: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -6,9 +6,10 @@ matplotlib is imported when the first figure is asked for.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the course's figures name these types by this module
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -27,6 +28,7 @@ __all__ = [
     "key",
     "label_rank",
     "lines_and_marks",
+    "log_axis",
     "log_ticks",
     "name_rows",
     "new_drawing",
@@ -170,6 +172,13 @@ def name_rows(axes: Axes, names: list[str], bare: bool = False) -> None:
     if bare:
         axes.spines["left"].set_visible(False)
         axes.tick_params(left=False)
+
+
+def log_axis(axes: Axes, at: Collection[float], base: int = 10) -> None:
+    """A logarithmic horizontal axis with ticks at the given numbers alone, written in full."""
+    axes.set_xscale("log", base=base)
+    axes.set_xticks(list(at), [f"{number:g}" for number in at])
+    axes.minorticks_off()
 
 
 def log_ticks(axes: Axes, low: float, high: float) -> None:

@@ -30,7 +30,7 @@ from ignite_ddl.pipeline.schedules import schedule_actions
 CHECKS = "ignite_ddl.course.checks.ch{}"  # module of chapter NN
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 CHAPTERS = sorted(path.name[:2] for path in NOTEBOOKS.glob("*.ipynb"))
-CHECK = re.compile(r"^@exercise\ndef (\w+)", re.MULTILINE)
+CHECK = re.compile(r"^@exercise\b.*?^def (\w+)", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module", autouse=True)

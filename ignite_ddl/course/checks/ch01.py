@@ -1,10 +1,9 @@
 """The checks of chapter 01: a sum in two steps over nodes, and parts of different lengths gathered."""
 
-import ignite.distributed as idist
 import torch
 
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import try_on_ranks
+from ignite_ddl.course.ranks import counted_on_ranks, try_on_ranks
 from ignite_ddl.lab.bytes import count_bytes
 
 WAIT_SECONDS = 20  # what is right takes well under one
@@ -17,8 +16,10 @@ _CURE = (
 @exercise
 def two_level_sum(function):
     """The sum on every rank, while a node's ranks together put one tensor into what leaves the node."""
+    # In one launch: who makes other groups than its peers is caught by the next case.
     cases, world_size = (3, 2, 6), 6  # ranks per node
-    for ranks_per_node, ranks in zip(cases, _run(_sum_on_a_rank, function, cases, world_size), strict=True):
+    results = try_on_ranks(world_size, _sums_on_a_rank, function, cases, timeout=WAIT_SECONDS, cure=_CURE)
+    for ranks_per_node, *ranks in zip(cases, *results, strict=True):
         n_nodes = world_size // ranks_per_node
         case = f"{n_nodes} node{'s' * (n_nodes > 1)} of {ranks_per_node} ranks"
         size, sums = 8 * ranks_per_node, [total for total, _ in ranks]
@@ -53,8 +54,11 @@ def _which_sum(case, rank, total, true, ranks_per_node):
     return told
 
 
-def _sum_on_a_rank(function, ranks_per_node):
-    rank = idist.get_rank()
+def _sums_on_a_rank(rank, function, cases):
+    return [_sum_on_a_rank(rank, function, ranks_per_node) for ranks_per_node in cases]
+
+
+def _sum_on_a_rank(rank, function, ranks_per_node):
     with count_bytes() as traffic:
         total = function(_numbers(rank, ranks_per_node), ranks_per_node)
 
@@ -70,39 +74,33 @@ def _numbers(rank, ranks_per_node):
     return (10.0**rank) * torch.arange(1, ranks_per_node + 1, dtype=torch.float64)
 
 
-@exercise
-def gather_parts(function):
+@exercise(
+    cases=((3, 3, 2, 2), (1, 0, 6, 2), (4, 4, 4, 4), (0, 0, 0, 1)),
+    about=lambda *lengths: f"parts of {', '.join(map(str, lengths[:-1]))} and {lengths[-1]} numbers",
+    right="every rank has every part, and puts in its length and one padded part",
+)
+def gather_parts(function, *lengths):
     """All parts on every rank, for a length and one padded part handed in."""
-    cases = [(3, 3, 2, 2), (1, 0, 6, 2), (4, 4, 4, 4), (0, 0, 0, 1)]
-    for lengths, ranks in zip(cases, _run(_gather_on_a_rank, function, cases, 4), strict=True):
-        case = f"parts of {', '.join(map(str, lengths[:-1]))} and {lengths[-1]} numbers"
-        parts = [_part(rank, length) for rank, length in enumerate(lengths)]
-        for rank, (found, _) in enumerate(ranks):
-            lists = isinstance(found, list | tuple) and all(isinstance(part, torch.Tensor) for part in found)
-            if not lists or len(found) != len(parts):
-                raise Hint(f"{case}: rank {rank} should return a list of {len(parts)} tensors, one a rank")
-            for source, (mine, part) in enumerate(zip(found, parts, strict=True)):
-                where = f"{case}: on rank {rank} the part of rank {source}"
-                if mine.shape != part.shape:
-                    raise Hint(f"{where} has shape {tuple(mine.shape)} instead of {tuple(part.shape)}")
-                if mine.dtype != part.dtype:
-                    raise Hint(f"{where} has type {mine.dtype} instead of {part.dtype}")
-                if not torch.equal(mine, part):
-                    raise Hint(f"{where} holds other numbers than rank {source} put in")
-        most, enough = max(put_in for _, put_in in ranks), 8 + 4 * max(lengths)
-        if most > enough:
-            raise Hint(
-                f"{case}: right, but a rank puts in {most} bytes; its length (8 bytes) and a part padded to the "
-                f"longest (4 bytes a number) are {enough}"
-            )
-    return "every rank has every part, and puts in its length and one padded part"
-
-
-def _gather_on_a_rank(function, lengths):
-    rank = idist.get_rank()
-    with count_bytes() as traffic:
-        found = function(_part(rank, lengths[rank]))
-    return found, traffic.put_in
+    parts = [_part(rank, length) for rank, length in enumerate(lengths)]
+    ranks = counted_on_ranks(function, [(part,) for part in parts], WAIT_SECONDS, cure=_CURE)
+    for rank, (found, _) in enumerate(ranks):
+        lists = isinstance(found, list | tuple) and all(isinstance(part, torch.Tensor) for part in found)
+        if not lists or len(found) != len(parts):
+            raise Hint(f"rank {rank} should return a list of {len(parts)} tensors, one a rank")
+        for source, (mine, part) in enumerate(zip(found, parts, strict=True)):
+            where = f"on rank {rank} the part of rank {source}"
+            if mine.shape != part.shape:
+                raise Hint(f"{where} has shape {tuple(mine.shape)} instead of {tuple(part.shape)}")
+            if mine.dtype != part.dtype:
+                raise Hint(f"{where} has type {mine.dtype} instead of {part.dtype}")
+            if not torch.equal(mine, part):
+                raise Hint(f"{where} holds other numbers than rank {source} put in")
+    most, enough = max(traffic.put_in for _, traffic in ranks), 8 + 4 * max(lengths)
+    if most > enough:
+        raise Hint(
+            f"right, but a rank puts in {most} bytes; its length (8 bytes) and a part padded to the "
+            f"longest (4 bytes a number) are {enough}"
+        )
 
 
 def _part(rank, length):
@@ -111,15 +109,3 @@ def _part(rank, length):
     if length > 1:
         numbers[-1] = 0
     return numbers
-
-
-def _run(on_a_rank, function, cases, world_size):
-    """For each case, what ``on_a_rank`` returned on each rank."""
-    results = try_on_ranks(
-        world_size, _all_cases, on_a_rank, function, cases, timeout=WAIT_SECONDS, cure=_CURE
-    )
-    return list(zip(*results, strict=True))
-
-
-def _all_cases(local_rank, on_a_rank, function, cases):
-    return [on_a_rank(function, case) for case in cases]

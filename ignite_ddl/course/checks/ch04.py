@@ -4,27 +4,29 @@ import logging
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from ignite_ddl.course.exercises import Hint, exercise
 from ignite_ddl.course.models import MLP
-from ignite_ddl.course.ranks import on_ranks
+from ignite_ddl.course.ranks import NumbersSent, on_ranks
 
 BOUND = 1e-12  # float64
 
 
-@exercise
-def train(function):
+@exercise(
     # World of 1: the whole batch at once, so that the order of the rows does not matter.
-    for world_size, n_rows, batch_size, epochs in ((4, 48, 16, 3), (2, 60, 12, 2), (1, 24, 24, 3)):
-        found = on_ranks(world_size, _train_on_a_rank, function, n_rows, batch_size, epochs, timeout=60)
-        case = f"{world_size} rank{'s' * (world_size > 1)}, {n_rows} rows, batches of {batch_size}, {epochs} epochs"
-        _check_weights(found, n_rows, batch_size, epochs, case)
-    return f"1, 2 and 4 ranks end with the weights of one process, within {BOUND:.0e}"
+    cases=((4, 48, 16, 3), (2, 60, 12, 2), (1, 24, 24, 3)),
+    about=lambda world_size, n_rows, batch_size, epochs: (
+        f"{world_size} rank{'s' * (world_size > 1)}, {n_rows} rows, batches of {batch_size}, {epochs} epochs"
+    ),
+    right=f"1, 2 and 4 ranks end with the weights of one process, within {BOUND:.0e}",
+)
+def train(function, world_size, n_rows, batch_size, epochs):
+    found = on_ranks(world_size, _train_on_a_rank, function, n_rows, batch_size, epochs, timeout=60)
+    _check_weights(found, n_rows, batch_size, epochs)
 
 
-def _check_weights(found, n_rows, batch_size, epochs, case):
+def _check_weights(found, n_rows, batch_size, epochs):
     expected = _trained(n_rows, batch_size, epochs, first=1)
     for weights in found:
         if not isinstance(weights, dict) or not all(torch.is_tensor(weight) for weight in weights.values()):
@@ -40,15 +42,15 @@ def _check_weights(found, n_rows, batch_size, epochs, case):
         return any(_near(found[0], torch.cat([w.flatten() for w in weights.values()])) for weights in alike)
 
     if not all(_near(found[0], mine) for mine in found):
-        raise Hint(f"{case}: the ranks end with different weights; nothing averages their gradients")
+        raise Hint("the ranks end with different weights; nothing averages their gradients")
     if equals(*(_trained(n_rows, batch_size, epochs, first) for first in (1, 0))):
         return
     if equals(_trained(n_rows, batch_size, epochs, first=None)):
-        raise Hint(f"{case}: every epoch has the same order; tell the sampler the epoch's number")
+        raise Hint("every epoch has the same order; tell the sampler the epoch's number")
     if equals(*(_trained(n_rows, batch_size // len(found), epochs, first) for first in (1, 0))):
-        raise Hint(f"{case}: your batches are divided twice; in idist the batch size is the global one")
+        raise Hint("your batches are divided twice; in idist the batch size is the global one")
     raise Hint(
-        f"{case}: all ranks end with the same weights, but not with those of one process: not the same rows at "
+        "all ranks end with the same weights, but not with those of one process: not the same rows at "
         "each step, another average, or another optimizer"
     )
 
@@ -81,17 +83,18 @@ def _train_on_a_rank(rank, function, n_rows, batch_size, epochs):
     return weights
 
 
-@exercise
-def average_gradients(function):
-    for shares in ((4, 4, 4, 4), (7, 5, 3, 1), (2, 6, 4, 0)):
-        expected = _one_process(shares)
-        results = on_ranks(len(shares), _on_a_rank, function, shares, timeout=60)
-        _check_gradients(results, expected, shares)
-    return f"4 ranks with unequal shares give the gradients of one process within {BOUND:.0e}"
+@exercise(
+    cases=((4, 4, 4, 4), (7, 5, 3, 1), (2, 6, 4, 0)),
+    about=lambda *shares: f"ranks with {', '.join(map(str, shares[:-1]))} and {shares[-1]} rows",
+    right=f"4 ranks with unequal shares give the gradients of one process within {BOUND:.0e}",
+)
+def average_gradients(function, *shares):
+    expected = _one_process(shares)
+    results = on_ranks(len(shares), _on_a_rank, function, shares, timeout=60)
+    _check_gradients(results, expected, shares)
 
 
 def _check_gradients(results, expected, shares):
-    case = f"ranks with {', '.join(map(str, shares[:-1]))} and {shares[-1]} rows"
     found, local, moved = zip(*results, strict=True)
     n_numbers = expected.numel()
     for rank, gradient in enumerate(found):
@@ -102,17 +105,15 @@ def _check_gradients(results, expected, shares):
     if not all(_near(mine, expected) for mine in found):
         plain = sum(local) / len(shares)
         if _near(found[0], sum(local)):
-            raise Hint(f"{case}: you added the gradients up; a mean over all rows is asked for")
+            raise Hint("you added the gradients up; a mean over all rows is asked for")
         if _near(found[0], plain):
             raise Hint(
-                f"{case}: your mean weighs each rank alike, so a row of rank {shares.index(min(shares))} "
+                f"your mean weighs each rank alike, so a row of rank {shares.index(min(shares))} "
                 f"counts otherwise than a row of rank {shares.index(max(shares))}; weigh by rows"
             )
         if not all(_near(mine, found[0]) for mine in found):
-            raise Hint(f"{case}: the ranks end with different gradients, and their weights would part")
-        raise Hint(
-            f"{case}: the gradients are the same everywhere, but not those of one process with all rows"
-        )
+            raise Hint("the ranks end with different gradients, and their weights would part")
+        raise Hint("the gradients are the same everywhere, but not those of one process with all rows")
     # One number a parameter may go to the count of rows.
     if max(moved) > n_numbers + 32:
         raise Hint(
@@ -152,25 +153,6 @@ def _on_a_rank(rank, function, shares):
     if shares[rank]:
         F.cross_entropy(model(x[mine]), y[mine]).backward()
     local = _flat(model).clone()
-    with _Traffic() as traffic:
+    with NumbersSent() as sent:
         function(model, shares[rank])
-    return _flat(model), local, traffic.numbers
-
-
-class _Traffic(TorchDispatchMode):
-    """Counts the numbers in the tensors of each collective, whoever calls it: all of them pass the dispatcher."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.numbers += max(_numbers(argument) for argument in args)
-        return func(*args, **(kwargs or {}))
-
-
-def _numbers(value):
-    if isinstance(value, torch.Tensor):
-        return value.numel()
-    return sum(map(_numbers, value)) if isinstance(value, list | tuple) else 0
+    return _flat(model), local, sent.numbers

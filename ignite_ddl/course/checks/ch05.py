@@ -5,55 +5,48 @@ from itertools import count
 from torch.utils.data import DistributedSampler
 
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import try_on_ranks
-from ignite_ddl.lab.bytes import count_bytes
+from ignite_ddl.course.ranks import counted_on_ranks
 
 WAIT_SECONDS = 30  # ranks that add one number take a fraction of a second
 NUMBER = 8  # bytes of the largest number that idist sends
 
 
-@exercise
-def fair_accuracy(function):
-    """The share of right rows, each counted once though DistributedSampler has padded, for one number sent."""
-    cases = (  # rows, ranks, the rows with a wrong answer
+@exercise(
+    cases=(  # rows, ranks, the rows with a wrong answer
         (18, 4, {0, 5}),
         (16, 4, {3, 4, 7}),
         (9, 2, {8}),
         (2, 3, {1}),
-    )
-    for n_rows, world_size, wrong in cases:
-        case = f"{n_rows} rows on {world_size} ranks, of which {len(wrong)} wrong"
-        reads = [
-            [
-                row not in wrong
-                for row in DistributedSampler(
-                    range(n_rows), num_replicas=world_size, rank=rank, shuffle=False
-                )
-            ]
-            for rank in range(world_size)
+    ),
+    about=lambda n_rows, world_size, wrong: (
+        f"{n_rows} rows on {world_size} ranks, of which {len(wrong)} wrong"
+    ),
+    right="each row counts once, on every rank, for one number",
+)
+def fair_accuracy(function, n_rows, world_size, wrong):
+    """The share of right rows, each counted once though DistributedSampler has padded, for one number sent."""
+    reads = [
+        [
+            row not in wrong
+            for row in DistributedSampler(range(n_rows), num_replicas=world_size, rank=rank, shuffle=False)
         ]
-        ranks = try_on_ranks(world_size, _accuracy_on_rank, function, reads, n_rows, timeout=WAIT_SECONDS)
-        told, traffic = zip(*ranks, strict=True)
-        if None in told:
-            raise Hint("your function returns nothing: it should return the accuracy")
-        true, every = 1 - len(wrong) / n_rows, [answer for mine in reads for answer in mine]
-        if bad := [rank for rank, value in enumerate(told) if not _near(value, true)]:
-            text = f"{case}: {true:.3f} are right, rank {bad[0]} returns {told[bad[0]]:.3f}"
-            if _near(told[bad[0]], sum(every) / len(every)):
-                text += ", the share of all reads: the copies still count"
-            raise Hint(text)
-        put_in, got = (max(column) for column in zip(*traffic, strict=True))
-        if put_in > NUMBER or got > NUMBER:
-            raise Hint(
-                f"right, but a rank hands in {put_in} bytes and is handed {got}; one number is enough ({NUMBER} bytes)"
-            )
-    return "each row counts once, on every rank, for one number"
-
-
-def _accuracy_on_rank(local_rank, function, reads, n_rows):
-    with count_bytes() as traffic:
-        value = function(list(reads[local_rank]), n_rows)
-    return None if value is None else float(value), (traffic.put_in, traffic.got)
+        for rank in range(world_size)
+    ]
+    ranks = counted_on_ranks(function, [(answers, n_rows) for answers in reads], WAIT_SECONDS)
+    told, traffic = zip(*ranks, strict=True)
+    if None in told:
+        raise Hint("your function returns nothing: it should return the accuracy")
+    true, every = 1 - len(wrong) / n_rows, [answer for mine in reads for answer in mine]
+    if bad := [rank for rank, value in enumerate(told) if not _near(value, true)]:
+        text = f"{true:.3f} are right, rank {bad[0]} returns {told[bad[0]]:.3f}"
+        if _near(told[bad[0]], sum(every) / len(every)):
+            text += ", the share of all reads: the copies still count"
+        raise Hint(text)
+    put_in, got = max(mine.put_in for mine in traffic), max(mine.got for mine in traffic)
+    if put_in > NUMBER or got > NUMBER:
+        raise Hint(
+            f"right, but a rank hands in {put_in} bytes and is handed {got}; one number is enough ({NUMBER} bytes)"
+        )
 
 
 def _near(value, true):

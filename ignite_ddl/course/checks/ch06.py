@@ -3,85 +3,70 @@
 import torch
 
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import try_on_ranks
-from ignite_ddl.lab.bytes import count_bytes
+from ignite_ddl.course.ranks import counted_on_ranks
 
 WAIT_SECONDS = 30  # ranks that only add a few numbers take a fraction of a second
 NUMBER = 8  # bytes of the largest number that idist sends
 
 
-@exercise
-def std_of_all(function):
-    """The standard deviation over the errors of all ranks, for three numbers sent."""
-    cases = [  # the errors on each rank
+@exercise(
+    cases=[  # the errors on each rank
         [[1, 3], [7, 9]],
         [[4], [0, 0, 0, 8, 8, 4]],
         [[2, 2, 2], [2]],
         [[1, 2, 3], [], [4, 5, 6, 9]],
-    ]
-    for errors in cases:
-        case = f"errors {' and '.join(map(str, errors))}"
-        ranks = try_on_ranks(len(errors), _std_on_rank, function, errors, timeout=WAIT_SECONDS)
-        told, traffic = zip(*ranks, strict=True)
-        if None in told:
-            raise Hint("your function returns nothing: it should return the standard deviation")
-        everything = torch.tensor([value for mine in errors for value in mine], dtype=torch.float64)
-        true = everything.std(correction=0).item()
-        if wrong := [rank for rank, value in enumerate(told) if not _near(value, true)]:
-            value = told[wrong[0]]
-            text = f"{case}: the standard deviation is {true:.3f}, rank {wrong[0]} returns {value:.3f}"
-            own = [
-                torch.tensor(mine, dtype=torch.float64).std(correction=0).item() for mine in errors if mine
-            ]
-            if _near(value, sum(own) / len(own)) and true:
-                text += ", the mean of the ranks' own; how far their means lie apart is lost there"
-            elif len(everything) > 1 and _near(value, everything.std().item()):
-                text += "; divide by the number of errors, not by one less"
-            raise Hint(text)
-        _check_traffic(traffic, 3 * NUMBER, "three numbers are enough")
-    return "the standard deviation over all rows on every rank, and a rank sends three numbers at most"
+    ],
+    about=lambda errors: f"errors {' and '.join(map(str, errors))}",
+    right="the standard deviation over all rows on every rank, and a rank sends three numbers at most",
+)
+def std_of_all(function, errors):
+    """The standard deviation over the errors of all ranks, for three numbers sent."""
+    parts = [torch.tensor(mine, dtype=torch.float64) for mine in errors]
+    ranks = counted_on_ranks(function, [(part,) for part in parts], WAIT_SECONDS)
+    told, traffic = zip(*ranks, strict=True)
+    if None in told:
+        raise Hint("your function returns nothing: it should return the standard deviation")
+    everything = torch.cat(parts)
+    true = everything.std(correction=0).item()
+    if wrong := [rank for rank, value in enumerate(told) if not _near(value, true)]:
+        value = told[wrong[0]]
+        text = f"the standard deviation is {true:.3f}, rank {wrong[0]} returns {value:.3f}"
+        own = [part.std(correction=0).item() for part in parts if len(part)]
+        if _near(value, sum(own) / len(own)) and true:
+            text += ", the mean of the ranks' own; how far their means lie apart is lost there"
+        elif len(everything) > 1 and _near(value, everything.std().item()):
+            text += "; divide by the number of errors, not by one less"
+        raise Hint(text)
+    _check_traffic(traffic, 3 * NUMBER, "three numbers are enough")
 
 
-def _std_on_rank(local_rank, function, errors):
-    mine = torch.tensor(errors[local_rank], dtype=torch.float64)
-    with count_bytes() as traffic:
-        value = function(mine)
-    return None if value is None else float(value), (traffic.put_in, traffic.got)
-
-
-@exercise
-def stop_epoch(function):
-    """Every rank stops after the same epoch, that of the answers of all ranks, for a number an epoch."""
-    cases = [  # right answers of each rank by epoch, patience
+@exercise(
+    cases=[  # right answers of each rank by epoch, patience
         ([[1, 2, 3, 3, 3, 3], [1, 2, 2, 2, 2, 2]], 2),
         ([[5, 4, 3, 2, 1, 0, 0], [1, 3, 5, 7, 8, 8, 7]], 2),
         ([[1, 2, 3, 4], [4, 4, 4, 4]], 3),
         ([[6, 7, 6, 5, 9, 9], [3, 1, 2, 3, 9, 9], [2, 2, 2, 2, 9, 9]], 3),
         ([[0, 9, 9, 9, 9], [9, 1, 0, 0, 0]], 1),
-    ]
-    for right, patience in cases:
-        case = f"right answers {' and '.join(map(str, right))}, patience {patience}"
-        ranks = try_on_ranks(len(right), _stop_on_rank, function, right, patience, timeout=WAIT_SECONDS)
-        epochs, traffic = zip(*ranks, strict=True)
-        if None in epochs:
-            raise Hint("your function returns nothing: it should return the last epoch that is trained")
-        if len(set(epochs)) > 1:
-            raise Hint(f"{case}: your ranks stop after epochs {list(epochs)}; the later ones wait for ever")
-        together = [sum(column) for column in zip(*right, strict=True)]
-        true = _stops_after(together, patience)
-        if epochs[0] != true:
-            text = f"{case}: together they have {together} right and stop after epoch {true}, yours after {epochs[0]}"
-            if epochs[0] == _stops_after(right[0], patience):
-                text += "; rank 0 alone would do that"
-            raise Hint(text)
-        _check_traffic(traffic, true * NUMBER, f"until epoch {true} one number an epoch is enough")
-    return "all ranks stop after the same epoch, and send one number an epoch"
-
-
-def _stop_on_rank(local_rank, function, right, patience):
-    with count_bytes() as traffic:
-        epoch = function(list(right[local_rank]), patience)
-    return None if epoch is None else int(epoch), (traffic.put_in, traffic.got)
+    ],
+    about=lambda right, patience: f"right answers {' and '.join(map(str, right))}, patience {patience}",
+    right="all ranks stop after the same epoch, and send one number an epoch",
+)
+def stop_epoch(function, right, patience):
+    """Every rank stops after the same epoch, that of the answers of all ranks, for a number an epoch."""
+    ranks = counted_on_ranks(function, [(mine, patience) for mine in right], WAIT_SECONDS)
+    epochs, traffic = zip(*ranks, strict=True)
+    if None in epochs:
+        raise Hint("your function returns nothing: it should return the last epoch that is trained")
+    if len(set(epochs)) > 1:
+        raise Hint(f"your ranks stop after epochs {list(epochs)}; the later ones wait for ever")
+    together = [sum(column) for column in zip(*right, strict=True)]
+    true = _stops_after(together, patience)
+    if epochs[0] != true:
+        text = f"together they have {together} right and stop after epoch {true}, yours after {epochs[0]}"
+        if epochs[0] == _stops_after(right[0], patience):
+            text += "; rank 0 alone would do that"
+        raise Hint(text)
+    _check_traffic(traffic, true * NUMBER, f"until epoch {true} one number an epoch is enough")
 
 
 def _stops_after(right, patience):
@@ -94,7 +79,7 @@ def _stops_after(right, patience):
 
 
 def _check_traffic(traffic, limit, enough):
-    put_in, got = (max(column) for column in zip(*traffic, strict=True))
+    put_in, got = max(mine.put_in for mine in traffic), max(mine.got for mine in traffic)
     if put_in > limit:
         raise Hint(f"right, but a rank hands {put_in} bytes to its collectives; {enough} ({limit} bytes)")
     if got > limit:

@@ -2,6 +2,7 @@
 
 from ignite.engine import Engine, Events
 
+from ignite_ddl.course.clock import HandClock, TimedBatches
 from ignite_ddl.course.exercises import Hint, exercise
 
 # (seconds that a batch takes, a step, a handler before a step, one after it, one after each epoch), epochs
@@ -13,7 +14,7 @@ BATCHES = 3
 def profile(function):
     for parts, epochs in RUNS:
         batch, step, before, after, epoch = parts
-        clock = _Clock()
+        clock = HandClock()
         engine = Engine(lambda engine, batch, step=step, clock=clock: clock.advance(step))
         engine.add_event_handler(Events.ITERATION_STARTED, clock.advance, before)
         seconds = function(engine, clock)
@@ -22,7 +23,7 @@ def profile(function):
         engine.add_event_handler(Events.ITERATION_COMPLETED, clock.advance, after)
         engine.add_event_handler(Events.EPOCH_COMPLETED, clock.advance, epoch)
         began = clock.now
-        engine.run(_Batches(clock, batch), max_epochs=epochs)
+        engine.run(TimedBatches(clock, BATCHES, batch), max_epochs=epochs)
         steps = BATCHES * epochs
         true = {
             "data": batch * steps,
@@ -51,33 +52,6 @@ def _compare(seconds, true, run, parts):
     if abs(sum(seconds.values()) - run) >= 1e-6:
         text += f"; your parts make {sum(seconds.values()):g} s, the run took {run:g} s"
     raise Hint(text)
-
-
-class _Clock:
-    """A clock that moves only when it is told to: what is measured is known exactly."""
-
-    def __init__(self):
-        self.now, self.reads = 1000.0, 0
-
-    def __call__(self):
-        self.reads += 1
-        return self.now
-
-    def advance(self, seconds):
-        self.now += seconds
-
-
-class _Batches:
-    def __init__(self, clock, seconds):
-        self.clock, self.seconds = clock, seconds
-
-    def __len__(self):
-        return BATCHES
-
-    def __iter__(self):
-        for batch in range(BATCHES):
-            self.clock.advance(self.seconds)
-            yield batch
 
 
 @exercise

@@ -6,6 +6,7 @@ import ignite.handlers.timing
 from ignite.engine import Engine, Events
 from ignite.handlers import Timer
 
+from ignite_ddl.course.clock import HandClock, TimedBatches
 from ignite_ddl.course.exercises import Hint, exercise
 from ignite_ddl.course.ranks import on_ranks
 from ignite_ddl.lab.bytes import count_bytes
@@ -21,7 +22,7 @@ RUNS = ((10, 30, 0, 0, 0, 0), (10, 20, 40, 0, 0, 8), (5, 1, 7, 2, 3, 4))
 def two_timers(function):
     for epochs, parts in zip((1, 2, 3), RUNS, strict=True):
         step, batch, first, before, after, around = parts
-        clock = _Clock()
+        clock = HandClock()
         with patch.object(ignite.handlers.timing, "perf_counter", clock):
             engine = Engine(
                 lambda engine, batch, step=step, clock=clock: clock.advance(step + engine.state.epoch - 1)
@@ -36,7 +37,7 @@ def two_timers(function):
             engine.add_event_handler(Events.ITERATION_COMPLETED, clock.advance, after)
             engine.add_event_handler(Events.EPOCH_COMPLETED, clock.advance, around)
             for run in range(2):  # the second run must not add to the first one
-                batches = _Batches(clock, batch + run * epochs, first)
+                batches = TimedBatches(clock, BATCHES, batch + run * epochs, first, growth=1)
                 engine.run(batches, max_epochs=epochs * (run + 1))
                 clock.advance(1000)
                 _compare_timers([timer.value() for timer in timers], parts, epochs, run)
@@ -68,33 +69,6 @@ def _compare_timers(values, parts, epochs, run):
                 "; it ran before the first step, because `start` does not only reset a timer, it starts it"
             )
         raise Hint(text)
-
-
-class _Clock:
-    """A clock that moves only when it is told to: what is measured is known exactly."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-    def advance(self, seconds):
-        self.now += seconds
-
-
-class _Batches:
-    def __init__(self, clock, seconds, first):
-        self.clock, self.seconds, self.first = clock, seconds, first
-
-    def __len__(self):
-        return BATCHES
-
-    def __iter__(self):
-        for batch in range(BATCHES):
-            self.clock.advance(self.seconds + (self.first if batch == 0 else 0))
-            yield batch
-        self.seconds += 1  # in the next epoch
 
 
 # When each of four ranks entered a collective and left it, by one clock.

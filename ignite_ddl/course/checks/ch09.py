@@ -3,42 +3,43 @@
 import torch
 
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import try_on_ranks
+from ignite_ddl.course.ranks import counted_on_ranks
 from ignite_ddl.lab import cost
-from ignite_ddl.lab.bytes import count_bytes
 
 WAIT_SECONDS = 20  # what is right takes well under one
 _CURE = "start sending before you receive, and let every rank make as many calls as its peers expect"
+FEATURES = 5
 
 
-@exercise
-def reduce_scatter(function):
+@exercise(
+    cases=((4, 12), (3, 6)),
+    about="{world_size} ranks, {length} numbers",
+    right="rank r ends with chunk r of the sum, for half a ring's bytes",
+)
+def reduce_scatter(function, world_size, length):
     """Chunk r of the sum on rank r, by n - 1 messages of one chunk each, from neighbour to neighbour."""
-    for world_size, length in ((4, 12), (3, 6)):
-        ranks = try_on_ranks(
-            world_size, _reduce_scatter_on_a_rank, function, length, timeout=WAIT_SECONDS, cure=_CURE
-        )
-        case = f"{world_size} ranks, {length} numbers"
-        size = length // world_size
-        chunks = (torch.arange(1, length + 1, dtype=torch.float64) * (2**world_size - 1)).split(size)
-        for rank, (found, _) in enumerate(ranks):
-            if not isinstance(found, torch.Tensor) or found.shape != (size,) or found.dtype != torch.float64:
-                raise Hint(f"{case}: rank {rank} should return a float64 tensor of shape ({size},)")
-        for rank, (found, _) in enumerate(ranks):
-            if not torch.equal(found, chunks[rank]):
-                raise Hint(f"{case}: {_which_chunk(rank, found, chunks, world_size)}")
-        for rank, (_, sent) in enumerate(ranks):
-            n_bytes, enough = sum(put_in for put_in, _ in sent), 8 * size * (world_size - 1)
-            if n_bytes > enough:
-                raise Hint(
-                    f"{case}: right, but your rank {rank} sent {n_bytes} bytes, a ring's first round sends {enough}"
-                )
-            if others := {peer for _, peer in sent} - {(rank + 1) % world_size}:
-                raise Hint(
-                    f"{case}: right, but rank {rank} sent to rank {min(others)}; in the ring it sends to rank "
-                    f"{(rank + 1) % world_size} only"
-                )
-    return "rank r ends with chunk r of the sum, for half a ring's bytes"
+    numbers = torch.arange(1, length + 1, dtype=torch.float64)
+    given = [(numbers * 2**rank,) for rank in range(world_size)]
+    ranks = counted_on_ranks(function, given, WAIT_SECONDS, cure=_CURE)
+    size = length // world_size
+    chunks = (numbers * (2**world_size - 1)).split(size)
+    for rank, (found, _) in enumerate(ranks):
+        if not isinstance(found, torch.Tensor) or found.shape != (size,) or found.dtype != torch.float64:
+            raise Hint(f"rank {rank} should return a float64 tensor of shape ({size},)")
+    for rank, (found, _) in enumerate(ranks):
+        if not torch.equal(found, chunks[rank]):
+            raise Hint(_which_chunk(rank, found, chunks, world_size))
+    for rank, (_, traffic) in enumerate(ranks):
+        enough = 8 * size * (world_size - 1)
+        if traffic.put_in > enough:
+            raise Hint(
+                f"right, but your rank {rank} sent {traffic.put_in} bytes, a ring's first round sends {enough}"
+            )
+        if others := {call.peer for call in traffic.calls if call.put_in} - {(rank + 1) % world_size}:
+            raise Hint(
+                f"right, but rank {rank} sent to rank {min(others)}; in the ring it sends to rank "
+                f"{(rank + 1) % world_size} only"
+            )
 
 
 def _which_chunk(rank, found, chunks, world_size):
@@ -52,83 +53,72 @@ def _which_chunk(rank, found, chunks, world_size):
     )
 
 
-def _reduce_scatter_on_a_rank(local_rank, function, length):
-    gradient = torch.arange(1, length + 1, dtype=torch.float64) * 2**local_rank
-    with count_bytes() as traffic:
-        found = function(gradient)
-    return found, [(call.put_in, call.peer) for call in traffic.calls if call.put_in]
-
-
-@exercise
-def crossover_bytes(function):
-    """The buffer for which tree and ring take equally long."""
-    for n_ranks, latency, bandwidth in (
+@exercise(
+    cases=(
         (8, 0.02, 1e6),
         (4, 1e-5, 1e9),
         (1024, 5e-6, 1.25e10),
         (3, 1e-5, 1e9),
         (5, 1e-5, 1e9),
-    ):
-        link = cost.Link(latency, bandwidth)
-        found = function(n_ranks, latency, bandwidth)
-        case = f"{n_ranks} ranks, {latency:g} s, {bandwidth:g} bytes/s"
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise Hint(f"{case}: return a number of bytes, not {type(found).__name__}")
-        if n_ranks == 3:
-            if abs(found) > 1e-6:
-                raise Hint(
-                    f"{case}: here tree and ring send the same number of messages, the ring shorter ones: it is "
-                    f"never slower, so the answer is 0, not {found:.4g}. Does your tree round log2(3) up?"
-                )
-            continue
-        if found <= 0:
-            raise Hint(f"{case}: for a buffer of a few bytes the tree is faster, so the answer is above 0")
-        tree, ring = (
-            way(n_ranks, found, link).seconds for way in (cost.all_reduce_tree, cost.all_reduce_ring)
-        )
-        if abs(tree - ring) > 1e-9 * ring:
+    ),
+    about="{n_ranks} ranks, {latency:g} s, {bandwidth:g} bytes/s",
+    right="below it take the tree, above it the ring",
+)
+def crossover_bytes(function, n_ranks, latency, bandwidth):
+    """The buffer for which tree and ring take equally long."""
+    link = cost.Link(latency, bandwidth)
+    found = function(n_ranks, latency, bandwidth)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise Hint(f"return a number of bytes, not {type(found).__name__}")
+    if n_ranks == 3:
+        if abs(found) > 1e-6:
             raise Hint(
-                f"{case}: with your {found:.4g} bytes the tree takes {tree / ring:.3g} times as long as the ring"
-                + ("; 5 ranks need 3 rounds up, and 3 down" if n_ranks == 5 else "")
+                f"here tree and ring send the same number of messages, the ring shorter ones: it is "
+                f"never slower, so the answer is 0, not {found:.4g}. Does your tree round log2(3) up?"
             )
-    return "below it take the tree, above it the ring"
-
-
-@exercise
-def moments(function):
-    """Mean and variance over all ranks' rows, in one collective of two numbers a feature and one more."""
-    for rows, centre in (((4, 4, 4, 4), 0.0), ((7, 5, 3, 1), 0.0), ((2, 0, 5, 2), 0.0), ((7, 5, 3, 1), 1e3)):
-        x = _rows(sum(rows), centre)  # (rows, features)
-        right, n_features = (x.double().mean(dim=0), x.double().var(dim=0, correction=0)), x.shape[1]
-        ranks = try_on_ranks(
-            len(rows), _moments_on_a_rank, function, x.split(rows), timeout=WAIT_SECONDS, cure=_CURE
+        return
+    if found <= 0:
+        raise Hint("for a buffer of a few bytes the tree is faster, so the answer is above 0")
+    tree, ring = (way(n_ranks, found, link).seconds for way in (cost.all_reduce_tree, cost.all_reduce_ring))
+    if abs(tree - ring) > 1e-9 * ring:
+        raise Hint(
+            f"with your {found:.4g} bytes the tree takes {tree / ring:.3g} times as long as the ring"
+            + ("; 5 ranks need 3 rounds up, and 3 down" if n_ranks == 5 else "")
         )
-        case = f"{', '.join(map(str, rows))} rows of {n_features} features with mean {centre:g}"
-        for rank, (found, _) in enumerate(ranks):
-            if (
-                not isinstance(found, tuple)
-                or [_kind(part) for part in found] != [(torch.float32, (n_features,))] * 2
-            ):
-                raise Hint(f"{case}: rank {rank} should return two float32 tensors of shape ({n_features},)")
-            if not all(_close(part, whole) for part, whole in zip(found, right, strict=True)):
-                raise Hint(f"{case}: {_which_moments(rank, found, x.split(rows), right, centre)}")
-        for _, put_in in ranks:
-            n_bytes, enough = sum(put_in), 4 * (2 * n_features + 1)
-            if n_bytes > enough:
-                raise Hint(
-                    f"{case}: right, but a rank puts in {n_bytes} bytes; two numbers a feature and its number of rows "
-                    f"are {enough}"
-                )
-            if len(put_in) > 1:
-                raise Hint(
-                    f"{case}: right, but in {len(put_in)} collectives: everybody waits for each of them"
-                )
-    return "the whole batch's moments, in one round"
+
+
+@exercise(
+    cases=(((4, 4, 4, 4), 0.0), ((7, 5, 3, 1), 0.0), ((2, 0, 5, 2), 0.0), ((7, 5, 3, 1), 1e3)),
+    about=lambda rows, centre: (
+        f"{', '.join(map(str, rows))} rows of {FEATURES} features with mean {centre:g}"
+    ),
+    right="the whole batch's moments, in one round",
+)
+def moments(function, rows, centre):
+    """Mean and variance over all ranks' rows, in one collective of two numbers a feature and one more."""
+    x = _rows(sum(rows), centre)  # (rows, features)
+    right = x.double().mean(dim=0), x.double().var(dim=0, correction=0)
+    ranks = counted_on_ranks(function, [(part,) for part in x.split(rows)], WAIT_SECONDS, cure=_CURE)
+    for rank, (found, _) in enumerate(ranks):
+        kinds = [_kind(part) for part in found] if isinstance(found, tuple) else None
+        if kinds != [(torch.float32, (FEATURES,))] * 2:
+            raise Hint(f"rank {rank} should return two float32 tensors of shape ({FEATURES},)")
+        if not all(_close(part, whole) for part, whole in zip(found, right, strict=True)):
+            raise Hint(_which_moments(rank, found, x.split(rows), right, centre))
+    for _, traffic in ranks:
+        enough, calls = 4 * (2 * FEATURES + 1), [call for call in traffic.calls if call.put_in]
+        if traffic.put_in > enough:
+            raise Hint(
+                f"right, but a rank puts in {traffic.put_in} bytes; two numbers a feature and its number of rows "
+                f"are {enough}"
+            )
+        if len(calls) > 1:
+            raise Hint(f"right, but in {len(calls)} collectives: everybody waits for each of them")
 
 
 def _rows(n_rows, centre):
     generator = torch.Generator().manual_seed(n_rows)
-    return centre + 0.1 * torch.randn(n_rows, 5, generator=generator)
+    return centre + 0.1 * torch.randn(n_rows, FEATURES, generator=generator)
 
 
 def _kind(part):
@@ -161,9 +151,3 @@ def _which_moments(rank, found, parts, right, centre):
     if _close(variance, inside):
         return "the mean is right; the ranks' means differ, and that is variance, too"
     return f"the mean is right, rank {rank}'s variance is off"
-
-
-def _moments_on_a_rank(local_rank, function, parts):
-    with count_bytes() as traffic:
-        found = function(parts[local_rank].clone())
-    return found, [call.put_in for call in traffic.calls if call.put_in]

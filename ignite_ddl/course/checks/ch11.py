@@ -11,21 +11,19 @@ SCALED = (((0.1, 0.01), 32, 256, 5), ((0.2, 0.3), 10, 40, 3), ((0.5, 0.5), 64, 6
 MOMENTUM = 0.9  # it cancels out: any will do
 
 
-@exercise
-def scale_and_warm_up(function):
-    for rates, base_batch, batch_size, warm_up_steps in SCALED:
-        groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates]
-        optimizer = torch.optim.SGD(groups, lr=1.0)
-        used = []
-        trainer = Engine(
-            lambda engine, batch, o=optimizer, u=used: u.append([g["lr"] for g in o.param_groups])
-        )
-        function(trainer, optimizer, base_batch, batch_size, warm_up_steps)
-        trainer.run(range(4), max_epochs=3)  # 12 steps: warm-up goes on over the end of an epoch
-        for group, rate in enumerate(rates):
-            values = [step[group] for step in used]
-            _compare_rates(values, rate, group, batch_size / base_batch, warm_up_steps)
-    return "every group starts at its own rate, climbs in a line, and stays at the scaled one"
+@exercise(
+    cases=SCALED, right="every group starts at its own rate, climbs in a line, and stays at the scaled one"
+)
+def scale_and_warm_up(function, rates, base_batch, batch_size, warm_up_steps):
+    groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    used = []
+    trainer = Engine(lambda engine, batch, o=optimizer, u=used: u.append([g["lr"] for g in o.param_groups]))
+    function(trainer, optimizer, base_batch, batch_size, warm_up_steps)
+    trainer.run(range(4), max_epochs=3)  # 12 steps: warm-up goes on over the end of an epoch
+    for group, rate in enumerate(rates):
+        values = [step[group] for step in used]
+        _compare_rates(values, rate, group, batch_size / base_batch, warm_up_steps)
 
 
 def _compare_rates(values, rate, group, factor, n_steps):
@@ -69,23 +67,19 @@ DECAYS = (
 )
 
 
-@exercise
-def grow_instead(function):
-    for rates, batch_size, n_samples, largest in DECAYS:
-        stages = function(rates, batch_size, n_samples, largest)
-        where = f"{n_samples} rows, batch {batch_size} (at most {largest}), rates {rates}"
-        if not isinstance(stages, list | tuple) or len(stages) != len(rates):
-            raise Hint(f"{where}: return a list of {len(rates)} pairs, one a stage")
-        best = _fewest_steps(rates, batch_size, n_samples, largest)
-        for number, ((rate, batch), decayed) in enumerate(zip(stages, rates, strict=True)):
-            here = f"{where}, stage {number + 1}"
-            _check_stage(rate, batch, decayed, rates[0], batch_size, n_samples, largest, here)
-            steps = -(-n_samples // batch)
-            if steps > best[number]:
-                raise Hint(
-                    f"{here}: the noise is right, at {steps} steps an epoch; {best[number]} are enough"
-                )
-    return "the noise of the decay, with the fewest steps"
+@exercise(cases=DECAYS, right="the noise of the decay, with the fewest steps")
+def grow_instead(function, rates, batch_size, n_samples, largest):
+    stages = function(rates, batch_size, n_samples, largest)
+    where = f"{n_samples} rows, batch {batch_size} (at most {largest}), rates {rates}"
+    if not isinstance(stages, list | tuple) or len(stages) != len(rates):
+        raise Hint(f"{where}: return a list of {len(rates)} pairs, one a stage")
+    best = _fewest_steps(rates, batch_size, n_samples, largest)
+    for number, ((rate, batch), decayed) in enumerate(zip(stages, rates, strict=True)):
+        here = f"{where}, stage {number + 1}"
+        _check_stage(rate, batch, decayed, rates[0], batch_size, n_samples, largest, here)
+        steps = -(-n_samples // batch)
+        if steps > best[number]:
+            raise Hint(f"{here}: the noise is right, at {steps} steps an epoch; {best[number]} are enough")
 
 
 def _check_stage(rate, batch, decayed, first, batch_size, n_samples, largest, here):

@@ -11,40 +11,39 @@ from ignite_ddl.lab.bytes import count_bytes
 WAIT_SECONDS = 20  # what is right takes well under one
 
 
-@exercise
-def clipped_step(function):
+@exercise(
+    cases=((4, 12, 1.0), (3, 6, 0.25), (4, 8, 1e6)),
+    about="{world_size} ranks, {length} weights, max_norm {max_norm:g}",
+    right="clipped by the norm of all shards, for a ring's bytes and one number",
+)
+def clipped_step(function, world_size, length, max_norm):
     """SGD with the clipped mean gradient, the weights right on every rank, for a ring's bytes and one number."""
-    for world_size, length, max_norm in ((4, 12, 1.0), (3, 6, 0.25), (4, 8, 1e6)):
-        case = f"{world_size} ranks, {length} weights, max_norm {max_norm:g}"
-        ranks = try_on_ranks(world_size, _clipped_on_a_rank, function, length, max_norm, timeout=WAIT_SECONDS)
-        gradients = [_vector(length, 1 + rank) for rank in range(world_size)]
-        mean = sum(gradients) / world_size
-        start = _vector(length, 0)
-        right = start - 0.5 * _clip(mean, max_norm)
-        torchs = start - 0.5 * _clip(mean, max_norm, mean.norm() + 1e-6)  # as clip_grad_norm_ has it
-        found = [weights for weights, _ in ranks]
-        for rank, weights in enumerate(found):
-            if weights.shape != right.shape:
-                raise Hint(f"{case}: rank {rank}'s weights should keep their shape, ({length},)")
-            if not (_near(weights, right) or _near(weights, torchs)):
-                raise Hint(f"{case}: {_what_went_wrong(rank, weights, start, gradients, max_norm)}")
-        whole = [op for op, put_in, _, _ in ranks[0][1] if op == "all_reduce" and put_in >= 8 * length]
-        if whole:
+    ranks = try_on_ranks(world_size, _clipped_on_a_rank, function, length, max_norm, timeout=WAIT_SECONDS)
+    gradients = [_vector(length, 1 + rank) for rank in range(world_size)]
+    mean = sum(gradients) / world_size
+    start = _vector(length, 0)
+    right = start - 0.5 * _clip(mean, max_norm)
+    torchs = start - 0.5 * _clip(mean, max_norm, mean.norm() + 1e-6)  # as clip_grad_norm_ has it
+    found = [weights for weights, _ in ranks]
+    for rank, weights in enumerate(found):
+        if weights.shape != right.shape:
+            raise Hint(f"rank {rank}'s weights should keep their shape, ({length},)")
+        if not (_near(weights, right) or _near(weights, torchs)):
+            raise Hint(_what_went_wrong(rank, weights, start, gradients, max_norm))
+    whole = [op for op, put_in, _, _ in ranks[0][1] if op == "all_reduce" and put_in >= 8 * length]
+    if whole:
+        raise Hint(
+            "right, but an all-reduce leaves the whole mean gradient on every rank; let each get and "
+            "update its shard"
+        )
+    enough = 2 * (world_size - 1) * 8 * length // world_size + 2 * (world_size - 1) * 8 // world_size
+    for rank, (_, calls) in enumerate(ranks):
+        sent = sum(_sent_in_a_ring(*call) for call in calls)
+        if sent > enough + 8 * world_size:  # a number as an all-gather, or in another precision, is as well
             raise Hint(
-                f"{case}: right, but an all-reduce leaves the whole mean gradient on every rank; let each get and "
-                "update its shard"
+                f"right, but your rank {rank} sends {sent} bytes round the ring, a reduce-scatter, an "
+                f"all-gather and one number are {enough}"
             )
-        enough = 2 * (world_size - 1) * 8 * length // world_size + 2 * (world_size - 1) * 8 // world_size
-        for rank, (_, calls) in enumerate(ranks):
-            sent = sum(_sent_in_a_ring(*call) for call in calls)
-            if (
-                sent > enough + 8 * world_size
-            ):  # a number as an all-gather, or in another precision, is as well
-                raise Hint(
-                    f"{case}: right, but your rank {rank} sends {sent} bytes round the ring, a reduce-scatter, an "
-                    f"all-gather and one number are {enough}"
-                )
-    return "clipped by the norm of all shards, for a ring's bytes and one number"
 
 
 def _vector(length, seed):
@@ -101,42 +100,41 @@ def _clipped_on_a_rank(local_rank, function, length, max_norm):
     return weights, [(call.op, call.put_in, call.got, len(call.ranks)) for call in traffic.calls]
 
 
-@exercise
-def forward_ahead(function):
+@exercise(
+    cases=((2, 3, 4), (4, 5, 8), (2, 1, 2)),
+    about=lambda world_size, n_layers, width: (
+        f"{world_size} ranks, {n_layers} layers" if n_layers > 1 else f"{world_size} ranks, one layer"
+    ),
+    right="each layer arrives while the one before it multiplies",
+)
+def forward_ahead(function, world_size, n_layers, width):
     """The outputs of whole layers, each gathered while the one before it multiplies, and never two ahead."""
-    for world_size, n_layers, width in ((2, 3, 4), (4, 5, 8), (2, 1, 2)):
-        case = f"{world_size} ranks, {n_layers} layers" if n_layers > 1 else f"{world_size} ranks, one layer"
-        right = _vector(3 * width, 0).reshape(3, width)
-        for layer in range(n_layers):
-            right = (right @ _whole(layer, width).T).tanh()
-        ranks = try_on_ranks(world_size, _ahead_on_a_rank, function, n_layers, width, timeout=WAIT_SECONDS)
-        for rank, (y, events) in enumerate(ranks):
-            if y.shape != right.shape:
-                raise Hint(f"{case}: return all {width} features of the 3 rows, not {tuple(y.shape)}")
-            if not _near(y, right):
+    right = _vector(3 * width, 0).reshape(3, width)
+    for layer in range(n_layers):
+        right = (right @ _whole(layer, width).T).tanh()
+    ranks = try_on_ranks(world_size, _ahead_on_a_rank, function, n_layers, width, timeout=WAIT_SECONDS)
+    for rank, (y, events) in enumerate(ranks):
+        if y.shape != right.shape:
+            raise Hint(f"return all {width} features of the 3 rows, not {tuple(y.shape)}")
+        if not _near(y, right):
+            raise Hint(f"the outputs of rank {rank} are wrong; gather rows in rank order, and wait")
+        if events.count("all_gather") != n_layers:
+            raise Hint(f"one gather a layer is enough, rank {rank} calls {events.count('all_gather')}")
+        called = multiplied = 0
+        for event in events:
+            called += event == "all_gather"
+            if called > multiplied + 2:
                 raise Hint(
-                    f"{case}: the outputs of rank {rank} are wrong; gather rows in rank order, and wait"
+                    f"the gather of layer {called - 1} is called before layer {multiplied} has multiplied: "
+                    "three whole layers at once"
                 )
-            if events.count("all_gather") != n_layers:
-                raise Hint(
-                    f"{case}: one gather a layer is enough, rank {rank} calls {events.count('all_gather')}"
-                )
-            called = multiplied = 0
-            for event in events:
-                called += event == "all_gather"
-                if called > multiplied + 2:
+            if event == "product":
+                if called < min(multiplied + 2, n_layers):
                     raise Hint(
-                        f"{case}: the gather of layer {called - 1} is called before layer {multiplied} has multiplied: "
-                        "three whole layers at once"
+                        f"right, but while layer {multiplied} multiplies, the gather of layer {called} "
+                        "has not been called"
                     )
-                if event == "product":
-                    if called < min(multiplied + 2, n_layers):
-                        raise Hint(
-                            f"{case}: right, but while layer {multiplied} multiplies, the gather of layer {called} "
-                            "has not been called"
-                        )
-                    multiplied += 1
-    return "each layer arrives while the one before it multiplies"
+                multiplied += 1
 
 
 def _whole(layer, width):

@@ -4,121 +4,101 @@ import torch
 import torch.nn.functional as F
 
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import on_ranks
-from ignite_ddl.lab.bytes import count_bytes
+from ignite_ddl.course.ranks import counted_on_ranks
 
 WAIT_SECONDS = 60  # what is right takes well under one; a loaded machine may start slowly
 BOUND = 1e-10  # float64; what is wrong here is wrong by far more
 
 
-@exercise
-def smoothed_loss(function):
+@exercise(
+    cases=((4, 6, 65, 0.1, 0.0), (2, 3, 10, 0.3, 1000.0)),
+    about="{n_ranks} ranks, {rows} rows, {n_classes} classes, smoothing {smoothing:g}",
+    right="value and gradient of F.cross_entropy with smoothing, for four numbers a row",
+)
+def smoothed_loss(function, n_ranks, rows, n_classes, smoothing, shift):
     """Four numbers a row may travel: F.cross_entropy's value and gradient, with label smoothing."""
-    for n_ranks, rows, n_classes, smoothing, shift in ((4, 6, 65, 0.1, 0.0), (2, 3, 10, 0.3, 1000.0)):
-        case = f"{n_ranks} ranks, {rows} rows, {n_classes} classes, smoothing {smoothing:g}"
-        numbers = torch.Generator().manual_seed(n_ranks)
-        logits = 3 * torch.randn(rows, n_classes, generator=numbers, dtype=torch.float64) + shift
-        target = torch.randint(n_classes, (rows,), generator=numbers)
-        target[:2] = torch.tensor([0, n_classes - 1])  # of the first rank and of the last
-        parts = logits.chunk(n_ranks, 1)
-        firsts = [sum(part.shape[1] for part in parts[:rank]) for rank in range(n_ranks)]
-        args = [
-            (part, target, first, n_classes, smoothing) for part, first in zip(parts, firsts, strict=True)
-        ]
-        ranks = on_ranks(n_ranks, _on_a_rank, function, args, timeout=WAIT_SECONDS)
-        whole = logits.clone().requires_grad_()
-        right = F.cross_entropy(whole, target, label_smoothing=smoothing)
-        right.backward()
-        for rank, (answer, _) in enumerate(ranks):
-            if not isinstance(answer, tuple | list) or len(answer) != 2:
-                raise Hint(f"{case}: rank {rank} should return the loss and the gradient of its logits")
-            loss, gradient = answer
-            if not isinstance(loss, torch.Tensor) or loss.shape != () or loss.dtype != torch.float64:
-                raise Hint(
-                    f"{case}: the loss of rank {rank} should be one float64 number, the mean over rows"
-                )
-            if not isinstance(gradient, torch.Tensor) or gradient.shape != parts[rank].shape:
-                raise Hint(
-                    f"{case}: the gradient of rank {rank} should have the shape of its logits, "
-                    f"{tuple(parts[rank].shape)}"
-                )
-            if not bool(loss.isfinite()):
-                raise Hint(
-                    f"{case}: logits near {shift:g}, and the loss of rank {rank} is {loss.item()}: subtract the "
-                    "largest of the whole row before you exponentiate"
-                )
-            own_mean = _smoothed(logits, target, smoothing, parts[rank].mean(1))
-            own_share = _smoothed(logits, target, smoothing, parts[rank].sum(1) / n_classes)
-            if _same(loss, F.cross_entropy(logits, target)):
-                raise Hint(f"{case}: rank {rank} returns the loss without smoothing")
-            if _same(loss, own_mean) or _same(loss, own_share):
-                raise Hint(
-                    f"{case}: rank {rank} smooths over its own {parts[rank].shape[1]} classes; the mean is over all "
-                    f"{n_classes}"
-                )
-            if not _same(loss, right.detach()):
-                raise Hint(f"{case}: the loss of rank {rank} is not that of F.cross_entropy")
-        for rank, ((_, gradient), expected) in enumerate(
-            zip([answer for answer, _ in ranks], whole.grad.chunk(n_ranks, 1), strict=True)
-        ):
-            if _same(gradient, rows * expected):
-                raise Hint(
-                    f"{case}: the gradient of rank {rank} is {rows} times too large: the loss is a mean over rows"
-                )
-            unsmoothed = _gradient_without_smoothing(logits, target).chunk(n_ranks, 1)[rank]
-            if _same(gradient, unsmoothed):
-                raise Hint(
-                    f"{case}: the loss is right, but the gradient of rank {rank} is that without smoothing"
-                )
-            if not _same(gradient, expected):
-                raise Hint(
-                    f"{case}: the loss is right, but the gradient of rank {rank} is not that of F.cross_entropy"
-                )
-        for rank, (_, put_in) in enumerate(ranks):
-            if put_in > 4 * rows * 8:
-                raise Hint(
-                    f"{case}: right, but rank {rank} puts in {put_in} bytes; four numbers a row are {4 * rows * 8}"
-                )
-    return "value and gradient of F.cross_entropy with smoothing, for four numbers a row"
+    numbers = torch.Generator().manual_seed(n_ranks)
+    logits = 3 * torch.randn(rows, n_classes, generator=numbers, dtype=torch.float64) + shift
+    target = torch.randint(n_classes, (rows,), generator=numbers)
+    target[:2] = torch.tensor([0, n_classes - 1])  # of the first rank and of the last
+    parts = logits.chunk(n_ranks, 1)
+    firsts = [sum(part.shape[1] for part in parts[:rank]) for rank in range(n_ranks)]
+    args = [(part, target, first, n_classes, smoothing) for part, first in zip(parts, firsts, strict=True)]
+    ranks = counted_on_ranks(function, args, WAIT_SECONDS)
+    whole = logits.clone().requires_grad_()
+    right = F.cross_entropy(whole, target, label_smoothing=smoothing)
+    right.backward()
+    for rank, (answer, _) in enumerate(ranks):
+        if not isinstance(answer, tuple | list) or len(answer) != 2:
+            raise Hint(f"rank {rank} should return the loss and the gradient of its logits")
+        loss, gradient = answer
+        if not isinstance(loss, torch.Tensor) or loss.shape != () or loss.dtype != torch.float64:
+            raise Hint(f"the loss of rank {rank} should be one float64 number, the mean over rows")
+        if not isinstance(gradient, torch.Tensor) or gradient.shape != parts[rank].shape:
+            raise Hint(
+                f"the gradient of rank {rank} should have the shape of its logits, {tuple(parts[rank].shape)}"
+            )
+        if not bool(loss.isfinite()):
+            raise Hint(
+                f"logits near {shift:g}, and the loss of rank {rank} is {loss.item()}: subtract the "
+                "largest of the whole row before you exponentiate"
+            )
+        own_mean = _smoothed(logits, target, smoothing, parts[rank].mean(1))
+        own_share = _smoothed(logits, target, smoothing, parts[rank].sum(1) / n_classes)
+        if _same(loss, F.cross_entropy(logits, target)):
+            raise Hint(f"rank {rank} returns the loss without smoothing")
+        if _same(loss, own_mean) or _same(loss, own_share):
+            raise Hint(
+                f"rank {rank} smooths over its own {parts[rank].shape[1]} classes; the mean is over all "
+                f"{n_classes}"
+            )
+        if not _same(loss, right.detach()):
+            raise Hint(f"the loss of rank {rank} is not that of F.cross_entropy")
+    for rank, expected in enumerate(whole.grad.chunk(n_ranks, 1)):
+        _, gradient = ranks[rank][0]
+        if _same(gradient, rows * expected):
+            raise Hint(f"the gradient of rank {rank} is {rows} times too large: the loss is a mean over rows")
+        unsmoothed = _gradient_without_smoothing(logits, target).chunk(n_ranks, 1)[rank]
+        if _same(gradient, unsmoothed):
+            raise Hint(f"the loss is right, but the gradient of rank {rank} is that without smoothing")
+        if not _same(gradient, expected):
+            raise Hint(f"the loss is right, but the gradient of rank {rank} is not that of F.cross_entropy")
+    for rank, (_, traffic) in enumerate(ranks):
+        if traffic.put_in > 4 * rows * 8:
+            raise Hint(
+                f"right, but rank {rank} puts in {traffic.put_in} bytes; four numbers a row are {4 * rows * 8}"
+            )
 
 
-@exercise
-def cut_dropout(function):
+@exercise(
+    cases=((4, 5, 8, 0.25), (2, 3, 6, 0.5)),
+    about="{n_ranks} ranks, x of {tokens} × {n_features}, p {p:g}",
+    right="each rank keeps what one process keeps, and nothing is sent",
+)
+def cut_dropout(function, n_ranks, tokens, n_features, p):
     """The mask of F.dropout in one process, and its stream afterwards, without a byte sent."""
-    for n_ranks, tokens, n_features, p in ((4, 5, 8, 0.25), (2, 3, 6, 0.5)):
-        case = f"{n_ranks} ranks, x of {tokens} × {n_features}, p {p:g}"
-        numbers = torch.Generator().manual_seed(n_ranks)
-        x = torch.randn(tokens, n_features, generator=numbers, dtype=torch.float64)
-        parts = x.chunk(n_ranks, 1)
-        right, following = _drawn(F.dropout, x, p)
-        args = [(part, p, n_features) for part in parts]
-        ranks = on_ranks(n_ranks, _draws_on_a_rank, function, args, timeout=WAIT_SECONDS)
-        for rank, (y, after, put_in) in enumerate(ranks):
-            part, expected = parts[rank], right.chunk(n_ranks, 1)[rank]
-            if not isinstance(y, torch.Tensor) or y.shape != part.shape or y.dtype != torch.float64:
-                raise Hint(f"{case}: rank {rank} should return a float64 tensor of shape {tuple(part.shape)}")
-            if _same(y, _drawn(F.dropout, part, p)[0]) and not _same(y, expected):
-                raise Hint(
-                    f"{case}: rank {rank} draws for its own features alone, so all ranks drop at the same places"
-                )
-            if _same(y, (right.chunk(n_ranks, 1)[rank] != 0) * part):
-                raise Hint(f"{case}: the mask is right, but what is kept is not divided by 1 − p")
-            if not _same(y, expected):
-                raise Hint(f"{case}: rank {rank} does not keep what one process keeps of its features")
-            if after != following:
-                raise Hint(
-                    f"{case}: right, but the next number of rank {rank} is not that of one process: leave the stream "
-                    "as it leaves it"
-                )
-            if put_in:
-                raise Hint(f"{case}: right, but rank {rank} puts in {put_in} bytes; nothing has to be sent")
-    return "each rank keeps what one process keeps, and nothing is sent"
-
-
-def _on_a_rank(local_rank, function, args):
-    with count_bytes() as traffic:
-        answer = function(*args[local_rank])
-    return answer, traffic.put_in
+    numbers = torch.Generator().manual_seed(n_ranks)
+    x = torch.randn(tokens, n_features, generator=numbers, dtype=torch.float64)
+    parts = x.chunk(n_ranks, 1)
+    right, following = _drawn(F.dropout, x, p)
+    args = [(function, part, p, n_features) for part in parts]
+    for rank, ((y, after), traffic) in enumerate(counted_on_ranks(_drawn, args, WAIT_SECONDS)):
+        part, expected = parts[rank], right.chunk(n_ranks, 1)[rank]
+        if not isinstance(y, torch.Tensor) or y.shape != part.shape or y.dtype != torch.float64:
+            raise Hint(f"rank {rank} should return a float64 tensor of shape {tuple(part.shape)}")
+        if _same(y, _drawn(F.dropout, part, p)[0]) and not _same(y, expected):
+            raise Hint(f"rank {rank} draws for its own features alone, so all ranks drop at the same places")
+        if _same(y, (right.chunk(n_ranks, 1)[rank] != 0) * part):
+            raise Hint("the mask is right, but what is kept is not divided by 1 − p")
+        if not _same(y, expected):
+            raise Hint(f"rank {rank} does not keep what one process keeps of its features")
+        if after != following:
+            raise Hint(
+                f"right, but the next number of rank {rank} is not that of one process: leave the stream "
+                "as it leaves it"
+            )
+        if traffic.put_in:
+            raise Hint(f"right, but rank {rank} puts in {traffic.put_in} bytes; nothing has to be sent")
 
 
 def _drawn(function, x, *args):
@@ -126,12 +106,6 @@ def _drawn(function, x, *args):
     with torch.random.fork_rng():
         torch.manual_seed(7)
         return function(x, *args), torch.rand(()).item()
-
-
-def _draws_on_a_rank(local_rank, function, args):
-    with count_bytes() as traffic:
-        y, after = _drawn(function, *args[local_rank])
-    return y, after, traffic.put_in
 
 
 def _smoothed(logits, target, smoothing, mean):

@@ -46,30 +46,29 @@ def _without(place, index):
     return place[:index] + place[index + 1 :]
 
 
-@exercise
-def count_once(function):
+@exercise(
+    cases=(({"dp": 2, "pp": 2, "tp": 2}, [5, 3]), ({"dp": 3, "pp": 2, "tp": 1}, [4, 0, 7])),
+    about=lambda axes, rows: "dp{dp} × pp{pp} × tp{tp}".format(**axes),
+    right="every row counts once, and every rank knows",
+)
+def count_once(function, axes, rows):
     """Every rank knows the totals, no row counts twice, and two numbers travel."""
-    for axes, rows in (({"dp": 2, "pp": 2, "tp": 2}, [5, 3]), ({"dp": 3, "pp": 2, "tp": 1}, [4, 0, 7])):
-        case = "dp{dp} × pp{pp} × tp{tp}".format(**axes)
-        n_ranks = axes["dp"] * axes["pp"] * axes["tp"]
-        right = (sum(n - n // 3 for n in rows), sum(rows))
-        ranks = on_ranks(n_ranks, _on_a_rank, function, rows, **axes, timeout=WAIT_SECONDS)
-        for rank, (found, stage, sent) in enumerate(ranks):
-            where = f"{case}, rank {rank}, stage {stage} of {axes['pp']}"
-            if not isinstance(found, tuple) or len(found) != 2 or None in found:
-                raise Hint(f"{where}: return two numbers, correct and rows, not {found!r}")
-            if found == (0, 0):
-                raise Hint(f"{where}: still nothing; the last stage knows, who tells the others?")
-            times = found[1] / right[1]
-            if found != right and found == tuple(times * number for number in right) and times == int(times):
-                raise Hint(f"{where}: {found} where {right} is right: each row counts {times:.0f} times")
-            if found != right:
-                raise Hint(
-                    f"{where}: {found}, but all rows together are {right[1]}, {right[0]} of them correct"
-                )
-            if sent > ENOUGH:
-                raise Hint(f"{where}: right, but puts in {sent} bytes; two numbers, twice, are {ENOUGH}")
-    return "every row counts once, and every rank knows"
+    n_ranks = axes["dp"] * axes["pp"] * axes["tp"]
+    right = (sum(n - n // 3 for n in rows), sum(rows))
+    ranks = on_ranks(n_ranks, _on_a_rank, function, rows, **axes, timeout=WAIT_SECONDS)
+    for rank, (found, stage, sent) in enumerate(ranks):
+        where = f"rank {rank}, stage {stage} of {axes['pp']}"
+        if not isinstance(found, tuple) or len(found) != 2 or None in found:
+            raise Hint(f"{where}: return two numbers, correct and rows, not {found!r}")
+        if found == (0, 0):
+            raise Hint(f"{where}: still nothing; the last stage knows, who tells the others?")
+        times = found[1] / right[1]
+        if found != right and found == tuple(times * number for number in right) and times == int(times):
+            raise Hint(f"{where}: {found} where {right} is right: each row counts {times:.0f} times")
+        if found != right:
+            raise Hint(f"{where}: {found}, but all rows together are {right[1]}, {right[0]} of them correct")
+        if sent > ENOUGH:
+            raise Hint(f"{where}: right, but puts in {sent} bytes; two numbers, twice, are {ENOUGH}")
 
 
 def _on_a_rank(local_rank, function, rows):

@@ -48,38 +48,35 @@ def who_am_i(function):
     return "each launcher's ranks, and the machine where rank 0 is"
 
 
-@exercise
-def cable_bytes(function):
-    """Groups inside, across and partly across machines; several machines; groups of one."""
-    cases = (
+@exercise(
+    cases=(
         ({"dp": 3, "tp": 2}, {"dp": 600, "tp": 1000}, 2),
         ({"dp": 2, "tp": 4}, {"dp": 600, "tp": 1000}, 4),
         ({"tp": 4, "dp": 2}, {"dp": 600, "tp": 1000}, 4),
         ({"dp": 1, "tp": 8}, {"dp": 600, "tp": 800}, 4),
         ({"pp": 2, "dp": 2, "tp": 2}, {"pp": 100, "dp": 600, "tp": 1000}, 2),
         ({"dp": 2, "tp": 2}, {"dp": 600, "tp": 1000}, 4),
-    )
-    for sizes, volume, per_machine in cases:
-        found = function(dict(sizes), dict(volume), per_machine)
-        right = _cable_bytes(sizes, volume, per_machine)
-        mesh = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
-        case = f"{mesh}, {per_machine} ranks a machine"
-        if not isinstance(found, int | float):
-            raise Hint(f"{case}: return a number of bytes, not {found!r}")
-        if isclose(found, right):
-            continue
-        if isclose(found, _cable_bytes(sizes, volume, 1)):
-            raise Hint(
-                f"{case}: {found:g} bytes are all that is sent; a hop inside a machine is not on the cable"
-            )
-        if isclose(found, _cable_bytes(sizes, volume, per_machine, closed=False)):
-            raise Hint(f"{case}: {found:g}; a ring is closed, its last rank sends to the first")
-        if isclose(2 * found, right):
-            raise Hint(f"{case}: {found:g}, half of {right:g}: an all-reduce goes round twice")
-        raise Hint(
-            f"{case}: {right:g} bytes, not {found:g}; count the hops of every group between two machines"
-        )
-    return "every hop of every ring between two machines"
+    ),
+    about=lambda sizes, volume, per_machine: (
+        " × ".join(f"{axis} {size}" for axis, size in sizes.items()) + f", {per_machine} ranks a machine"
+    ),
+    right="every hop of every ring between two machines",
+)
+def cable_bytes(function, sizes, volume, per_machine):
+    """Groups inside, across and partly across machines; several machines; groups of one."""
+    found = function(dict(sizes), dict(volume), per_machine)
+    right = _cable_bytes(sizes, volume, per_machine)
+    if not isinstance(found, int | float):
+        raise Hint(f"return a number of bytes, not {found!r}")
+    if isclose(found, right):
+        return
+    if isclose(found, _cable_bytes(sizes, volume, 1)):
+        raise Hint(f"{found:g} bytes are all that is sent; a hop inside a machine is not on the cable")
+    if isclose(found, _cable_bytes(sizes, volume, per_machine, closed=False)):
+        raise Hint(f"{found:g}; a ring is closed, its last rank sends to the first")
+    if isclose(2 * found, right):
+        raise Hint(f"{found:g}, half of {right:g}: an all-reduce goes round twice")
+    raise Hint(f"{right:g} bytes, not {found:g}; count the hops of every group between two machines")
 
 
 def _cable_bytes(sizes, volume, per_machine, closed=True):

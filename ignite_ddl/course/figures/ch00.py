@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, RANK
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 CUT = ("#009988", "#EE3377")  # the batch, the model: chapter 20's colours of dp and tp
 
 __all__ = ["course_map", "data_and_model_parallel", "numbers_sent"]
 
 
-def data_and_model_parallel(n_rows: int = 8) -> Figure:
+def data_and_model_parallel(n_rows: int = 8) -> draw.Figure:
     """The two ways to cut one training step over four ranks, side by side; one colour a rank.
 
     Left: the batch is cut, each rank has a whole model. Middle and right: the model is cut, by layers and
@@ -76,12 +70,12 @@ def data_and_model_parallel(n_rows: int = 8) -> Figure:
     return draw.on_any_page(figure)
 
 
-def _heads(axes: Axes, batch: float, model: float) -> None:
+def _heads(axes: draw.Axes, batch: float, model: float) -> None:
     axes.text(batch, 0.7, "batch", fontsize=9, ha="center")
     axes.text(model, 0.7, "model of 4 layers", fontsize=9, ha="center")
 
 
-def numbers_sent(n_rows: list[int], sent: dict[str, list[int]]) -> Figure:
+def numbers_sent(n_rows: list[int], sent: dict[str, list[int]]) -> draw.Figure:
     """What a rank sends in a step, against the size of the batch: one labelled line for each way to cut.
 
     Args:
@@ -125,7 +119,7 @@ LANES = {
 }
 
 
-def course_map(route: list[int]) -> Figure:
+def course_map(route: list[int]) -> draw.Figure:
     """The chapters of the course, one lane a subject, with a short route through them filled.
 
     Args:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, RANK
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["cluster", "collectives", "sort_times"]
 
 
-def cluster(n_nodes: int = 2, ranks_per_node: int = 4) -> Figure:
+def cluster(n_nodes: int = 2, ranks_per_node: int = 4) -> draw.Figure:
     """Nodes side by side, the ranks of each with both their numbers, and the world around them.
 
     Args:
@@ -61,7 +55,7 @@ def cluster(n_nodes: int = 2, ranks_per_node: int = 4) -> Figure:
     return draw.on_any_page(figure)
 
 
-def collectives(panels: dict[str, tuple[list, list]]) -> Figure:
+def collectives(panels: dict[str, tuple[list, list]]) -> draw.Figure:
     """What each rank holds before and after collectives, one row a rank, coloured by the rank it comes from.
 
     Rank r puts in 2 ** r, so that a number says who is in it: 5 is 1 + 4, of ranks 0 and 2. The colours are read
@@ -111,7 +105,7 @@ def _listed(values) -> list:
     return values if isinstance(values, list) else [values]
 
 
-def _number(axes: Axes, left: float, top: float, width: float, height: float, value: int) -> None:
+def _number(axes: draw.Axes, left: float, top: float, width: float, height: float, value: int) -> None:
     """A tile with the number, in the colour of its rank, or in stripes if several ranks are in it."""
     origins = draw.ranks_in(value)
     if len(origins) == 1:
@@ -122,7 +116,7 @@ def _number(axes: Axes, left: float, top: float, width: float, height: float, va
     draw.tile(axes, left, top, width, height, "none", value, draw.INK, color="#222222", bbox=ground)
 
 
-def sort_times(times: dict[int, tuple[float, float]]) -> Figure:
+def sort_times(times: dict[int, tuple[float, float]]) -> draw.Figure:
     """Seconds of one sort on several numbers of processes, in two parts, a bar each.
 
     Args:

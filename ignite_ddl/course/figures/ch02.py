@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, RANK, on_any_page
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["device_timelines", "host_and_device", "loss_scales", "memory_stages", "ranks_on_gpus"]
 
 
-def host_and_device() -> Figure:
+def host_and_device() -> draw.Figure:
     """What chapter 02 is about in one picture: the host, the device, the queue and the bus between them.
 
     Returns:
@@ -46,7 +41,7 @@ def host_and_device() -> Figure:
     return on_any_page(figure)
 
 
-def device_timelines(panels: dict[str, dict[str, list]], title: str) -> Figure:
+def device_timelines(panels: dict[str, dict[str, list]], title: str) -> draw.Figure:
     """Who worked when, the host or a queue of the device: a panel a program, a row a worker, one scale of time.
 
     Args:
@@ -88,7 +83,7 @@ def device_timelines(panels: dict[str, dict[str, list]], title: str) -> Figure:
     return on_any_page(figure)
 
 
-def memory_stages(stages: dict[str, dict[str, float]]) -> Figure:
+def memory_stages(stages: dict[str, dict[str, float]]) -> draw.Figure:
     """What lies in memory at each moment of a training step: a bar a moment, cut by what it holds.
 
     Args:
@@ -130,7 +125,7 @@ def memory_stages(stages: dict[str, dict[str, float]]) -> Figure:
     return on_any_page(figure)
 
 
-def loss_scales(zeros: dict[int, float], errors: dict[int, float], start: int) -> Figure:
+def loss_scales(zeros: dict[int, float], errors: dict[int, float], start: int) -> draw.Figure:
     """How float16 treats gradients at each loss scale: too small a scale lets them vanish, too large a one overflows.
 
     Args:
@@ -174,7 +169,7 @@ def loss_scales(zeros: dict[int, float], errors: dict[int, float], start: int) -
     return on_any_page(figure)
 
 
-def ranks_on_gpus(cases: dict[str, list[int]], n_gpus: int) -> Figure:
+def ranks_on_gpus(cases: dict[str, list[int]], n_gpus: int) -> draw.Figure:
     """Which GPU each rank of a machine takes: a panel a rule, a tile a rank; where two meet, NCCL refuses.
 
     Args:

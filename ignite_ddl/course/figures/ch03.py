@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, INK, RANK
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["compile_times", "device_tiles", "eager_and_lazy"]
 
@@ -17,7 +11,7 @@ __all__ = ["compile_times", "device_tiles", "eager_and_lazy"]
 _COMPILE = ACTIVITY["data"]  # a compiler's time, which only this chapter shows, always with its name in it
 
 
-def eager_and_lazy(operations: list[str], rows: list[int]) -> Figure:
+def eager_and_lazy(operations: list[str], rows: list[int]) -> draw.Figure:
     """A drawing, not a measurement: who works when, step after step, run eagerly and run lazily.
 
     Args:
@@ -70,12 +64,14 @@ def eager_and_lazy(operations: list[str], rows: list[int]) -> Figure:
     return draw.on_any_page(figure)
 
 
-def _step_label(axes: Axes, start: float, end: float, height: float, n_rows: int) -> None:
+def _step_label(axes: draw.Axes, start: float, end: float, height: float, n_rows: int) -> None:
     axes.plot([start + 0.05, end - 0.1], [height, height], color=INK, linewidth=1)
     axes.text((start + end) / 2, height + 0.35, f"{n_rows} rows", ha="center", va="center", size=9)
 
 
-def compile_times(milliseconds: list[float], rows: list[int], compiled: list[bool], source: str) -> Figure:
+def compile_times(
+    milliseconds: list[float], rows: list[int], compiled: list[bool], source: str
+) -> draw.Figure:
     """Each step's time on a logarithmic axis; steps that compiled stand out.
 
     Args:
@@ -111,7 +107,7 @@ def compile_times(milliseconds: list[float], rows: list[int], compiled: list[boo
     return draw.on_any_page(figure)
 
 
-def device_tiles(tiles: dict[str, list], grid: tuple[int, int]) -> Figure:
+def device_tiles(tiles: dict[str, list], grid: tuple[int, int]) -> draw.Figure:
     """The devices of a grid, each with its piece of three matrices: x times w is y.
 
     Args:
@@ -162,7 +158,7 @@ def device_tiles(tiles: dict[str, list], grid: tuple[int, int]) -> Figure:
     return draw.on_any_page(figure)
 
 
-def _piece(axes: Axes, name: str, left: float, top: float, shape: list, part: list, device: int) -> None:
+def _piece(axes: draw.Axes, name: str, left: float, top: float, shape: list, part: list, device: int) -> None:
     (first, last), (start, stop) = part
     draw.tile(axes, left, top, shape[1], shape[0], "none", edge=INK, linestyle=":")
     size = last - first, stop - start

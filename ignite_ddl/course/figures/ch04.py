@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, RANK, on_any_page
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["dealt_batch", "parity_errors"]
 
 
-def dealt_batch(images, world_size: int = 4) -> Figure:
+def dealt_batch(images, world_size: int = 4) -> draw.Figure:
     """One global batch on the left, each rank's share of it with its training step on the right.
 
     Image ``i`` goes to rank ``i % world_size``, as ``DistributedSampler`` deals.
@@ -80,7 +75,7 @@ def dealt_batch(images, world_size: int = 4) -> Figure:
     return on_any_page(figure)
 
 
-def parity_errors(errors: dict[str, dict[str, float]]) -> Figure:
+def parity_errors(errors: dict[str, dict[str, float]]) -> draw.Figure:
     """Largest errors against one process on a logarithmic axis, one row a variant, with the bound 1e-12.
 
     Args:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import INK, RANK
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["dealt_rows", "owners_over_epochs"]
 
 
-def dealt_rows(panels: dict[str, list], title: str, tp: int = 1) -> Figure:
+def dealt_rows(panels: dict[str, list], title: str, tp: int = 1) -> draw.Figure:
     """What each rank reads in an epoch, step after step: a tile for each row, in the rank's colour.
 
     A row that was read before in the epoch, in an earlier step or by a rank further up, is hatched. A slot that
@@ -64,7 +58,7 @@ def dealt_rows(panels: dict[str, list], title: str, tp: int = 1) -> Figure:
     return draw.on_any_page(figure)
 
 
-def _draw_steps(axes: Axes, seen: list, slots: list[int], tp: int) -> set[str]:
+def _draw_steps(axes: draw.Axes, seen: list, slots: list[int], tp: int) -> set[str]:
     """Draws one panel of :func:`dealt_rows`; returns which of "again" and "empty" occur."""
     kinds, known, left = set(), set(), 0.0
     for rank in range(len(seen)):
@@ -94,7 +88,7 @@ def _draw_steps(axes: Axes, seen: list, slots: list[int], tp: int) -> set[str]:
     return kinds
 
 
-def _row_tile(axes: Axes, left: float, top: float, colour: str, row: int | None, kind: str) -> None:
+def _row_tile(axes: draw.Axes, left: float, top: float, colour: str, row: int | None, kind: str) -> None:
     from matplotlib.patches import Rectangle
 
     if kind == "row":
@@ -109,7 +103,7 @@ def _row_tile(axes: Axes, left: float, top: float, colour: str, row: int | None,
     axes.add_patch(Rectangle((left + 0.06, top + 0.12), 0.88, 0.76, facecolor="none", linewidth=1.4, **look))
 
 
-def owners_over_epochs(panels: dict[str, list]) -> Figure:
+def owners_over_epochs(panels: dict[str, list]) -> draw.Figure:
     """Which of four ranks reads which row in which epoch: a column a row, a line an epoch, the colour is the rank.
 
     Args:

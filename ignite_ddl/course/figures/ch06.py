@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, INK, RANK
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["confusion_matrix", "logged_losses", "resumed_losses", "who_does_what"]
 
@@ -21,7 +16,7 @@ JOBS = {
 }
 
 
-def who_does_what(jobs: dict[str, str]) -> Figure:
+def who_does_what(jobs: dict[str, str]) -> draw.Figure:
     """Which of four ranks do a job: rank 0 alone, each rank its own, or all ranks together.
 
     Args:
@@ -64,7 +59,7 @@ def who_does_what(jobs: dict[str, str]) -> Figure:
     return draw.on_any_page(figure)
 
 
-def confusion_matrix(matrix, classes: list[str], n_ranks: int) -> Figure:
+def confusion_matrix(matrix, classes: list[str], n_ranks: int) -> draw.Figure:
     """How often each class was taken for each class; more images, more colour.
 
     Args:
@@ -107,7 +102,7 @@ def confusion_matrix(matrix, classes: list[str], n_ranks: int) -> Figure:
     return draw.on_any_page(figure)
 
 
-def resumed_losses(apart: dict[str, dict[int, float]], title: str) -> Figure:
+def resumed_losses(apart: dict[str, dict[int, float]], title: str) -> draw.Figure:
     """How far the losses of resumed runs are from those of runs without a break: a panel a run, on one scale.
 
     Args:
@@ -141,7 +136,7 @@ def resumed_losses(apart: dict[str, dict[int, float]], title: str) -> Figure:
     return draw.on_any_page(figure)
 
 
-def logged_losses(losses: dict[str, list[float]]) -> Figure:
+def logged_losses(losses: dict[str, list[float]]) -> draw.Figure:
     """Losses by step, as a log holds them.
 
     Args:

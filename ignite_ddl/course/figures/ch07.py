@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from ignite_ddl.lab.record import Record
+from ignite_ddl.lab.record import Record
 
 __all__ = ["epoch", "rank_profiles"]
 
 PARTS = {"data": ACTIVITY["data"], "step": ACTIVITY["compute"], "handlers": ACTIVITY["handlers"]}
 
 
-def epoch(records: list[Record], title: str) -> Figure:
+def epoch(records: list[Record], title: str) -> draw.Figure:
     """A row each for data, step and handlers, time to the right: when the engine did it, and the row's sum.
 
     Args:
@@ -53,7 +47,7 @@ def epoch(records: list[Record], title: str) -> Figure:
     return draw.on_any_page(figure)
 
 
-def rank_profiles(cases: dict[str, list[dict[str, float]]], title: str) -> Figure:
+def rank_profiles(cases: dict[str, list[dict[str, float]]], title: str) -> draw.Figure:
     """What each rank's profiler says of an iteration: a panel a case, a bar a rank, cut into data, step, handlers.
 
     Args:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from statistics import median, quantiles
-from typing import TYPE_CHECKING
 
-from ignite_ddl.lab import draw
+from ignite_ddl.lab import Timeline, draw
 from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, SHADE
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from ignite_ddl.lab import Timeline
 
 __all__ = ["same_step", "shares", "step_times"]
 
 
-def step_times(seconds: list[float], warm_up: int, interval: tuple[float, float], title: str) -> Figure:
+def step_times(seconds: list[float], warm_up: int, interval: tuple[float, float], title: str) -> draw.Figure:
     """A dot a step on a logarithmic axis; of those after the warm-up the quartiles, and where their median is.
 
     Args:
@@ -63,7 +57,7 @@ def step_times(seconds: list[float], warm_up: int, interval: tuple[float, float]
     return draw.on_any_page(figure)
 
 
-def shares(totals: dict[int, dict[str, float]], title: str) -> Figure:
+def shares(totals: dict[int, dict[str, float]], title: str) -> draw.Figure:
     """What each rank's time is made of, in percent: a bar a rank.
 
     Args:
@@ -103,7 +97,7 @@ def shares(totals: dict[int, dict[str, float]], title: str) -> Figure:
     return draw.on_any_page(figure)
 
 
-def same_step(timelines: dict[str, Timeline], name: str, title: str) -> Figure:
+def same_step(timelines: dict[str, Timeline], name: str, title: str) -> draw.Figure:
     """One step of several runs, under each other on one axis of time, a row a rank.
 
     Args:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, RANK, on_any_page
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = [
     "all_reduce_times",
@@ -23,7 +18,7 @@ _FRAME = "#E8590C"  # no rank's colour
 _PALE = "#8C8C8C44"  # half transparent: fainter than the words on light and on dark pages
 
 
-def ring_steps(states: list[list[list[int]]]) -> Figure:
+def ring_steps(states: list[list[list[int]]]) -> draw.Figure:
     """A ring all-reduce, step by step: what each rank holds of each chunk, in the colours of the ranks in it.
 
     Rank r puts in 2 ** r, so that a number says who is in it, and the stripes are read from the numbers. The
@@ -72,7 +67,7 @@ def ring_steps(states: list[list[list[int]]]) -> Figure:
     return on_any_page(figure)
 
 
-def messages(panels: dict[str, list], title: str) -> Figure:
+def messages(panels: dict[str, list], title: str) -> draw.Figure:
     """Who sends to whom and when: a panel an algorithm, a row a rank, an arrow a message; time to the right.
 
     Args:
@@ -126,7 +121,7 @@ def messages(panels: dict[str, list], title: str) -> Figure:
 _ALGORITHMS = (("o--", GREY), ("s-", ACTIVITY["forward"]), ("D-", ACTIVITY["communication"]))
 
 
-def bytes_by_world(sent: dict[str, dict[int, int]], n_bytes: int) -> Figure:
+def bytes_by_world(sent: dict[str, dict[int, int]], n_bytes: int) -> draw.Figure:
     """The most that one rank sends in an all-reduce, against the size of the world: a line for each way to do it.
 
     Args:
@@ -165,7 +160,7 @@ def all_reduce_times(
     predicted: dict[str, list[float]],
     measured: dict[str, dict[float, float]],
     n_ranks: int,
-) -> Figure:
+) -> draw.Figure:
     """Seconds of an all-reduce against the size of its buffer: lines predicted, marks measured.
 
     Args:
@@ -210,7 +205,7 @@ def all_reduce_times(
     return on_any_page(figure)
 
 
-def loss_by_iteration(runs: dict[str, list[list[tuple[int, float]]]], title: str) -> Figure:
+def loss_by_iteration(runs: dict[str, list[list[tuple[int, float]]]], title: str) -> draw.Figure:
     """Loss against iterations: a line for each run, a look for each way to train, named where it ends.
 
     The second way is drawn as dots, so that the first shows beneath them.

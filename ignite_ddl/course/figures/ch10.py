@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, INK
 from ignite_ddl.lab.record import Record
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from ignite_ddl.lab.simulate import Simulation
+from ignite_ddl.lab.simulate import Simulation
 
 __all__ = ["buckets", "master_and_ddp", "step_shares"]
 
 
-def master_and_ddp(master: Simulation, ddp: Simulation, title: str) -> Figure:
+def master_and_ddp(master: Simulation, ddp: Simulation, title: str) -> draw.Figure:
     """A step of each scheme, a row a rank; below DDP's ranks what travels meanwhile, bucket by bucket.
 
     Args:
@@ -54,7 +48,9 @@ def master_and_ddp(master: Simulation, ddp: Simulation, title: str) -> Figure:
     return figure
 
 
-def buckets(simulated: dict[str, Simulation], measured: dict[str, dict[str, list]], title: str) -> Figure:
+def buckets(
+    simulated: dict[str, Simulation], measured: dict[str, dict[str, list]], title: str
+) -> draw.Figure:
     """What rank 0 computes and what its line carries, simulated and measured, under each other.
 
     Args:
@@ -98,7 +94,7 @@ def _carried(simulation: Simulation) -> list[Record]:
     ]
 
 
-def step_shares(schemes: dict[str, dict[int, dict[str, float]]], title: str) -> Figure:
+def step_shares(schemes: dict[str, dict[int, dict[str, float]]], title: str) -> draw.Figure:
     """Where a step's time goes, against the size of the world: a panel a scheme, a bar a world, stacked.
 
     Args:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, INK, on_any_page
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["batch_or_rate", "communication_share", "over_batch_sizes", "steps_of_an_epoch"]
 
 
-def steps_of_an_epoch(n_images: int, batch_sizes: tuple[int, ...]) -> Figure:
+def steps_of_an_epoch(n_images: int, batch_sizes: tuple[int, ...]) -> draw.Figure:
     """One pass through the data, cut into steps: a row a batch size, a tile a step.
 
     Args:
@@ -44,7 +39,9 @@ def steps_of_an_epoch(n_images: int, batch_sizes: tuple[int, ...]) -> Figure:
     return on_any_page(figure)
 
 
-def over_batch_sizes(curves: dict[str, dict[int, tuple[float, float]]], title: str, ylabel: str) -> Figure:
+def over_batch_sizes(
+    curves: dict[str, dict[int, tuple[float, float]]], title: str, ylabel: str
+) -> draw.Figure:
     """What becomes of a number as the batch grows: a labelled line a curve, with bars of two standard errors.
 
     Args:
@@ -85,9 +82,7 @@ def over_batch_sizes(curves: dict[str, dict[int, tuple[float, float]]], title: s
         draw.note(
             axes, name, (where, points[where][0]), offset, colour, weight="normal", size=9.5, ha=ha, va=va
         )
-    axes.set_xscale("log")
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.minorticks_off()
+    draw.log_axis(axes, sizes)
     axes.set_xlim(sizes[0] * 0.8, sizes[-1] * (sizes[-1] / sizes[0]) ** 0.45)
     axes.set_ylim(0, 1)
     axes.set_xlabel("batch size")
@@ -95,7 +90,7 @@ def over_batch_sizes(curves: dict[str, dict[int, tuple[float, float]]], title: s
     return on_any_page(figure)
 
 
-def batch_or_rate(noise: dict[str, list[float]], curves: dict[str, tuple[list, list]]) -> Figure:
+def batch_or_rate(noise: dict[str, list[float]], curves: dict[str, tuple[list, list]]) -> draw.Figure:
     """Left the noise scale in each epoch, right the accuracy after it, with a band of two standard errors.
 
     Args:
@@ -135,7 +130,7 @@ def batch_or_rate(noise: dict[str, list[float]], curves: dict[str, tuple[list, l
     return on_any_page(figure)
 
 
-def communication_share(steps: list, title: str) -> Figure:
+def communication_share(steps: list, title: str) -> draw.Figure:
     """A bar for each size of the world: seconds of compute, then of communication, with its share.
 
     Args:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, INK, RANK, on_any_page
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["by_workers", "server_scheme", "server_shares"]
 
 
-def server_scheme(n_workers: int, weight_bytes: int, row_bytes: int) -> Figure:
+def server_scheme(n_workers: int, weight_bytes: int, row_bytes: int) -> draw.Figure:
     """The parameter server's step: the server above, the workers, the data's own node below, numbered arrows.
 
     Args:
@@ -72,7 +67,7 @@ def by_workers(
     title: str,
     ylabel: str,
     note: str,
-) -> Figure:
+) -> draw.Figure:
     """Anything against the number of workers, both axes logarithmic: lines predicted, marks measured.
 
     Args:
@@ -94,11 +89,11 @@ def by_workers(
             figure = figures.by_workers(lines, {"one server": {4: 8}}, "It grows", "bytes", "lines: predicted")
     """
     figure, axes = draw.new_figure(title, height=3.1)
-    axes.set(xscale="log", yscale="log")
+    axes.set_yscale("log")
     colours = [ACTIVITY[kind] for kind in ("backward_weight", "forward", "communication")]
     draw.lines_and_marks(axes, predicted, measured, colours)
     workers = sorted({n for values in predicted.values() for n in values})
-    axes.set_xticks(workers, [str(n) for n in workers])
+    draw.log_axis(axes, workers)
     everything = [value for values in predicted.values() for value in values.values()]
     draw.log_ticks(axes, min(everything) / 1.3, 1.3 * max(everything))
     axes.set_xlabel("workers")
@@ -107,7 +102,7 @@ def by_workers(
     return on_any_page(figure)
 
 
-def server_shares(panels: dict[str, list[dict[str, int]]], title: str) -> Figure:
+def server_shares(panels: dict[str, list[dict[str, int]]], title: str) -> draw.Figure:
     """What each server holds: a panel a model, a bar a server, cut into parameters, with its share of all bytes.
 
     Args:

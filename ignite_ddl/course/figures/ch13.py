@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, on_any_page
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = [
     "accuracy_over_rates",
@@ -26,7 +22,7 @@ _COLOURS = [_BLUE, ACTIVITY["backward"], _GREEN, _RED]
 _WAITS = "#8C8C8C55"  # half transparent: a grey that is fainter than the page's words on light and on dark
 
 
-def server_rows(panels: dict[str, tuple[list, list]], title: str, end: float, unit: str) -> Figure:
+def server_rows(panels: dict[str, tuple[list, list]], title: str, end: float, unit: str) -> draw.Figure:
     """Workers and their gradients: a panel a mode, a row a worker, a box from each pull to its push.
 
     A box holds its gradient's staleness. Grey is waiting for a pull, a dashed box a gradient that came too late, a
@@ -88,7 +84,7 @@ def server_rows(panels: dict[str, tuple[list, list]], title: str, end: float, un
     return on_any_page(figure)
 
 
-def stale_descent(paths: dict[int, list[float]], found: dict[int, float]) -> Figure:
+def stale_descent(paths: dict[int, list[float]], found: dict[int, float]) -> draw.Figure:
     """Left a weight on its way down a bowl, for some stalenesses; right the largest rate that is stable.
 
     Args:
@@ -132,7 +128,7 @@ def stale_descent(paths: dict[int, list[float]], found: dict[int, float]) -> Fig
     return on_any_page(figure)
 
 
-def staleness_histogram(runs: dict[str, list[dict]], title: str, slow: int) -> Figure:
+def staleness_histogram(runs: dict[str, list[dict]], title: str, slow: int) -> draw.Figure:
     """How many gradients of each staleness, a panel a run; a dashed line marks the mean.
 
     Args:
@@ -177,7 +173,7 @@ def staleness_histogram(runs: dict[str, list[dict]], title: str, slow: int) -> F
 
 def accuracy_over_rates(
     curves: dict[str, list[tuple[float, float]]], rates: list[float], title: str
-) -> Figure:
+) -> draw.Figure:
     """What each learning rate reaches, a line a way to train; a dot marks the best, a band the spread.
 
     Args:
@@ -207,9 +203,7 @@ def accuracy_over_rates(
         axes.plot(rates[best], means[best], "o", color=colour, markersize=9)
         text = f"{name}: best {means[best]:.0%}"
         draw.note(axes, text, (rates[-1], means[-1]), (8, nudge), colour, size=9.5)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    axes.minorticks_off()
+    draw.log_axis(axes, rates, base=2)
     axes.set_xlim(rates[0] / 1.2, rates[-1] * (rates[-1] / rates[0]) ** 0.4)
     axes.set_ylim(0, 0.8)
     axes.yaxis.set_major_formatter("{x:.0%}")
@@ -218,7 +212,7 @@ def accuracy_over_rates(
     return on_any_page(figure)
 
 
-def bounds(curves: dict[str, dict[int, float]], title: str) -> Figure:
+def bounds(curves: dict[str, dict[int, float]], title: str) -> draw.Figure:
     """What share of the asynchronous speed is left with a bound: a labelled line a cluster.
 
     Args:
@@ -250,7 +244,7 @@ def bounds(curves: dict[str, dict[int, float]], title: str) -> Figure:
 
 def seconds_of_rules(
     took: dict[str, list[float]], reached: dict[str, tuple[float, float]], title: str
-) -> Figure:
+) -> draw.Figure:
     """A row of dots for each rule: how long its runs took, and in words what they reached.
 
     Args:
@@ -285,7 +279,7 @@ def seconds_of_rules(
     return on_any_page(figure)
 
 
-def backup_workers(gains: dict[str, dict[int, float]], title: str) -> Figure:
+def backup_workers(gains: dict[str, dict[int, float]], title: str) -> draw.Figure:
     """What backups gain in gradients that count, a second: a line a spread of the steps' times.
 
     Args:

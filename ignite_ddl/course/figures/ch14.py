@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, SHADE
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["zero_peaks", "zero_stages"]
 
@@ -21,7 +16,7 @@ _PARTS = {
 _STAGES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
-def zero_stages(memories: list) -> Figure:
+def zero_stages(memories: list) -> draw.Figure:
     """Who holds what of the model's states under ZeRO: a panel a stage, a row a rank, filled where it holds a slice.
 
     Args:
@@ -66,7 +61,7 @@ def zero_stages(memories: list) -> Figure:
     return draw.on_any_page(figure)
 
 
-def zero_peaks(states: dict, room: dict[str, float]) -> Figure:
+def zero_peaks(states: dict, room: dict[str, float]) -> draw.Figure:
     """Memory of a step under ZeRO as stacked bars: the states, which are predicted, and what else the peak holds.
 
     Args:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, INK, RANK
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["bytes_over_rows", "cuts_of_a_model"]
 
 
-def cuts_of_a_model(n_layers: int, n_ranks: int) -> Figure:
+def cuts_of_a_model(n_layers: int, n_ranks: int) -> draw.Figure:
     """A model three times: whole on every rank, cut between its layers, and cut inside them. A colour is a rank.
 
     Args:
@@ -57,7 +52,7 @@ def cuts_of_a_model(n_layers: int, n_ranks: int) -> Figure:
 
 def bytes_over_rows(
     predicted: dict[str, dict[int, float]], counted: dict[str, dict[int, int]], title: str
-) -> Figure:
+) -> draw.Figure:
     """Bytes that a rank sends in a step against the rows of the batch: lines predicted, marks counted.
 
     Args:
@@ -79,11 +74,8 @@ def bytes_over_rows(
     figure, axes = draw.new_figure(title, width=7.4, height=2.9)
     colours = [ACTIVITY[kind] for kind in ("compute", "backward_weight", "optimizer")]
     draw.lines_and_marks(axes, predicted, counted, colours, scale=1e-3, offset=(8, 0))
-    axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ticks = sorted({n for line in counted.values() for n in line})
-    axes.set_xticks(ticks, [str(n) for n in ticks])
-    axes.minorticks_off()
+    draw.log_axis(axes, sorted({n for line in counted.values() for n in line}), base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("rows of the batch")
     axes.set_ylabel("kB a rank sends in a step")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, INK, RANK, on_any_page
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["cut_products", "held_blocks", "ring_passes", "told_and_saved"]
 
 
-def cut_products(rows: int, inputs: int, outputs: int, n_ranks: int) -> Figure:
+def cut_products(rows: int, inputs: int, outputs: int, n_ranks: int) -> draw.Figure:
     """X times W is Y, cut for ranks: above by columns of W, below by its rows. Drawn to scale.
 
     Args:
@@ -64,7 +59,7 @@ def cut_products(rows: int, inputs: int, outputs: int, n_ranks: int) -> Figure:
     return on_any_page(figure)
 
 
-def held_blocks(tensors: dict[str, tuple[tuple, list]], title: str) -> Figure:
+def held_blocks(tensors: dict[str, tuple[tuple, list]], title: str) -> draw.Figure:
     """Weights and biases as they are stored, each block in the colour and with the number of the rank that holds it.
 
     Args:
@@ -103,7 +98,7 @@ def held_blocks(tensors: dict[str, tuple[tuple, list]], title: str) -> Figure:
     return on_any_page(figure)
 
 
-def told_and_saved(losses: dict[str, list[float]], saved: dict[str, float], title: str) -> Figure:
+def told_and_saved(losses: dict[str, list[float]], saved: dict[str, float], title: str) -> draw.Figure:
     """Losses that ranks told in training, and beside the last the loss of the model that rank 0 would save.
 
     Args:
@@ -138,7 +133,7 @@ def told_and_saved(losses: dict[str, list[float]], saved: dict[str, float], titl
     return on_any_page(figure)
 
 
-def ring_passes() -> Figure:
+def ring_passes() -> draw.Figure:
     """Left a ring of four ranks, right what each sends of a tensor in a collective, part by part.
 
     Returns:

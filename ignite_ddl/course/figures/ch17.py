@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, RANK, on_any_page
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["along_a_block", "dropout_masks", "kept_by_block"]
 
 
-def along_a_block(steps: list[tuple], n_ranks: int, title: str) -> Figure:
+def along_a_block(steps: list[tuple], n_ranks: int, title: str) -> draw.Figure:
     """What the ranks hold at each place of a transformer block: tokens down, features across.
 
     Args:
@@ -77,7 +72,7 @@ def along_a_block(steps: list[tuple], n_ranks: int, title: str) -> Figure:
     return on_any_page(figure)
 
 
-def dropout_masks(panels: dict[str, tuple[list, list]], title: str) -> Figure:
+def dropout_masks(panels: dict[str, tuple[list, list]], title: str) -> draw.Figure:
     """What each rank drops of one token: inside, of its own features, and behind, of those that all ranks hold.
 
     Args:
@@ -125,7 +120,7 @@ def dropout_masks(panels: dict[str, tuple[list, list]], title: str) -> Figure:
     return on_any_page(figure)
 
 
-def kept_by_block(cases: dict[str, tuple[float, float, float, float]], title: str) -> Figure:
+def kept_by_block(cases: dict[str, tuple[float, float, float, float]], title: str) -> draw.Figure:
     """Activations that a block keeps on each rank: bars predicted, marks measured.
 
     Args:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, INK, RANK, on_any_page
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["kept_by_rank", "step_by_microbatches", "unequal_stages"]
 
 
-def kept_by_rank(kept: dict[str, list[float]], title: str) -> Figure:
+def kept_by_rank(kept: dict[str, list[float]], title: str) -> draw.Figure:
     """What the ranks of a pipeline keep for backward at most: a panel a schedule, a bar a rank.
 
     Args:
@@ -44,7 +39,9 @@ def kept_by_rank(kept: dict[str, list[float]], title: str) -> Figure:
     return on_any_page(figure)
 
 
-def step_by_microbatches(predicted: dict[int, float], measured: dict[int, list[float]], title: str) -> Figure:
+def step_by_microbatches(
+    predicted: dict[int, float], measured: dict[int, list[float]], title: str
+) -> draw.Figure:
     """How long a pipeline step takes, against its number of microbatches: a predicted line, measured marks.
 
     Args:
@@ -77,9 +74,7 @@ def step_by_microbatches(predicted: dict[int, float], measured: dict[int, list[f
     best = min(measured, key=lambda m: min(measured[m]))
     at = (best, 1e3 * min(measured[best]))
     draw.note(axes, f"{best} are fastest", at, (0, -30), ha="center", va="top", **style)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(m) for m in counts])
-    axes.minorticks_off()
+    draw.log_axis(axes, counts, base=2)
     axes.set_xlim(0.9, 1.6 * last)
     axes.set_ylim(0, 1.08e3 * max(map(max, measured.values())))
     axes.set_xlabel("microbatches")
@@ -87,7 +82,7 @@ def step_by_microbatches(predicted: dict[int, float], measured: dict[int, list[f
     return on_any_page(figure)
 
 
-def unequal_stages(panels: dict[str, list], title: str, unit: str, empty: str) -> Figure:
+def unequal_stages(panels: dict[str, list], title: str, unit: str, empty: str) -> draw.Figure:
     """``draw.schedules`` with a word in the first panel's row of rank 0, which has next to nothing to do.
 
     Args:

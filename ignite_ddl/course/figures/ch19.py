@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.course.figures.ch13 import accuracy_over_rates
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, on_any_page
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from ignite_ddl.lab.simulate import Pipeline
+from ignite_ddl.lab.simulate import Pipeline
 
 __all__ = ["accuracy_over_rates", "time_and_memory", "weight_versions", "with_and_without_flush"]
 
 
-def with_and_without_flush(step: Pipeline, n_steps: int, endless: Pipeline, title: str) -> Figure:
+def with_and_without_flush(step: Pipeline, n_steps: int, endless: Pipeline, title: str) -> draw.Figure:
     """Steps of a schedule one after the other, and under them a run that never drains.
 
     Args:
@@ -55,7 +49,7 @@ def with_and_without_flush(step: Pipeline, n_steps: int, endless: Pipeline, titl
     return draw.schedules(panels, title, unit="time units")
 
 
-def weight_versions(used: list[list[int]], newest: list[list[int]], title: str) -> Figure:
+def weight_versions(used: list[list[int]], newest: list[list[int]], title: str) -> draw.Figure:
     """With which version of its weights each stage runs a microbatch: a row a rank, a column a microbatch.
 
     A tile holds the version at the forward pass and the newest one at the backward pass; the more updates lie in
@@ -94,7 +88,7 @@ def weight_versions(used: list[list[int]], newest: list[list[int]], title: str) 
     return on_any_page(figure)
 
 
-def time_and_memory(schedules: dict[str, tuple[float, list[float]]], title: str) -> Figure:
+def time_and_memory(schedules: dict[str, tuple[float, list[float]]], title: str) -> draw.Figure:
     """The bubble of each schedule against the activations that its ranks keep: down and to the left is better.
 
     Args:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import INK
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["bytes_by_axis", "mesh_on_machines", "rows_in_a_sum"]
 
@@ -17,7 +13,7 @@ __all__ = ["bytes_by_axis", "mesh_on_machines", "rows_in_a_sum"]
 AXIS = {"pp": "#EE7733", "dp": "#009988", "tp": "#EE3377"}
 
 
-def mesh_on_machines(sizes: Mapping[str, int], ranks_per_machine: int) -> Figure:
+def mesh_on_machines(sizes: Mapping[str, int], ranks_per_machine: int) -> draw.Figure:
     """Two machines full of ranks, each tile with its place, and the groups of each axis as lines between tiles.
 
     Args:
@@ -67,7 +63,7 @@ def mesh_on_machines(sizes: Mapping[str, int], ranks_per_machine: int) -> Figure
     return draw.on_any_page(figure)
 
 
-def rows_in_a_sum(rows: list[int], sums: Mapping[str, tuple[list[int], int]]) -> Figure:
+def rows_in_a_sum(rows: list[int], sums: Mapping[str, tuple[list[int], int]]) -> draw.Figure:
     """The rows that each rank counted, once for each way to add them up: what is in the sum is coloured.
 
     Args:
@@ -101,7 +97,7 @@ def rows_in_a_sum(rows: list[int], sums: Mapping[str, tuple[list[int], int]]) ->
     return draw.on_any_page(figure)
 
 
-def bytes_by_axis(sent: Mapping[str, Mapping[str, int]], title: str) -> Figure:
+def bytes_by_axis(sent: Mapping[str, Mapping[str, int]], title: str) -> draw.Figure:
     """Bytes that a rank puts into each axis in a step, a bar a mesh.
 
     Args:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ignite_ddl.lab import draw
+from ignite_ddl.lab import Timeline, draw
 from ignite_ddl.lab.draw import ACTIVITY, GREY, RANK
 from ignite_ddl.lab.record import Record
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from ignite_ddl.lab import Timeline
 
 __all__ = ["departures", "lost_by_interval", "one_run", "saves", "shards"]
 
 RIGHT, WRONG = ACTIVITY["compute"], ACTIVITY["backward_weight"]
 
 
-def one_run(steps: int, saved: int, killed: int) -> Figure:
+def one_run(steps: int, saved: int, killed: int) -> draw.Figure:
     """Steps of an uninterrupted run, and of one that is saved, killed and resumed.
 
     Args:
@@ -53,7 +46,7 @@ def one_run(steps: int, saved: int, killed: int) -> Figure:
     return draw.on_any_page(figure)
 
 
-def departures(same: dict[str, list[bool]], first_step: int) -> Figure:
+def departures(same: dict[str, list[bool]], first_step: int) -> draw.Figure:
     """Which losses of resumed runs are those of the uninterrupted one, a row a run.
 
     Args:
@@ -93,7 +86,7 @@ def departures(same: dict[str, list[bool]], first_step: int) -> Figure:
     return draw.on_any_page(figure)
 
 
-def shards(size: tuple[int, int], old: list[tuple], new: list[tuple], title: str) -> Figure:
+def shards(size: tuple[int, int], old: list[tuple], new: list[tuple], title: str) -> draw.Figure:
     """A matrix in its old shards, and in its new ones; a colour is the old rank from whose file the numbers come.
 
     Args:
@@ -138,7 +131,7 @@ def _inside(point: tuple, first: tuple, size: tuple) -> bool:
     return all(a <= x < a + n for x, a, n in zip(point, first, size, strict=True))
 
 
-def lost_by_interval(simulated: dict[float, float], save: float, mean_time: float) -> Figure:
+def lost_by_interval(simulated: dict[float, float], save: float, mean_time: float) -> draw.Figure:
     """The share of time that is lost, by the minutes between saves: simulated, and the two terms of the formula.
 
     Args:
@@ -173,16 +166,14 @@ def lost_by_interval(simulated: dict[float, float], save: float, mean_time: floa
     draw.note(axes, "formula", (at[46], waits[46] + repeats[46]), (-8, 8), GREY, ha="right")
     middle = min(simulated, key=lambda x: abs(x - best))
     draw.note(axes, "simulated", (middle, 100 * simulated[middle]), (-28, 16), RIGHT)
-    axes.set_xscale("log")
-    axes.minorticks_off()
-    axes.set_xticks(list(simulated), [f"{x:g}" for x in simulated])
+    draw.log_axis(axes, simulated)
     axes.set_ylim(0, 1.05 * (waits[-1] + repeats[-1]))
     axes.set_xlabel("minutes of training between two saves")
     axes.set_ylabel("percent of the time lost")
     return draw.on_any_page(figure)
 
 
-def saves(timelines: dict[str, Timeline], step: int) -> Figure:
+def saves(timelines: dict[str, Timeline], step: int) -> draw.Figure:
     """Steps of rank 0 and the checkpoint after one of them, in runs that save in different ways.
 
     Args:

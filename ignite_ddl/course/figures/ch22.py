@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ignite_ddl import HangReport
 from ignite_ddl.lab import cost, draw
 from ignite_ddl.lab.draw import ACTIVITY
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from ignite_ddl import HangReport
 
 __all__ = ["lost_at_scale", "standing", "three_ways"]
 
 RIGHT, WRONG, WAITS = ACTIVITY["compute"], ACTIVITY["backward_weight"], ACTIVITY["idle"]
 
 
-def three_ways() -> Figure:
+def three_ways() -> draw.Figure:
     """A job of three ranks and five steps that ends, one that stands, and one that goes on with wrong numbers.
 
     Returns:
@@ -56,7 +50,7 @@ def three_ways() -> Figure:
     return draw.on_any_page(figure)
 
 
-def standing(report: HangReport, title: str) -> Figure:
+def standing(report: HangReport, title: str) -> draw.Figure:
     """The calls of each rank on the group in which a job stands.
 
     Args:
@@ -92,7 +86,7 @@ def standing(report: HangReport, title: str) -> Figure:
     return draw.on_any_page(figure)
 
 
-def lost_at_scale(curves: dict[int, dict[float, tuple[float, float]]], mean_time: float) -> Figure:
+def lost_at_scale(curves: dict[int, dict[float, tuple[float, float]]], mean_time: float) -> draw.Figure:
     """The share of time that is lost, by the minutes between saves, for saves of several lengths.
 
     Args:
@@ -120,9 +114,7 @@ def lost_at_scale(curves: dict[int, dict[float, tuple[float, float]]], mean_time
         axes.plot(at, lost, color=colour, linewidth=2)
         axes.plot(list(points), [played for _, played in points.values()], "o", color=colour, markersize=6)
         draw.note(axes, f"save {seconds} s", (at[0], lost[0]), (-2, 10), colour, ha="left")
-    axes.set_xscale("log")
-    axes.minorticks_off()
-    axes.set_xticks([2, 5, 10, 20, 50, 100, 200], [str(x) for x in (2, 5, 10, 20, 50, 100, 200)])
+    draw.log_axis(axes, [2, 5, 10, 20, 50, 100, 200])
     axes.set_ylim(0, 48)
     axes.set_xlabel("minutes of training between two saves")
     axes.set_ylabel("percent of the time lost")

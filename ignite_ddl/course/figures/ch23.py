@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, INK, RANK
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 __all__ = ["on_the_cable", "ranks_on_machines"]
 
 
-def ranks_on_machines(n_machines: int, ranks_per_machine: int) -> Figure:
+def ranks_on_machines(n_machines: int, ranks_per_machine: int) -> draw.Figure:
     """Machines side by side, joined by a cable, each with its ranks and their three numbers.
 
     Args:
@@ -55,7 +51,7 @@ def ranks_on_machines(n_machines: int, ranks_per_machine: int) -> Figure:
     return draw.on_any_page(figure)
 
 
-def on_the_cable(placements: Mapping[str, tuple[float, float]], link: str) -> Figure:
+def on_the_cable(placements: Mapping[str, tuple[float, float]], link: str) -> draw.Figure:
     """Megabytes and seconds of a step, for each way to place the same ranks.
 
     Args:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, RANK
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["memory", "published"]
 
@@ -21,7 +16,7 @@ PARTS = {
 }
 
 
-def memory(bars: dict[str, dict[str, float]], limit: float) -> Figure:
+def memory(bars: dict[str, dict[str, float]], limit: float) -> draw.Figure:
     """What fills a device, a bar for each way to train.
 
     Args:
@@ -52,7 +47,7 @@ def memory(bars: dict[str, dict[str, float]], limit: float) -> Figure:
     return draw.on_any_page(figure)
 
 
-def published(errors: dict[str, float], fitted: tuple[str, ...]) -> Figure:
+def published(errors: dict[str, float], fitted: tuple[str, ...]) -> draw.Figure:
     """How far each published run is predicted from what was measured, a column of dots for each table.
 
     Args:

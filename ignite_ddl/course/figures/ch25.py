@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, GREY, RANK
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from ignite_ddl.lab.plan import Plan
+from ignite_ddl.lab.plan import Plan
 
 __all__ = ["curve", "placement", "shifted"]
 
 
-def shifted(text: str) -> Figure:
+def shifted(text: str) -> draw.Figure:
     """A text as tiles, and below each the character that follows it.
 
     Args:
@@ -44,7 +39,7 @@ def shifted(text: str) -> Figure:
     return draw.on_any_page(figure)
 
 
-def placement(plan: Plan, layers: Sequence[str], split: Sequence[int]) -> Figure:
+def placement(plan: Plan, layers: Sequence[str], split: Sequence[int]) -> draw.Figure:
     """Which rank holds which layers, and which part of each.
 
     Args:
@@ -87,7 +82,7 @@ def placement(plan: Plan, layers: Sequence[str], split: Sequence[int]) -> Figure
     return draw.on_any_page(figure)
 
 
-def curve(first: Sequence[float], whole: Sequence[float], saved: int, marks: dict[str, float]) -> Figure:
+def curve(first: Sequence[float], whole: Sequence[float], saved: int, marks: dict[str, float]) -> draw.Figure:
     """The bits of a run that was saved and resumed elsewhere, a point a step.
 
     Args:
