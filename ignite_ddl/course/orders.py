@@ -3,6 +3,8 @@
 F is a forward pass, B a whole backward pass, I and W its two halves: gradients of the input and of the weights.
 """
 
+from itertools import accumulate
+
 from ignite_ddl.course.exercises import Hint
 
 SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1}  # time units, as in the chapters' drawings
@@ -78,8 +80,4 @@ def play(orders, case):
 
 def most_kept(order):
     """The peak number of microbatches whose activations a rank keeps."""
-    kept = most = 0
-    for kind, _ in order:
-        kept += _KEPT[kind]
-        most = max(most, kept)
-    return most
+    return max(accumulate(_KEPT[kind] for kind, _ in order))

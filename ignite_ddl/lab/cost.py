@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ignite_ddl.lab.ranges import at_least, checked
+from ignite_ddl.lab.ranges import above_zero, at_least, checked, one_of, share
 
 __all__ = [
     "RESNET50_P100",
@@ -75,8 +75,7 @@ class Link:
 
     def __post_init__(self) -> None:
         at_least(0, latency=self.latency)
-        if not self.bandwidth > 0:
-            raise ValueError(f"bandwidth should be above 0, but given {self.bandwidth}")
+        above_zero(bandwidth=self.bandwidth)
 
     def seconds(self, n_bytes: float) -> float:
         """The time of one message of ``n_bytes`` bytes."""
@@ -554,8 +553,7 @@ def data_parallel_step(
             assert [step.batch_size for step in steps] == [8192, 32768]
             assert steps[1].share > 0.2 > steps[0].share
     """
-    if not 0 <= overlap <= 1:
-        raise ValueError(f"overlap should be a share of backward, from 0 to 1, but given {overlap}")
+    share(overlap=overlap)
     compute = forward_seconds + backward_seconds
     ring = all_reduce_ring(n_ranks, gradient_bytes, link).seconds
     exposed = max(0.0, ring - overlap * backward_seconds)
@@ -692,8 +690,7 @@ def zero_memory(
             gigabytes = [cost.zero_memory(7.5e9, 64, stage).total / 1e9 for stage in range(4)]
             assert [round(x, 1) for x in gigabytes] == [120.0, 31.4, 16.6, 1.9]      # figure 1 of the paper
     """
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage should be 0, 1, 2 or 3, but given {stage!r}")
+    one_of(range(4), stage=stage)
     sizes = [optimizer_bytes, gradient_bytes, weight_bytes]  # in the order in which they are sharded
     held = [n_parameters * size / (n_ranks if stage > place else 1) for place, size in enumerate(sizes)]
     optimizer, gradients, weights = held
@@ -941,6 +938,9 @@ def transformer_flops(
     return (4 if recompute else 3) * l * layer + 6 * b * s * h * v
 
 
+RECOMPUTE = ("none", "selective", "full")  # of a layer's activations, in backward
+
+
 @checked
 def activation_bytes(
     batch_size: int,
@@ -987,8 +987,7 @@ def activation_bytes(
             kept = cost.activation_bytes(**gpt3, recompute="selective")
             assert round(1 - kept / whole, 2) == 0.7                            # "70 %" in the paper, section 5
     """
-    if recompute not in ("none", "selective", "full"):
-        raise ValueError(f"recompute should be 'none', 'selective' or 'full', but given {recompute!r}")
+    one_of(RECOMPUTE, recompute=recompute)
     sbh = sequence * batch_size * hidden
     if recompute == "full":
         return value_bytes * sbh
@@ -1031,8 +1030,7 @@ def checkpoint_interval(save: float, mean_time: float, order: str = "young") -> 
             hours = 54 * 24 / 419                       # Llama 3: 419 failures in 54 days
             assert round(60 * cost.checkpoint_interval(save=1 / 60, mean_time=hours)) == 19     # minutes
     """
-    if order not in ("young", "daly"):
-        raise ValueError(f"order should be 'young' or 'daly', but given {order!r}")
+    one_of(("young", "daly"), order=order)
     first = math.sqrt(2 * save * mean_time)
     if order == "young":
         return first

@@ -21,7 +21,6 @@ __all__ = [
     "SHADE",
     "arrow",
     "bar",
-    "error_line",
     "heading",
     "ink",
     "ink_on",
@@ -427,29 +426,6 @@ def lines_and_marks(
         axes.plot(list(found), [scale * y for y in found.values()], mark, **look)
         last = max(line)
         note(axes, name, (last, scale * line[last]), offset, colour)
-
-
-def error_line(
-    axes: Axes, at: list, points: dict[int, tuple[float, float]], colour: str, linewidth: float
-) -> list[float]:
-    """A line of means with bars of two standard errors each way.
-
-    Args:
-        axes: where.
-        at: where each point stands.
-        points: anything to (mean, standard error); if all errors are 0 there are no bars.
-        colour: of the line.
-        linewidth: of the line, in points.
-
-    Returns:
-        the means.
-    """
-    means, errors = [mean for mean, _ in points.values()], [2 * error for _, error in points.values()]
-    axes.errorbar(
-        at, means, yerr=errors if any(errors) else None, color=colour, marker="o", markersize=5,
-        linewidth=linewidth, capsize=3,
-    )  # fmt: skip
-    return means
 
 
 # ------------------------------------------------------------------------------------------ rows of spans

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ignite_ddl.lab import cost
-from ignite_ddl.lab.cost import Link
-from ignite_ddl.lab.ranges import at_least
+from ignite_ddl.lab.cost import RECOMPUTE, Link
+from ignite_ddl.lab.ranges import above_zero, at_least, one_of, share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["A100", "H100", "Cluster", "Model", "Plan", "figure", "plan", "predict", "table"]
 
-RECOMPUTE = ("none", "selective", "full")
 # Those with closed forms that torch can run.
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 
@@ -206,11 +205,8 @@ class Cluster:
     def __post_init__(self) -> None:
         at_least(1, whole=True, devices=self.devices, node=self.node)
         at_least(0, memory=self.memory, half_width=self.half_width, reserved=self.reserved)
-        for name in ("flops", "best"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} should be above 0, but given {getattr(self, name)}")
-        if not 0 <= self.overlap <= 1:
-            raise ValueError(f"overlap should be a share, from 0 to 1, but given {self.overlap}")
+        above_zero(flops=self.flops, best=self.best)
+        share(overlap=self.overlap)
 
     def efficiency(self, width: float) -> float:
         """Of compute, at a model's width."""
@@ -587,14 +583,9 @@ def _checked(
         )
     if model.heads % tp:
         raise ValueError(f"tp should divide {model.heads} heads, but given {tp}")
-    choices = {
-        "schedule": (schedule, SCHEDULES),
-        "zero": (zero, range(4)),
-        "recompute": (recompute, RECOMPUTE),
-    }
-    for name, (given, known) in choices.items():
-        if given not in known:
-            raise ValueError(f"{name} should be one of {', '.join(map(str, known))}, but given {given!r}")
+    one_of(SCHEDULES, schedule=schedule)
+    one_of(range(4), zero=zero)
+    one_of(RECOMPUTE, recompute=recompute)
     own = 1 if schedule == "1f1b" else 2
     n_chunks = 1 if pp == 1 else own if n_chunks is None else n_chunks
     at_least(1, whole=True, n_chunks=n_chunks)

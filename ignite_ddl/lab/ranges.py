@@ -1,14 +1,14 @@
-"""Checks of the numbers that ``cost`` and ``simulate`` are given. Plain Python, no torch."""
+"""Checks of what ``cost``, ``plan`` and ``simulate`` are given. Plain Python, no torch."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any, TypeVar
 
-__all__ = ["at_least", "checked"]
+__all__ = ["above_zero", "at_least", "checked", "one_of", "share"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _COUNTS = {
@@ -42,3 +42,24 @@ def at_least(least: float, *, whole: bool = False, **given: Any) -> None:
             if isinstance(number, Real) and (not number >= least or (whole and number % 1)):
                 kind = "a whole number of at least" if whole else "at least"
                 raise ValueError(f"{name} should be {kind} {least}, but given {value}")
+
+
+def above_zero(**given: float) -> None:
+    """Raises a ValueError for a number that is NaN, 0 or less."""
+    for name, value in given.items():
+        if not value > 0:
+            raise ValueError(f"{name} should be above 0, but given {value}")
+
+
+def share(**given: float) -> None:
+    """Raises a ValueError for a number that is not from 0 to 1."""
+    for name, value in given.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} should be a share, from 0 to 1, but given {value}")
+
+
+def one_of(known: Iterable, **given: Any) -> None:
+    """Raises a ValueError for a value that is not among the known ones."""
+    for name, value in given.items():
+        if value not in known:
+            raise ValueError(f"{name} should be one of {', '.join(map(str, known))}, but given {value!r}")

@@ -259,7 +259,7 @@ def test_every_function_checks_its_numbers(module):
         (lambda: cost.data_parallel_step(2, 8, LINK, 1, 1, overlap=2), "overlap"),
         (lambda: cost.noise_scale(0.1, 64, 32), "n_samples should be at least 64"),
         (lambda: cost.noise_scale(0.1, 8, 32, momentum=1), "momentum"),
-        (lambda: cost.zero_memory(8, 2, 4), "stage should be 0, 1, 2 or 3, but given 4"),
+        (lambda: cost.zero_memory(8, 2, 4), "stage should be one of 0, 1, 2, 3, but given 4"),
         (lambda: cost.zero_bubble_seconds(4, 1, 1, 1, "zb"), "schedule"),
         (lambda: cost.zero_bubble_seconds(4, 1, 2, 1.5, "zb-h2"), "backward_weight should be at most"),
         (lambda: cost.pipeline_peak_activations("1f1b", 4, 8, rank=9), "rank should be from 0 to 3"),

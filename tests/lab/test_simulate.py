@@ -481,7 +481,10 @@ def test_measured_times_may_be_arrays():
         (lambda: simulate.pipeline("zero", 2, 2), "schedule should be one of"),
         (lambda: simulate.pipeline("1f1b", 4, 2), "n_microbatches=2 does not suit .* use a multiple of 4"),
         (lambda: simulate.pipeline("gpipe", 2, 2, n_chunks=2), "n_chunks=2"),
-        (lambda: simulate.pipeline("zbv", 2, 4, forward=[1, 2]), "forward should be a number or have one"),
+        (
+            lambda: simulate.pipeline("zbv", 2, 4, forward=[1, 2]),
+            "forward should have a number for each of 4",
+        ),
         (lambda: simulate.pipeline("1f1b", 2, 4, transfer=-1), "transfer should be at least 0, but given -1"),
         (lambda: simulate.pipeline("1f1b", 2, 4, backward_weight=[1, math.nan]), "backward_weight should"),
         (lambda: simulate.pipeline("1f1b", 2, 4, numpy.array([1, -1.0])), "forward should be at least 0"),
@@ -535,7 +538,7 @@ def test_without_failures_only_saving_costs():
 def test_a_run_that_would_not_end_is_refused():
     with pytest.raises(ValueError, match="so that the run would not end: save more often"):
         simulate.failures(1000, 1000, interval=60, save=1, restart=5, work=100)
-    with pytest.raises(ValueError, match="interval should be positive, but given 0"):
+    with pytest.raises(ValueError, match="interval should be above 0, but given 0"):
         simulate.failures(1, 1000, interval=0, save=1, restart=5, work=100)
-    with pytest.raises(ValueError, match="order should be 'young' or 'daly'"):
+    with pytest.raises(ValueError, match="order should be one of young, daly, but given"):
         cost.checkpoint_interval(1, 100, "first")

@@ -70,7 +70,9 @@ def over_batch_sizes(
         return min((abs(curves[name][size][0] - mean) for mean in others), default=1.0)
 
     for (name, points), colour in zip(curves.items(), colours, strict=False):
-        draw.error_line(axes, list(points), points, colour, linewidth=1.6)
+        means, errors = [mean for mean, _ in points.values()], [2 * error for _, error in points.values()]
+        look = {"color": colour, "marker": "o", "markersize": 5, "linewidth": 1.6, "capsize": 3}
+        axes.errorbar(list(points), means, yerr=errors if any(errors) else None, **look)
         where = max(list(points)[1:], key=lambda size, name=name: room(name, size))
         highest = points[where][0] >= max(other[where][0] for other in curves.values() if where in other)
         if where == sizes[-1]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from ignite_ddl.lab.ranges import at_least, checked
+from ignite_ddl.lab.ranges import above_zero, at_least, checked
 
 __all__ = ["RunWithFailures", "failures"]
 
@@ -80,9 +80,7 @@ def failures(
             assert 0.9 < run.goodput < 1 and run.n_failures > 10
     """
     at_least(1, whole=True, n_nodes=n_nodes)
-    for name, given in (("interval", interval), ("node_mean_time", node_mean_time)):
-        if not given > 0:
-            raise ValueError(f"{name} should be positive, but given {given!r}")
+    above_zero(interval=interval, node_mean_time=node_mean_time)
     mean_time = node_mean_time / n_nodes
     if (interval + save + restart) / mean_time > 20:  # one attempt in 10 ** 8 would succeed
         raise ValueError(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ignite_ddl.lab.cost import Link
 from ignite_ddl.lab.ranges import checked
 from ignite_ddl.lab.record import Record
-from ignite_ddl.lab.simulate.world import Rank, as_list, number_of, run
+from ignite_ddl.lab.simulate.world import Rank, as_list, number_for_each, run
 from ignite_ddl.pipeline.schedules import SCHEDULES, Action, schedule_entries, stage_owners, suits
 
 __all__ = ["PipeDream", "Pipeline", "PipelinePlan", "best_pipelines", "pipedream", "pipeline"]
@@ -99,16 +100,11 @@ def pipeline(
     owners = stage_owners(schedule, n_ranks, n_chunks)
     entries = schedule_entries(schedule, n_ranks, n_microbatches, n_chunks)
     actions = [[action for entry in row for action in entry] for row in entries]
-    times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
-    for name, given in times.items():
-        times[name] = given = as_list(given)
-        if isinstance(given, list) and len(given) != len(owners):
-            raise ValueError(
-                f"{name} should be a number or have one for each of {len(owners)} stages, but given {len(given)}"
-            )
+    given = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
+    times = [number_for_each(len(owners), **{name: as_list(seconds)}) for name, seconds in given.items()]
 
     def seconds(action: Action) -> float:
-        f, i, w = (number_of(given, action.stage) for given in times.values())
+        f, i, w = (of_stage[action.stage] for of_stage in times)
         return overhead + {"F": f, "I": i, "W": w, "B": i + w}[action.kind]
 
     # Actions whose outputs are sent after the next action, because torch runs the two as an overlapped pair.
@@ -145,13 +141,8 @@ def pipeline(
         [span for span in played.records if span.rank == rank and span.kind in _KINDS.values()]
         for rank in range(n_ranks)
     ]
-    peaks = []
-    for order in actions:
-        kept = peak = 0
-        for action in order:
-            kept += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
-            peak = max(peak, kept)
-        peaks.append(peak)
+    kept = {"F": 1, "B": -1, "W": -1, "I": 0}  # microbatches more
+    peaks = [max(accumulate(kept[action.kind] for action in order)) for order in actions]
     return Pipeline(
         *played._replace(records=_with_idle_ends(played.records, n_ranks, played.seconds)),
         bubble=1 - sum(busy) / (n_ranks * played.seconds) if played.seconds else 0.0,

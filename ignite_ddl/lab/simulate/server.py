@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ignite_ddl.lab.ranges import checked
+from ignite_ddl.lab.ranges import checked, one_of
 from ignite_ddl.lab.simulate.world import number_for_each
 
 __all__ = ["Gradient", "Lognormal", "ServerRun", "parameter_server"]
@@ -133,8 +133,7 @@ def parameter_server(
             stale = simulate.parameter_server(**two, mode="async")
             assert stale.times == [1, 2, 3, 3] and [g.staleness for g in stale.updates] == [0, 0, 0, 3]
     """
-    if mode not in ("sync", "async", "bounded", "backup"):
-        raise ValueError(f"mode should be 'sync', 'async', 'bounded' or 'backup', but given {mode!r}")
+    one_of(("sync", "async", "bounded", "backup"), mode=mode)
     if (mode == "bounded") != (staleness is not None):
         raise ValueError(
             f"staleness={staleness} does not suit mode={mode!r}: 'bounded' needs 0 or more, others None"

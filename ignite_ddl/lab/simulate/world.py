@@ -307,10 +307,6 @@ def run(
     )
 
 
-def number_of(seconds: float | Sequence[float], place: int) -> float:
-    return seconds[place] if isinstance(seconds, Sequence) else seconds
-
-
 def number_for_each(n: int, **given: float | Sequence[float] | None) -> list[float]:
     """A number for each of n ranks or workers, from a sequence, one number for all, or None for 0."""
     [(name, value)] = given.items()

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events
 
+from ignite_ddl.lab.ranges import one_of
 from ignite_ddl.lab.record import KINDS, PASSES, Record
 from ignite_ddl.lab.timeline.watch import Call, Recorder, now, unwatch, watch
 
@@ -187,8 +188,7 @@ class Timeline:
                 with timeline.span("tokenise", kind="data"):
                     ...
         """
-        if kind not in KINDS:
-            raise ValueError(f"kind should be one of {KINDS}, but given {kind!r}")
+        one_of(KINDS, kind=kind)
         if not self._users:
             self._record_here()
         if self.synchronize:
