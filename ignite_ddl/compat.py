@@ -27,9 +27,9 @@ file                                    what it uses
 ``lab/bytes.py``                        torch's dispatch mode, the names of its collectives' operators
 ``lab/timeline/watch.py``               process groups, ``Work``, DDP, pipeline stages, torch's dispatcher
 ``lab/timeline/timeline.py``            the order of an Ignite engine's handlers
-``course/checks/ch04.py``               torch's dispatch mode
 ``course/checks/ch14.py``               torch's dispatch mode
 ``course/memory.py``                    ``torch.distributed._tools.mem_tracker.MemTracker``
+``course/ranks.py``                     torch's dispatch mode
 ``throughput.py``                       ``torch.utils._pytree``
 ======================================  ===============================================================
 """

@@ -396,7 +396,7 @@ def label_rank(axes: Axes, x: float, y: float, rank: int, **style) -> None:
 
 
 def lines_and_marks(
-    axes: Axes, predicted: dict[str, dict], measured: dict[str, dict], colours: list[str], marks: str = "sov",
+    axes: Axes, predicted: dict[str, dict], measured: dict[str, dict], colours: list[str],
     scale: float = 1.0, offset: tuple = (7, 0),
 ) -> None:  # fmt: skip
     """Lines, each with its name at its end, and marks of the same colour: what was predicted and what was measured.
@@ -406,7 +406,6 @@ def lines_and_marks(
         predicted: name of a line to x to y.
         measured: name of a line to x to y; a name may be missing.
         colours: of the lines.
-        marks: matplotlib's letters for the marks of each line. Default: "sov".
         scale: number by which y is multiplied. Default: 1.
         offset: from a line's end to its name, in points. Default: (7, 0).
 
@@ -419,7 +418,7 @@ def lines_and_marks(
             lines = {"one server": {1: 2, 4: 8, 64: 128}, "ring": {2: 2, 4: 3, 64: 3.94}}
             draw.lines_and_marks(axes, lines, {"one server": {4: 8}}, ["#D55E00", "#0072B2"])
     """
-    for (name, line), colour, mark in zip(predicted.items(), colours, marks, strict=False):
+    for (name, line), colour, mark in zip(predicted.items(), colours, "sov", strict=False):
         axes.plot(list(line), [scale * y for y in line.values()], color=colour, linewidth=2)
         found = measured.get(name, {})
         look = {"color": colour, "markersize": 8, "markeredgecolor": "white"}
