@@ -232,7 +232,8 @@ def test_a_host_that_is_cut_off_ends_the_other(cut, hosts):
     first.wait(LIMIT)
     seconds["torchrun of node1"] = time.monotonic() - began
     output = first.out.read_text()
-    assert re.search("RuntimeError: .*Timed out waiting", output)
+    # The second where both ranks wait in the foreground, and an operation in the background has timed out.
+    assert re.search("RuntimeError: .*(Timed out waiting|Application timeout caused pair closure)", output)
     [note] = set(re.findall(r"rank [01] (on node1 waited for another rank, .*)", output))
     record(f"cut off by {cut}", group_timeout=WAIT, seconds=seconds, message=message(output), note=note)
     assert first.returncode != 0

@@ -16,6 +16,7 @@ import importlib
 import linecache
 import multiprocessing
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -416,13 +417,19 @@ class Parallel:
         return context
 
 
+# The last one is what gloo says where another of the rank's operations has timed out, perhaps one in the background.
+_A_PEER_IS_MISSING = re.compile(
+    r"gloo.*(Timed out|(closed|reset) by peer)|Application timeout caused pair closure"
+)
+
+
 @contextlib.contextmanager
 def _told_who_waited() -> Iterator[None]:
     """Adds to gloo's error of a silent or lost peer, which names neither, what it means."""
     try:
         yield
     except RuntimeError as error:
-        if "gloo" in str(error) and ("Timed out" in str(error) or "closed by peer" in str(error)):
+        if _A_PEER_IS_MISSING.search(str(error)):
             error.add_note(
                 f"rank {idist.get_rank()} on {socket.gethostname()} waited for another rank, which has ended, is cut "
                 "off from this machine, or never made this call; group_timeout of ddl.Parallel is how long a rank waits"

@@ -342,6 +342,26 @@ def test_ctrl_c_says_where_each_rank_was(capsys):
 
 
 @posix
+@pytest.mark.parametrize(
+    ("error", "explained"),
+    [
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.77.0.2]:29501"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (RuntimeError("Timed out waiting for the camera"), False),
+        (TimeoutError("gloo.csv: Timed out"), False),
+    ],
+)
+def test_gloos_errors_of_a_peer_that_is_missing_are_explained(error, explained):
+    def fail(local_rank):
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        ddl.Parallel().run(fail)
+    notes = getattr(caught.value, "__notes__", [])
+    assert ["waited for another rank, which has ended" in note for note in notes] == [True] * explained
+
+
 @pytest.mark.parametrize("how", ["SIGSEGV", "SIGABRT"])
 def test_a_crash_says_where(how):
     def work(local_rank):
