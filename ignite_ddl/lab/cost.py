@@ -82,10 +82,23 @@ class Link:
         return self.latency + n_bytes / self.bandwidth
 
 
-def when_full(bucket_bytes: Sequence[float], backward_seconds: float) -> list[float]:
-    """When each of DDP's buckets is full, in seconds from the start of backward: in proportion to bytes."""
-    total, filled = sum(bucket_bytes), itertools.accumulate(bucket_bytes)
-    return [min(backward_seconds, backward_seconds * size / total) for size in filled]
+def when_full(
+    bucket_bytes: Sequence[float], backward_seconds: float, ready: Sequence[float] | None
+) -> list[float]:
+    """When each of DDP's buckets is full, in seconds from the start of backward; by default in proportion to bytes."""
+    if ready is None:
+        total, filled = sum(bucket_bytes), itertools.accumulate(bucket_bytes)
+        return [min(backward_seconds, backward_seconds * size / total) for size in filled]
+    if len(ready) != len(bucket_bytes):
+        raise ValueError(
+            f"ready should have a time for each of {len(bucket_bytes)} buckets, but has {len(ready)}"
+        )
+    times = [0, *ready, backward_seconds]
+    if not all(one <= after for one, after in zip(times, times[1:], strict=False)):
+        raise ValueError(
+            f"ready should rise from 0 to backward_seconds={backward_seconds} at most, but given {list(ready)}"
+        )
+    return list(ready)
 
 
 class Collective(NamedTuple):
@@ -390,12 +403,12 @@ def ddp_step(
     link: Link,
     forward_seconds: float = 0.0,
     backward_seconds: float = 0.0,
+    ready: Sequence[float] | None = None,
 ) -> DDPStep:
     """A step whose gradients are all-reduced by a ring, bucket by bucket, during backward.
 
     The all-reduce of bucket i starts at ready_i, or later when that of bucket i - 1 ends, so that the last one ends
-    at max over k of (ready_k + c_k + c_k+1 + ...), c being the buckets' all-reduce times; bucket i is full at ready_i,
-    our assumption: in proportion to the bytes. Source: Li et al.,
+    at max over k of (ready_k + c_k + c_k+1 + ...), c being the buckets' all-reduce times. Source: Li et al.,
     "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3
     (the overlap; the maximum is by definition). Assumes that communication does not slow compute down.
 
@@ -405,6 +418,8 @@ def ddp_step(
         link: the network between neighbours.
         forward_seconds: one rank's forward. Default: 0.
         backward_seconds: one rank's backward. Default: 0.
+        ready: when each bucket is full, in seconds from the start of backward, in ascending order.
+            Default: in proportion to the bytes.
 
     Returns:
         DDPStep: seconds.
@@ -418,7 +433,7 @@ def ddp_step(
             step = cost.ddp_step(2, [4, 4], link, forward_seconds=5, backward_seconds=10)
             assert step.communication_seconds == 8 and step.exposed_seconds == 4    # the first bucket hides
     """
-    ready = when_full(bucket_bytes, backward_seconds)
+    ready = when_full(bucket_bytes, backward_seconds, ready)
     times = [all_reduce_ring(n_ranks, size, link).seconds for size in bucket_bytes]
     end = max([backward_seconds] + [at + sum(times[k:]) for k, at in enumerate(ready)])
     return DDPStep(forward_seconds + end, sum(times), end - backward_seconds)

@@ -63,6 +63,7 @@ def test_ddp_hides_what_backward_covers():
     assert cost.ddp_step(2, [5, 5], link, 5, 10) == (20, 10, 5)
     assert cost.ddp_step(2, [1] * 10, link, 5, 10) == (16, 10, 1)
     assert cost.ddp_step(2, [50, 50], link, 0, 10).seconds == 5 + 100  # bound by the network
+    assert cost.ddp_step(2, [4, 4], link, 0, 10, ready=[10, 10]).seconds == 18
     assert cost.ddp_step(1, [4, 4], link, 1, 10).seconds == 11
 
 
@@ -252,6 +253,9 @@ def test_every_function_checks_its_numbers(module):
         (lambda: cost.ddp_buckets([8, -8]), r"parameter_bytes should be at least 0, but given \[8, -8\]"),
         (lambda: cost.Link(0, 0), "bandwidth should be above 0, but given 0"),
         (lambda: cost.Link(math.nan, 1), "latency should be at least 0, but given nan"),
+        (lambda: cost.ddp_step(2, [1, 2], LINK, ready=[1]), "ready should have a time for each"),
+        (lambda: cost.ddp_step(2, [1, 2], LINK, 1, 5, ready=[1, 6]), "backward_seconds=5 at most"),
+        (lambda: cost.ddp_step(2, [1, 2], LINK, 1, 5, ready=[2, 1]), "ready should rise"),
         (lambda: cost.data_parallel_step(2, 8, LINK, 1, 1, overlap=2), "overlap"),
         (lambda: cost.noise_scale(0.1, 64, 32), "n_samples should be at least 64"),
         (lambda: cost.noise_scale(0.1, 8, 32, momentum=1), "momentum"),

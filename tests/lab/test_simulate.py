@@ -349,9 +349,16 @@ def test_best_pipelines():
     assert [plan.n_microbatches for plan in free] == [64, 32, 16, 8, 4, 2, 1]
     dear = simulate.best_pipelines(4, 64, 1, 1, 1, schedules=["gpipe"], overhead=1)
     assert dear[0].n_microbatches not in (1, 64)
+    link = cost.Link(latency=1, bandwidth=1)
+    slow = simulate.best_pipelines(4, 64, 1, 1, 1, schedules=["gpipe"], link=link, activation_bytes=0.1)
+    assert slow[0].seconds > free[0].seconds
+    small = simulate.best_pipelines(4, 32, 4e-3, 4e-3, 4e-3, overhead=1e-3, max_peak_samples=10)
+    assert small
+    assert all(plan.peak_samples <= 10 for plan in small)
     # Measured parts: eight of them, in pairs where a rank has one stage.
-    measured = simulate.best_pipelines(4, 8, [1] * 8, [1] * 8, [1] * 8, schedules=["gpipe"])
-    assert measured[0].n_microbatches == 8
+    measured = simulate.best_pipelines(
+        4, 8, [1] * 8, [1] * 8, [1] * 8, schedules=["gpipe"], n_microbatches=[8]
+    )
     assert measured[0].bubble == close(3 / 11)
     assert measured[0].seconds == close(11 * 6)
 
@@ -468,6 +475,8 @@ def test_measured_times_may_be_arrays():
         (lambda: simulate.run(lambda rank: (yield rank.send(0, -1)), 2, LINK), "n_bytes should be at"),
         (lambda: simulate.all_reduce_ring(3, 8, LINK, enter=[0, 1]), "enter should have a number for each"),
         (lambda: simulate.parameter_server_step(2, 8, LINK, 1, [1.0]), "compute_seconds should have"),
+        (lambda: simulate.ddp_step(2, [4, 4], LINK, 5, 10, ready=[1]), "ready should have a time for each"),
+        (lambda: simulate.ddp_step(2, [4], LINK, 5, 10, ready=[11]), "backward_seconds=10 at most"),
         (lambda: simulate.ddp_step(2, [4], LINK, 5, 10, slowdown=[1]), "slowdown should have a number"),
         (lambda: simulate.pipeline("zero", 2, 2), "schedule should be one of"),
         (lambda: simulate.pipeline("1f1b", 4, 2), "n_microbatches=2 does not suit .* use a multiple of 4"),
@@ -481,6 +490,7 @@ def test_measured_times_may_be_arrays():
         (lambda: simulate.pipeline("1f1b", 2, 4, numpy.array([1, -1.0])), "forward should be at least 0"),
         (lambda: simulate.pipedream(4, 3), "n_microbatches=3 does not suit"),
         (lambda: simulate.best_pipelines(4, 8, [1] * 4, 1, 1), "2 n_ranks = 8 parts"),
+        (lambda: simulate.best_pipelines(4, 32, 1, 1, 1, n_microbatches=[8, 5]), "divide .*=32.* given 5"),
         (lambda: simulate.parameter_server(2, [1.0], 3), "seconds should have a number for each of 2"),
         (lambda: simulate.parameter_server(2, 1.0, 5, mode="stale"), "mode should be"),
         (lambda: simulate.parameter_server(2, 1.0, 5, mode="bounded"), "staleness=None"),

@@ -293,6 +293,7 @@ def ddp_step(
     link: Link,
     forward_seconds: float = 0.0,
     backward_seconds: float = 0.0,
+    ready: Sequence[float] | None = None,
     slowdown: Sequence[float] | None = None,
 ) -> Simulation:
     """A step of DDP, with ring all-reduces of the buckets during backward; see ``cost.ddp_step``.
@@ -303,6 +304,8 @@ def ddp_step(
         link: the network.
         forward_seconds: one rank's forward. Default: 0.
         backward_seconds: one rank's backward. Default: 0.
+        ready: when each bucket is full, in seconds from the start of backward, in ascending order.
+            Default: in proportion to the bytes.
         slowdown: factors by which each rank's compute takes longer. Default: 1 for all.
 
     Returns:
@@ -316,6 +319,7 @@ def ddp_step(
             step = 2, [4, 4], cost.Link(latency=0, bandwidth=1), 5, 10
             assert simulate.ddp_step(*step).seconds == cost.ddp_step(*step).seconds == 19
     """
+    ready = when_full(bucket_bytes, backward_seconds, ready)
     slower = number_for_each(n_ranks, slowdown=1.0 if slowdown is None else slowdown)
 
     def program(rank: Rank) -> Generator:
@@ -330,7 +334,7 @@ def ddp_step(
         reduced = rank.background(communication())
         yield rank.compute(slow * forward_seconds, "forward", "forward")
         done = 0.0
-        for bucket, at in enumerate(when_full(bucket_bytes, backward_seconds)):
+        for bucket, at in enumerate(ready):
             yield rank.compute(slow * (at - done), f"bucket {bucket}", "backward")
             rank.fire(full[bucket])
             done = at

@@ -273,9 +273,13 @@ def best_pipelines(
     backward_input: float | Sequence[float],
     backward_weight: float | Sequence[float],
     overhead: float = 0.0,
+    activation_bytes: float = 0.0,
+    link: Link | None = None,
     schedules: Iterable[str] = SCHEDULES,
+    n_microbatches: Iterable[int] | None = None,
+    max_peak_samples: float = math.inf,
 ) -> list[PipelinePlan]:
-    """Simulates schedules and all numbers of microbatches that suit them, and sorts them by time; transfers are free.
+    """Simulates schedules and numbers of microbatches, and sorts them by time.
 
     More microbatches reduce the bubble, but add ``overhead`` and latency, so there is an optimal number. A stage's time
     is its seconds per sample times the samples of a microbatch, plus ``overhead``.
@@ -288,13 +292,19 @@ def best_pipelines(
         backward_input: the same for the gradients of the inputs.
         backward_weight: the same for the gradients of the weights.
         overhead: additional seconds of each action, independent of the microbatch. Default: 0.
+        activation_bytes: of one sample between two stages. Default: 0.
+        link: the network; with None (default) transfers are free.
         schedules: names to try. Default: all.
+        n_microbatches: numbers to try, each a divisor of the batch size; those that do not suit a schedule are
+            skipped for it. Default: all divisors of the batch size.
+        max_peak_samples: excludes plans that keep the activations of more samples. Default: no limit.
 
     Returns:
         list: of :class:`PipelinePlan`, by time, then by ``peak_samples``.
 
     Raises:
-        ValueError: for an unknown schedule, negative times, or a number of measured times other than 2 ``n_ranks``.
+        ValueError: for an unknown schedule, a number of microbatches that does not divide the batch size, negative
+            times, or a number of measured times other than 2 ``n_ranks``.
 
     Examples:
         .. code-block:: python
@@ -307,20 +317,25 @@ def best_pipelines(
             )
             assert plans[0].schedule == "1f1b" and plans[0].n_microbatches == 16
     """
-    counts = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
+    divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
+    candidates = divisors if n_microbatches is None else list(n_microbatches)
+    if uneven := [count for count in candidates if count not in divisors]:
+        raise ValueError(f"n_microbatches should divide batch_size={batch_size}, but given {uneven[0]}")
     measured = [as_list(given) for given in (forward, backward_input, backward_weight)]
     plans = []
     for schedule in schedules:
         n_chunks = len(stage_owners(schedule, n_ranks)) // n_ranks
         parts = [_parts(given, n_ranks, n_chunks) for given in measured]
-        for count in counts:
+        for count in candidates:
             if not suits(schedule, count, n_ranks):
                 continue
             size = batch_size / count
             times = [[size * seconds for seconds in part] for part in parts]
-            step = pipeline(schedule, n_ranks, count, *times, overhead=overhead)
+            transfer = link.seconds(size * activation_bytes) if link is not None else 0.0
+            step = pipeline(schedule, n_ranks, count, *times, transfer=transfer, overhead=overhead)
             peak = max(step.peak_activations) * size / n_chunks
-            plans.append(PipelinePlan(schedule, count, step.seconds, step.bubble, peak))
+            if peak <= max_peak_samples:
+                plans.append(PipelinePlan(schedule, count, step.seconds, step.bubble, peak))
     return sorted(plans, key=lambda plan: (plan.seconds, plan.peak_samples, plan.n_microbatches))
 
 
