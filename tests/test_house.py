@@ -1,7 +1,4 @@
-"""The house has three storeys and a stair that only goes down: course uses lab uses the package.
-
-That lab.cost, plan and simulate need neither torch nor Ignite, test_site.py sees: a page runs them.
-"""
+"""The house has three storeys and a stair that only goes down: course uses lab uses the package."""
 
 import ast
 import re
@@ -86,6 +83,37 @@ def test_importing_the_package_loads_the_ground_floor_alone_and_opens_no_gpu():
     unwanted = ("ignite_ddl.lab", "ignite_ddl.course", "ignite_ddl.parameter_server", "ignite_ddl.parity")
     assert not [name for name in loaded if name.startswith(unwanted)]
     assert "ignite_ddl.model" in loaded
+
+
+WITHOUT_TORCH = """
+import sys
+sys.path[:] = [sys.argv[1], *(p for p in sys.path if p and "site-packages" not in p)]
+sys.modules.update(dict.fromkeys(("torch", "ignite", "numpy")))
+from ignite_ddl.lab import cost, plan, simulate
+step = simulate.pipeline("zbv", n_ranks=4, n_microbatches=8)
+print(simulate.__file__.startswith(sys.argv[1]), step.seconds, cost.pipeline_bubble(4, 8))
+"""
+
+
+def test_predicting_and_simulating_need_neither_torch_nor_ignite(tmp_path):
+    """As a web page has them: only what they import, under empty ``__init__`` files."""
+    wanted, needed = ["ignite_ddl.lab.plan", "ignite_ddl.lab.simulate"], set()
+    while wanted:
+        name = wanted.pop()
+        if name not in needed and name not in ("ignite_ddl", "ignite_ddl.lab", "ignite_ddl.pipeline"):
+            needed.add(name)
+            wanted += IMPORTS[name]
+    for name in needed:
+        target = tmp_path / FILES[name].relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(FILES[name].read_text())
+    for folder in (tmp_path / "ignite_ddl").rglob("*"):
+        if folder.is_dir() and not (folder / "__init__.py").exists():
+            (folder / "__init__.py").touch()
+    (tmp_path / "ignite_ddl" / "__init__.py").touch()
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("True"), done.stderr
 
 
 def private_names(path):
