@@ -11,7 +11,7 @@ SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1}  # time units, as in the chapters' dr
 _KEPT = {"F": 1, "B": -1, "I": 0, "W": -1}  # W needs the activations too
 
 
-def read(order, kinds, rank, n_microbatches, case):
+def read(order, kinds, rank, n_microbatches):
     """Parses an order into pairs such as ("F", 0); each pass must occur once.
 
     Args:
@@ -19,7 +19,6 @@ def read(order, kinds, rank, n_microbatches, case):
         kinds: the kinds of passes of a microbatch: "FB" or "FIW".
         rank: the rank of the order.
         n_microbatches: number of microbatches.
-        case: the beginning of a hint.
 
     Raises:
         Hint: if the result is not a list of names, or a pass is unknown, missing or occurs twice.
@@ -31,22 +30,21 @@ def read(order, kinds, rank, n_microbatches, case):
     if unknown := [name for name in order if name not in wanted]:
         others = " and ".join(kinds[1:])
         raise Hint(
-            f"{case}: rank {rank} has a pass {unknown[0]!r}; there are F0 to F{n_microbatches - 1}, and {others}"
+            f"rank {rank} has a pass {unknown[0]!r}; there are F0 to F{n_microbatches - 1}, and {others}"
         )
     if missing := sorted(wanted - set(order)):
         waits = "" if missing[0][0] == "W" else ", and the passes that need it wait forever"
-        raise Hint(f"{case}: rank {rank} leaves out {missing[0]}{waits}")
+        raise Hint(f"rank {rank} leaves out {missing[0]}{waits}")
     if len(order) > len(wanted):
-        raise Hint(f"{case}: rank {rank} has {len(order)} passes, {len(wanted)} are there to do")
+        raise Hint(f"rank {rank} has {len(order)} passes, {len(wanted)} are there to do")
     return [(name[0], int(name[1:])) for name in order]
 
 
-def play(orders, case):
+def play(orders):
     """The time at which the last pass ends; a pass starts once its rank is free and its inputs are done.
 
     Args:
         orders: for each rank, the result of :func:`read`.
-        case: the beginning of a hint.
 
     Raises:
         Hint: if the ranks wait for one another forever.
@@ -74,7 +72,7 @@ def play(orders, case):
     for rank, order in enumerate(orders):
         if place[rank] < len(order):
             kind, m = order[place[rank]]
-            raise Hint(f"{case}: nobody can go on, rank {rank} stands before {kind}{m} for ever")
+            raise Hint(f"nobody can go on, rank {rank} stands before {kind}{m} for ever")
     return max(free)
 
 

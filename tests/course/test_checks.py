@@ -171,6 +171,6 @@ def test_arrivals_hold_late_gradients_and_an_open_group(n, b, seed):
 def test_torchs_order_fills_the_bubble(p, m):
     actions = schedule_actions("interleaved_zero_bubble", p, m, n_chunks=1)
     ranks = [[f"{kind}{m}" for kind, _, m in actions[rank]] for rank in range(p)]
-    ranks = [read(order, "FIW", rank, m, "") for rank, order in enumerate(ranks)]
-    assert play(ranks, "") == 3 * m + p - 1
+    ranks = [read(order, "FIW", rank, m) for rank, order in enumerate(ranks)]
+    assert play(ranks) == 3 * m + p - 1
     assert max(map(most_kept, ranks)) <= p

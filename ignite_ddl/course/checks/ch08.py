@@ -8,8 +8,7 @@ from ignite.handlers import Timer
 
 from ignite_ddl.course.clock import HandClock, TimedBatches
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import on_ranks
-from ignite_ddl.lab.bytes import count_bytes
+from ignite_ddl.course.ranks import counted_on_ranks
 
 BATCHES = 4
 
@@ -71,34 +70,22 @@ def _compare_timers(values, parts, epochs, run):
         raise Hint(text)
 
 
-# When each of four ranks entered a collective and left it, by one clock.
-MEETINGS = (
-    ((10.0, 12.0, 11.0, 10.5), (12.5, 12.5, 12.5, 12.5)),
-    ((7.25, 7.0, 7.0, 7.125), (8.0, 8.25, 8.0, 8.0)),
-    ((3000000.1, 3000000.3, 3000000.6, 3000001.1), (3000001.3,) * 4),
+@exercise(
+    cases=(  # when each of four ranks entered a collective and left it, by one clock
+        ((10.0, 12.0, 11.0, 10.5), (12.5, 12.5, 12.5, 12.5)),
+        ((7.25, 7.0, 7.0, 7.125), (8.0, 8.25, 8.0, 8.0)),
+        ((3000000.1, 3000000.3, 3000000.6, 3000001.1), (3000001.3,) * 4),
+    ),
+    right="who came last, idle and communication, for one number a rank",
 )
-
-
-@exercise
-def split_wait(function):
-    results = on_ranks(4, _split_on_rank, function, timeout=30)
-    for number, (entered, left) in enumerate(MEETINGS):
-        came_last = entered.index(max(entered))
-        for rank, answers in enumerate(results):
-            answer, put_in = answers[number]
-            _compare_split(answer, rank, entered, left, came_last)
-            if put_in > 8:
-                raise Hint(f"right, but rank {rank} hands {put_in} bytes to its collectives; one number is 8")
-    return "who came last, idle and communication, for one number a rank"
-
-
-def _split_on_rank(rank, function):
-    answers = []
-    for entered, left in MEETINGS:
-        with count_bytes() as traffic:
-            answer = function(entered[rank], left[rank])
-        answers.append((answer, traffic.put_in))
-    return answers
+def split_wait(function, entered, left):
+    given = list(zip(entered, left, strict=True))
+    for rank, (answer, traffic) in enumerate(counted_on_ranks(function, given, timeout=30)):
+        _compare_split(answer, rank, entered, left, entered.index(max(entered)))
+        if traffic.put_in > 8:
+            raise Hint(
+                f"right, but rank {rank} hands {traffic.put_in} bytes to its collectives; one number is 8"
+            )
 
 
 def _compare_split(answer, rank, entered, left, came_last):

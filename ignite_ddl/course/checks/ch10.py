@@ -78,48 +78,42 @@ def _never_above(sizes, cap, first_cap):
 
 
 N_RANKS = 2
-CASES = ((4, 4, 4), (4, 4, 2), (3,), (1, 5))  # rows of each micro-batch of a rank
 
 
-@exercise
-def accumulate(function):
+@exercise(
+    cases=((4, 4, 4), (4, 4, 2), (3,), (1, 5)),  # rows of each micro-batch of a rank
+    about=lambda *rows: f"micro-batches of {', '.join(map(str, rows))} rows on each of {N_RANKS} ranks",
+    right="the big batch's gradient, for one all-reduce",
+)
+def accumulate(function, *rows):
     """The gradient of all micro-batches together, for one all-reduce."""
-    ranks = on_ranks(N_RANKS, _accumulate_on_a_rank, function, timeout=WAIT_SECONDS)
-    for place, rows in enumerate(CASES):
-        case = f"micro-batches of {', '.join(map(str, rows))} rows on each of {N_RANKS} ranks"
-        right, alike, added = (_gradient(rows, weights) for weights in ("rows", "alike", "added"))
-        for rank, results in enumerate(ranks):
-            gradient, n_sent, _ = results[place]
-            if gradient is None:
-                raise Hint(
-                    f"{case}: rank {rank} has no gradient; did you call backward, and leave .grad alone?"
-                )
-            if n_sent == 0:
-                raise Hint(f"{case}: rank {rank} sends nothing: the last micro-batch has to leave no_sync")
-            if _near(gradient, right):
-                continue
-            if _near(gradient, added):
-                raise Hint(
-                    f"{case}: the gradients add up, one mean loss for each micro-batch; you want one mean over all "
-                    f"{sum(rows)} rows"
-                )
-            if _near(gradient, alike):
-                raise Hint(
-                    f"{case}: a row of a small micro-batch counts more than a row of a large one; weight by rows"
-                )
-            error = float((gradient - right).norm() / right.norm())
-            raise Hint(f"{case}: the gradient of rank {rank} is {error:.0%} off that of the big batch")
-        if (most := max(results[place][2] for results in ranks)) > max(rows):
+    ranks = on_ranks(N_RANKS, _accumulate_on_a_rank, function, rows, timeout=WAIT_SECONDS)
+    right, alike, added = (_gradient(rows, weights) for weights in ("rows", "alike", "added"))
+    for rank, (gradient, n_sent, _) in enumerate(ranks):
+        if gradient is None:
+            raise Hint(f"rank {rank} has no gradient; did you call backward, and leave .grad alone?")
+        if n_sent == 0:
+            raise Hint(f"rank {rank} sends nothing: the last micro-batch has to leave no_sync")
+        if _near(gradient, right):
+            continue
+        if _near(gradient, added):
             raise Hint(
-                f"{case}: right, but a forward pass of {most} rows; the largest micro-batch has {max(rows)}, and more "
-                "do not fit"
+                "the gradients add up, one mean loss for each micro-batch; you want one mean over all "
+                f"{sum(rows)} rows"
             )
-        if (most := max(results[place][1] for results in ranks)) > 1:
-            raise Hint(
-                f"{case}: right, but {most} all-reduces; one is enough. DDP decides in forward whether backward will "
-                "send, so forward belongs inside no_sync, too"
-            )
-    return "the big batch's gradient, for one all-reduce"
+        if _near(gradient, alike):
+            raise Hint("a row of a small micro-batch counts more than a row of a large one; weight by rows")
+        error = float((gradient - right).norm() / right.norm())
+        raise Hint(f"the gradient of rank {rank} is {error:.0%} off that of the big batch")
+    if (most := max(longest for _, _, longest in ranks)) > max(rows):
+        raise Hint(
+            f"right, but a forward pass of {most} rows; the largest micro-batch has {max(rows)}, and more do not fit"
+        )
+    if (most := max(n_sent for _, n_sent, _ in ranks)) > 1:
+        raise Hint(
+            f"right, but {most} all-reduces; one is enough. DDP decides in forward whether backward will send, so "
+            "forward belongs inside no_sync, too"
+        )
 
 
 def _model():
@@ -134,19 +128,15 @@ def _micro_batches(rank, rows):
     return list(zip(x.split(rows), y.split(rows), strict=True))
 
 
-def _accumulate_on_a_rank(local_rank, function):
-    results, passed, model = [], [], _model()
+def _accumulate_on_a_rank(local_rank, function, rows):
+    passed, model = [], _model()
     model.register_forward_pre_hook(lambda module, inputs: passed.append(len(inputs[0])))
     replica = DistributedDataParallel(model)
-    for rows in CASES:
-        replica.zero_grad()
-        passed.clear()
-        with count_bytes() as traffic:
-            function(replica, _micro_batches(local_rank, rows))
-        gradients = [parameter.grad for parameter in replica.parameters()]
-        whole = None if None in gradients else torch.cat([gradient.flatten() for gradient in gradients])
-        results.append((whole, len(traffic.of("all_reduce")), max(passed, default=0)))
-    return results
+    with count_bytes() as traffic:
+        function(replica, _micro_batches(local_rank, rows))
+    gradients = [parameter.grad for parameter in replica.parameters()]
+    whole = None if None in gradients else torch.cat([gradient.flatten() for gradient in gradients])
+    return whole, len(traffic.of("all_reduce")), max(passed, default=0)
 
 
 def _gradient(rows, weights):

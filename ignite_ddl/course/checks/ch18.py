@@ -9,24 +9,26 @@ from ignite_ddl.course.exercises import Hint, exercise
 from ignite_ddl.course.orders import SECONDS, most_kept, play, read
 
 
-@exercise
-def one_f_one_b(function):
-    for n_ranks, n_microbatches in ((4, 8), (2, 5), (3, 3), (4, 6), (1, 3)):
-        case = f"{n_ranks} ranks, {n_microbatches} microbatches"
-        orders = [read(function(rank, n_ranks, n_microbatches), "FB", rank, n_microbatches, case)
-                  for rank in range(n_ranks)]  # fmt: skip
-        seconds = play(orders, case)
-        least = (n_microbatches + n_ranks - 1) * (SECONDS["F"] + SECONDS["B"])
-        if seconds > least:
-            raise Hint(f"{case}: your step takes {seconds} time units, 1F1B takes {least}")
-        for rank, order in enumerate(orders):
-            kept, fewest = most_kept(order), min(n_microbatches, n_ranks - rank)
-            if kept > fewest:
-                raise Hint(
-                    f"{case}: your step takes {seconds} time units, as it should, but rank {rank} keeps the "
-                    f"activations of {kept} microbatches at once; 1F1B keeps {fewest}"
-                )
-    return "the time of GPipe, and rank r keeps no more than p - r microbatches"
+@exercise(
+    cases=((4, 8), (2, 5), (3, 3), (4, 6), (1, 3)),
+    about="{n_ranks} ranks, {n_microbatches} microbatches",
+    right="the time of GPipe, and rank r keeps no more than p - r microbatches",
+)
+def one_f_one_b(function, n_ranks, n_microbatches):
+    orders = [
+        read(function(rank, n_ranks, n_microbatches), "FB", rank, n_microbatches) for rank in range(n_ranks)
+    ]
+    seconds = play(orders)
+    least = (n_microbatches + n_ranks - 1) * (SECONDS["F"] + SECONDS["B"])
+    if seconds > least:
+        raise Hint(f"your step takes {seconds} time units, 1F1B takes {least}")
+    for rank, order in enumerate(orders):
+        kept, fewest = most_kept(order), min(n_microbatches, n_ranks - rank)
+        if kept > fewest:
+            raise Hint(
+                f"your step takes {seconds} time units, as it should, but rank {rank} keeps the "
+                f"activations of {kept} microbatches at once; 1F1B keeps {fewest}"
+            )
 
 
 @exercise

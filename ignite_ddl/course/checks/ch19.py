@@ -70,20 +70,22 @@ def _one_stage(function, stage, n_ranks, n_microbatches):
         raise Hint(f"{case}: return the newest weights, version {n_microbatches}")
 
 
-@exercise
-def fill_the_bubble(function):
-    for n_ranks, n_microbatches in ((4, 8), (2, 5), (3, 3), (4, 12), (1, 3)):
-        case = f"{n_ranks} ranks, {n_microbatches} microbatches"
-        orders = [read(function(rank, n_ranks, n_microbatches), "FIW", rank, n_microbatches, case)
-                  for rank in range(n_ranks)]  # fmt: skip
-        seconds, least = play(orders, case), 3 * n_microbatches + n_ranks - 1
-        kept = [most_kept(order) for order in orders]
-        fullest = max(range(n_ranks), key=lambda rank: kept[rank])
-        if seconds > least:
-            raise Hint(f"{case}: your step takes {seconds} time units, {least} can be had")
-        if kept[fullest] > n_ranks:
-            raise Hint(
-                f"{case}: your step takes {seconds} time units, as it should, but rank {fullest} keeps the activations "
-                f"of {kept[fullest]} microbatches at once; {n_ranks} are enough"
-            )
-    return "a third of 1F1B's bubble, and no rank keeps more than 1F1B's first"
+@exercise(
+    cases=((4, 8), (2, 5), (3, 3), (4, 12), (1, 3)),
+    about="{n_ranks} ranks, {n_microbatches} microbatches",
+    right="a third of 1F1B's bubble, and no rank keeps more than 1F1B's first",
+)
+def fill_the_bubble(function, n_ranks, n_microbatches):
+    orders = [
+        read(function(rank, n_ranks, n_microbatches), "FIW", rank, n_microbatches) for rank in range(n_ranks)
+    ]
+    seconds, least = play(orders), 3 * n_microbatches + n_ranks - 1
+    kept = [most_kept(order) for order in orders]
+    fullest = max(range(n_ranks), key=lambda rank: kept[rank])
+    if seconds > least:
+        raise Hint(f"your step takes {seconds} time units, {least} can be had")
+    if kept[fullest] > n_ranks:
+        raise Hint(
+            f"your step takes {seconds} time units, as it should, but rank {fullest} keeps the activations "
+            f"of {kept[fullest]} microbatches at once; {n_ranks} are enough"
+        )
