@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,9 +96,20 @@ def try_on_ranks(
         raise
 
 
+@dataclass
+class Counted(Traffic):
+    """The calls of a learner's function on a rank, in order.
+
+    Attributes:
+        numbers: how many it put into collectives, whatever their dtype; of input and output, the larger.
+    """
+
+    numbers: int = 0
+
+
 def counted_on_ranks(
     function: Callable[..., Any], given: Sequence[tuple], timeout: float, **kwargs: Any
-) -> list[tuple[Any, Traffic]]:
+) -> list[tuple[Any, Counted]]:
     """:func:`try_on_ranks` with a learner's function: what it returned on each rank, and what it has sent there.
 
     Args:
@@ -118,10 +130,10 @@ def counted_on_ranks(
     return try_on_ranks(len(given), _counted, function, given, timeout=timeout, **kwargs)
 
 
-def _counted(local_rank: int, function: Callable[..., Any], given: Sequence[tuple]) -> tuple[Any, Traffic]:
-    with count_bytes() as traffic:
+def _counted(local_rank: int, function: Callable[..., Any], given: Sequence[tuple]) -> tuple[Any, Counted]:
+    with count_bytes() as traffic, NumbersSent() as sent:
         found = function(*given[local_rank])
-    return found, traffic
+    return found, Counted(traffic.calls, sent.numbers)
 
 
 class NumbersSent(TorchDispatchMode):
@@ -136,7 +148,7 @@ class NumbersSent(TorchDispatchMode):
         self.numbers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and func is not torch.ops.c10d.barrier.default:
             self.numbers += max(map(_numbers, args))
         return func(*args, **(kwargs or {}))
 

@@ -3,8 +3,7 @@
 import torch
 
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import NumbersSent, counted_on_ranks, try_on_ranks
-from ignite_ddl.lab.bytes import count_bytes
+from ignite_ddl.course.ranks import counted_on_ranks
 
 WAIT_SECONDS = 10  # four ranks that only add two numbers take a fraction of a second
 
@@ -19,11 +18,13 @@ WAIT_SECONDS = 10  # four ranks that only add two numbers take a fraction of a s
 )
 def mean_of_all(function, losses):
     """The mean over all rows, on every rank, for one or two numbers sent."""
-    ranks = try_on_ranks(4, _on_rank, function, losses, timeout=WAIT_SECONDS)
-    values = [value for value, _, _ in ranks]
+    ranks = counted_on_ranks(function, [(sum(mine) / len(mine), len(mine)) for mine in losses], WAIT_SECONDS)
+    if None in (value for value, _ in ranks):
+        raise Hint("your function returns nothing: it should return the mean")
+    values = [float(value) for value, _ in ranks]
     true = sum(map(sum, losses)) / sum(map(len, losses))
     naive = sum(sum(part) / len(part) for part in losses) / len(losses)
-    if others := sorted({op for _, _, ops in ranks for op in ops} - {"all_reduce", "barrier"}):
+    if others := sorted({op for _, traffic in ranks for op in traffic.ops} - {"all_reduce", "barrier"}):
         raise Hint(f"you used {others[0]}; idist.all_reduce is enough")
     if not _near(values[0], true):
         told = f"with {_sizes(map(len, losses))} rows the mean is {true:g}, yours is {values[0]:g}"
@@ -34,7 +35,7 @@ def mean_of_all(function, losses):
         raise Hint(
             f"rank 0 returns {values[0]:g}, rank {wrong[0]} returns {values[wrong[0]]:g}: all need the mean"
         )
-    if (sent := max(numbers for _, numbers, _ in ranks)) > 2:
+    if (sent := max(traffic.numbers for _, traffic in ranks)) > 2:
         raise Hint(f"right, but a rank sends {sent} numbers; two are enough")
 
 
@@ -65,16 +66,6 @@ def cut_by_inputs(function, n_rows, n_outputs, held):
             raise Hint(told)
         if len(traffic) > 1:
             raise Hint(f"right, but you called all_reduce {len(traffic)} times; once is enough")
-
-
-def _on_rank(local_rank, function, losses):
-    """What this rank returned, how many numbers it gave to collectives, and which it called."""
-    mine = [float(loss) for loss in losses[local_rank]]
-    with count_bytes() as traffic, NumbersSent() as sent:
-        value = function(sum(mine) / len(mine), len(mine))
-    if value is None:
-        raise Hint("your function returns nothing: it should return the mean")
-    return float(value), sent.numbers, traffic.ops
 
 
 def _near(value, true):
