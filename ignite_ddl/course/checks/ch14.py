@@ -5,8 +5,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import try_on_ranks
-from ignite_ddl.lab.bytes import count_bytes
+from ignite_ddl.course.ranks import counted_on_ranks, try_on_ranks
 
 WAIT_SECONDS = 20  # what is right takes well under one
 
@@ -18,27 +17,25 @@ WAIT_SECONDS = 20  # what is right takes well under one
 )
 def clipped_step(function, world_size, length, max_norm):
     """SGD with the clipped mean gradient, the weights right on every rank, for a ring's bytes and one number."""
-    ranks = try_on_ranks(world_size, _clipped_on_a_rank, function, length, max_norm, timeout=WAIT_SECONDS)
-    gradients = [_vector(length, 1 + rank) for rank in range(world_size)]
+    start, gradients = _vector(length, 0), [_vector(length, 1 + rank) for rank in range(world_size)]
+    given = [(function, start, gradient, max_norm) for gradient in gradients]
+    ranks = counted_on_ranks(_updated, given, WAIT_SECONDS)
     mean = sum(gradients) / world_size
-    start = _vector(length, 0)
     right = start - 0.5 * _clip(mean, max_norm)
     torchs = start - 0.5 * _clip(mean, max_norm, mean.norm() + 1e-6)  # as clip_grad_norm_ has it
-    found = [weights for weights, _ in ranks]
-    for rank, weights in enumerate(found):
+    for rank, (weights, _) in enumerate(ranks):
         if weights.shape != right.shape:
             raise Hint(f"rank {rank}'s weights should keep their shape, ({length},)")
         if not (_near(weights, right) or _near(weights, torchs)):
             raise Hint(_what_went_wrong(rank, weights, start, gradients, max_norm))
-    whole = [op for op, put_in, _, _ in ranks[0][1] if op == "all_reduce" and put_in >= 8 * length]
-    if whole:
+    if any(call.put_in >= 8 * length for call in ranks[0][1].of("all_reduce").calls):
         raise Hint(
             "right, but an all-reduce leaves the whole mean gradient on every rank; let each get and "
             "update its shard"
         )
     enough = 2 * (world_size - 1) * 8 * length // world_size + 2 * (world_size - 1) * 8 // world_size
-    for rank, (_, calls) in enumerate(ranks):
-        sent = sum(_sent_in_a_ring(*call) for call in calls)
+    for rank, (_, traffic) in enumerate(ranks):
+        sent = sum(map(_sent_in_a_ring, traffic.calls))
         if sent > enough + 8 * world_size:  # a number as an all-gather, or in another precision, is as well
             raise Hint(
                 f"right, but your rank {rank} sends {sent} bytes round the ring, a reduce-scatter, an "
@@ -89,15 +86,14 @@ def _what_went_wrong(rank, found, start, gradients, max_norm):
     return f"the largest error on rank {rank} is {float((found - right).abs().max()):.1e}"
 
 
-def _sent_in_a_ring(op, put_in, got, n_ranks):
-    return (2 if op == "all_reduce" else 1) * max(put_in, got) * (n_ranks - 1) // n_ranks
+def _sent_in_a_ring(call):
+    n_ranks = len(call.ranks)
+    return (2 if call.op == "all_reduce" else 1) * max(call.put_in, call.got) * (n_ranks - 1) // n_ranks
 
 
-def _clipped_on_a_rank(local_rank, function, length, max_norm):
-    weights, gradient = _vector(length, 0), _vector(length, 1 + local_rank)
-    with count_bytes() as traffic:
-        function(weights, gradient, 0.5, max_norm)
-    return weights, [(call.op, call.put_in, call.got, len(call.ranks)) for call in traffic.calls]
+def _updated(function, weights, gradient, max_norm):
+    function(weights, gradient, 0.5, max_norm)
+    return weights
 
 
 @exercise(
