@@ -91,17 +91,6 @@ def test_rows_in_order(size, rows, drop_last, monkeypatch):
     assert batches == [b.tolist() for b in DataLoader(torch.arange(rows), batch_size=4, drop_last=drop_last)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_shuffled_rows(size, monkeypatch):
-    first, second = check_dealing(
-        lambda: ddl.auto_dataloader(torch.arange(13), batch_size=4, shuffle=True), size, monkeypatch
-    )
-    for batches in (first, second):
-        assert sorted(sum(batches, [])) == list(range(13))
-        assert sum(batches, []) != list(range(13))
-    assert first != second  # epochs differ without set_epoch
-
-
 def test_workers_change_nothing(monkeypatch):
     def make(workers):
         return lambda: ddl.auto_dataloader(
@@ -113,27 +102,27 @@ def test_workers_change_nothing(monkeypatch):
 
 
 SAMPLERS = {
+    "shuffled": lambda: {"shuffle": True, "batch_size": 4},
     "weighted": lambda: {"sampler": WeightedRandomSampler(torch.arange(13.0), 11), "batch_size": 4},
     "subset": lambda: {"sampler": SubsetRandomSampler([1, 3, 5, 7, 9]), "batch_size": 2},
     "batches": lambda: {"batch_sampler": BatchSampler(SubsetRandomSampler(range(13)), 5, drop_last=True)},
     "unequal batches": lambda: {"batch_sampler": [[3], [0, 1, 2, 4, 5], [6, 7]]},
     "a list": lambda: {"sampler": [5, 4, 3, 2, 1], "batch_size": 2},
-    "own generator": lambda: {
-        "shuffle": True,
-        "batch_size": 4,
-        "generator": torch.Generator().manual_seed(3),
-    },
+    "own generator": lambda: SAMPLERS["shuffled"]() | {"generator": torch.Generator().manual_seed(3)},
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_samplers_of_the_user(sampler, size, monkeypatch):
+def test_samplers(sampler, size, monkeypatch):
     seen = check_dealing(
         lambda: ddl.auto_dataloader(torch.arange(13), **SAMPLERS[sampler]()), size, monkeypatch
     )
-    if sampler in ("weighted", "subset", "batches"):
-        assert seen[0] != seen[1]
+    if sampler in ("shuffled", "weighted", "subset", "batches"):
+        assert seen[0] != seen[1]  # epochs differ without set_epoch
+    if sampler in ("shuffled", "own generator"):
+        for batches in seen:
+            assert sorted(sum(batches, [])) == list(range(13)) != sum(batches, [])
     if sampler == "subset":
         assert sorted(sum(seen[0], [])) == [1, 3, 5, 7, 9]
     if sampler == "unequal batches":
