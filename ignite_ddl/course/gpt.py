@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from ignite_ddl.arguments import check_count
 from ignite_ddl.course.models import _check_counts, _layers_at
 from ignite_ddl.pipeline.structure import whole
 from ignite_ddl.tensor.styles import Column, Row, Sequence, ShardedRandom, SharedInput, SplitSequence
@@ -209,8 +210,7 @@ def generate(model, ids, n, temperature=1.0, seed=0, length=None):
     length = getattr(model, "length", None) if length is None else length
     if length is None:
         raise ValueError(f"length is None, and a {type(model).__name__} has none: give the length of the GPT")
-    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-        raise ValueError(f"n is {n!r}; it has to be a whole number of at least 0")
+    check_count("n", n, least=0)
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature!r}; it has to be positive")
     ids = torch.as_tensor(ids).long()

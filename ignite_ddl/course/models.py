@@ -10,6 +10,7 @@ from collections import OrderedDict
 from torch import nn
 from torch.distributed.tensor import Replicate
 
+from ignite_ddl.arguments import check_count
 from ignite_ddl.tensor.styles import Column, InputChannels, OutputChannels, Row
 
 
@@ -124,5 +125,4 @@ def _layers_at(model, index):
 
 def _check_counts(**counts):
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} is {count!r}; it has to be a whole number of at least 1")
+        check_count(name, count)

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
+from ignite_ddl.arguments import check_count, is_count
+
 TEXT = Path(__file__).parent / "text" / "persuasion.txt"
 CHARACTERS = "\n !\"&'(),-.0123456789:;?ABCDEFGHIJKLMNOPQRSTUVWYZabcdefghijklmnopqrstuvwxyz"
 IDS = {character: index for index, character in enumerate(CHARACTERS)}
@@ -48,8 +50,7 @@ class CharacterText(Dataset):
     def __init__(self, split="train", length=64):
         if split not in ("train", "test"):
             raise ValueError(f"split is {split!r}; it has to be 'train' or 'test'")
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ValueError(f"length is {length!r}; it has to be a whole number of at least 1")
+        check_count("length", length)
         if not TEXT.is_file():
             raise FileNotFoundError(f"the text {TEXT} is missing: install ignite_ddl again")
         text = TEXT.read_text(encoding="ascii")
@@ -110,8 +111,7 @@ class CharacterText(Dataset):
         ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
         ids = list(ids) if isinstance(ids, Iterable) else [ids]
         for index in ids:
-            if isinstance(index, bool) or not isinstance(index, int):
-                raise ValueError(f"ids has {index!r}; it has to be a row of whole numbers")
-            if not 0 <= index < CharacterText.vocabulary_size:
-                raise ValueError(f"ids has {index}; ids go from 0 to {CharacterText.vocabulary_size - 1}")
+            if not is_count(index, least=0) or index >= CharacterText.vocabulary_size:
+                last = CharacterText.vocabulary_size - 1
+                raise ValueError(f"ids should be whole numbers from 0 to {last}, but has {index!r}")
         return "".join(CHARACTERS[index] if index < len(CHARACTERS) else RESERVED for index in ids)

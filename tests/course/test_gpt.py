@@ -111,8 +111,8 @@ def test_a_cut_model_draws_what_the_whole_one_draws(mesh, shard):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: GPT(0), "vocabulary_size is 0; it has to be a whole number of at least 1"),
-        (lambda: GPT(80, n_blocks=True), "n_blocks is True; it has to be a whole number of at least 1"),
+        (lambda: GPT(0), "vocabulary_size should be a positive integer, but given 0"),
+        (lambda: GPT(80, n_blocks=True), "n_blocks should be a positive integer, but given True"),
         (lambda: GPT(80, width=30), "n_heads is 4; it has to divide the width, 30"),
         (lambda: GPT(80, dropout=1), "dropout is 1; it has to be at least 0 and below 1"),
         (lambda: GPT(**SIZES)(ids(1, 7)), "ids has rows of 7 tokens; the model's length is 6"),
@@ -121,7 +121,7 @@ def test_a_cut_model_draws_what_the_whole_one_draws(mesh, shard):
             "length is None, and a Linear has none: give",
         ),
         (lambda: generate(GPT(**SIZES), [], 1), "ids has the shape (0,); it has to be a row"),
-        (lambda: generate(GPT(**SIZES), [0], -1), "n is -1; it has to be a whole number of at least 0"),
+        (lambda: generate(GPT(**SIZES), [0], -1), "n should be an integer of at least 0, but given -1"),
         (lambda: generate(GPT(**SIZES), [0], 1, temperature=0), "temperature is 0; it has to be positive"),
     ],
 )

@@ -47,7 +47,7 @@ def test_models_work_in_float64_row_by_row(make):
 @pytest.mark.parametrize("value", [0, 2.0, True, None])
 def test_bad_counts_are_named(make, value):
     with pytest.raises(
-        ValueError, match=re.escape(f"out_features is {value!r}; it has to be a whole number")
+        ValueError, match=re.escape(f"out_features should be a positive integer, but given {value!r}")
     ):
         make(out_features=value)
 

@@ -78,14 +78,14 @@ def test_a_reserved_id_shows():
     ("call", "message"),
     [
         (lambda: CharacterText("validation"), "split is 'validation'; it has to be 'train' or 'test'"),
-        (lambda: CharacterText(length=0), "length is 0; it has to be a whole number of at least 1"),
-        (lambda: CharacterText(length=2.0), "length is 2.0; it has to be a whole number of at least 1"),
+        (lambda: CharacterText(length=0), "length should be a positive integer, but given 0"),
+        (lambda: CharacterText(length=2.0), "length should be a positive integer, but given 2.0"),
         (lambda: CharacterText("test", 46_686), "length is 46686, but the test text has 46,686 characters"),
         (lambda: CharacterText.encode("naïve"), "text has the character 'ï', which is not in the vocabulary"),
-        (lambda: CharacterText.decode([80]), "ids has 80; ids go from 0 to 79"),
-        (lambda: CharacterText.decode(torch.tensor([-1])), "ids has -1; ids go from 0 to 79"),
-        (lambda: CharacterText.decode([0.5]), "ids has 0.5; it has to be a row of whole numbers"),
-        (lambda: CharacterText.decode(torch.zeros(1, 1).long()), "it has to be a row of whole numbers"),
+        (lambda: CharacterText.decode([80]), "from 0 to 79, but has 80"),
+        (lambda: CharacterText.decode(torch.tensor([-1])), "from 0 to 79, but has -1"),
+        (lambda: CharacterText.decode([0.5]), "ids should be whole numbers from 0 to 79, but has 0.5"),
+        (lambda: CharacterText.decode(torch.zeros(1, 1).long()), "ids should be whole numbers"),
     ],
 )
 def test_bad_input_says_what_fits(call, message):

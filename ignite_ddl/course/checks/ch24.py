@@ -1,5 +1,6 @@
 """The checks of chapter 24: how many ranks a model's states need, and the seconds of a pipeline of unequal stages."""
 
+from ignite_ddl.arguments import is_count
 from ignite_ddl.course.exercises import Hint, exercise
 from ignite_ddl.lab import cost, simulate
 
@@ -15,7 +16,7 @@ def fewest_ranks(function):
         got = function(parameters, stage, memory)
         fits = lambda n: cost.zero_memory(parameters, n, stage).total <= memory  # noqa: E731, B023
         best = next((n for n in range(1, 200) if fits(n)), None)
-        if got is not None and (isinstance(got, bool) or not isinstance(got, int) or got < 1):
+        if got is not None and not is_count(got):
             raise Hint(f"{case}: return a whole number of ranks or None, not {got!r:.40}")
         if got is None and best is not None:
             raise Hint(f"{case}: {best} ranks are enough")

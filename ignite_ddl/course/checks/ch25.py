@@ -2,6 +2,7 @@
 
 import math
 
+from ignite_ddl.arguments import is_count
 from ignite_ddl.course.exercises import Hint, exercise
 
 
@@ -17,7 +18,7 @@ def first_wrong(function):
             asked = []
 
             def differs(n, wrong=wrong, asked=asked, n_layers=n_layers, case=case):
-                if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= n_layers:
+                if not is_count(n) or n > n_layers:
                     raise Hint(f"{case}: you run {n!r} layers; it should be 1 to {n_layers}")
                 asked.append(n)
                 return wrong is not None and n > wrong
