@@ -33,7 +33,8 @@ def in_float64(function):
 
 
 def parallel(nproc=2, **kwargs):
-    return ddl.Parallel(**({"backend": "gloo", "nproc_per_node": nproc, "timeout": TIMEOUT} | kwargs))
+    given = {"backend": "gloo", "nproc_per_node": nproc, "timeout": TIMEOUT, "threads_per_rank": 1}
+    return ddl.Parallel(**(given | kwargs))
 
 
 def run(func, nproc, *args, **kwargs):
