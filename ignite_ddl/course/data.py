@@ -5,9 +5,7 @@ of each class) needs no network; `ignite_ddl/course/fashion_mnist/README.md` say
 """
 
 import copyreg
-import gzip
 import os
-import shutil
 import socket
 import tempfile
 from pathlib import Path
@@ -35,7 +33,6 @@ CLASSES = (
 MEAN, STD = 0.2860, 0.3530
 
 SUBSET = Path(__file__).parent / "fashion_mnist"
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist puts its .gz files
 
 # torchvision's file names, with the size in bytes that each has in the full set.
 FULL_SIZES = {
@@ -80,9 +77,8 @@ def fashion_mnist(train=True, full=False, root=None, transform=normalise):
         train: True for the training images, False for the test images. Default: True.
         full: False for the subset (6,000 training, 1,000 test images), True for the full set (60,000 and
             10,000). The full set is searched in the folder given by the environment variable
-            ``IGNITE_DDL_DATA``, in ``~/.cache/ignite_ddl``, and in Debian's package
-            ``dataset-fashion-mnist``; if it is in none of them, torchvision downloads it (30 MB) to
-            ``~/.cache/ignite_ddl``. Default: False.
+            ``IGNITE_DDL_DATA`` and in ``~/.cache/ignite_ddl``; if it is in neither, torchvision downloads it
+            (30 MB) to ``~/.cache/ignite_ddl``. Default: False.
         root: A folder that contains ``FashionMNIST/raw``, used instead of all others. With ``full=True`` it has
             to contain the full set. Default: None.
         transform: Converts a PIL image to the model's input; None returns PIL images.
@@ -185,19 +181,17 @@ def _find_full():
     cache.mkdir(parents=True, exist_ok=True)
     # Several ranks may run this at once: each makes its own copy, and moves it into place file by file.
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        if not _unpack(scratch):
-            try:
-                _download(scratch)
-            except Exception as error:  # no network, a broken file, a full disk
-                raise FileNotFoundError(
-                    "the full Fashion-MNIST is not on this machine and its download failed "
-                    f"({str(error).strip() or type(error).__name__}). Looked in\n"
-                    f"  IGNITE_DDL_DATA: {named or 'not set'}\n"
-                    f"  the cache: {cache}\n"
-                    f"  Debian's package dataset-fashion-mnist: {DEBIAN}\n"
-                    "Install that package, or let IGNITE_DDL_DATA name a folder whose FashionMNIST/raw has "
-                    "the four unpacked files, or use full=False, which needs no network."
-                ) from error
+        try:
+            _download(scratch)
+        except Exception as error:  # no network, a broken file, a full disk
+            raise FileNotFoundError(
+                "the full Fashion-MNIST is not on this machine and its download failed "
+                f"({str(error).strip() or type(error).__name__}). Looked in\n"
+                f"  IGNITE_DDL_DATA: {named or 'not set'}\n"
+                f"  the cache: {cache}\n"
+                "Let IGNITE_DDL_DATA name a folder whose FashionMNIST/raw has the four unpacked files, or use "
+                "full=False, which needs no network."
+            ) from error
         _raw(cache).mkdir(parents=True, exist_ok=True)
         for name in FULL_SIZES:
             os.replace(_raw(scratch) / name, _raw(cache) / name)
@@ -214,17 +208,6 @@ def _holds(folder, full):
     if full:
         return all(file.is_file() and file.stat().st_size == FULL_SIZES[name] for name, file in files.items())
     return all(file.is_file() for file in files.values())
-
-
-def _unpack(folder):
-    """Unpacks the files of Debian's package; returns False if they do not exist."""
-    if not all((DEBIAN / f"{name}.gz").is_file() for name in FULL_SIZES):
-        return False
-    _raw(folder).mkdir(parents=True)
-    for name in FULL_SIZES:
-        with gzip.open(DEBIAN / f"{name}.gz") as packed, open(_raw(folder) / name, "wb") as unpacked:
-            shutil.copyfileobj(packed, unpacked)
-    return True
 
 
 def _download(folder):

@@ -1,9 +1,7 @@
 """Fashion-MNIST, and torchvision beside any torch."""
 
-import gzip
 import hashlib
 import pickle
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -211,7 +209,6 @@ def small_full_set(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))  # HOME on Windows
     monkeypatch.delenv("IGNITE_DDL_DATA", raising=False)
-    monkeypatch.setattr(data, "DEBIAN", tmp_path / "debian")
     contents = {}
     for part, count in (("train", 4), ("t10k", 2)):
         images, labels = bytes(range(count)) * 784, bytes(range(count))
@@ -223,17 +220,12 @@ def small_full_set(tmp_path, monkeypatch):
     return contents
 
 
-def write_raw(folder, contents):
+def write_raw(folder, contents, before_a_file=lambda: None):
     raw = folder / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for name, content in contents.items():
+        before_a_file()
         (raw / name).write_bytes(content)
-
-
-def write_debian(contents):
-    data.DEBIAN.mkdir()
-    for name, content in contents.items():
-        (data.DEBIAN / f"{name}.gz").write_bytes(gzip.compress(content))
 
 
 @pytest.fixture
@@ -267,58 +259,45 @@ def test_environment_variable_names_a_copy(small_full_set, no_network, tmp_path,
     assert not (tmp_path / "home").exists()
 
 
-def test_debians_files_are_unpacked_into_the_cache(small_full_set, no_network, tmp_path):
-    write_debian(small_full_set)
-    assert fashion_mnist(full=True).targets.tolist() == [0, 1, 2, 3]
-    cache = tmp_path / "home" / ".cache" / "ignite_ddl"
-    assert [path.name for path in cache.iterdir()] == ["FashionMNIST"]  # nothing temporary is left
-    shutil.rmtree(data.DEBIAN)
-    assert len(fashion_mnist(full=True, train=False)) == 2  # from the cache
+def cache():
+    return Path.home() / ".cache" / "ignite_ddl"
 
 
-def test_half_unpacked_files_are_never_in_the_cache(small_full_set, no_network, tmp_path, monkeypatch):
-    # one rank stops in the middle of a file; meanwhile another unpacks all of them and reads them
-    write_debian(small_full_set)
-    raw = tmp_path / "home" / ".cache" / "ignite_ddl" / "FashionMNIST" / "raw"
+def download_from(monkeypatch, *given):
+    download = lambda dataset: write_raw(Path(dataset.root), *given)  # noqa: E731
+    monkeypatch.setattr(import_torchvision().datasets.FashionMNIST, "download", download)
+
+
+@pytest.mark.parametrize("there", ["nothing", "an incomplete copy"])
+def test_download_goes_into_the_cache(there, small_full_set, monkeypatch):
+    if there != "nothing":
+        write_raw(cache(), {name: content[:-1] for name, content in small_full_set.items()})
+    download_from(monkeypatch, small_full_set)
+    assert len(fashion_mnist_tensors(full=True)) == 4
+    assert [path.name for path in cache().iterdir()] == ["FashionMNIST"]  # nothing temporary is left
+
+
+def test_half_a_download_is_never_in_the_cache(small_full_set, monkeypatch):
+    """One rank stops in the middle of its download; meanwhile another downloads all and reads it."""
     stopped, go_on = threading.Event(), threading.Event()
-    copy = shutil.copyfileobj
 
-    def copy_slowly(packed, unpacked):
+    def stop_the_slow_one():
         if threading.current_thread() is slow:
-            unpacked.write(packed.read(100))
-            unpacked.flush()
             stopped.set()
             assert go_on.wait(30)
-        copy(packed, unpacked)
 
-    monkeypatch.setattr(shutil, "copyfileobj", copy_slowly)
+    download_from(monkeypatch, small_full_set, stop_the_slow_one)
     slow = threading.Thread(target=fashion_mnist_tensors, kwargs={"full": True})
     slow.start()
     try:
         assert stopped.wait(30)
-        assert not raw.exists()
+        assert not (cache() / "FashionMNIST").exists()
         assert len(fashion_mnist_tensors(full=True)) == 4
     finally:
         go_on.set()
         slow.join(30)
+    raw = cache() / "FashionMNIST" / "raw"
     assert {path.name: path.read_bytes() for path in raw.iterdir()} == small_full_set
-
-
-def test_an_incomplete_cache_is_not_taken_for_the_full_set(small_full_set, no_network, tmp_path):
-    cut = {name: content[:-1] for name, content in small_full_set.items()}
-    write_raw(tmp_path / "home" / ".cache" / "ignite_ddl", cut)
-    write_debian(small_full_set)
-    assert len(fashion_mnist_tensors(full=True)) == 4
-
-
-def test_download_goes_into_the_cache(small_full_set, monkeypatch, tmp_path):
-    def download(dataset):
-        write_raw(Path(dataset.root), small_full_set)
-
-    monkeypatch.setattr(import_torchvision().datasets.FashionMNIST, "download", download)
-    assert len(fashion_mnist_tensors(full=True)) == 4
-    cache = tmp_path / "home" / ".cache" / "ignite_ddl"
-    assert [path.name for path in cache.iterdir()] == ["FashionMNIST"]
 
 
 def test_without_a_network_the_error_says_where_it_looked(small_full_set, no_network, tmp_path, monkeypatch):
@@ -328,9 +307,8 @@ def test_without_a_network_the_error_says_where_it_looked(small_full_set, no_net
     before = socket.getdefaulttimeout()
     with pytest.raises(FileNotFoundError) as error:
         fashion_mnist(full=True)
-    cache = tmp_path / "home" / ".cache" / "ignite_ddl"
-    for part in ("no route to host", tmp_path / "empty", cache, data.DEBIAN, "full=False"):
+    for part in ("no route to host", tmp_path / "empty", cache(), "full=False"):
         assert str(part) in str(error.value)
     assert no_network == [10]  # seconds: it does not hang
     assert socket.getdefaulttimeout() == before
-    assert list(cache.iterdir()) == []
+    assert list(cache().iterdir()) == []
