@@ -52,6 +52,7 @@ def one_process(tmp_path_factory):
     return out, err, saved
 
 
+@pytest.mark.slow  # as chapter 25 runs it
 def test_one_process_learns_and_samples(one_process):
     out, err, saved = one_process
     (first, first_test, _), (second, second_test, accuracy) = losses(out)

@@ -403,6 +403,7 @@ def test_nothing_is_left_by_a_run_or_by_a_killed_one(tmp_path, killed):
 
 
 @posix
+@pytest.mark.slow
 def test_a_killed_parent_of_ranks_long_gone_leaves_no_folder():
     folder = Path(
         tempfile.mkdtemp(dir="/tmp")

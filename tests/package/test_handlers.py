@@ -369,7 +369,7 @@ def surrounded_each_way(local_rank, options):
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=[pytest.mark.slow] * ("tp2" in mesh)) for mesh in AROUND]
+    "mesh", [pytest.param(mesh, marks=[pytest.mark.slow] * (mesh not in ("dp2", "pp2"))) for mesh in AROUND]
 )
 def test_what_stands_around_a_model(mesh):
     axes, options = AROUND[mesh]

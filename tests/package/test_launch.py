@@ -341,9 +341,10 @@ ddl.Parallel("gloo", 2, timeout=60).run(work, sys.argv[1])  # and no `if __name_
 
 @posix
 @pytest.mark.parametrize(
-    "sent",  # SIGINT also reaches the kernel below; SIGKILL: test_faults.py
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    "sent",
+    [signal.SIGTERM, signal.SIGINT],  # SIGINT also reaches the kernel below; SIGKILL: test_faults.py
 )
+@pytest.mark.slow
 def test_signals_to_the_parent_leave_no_rank(tmp_path, sent):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

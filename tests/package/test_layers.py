@@ -360,7 +360,7 @@ def loading(local_rank, folder, options):
     ("nproc", "axes", "options", "share"),
     [
         (1, {}, {}, 1),
-        (4, {"dp": 2, "pp": 2}, {"shard": True}, 4),
+        pytest.param(4, {"dp": 2, "pp": 2}, {"shard": True}, 4, marks=pytest.mark.slow),
         (4, {"dp": 2, "tp": 2}, {"tensor_plan": {"[1-6]": ddl.Column(output_layouts=Replicate())}}, 2),
     ],
     ids=lambda value: str(value)[:40],

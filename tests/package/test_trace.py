@@ -60,7 +60,7 @@ def loss_of(output, y):
     ("schedule", "mesh", "options"),
     [
         ("zbv", {"pp": 2}, {}),
-        ("1f1b", {"pp": 2, "dp": 2}, {"shard": True}),
+        pytest.param("1f1b", {"pp": 2, "dp": 2}, {"shard": True}, marks=pytest.mark.slow),
         pytest.param("1f1b", {"pp": 2}, {}, marks=pytest.mark.slow),
         pytest.param("interleaved_1f1b", {"pp": 2, "dp": 2}, {}, marks=pytest.mark.slow),
         pytest.param("gpipe", {"pp": 4}, {}, marks=pytest.mark.slow),
