@@ -82,9 +82,7 @@ def ways(model, optimizer, folder):
         save.wait = checkpoint.wait
         return save
 
-    return {HAND: by_hand, "again": by_hand, GATHERED: gathered} | {
-        name: by_ddl(how) for name, how in OURS.items()
-    }
+    return {HAND: by_hand, "again": by_hand, GATHERED: gathered} | {name: by_ddl(how) for name, how in OURS.items()}
 
 
 def saving(local_rank, names, rounds, width, folder):
@@ -116,9 +114,7 @@ def saving(local_rank, names, rounds, width, folder):
         for name in ("ddl.Checkpoint", HAND):
             saves[name]()
         load = ddl.Checkpoint.load_objects
-        loads["ddl.Checkpoint"] = lambda: load(
-            {"model": model, "optimizer": optimizer}, paths["ddl.Checkpoint"]
-        )
+        loads["ddl.Checkpoint"] = lambda: load({"model": model, "optimizer": optimizer}, paths["ddl.Checkpoint"])
         found["load"] = sides.in_turns(loads, rounds, meet=dist.barrier)[0]
     return found
 
@@ -137,9 +133,7 @@ def compare(ranks, width, names, quick):
                 rows.append(sides.row(f"{what}, {name}, {of}", HAND, seconds[name], seconds[HAND], **control))
     if GATHERED in names:
         saves = found["save"]
-        rows.append(
-            sides.row(f"save, ddl.Checkpoint, {of}", GATHERED, saves["ddl.Checkpoint"], saves[GATHERED])
-        )
+        rows.append(sides.row(f"save, ddl.Checkpoint, {of}", GATHERED, saves["ddl.Checkpoint"], saves[GATHERED]))
     return rows
 
 
@@ -176,11 +170,7 @@ def peaks(width, quick):
         with tempfile.TemporaryDirectory() as folder:
             found[name] = max(ddl.Parallel("gloo", 2, timeout=300, dp=2).run(peak, name, width, folder))
     what = "peak memory of a rank that saves"
-    return [
-        sides.row(f"{what}, {name}, dp2", HAND, [found[name]], [found[HAND]])
-        for name in OURS
-        if name in found
-    ]
+    return [sides.row(f"{what}, {name}, dp2", HAND, [found[name]], [found[HAND]]) for name in OURS if name in found]
 
 
 def parts():

@@ -31,9 +31,7 @@ ROUNDS = 5
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path, help=f"default with a GPU: {PATH.name} in ignite_ddl/lab")
     parser.add_argument("--size", type=float, default=1.0, help="scales the work, for a smoke test")
@@ -129,23 +127,15 @@ def timing(device: str, n: int) -> list:
         return launched, time.perf_counter() - start
 
     products()
-    wrong, right = (
-        1e3 * statistics.median(each) for each in zip(*(products() for _ in range(ROUNDS)), strict=True)
-    )
-    return [
-        (f"ten products of {n} × {n}, without waiting", wrong, "ms"),
-        ("with waiting", right, "ms"),
-    ]
+    wrong, right = (1e3 * statistics.median(each) for each in zip(*(products() for _ in range(ROUNDS)), strict=True))
+    return [(f"ten products of {n} × {n}, without waiting", wrong, "ms"), ("with waiting", right, "ms")]
 
 
 def pinned(device: str, mebibytes: int) -> list:
     pageable = torch.empty(mebibytes * 2**20, dtype=torch.uint8)
     there = torch.empty_like(pageable, device=device)
     rows = []
-    for name, host in (
-        ("pageable", pageable),
-        ("pinned", pageable.pin_memory() if device == "cuda" else None),
-    ):
+    for name, host in (("pageable", pageable), ("pinned", pageable.pin_memory() if device == "cuda" else None)):
         if host is None:
             rows.append(("pinned", "needs a GPU", ""))
             continue
@@ -153,9 +143,7 @@ def pinned(device: str, mebibytes: int) -> list:
         rows.append((f"{mebibytes} MiB from {name} memory", host.nbytes / taken / 1e9, "GB/s"))
         start = time.perf_counter()
         there.copy_(host, non_blocking=True)
-        rows.append(
-            (f"the call returns, from {name} memory, after", 1e3 * (time.perf_counter() - start), "ms")
-        )
+        rows.append((f"the call returns, from {name} memory, after", 1e3 * (time.perf_counter() - start), "ms"))
         wait(device)
     return rows
 
@@ -262,9 +250,7 @@ def _rank(rank: int, n: int, backend: str, device: str, store: str, answers) -> 
         if device == "cuda":
             torch.cuda.set_device(0)  # every rank the same GPU
         limit = datetime.timedelta(seconds=60)
-        dist.init_process_group(
-            backend, init_method=f"file://{store}", rank=rank, world_size=n, timeout=limit
-        )
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=n, timeout=limit)
         mine = torch.tensor([rank + 1.0], device=device)
         dist.all_reduce(mine)
         answers.put((rank, f"{mine.item():.0f}"))

@@ -126,9 +126,7 @@ def compare(way, ranks, func, quick):
     seconds, _ = sides.in_turns(calls, rounds, warm_up=forks)
     target = TARGET if (way, ranks, func) == (through_spawn, 4, light) else None
     again = seconds.get("again", ())
-    return [
-        sides.row(name(ranks, func), WAYS[way], seconds["ddl"], seconds["other"], again=again, target=target)
-    ]
+    return [sides.row(name(ranks, func), WAYS[way], seconds["ddl"], seconds["other"], again=again, target=target)]
 
 
 def against_ipyparallel(ranks, quick):

@@ -27,12 +27,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -159,10 +154,7 @@ def by_hand(width, steps, shard):
 def _cut_by_hand(model, tp_mesh):
     """What GPT.tensor_plan says, in torch's own styles: the same cuts, the same collectives. Nothing drops here."""
     whole = Replicate()
-    plan = {
-        "embed.token": RowwiseParallel(input_layouts=whole),
-        "head.out": ColwiseParallel(output_layouts=whole),
-    }
+    plan = {"embed.token": RowwiseParallel(input_layouts=whole), "head.out": ColwiseParallel(output_layouts=whole)}
     for name in (name for name, _ in model.named_children() if name.startswith("block")):
         plan |= {
             f"{name}.attention": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
@@ -211,9 +203,7 @@ def _pipeline_by_hand(mesh, model, loader):
     optimizer = sgd(stage)
     device = torch.device("cpu")
     schedule = Schedule1F1B(
-        PipelineStage(stage, mesh.pp_rank, mesh.pp_size, device, group=mesh.pp_group),
-        MICROBATCHES,
-        loss_fn=loss_fn,
+        PipelineStage(stage, mesh.pp_rank, mesh.pp_size, device, group=mesh.pp_group), MICROBATCHES, loss_fn=loss_fn
     )
 
     def run():

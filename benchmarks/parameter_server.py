@@ -66,9 +66,7 @@ def by_hand(model, mode, gradients, steps):
 
     parameters = list(model.parameters())
     if dist.get_rank() == 0:
-        rpc.rpc_sync(
-            "server0", hand.create, ([p.detach() for p in parameters], dist.get_world_size(), mode == "sync")
-        )
+        rpc.rpc_sync("server0", hand.create, ([p.detach() for p in parameters], dist.get_world_size(), mode == "sync"))
     dist.barrier()
     done = 0
 
@@ -127,10 +125,7 @@ def compete(local_rank, millions, rounds, steps):
     for mode in ("sync", "async"):
         model = build(millions)
         gradients = [torch.full_like(p, 1e-6) for p in model.parameters()]
-        runs = {
-            "ddl": through_ddl(model, mode, gradients, steps),
-            "hand": by_hand(model, mode, gradients, steps),
-        }
+        runs = {"ddl": through_ddl(model, mode, gradients, steps), "hand": by_hand(model, mode, gradients, steps)}
         runs["again"] = runs["hand"]
         found[mode] = sides.in_turns(runs, rounds, meet=dist.barrier, busy=busy)
     return found

@@ -69,18 +69,12 @@ def main() -> int:
             seconds[name].append(measure_plan(one)["seconds"])
     predicted = {name: sum(one.seconds.values()) for name, one in plans.items()}
     measured = {name: statistics.median(each) for name, each in seconds.items()}
-    print(
-        f"{'dp × pp × tp':<30}{'predicted':>12}{'measured':>12}   ms; of {ROUNDS} rounds the least and the most"
-    )
+    print(f"{'dp × pp × tp':<30}{'predicted':>12}{'measured':>12}   ms; of {ROUNDS} rounds the least and the most")
     for name in sorted(predicted, key=predicted.get):
         low, high = 1000 * min(seconds[name]), 1000 * max(seconds[name])
-        print(
-            f"{name:<30}{1000 * predicted[name]:>12.1f}{1000 * measured[name]:>12.1f}   {low:.1f} to {high:.1f}"
-        )
+        print(f"{name:<30}{1000 * predicted[name]:>12.1f}{1000 * measured[name]:>12.1f}   {low:.1f} to {high:.1f}")
     far = [
-        (a, b)
-        for a, b in combinations(sorted(predicted, key=predicted.get), 2)
-        if predicted[b] >= RATIO * predicted[a]
+        (a, b) for a, b in combinations(sorted(predicted, key=predicted.get), 2) if predicted[b] >= RATIO * predicted[a]
     ]
     wrong = [(a, b) for a, b in far if measured[b] <= measured[a]]
     n_pairs = len(plans) * (len(plans) - 1) // 2

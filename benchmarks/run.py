@@ -84,11 +84,7 @@ def rows_of(name: str, limit: float, quick: bool, folder: Path = HERE) -> list[d
 
 
 def machine() -> dict:
-    found = (
-        re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        if sys.platform == "linux"
-        else None
-    )
+    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
     def version(name):
@@ -171,10 +167,7 @@ def main() -> None:
     for name in given.files or FILES:
         start = time.monotonic()
         rows = rows_of(name, FILES[name], given.quick)
-        results[name] = {
-            "machine": here | {"minutes": round((time.monotonic() - start) / 60, 1)},
-            "rows": rows,
-        }
+        results[name] = {"machine": here | {"minutes": round((time.monotonic() - start) / 60, 1)}, "rows": rows}
         print(f"{name}.py: {results[name]['machine']['minutes']} min", flush=True)
         if not given.quick:
             RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")

@@ -65,9 +65,7 @@ def in_turns(
 def of_all_ranks(results: list[tuple[dict, dict]]) -> tuple[dict, dict]:
     """Rank 0's wall seconds and all ranks' CPU seconds, from what ``in_turns`` returned on each."""
     seconds = results[0][0]
-    summed = {
-        name: [sum(each) for each in zip(*(cpu[name] for _, cpu in results), strict=True)] for name in seconds
-    }
+    summed = {name: [sum(each) for each in zip(*(cpu[name] for _, cpu in results), strict=True)] for name in seconds}
     return seconds, summed
 
 

@@ -44,8 +44,7 @@ def compete(local_rank, rounds, steps):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = [(torch.randn(192, 256), torch.randn(192, 256))] * steps
     trainers = {
-        name: ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
-        for name in ("with", "without", "again")
+        name: ddl.create_supervised_trainer(model, optimizer, F.mse_loss) for name in ("with", "without", "again")
     }
     timeline = Timeline().attach(trainers["with"])
     runs = {name: lambda trainer=trainer: trainer.run(batches) for name, trainer in trainers.items()}

@@ -40,13 +40,8 @@ def training(local_rank, args):
     found = ddl.Checkpoint.load_newest(parts, args.folder)
     start, rank = trainer.state.iteration, ddl.get_mesh().rank
     if rank == 0:
-        print(
-            f"{ddl.get_mesh().world_size} ranks start after step {start}, from {found and found.name}",
-            flush=True,
-        )
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED(every=args.every), ddl.Checkpoint(parts, args.folder)
-    )
+        print(f"{ddl.get_mesh().world_size} ranks start after step {start}, from {found and found.name}", flush=True)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=args.every), ddl.Checkpoint(parts, args.folder))
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def die():  # what a machine does by itself: once at each of these steps
@@ -72,9 +67,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--shard", action="store_true", help="shard weights and optimizer over the ranks")
-    parser.add_argument(
-        "--kill", type=int, nargs="*", default=[], help="steps after which a rank kills itself, once"
-    )
+    parser.add_argument("--kill", type=int, nargs="*", default=[], help="steps after which a rank kills itself, once")
     parser.add_argument("--machine", action="store_true", help="kill the rank's torchrun, too")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)

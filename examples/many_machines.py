@@ -40,9 +40,7 @@ def training(local_rank, args):
         rows = download(args.folder)
     loader = ddl.auto_dataloader(rows, batch_size=args.batch_size)  # rows of a step, over all machines
     torch.manual_seed(0)
-    model = ddl.auto_model(
-        GPT(CharacterText.vocabulary_size, width=args.width, n_blocks=2).double(), GPT.tensor_plan
-    )
+    model = ddl.auto_model(GPT(CharacterText.vocabulary_size, width=args.width, n_blocks=2).double(), GPT.tensor_plan)
     optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.5))
     trainer = ddl.create_supervised_trainer(
         model, optimizer, F.cross_entropy, model_transform=lambda logits: logits.transpose(1, 2)
@@ -60,9 +58,7 @@ def training(local_rank, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--ranks", type=int, help="processes to start here; leave it out under torchrun and srun")
     add("--tp", type=int, default=1, help="ranks that share each layer; the others are data parallel")

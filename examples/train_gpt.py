@@ -61,9 +61,7 @@ def training(local_rank, args):
     trainer.add_event_handler(Events.ITERATION_STARTED, schedule)
     trainer.state.bits = []  # of each step
     trainer.state_dict_user_keys.append("bits")  # so that checkpoints have them
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda engine: engine.state.bits.append(engine.state.output)
-    )
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: engine.state.bits.append(engine.state.output))
     RunningAverage(output_transform=lambda bits: bits).attach(trainer, "running bits")
     if idist.get_rank() == 0:
         ProgressBar().attach(trainer, ["running bits"], event_name=Events.ITERATION_COMPLETED(every=5))
@@ -86,11 +84,7 @@ def training(local_rank, args):
         parts["schedule"] = schedule
         found = ddl.Checkpoint.load_newest(parts, args.checkpoints) if args.resume else None
         if idist.get_rank() == 0 and args.resume:
-            print(
-                f"resumes from {found.name}"
-                if found
-                else f"{args.checkpoints} has no checkpoint: starts anew"
-            )
+            print(f"resumes from {found.name}" if found else f"{args.checkpoints} has no checkpoint: starts anew")
         saves = ddl.Checkpoint(parts, args.checkpoints, n_saved=2)
         trainer.add_event_handler(Events.ITERATION_COMPLETED(every=args.every), saves)
 
@@ -160,9 +154,7 @@ def choose(args, n_ranks):
     model = Model.of(new_model(args), args.length, sequence_parallel=False)
     # ASSUMED of a CPU rank: two ranks a core, and what gloo takes for a message. Of a GPU: an A100's numbers.
     link = Link(latency=2e-4, bandwidth=1e9)
-    device = (
-        A100 if args.backend == "nccl" else {"memory": 1e9, "flops": 5e9, "inside": link, "between": link}
-    )
+    device = A100 if args.backend == "nccl" else {"memory": 1e9, "flops": 5e9, "inside": link, "between": link}
     plans = plan(model, Cluster(n_ranks, **device), args.batch_size, recompute=["selective"])
     # Without a pipeline, microbatches would be gradient accumulation, which this script does not do.
     best = next((one for one in plans if one.fits and (one.pp > 1 or one.microbatches == 1)), None)

@@ -70,12 +70,7 @@ def training(local_rank, args):
         model = ddl.auto_model(new_model(args), PLAN, shard=args.shard)
     optimizer = ddl.auto_optim(torch.optim.AdamW(model.parameters(), lr=args.lr))
     trainer = ddl.create_supervised_trainer(
-        model,
-        optimizer,
-        bits_per_character,
-        model_transform=logits_of,
-        amp_mode=args.amp,
-        max_norm=1.0,
+        model, optimizer, bits_per_character, model_transform=logits_of, amp_mode=args.amp, max_norm=1.0
     )
     ddl.Throughput().attach(trainer)
 
@@ -94,9 +89,7 @@ def training(local_rank, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--ranks", type=int, help="processes to start here; leave it out under torchrun and srun")
     add("--dp", type=int, default=-1, help="data-parallel ranks, default -1: all that tp leaves")

@@ -208,8 +208,7 @@ def recorded_calls(newest: int | None = None) -> list[dict[str, Any]]:
             "number": entry["collective_seq_id"],
             "operation": entry["profiling_name"].partition(":")[2],
             "sizes": ", ".join(
-                f"{dtype}{sizes}"
-                for dtype, sizes in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+                f"{dtype}{sizes}" for dtype, sizes in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
             ),
             "done": entry["retired"],
             "frames": [(frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"]],
@@ -314,9 +313,7 @@ class _LoadTorchvision(importlib.machinery.SourceFileLoader):
                 raise
             self.declared.append(Library("torchvision", "FRAGMENT"))
             for operator in ("nms", "qnms"):
-                self.declared[0].define(
-                    f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                )
+                self.declared[0].define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             for name in [name for name in sys.modules if name.startswith("torchvision.")]:
                 del sys.modules[name]
             super().exec_module(module)

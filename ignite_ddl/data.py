@@ -99,9 +99,7 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
         raise ValueError("batch_sampler excludes batch_size and drop_last: it decides the batches")
     batch_size = kwargs.pop("batch_size", 1)
     if kwargs.get("batch_sampler") is None and (not isinstance(batch_size, int) or batch_size < 1):
-        raise ValueError(
-            f"batch_size should be the global batch size, a positive integer, but given {batch_size!r}"
-        )
+        raise ValueError(f"batch_size should be the global batch size, a positive integer, but given {batch_size!r}")
     workers = kwargs.get("num_workers", 0)
     if workers and idist.get_world_size() > 1:
         kwargs["num_workers"] = -(-workers // idist.get_nproc_per_node())
@@ -119,9 +117,7 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
             if sampler is not None:
                 raise ValueError("sampler and shuffle=True exclude each other: the sampler decides the order")
             sampler = RandomSampler(dataset, generator=kwargs.get("generator"))
-        batches = BatchSampler(
-            sampler if sampler is not None else SequentialSampler(dataset), batch_size, drop_last
-        )
+        batches = BatchSampler(sampler if sampler is not None else SequentialSampler(dataset), batch_size, drop_last)
     generator, workers = kwargs.get("generator"), kwargs.get("num_workers", 0)
     shares = _Shares(batches, _common_seed(mesh), mesh.dp_rank, mesh.dp_size, generator, workers)
     return ShardedDataLoader(dataset, batch_sampler=shares, **kwargs)
@@ -273,9 +269,7 @@ class _Position:
     rows: int
     stream: torch.Generator | None
     ended: bool = False
-    order: int | None = (
-        None  # a number for the order of the epoch's rows, or for the samples of the last batch
-    )
+    order: int | None = None  # a number for the order of the epoch's rows, or for the samples of the last batch
     generator: torch.Tensor | None = None  # the state from which the order was drawn
     begun: torch.Tensor | None = None  # the random state in which an iterable dataset was begun
 
@@ -379,9 +373,7 @@ def _received(rows: list[int], seeds: tuple[int, ...]) -> list[int]:
 class _IterableShares(IterableDataset):
     """This rank's part of each ``batch_size`` samples of a stream."""
 
-    def __init__(
-        self, dataset: IterableDataset, batch_size: int, drop_last: bool, mesh: Mesh, collate: Any
-    ) -> None:
+    def __init__(self, dataset: IterableDataset, batch_size: int, drop_last: bool, mesh: Mesh, collate: Any) -> None:
         self.dataset, self.batch_size, self.drop_last, self.collate = dataset, batch_size, drop_last, collate
         self.rank, self.size = mesh.dp_rank, mesh.dp_size
 

@@ -116,9 +116,7 @@ def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
 
 def _runs_last(handler: tuple) -> bool:
     function = handler[0]
-    filtered = getattr(
-        function, "_parent", None
-    )  # of an event with a filter, such as every=2: a weak reference
+    filtered = getattr(function, "_parent", None)  # of an event with a filter, such as every=2: a weak reference
     return hasattr(filtered() if filtered is not None else function, "runs_last")
 
 
@@ -218,9 +216,7 @@ def create_supervised_trainer(
         _check_max_norm(max_norm)
     check_optimizer(optimizer, model)
     device = idist.device() if device is None else device
-    step = TrainingStep(
-        model, loss_divisor, model_transform, checks, model_fn, autocast_for(amp_mode, device)
-    )
+    step = TrainingStep(model, loss_divisor, model_transform, checks, model_fn, autocast_for(amp_mode, device))
     grad_scaler = make_scaler(scaler, amp_mode, device)
     scaled = None if grad_scaler is None else ScaledOptimizer(optimizer)
 

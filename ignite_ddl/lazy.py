@@ -62,9 +62,7 @@ def lazy(factory: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Lazy:
             assert second["3.weight"] == eager[3].weight.tolist()
     """
     if not callable(factory) or isinstance(factory, nn.Module):
-        raise ValueError(
-            f"factory should be a class of layers or a function that makes one, but given {factory!r}"
-        )
+        raise ValueError(f"factory should be a class of layers or a function that makes one, but given {factory!r}")
     return Lazy(factory, args, kwargs)
 
 
@@ -102,9 +100,7 @@ class Lazy(nn.Module):
         factory, args, kwargs = self.recipe
         layer = factory(*args, **kwargs)
         if not isinstance(layer, nn.Module):
-            raise ValueError(
-                f"factory should return a layer, but {factory!r} returned {type(layer).__name__}"
-            )
+            raise ValueError(f"factory should return a layer, but {factory!r} returned {type(layer).__name__}")
         if self.trainable is not None:
             layer.requires_grad_(self.trainable)
         return layer.train(self.training) if self.training != layer.training else layer
@@ -241,9 +237,7 @@ def empty_weights() -> Iterator[None]:
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if (
-            parameter is not None and not parameter.is_meta
-        ):  # one on meta may be tied to another: the same object
+        if parameter is not None and not parameter.is_meta:  # one on meta may be tied to another: the same object
             on_meta = type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)
             vars(on_meta).update(vars(parameter))
             module._parameters[name] = on_meta

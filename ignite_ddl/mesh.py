@@ -47,9 +47,7 @@ def check_mesh(world_size: int, dp: int = -1, pp: int = 1, tp: int = 1) -> dict[
     sizes = {"pp": pp, "dp": dp, "tp": tp}
     for name, size in sizes.items():
         if not is_count(size) and size != -1:
-            raise ValueError(
-                f"{name} should be a positive integer, or -1 for what is left, but given {size!r}"
-            )
+            raise ValueError(f"{name} should be a positive integer, or -1 for what is left, but given {size!r}")
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise ValueError(f"{' and '.join(free)} are -1, but only one axis can take what is left")
@@ -64,9 +62,7 @@ def check_mesh(world_size: int, dp: int = -1, pp: int = 1, tp: int = 1) -> dict[
             )
         sizes[free[0]] = world_size // fixed
     elif fixed != world_size:
-        raise ValueError(
-            f"dp × pp × tp should be the number of ranks, {world_size}, but given {given}: {fixed}{alone}"
-        )
+        raise ValueError(f"dp × pp × tp should be the number of ranks, {world_size}, but given {given}: {fixed}{alone}")
     return sizes
 
 
@@ -95,15 +91,9 @@ class Mesh:
     dp_rank = property(lambda self: self.coordinates(self.rank)["dp"], doc="This rank's position on dp.")
     pp_rank = property(lambda self: self.coordinates(self.rank)["pp"], doc="This rank's position on pp.")
     tp_rank = property(lambda self: self.coordinates(self.rank)["tp"], doc="This rank's position on tp.")
-    dp_group = property(
-        lambda self: self.groups["dp"], doc="Process group of dp peers; None on a serial run."
-    )
-    pp_group = property(
-        lambda self: self.groups["pp"], doc="Process group of pp peers; None on a serial run."
-    )
-    tp_group = property(
-        lambda self: self.groups["tp"], doc="Process group of tp peers; None on a serial run."
-    )
+    dp_group = property(lambda self: self.groups["dp"], doc="Process group of dp peers; None on a serial run.")
+    pp_group = property(lambda self: self.groups["pp"], doc="Process group of pp peers; None on a serial run.")
+    tp_group = property(lambda self: self.groups["tp"], doc="Process group of tp peers; None on a serial run.")
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The position of a global rank on each axis."""
@@ -170,9 +160,7 @@ def initialize_mesh(dp: int = -1, pp: int = 1, tp: int = 1) -> Mesh:
         _mesh, _made_for = Mesh(sizes, 0, None, dict.fromkeys(AXES)), None
         return _mesh
     quiet_warnings()
-    device_mesh = init_device_mesh(
-        idist.device().type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES
-    )
+    device_mesh = init_device_mesh(idist.device().type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     groups = {axis: wait_as_the_world(device_mesh.get_group(axis)) for axis in AXES}
     _mesh, _made_for = Mesh(sizes, dist.get_rank(), device_mesh, groups), dist.group.WORLD
     return _mesh

@@ -46,9 +46,7 @@ class _DataParallelModel(_NativeDistModel):
         raise RuntimeError("the job cannot be finalized inside a metric's method")
 
     def _do_all_reduce(self, tensor: torch.Tensor, op: str = "SUM", group: Any | None = None) -> torch.Tensor:
-        return super()._do_all_reduce(
-            tensor, op, group=self._setup_group(self.group if group is None else group)
-        )
+        return super()._do_all_reduce(tensor, op, group=self._setup_group(self.group if group is None else group))
 
     def _do_all_gather(self, tensor: torch.Tensor, group: Any | None = None) -> torch.Tensor:
         """Gathers different numbers of rows, because batches are not padded."""

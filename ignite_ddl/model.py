@@ -107,16 +107,10 @@ def auto_model(
     mesh = get_mesh()
     for_ddp = mesh.dp_size == mesh.world_size and not (shard and mesh.world_size > 1)
     if kwargs and not for_ddp:
-        raise ValueError(
-            f"{', '.join(kwargs)} are for DDP, but the mesh is {mesh!r}, shard={shard}: leave them out"
-        )
+        raise ValueError(f"{', '.join(kwargs)} are for DDP, but the mesh is {mesh!r}, shard={shard}: leave them out")
     if mp_policy is not None and not shard:
-        raise ValueError(
-            "mp_policy is for shard=True: give amp_mode to ddl.create_supervised_trainer instead"
-        )
-    styles, cut = _check(
-        model, tensor_plan, mesh.pp_size, mesh.tp_size, schedule, n_microbatches, split, costs
-    )
+        raise ValueError("mp_policy is for shard=True: give amp_mode to ddl.create_supervised_trainer instead")
+    styles, cut = _check(model, tensor_plan, mesh.pp_size, mesh.tp_size, schedule, n_microbatches, split, costs)
     if not for_ddp:
         check_parameter_hooks(model.named_parameters())
         _copy_weights_of_rank_0(model)  # except those of lazy layers

@@ -205,9 +205,7 @@ def check_parity(
     for name, value in {**mesh, "steps": steps}.items():
         check_count(name, value)
     if smaller and isinstance(model, nn.Module):
-        raise ValueError(
-            f"smaller is for a function that makes the model, but given a {type(model).__name__}"
-        )
+        raise ValueError(f"smaller is for a function that makes the model, but given a {type(model).__name__}")
     leaves = tree_leaves(batch)
     if not all(isinstance(t, torch.Tensor) and t.ndim for t in leaves) or len({len(t) for t in leaves}) != 1:
         shapes = tree_map(lambda t: tuple(t.shape) if isinstance(t, torch.Tensor) else t, batch)
@@ -304,9 +302,7 @@ class _Comparable(TorchFunctionMode):
         elif func is F.batch_norm and kwargs.get("training"):
             kwargs["training"] = args[1] is None
             alone = "has no running statistics: its output depends on the rows that a rank has"
-            self.notes.add(
-                f"BatchNorm {'took its running statistics, as in eval()' if args[1] is not None else alone}"
-            )
+            self.notes.add(f"BatchNorm {'took its running statistics, as in eval()' if args[1] is not None else alone}")
         elif func in _DROPOUT_AT:
             place = _DROPOUT_AT[func]
             if kwargs.pop("dropout_p", 0.0) or (len(args) > place and args[place]):
@@ -422,9 +418,7 @@ def _on_a_rank(local_rank: int, job: _Job, folder: str) -> list[tuple]:
     with _comparable():
         model = auto_model(job.make_model(), job.plan, **job.cut, shard=job.shard)
         optimizer = auto_optim(SGD(model.parameters(), lr=reference["lr"]))
-        trainer = create_supervised_trainer(
-            model, optimizer, job.loss_fn, max_norm=job.max_norm, **job.trainer
-        )
+        trainer = create_supervised_trainer(model, optimizer, job.loss_fn, max_norm=job.max_norm, **job.trainer)
         trainer.logger.setLevel(logging.CRITICAL)  # an error is raised
         job.train(model, trainer, auto_dataloader(job.samples(), batch_size=job.rows[0]), optimizer, record)
     return found
@@ -437,9 +431,7 @@ def _report(job: _Job, reference: dict[str, Any], numbers: list[Number], atol: f
     order = {name: index for index, (_, _, name) in enumerate(reference["values"])}
     held = {number.name for number in numbers}
     numbers += [Number(math.inf, name, -1, "weight", job.steps) for name in order if name not in held]
-    numbers.sort(
-        key=lambda n: (n.kind == "weight", n.step, KINDS.index(n.kind), order.get(n.name, -1), n.rank)
-    )
+    numbers.sort(key=lambda n: (n.kind == "weight", n.step, KINDS.index(n.kind), order.get(n.name, -1), n.rank))
     different = [number for number in numbers if not number.error <= atol]
     first, worst, dead = next(iter(different), None), max(numbers), reference["dead"]
     cut = {name: value for name, value in job.cut.items() if value and job.mesh["pp"] > 1}
@@ -454,9 +446,7 @@ def _report(job: _Job, reference: dict[str, Any], numbers: list[Number], atol: f
         rows, loss = job.rows[(index - 1) % len(job.rows)], float(reference["values"][index, "loss", "loss"])
         step = Step(rows, loss, *(errors.get((kind, index), math.nan) for kind in ("loss", "gradient")))
         steps.append(step)
-        lines.append(
-            f"{index:>4}  {rows:>4}  {loss:>19.6g}  {step.loss_error:>13.1e}  {step.gradient_error:>12.1e}"
-        )
+        lines.append(f"{index:>4}  {rows:>4}  {loss:>19.6g}  {step.loss_error:>13.1e}  {step.gradient_error:>12.1e}")
     if first is None:
         where = f", in {worst} on rank {worst.rank}" if worst.error else ""
         verdict = "no verdict, though equal" if "loss" in dead else "equal"
@@ -470,13 +460,9 @@ def _report(job: _Job, reference: dict[str, Any], numbers: list[Number], atol: f
             f"this usually means: {_hint(job, different)}",
         ]
     if names := [name for name in dead if name != "loss"]:
-        lines.append(
-            f"says nothing about weights whose gradients are zero in one process: {', '.join(names)}"
-        )
+        lines.append(f"says nothing about weights whose gradients are zero in one process: {', '.join(names)}")
     if "loss" in dead:
-        lines.append(
-            "says nothing: the loss does not move in one process; use a batch from which the model learns"
-        )
+        lines.append("says nothing: the loss does not move in one process; use a batch from which the model learns")
     lines += reference["notes"]
     return ParityReport(first is None and "loss" not in dead, worst, first, steps, dead, "\n".join(lines))
 
@@ -498,17 +484,11 @@ def _hint(job: _Job, different: list[Number]) -> str:
     causes = []
     if first.kind != "gradient":
         if dp * pp > 1:
-            causes.append(
-                "in the model, the rows of a batch depend on each other, and each rank has some of them"
-            )
-        return "; or ".join(
-            [*causes, "the forward pass differs, or draws random numbers other than dropout's"]
-        )
+            causes.append("in the model, the rows of a batch depend on each other, and each rank has some of them")
+        return "; or ".join([*causes, "the forward pass differs, or draws random numbers other than dropout's"])
     for axis, size in (("tp", tp), ("dp", dp)):
         if size > 1 and first.factor and min(abs(first.factor - size), abs(first.factor - 1 / size)) < 1e-9:
-            causes.append(
-                f"the factor is {axis}={size} or its inverse: summed over {axis} twice, or not at all"
-            )
+            causes.append(f"the factor is {axis}={size} or its inverse: summed over {axis} twice, or not at all")
     if pp > 1:
         causes.append("a layer keeps state from one microbatch to the next, or changes its input")
     wrong = [n.name for n in different if (n.kind, n.step, n.rank) == ("gradient", first.step, first.rank)]

@@ -36,9 +36,7 @@ def autocast_for(amp_mode: str | None, device: str | torch.device) -> contextlib
     return torch.autocast(torch.device(device).type, dtype=AMP_MODES[amp_mode])
 
 
-def make_scaler(
-    scaler: bool | GradScaler, amp_mode: str | None, device: str | torch.device
-) -> GradScaler | None:
+def make_scaler(scaler: bool | GradScaler, amp_mode: str | None, device: str | torch.device) -> GradScaler | None:
     """Ignite's ``scaler`` argument as a GradScaler, or None.
 
     Raises:
@@ -74,9 +72,7 @@ class ScaledOptimizer:
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if any(p.dtype == torch.float16 for p in parameters):
-            raise ValueError(
-                "scaler is for float32 parameters under amp_mode, but the model has float16 ones"
-            )
+            raise ValueError("scaler is for float32 parameters under amp_mode, but the model has float16 ones")
         gradients = [_local(p.grad) for p in parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, math.inf).to(parameters[0].device, torch.float32)
         largest = norm.nan_to_num(nan=math.inf)  # a maximum of NaN depends on the backend

@@ -81,9 +81,7 @@ def whole_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, tor
         dist.all_gather_object(dtypes, {name: t.dtype for name, t in state.items()}, group=mesh.pp_group)
     there = mesh.coordinates(on_rank)
     for name, shape in stages.full_shapes().items():
-        owner = (
-            next(pp for pp, names in enumerate(dtypes) if name in names) if mesh.pp_size > 1 else there["pp"]
-        )
+        owner = next(pp for pp, names in enumerate(dtypes) if name in names) if mesh.pp_size > 1 else there["pp"]
         whole = None
         if mesh.pp_rank == owner or mesh.pp_size == 1:
             whole = whole_tensor(state[name])
@@ -136,9 +134,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     missing = sorted(name for name, in_state in found.items() if in_state is None)
     unknown = sorted(set(state) - set(known))
     if missing or unknown:
-        raise ValueError(
-            f"state should have the model's names, but lacks {missing} and has {unknown} besides"
-        )
+        raise ValueError(f"state should have the model's names, but lacks {missing} and has {unknown} besides")
     shape_of = getattr(state, "shape_of", lambda name: tuple(state[name].shape))
     for name, shape in known.items():
         if shape != (given := shape_of(found[name])):

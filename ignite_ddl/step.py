@@ -234,14 +234,10 @@ def _loss(loss_fn: Callable, y_pred: Any, y: Any, divisor: Divisor) -> torch.Ten
         loss = loss_fn(y_pred, y)
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" in str(error):
-            raise ValueError(
-                f"loss_fn should take what the model returns, but fails on a DTensor: {advice}"
-            ) from error
+            raise ValueError(f"loss_fn should take what the model returns, but fails on a DTensor: {advice}") from error
         raise
     if isinstance(loss, DTensor):
-        raise ValueError(
-            f"loss_fn should return a plain tensor, but gave a DTensor, {loss.placements}: {advice}"
-        )
+        raise ValueError(f"loss_fn should return a plain tensor, but gave a DTensor, {loss.placements}: {advice}")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         given = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"loss_fn should return one number, but gave {given}")

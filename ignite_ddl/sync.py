@@ -91,13 +91,8 @@ def check_in_sync(model: nn.Module) -> list[OutOfSync]:
     found: dict[str, list[tuple[tuple, float]]] = defaultdict(list)
     for key in sorted((key for key, groups in by_value.items() if len(groups) > 1), key=repr):
         groups = sorted(tuple(ranks) for ranks in by_value[key].values())
-        found[key[0]].append(
-            (tuple(groups), _difference(held[key][1] if key in held else None, groups[0][0]))
-        )
-    return [
-        OutOfSync(name, parts[0][0], max(difference for _, difference in parts))
-        for name, parts in found.items()
-    ]
+        found[key[0]].append((tuple(groups), _difference(held[key][1] if key in held else None, groups[0][0])))
+    return [OutOfSync(name, parts[0][0], max(difference for _, difference in parts)) for name, parts in found.items()]
 
 
 def check_same_calls() -> list[UnlikeCalls]:

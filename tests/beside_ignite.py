@@ -66,9 +66,7 @@ class Setting:
             )
         if max_norm is not None:
             return clipping_trainer(model, optimizer, loss_fn, max_norm, steps)
-        return create_supervised_trainer(
-            model, optimizer, loss_fn, gradient_accumulation_steps=steps, **kwargs
-        )
+        return create_supervised_trainer(model, optimizer, loss_fn, gradient_accumulation_steps=steps, **kwargs)
 
     def evaluator(self, model, **kwargs):
         make = create_supervised_evaluator if self.plain else ddl.create_supervised_evaluator

@@ -115,9 +115,7 @@ def kernel_is_ready(browser: webdriver.Chrome) -> bool:
 
 def click_menu(browser: webdriver.Chrome, wait: WebDriverWait, menu: str, entry: str) -> None:
     def named(selector: str, text: str):
-        return next(
-            (e for e in browser.find_elements(By.CSS_SELECTOR, selector) if e.text.strip() == text), None
-        )
+        return next((e for e in browser.find_elements(By.CSS_SELECTOR, selector) if e.text.strip() == text), None)
 
     wait.until(lambda b: named(".lm-MenuBar-item", menu)).click()
     wait.until(lambda b: named(".lm-Menu-item .lm-Menu-itemLabel", entry)).click()
@@ -172,10 +170,7 @@ def problems_of_an_interrupt(browser: webdriver.Chrome) -> list[str]:
     with contextlib.suppress(TimeoutException):
         wait.until(lambda b: not busy(b) and "KeyboardInterrupt" in output_of(cell))
     said, took = output_of(cell), time.monotonic() - started
-    shown = {
-        f"it says {said!r}": "rank 0 was at" not in said or "launch/" in said,
-        f"it took {took:.0f} s": took > 20,
-    }
+    shown = {f"it says {said!r}": "rank 0 was at" not in said or "launch/" in said, f"it took {took:.0f} s": took > 20}
     return [problem for problem, wrong in shown.items() if wrong]
 
 
@@ -190,9 +185,7 @@ def errors_in(path: Path) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "notebooks", nargs="+", type=Path, help="chapter 00 last: the reader's part is done there"
-    )
+    parser.add_argument("notebooks", nargs="+", type=Path, help="chapter 00 last: the reader's part is done there")
     parser.add_argument("--seconds", type=float, default=180, help="limit for one chapter")
     args = parser.parse_args()
     subprocess.run(["make", "setup"], cwd=ROOT, check=True)
@@ -225,9 +218,7 @@ def main() -> None:
                 problems.append("to run and save it counts as a change of the reader's")
             browser.save_screenshot(str(CHECKOUT / f"{notebook.stem}.png"))
             failed += bool(problems)
-            print(
-                f"{notebook.name}: {took:.1f} s, {'; '.join(problems) or 'every cell ran without an error'}"
-            )
+            print(f"{notebook.name}: {took:.1f} s, {'; '.join(problems) or 'every cell ran without an error'}")
         for problems_of in (problems_of_an_exercise, problems_of_an_interrupt):
             problems = problems_of(browser)
             browser.save_screenshot(str(CHECKOUT / f"{problems_of.__name__}.png"))

@@ -31,13 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "site"
 PICTURES = ROOT / "build" / "site-pictures"
 CHAPTER = "notebooks/13_asynchronous_updates.html"
-PAGES = [
-    "index.html",
-    CHAPTER,
-    "notebooks/18_pipeline_parallel.html",
-    "docs/tensor_styles.html",
-    "docs/glossary.html",
-]
+PAGES = ["index.html", CHAPTER, "notebooks/18_pipeline_parallel.html", "docs/tensor_styles.html", "docs/glossary.html"]
 PAGES += ["docs/api/training.html", "docs/planner.html"]
 
 
@@ -60,9 +54,7 @@ def dead_links() -> list[str]:
     """Links between the site's files that lead nowhere, and pictures that say nothing."""
     pages, dead = {path: Page(path) for path in SITE.rglob("*.html")}, []
     for path, page in pages.items():
-        dead += [f"{path.relative_to(SITE)}: {page.without_alt} pictures without words"] * (
-            page.without_alt > 0
-        )
+        dead += [f"{path.relative_to(SITE)}: {page.without_alt} pictures without words"] * (page.without_alt > 0)
         for lead in page.leads:
             parts = urllib.parse.urlsplit(lead)
             if parts.scheme in ("http", "https", "data", "mailto"):
@@ -81,13 +73,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 def start_browser() -> webdriver.Chrome:
     options = webdriver.ChromeOptions()
-    for flag in (
-        "headless=new",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-background-networking",
-        "no-first-run",
-    ):
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-background-networking", "no-first-run"):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     # Both named, else selenium looks for downloads.
@@ -102,9 +88,7 @@ def resize(browser: webdriver.Chrome, width: int) -> None:
 
 def wrong_in_logs(browser: webdriver.Chrome, home: str) -> list[str]:
     """What the console complained of, and requests that left the machine, since the last call."""
-    wrong = [
-        entry["message"] for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")
-    ]
+    wrong = [entry["message"] for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
     for entry in browser.get_log("performance"):
         message = json.loads(entry["message"])["message"]
         if message["method"] == "Network.requestWillBeSent":
@@ -141,9 +125,7 @@ def search(browser: webdriver.Chrome, home: str) -> list[str]:
     field = browser.find_element(By.CSS_SELECTOR, "input.sidebar-search")
     field.send_keys("staleness\n")
     wait = WebDriverWait(browser, 20)
-    found = wait.until(
-        lambda b: b.find_elements(By.CSS_SELECTOR, "ul.search li a[href*='13_asynchronous_updates']")
-    )
+    found = wait.until(lambda b: b.find_elements(By.CSS_SELECTOR, "ul.search li a[href*='13_asynchronous_updates']"))
     found[0].click()
     return [] if "13_asynchronous" in browser.current_url else ["the search's first result leads elsewhere"]
 
@@ -189,9 +171,7 @@ def equal(one: dict, other: dict) -> bool:
     """Since Python 3.12 ``sum`` rounds otherwise: the browser's Python may differ in the last digit."""
     if "refused" in other:
         return one == other
-    return one.keys() == other.keys() and all(
-        math.isclose(one[key], other[key], rel_tol=1e-12) for key in other
-    )
+    return one.keys() == other.keys() and all(math.isclose(one[key], other[key], rel_tol=1e-12) for key in other)
 
 
 def planner(browser: webdriver.Chrome, home: str) -> list[str]:
@@ -199,9 +179,7 @@ def planner(browser: webdriver.Chrome, home: str) -> list[str]:
     moves = [{}, {"pp": 2}, {"pp": 2, "schedule": "zbv"}, {"pp": 2, "schedule": "zbv", "dp": 8}]
     folders = f"{ROOT}:{ROOT / 'docs/site'}"
     command = ["python", "-c", EXPECTED, json.dumps(moves)]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": folders}, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": folders}, capture_output=True, text=True, check=True)
     expected = json.loads(done.stdout)
 
     browser.get(home + "docs/planner.html")

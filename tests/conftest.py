@@ -37,9 +37,7 @@ def pytest_collection_finish(session):
     """Ranks find a test's function in its file, which imports these: once in the server, not in each rank."""
     if launch := sys.modules.get("ignite_ddl.launch.parallel"):
         wanted = ["pytest", "hypothesis", "psutil", "sklearn.metrics", "ignite_ddl.course"]
-        launch.PRELOAD.extend(
-            name for name in wanted if find_spec(name.split(".")[0])
-        )  # tests/extra_tpu.sh lacks some
+        launch.PRELOAD.extend(name for name in wanted if find_spec(name.split(".")[0]))  # tests/extra_tpu.sh lacks some
 
 
 class ChapterSeconds:

@@ -94,9 +94,7 @@ SHARED_WEIGHTS_PLAN = {
     "pair.act": ddl.SharedWeight(),
     "pair.down": ddl.Row(),
 }
-GPT_PLAN = {
-    name: style for name, style in GPT.tensor_plan.items() if name != "block*.attention"
-}  # may be left out
+GPT_PLAN = {name: style for name, style in GPT.tensor_plan.items() if name != "block*.attention"}  # may be left out
 MLP_PLAN = MLP(6, 8, 4, layers=4).tensor_plan
 
 
@@ -126,9 +124,7 @@ def lab_gpt(dropout=0.0):
 
 
 def sequences(rows, generator):
-    return TensorDataset(
-        torch.randn(rows, 4, 6, generator=generator), torch.randn(rows, 4, 6, generator=generator)
-    )
+    return TensorDataset(torch.randn(rows, 4, 6, generator=generator), torch.randn(rows, 4, 6, generator=generator))
 
 
 def sequence_parallel():
@@ -211,9 +207,7 @@ class Case:
 
     @property
     def line(self) -> str:
-        mesh = " × ".join(
-            f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1
-        )
+        mesh = " × ".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1)
         how = [self.schedule] * (self.pp > 1) + ["shard"] * self.shard
         return f"{mesh or 'serial':15} {self.model:13} {' '.join(how):29} {self.trap}"
 
@@ -322,31 +316,14 @@ def all_cases():
     for axes in ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 2, "shard": True}):
         for model in ("cnn", "cnn out", "cnn in"):
             add("uneven, max_norm", model=model, max_norm=0.1, **axes, **UNEVEN)
-            add(
-                "first convolution frozen, accumulation",
-                model=model,
-                frozen=("conv1.*",),
-                accumulation=2,
-                **axes,
-            )
+            add("first convolution frozen, accumulation", model=model, frozen=("conv1.*",), accumulation=2, **axes)
         for model in ("lab gpt", "lab gpt cut", "lab gpt seq"):
             add("65 words, tied, uneven", model=model, **axes, **UNEVEN)
             add("65 words, tied, max_norm, accumulation", model=model, max_norm=0.1, accumulation=2, **axes)
-            add(
-                "65 words, norms and position frozen",
-                model=model,
-                frozen=("*.norm*", "embed.position"),
-                **axes,
-            )
+            add("65 words, norms and position frozen", model=model, frozen=("*.norm*", "embed.position"), **axes)
         for model in DROPPING:
             add("dropout, uneven, max_norm ", model=model, max_norm=0.1, **axes, **UNEVEN)
-        add(
-            "norms of heads and PReLU, uneven, accumulation",
-            model="shared weights",
-            accumulation=2,
-            **axes,
-            **UNEVEN,
-        )
+        add("norms of heads and PReLU, uneven, accumulation", model="shared weights", accumulation=2, **axes, **UNEVEN)
         add("a column, its norm and a row frozen", model="shared weights",
             frozen=("attention.[qk].*", "attention.q_norm.*", "pair.down.*"), **axes)  # fmt: skip
         add("a column and a row frozen", frozen=("block0.up.*", "block1.down.*"), max_norm=0.1, **axes)
@@ -381,9 +358,7 @@ def all_cases():
         add("shared layers", pp=2, model="shared layers", schedule=schedule, split=shared)
         bare = {"refused": BARE} if schedule not in PLAIN else {}
         if stages == 4:
-            add(
-                "parameterless middle stage", pp=2, model="mlp", schedule=schedule, split=(2, 1, 3, 2), **bare
-            )
+            add("parameterless middle stage", pp=2, model="mlp", schedule=schedule, split=(2, 1, 3, 2), **bare)
         first = (1, 3) if stages == 2 else (1, 1, 1, 1)
         add("first two stages frozen", pp=2, schedule=schedule, split=first if stages == 4 else (3, 1),
             frozen=("embed.*", "block*"), **bare)  # fmt: skip
@@ -391,9 +366,7 @@ def all_cases():
             frozen=("head.*",), **bare)  # fmt: skip
         if stages == 2:
             add("part of the first stage frozen", pp=2, schedule=schedule, frozen=("embed.position",))
-        add(
-            "first layer of the first stage frozen", pp=2, model="gpt8", schedule=schedule, frozen=FIRST_LAYER
-        )
+        add("first layer of the first stage frozen", pp=2, model="gpt8", schedule=schedule, frozen=FIRST_LAYER)
         add("tied embedding frozen in its stages", pp=2, model="gpt8 tied", schedule=schedule,
             frozen=("embed.token.weight",))  # fmt: skip
         if schedule not in PROMISED:
@@ -490,9 +463,7 @@ def reference(case):
 
 # ------------------------------------------------------------------------------- one process, replaying the rule
 
-FIRST_SEED = (
-    7  # every rank seeds itself with this and its rank: auto_model has to make a replica's ranks alike
-)
+FIRST_SEED = 7  # every rank seeds itself with this and its rank: auto_model has to make a replica's ranks alike
 
 
 def _seeded(seed):
@@ -546,9 +517,7 @@ class _ByTpRank(nn.Module):
 def _draw_by_tp_rank(case, model):
     for name, block in model.named_children():
         if name.startswith("block"):
-            block.attention.mix = _ByTpRank(
-                block.attention.mix, 1, case.tp
-            )  # (N, H, T, D / n_heads), by heads
+            block.attention.mix = _ByTpRank(block.attention.mix, 1, case.tp)  # (N, H, T, D / n_heads), by heads
             if case.model == "dropout seq":
                 block.dropout = _ByTpRank(block.dropout, 1, case.tp)  # (N, T, D), by tokens
 
@@ -793,9 +762,7 @@ class Outcomes:
 def main(words_of_lines):
     torch.set_num_threads(1)
     cases = [case for case in all_cases() if all(word in case.line for word in words_of_lines)]
-    print(
-        f"   {'mesh':15} {'model':13} {'schedule':29} {'trap':47}  {'  '.join(f'{c:>8.8}' for c in COLUMNS)}"
-    )
+    print(f"   {'mesh':15} {'model':13} {'schedule':29} {'trap':47}  {'  '.join(f'{c:>8.8}' for c in COLUMNS)}")
     start, outcomes = time.perf_counter(), []
     for mesh, group in by_mesh(cases).items():
         for outcome in run(mesh, group):

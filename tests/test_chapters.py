@@ -139,10 +139,7 @@ def body(chapter):
     if max(lines) > 30:
         yield "length_of_cells", f"a cell has {max(lines)} lines, 30 are the most"
     if sum(lines) > 14 * len(lines):
-        yield (
-            "length_of_cells",
-            f"a code cell has {sum(lines) / len(lines):.1f} lines on average, 14 are the most",
-        )
+        yield ("length_of_cells", f"a code cell has {sum(lines) / len(lines):.1f} lines on average, 14 are the most")
     for text in map(prose, chapter.markdown):
         for match in re.finditer(r"\bsimply\b|\bpowerful\b|!", text, re.IGNORECASE):
             yield "voice", f"in prose: ...{text[max(0, match.start() - 30) : match.end() + 10]!r}"
@@ -167,10 +164,7 @@ def ending(chapter):
 def exercises(chapter):
     counts = {tag: len(chapter.tagged(tag)) for tag in ("exercise", "check", "solution")}
     if min(counts.values()) < 2 or len(set(counts.values())) > 1:
-        yield (
-            "number_of_exercises",
-            f"2 exercises or more, each with its check and solution; there are {counts}",
-        )
+        yield ("number_of_exercises", f"2 exercises or more, each with its check and solution; there are {counts}")
     for number, index in enumerate(chapter.tagged("exercise"), start=1):
         above, stub, check, solution = (chapter.at(index + step) for step in (-1, 0, 1, 2))
         here = f"exercise {number}"
@@ -182,10 +176,7 @@ def exercises(chapter):
             if not ast.get_docstring(function):
                 yield "exercise_stub", f"{function.name} has no docstring with shapes and units"
             if not re.fullmatch(r"raise NotImplementedError(\(\))?", ast.unparse(function.body[-1])):
-                yield (
-                    "exercise_stub",
-                    f"the body of {function.name} does not end in raise NotImplementedError",
-                )
+                yield ("exercise_stub", f"the body of {function.name} does not end in raise NotImplementedError")
 
         stubs = {function.name for function in defined}
         checks = {name for name, function in check_calls(check) if function in stubs}
@@ -231,10 +222,7 @@ def the_file(chapter):
         yield "normal_form", "the file is not in normal form: run `tools/notebooks.py normalise`"
     counts = [cell.execution_count for cell in chapter.code]
     if counts != list(range(1, len(counts) + 1)):
-        yield (
-            "execution_counts",
-            f"they are {counts}: run `tools/notebooks.py execute {chapter.path.name[:2]}`",
-        )
+        yield ("execution_counts", f"they are {counts}: run `tools/notebooks.py execute {chapter.path.name[:2]}`")
     for index, cell in enumerate(chapter.cells):
         tags = set(tools.tags(cell))
         for output in cell.get("outputs", []):
@@ -249,10 +237,7 @@ def the_file(chapter):
             yield "skips", f"cell {index} has nbval-skip but needs no GPU or TPU"
     ignored = sum(not UNCHECKED.isdisjoint(tools.tags(cell)) for cell in chapter.code)
     if 3 * ignored > len(chapter.code):
-        yield (
-            "share_of_unchecked_cells",
-            f"nbval ignores {ignored} of {len(chapter.code)}, a third is the most",
-        )
+        yield ("share_of_unchecked_cells", f"nbval ignores {ignored} of {len(chapter.code)}, a third is the most")
     for path in tools.machine_paths(chapter.notebook):
         yield "no_machine_paths", path
     if (size := len(tools.dumps(chapter.notebook).encode())) > 600_000:
@@ -395,9 +380,7 @@ BROKEN = {  # a rule, and a change that breaks it
     "links": text("See [07 · Profiler](07_profiler.ipynb)."),
     "ending": replace(-1, "\n- The third thing.", ""),
     "next": replace(-1, "(05_data.ipynb)", "(00_start_here.ipynb)"),
-    "number_of_exercises": lambda notebook: notebook.cells.pop(
-        Chapter(notebook, None, []).tagged("check")[0]
-    ),
+    "number_of_exercises": lambda notebook: notebook.cells.pop(Chapter(notebook, None, []).tagged("check")[0]),
     "exercise_heading": replace(8, "minutes · ●○○", "minutes · ●"),
     "exercise_stub": replace("exercise", "raise NotImplementedError", "return 2 * n_rows"),
     "exercise_check": output(stream("right: it passes without work\n")),

@@ -13,9 +13,7 @@ import ignite_ddl
 from ignite_ddl.course.figures import show
 
 # ignite_ddl.course.checks.* have none, and code of the course, but for its figures, shows cells of a chapter.
-MODULES = [
-    m.name for m in pkgutil.walk_packages(ignite_ddl.__path__, "ignite_ddl.") if ".checks" not in m.name
-]
+MODULES = [m.name for m in pkgutil.walk_packages(ignite_ddl.__path__, "ignite_ddl.") if ".checks" not in m.name]
 FIGURES = "ignite_ddl.course.figures.ch"
 
 
@@ -24,9 +22,7 @@ def examples():
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", ()):
             thing = getattr(module, public)
-            if getattr(thing, "__module__", None) != name or not callable(
-                thing
-            ):  # handed on, not defined here
+            if getattr(thing, "__module__", None) != name or not callable(thing):  # handed on, not defined here
                 continue
             place, doc = f"{name.removeprefix('ignite_ddl.')}.{public}", inspect.getdoc(thing) or ""
             blocks = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n?|\n)+)", doc)

@@ -30,8 +30,7 @@ TARGETS = ["lab", "test", "test-all", "notebooks", "run", "stamp", "lint", "form
 # Only there is the installed set the tested one: `make test CONSTRAINTS=` and other environments differ.
 BY_MAKE = Path(sys.prefix) == ROOT / ".venv" and (ROOT / ".venv/setup-stamp").exists()
 on_tested_set = pytest.mark.skipif(
-    not BY_MAKE or os.environ.get("CONSTRAINTS") == "",
-    reason="needs the .venv that `make` set up with constraints.txt",
+    not BY_MAKE or os.environ.get("CONSTRAINTS") == "", reason="needs the .venv that `make` set up with constraints.txt"
 )
 
 
@@ -201,9 +200,7 @@ def test_make_lab_refreshes_the_workbook_and_opens_it():
 
 
 def test_what_colab_installs_opens_nothing():
-    brought = {
-        canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"] + EXTRAS["course"]
-    }
+    brought = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"] + EXTRAS["course"]}
     assert not brought & {"jupyterlab", "notebook", "jupyter"}
     assert {Requirement(line).name for line in EXTRAS["lab"]} == {"jupyterlab"}
 
@@ -227,16 +224,12 @@ def test_only_the_release_may_write():
 
 
 def test_the_oldest_set_has_the_lowest_versions_that_are_allowed():
-    pins = dict(
-        re.findall(r"/(torch|torchvision|pytorch-ignite)==([\d.]+)/'", (ROOT / "Makefile").read_text())
-    )
+    pins = dict(re.findall(r"/(torch|torchvision|pytorch-ignite)==([\d.]+)/'", (ROOT / "Makefile").read_text()))
     allowed = PROJECT["dependencies"] + sum(PROJECT["optional-dependencies"].values(), [])
     floors = {r.name: str(r.specifier) for r in map(Requirement, allowed) if r.name in pins}
     assert len(floors) == 3
     for name, floor in floors.items():
-        assert re.match(
-            rf">={re.escape(pins[name])}(,|$)|>={re.escape(pins[name].removesuffix('.0'))}(,|$)", floor
-        )
+        assert re.match(rf">={re.escape(pins[name])}(,|$)|>={re.escape(pins[name].removesuffix('.0'))}(,|$)", floor)
 
 
 def test_ci_run_is_what_the_workflow_runs():
@@ -304,9 +297,7 @@ def test_setup_parses_on_old_pythons():
 
 
 def test_oldest_python_is_the_projects(tree):
-    assert SpecifierSet(PROJECT["requires-python"]) == SpecifierSet(
-        f">={tree.module.version(tree.module.OLDEST)}"
-    )
+    assert SpecifierSet(PROJECT["requires-python"]) == SpecifierSet(f">={tree.module.version(tree.module.OLDEST)}")
 
 
 def test_second_setup_does_nothing(tree, capsys):
@@ -341,9 +332,7 @@ def test_failed_setup_leaves_no_stamp(tree, capsys, failure):
     (tree.root / ".venv/half").touch()
     tree.failure = None
     assert (tree.run(), tree.calls) == (0, FIRST)
-    assert (tree.root / ".venv/half").exists() == isinstance(
-        failure, str
-    )  # an interrupted one starts from nothing
+    assert (tree.root / ".venv/half").exists() == isinstance(failure, str)  # an interrupted one starts from nothing
 
 
 @pytest.mark.parametrize(("interrupted", "calls"), [(False, []), (True, FIRST)])
@@ -419,10 +408,7 @@ def test_middling_disk_needs_a_source_of_cpu_builds_on_linux(tree, capsys, confi
 
 def test_missing_constraints_file_is_one_line(tree, capsys):
     assert tree.run("--constraints", "no-such.txt") == 1
-    assert (
-        capsys.readouterr().err
-        == "There is no no-such.txt to install from: give CONSTRAINTS an existing file.\n"
-    )
+    assert capsys.readouterr().err == "There is no no-such.txt to install from: give CONSTRAINTS an existing file.\n"
 
 
 @pytest.mark.slow

@@ -39,9 +39,7 @@ def run(*command):
 
 def losses(printed):
     """Of each epoch: training bits, test bits, accuracy in per cent."""
-    line = re.compile(
-        r"epoch \d: ([\d.]+) bits per character, test ([\d.]+) \(accuracy ([\d.]+)%\), [\d.]+ s$", re.M
-    )
+    line = re.compile(r"epoch \d: ([\d.]+) bits per character, test ([\d.]+) \(accuracy ([\d.]+)%\), [\d.]+ s$", re.M)
     return [tuple(map(float, found)) for found in line.findall(printed)]
 
 
@@ -109,9 +107,7 @@ def test_torchrun_joins_unchanged_on_the_mesh_of_the_planner(one_process):
 def test_the_planner_chooses_a_mesh_for_the_ranks_at_hand(monkeypatch):
     found = []
     monkeypatch.setattr("ignite_ddl.Parallel.run", lambda parallel, _, args: found.append((parallel, args)))
-    monkeypatch.setattr(
-        sys, "argv", [str(SCRIPT), "--ranks", "8", "--plan", "auto", "--blocks", "8", "--width", "512"]
-    )
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--ranks", "8", "--plan", "auto", "--blocks", "8", "--width", "512"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     [(parallel, args)] = found
     sizes = parallel.mesh_sizes
@@ -160,10 +156,7 @@ def test_help_names_every_option(monkeypatch, capsys):
         ("--pp 2 --schedule 2f2b", "argument --schedule: invalid choice: '2f2b' .*"),
         ("--resume", "--resume needs --checkpoints, the folder to go on from"),
         ("--ranks 7 --plan auto", "batch should be divisible by the dp of a mesh of 7 devices, .*"),
-        (
-            "--save /nowhere/gpt.pt",
-            "--save should name a file in a folder that exists, but given /nowhere/gpt.pt",
-        ),
+        ("--save /nowhere/gpt.pt", "--save should name a file in a folder that exists, but given /nowhere/gpt.pt"),
     ],
 )
 def test_errors_are_one_line_and_start_nothing(monkeypatch, capsys, arguments, message):
@@ -177,10 +170,7 @@ def test_a_missing_text_is_one_line(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(text, "TEXT", tmp_path / "persuasion.txt")
     status, _, err = exits(monkeypatch, capsys)
     assert status == 2
-    assert (
-        err
-        == f"train_gpt.py: error: the text {tmp_path}/persuasion.txt is missing: install ignite_ddl again\n"
-    )
+    assert err == f"train_gpt.py: error: the text {tmp_path}/persuasion.txt is missing: install ignite_ddl again\n"
 
 
 def test_ranks_inside_a_job_are_refused(monkeypatch, capsys):
@@ -188,9 +178,7 @@ def test_ranks_inside_a_job_are_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     status, _, err = exits(monkeypatch, capsys, "--ranks", 2)
     assert status == 2
-    assert err.startswith(
-        "train_gpt.py: error: --ranks=2 starts ranks, but this process already is rank 0 of 2; "
-    )
+    assert err.startswith("train_gpt.py: error: --ranks=2 starts ranks, but this process already is rank 0 of 2; ")
     assert err.count("\n") == 1
 
 
@@ -217,14 +205,10 @@ def test_the_plain_script_and_the_one_on_a_mesh_print_the_same():
 def test_chapters_find_a_script_also_where_the_package_is_installed_alone(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(examples, "__file__", str(tmp_path / "a" / "b" / "examples.py"))
-    monkeypatch.setattr(
-        "urllib.request.urlopen", lambda url, timeout: asked.append(url) or io.BytesIO(b"the script")
-    )
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: asked.append(url) or io.BytesIO(b"the script"))
     assert examples.example("plain_idist.py") == "the script"
     [url] = asked
-    assert re.fullmatch(
-        r"https://raw\.githubusercontent\.com/[\w-]+/[\w-]+/v[\d.]+/examples/plain_idist\.py", url
-    )
+    assert re.fullmatch(r"https://raw\.githubusercontent\.com/[\w-]+/[\w-]+/v[\d.]+/examples/plain_idist\.py", url)
 
 
 ELASTIC = EXAMPLES / "elastic.py"

@@ -74,9 +74,7 @@ print("matplotlib" in sys.modules)  # that comes with the first figure
 
 def test_importing_the_package_loads_the_ground_floor_alone_and_opens_no_gpu():
     """A forkserver that had opened CUDA would give ranks in which CUDA does not work."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
     assert loaded.pop() == loaded.pop() == "False"

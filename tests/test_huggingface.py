@@ -20,8 +20,7 @@ import ignite_ddl as ddl
 from ignite_ddl.course import import_torchvision
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None,
-    reason="needs transformers: bash tests/extra_huggingface.sh",
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: bash tests/extra_huggingface.sh"
 )
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_llama.py"
 BLOCK = "model.layers.*."
@@ -35,17 +34,7 @@ PLAN = {
 
 
 def lines_of(*arguments):
-    command = [
-        sys.executable,
-        EXAMPLE,
-        "--steps",
-        "4",
-        "--every",
-        "1",
-        "--batch-size",
-        "8",
-        *map(str, arguments),
-    ]
+    command = [sys.executable, EXAMPLE, "--steps", "4", "--every", "1", "--batch-size", "8", *map(str, arguments)]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
     return [float(bits) for bits in re.findall(r"step \d+: ([\d.]+) bits", printed)]
 
@@ -171,11 +160,7 @@ def traced(local_rank, n_ranks):
         optimizer.zero_grad()
         part = {name: tensor[rows] for name, tensor in x.items()}
         _, loss = ddl.forward_backward(
-            engine,
-            pipeline,
-            part,
-            ids[rows, 1:],
-            lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
+            engine, pipeline, part, ids[rows, 1:], lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
         )
         optimizer.step()
         losses.append(loss.item())

@@ -151,17 +151,13 @@ def test_each_launcher_gives_the_numbers_of_one_process(launcher, one_process, h
     assert error <= 1e-12
     one_host = launcher == "ddl.Parallel"
     places = {
-        int(r): (h, int(local))
-        for h, r, local in re.findall(r"(node\d): rank (\d) of 4, local rank (\d)", output)
+        int(r): (h, int(local)) for h, r, local in re.findall(r"(node\d): rank (\d) of 4, local rank (\d)", output)
     }
     expected = [("node1", 0), ("node1", 1), ("node1", 2), ("node1", 3)]
     if not one_host:
         expected[2:] = [("node2", 0), ("node2", 1)]
     assert [places[rank] for rank in range(4)] == expected
-    assert (
-        sorted(re.findall(r"(node\d): rank \d downloads", output))
-        == ["node1", "node2"][: 1 if one_host else 2]
-    )
+    assert sorted(re.findall(r"(node\d): rank \d downloads", output)) == ["node1", "node2"][: 1 if one_host else 2]
     shown = re.findall(r"(?:\[rank \d\] )?node\d: rank.*|(?:\[rank 0\] )?step \d+: loss.*", output)
     record(f"launched by {launcher}", commands=commands, lines=shown, error=float(error))
 
@@ -204,10 +200,7 @@ def test_tp_inside_the_hosts_sends_less_than_tp_across_them(hosts):
         assert job.wait(LIMIT) == 0
         bytes_a_step, seconds = (after - before) / 5, (ended - began) / 5
         record(
-            f"slow link, tp {placement}",
-            megabit_per_s=50,
-            bytes_per_step=round(bytes_a_step),
-            seconds_per_step=seconds,
+            f"slow link, tp {placement}", megabit_per_s=50, bytes_per_step=round(bytes_a_step), seconds_per_step=seconds
         )
         seen[placement] = bytes_a_step, seconds, losses(job.out.read_text())
     assert (seen["inside"][2] - seen["across"][2]).abs().max() <= 1e-12
@@ -242,9 +235,7 @@ def test_a_host_that_is_cut_off_ends_the_other(cut, hosts):
 
 def message(output):
     """The last error of an output, in one line, without what a machine decides."""
-    found = re.findall(
-        r"^(?:\[rank\d\]: |\[rank \d\] )?((?:[\w.]+\.)?\w*(?:Error|Exception)\b.*)", output, re.M
-    )
+    found = re.findall(r"^(?:\[rank\d\]: |\[rank \d\] )?((?:[\w.]+\.)?\w*(?:Error|Exception)\b.*)", output, re.M)
     found = [line for line in found if "ChildFailedError" not in line]  # torchrun's own
     shown = found[-1] if found else output.strip().splitlines()[-1]
     shown = re.sub(r"\[?(?:/\w+)+/(\w+\.(?:cc|h):\d+)\]?", r"\1", shown)  # without a folder
@@ -258,12 +249,7 @@ FAILURES = {
     "the loopback interface": ([], {"GLOO_SOCKET_IFNAME": "lo"}, "", "127.0.0.1"),
     "127.0.0.1 as master": ([], {"MASTER_ADDR": "127.0.0.1"}, "", r"\(127.0.0.1, 29501\)"),
     "a firewall before the master port": ([f"{CLOSED} -j DROP"], {}, "", r"\(node1, 29501\)"),
-    "a firewall before all other ports": (
-        [f"{CLOSED} ! --dport 29501 -j DROP"],
-        {},
-        "",
-        "connectFullMesh failed",
-    ),
+    "a firewall before all other ports": ([f"{CLOSED} ! --dport 29501 -j DROP"], {}, "", "connectFullMesh failed"),
     "a world that nobody fills": ([], {"WORLD_SIZE": "3"}, "", "2/3 clients joined"),
     "another copy of the script": ([], {}, "--width 64", "appears not to match sizes"),
 }
@@ -274,12 +260,7 @@ def test_what_is_set_up_badly_ends_with_an_error(name, hosts):
     before, variables, more, expected = FAILURES[name]
     for command in before:
         everywhere(command, check=True)
-    variables = {
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "node1",
-        "MASTER_PORT": "29501",
-    } | variables
+    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29501"} | variables
     command = f"python {SCRIPT} --group-timeout {WAIT} --folder {SCRATCH}"
     results = hosts.run(f"env RANK=0 {command}", f"env RANK=1 {command} {more}".strip(), **variables)
     assert all(status for status, _, _ in results), [output for _, output, _ in results]
@@ -291,9 +272,7 @@ def test_what_is_set_up_badly_ends_with_an_error(name, hosts):
 def test_a_batch_script_without_srun_is_refused(hosts, tmp_path):
     wrapped = tmp_path / "job.sh"
     wrapped.write_text(f"#!/bin/sh\n{sys.executable} {SCRIPT}\n")
-    [(status, _, seconds)] = hosts.run(
-        f"sbatch --wait -N 2 --ntasks-per-node 2 --output={tmp_path}/job {wrapped}"
-    )
+    [(status, _, seconds)] = hosts.run(f"sbatch --wait -N 2 --ntasks-per-node 2 --output={tmp_path}/job {wrapped}")
     said = message((tmp_path / "job").read_text())
     record("failed by no srun", messages=[said], seconds=[seconds])
     assert status != 0

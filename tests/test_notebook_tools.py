@@ -87,11 +87,7 @@ def test_normalise_folds_a_solution_from_its_tag():
     cell = tools.normalise(
         new_notebook(cells=[new_code_cell("# @title Solution: x", metadata={"tags": ["solution"]})])
     ).cells[0]
-    assert cell.metadata == {
-        "tags": ["solution", "hide-input"],
-        "jupyter": {"source_hidden": True},
-        "cellView": "form",
-    }
+    assert cell.metadata == {"tags": ["solution", "hide-input"], "jupyter": {"source_hidden": True}, "cellView": "form"}
 
 
 def test_normalise_gives_the_site_the_alternative_text():
@@ -102,23 +98,14 @@ def test_normalise_gives_the_site_the_alternative_text():
 
 
 def test_normalise_shortens_a_traceback():
-    error = new_output(
-        "error", ename="ValueError", evalue="7", traceback=["File /home/ada/x.py", "ValueError: 7"]
-    )
+    error = new_output("error", ename="ValueError", evalue="7", traceback=["File /home/ada/x.py", "ValueError: 7"])
     notebook = tools.normalise(new_notebook(cells=[new_code_cell("f()", outputs=[error])]))
     assert notebook.cells[0].outputs[0].traceback == ["ValueError: 7"]
     assert tools.machine_paths(notebook) == []
 
 
 def test_machine_paths_are_found():
-    paths = [
-        "/home/ada/x",
-        "file:///opt/x",
-        "'/tmp/x'",
-        "C:\\Users\\ada",
-        "/Users/ada",
-        "lib/site-packages/torch",
-    ]
+    paths = ["/home/ada/x", "file:///opt/x", "'/tmp/x'", "C:\\Users\\ada", "/Users/ada", "lib/site-packages/torch"]
     for text in paths + [f"in /{folder}/course." for folder in ("root", "work", "private", "content")]:
         output = new_output("stream", text=f"read {text}\n")
         for cell in (new_code_cell("x", outputs=[output]), new_markdown_cell(f"read {text}")):
@@ -140,12 +127,7 @@ def test_normalise_command_does_not_write_machine_paths(checkout, capsys):
 
 def test_execute_stores_outputs_with_counts_and_an_error_that_the_chapter_shows(checkout, capsys):
     error = new_code_cell("1 / 0", metadata={"tags": ["raises-exception"]})
-    cells = [
-        new_markdown_cell("# 01 · Small"),
-        new_code_cell("x = 3\nprint(x)"),
-        error,
-        new_code_cell("x + 1"),
-    ]
+    cells = [new_markdown_cell("# 01 · Small"), new_code_cell("x = 3\nprint(x)"), error, new_code_cell("x + 1")]
     path = chapter(checkout, *cells)
     assert command(checkout, "execute", "1") == 0
     _, first, error, last = tools.read(path).cells
@@ -187,9 +169,7 @@ def draw(alt, png):
 
 def test_run_writes_a_page_and_leaves_the_notebook(checkout, capsys):
     solution = new_code_cell("# @title Solution: x\nprint('right')", metadata={"tags": ["solution"]})
-    path = chapter(
-        checkout, new_markdown_cell("# 01 · Small"), new_code_cell(draw("Two <bars>.", PNG)), solution
-    )
+    path = chapter(checkout, new_markdown_cell("# 01 · Small"), new_code_cell(draw("Two <bars>.", PNG)), solution)
     before = path.read_text()
     assert command(checkout, "run", "01") == 0
     assert path.read_text() == before
@@ -227,9 +207,7 @@ def test_every_formula_of_a_chapter_is_read(path):
 
 
 def test_run_writes_the_page_of_a_failing_chapter(checkout, capsys):
-    chapter(
-        checkout, new_code_cell("print('before')"), new_code_cell("1 / 0"), new_code_cell("print('after')")
-    )
+    chapter(checkout, new_code_cell("print('before')"), new_code_cell("1 / 0"), new_code_cell("print('after')"))
     assert command(checkout, "run", "1") == 1
     page = (checkout / "build" / "01_small.html").read_text()
     assert "before" in page
@@ -286,19 +264,14 @@ def test_nbval_compares_strictly_and_lists_seconds(checkout):
     for name, change in (
         ("02_text.ipynb", lambda text, shown: text.update(text="4\n")),
         ("03_alt.ipynb", lambda text, shown: shown.data.update({"text/plain": "Ten bars of three rows."})),
-        (
-            "04_bytes.ipynb",
-            lambda text, shown: shown.data.update({"image/png": base64.b64encode(b"other").decode()}),
-        ),
+        ("04_bytes.ipynb", lambda text, shown: shown.data.update({"image/png": base64.b64encode(b"other").decode()})),
     ):
         path = checkout / "notebooks" / name
         notebook = tools.read(path)
         change(notebook.cells[0].outputs[0], notebook.cells[1].outputs[0])
         tools.write(notebook, path)
     (checkout / "tests").mkdir()
-    limit = (
-        (ROOT / "tests" / "conftest.py").read_text().replace("CHAPTER_LIMIT = 60", "CHAPTER_LIMIT = 0.001")
-    )
+    limit = (ROOT / "tests" / "conftest.py").read_text().replace("CHAPTER_LIMIT = 60", "CHAPTER_LIMIT = 0.001")
     (checkout / "tests" / "conftest.py").write_text(limit)
     options = ["--nbval", "-q", "-n", "2", "--dist", "loadfile", "--rootdir", ".", "-p", "no:cacheprovider"]
     done = subprocess.run(
@@ -335,12 +308,7 @@ def test_stamp_writes_the_address_everywhere(checkout, capsys):
         f"`git clone {old}.git` {old}-tools https://github.com/pytorch/ignite 'ignite-ddl @ git+{old}@v0.0.1'"
     )
     assert command(checkout, "stamp", "--check") == 1
-    assert capsys.readouterr().out.split() == [
-        "differs:",
-        "notebooks/01_small.ipynb",
-        "differs:",
-        "README.md",
-    ]
+    assert capsys.readouterr().out.split() == ["differs:", "notebooks/01_small.ipynb", "differs:", "README.md"]
     assert command(checkout, "stamp") == 0
     assert command(checkout, "stamp", "--check") == 0
 
@@ -350,8 +318,7 @@ def test_stamp_writes_the_address_everywhere(checkout, capsys):
     assert setup.source == tools.setup_source(REPO)
     assert old in code.source, "code other than the set-up is the author's"
     assert readme.read_text() == (
-        f"`git clone {REPO.url}.git` {old}-tools https://github.com/pytorch/ignite "
-        f"'ignite-ddl @ git+{REPO.url}@v1.2.3'"
+        f"`git clone {REPO.url}.git` {old}-tools https://github.com/pytorch/ignite 'ignite-ddl @ git+{REPO.url}@v1.2.3'"
     )
 
 
@@ -408,9 +375,7 @@ def test_new_chapter_runs_and_its_exercises_work(checkout):
     )
     assert done.returncode == 0, done.stderr
     cells = tools.read(checkout / "notebooks" / "01_small.ipynb").cells
-    said = {
-        tag: [c.outputs[0].text[:5] for c in cells if tag in tools.tags(c)] for tag in ("check", "solution")
-    }
+    said = {tag: [c.outputs[0].text[:5] for c in cells if tag in tools.tags(c)] for tag in ("check", "solution")}
     assert said == {"check": ["not y"] * 2, "solution": ["the s"] * 2}
     [drawn] = [output for cell in cells for output in tools.images(cell)]
     assert drawn.data["text/plain"] == tools.alt_text(drawn) != ""

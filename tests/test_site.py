@@ -30,9 +30,7 @@ def test_the_first_page_names_every_chapter_in_order_with_minutes_and_needs(gath
     page = (gathered / "index.md").read_text()
     names = sorted(path.name for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"))
     entries = re.findall(
-        r"^\[\d\d · .*\]\(notebooks/(.*)\) \*\d+ minutes, (?:after \d\d|needs PyTorch).*\*\n: You .*",
-        page,
-        re.M,
+        r"^\[\d\d · .*\]\(notebooks/(.*)\) \*\d+ minutes, (?:after \d\d|needs PyTorch).*\*\n: You .*", page, re.M
     )
     assert entries == names
     assert sorted(path.name for path in (gathered / "notebooks").iterdir()) == names
@@ -51,9 +49,7 @@ def test_answers_and_solutions_are_folded(gathered):
 
 def test_every_public_name_has_its_page(gathered):
     pages = "".join(path.read_text() for path in (gathered / "docs/api").glob("*.rst"))
-    documented = re.findall(
-        r"^\.\. auto(?:class|function|exception|module):: (?:ignite_ddl\.)?(\w+)$", pages, re.M
-    )
+    documented = re.findall(r"^\.\. auto(?:class|function|exception|module):: (?:ignite_ddl\.)?(\w+)$", pages, re.M)
     assert set(ddl.__all__) <= set(documented)
 
 
@@ -75,9 +71,7 @@ print(json.loads(planner.answer(json.dumps(planner.START | {"dp": 64})))["refuse
 print(planner.best(planner.START)["values"]["plans"] > 100)
 """
     command = [sys.executable, "-c", code, str(tmp_path / "package.zip")]
-    seconds, refused, found = subprocess.run(
-        command, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    seconds, refused, found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     model = Model(layers=48, width=8192, heads=64, vocabulary=51200, sequence=2048)
     how = {"dp": 2, "pp": 4, "tp": 8, "microbatches": 8, "zero": 1, "recompute": "full"}
     assert float(seconds) == sum(predict(model, Cluster(64, **A100), 16, **how).seconds.values())

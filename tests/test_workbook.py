@@ -46,9 +46,7 @@ class Checkout:
     def __init__(self, root):
         self.root, self.workbook = root, root / "workbook"
         (root / "notebooks").mkdir()
-        (root / "pyproject.toml").write_text(
-            f'[project]\nversion = "0.1.0"\n[project.urls]\nRepository = "{REPO}"\n'
-        )
+        (root / "pyproject.toml").write_text(f'[project]\nversion = "0.1.0"\n[project.urls]\nRepository = "{REPO}"\n')
         self.course(notebook("first"), "00_start.ipynb")
 
     def course(self, content, name=NAME):
@@ -322,9 +320,7 @@ def test_the_command_prints_what_the_reader_should_know(checkout, capsys):
     checkout.edit(NAME)
     checkout.course(CHANGED)
     tool.main(["--root", str(checkout.root)])
-    assert capsys.readouterr().out == (
-        f"{NAME} has changed, and so has your copy, which stays. The new one: {NEW}\n"
-    )
+    assert capsys.readouterr().out == (f"{NAME} has changed, and so has your copy, which stays. The new one: {NEW}\n")
     checkout.course(None)
     tool.main(["--root", str(checkout.root)])
     assert f"{NAME} is no longer part of the course; your copy" in capsys.readouterr().out
@@ -372,9 +368,7 @@ def test_the_workflow_writes_the_branch(checkout):
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
 
     def git(*arguments):
-        done = subprocess.run(
-            ["git", *arguments], cwd=root, env=env, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(["git", *arguments], cwd=root, env=env, capture_output=True, text=True, check=True)
         return done.stdout
 
     git("init", "-q", "--bare", "origin.git")

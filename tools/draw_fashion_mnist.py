@@ -70,9 +70,7 @@ def draw(source, out):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, default=SOURCE, help="folder with the four .gz files")
     parser.add_argument("--out", type=Path, default=OUT, help="folder that gets the four idx files")
     arguments = parser.parse_args()

@@ -102,9 +102,7 @@ def draw(source, out):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, default=SOURCE, help="folder with Rdata.rdx and Rdata.rdb")
     parser.add_argument("--out", type=Path, default=OUT, help="folder that gets the text")
     arguments = parser.parse_args()

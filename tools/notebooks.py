@@ -32,17 +32,7 @@ KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "nam
 COLAB = "https://colab.research.google.com"
 BADGE = "[![Open in Colab]("
 # What only a front end needs; everything else in a cell's metadata stays.
-TRANSIENT = (
-    "execution",
-    "ExecuteTime",
-    "collapsed",
-    "scrolled",
-    "trusted",
-    "colab",
-    "id",
-    "outputId",
-    "vscode",
-)
+TRANSIENT = ("execution", "ExecuteTime", "collapsed", "scrolled", "trusted", "colab", "id", "outputId", "vscode")
 # A folder that names a machine or its user, and the place where pip puts packages.
 MACHINE_PATH = re.compile(
     r"(?<![\w.~-])/(?:home|root|work|tmp|opt|Users|private|content|var/folders)(?:/|\b)"
@@ -200,12 +190,7 @@ def machine_paths(notebook: NotebookNode) -> list[str]:
         texts = [("source", cell.source)]
         for output in cell.get("outputs", []):
             data = [v for k, v in output.get("data", {}).items() if not k.startswith("image/")]
-            lines = [
-                output.get("text", ""),
-                output.get("ename", ""),
-                output.get("evalue", ""),
-                *map(str, data),
-            ]
+            lines = [output.get("text", ""), output.get("ename", ""), output.get("evalue", ""), *map(str, data)]
             texts += [("output", text) for text in lines + output.get("traceback", [])]
         for where, text in texts:
             for line in text.splitlines():
@@ -414,9 +399,7 @@ def stamp_text(text: str, repo: Repository) -> str:
     names = "|".join(sorted({NAME, repo.name.split("/")[1]}))
     address = rf"[\w.-]+/(?:{names})(?![\w-])"
     text = re.sub(
-        rf"(https://(?:github\.com|colab\.research\.google\.com/github)/){address}",
-        rf"\g<1>{repo.name}",
-        text,
+        rf"(https://(?:github\.com|colab\.research\.google\.com/github)/){address}", rf"\g<1>{repo.name}", text
     )
     return re.sub(rf"(git\+{re.escape(repo.url)})(?:@[\w.-]+)?", rf"\g<1>@{repo.release}", text)
 
@@ -427,9 +410,7 @@ def stamp_notebook(path: Path, repo: Repository) -> str:
         if "setup" in tags(cell):
             cell.source = setup_source(repo)
         elif cell.cell_type == "markdown":
-            lines = [
-                badge(repo, path.name) if line.startswith(BADGE) else line for line in cell.source.split("\n")
-            ]
+            lines = [badge(repo, path.name) if line.startswith(BADGE) else line for line in cell.source.split("\n")]
             cell.source = stamp_text("\n".join(lines), repo)
     return dumps(notebook)
 
@@ -699,15 +680,10 @@ def normalise_files(paths: list[Path]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to work on")
     commands = parser.add_subparsers(dest="command", required=True)
-    for command, text in (
-        ("execute", "run in place and store the outputs"),
-        ("normalise", "one form for all"),
-    ):
+    for command, text in (("execute", "run in place and store the outputs"), ("normalise", "one form for all")):
         sub = commands.add_parser(command, help=text)
         sub.add_argument("chapters", nargs="*", metavar="NN", help="all chapters if none is given")
     for command, text in (

@@ -228,10 +228,7 @@ def columns_and_rows(columns, rows, more=None):
     return plan
 
 
-WHOLE_OUTPUT, WHOLE_INPUT = (
-    ddl.Column(output_layouts=Replicate()),
-    ddl.Row(input_layouts=Replicate()),
-)
+WHOLE_OUTPUT, WHOLE_INPUT = (ddl.Column(output_layouts=Replicate()), ddl.Row(input_layouts=Replicate()))
 LLAMA = ["self_attn.[qkv]_proj", "mlp.gate_proj", "mlp.up_proj"], ["self_attn.o_proj", "mlp.down_proj"]
 NORMS = {"self_attn.[qk]_norm": ddl.SharedWeight()}
 GPT2 = ["mlp.c_fc"], ["mlp.c_proj"], {"attn.c_attn": WHOLE_OUTPUT, "attn.c_proj": WHOLE_INPUT}
@@ -378,9 +375,7 @@ def main(words: list[str]) -> int:
 
 
 def page(rows: list[str], sentences: list[str], notes: dict[str, list[str]]) -> str:
-    dead = "; ".join(
-        f"{name}: {', '.join(f'`{weight}`' for weight in weights)}" for name, weights in notes.items()
-    )
+    dead = "; ".join(f"{name}: {', '.join(f'`{weight}`' for weight in weights)}" for name, weights in notes.items())
     return f"""# Models that others wrote, on each mesh
 
 Written by `python tools/parity_zoo.py` on {datetime.date.today()}: {os.cpu_count()}-core CPU, gloo, torch \

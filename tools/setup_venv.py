@@ -88,8 +88,7 @@ def check_disk():
     free = shutil.disk_usage(ROOT).free
     if free < NEEDED:
         raise Stop(
-            f"Set-up needs about {NEEDED / GB:.0f} GB here and {free / GB:.1f} GB are free: "
-            "make room and try again."
+            f"Set-up needs about {NEEDED / GB:.0f} GB here and {free / GB:.1f} GB are free: make room and try again."
         )
 
 

@@ -213,11 +213,7 @@ def page():
     found = iter(ranks[0])
     lines = [HEAD]
     for title, cases in CASES.items():
-        lines += [
-            f"## {title}\n",
-            "| style | layer | parameters | forward | backward |",
-            "|---|---|---|---|---|",
-        ]
+        lines += [f"## {title}\n", "| style | layer | parameters | forward | backward |", "|---|---|---|---|---|"]
         for style, layer, module, *_ in cases:
             held, forward, backward = next(found)
             whole = sum(p.numel() for p in module().parameters())

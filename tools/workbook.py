@@ -84,20 +84,13 @@ def strip(notebook: dict) -> dict:
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell["outputs"], cell["execution_count"] = [], None
-            cell.get("metadata", {}).pop(
-                "mystnb", None
-            )  # the text of a picture tells what the cell will show
+            cell.get("metadata", {}).pop("mystnb", None)  # the text of a picture tells what the cell will show
     return notebook
 
 
 def whose_copy() -> dict:
     """The cell on top of the first chapter."""
-    return {
-        "cell_type": "markdown",
-        "id": "whose-copy",
-        "metadata": {},
-        "source": WHOSE.splitlines(keepends=True),
-    }
+    return {"cell_type": "markdown", "id": "whose-copy", "metadata": {}, "source": WHOSE.splitlines(keepends=True)}
 
 
 def dumps(notebook: dict) -> str:
@@ -272,9 +265,7 @@ def publish(root: Path, folder: Path, tag: str | None = None) -> None:
                 text = colab_links("".join(cell["source"]), repo, release)
                 cell["source"] = text.splitlines(keepends=True)
         write(folder / name, dumps(notebook))
-    write(
-        folder / "README.md", f"The chapters of {repo} at {release} without outputs, as Colab opens them.\n"
-    )
+    write(folder / "README.md", f"The chapters of {repo} at {release} without outputs, as Colab opens them.\n")
 
 
 def colab_links(text: str, repo: str, release: str) -> str:
@@ -289,9 +280,7 @@ def colab_links(text: str, repo: str, release: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to work on")
     parser.add_argument("--to", type=Path, metavar="DIR", help="write Colab's copies there")
     parser.add_argument("--tag", help="with --to: the release, as v0.1.0")

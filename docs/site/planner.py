@@ -42,19 +42,12 @@ def show(given: dict) -> dict:
         # Where there are no closed forms only what one microbatch takes on a rank is read, the same in 1f1b.
         count = m if closed else max(m, pp)
         one = predict(
-            model,
-            cluster,
-            dp * count * rows,
-            schedule=schedule if closed else "1f1b",
-            microbatches=count,
-            **how,
+            model, cluster, dp * count * rows, schedule=schedule if closed else "1f1b", microbatches=count, **how
         )
         work = (one.seconds["compute"] + one.seconds["tp"]) / count / SCHEDULES[schedule].stages_per_rank
         parts = (1, 2, 1) if given["recompute"] == "full" else (1, 1, 1)
         f, i, w = (work * part / sum(parts) for part in parts)
-        message = cluster.link(pp, dp * tp).seconds(
-            rows * model.sequence * model.width * model.value_bytes / tp
-        )
+        message = cluster.link(pp, dp * tp).seconds(rows * model.sequence * model.width * model.value_bytes / tp)
         step = simulate.pipeline(schedule, pp, m, f, i, w, transfer=message if pp > 1 else 0)
     except ValueError as error:
         return {"refused": str(error)}
@@ -79,16 +72,11 @@ def best(given: dict) -> dict:
     """The fastest plans for the same model, devices and rows of a step, as a table."""
     try:
         batch = given["dp"] * given["microbatches"] * given["rows"]
-        found = plans.plan(
-            MODELS[given["model"]], Cluster(given["devices"], **DEVICES[given["device"]]), batch
-        )
+        found = plans.plan(MODELS[given["model"]], Cluster(given["devices"], **DEVICES[given["device"]]), batch)
     except ValueError as error:
         return {"refused": str(error)}
     words = f"{len(found):,} plans for {batch:,} rows a step, {sum(one.fits for one in found):,} fit. The fastest:"
-    return {
-        "html": f"<p>{words}</p><pre>{escape(plans.table(found, 8))}</pre>",
-        "values": {"plans": len(found)},
-    }
+    return {"html": f"<p>{words}</p><pre>{escape(plans.table(found, 8))}</pre>", "values": {"plans": len(found)}}
 
 
 def answer(question: str) -> str:

@@ -84,10 +84,7 @@ def take(objects: Mapping[str, Any]) -> Taken:
 
 
 def _take_optimizer(
-    key: str,
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-    shards: dict[str, Shard],
+    key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], shards: dict[str, Shard]
 ) -> dict[str, Any]:
     groups, states = [], {}
     for group in optimizer.param_groups:
@@ -279,10 +276,7 @@ def _check_names(folder: Folder, objects: Mapping[str, Any]) -> None:
                 f"to_load[{key!r}] is a {type(thing).__name__}, but {folder.path} has no such thing of that name; it "
                 f"has {there}"
             )
-    has = {
-        kind: any(isinstance(thing, kind) for thing in objects.values())
-        for kind in (Engine, ShardedDataLoader)
-    }
+    has = {kind: any(isinstance(thing, kind) for thing in objects.values()) for kind in (Engine, ShardedDataLoader)}
     loaders = content["loaders"]
     if has[Engine] and loaders and not has[ShardedDataLoader]:
         raise ValueError(
@@ -351,9 +345,7 @@ def _what_is_left(
 
 
 def _few(names: list[str]) -> str:
-    return (
-        ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "none"
-    )
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "none"
 
 
 def _match_optimizer(

@@ -62,9 +62,7 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
                 assert torch.equal(plain[0].weight, torch.nn.Linear(3, 8).weight)
     """
     if max_shard_size is not None and (not isinstance(max_shard_size, int) or max_shard_size < 1):
-        raise ValueError(
-            f"max_shard_size should be a positive number of bytes, or None, but given {max_shard_size!r}"
-        )
+        raise ValueError(f"max_shard_size should be a positive number of bytes, or None, but given {max_shard_size!r}")
     folder, parts, weight_map, total = Path(folder), [], {}, 0
     error: Exception | None = None
     batch: dict[str, torch.Tensor] = {}
@@ -80,11 +78,7 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
                 parts.append(path)
                 weight_map.update(dict.fromkeys(batch, len(parts)))
             except Exception as raised:  # the other ranks go on giving tensors
-                error = (
-                    raised
-                    if isinstance(raised, OSError)
-                    else OSError(f"{path} could not be written: {raised}")
-                )
+                error = raised if isinstance(raised, OSError) else OSError(f"{path} could not be written: {raised}")
         batch, held = {}, 0
 
     for name, tensor in whole_tensors(model):
@@ -112,10 +106,7 @@ def _name(folder: Path, parts: list[Path], weight_map: Mapping[str, int], total:
     if len(parts) == 1:
         return [folder / ONE]
     (folder / ONE).unlink(missing_ok=True)
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": {k: names[i - 1] for k, i in weight_map.items()},
-    }
+    index = {"metadata": {"total_size": total}, "weight_map": {k: names[i - 1] for k, i in weight_map.items()}}
     (folder / f".{INDEX}").write_text(json.dumps(index, indent=2))
     os.replace(folder / f".{INDEX}", folder / INDEX)
     return [folder / name for name in names]
@@ -144,9 +135,7 @@ class _Files(Mapping):
             self.files = {name: path / Path(file).name for name, file in weight_map.items()}
             missing = sorted({file.name for file in self.files.values() if not file.is_file()})
             if missing:
-                raise ValueError(
-                    f"{path} should have the files that {INDEX} names, but lacks {', '.join(missing)}"
-                )
+                raise ValueError(f"{path} should have the files that {INDEX} names, but lacks {', '.join(missing)}")
             return
         file = path / ONE if path.is_dir() else path
         if not file.is_file():

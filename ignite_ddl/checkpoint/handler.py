@@ -253,10 +253,7 @@ class Checkpoint(IgniteCheckpoint):
         return None
 
     def reload_objects(
-        self,
-        to_load: Mapping[str, Any],
-        load_kwargs: Mapping[str, Any] | None = None,
-        **filename_components: Any,
+        self, to_load: Mapping[str, Any], load_kwargs: Mapping[str, Any] | None = None, **filename_components: Any
     ) -> None:
         """As in Ignite: loads the checkpoint of a name, a score or a ``global_step`` from this handler's folder."""
         pattern = self._get_filename_pattern(filename_components.get("global_step"))
@@ -271,9 +268,7 @@ class Checkpoint(IgniteCheckpoint):
     def _setup_checkpoint(self) -> dict[str, Any]:
         return {name: {} for name in self.to_save}  # Ignite decides by the names; _write takes the states
 
-    def _common_score(
-        self, score_function: Callable[[Engine], int | float]
-    ) -> Callable[[Engine], int | float]:
+    def _common_score(self, score_function: Callable[[Engine], int | float]) -> Callable[[Engine], int | float]:
         """Scores may differ by rank, and ranks that decide differently would wait for each other."""
         return lambda engine: on_rank_0(lambda: score_function(engine), self._group)
 
@@ -341,16 +336,12 @@ class _OnSignal:
         engine.terminate()
 
 
-def _checked(
-    objects: Mapping[str, Any], argument: str = "to_save", method: str = "state_dict"
-) -> Mapping[str, Any]:
+def _checked(objects: Mapping[str, Any], argument: str = "to_save", method: str = "state_dict") -> Mapping[str, Any]:
     if not isinstance(objects, Mapping) or not objects or not all(isinstance(key, str) for key in objects):
         raise ValueError(f"{argument} should be a dict of names to objects, but given {objects!r}")
     for key, thing in objects.items():
         if not hasattr(thing, method):
-            raise ValueError(
-                f"{argument}[{key!r}] should have a method {method}, but is a {type(thing).__name__}"
-            )
+            raise ValueError(f"{argument}[{key!r}] should have a method {method}, but is a {type(thing).__name__}")
         if "." in key:
             raise ValueError(f"{argument} should have names without dots, but given {key!r}")
     return objects
@@ -358,9 +349,7 @@ def _checked(
 
 def _check_loader(objects: Mapping[str, Any]) -> None:
     for key, thing in objects.items():
-        loader = (
-            getattr(getattr(thing, "state", None), "dataloader", None) if isinstance(thing, Engine) else None
-        )
+        loader = getattr(getattr(thing, "state", None), "dataloader", None) if isinstance(thing, Engine) else None
         if isinstance(loader, ShardedDataLoader) and not any(loader is other for other in objects.values()):
             raise ValueError(
                 f"to_save should have the loader of {key!r}, too, say as 'loader': without it a resumed run reads "

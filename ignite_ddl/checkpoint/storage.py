@@ -41,30 +41,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ignite_ddl.state import Shard
 
-__all__ = [
-    "DamagedCheckpoint",
-    "Folder",
-    "agree",
-    "gathered",
-    "on_rank_0",
-    "remove",
-    "whole_checkpoints",
-    "write",
-]
+__all__ = ["DamagedCheckpoint", "Folder", "agree", "gathered", "on_rank_0", "remove", "whole_checkpoints", "write"]
 
 SAVING, REPLACED, REMOVED = ".saving", ".replaced", ".removed"  # endings of names that are on their way
 SUMS, STATE, METADATA = "SHA256SUMS", "state.json", ".metadata"
@@ -112,11 +96,7 @@ def write(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that one process is one process
             dcp.save(
-                {},
-                storage_writer=writer,
-                planner=_SavePlanner(shards),
-                process_group=group,
-                no_dist=group is None,
+                {}, storage_writer=writer, planner=_SavePlanner(shards), process_group=group, no_dist=group is None
             )
         state["digests"] = writer.digests
         on_rank_0(lambda: _complete(folder, saving, state, outdated), group)
@@ -160,9 +140,7 @@ def _complete(folder: Path, saving: Path, state: dict[str, Any], outdated: Seque
     sums = "".join(f"{_digest_of(saving / name)}  {name}\n" for name in (STATE, METADATA))
     _write_synced(saving / SUMS, sums.encode())
     _sync_folder(saving)
-    replaced = folder.with_name(
-        f"{folder.name}{REPLACED}"
-    )  # no hidden name: it counts until the new one is there
+    replaced = folder.with_name(f"{folder.name}{REPLACED}")  # no hidden name: it counts until the new one is there
     if folder.exists():
         if replaced.exists():
             remove(replaced)
@@ -229,9 +207,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def _with_digest(self, result: WriteResult) -> _Result:
         at = result.storage_data
-        digest = (
-            _crc_of(Path(self.path) / at.relative_path, at.offset, at.length) if self.with_digests else ""
-        )
+        digest = _crc_of(Path(self.path) / at.relative_path, at.offset, at.length) if self.with_digests else ""
         return _Result(result.index, result.size_in_bytes, at, digest)
 
     def finish(self, metadata: Metadata, results: list[list[_Result]]) -> None:
@@ -280,9 +256,7 @@ def whole_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder that were written to their end, the newest first. Their bytes are not checked."""
     if not folder.is_dir():
         return []
-    complete = [
-        path for path in folder.iterdir() if not path.name.startswith(".") and (path / SUMS).is_file()
-    ]
+    complete = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / SUMS).is_file()]
     return sorted(complete, key=saved_ns, reverse=True)
 
 
@@ -311,9 +285,7 @@ class Folder:
         self.path = Path(path)
         if not (self.path / SUMS).is_file():
             there = "has no file SHA256SUMS" if self.path.is_dir() else "does not exist"
-            raise ValueError(
-                f"checkpoint should be a folder that ddl.Checkpoint wrote, but {self.path} {there}"
-            )
+            raise ValueError(f"checkpoint should be a folder that ddl.Checkpoint wrote, but {self.path} {there}")
         with self._damages():
             sums = dict(line.split("  ")[::-1] for line in (self.path / SUMS).read_text().splitlines())
             for name in (STATE, METADATA):
@@ -329,9 +301,7 @@ class Folder:
         except DamagedCheckpoint:
             raise
         except FileNotFoundError as error:
-            raise DamagedCheckpoint(
-                f"{self.path} is damaged: {Path(error.filename).name} is missing"
-            ) from None
+            raise DamagedCheckpoint(f"{self.path} is damaged: {Path(error.filename).name} is missing") from None
         except (Exception, CheckpointException) as error:
             if isinstance(error, CheckpointException):  # of all ranks' errors one
                 error, _ = next(iter(error.failures.values()))
@@ -365,15 +335,11 @@ class Folder:
             for (file, offset), name in sorted(needed.items()):
                 length, digest = known[file, offset]
                 if Path(file).name != file:
-                    raise DamagedCheckpoint(
-                        f"{self.path} is damaged: it names the file {file!r} outside of it"
-                    )
+                    raise DamagedCheckpoint(f"{self.path} is damaged: it names the file {file!r} outside of it")
                 if (self.path / file).stat().st_size < offset + length:
                     raise DamagedCheckpoint(f"{self.path} is damaged: {file} ends before {name!r} does")
                 if digest and _crc_of(self.path / file, offset, length) != digest:
-                    raise DamagedCheckpoint(
-                        f"{self.path} is damaged: {name!r} in {file} is not what was written"
-                    )
+                    raise DamagedCheckpoint(f"{self.path} is damaged: {name!r} in {file} is not what was written")
 
     def read(self, targets: Mapping[str, tuple[str, Shard]]) -> None:
         """Reads tensors in place; every rank of the job calls it.
@@ -383,9 +349,7 @@ class Folder:
                 is filled.
         """
         with warnings.catch_warnings(), self._damages():
-            warnings.simplefilter(
-                "ignore"
-            )  # that one process is one process, and that ranks have other names
+            warnings.simplefilter("ignore")  # that one process is one process, and that ranks have other names
             reader = _Reader(self.path, self.metadata)
             alone = not dist.is_initialized()
             dcp.load({}, storage_reader=reader, planner=_LoadPlanner(targets), no_dist=alone)
@@ -413,9 +377,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         for key, (name, shard) in self.targets.items():
             chunks = [ChunkStorageMetadata(torch.Size(at), piece.size()) for at, piece in shard.pieces]
             for item in create_read_items_for_chunk_list(name, metadata.state_dict_metadata[name], chunks):
-                found.append(
-                    dataclasses.replace(item, dest_index=dataclasses.replace(item.dest_index, fqn=key))
-                )
+                found.append(dataclasses.replace(item, dest_index=dataclasses.replace(item.dest_index, fqn=key)))
         return found
 
     def create_local_plan(self) -> LoadPlan:
@@ -439,9 +401,7 @@ class _Unpickler(pickle.Unpickler):
         dtype = getattr(torch, name, None) if module == "torch" else None
         if (module, name) in _IN_METADATA or isinstance(dtype, torch.dtype):
             return super().find_class(module, name)
-        raise DamagedCheckpoint(
-            f"{METADATA} holds {module}.{name}, which is not loaded: it could run any code"
-        )
+        raise DamagedCheckpoint(f"{METADATA} holds {module}.{name}, which is not loaded: it could run any code")
 
 
 def _read_metadata(path: Path) -> Metadata:

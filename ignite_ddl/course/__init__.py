@@ -13,11 +13,7 @@ from ignite_ddl.course.line import SlowLine
 from ignite_ddl.course.loaders import loader_traps
 from ignite_ddl.course.machine import describe_machine
 from ignite_ddl.course.memory import StepMemory
-from ignite_ddl.course.messages import (
-    all_gather_by_messages,
-    all_reduce_by_messages,
-    reduce_scatter_by_messages,
-)
+from ignite_ddl.course.messages import all_gather_by_messages, all_reduce_by_messages, reduce_scatter_by_messages
 from ignite_ddl.course.models import CNN, MLP
 from ignite_ddl.course.pipeline_steps import steps_by_hand, time_pipeline
 from ignite_ddl.course.planned_step import measure_plan

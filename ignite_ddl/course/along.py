@@ -60,9 +60,7 @@ def _tensors(local_rank: int, make: Callable[[], GPT], plan: Mapping[str, Any]) 
     names = {"q": "q k v", "block0": "+"}
 
     def note(name: str, tensor: torch.Tensor) -> None:
-        here = (
-            tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        )  # a plan's own hooks may come first
+        here = tensor.to_local() if isinstance(tensor, DTensor) else tensor  # a plan's own hooks may come first
         found.append((name, here.shape, order.taken()))
 
     def after(name: str, module: nn.Module, inputs: tuple, y: torch.Tensor) -> None:

@@ -50,11 +50,7 @@ def median_seconds(*functions: Callable[[], Any], rounds: int = 7) -> list[float
 
 
 def time_steps(
-    n_ranks: int,
-    prepare: Callable[[int], Any],
-    *steps: Callable[[Any], Any],
-    tries: int = 3,
-    threads_per_rank: int = 1,
+    n_ranks: int, prepare: Callable[[int], Any], *steps: Callable[[Any], Any], tries: int = 3, threads_per_rank: int = 1
 ) -> list[tuple[float, ...]]:
     """Runs steps on gloo ranks of this machine; all ranks begin each step together.
 
@@ -77,9 +73,7 @@ def time_steps(
     """
     found = []
     for _ in range(tries):
-        with ddl.Parallel(
-            "gloo", nproc_per_node=n_ranks, threads_per_rank=threads_per_rank, timeout=120
-        ) as ranks:
+        with ddl.Parallel("gloo", nproc_per_node=n_ranks, threads_per_rank=threads_per_rank, timeout=120) as ranks:
             # The longest: a rank that is late to start its clock measures less.
             found.append(tuple(map(max, zip(*ranks.run(_on_a_rank, prepare, steps), strict=True))))
     return sorted(found, key=sum)

@@ -87,9 +87,7 @@ def part_of(value: torch.Tensor, dim: int | None, rank: int, n_ranks: int) -> to
     return value if dim is None else value.chunk(n_ranks, dim)[rank]
 
 
-def derivatives(
-    function: Callable[..., Any], upstream: torch.Tensor, **inputs: torch.Tensor
-) -> dict[str, Any]:
+def derivatives(function: Callable[..., Any], upstream: torch.Tensor, **inputs: torch.Tensor) -> dict[str, Any]:
     """The output "y" and the derivatives ("dx" for the input "x"), where ``upstream`` comes back to the output.
 
     Where y is no tensor of the shape of ``upstream``, or has no backward, there is y alone.

@@ -16,18 +16,7 @@ from torch.utils.data import TensorDataset
 
 from ignite_ddl.course.vision import import_torchvision
 
-CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
+CLASSES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 # Mean and standard deviation of the 60,000 training images, on a scale from 0 to 1.
 MEAN, STD = 0.2860, 0.3530

@@ -125,11 +125,7 @@ def _explain(error: BaseException, function: Callable) -> str:
         kind, message = match.groups()
         if kind == "NotImplementedError" and not message:
             return to_write
-        return (
-            message
-            if kind in ("Hint", "AssertionError") and message
-            else f"{kind}: {message or ''}".rstrip(": ")
-        )
+        return message if kind in ("Hint", "AssertionError") and message else f"{kind}: {message or ''}".rstrip(": ")
 
     place, innermost = _place(error, function)
     if isinstance(error, NotImplementedError) and innermost:

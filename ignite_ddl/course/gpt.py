@@ -31,9 +31,7 @@ class Embedding(nn.Module):
 
     def forward(self, ids):  # (N, T)
         if ids.shape[1] > len(self.position):
-            raise ValueError(
-                f"ids has rows of {ids.shape[1]} tokens; the model's length is {len(self.position)}"
-            )
+            raise ValueError(f"ids has rows of {ids.shape[1]} tokens; the model's length is {len(self.position)}")
         return self.token(ids) + self.position[: ids.shape[1]]  # (N, T, D)
 
 
@@ -163,9 +161,7 @@ class GPT(nn.Sequential):
     }
 
     def __init__(self, vocabulary_size, length=64, width=128, n_heads=4, n_blocks=4, tied=True, dropout=0.0):
-        _check_counts(
-            vocabulary_size=vocabulary_size, length=length, width=width, n_heads=n_heads, n_blocks=n_blocks
-        )
+        _check_counts(vocabulary_size=vocabulary_size, length=length, width=width, n_heads=n_heads, n_blocks=n_blocks)
         if width % n_heads:
             raise ValueError(f"n_heads is {n_heads}; it has to divide the width, {width}")
         if not 0 <= dropout < 1:

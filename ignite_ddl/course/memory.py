@@ -66,9 +66,7 @@ class StepMemory:
     def __enter__(self) -> StepMemory:
         if not self._tracker:
             return self
-        warnings.filterwarnings(
-            "ignore", message="Expected a tensor"
-        )  # of MemTracker, at a gradient that is None
+        warnings.filterwarnings("ignore", message="Expected a tensor")  # of MemTracker, at a gradient that is None
         # MemTracker refuses a model that is called again in a step, as microbatches do: let it forget the call before.
         calls = self._tracker.memory_tracking
         self._forget = register_module_forward_pre_hook(lambda module, _: calls.pop(module, None) and None)

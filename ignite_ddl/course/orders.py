@@ -29,9 +29,7 @@ def read(order, kinds, rank, n_microbatches):
     wanted = {f"{kind}{m}" for kind in kinds for m in range(n_microbatches)}
     if unknown := [name for name in order if name not in wanted]:
         others = " and ".join(kinds[1:])
-        raise Hint(
-            f"rank {rank} has a pass {unknown[0]!r}; there are F0 to F{n_microbatches - 1}, and {others}"
-        )
+        raise Hint(f"rank {rank} has a pass {unknown[0]!r}; there are F0 to F{n_microbatches - 1}, and {others}")
     if missing := sorted(wanted - set(order)):
         waits = "" if missing[0][0] == "W" else ", and the passes that need it wait forever"
         raise Hint(f"rank {rank} leaves out {missing[0]}{waits}")

@@ -66,9 +66,7 @@ def time_pipeline(
         True
     """
     cases = list(cases)
-    watches = zip(
-        *on_ranks(n_ranks, _watched, cases, layer, n_layers, x, n_steps, dp=1, pp=n_ranks), strict=True
-    )
+    watches = zip(*on_ranks(n_ranks, _watched, cases, layer, n_layers, x, n_steps, dp=1, pp=n_ranks), strict=True)
     return {
         case: sorted(map(_step, Timeline.merge(of_case).actions()), key=lambda step: step.seconds)
         for case, of_case in zip(cases, watches, strict=True)

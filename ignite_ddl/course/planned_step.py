@@ -43,19 +43,10 @@ def measure_plan(plan: Plan, rounds: int = 3, timeout: float = 120) -> dict[str,
         True
     """
     results = on_ranks(
-        plan.dp * plan.pp * plan.tp,
-        _on_a_rank,
-        plan,
-        rounds,
-        dp=plan.dp,
-        pp=plan.pp,
-        tp=plan.tp,
-        timeout=timeout,
+        plan.dp * plan.pp * plan.tp, _on_a_rank, plan, rounds, dp=plan.dp, pp=plan.pp, tp=plan.tp, timeout=timeout
     )
     found = results[0]
-    found["seconds"] = sorted(map(max, zip(*(result["seconds"] for result in results), strict=True)))[
-        rounds // 2
-    ]
+    found["seconds"] = sorted(map(max, zip(*(result["seconds"] for result in results), strict=True)))[rounds // 2]
     return found
 
 
@@ -86,18 +77,11 @@ def _on_a_rank(local_rank: int, plan: Plan, rounds: int) -> dict[str, Any]:
     sent = dict.fromkeys(("tp", "pp", "dp"), 0.0)
     axis_of = {tuple(dist.get_process_group_ranks(group)): axis for axis, group in mesh.groups.items()}
     for call in traffic.calls:
-        if (
-            call.op != "recv"
-            and max(call.put_in, call.got) >= of.sequence * of.width * of.value_bytes / plan.tp
-        ):
+        if call.op != "recv" and max(call.put_in, call.got) >= of.sequence * of.width * of.value_bytes / plan.tp:
             # Stages send their gradients of a tied embedding in the world's group.
             axis = "pp" if call.op == "send" else axis_of[tuple(call.ranks)]
             sent[axis] += call.put_in if call.op == "send" else call.on_a_ring
-    return {
-        "memory": {name: 2**20 * size for name, size in memory.peak().items()},
-        "sent": sent,
-        "seconds": seconds,
-    }
+    return {"memory": {name: 2**20 * size for name, size in memory.peak().items()}, "sent": sent, "seconds": seconds}
 
 
 def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -118,30 +118,15 @@ def _rows() -> list[Row]:
         how = {"rows": [size], "chunks": [chunks]}
         rows.append(Row("Korthikanti 5", f"{name}, full", model, A100, batch, (1, pp, 8), how, seconds[0]))
         model, how = dataclasses.replace(model, sequence_parallel=True), how | {"recompute": "selective"}
-        rows.append(
-            Row("Korthikanti 5", f"{name}, selective", model, A100, batch, (1, pp, 8), how, seconds[1])
-        )
+        rows.append(Row("Korthikanti 5", f"{name}, selective", model, A100, batch, (1, pp, 8), how, seconds[1]))
         if pp == 35:
-            rows.append(
-                Row("Korthikanti 6.3", "530B on 2,240", model, A100, 8 * batch, (8, pp, 8), how, 39.15)
-            )
+            rows.append(Row("Korthikanti 6.3", "530B on 2,240", model, A100, 8 * batch, (8, pp, 8), how, 39.15))
     megatron = Model(96, 12288, 128, 64000, 2048)
-    table_2 = {
-        256: 40.0,
-        512: 21.2,
-        768: 15.2,
-        1024: 11.9,
-        3072: 29.02,
-        6144: 14.78,
-        8192: 12.24,
-        12288: 8.57,
-    }
+    table_2 = {256: 40.0, 512: 21.2, 768: 15.2, 1024: 11.9, 3072: 29.02, 6144: 14.78, 8192: 12.24, 12288: 8.57}
     how = {"rows": [1], "chunks": [6], "recompute": "selective", "zero": 1}
     for n, seconds in table_2.items():
         batch = 768 if n <= 1024 else 6144
-        rows.append(
-            Row("MegaScale 2", f"175B on {n:,}", megatron, A100, batch, (n // 64, 8, 8), how, seconds)
-        )
+        rows.append(Row("MegaScale 2", f"175B on {n:,}", megatron, A100, batch, (n // 64, 8, 8), how, seconds))
     llama = Model(126, 16384, 128, 128256, 8192, tied=False, mask_bytes=0)
     for dp, rate in ((64, 430), (128, 400)):
         how = {"rows": [1], "recompute": "selective", "zero": 1}
@@ -182,6 +167,4 @@ ZERO_GB = {
 
 def errors() -> dict[str, float]:
     """How far each row is predicted from what was published: seconds over seconds, less 1, by table and name."""
-    return {
-        f"{row.table}: {row.name}": sum(row.predicted().seconds.values()) / row.seconds - 1 for row in ROWS
-    }
+    return {f"{row.table}: {row.name}": sum(row.predicted().seconds.values()) / row.seconds - 1 for row in ROWS}

@@ -185,9 +185,7 @@ def on_nodes(n_nodes: int, ranks_per_node: int, function: Callable[..., Any], *a
 
     def launch(node: int) -> list[Any]:
         where = {"nnodes": n_nodes, "node_rank": node, "master_addr": "127.0.0.1", "master_port": port}
-        with ddl.Parallel(
-            "gloo", nproc_per_node=ranks_per_node, threads_per_rank=1, timeout=120, **where
-        ) as parallel:
+        with ddl.Parallel("gloo", nproc_per_node=ranks_per_node, threads_per_rank=1, timeout=120, **where) as parallel:
             return parallel.run(function, *args)
 
     with ThreadPoolExecutor(n_nodes) as nodes:

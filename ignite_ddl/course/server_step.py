@@ -16,12 +16,7 @@ __all__ = ["time_server_step"]
 
 
 def time_server_step(
-    n_workers: int,
-    n_servers: int,
-    weight_bytes: int,
-    link: cost.Link,
-    compute_seconds: float,
-    rounds: int = 4,
+    n_workers: int, n_servers: int, weight_bytes: int, link: cost.Link, compute_seconds: float, rounds: int = 4
 ) -> tuple[float, dict[str, list[Record]]]:
     """Pull, compute, push: the messages are real, a server's port and a worker's computing are sleeps.
 
@@ -51,9 +46,7 @@ def time_server_step(
         >>> [record.name for record in rows["server 0"]]
         ['↓0', '↓1', '↑0', '↑1']
     """
-    steps = on_ranks(
-        n_servers + n_workers, _steps, n_servers, weight_bytes // n_servers, link, compute_seconds, rounds
-    )
+    steps = on_ranks(n_servers + n_workers, _steps, n_servers, weight_bytes // n_servers, link, compute_seconds, rounds)
     step = min(zip(*steps, strict=True), key=_seconds)
     names = [f"server {i}" for i in range(n_servers)] + [f"worker {i}" for i in range(n_workers)]
     return _seconds(step), dict(zip(names, step, strict=True))

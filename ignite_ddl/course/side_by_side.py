@@ -32,16 +32,13 @@ class SideBySide:
         torch.Size([2, 3])
     """
 
-    def __init__(
-        self, rates: list[float], n_seeds: int, batch_size: int = 16, hidden: tuple[int, ...] = (32,)
-    ):
+    def __init__(self, rates: list[float], n_seeds: int, batch_size: int = 16, hidden: tuple[int, ...] = (32,)):
         self.sizes = (49, *hidden, 10)
         self.n_rates, self.n_seeds, self.batch_size = len(rates), n_seeds, batch_size
         self.rate_of = torch.tensor(rates).repeat_interleave(n_seeds).view(-1, 1, 1)
         parts = (fashion_mnist_tensors(), fashion_mnist_tensors(train=False))
         (self.tiles, self.labels), (self.test_tiles, self.test_labels) = (
-            (F.avg_pool2d(images, 4).flatten(1), labels)
-            for images, labels in (part.tensors for part in parts)
+            (F.avg_pool2d(images, 4).flatten(1), labels) for images, labels in (part.tensors for part in parts)
         )
         self.rows = [torch.Generator().manual_seed(1000 + seed) for seed in range(n_seeds)]
 
@@ -49,14 +46,9 @@ class SideBySide:
         """The first weights: for each layer a matrix and a bias, their first dimension is (rate, seed)."""
         weights = []
         for layer, (n_in, n_out) in enumerate(pairwise(self.sizes)):
-            sources = [
-                torch.Generator().manual_seed(seed + 100 * (layer // 2)) for seed in range(self.n_seeds)
-            ]
+            sources = [torch.Generator().manual_seed(seed + 100 * (layer // 2)) for seed in range(self.n_seeds)]
             drawn = [torch.randn(n_in, n_out, generator=source) * (2 / n_in) ** 0.5 for source in sources]
-            weights += [
-                torch.stack(drawn * self.n_rates),
-                torch.zeros(self.n_rates * self.n_seeds, 1, n_out),
-            ]
+            weights += [torch.stack(drawn * self.n_rates), torch.zeros(self.n_rates * self.n_seeds, 1, n_out)]
         return weights
 
     def gradients(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -97,9 +97,7 @@ def on_xla(function, *args, devices=1, collectives=False):
     key = f"{function.__name__}{json.dumps([*args, devices])}"
     source = hashlib.sha256("".join(_source(function).split()).encode()).hexdigest()[:16]
     if has_xla():
-        entry = {"source": source, "date": date.today().isoformat()} | _run(
-            function, args, devices, collectives
-        )
+        entry = {"source": source, "date": date.today().isoformat()} | _run(function, args, devices, collectives)
         if os.environ.get(RECORD):
             _record(key, entry)
     else:

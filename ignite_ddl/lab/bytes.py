@@ -156,9 +156,7 @@ class _Counter(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-            given = {
-                argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
-            }
+            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
             self.traffic.calls += _calls(func, given | (kwargs or {}), result)
         return result
 

@@ -82,17 +82,13 @@ class Link:
         return self.latency + n_bytes / self.bandwidth
 
 
-def when_full(
-    bucket_bytes: Sequence[float], backward_seconds: float, ready: Sequence[float] | None
-) -> list[float]:
+def when_full(bucket_bytes: Sequence[float], backward_seconds: float, ready: Sequence[float] | None) -> list[float]:
     """When each of DDP's buckets is full, in seconds from the start of backward; by default in proportion to bytes."""
     if ready is None:
         total, filled = sum(bucket_bytes), itertools.accumulate(bucket_bytes)
         return [min(backward_seconds, backward_seconds * size / total) for size in filled]
     if len(ready) != len(bucket_bytes):
-        raise ValueError(
-            f"ready should have a time for each of {len(bucket_bytes)} buckets, but has {len(ready)}"
-        )
+        raise ValueError(f"ready should have a time for each of {len(bucket_bytes)} buckets, but has {len(ready)}")
     times = [0, *ready, backward_seconds]
     if not all(one <= after for one, after in zip(times, times[1:], strict=False)):
         raise ValueError(
@@ -209,9 +205,7 @@ def all_reduce_ring(n_ranks: int, n_bytes: float, link: Link) -> Collective:
 
 def _ring_bytes(n_ranks: int, n_bytes: float) -> float:
     """Bytes that each rank sends in one pass of a ring over a buffer of ``n_bytes``: (n - 1) / n of it."""
-    return (
-        (n_ranks - 1) * n_bytes / n_ranks
-    )  # not (n_ranks - 1) * (n_bytes / n_ranks): whole numbers stay whole
+    return (n_ranks - 1) * n_bytes / n_ranks  # not (n_ranks - 1) * (n_bytes / n_ranks): whole numbers stay whole
 
 
 @checked
@@ -558,9 +552,7 @@ def data_parallel_step(
     ring = all_reduce_ring(n_ranks, gradient_bytes, link).seconds
     exposed = max(0.0, ring - overlap * backward_seconds)
     seconds = compute + exposed
-    return ScaledStep(
-        n_ranks, n_ranks * batch_per_rank, seconds, exposed, exposed / seconds, compute / seconds
-    )
+    return ScaledStep(n_ranks, n_ranks * batch_per_rank, seconds, exposed, exposed / seconds, compute / seconds)
 
 
 # ----------------------------------------------------------------------------------------- large batches
@@ -603,9 +595,7 @@ def noise_scale(learning_rate: float, batch_size: int, n_samples: int, momentum:
 
 
 @checked
-def batch_size_of_same_noise(
-    batch_size: int, learning_rate: float, new_learning_rate: float, n_samples: int
-) -> float:
+def batch_size_of_same_noise(batch_size: int, learning_rate: float, new_learning_rate: float, n_samples: int) -> float:
     """The batch size that has, at a new learning rate, the noise scale of the old batch size and learning rate.
 
     B' = N / (1 + learning_rate / new_learning_rate (N / B - 1)), which is :func:`noise_scale` solved for B at the
@@ -772,9 +762,7 @@ def zero_bubble_seconds(
             f"backward_weight should be at most forward and backward_input for zb-h2, but given {w}, {f} and {b}"
         )
     if schedule == "zb-v" and not f == b == w:
-        raise ValueError(
-            f"zb-v has a closed form only where the three times are equal, but given {f}, {b}, {w}"
-        )
+        raise ValueError(f"zb-v has a closed form only where the three times are equal, but given {f}, {b}, {w}")
     idle = {"1f1b": f + b + w, "zb-h1": b + max(0, f - w), "zb-h2": max(0, f + b - 2 * w), "zb-v": 0}
     if schedule not in idle:
         raise ValueError(f"schedule should be one of {sorted(idle)}, but given {schedule!r}")
@@ -825,9 +813,7 @@ def pipeline_peak_activations(
         )
     least = {"zbv": 2 * n_ranks - 1, "dualpipev": 2 * n_ranks}.get(schedule, 1)
     if n_microbatches < least:
-        raise ValueError(
-            f"n_microbatches should be at least {least} for {schedule}, but given {n_microbatches}"
-        )
+        raise ValueError(f"n_microbatches should be at least {least} for {schedule}, but given {n_microbatches}")
     below, every = n_ranks - rank - 1, n_chunks * n_microbatches
     peaks = {
         "gpipe": every,
@@ -847,9 +833,7 @@ def pipeline_peak_activations(
 
 
 @checked
-def tensor_parallel_bytes(
-    batch_size: int, sequence: int, hidden: int, n_ranks: int, value_bytes: float = 2
-) -> float:
+def tensor_parallel_bytes(batch_size: int, sequence: int, hidden: int, n_ranks: int, value_bytes: float = 2) -> float:
     """Bytes that each tensor-parallel rank sends for one transformer layer, forward and backward.
 
     Four ring all-reduces of the activations: attention and MLP have one each in forward and in backward. Sequence

@@ -84,9 +84,7 @@ _STYLE = {
 # ------------------------------------------------------------------------------------------ figures and axes
 
 
-def new_figure(
-    title: str, width: float = 7.0, height: float = 3.0, columns: int = 1, **kwargs
-) -> tuple[Figure, Axes]:
+def new_figure(title: str, width: float = 7.0, height: float = 3.0, columns: int = 1, **kwargs) -> tuple[Figure, Axes]:
     """An empty figure in the course's style.
 
     Args:
@@ -312,9 +310,7 @@ def span(
     tile(axes, start, row - height / 2, end - start, height, colour, text, linewidth=linewidth, **style)
 
 
-def bar(
-    axes: Axes, place: float, parts: list[tuple], size: float = 0.8, upright: bool = True, **look
-) -> float:
+def bar(axes: Axes, place: float, parts: list[tuple], size: float = 0.8, upright: bool = True, **look) -> float:
     """One bar, stacked from parts that start at 0.
 
     Args:
@@ -342,13 +338,7 @@ def bar(
 
 
 def stripes(
-    axes: Axes,
-    left: float,
-    top: float,
-    width: float,
-    height: float,
-    colours: list[str],
-    upright: bool = False,
+    axes: Axes, left: float, top: float, width: float, height: float, colours: list[str], upright: bool = False
 ) -> None:
     """A rectangle cut into stripes of equal size, one for each colour, from the top or from the left."""
     n = len(colours)
@@ -370,9 +360,7 @@ def arrow(axes: Axes, start: tuple, end: tuple, colour: str = "#555555", **style
     axes.annotate("", end, start, arrowprops=style)
 
 
-def note(
-    axes: Axes, text: str, at: tuple, offset: tuple = (7, 0), colour: str | None = None, **style
-) -> None:
+def note(axes: Axes, text: str, at: tuple, offset: tuple = (7, 0), colour: str | None = None, **style) -> None:
     """A text beside a point, such as the name of a line at its end: bold and in the line's colour, if one is given.
 
     Args:
@@ -462,11 +450,7 @@ def timeline(records, title: str = "What each rank did, measured") -> Figure:
     for record in records:
         texts = [record.kind if record.kind in ("data", "handlers") else record.name]
         if record.waits_for is not None:
-            texts = [
-                f"waits for rank {record.waits_for}",
-                f"waits for {record.waits_for}",
-                f"for {record.waits_for}",
-            ]
+            texts = [f"waits for rank {record.waits_for}", f"waits for {record.waits_for}", f"for {record.waits_for}"]
         share = (record.end - record.start) / (end - start)
         text = next((text for text in texts if share > 0.011 * (len(text) + 1)), "")
         left, right = 1e3 * (record.start - start), 1e3 * (record.end - start)
@@ -534,9 +518,7 @@ def schedules(panels: dict[str, list], title: str, unit: str = "ms", row: float 
 
     kinds = {"idle"}
     for panel, (name, (start, end, ranks, records)) in zip(axes, steps.items(), strict=True):
-        first = {
-            rank: min(r.stage or 0 for r in records if r.rank == rank and r.kind in names) for rank in ranks
-        }
+        first = {rank: min(r.stage or 0 for r in records if r.rank == rank and r.kind in names) for rank in ranks}
         rooms = {kind: [has_room(record) for record in records if record.kind == kind] for kind in names}
         numbered = [kind for kind, found in rooms.items() if row >= 0.2 and 2 * sum(found) > len(found)]
         for place in range(len(ranks)):
@@ -598,9 +580,7 @@ def step_rows(panels: dict[str, dict[str, list]], title: str) -> Figure:
     for panel, (name, rows) in zip(axes, panels.items(), strict=True):
         for place, records in enumerate(rows.values()):
             for record in records:
-                texts = (
-                    [] if record.kind == "idle" else [record.name, record.name.rpartition(" ")[2].strip("↓↑")]
-                )
+                texts = [] if record.kind == "idle" else [record.name, record.name.rpartition(" ")[2].strip("↓↑")]
                 text = next((text for text in texts if fits(text, record)), "")
                 left, right = 1e3 * (record.start - begins[name]), 1e3 * (record.end - begins[name])
                 span(panel, place, left, right, colours[record.kind], text)

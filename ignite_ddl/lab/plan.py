@@ -107,15 +107,9 @@ class Model:
         names = ("n_heads", "num_heads", "n_head", "num_attention_heads")
         heads = [getattr(part, name) for part in parts for name in names if hasattr(part, name)]
         blocks = max(map(_equal_children, parts), key=lambda group: sum(map(_size, group)))
-        found = {
-            "an nn.Embedding": tables,
-            "equal blocks": blocks,
-            "a number of heads": heads or "heads" in given,
-        }
+        found = {"an nn.Embedding": tables, "equal blocks": blocks, "a number of heads": heads or "heads" in given}
         if lacks := [name for name, part in found.items() if not part]:
-            raise ValueError(
-                f"module should have {' and '.join(lacks)}, but has none: describe it by Model(...)"
-            )
+            raise ValueError(f"module should have {' and '.join(lacks)}, but has none: describe it by Model(...)")
         vocabulary, width = max(tables, key=lambda one: one.num_embeddings).weight.shape
         size = parameters[0].element_size()
         read = {
@@ -153,9 +147,7 @@ class Model:
         shared = layers * (12 * h * h + 7 * h) + -(-self.vocabulary // tp) * tp * h
         if pp == 1:
             shared += (not self.tied) * self.vocabulary * h
-        return (
-            shared / tp + whole + max(self.sequence * h, 2 * h if pp > 1 else 0) + (2 * h if pp == 1 else 0)
-        )
+        return shared / tp + whole + max(self.sequence * h, 2 * h if pp > 1 else 0) + (2 * h if pp == 1 else 0)
 
 
 def _size(module: nn.Module) -> int:
@@ -324,8 +316,7 @@ class Plan(NamedTuple):
         if self.pp > 1:
             stages = self.pp * self.n_chunks
             split = [
-                -(-self.model.layers * (i + 1) // stages) + -self.model.layers * i // stages
-                for i in range(stages)
+                -(-self.model.layers * (i + 1) // stages) + -self.model.layers * i // stages for i in range(stages)
             ]
             split[0] += 1  # the embedding
             split[-1] += 1  # the head
@@ -578,9 +569,7 @@ def _checked(
     """Refuses a plan that cannot be; returns the numbers of stages on each rank and of microbatches."""
     at_least(1, whole=True, batch=batch, dp=dp, pp=pp, tp=tp)
     if dp * pp * tp > cluster.devices:
-        raise ValueError(
-            f"dp, pp and tp should be {cluster.devices} devices at most, but given {dp}, {pp} and {tp}"
-        )
+        raise ValueError(f"dp, pp and tp should be {cluster.devices} devices at most, but given {dp}, {pp} and {tp}")
     if model.heads % tp:
         raise ValueError(f"tp should divide {model.heads} heads, but given {tp}")
     one_of(SCHEDULES, schedule=schedule)
@@ -592,9 +581,7 @@ def _checked(
     if schedule == "1f1b" and n_chunks > 1:
         raise ValueError(f"n_chunks should be 1 for 1f1b, but given {n_chunks}")
     if pp * n_chunks > model.layers:
-        raise ValueError(
-            f"pp should be at most {model.layers // n_chunks}, one layer a stage, but given {pp}"
-        )
+        raise ValueError(f"pp should be at most {model.layers // n_chunks}, one layer a stage, but given {pp}")
     if batch % dp:
         raise ValueError(f"dp should divide batch={batch}, but given {dp}")
     count = batch // dp if microbatches is None else microbatches
@@ -661,9 +648,7 @@ def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory"
     axes.set(xscale="log", yscale="log", xlabel=f"memory of a device, {name}", ylabel="seconds a step")
     draw.log_ticks(axes, *axes.get_ylim())
     low, high = axes.get_xlim()
-    axes.set_xticks(
-        [n * 10**power for power in range(-3, 5) for n in (1, 2, 5) if low < n * 10**power < high]
-    )
+    axes.set_xticks([n * 10**power for power in range(-3, 5) for n in (1, 2, 5) if low < n * 10**power < high])
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     draw.key(made, {f"pp {pp}": colour for pp, colour in shades.items()} | {"does not fit": draw.GREY})

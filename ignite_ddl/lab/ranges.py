@@ -11,10 +11,7 @@ from typing import Any, TypeVar
 __all__ = ["above_zero", "at_least", "checked", "one_of", "share"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_COUNTS = {
-    *("n_ranks", "n_workers", "n_servers", "n_microbatches", "n_chunks"),
-    *("batch_size", "batch_per_rank"),
-}
+_COUNTS = {*("n_ranks", "n_workers", "n_servers", "n_microbatches", "n_chunks"), *("batch_size", "batch_per_rank")}
 
 
 def checked(function: _Function) -> _Function:

@@ -107,8 +107,7 @@ class Watch:
         came = [rank for rank in others if self.store.check([f"{key}/{rank}"])]
         parts = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in came}
         report = hang_report(
-            {rank: part["stack"] for rank, part in parts.items()},
-            {rank: part["calls"] for rank, part in parts.items()},
+            {rank: part["stack"] for rank, part in parts.items()}, {rank: part["calls"] for rank, part in parts.items()}
         )
         silent = [str(rank) for rank in others if rank not in parts]
         said = f"\nNo answer from: {', '.join(silent)}." if silent else ""

@@ -153,9 +153,7 @@ class Parallel:
         self.master_port = master_port
         self.init_method = init_method
         self.timeout = None if timeout is None else limit_in_seconds(timeout)
-        self.group_timeout = (
-            None if group_timeout is None else limit_in_seconds(group_timeout, "group_timeout")
-        )
+        self.group_timeout = None if group_timeout is None else limit_in_seconds(group_timeout, "group_timeout")
         self.threads_per_rank = threads_per_rank
         self.start_method = start_method
         self.servers = servers
@@ -242,9 +240,7 @@ class Parallel:
         if self.nnodes > 1 and node_rank is None:
             raise ValueError(f"node_rank should be given with nnodes={self.nnodes}")
         if not 0 <= self.node_rank < self.nnodes:
-            raise ValueError(
-                f"node_rank should be between 0 and {self.nnodes - 1}, but given {self.node_rank}"
-            )
+            raise ValueError(f"node_rank should be between 0 and {self.nnodes - 1}, but given {self.node_rank}")
         no_address = self.master_addr is None or self.master_port is None
         if self.nnodes > 1 and self.init_method is None and no_address:
             raise ValueError(
@@ -318,9 +314,7 @@ class Parallel:
             RankError: if a rank raises, dies, or does not finish within ``timeout``.
         """
         if not callable(func):
-            raise ValueError(
-                f"func should be a function whose first argument is the local rank, but given {func!r}"
-            )
+            raise ValueError(f"func should be a function whose first argument is the local rank, but given {func!r}")
         if self.nproc_per_node is None:
             with self._limited(), _told_who_waited():
                 return [func(idist.get_local_rank(), *args, **kwargs)]
@@ -418,9 +412,7 @@ class Parallel:
 
 
 # The last one is what gloo says where another of the rank's operations has timed out, perhaps one in the background.
-_A_PEER_IS_MISSING = re.compile(
-    r"gloo.*(Timed out|(closed|reset) by peer)|Application timeout caused pair closure"
-)
+_A_PEER_IS_MISSING = re.compile(r"gloo.*(Timed out|(closed|reset) by peer)|Application timeout caused pair closure")
 
 
 @contextlib.contextmanager
@@ -517,9 +509,7 @@ def _inside_a_job() -> bool:
 
 @functools.cache  # once
 def _warn_about_spawn() -> None:
-    message = (
-        "There is no forkserver on this platform: ranks are spawned, and each launch imports torch again."
-    )
+    message = "There is no forkserver on this platform: ranks are spawned, and each launch imports torch again."
     warnings.warn(message, stacklevel=4)
 
 

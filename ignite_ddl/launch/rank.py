@@ -121,9 +121,7 @@ def _set_up(job: Job, environ: dict[str, str]) -> None:
 def _redirect_output(job: Job, rank: int | str) -> None:
     """Sends the output of this process and its children, also from C++, to files that the parent reads."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        file = os.open(
-            os.path.join(job.folder, f"{rank}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
-        )
+        file = os.open(os.path.join(job.folder, f"{rank}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
         options = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1, "closefd": False}
@@ -144,10 +142,7 @@ def _flush() -> None:
 
 
 def _die_with_parent(
-    folder: str,
-    release: connection.Connection | None = None,
-    released: threading.Event | None = None,
-    calls: str = "",
+    folder: str, release: connection.Connection | None = None, released: threading.Event | None = None, calls: str = ""
 ) -> None:
     """Ends this process when its parent ends, and cleans up, which a killed parent cannot do.
 

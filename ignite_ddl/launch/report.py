@@ -107,9 +107,7 @@ def hang_report(stacks: Mapping[int, str], records: Mapping[int, Sequence[Mappin
         stacks: of each rank, the most recent call first; "" of a rank that has returned.
         records: of each rank that could say so, what ``compat.recorded_calls`` returned there.
     """
-    stands = {
-        rank: next((call for call in calls if not call["done"]), None) for rank, calls in records.items()
-    }
+    stands = {rank: next((call for call in calls if not call["done"]), None) for rank, calls in records.items()}
     awaited: dict[tuple, int] = {}
     for call in filter(None, stands.values()):
         awaited[_group(call)] = min(call["number"], awaited.get(_group(call), call["number"]))

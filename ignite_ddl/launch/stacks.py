@@ -72,9 +72,7 @@ def who_is_missing(stacks: dict[int | str, str], returned: list[int]) -> tuple[i
     if not any(calls.values()):
         return next(iter(stacks)), ""
     common = Counter(filter(None, calls.values())).most_common(1)[0][0]
-    missing = sorted(
-        (rank for rank in calls if calls[rank] != common), key=lambda rank: calls[rank] is not None
-    )
+    missing = sorted((rank for rank in calls if calls[rank] != common), key=lambda rank: calls[rank] is not None)
     waiting = ", ".join(str(rank) for rank in calls if calls[rank] == common)
     said = [f"{label(rank)} was {_place(stacks[rank])}" for rank in missing]
     said += [f"{label(rank)} had returned" for rank in returned]
@@ -94,9 +92,7 @@ def interrupted(stacks: dict[int | str, str]) -> KeyboardInterrupt:
 
 
 def frames_of(stack: str) -> list[Frame]:
-    return [
-        (file, int(line), name) for file, line, name in re.findall(r'File "(.+)", line (\d+) in (.+)', stack)
-    ]
+    return [(file, int(line), name) for file, line, name in re.findall(r'File "(.+)", line (\d+) in (.+)', stack)]
 
 
 def waits_in(stack: str) -> str | None:

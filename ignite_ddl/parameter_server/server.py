@@ -32,11 +32,7 @@ class Shard:
         self.others: list[torch.Tensor] = []  # buffers and parameters without gradient
 
     def create(
-        self,
-        agreed: dict[str, Any],
-        optimizer: bytes,
-        tensors: list[torch.Tensor],
-        others: list[torch.Tensor],
+        self, agreed: dict[str, Any], optimizer: bytes, tensors: list[torch.Tensor], others: list[torch.Tensor]
     ) -> str | None:
         """Called by worker 0: sets the initial parameters and makes their optimizer.
 
@@ -74,9 +70,7 @@ class Shard:
 
         The settings are None if worker 0 ended without calling it.
         """
-        return self._when(
-            lambda: self.agreed is not None or 0 in self.gone, lambda: (self.agreed, self.others)
-        )
+        return self._when(lambda: self.agreed is not None or 0 in self.gone, lambda: (self.agreed, self.others))
 
     def pull(self, worker: int, at_least: int) -> Future:
         """The version and its parameters, once the mode lets this worker pull."""
@@ -133,9 +127,7 @@ class Shard:
         """Why the others cannot continue without a worker that failed, and what to do."""
         with self.lock:
             if self.agreed is None:
-                return (
-                    "It failed before worker 0 had made the ParameterServer, so the others cannot continue."
-                )
+                return "It failed before worker 0 had made the ParameterServer, so the others cannot continue."
             needs = "every worker" if self.mode == "sync" else f"{len(self.workers) - self.spare} workers"
             servers = f" with {self.agreed['servers']} servers" if self.mode == "backup" else ""
             return (

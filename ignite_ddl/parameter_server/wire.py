@@ -127,6 +127,5 @@ class Servers:
         with contextlib.suppress(RuntimeError):
             waits_for = rpc.rpc_sync(server, _answer, args=(self._number, "waits_for"), timeout=2.0)
         raise TimeoutError(
-            f"{method} took more than {limit:g} s: {server} (mode {self.mode!r}) waits for workers "
-            f"{waits_for}"
+            f"{method} took more than {limit:g} s: {server} (mode {self.mode!r}) waits for workers {waits_for}"
         )

@@ -157,9 +157,7 @@ class ParameterServer:
                 raise ValueError(error)
         answers = self._servers.ask("join", [()] * len(self._names))
         if any(theirs is None for theirs, _ in answers):
-            raise RuntimeError(
-                "a ParameterServer starts with the weights of worker 0, and worker 0 has ended"
-            )
+            raise RuntimeError("a ParameterServer starts with the weights of worker 0, and worker 0 has ended")
         theirs = answers[0][0]
         for what, value in agreed.items():
             if theirs[what] != value:

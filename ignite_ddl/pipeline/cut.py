@@ -302,16 +302,12 @@ def balance(costs: Sequence[float], n_stages: int) -> list[int]:
     if not _are_costs(costs):
         raise ValueError(f"costs should be numbers of at least 0, but given {list(costs)}")
     if n_stages > n:
-        raise ValueError(
-            f"a model of {n} layers cannot be cut into {n_stages} stages; use fewer pp ranks or stages"
-        )
+        raise ValueError(f"a model of {n} layers cannot be cut into {n_stages} stages; use fewer pp ranks or stages")
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
     least, _ = _best_cut(total, n_stages, max)
-    _, sizes = _best_cut(
-        total, n_stages, lambda before, cost: before + cost**2 if cost <= least else float("inf")
-    )
+    _, sizes = _best_cut(total, n_stages, lambda before, cost: before + cost**2 if cost <= least else float("inf"))
     return sizes
 
 
@@ -322,9 +318,7 @@ def _are_costs(costs: Sequence[float]) -> bool:
         return False
 
 
-def _best_cut(
-    total: list[float], n_stages: int, add: Callable[[float, float], float]
-) -> tuple[float, list[int]]:
+def _best_cut(total: list[float], n_stages: int, add: Callable[[float, float], float]) -> tuple[float, list[int]]:
     """The minimal total of a cut, and its sizes; ``add`` combines the total so far and the cost of a stage."""
     n = len(total) - 1
     # best[k][i]: the minimal total of the first i layers in k stages; cut[k][i]: where the last of these stages begins

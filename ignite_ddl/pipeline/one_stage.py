@@ -37,9 +37,7 @@ def as_stages(model: nn.Module, model_fn: Callable[[nn.Module, Any], Any] = call
         )
     if isinstance(model, Pipeline):
         if model_fn is not call:
-            raise ValueError(
-                "model_fn cannot be given under pp, where the schedule calls the stages: leave it out"
-            )
+            raise ValueError("model_fn cannot be given under pp, where the schedule calls the stages: leave it out")
         return model
     return OneStage(model, model_fn)
 

@@ -228,10 +228,7 @@ class Pipeline(nn.Module):
         tensors, structure = flatten(value, stage)
         header = pickle.dumps((structure, [(t.shape, t.dtype, t.requires_grad) for t in tensors]))
         device = idist.device()
-        first = [
-            torch.tensor([len(header)], device=device),
-            torch.frombuffer(bytearray(header), dtype=torch.uint8),
-        ]
+        first = [torch.tensor([len(header)], device=device), torch.frombuffer(bytearray(header), dtype=torch.uint8)]
         parts = [*(part.to(device) for part in first), *(t.detach().contiguous() for t in tensors)]
         return [(dist.isend(t, self._peer(pp_rank), group=self._mesh.pp_group), t) for t in parts]
 
@@ -381,9 +378,7 @@ class Pipeline(nn.Module):
                     f"{self._cut.describe(s)} was frozen when the model was cut, so that nothing "
                     "averages its gradients over dp: freeze it after ddl.auto_model"
                 )
-        self._trained = {
-            s: any(p.requires_grad for p in stage.parameters()) for s, stage in self._stages.items()
-        }
+        self._trained = {s: any(p.requires_grad for p in stage.parameters()) for s, stage in self._stages.items()}
         if len(self._schedules) == _SCHEDULES_KEPT:
             del self._schedules[next(iter(self._schedules))]
         # Here, since importing torch's schedules takes a second.
@@ -461,9 +456,7 @@ class _Loss:
 
     def __call__(self, output: tuple[torch.Tensor, ...], rows: torch.Tensor) -> torch.Tensor:
         with self.autocast:
-            return self.loss_fn(
-                self.structure.unflatten(output), rows_of(self.y, int(rows[0]), int(rows[-1]) + 1)
-            )
+            return self.loss_fn(self.structure.unflatten(output), rows_of(self.y, int(rows[0]), int(rows[-1]) + 1))
 
 
 def _copies_of_shared_layers(

@@ -198,9 +198,7 @@ SCHEDULES: dict[str, Schedule] = {
         "ScheduleInterleavedZeroBubble", 2, _interleaved_zero_bubble, split_backward=True, equal_rounds=True
     ),
     "zbv": Schedule("ScheduleZBVZeroBubble", 2, _zbv, v_shaped=True, split_backward=True),
-    "dualpipev": Schedule(
-        "ScheduleDualPipeV", 2, _dualpipev, v_shaped=True, split_backward=True, least_per_rank=2
-    ),
+    "dualpipev": Schedule("ScheduleDualPipeV", 2, _dualpipev, v_shaped=True, split_backward=True, least_per_rank=2),
 }
 
 
@@ -246,9 +244,7 @@ def stage_owners(schedule: str, n_ranks: int, n_chunks: int | None = None) -> li
     n_chunks = own if n_chunks is None else n_chunks
     _at_least_1(n_ranks=n_ranks, n_chunks=n_chunks)
     if n_chunks != own and (own == 1 or known.v_shaped):
-        raise ValueError(
-            f"schedule={schedule!r} has {own} stages on each rank, but given n_chunks={n_chunks}"
-        )
+        raise ValueError(f"schedule={schedule!r} has {own} stages on each rank, but given n_chunks={n_chunks}")
     ranks = list(range(n_ranks))
     return ranks + ranks[::-1] if known.v_shaped else ranks * n_chunks
 

@@ -30,9 +30,7 @@ class Interface:
     def of(cls, tree: Any, what: str) -> Interface:
         """That of a value."""
         tensors, structure = flatten(tree, what)
-        empty = [
-            torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad) for t in tensors
-        ]
+        empty = [torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad) for t in tensors]
         return cls(structure, tuple(empty))
 
 
@@ -73,13 +71,7 @@ class Stage(PipelineStage):
                 "stage: install torch 2.12 or newer, or return them as floating-point numbers"
             )
         super().__init__(
-            module,
-            index,
-            n_stages,
-            device,
-            input_args=takes.tensors,
-            output_args=returns.tensors,
-            group=group,
+            module, index, n_stages, device, input_args=takes.tensors, output_args=returns.tensors, group=group
         )
         self.name, self.takes, self.returns = name, takes, returns
         self.autocast, self.split_backward = autocast, split_backward
@@ -104,9 +96,7 @@ class Stage(PipelineStage):
     def _sendable(self, tensor: torch.Tensor, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Without gaps in memory, as after attention; and, for torch's backward pass, no input and no view."""
         passed_on = any(tensor is one for one in given)
-        if passed_on or (
-            self.split_backward and tensor._is_view()
-        ):  # such as a Linear's output for 3-D input
+        if passed_on or (self.split_backward and tensor._is_view()):  # such as a Linear's output for 3-D input
             return tensor.clone(memory_format=torch.contiguous_format)
         return tensor.contiguous()
 

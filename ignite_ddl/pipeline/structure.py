@@ -118,9 +118,7 @@ def joined(parts: Sequence[Any]) -> Any:
             "the model's output should have a row for each sample in each tensor under pp, where microbatches are "
             "joined, but holds a single number: return it for each sample, or compute it in loss_fn"
         )
-    return tree_map(
-        lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], torch.Tensor) else leaves[0], *parts
-    )
+    return tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], torch.Tensor) else leaves[0], *parts)
 
 
 def whole(tree: Any) -> Any:

@@ -76,9 +76,7 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str]) -> nn.Sequenti
     finally:
         for module, training in was:
             module.training = training
-    layers = [
-        TracedLayer({mode: trace.parts[i] for mode, trace in traces.items()}) for i in range(len(before) + 1)
-    ]
+    layers = [TracedLayer({mode: trace.parts[i] for mode, trace in traces.items()}) for i in range(len(before) + 1)]
     own = dict(_tensors_of(model))
     used = {name for layer in layers for name in layer.uses}
     names_of: dict[int, list[str]] = {}
@@ -97,12 +95,7 @@ class _Part:
     """The operations of one layer in one mode, and the names of the values around it."""
 
     def __init__(
-        self,
-        graph: nn.Module,
-        uses: list[str],
-        arguments: list[Any],
-        gives: dict[str, int | None],
-        passes: list[str],
+        self, graph: nn.Module, uses: list[str], arguments: list[Any], gives: dict[str, int | None], passes: list[str]
     ) -> None:
         self.graph, self.arguments, self.gives, self.passes = graph, arguments, gives, passes
         self.uses = uses
@@ -139,9 +132,7 @@ class _Trace:
 
             return hook
 
-        hooks = [
-            model.get_submodule(name).register_forward_pre_hook(cut(name), prepend=True) for name in before
-        ]
+        hooks = [model.get_submodule(name).register_forward_pre_hook(cut(name), prepend=True) for name in before]
         rows = torch.export.Dim("rows", min=1)
         dims = tree_map(lambda leaf: {0: rows} if isinstance(leaf, torch.Tensor) else None, x)
         try:
@@ -221,9 +212,7 @@ def _check_input(given: Any, takes: list[Any]) -> None:
 
 
 def _kinds(leaves: Sequence[Any]) -> list[Any]:
-    return [
-        (tuple(leaf.shape[1:]), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-    ]
+    return [(tuple(leaf.shape[1:]), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def _register(layer: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:

@@ -71,9 +71,7 @@ def _is_cut_over_tp(parameter: torch.Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
-    return any(
-        name == "tp" and not p.is_replicate() for name, p in zip(names, parameter.placements, strict=True)
-    )
+    return any(name == "tp" and not p.is_replicate() for name, p in zip(names, parameter.placements, strict=True))
 
 
 def _digest(gradient: torch.Tensor | None) -> torch.Tensor:

@@ -90,9 +90,7 @@ def cross_entropy(
     if target.device.type == "cpu":  # elsewhere the check would wait for the device
         outside = target[((target < 0) | (target >= logits.shape[classes])) & (target != ignore_index)]
         if len(outside):
-            raise ValueError(
-                f"target should be below the {logits.shape[classes]} classes, but has {int(outside[0])}"
-            )
+            raise ValueError(f"target should be below the {logits.shape[classes]} classes, but has {int(outside[0])}")
     options = {"ignore_index": ignore_index, "reduction": reduction}
     return _CutCrossEntropy.apply(logits.to_local(), logits._spec, target, options)
 
@@ -101,16 +99,11 @@ class _CutCrossEntropy(torch.autograd.Function):
     """Computes the gradient in forward: torch's ``loss_parallel`` would have to enclose the backward pass too."""
 
     @staticmethod
-    def forward(
-        ctx: Any, local: torch.Tensor, spec: Any, target: torch.Tensor, options: dict
-    ) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, spec: Any, target: torch.Tensor, options: dict) -> torch.Tensor:
         # In float32: the loss is scaled later, and small gradients should not be rounded to zero before that.
         precise = local.detach().to(torch.promote_types(local.dtype, torch.float32))
         logits = DTensor.from_local(
-            *(precise, spec.device_mesh, spec.placements),
-            run_check=False,
-            shape=spec.shape,
-            stride=spec.stride,
+            *(precise, spec.device_mesh, spec.placements), run_check=False, shape=spec.shape, stride=spec.stride
         )
         logits.requires_grad_(ctx.needs_input_grad[0])
         with torch.enable_grad(), loss_parallel():

@@ -43,24 +43,16 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
             module into ``tp_size`` parts, or a module or weight with several names would be cut in two ways.
     """
     if not isinstance(plan, Mapping) or not all(isinstance(key, str) for key in plan):
-        raise ValueError(
-            f"tensor_plan should be a dict from globs of module names to styles, but given {plan!r}"
-        )
+        raise ValueError(f"tensor_plan should be a dict from globs of module names to styles, but given {plan!r}")
     modules = dict(model.named_modules(remove_duplicate=False))
     styles: dict[str, ParallelStyle] = {}
     for key, style in plan.items():
         if not isinstance(style, ParallelStyle):
-            raise ValueError(
-                f"tensor_plan[{key!r}] should be a style such as ddl.Column(), but given {style!r}"
-            )
+            raise ValueError(f"tensor_plan[{key!r}] should be a style such as ddl.Column(), but given {style!r}")
         names = [name for name in modules if _matches(name, key)]
         if not names:
-            known = ", ".join(
-                name for name, module in modules.items() if list(module.parameters(recurse=False))
-            )
-            raise ValueError(
-                f"tensor_plan has the key {key!r}, which matches no module; those with weights: {known}"
-            )
+            known = ", ".join(name for name, module in modules.items() if list(module.parameters(recurse=False)))
+            raise ValueError(f"tensor_plan has the key {key!r}, which matches no module; those with weights: {known}")
         styles |= dict.fromkeys(names, style)
     for name, style in styles.items():
         if hasattr(style, "check"):
@@ -89,9 +81,7 @@ def _check_channels(modules: Mapping[str, nn.Module], styles: Mapping[str, Paral
                 )
 
 
-def _check_agreement(
-    model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]
-) -> None:
+def _check_agreement(model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> None:
     """Refuses a plan that cuts a module or a weight with several names in two ways."""
     of_module: dict[int, tuple[str, ParallelStyle]] = {}
     for name, style in styles.items():
@@ -142,9 +132,7 @@ def _matches(name: str, key: str) -> bool:
     parts, globs = name.split("."), key.split(".")
     if not name:  # the model itself, which "*" does not match
         return not key
-    return len(parts) == len(globs) and all(
-        fnmatch.fnmatchcase(p, g) for p, g in zip(parts, globs, strict=True)
-    )
+    return len(parts) == len(globs) and all(fnmatch.fnmatchcase(p, g) for p, g in zip(parts, globs, strict=True))
 
 
 def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: DeviceMesh) -> None:
@@ -195,9 +183,7 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
             setattr(owner, attribute, first)
 
 
-def _takers_apart(
-    modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]
-) -> dict[str, list[str]]:
+def _takers_apart(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, list[str]]:
     """The modules whose own code sees what a Column leaves cut, and the names of these inside."""
     found: dict[str, list[str]] = {}
     for name, style in styles.items():

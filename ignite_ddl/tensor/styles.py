@@ -92,18 +92,14 @@ class Column(ColwiseParallel):
             plan = {"block*.attention.[qkv]": Column(units="n_heads"), "block*.attention.out": Row()}
     """
 
-    def __init__(
-        self, *, units: int | str | None = None, parts: int | Iterable[int] = 1, **kwargs: Any
-    ) -> None:
+    def __init__(self, *, units: int | str | None = None, parts: int | Iterable[int] = 1, **kwargs: Any) -> None:
         if units is not None and not isinstance(units, str):
             check_count("units", units)
         self.parts = parts if isinstance(parts, int) else tuple(parts)
         for n in (parts,) if isinstance(parts, int) else self.parts:
             check_count("parts", n)
         if parts != 1 and (units is not None or kwargs):
-            raise ValueError(
-                f"parts={parts!r} excludes units and layouts: the output stays cut, part by part"
-            )
+            raise ValueError(f"parts={parts!r} excludes units and layouts: the output stays cut, part by part")
         for argument in ("input_layouts", "output_layouts"):
             _check_layout(self, argument, kwargs.get(argument))
         super().__init__(**kwargs)
@@ -244,9 +240,7 @@ class Row(RowwiseParallel):
         size = module.weight.shape[1 - dim_of_outputs(module)]
         if size % tp_size:
             what = "rows" if _is_transposed(module) else "columns"
-            raise ValueError(
-                f"tp={tp_size} should divide the {size} {what} of the weight of {name!r}, but does not"
-            )
+            raise ValueError(f"tp={tp_size} should divide the {size} {what} of the weight of {name!r}, but does not")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = copy.copy(self)  # torch's _apply changes the style, which other layers may share
@@ -330,8 +324,7 @@ def _check_is_layer(style: ParallelStyle, name: str, module: nn.Module) -> None:
         kin = "OutputChannels" if isinstance(style, Column) else "InputChannels"
         hint = f"; ddl.{kin} is for convolutions" if isinstance(module, _CONVOLUTIONS) else ""
         raise ValueError(
-            f"{type(style).__name__} cuts an nn.Linear or nn.Embedding, but {name!r} is a "
-            f"{type(module).__name__}{hint}"
+            f"{type(style).__name__} cuts an nn.Linear or nn.Embedding, but {name!r} is a {type(module).__name__}{hint}"
         )
     for option in ("max_norm", "sparse"):
         if getattr(module, option, None):
@@ -344,9 +337,7 @@ def _check_is_layer(style: ParallelStyle, name: str, module: nn.Module) -> None:
 def _check_uneven(tp_size: int, size: int, what: str, name: str) -> None:
     """Refuses a rank without rows, whose peers would hang. torch cuts 65 rows on 4 ranks as 17, 17, 17, 14."""
     if -(-size // tp_size) * (tp_size - 1) >= size > 0 and tp_size > 1:
-        raise ValueError(
-            f"tp={tp_size} cuts the {size} {what} of {name!r} so that a rank has none; use fewer tp ranks"
-        )
+        raise ValueError(f"tp={tp_size} cuts the {size} {what} of {name!r} so that a rank has none; use fewer tp ranks")
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -422,11 +413,7 @@ class InputChannels(ParallelStyle):
         cut = {"weight": Shard(1), "bias": Replicate()}
         module = _on_local_parts(module, device_mesh, cut, _InputChannels)
         if self.whole_input:
-            layouts = {
-                "input_layouts": Replicate(),
-                "desired_input_layouts": Shard(1),
-                "use_local_output": True,
-            }
+            layouts = {"input_layouts": Replicate(), "desired_input_layouts": Shard(1), "use_local_output": True}
             PrepareModuleInput(**layouts)._apply(module, device_mesh)
         return module
 
@@ -454,9 +441,7 @@ class _InputChannels:
         return y + bias.to_local().view(-1, *[1] * (weight.ndim - 2))  # once, not on each rank
 
 
-def _on_local_parts(
-    module: nn.Module, mesh: DeviceMesh, cut: Mapping[str, Placement], mixin: type
-) -> nn.Module:
+def _on_local_parts(module: nn.Module, mesh: DeviceMesh, cut: Mapping[str, Placement], mixin: type) -> nn.Module:
     _distribute(module, mesh, cut)
     # As in FSDP2: the module stays the same object with its hooks, and only its class changes.
     module.__class__ = type(f"{mixin.__name__[1:]}{type(module).__name__}", (mixin, type(module)), {})

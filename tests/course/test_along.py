@@ -21,10 +21,7 @@ def test_a_plan_cuts_features_inside_the_pairs_and_sums_the_terms_of_out_and_dow
     held = {how: [name for name, _, found, _ in steps if found == how] for how in ("features", "terms")}
     assert held == {"features": ["q k v", "mix", "up"], "terms": ["out", "down"]}
     assert {how for *_, how, _ in steps} == {"features", "terms", "whole"}
-    assert [(name, calls) for name, *_, calls in steps if calls] == [
-        ("+ x", ["all_reduce"]),
-        ("+", ["all_reduce"]),
-    ]
+    assert [(name, calls) for name, *_, calls in steps if calls] == [("+ x", ["all_reduce"]), ("+", ["all_reduce"])]
 
 
 def test_a_sequence_plan_cuts_the_rest_by_tokens():

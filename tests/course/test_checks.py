@@ -114,9 +114,7 @@ def wrong_hints(check, mistakes, capsys):
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids="ch{}".format)
 def test_each_mistake_gets_its_hint(chapter, reached, capsys, monkeypatch):
-    module, data = (
-        importlib.import_module(name) for name in (CHECKS.format(chapter), f"mistakes.ch{chapter}")
-    )
+    module, data = (importlib.import_module(name) for name in (CHECKS.format(chapter), f"mistakes.ch{chapter}"))
     checks = {name: getattr(module, name) for name in CHECK.findall(inspect.getsource(module))}
     assert set(data.MISTAKES) == set(checks)
     solutions, problems = Solutions(chapter), []

@@ -140,9 +140,7 @@ def test_default_transform_is_torchvisions_normalisation():
     import_torchvision()
     from torchvision.transforms import v2
 
-    scale = v2.Compose(
-        [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.2860], [0.3530])]
-    )
+    scale = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.2860], [0.3530])])
     expected, ours = fashion_mnist(transform=scale), fashion_mnist()
     for index in range(10):
         torch.testing.assert_close(ours[index][0], expected[index][0].as_subclass(torch.Tensor))

@@ -83,9 +83,7 @@ def test_outside_a_notebook_the_text_is_printed_and_the_figure_closed(figure, ca
 
 @pytest.mark.parametrize("alt", ["", "  ", "Four words are given"])
 def test_a_text_of_less_than_five_words_is_refused(alt, figure):
-    with pytest.raises(
-        ValueError, match="alt should say in five words or more what the figure shows, but given"
-    ):
+    with pytest.raises(ValueError, match="alt should say in five words or more what the figure shows, but given"):
         show(figure, alt=alt)
 
 
@@ -129,11 +127,7 @@ def test_00_the_map_has_every_chapter_once():
 
 def test_01_colours_are_read_from_the_numbers_also_from_wrong_ones():
     before = [1, 2, 4, 8]
-    panels = {
-        "all_reduce": (before, [15] * 4),
-        "all_gather": (before, [before] * 4),
-        "wrong": (before, [7, 7, 7, 8]),
-    }
+    panels = {"all_reduce": (before, [15] * 4), "all_gather": (before, [before] * 4), "wrong": (before, [7, 7, 7, 8])}
     for axes, wanted in zip(
         ch01.collectives(panels).axes, (RANK[:4] * 4, RANK[:4] * 4, [*RANK[:3] * 3, RANK[3]]), strict=True
     ):
@@ -204,9 +198,7 @@ def test_06_each_kind_of_job_has_its_ranks():
 
 
 def test_06_the_matrix_stands_in_the_tiles_and_the_worst_mistake_in_a_frame():
-    [axes] = ch06.confusion_matrix(
-        [[8, 2, 0], [1, 9, 0], [0, 5, 5]], ["shirt", "coat", "bag"], n_ranks=2
-    ).axes
+    [axes] = ch06.confusion_matrix([[8, 2, 0], [1, 9, 0], [0, 5, 5]], ["shirt", "coat", "bag"], n_ranks=2).axes
     assert texts(axes) == ["8", "2", "1", "9", "5", "5"]
     assert boxes(axes)[-1] == ("none", 1, 2, 1, 1), "predicted coat, true bag"
     assert axes.get_title(loc="left") == "30 images from 2 ranks: bag is taken for coat most often"
@@ -231,9 +223,7 @@ def test_14_a_rank_holds_its_slices_and_what_is_whole():
 def test_15_a_layer_is_on_all_ranks_on_one_or_in_pieces():
     [axes] = ch15.cuts_of_a_model(4, 2).axes
     assert colours(axes) == [RANK[0]] * 2 + [RANK[1]] * 2 + RANK[:2] * 4
-    assert [text for text in texts(axes) if "holds" in text] == ["a rank holds 100%"] + [
-        "a rank holds 50%"
-    ] * 2
+    assert [text for text in texts(axes) if "holds" in text] == ["a rank holds 100%"] + ["a rank holds 50%"] * 2
 
 
 def test_16_by_rows_a_rank_has_a_block_of_x_and_w_and_a_whole_term_of_y():
@@ -306,17 +296,9 @@ def test_20_ranks_that_are_left_out_of_a_sum_are_empty():
 
 
 def test_20_a_bar_holds_the_axes_and_nothing_else():
-    sent = {
-        "8 × 1 × 1": {"dp": 100, "pp": 0, "tp": 0, "rest": 900},
-        "2 × 2 × 2": {"dp": 25, "pp": 10, "tp": 40},
-    }
+    sent = {"8 × 1 × 1": {"dp": 100, "pp": 0, "tp": 0, "rest": 900}, "2 × 2 × 2": {"dp": 25, "pp": 10, "tp": 40}}
     figure = ch20.bytes_by_axis(sent, "A title")
-    assert [(bar.get_x(), bar.get_width()) for bar in figure.axes[0].patches] == [
-        (0, 100),
-        (0, 25),
-        (25, 10),
-        (35, 40),
-    ]
+    assert [(bar.get_x(), bar.get_width()) for bar in figure.axes[0].patches] == [(0, 100), (0, 25), (25, 10), (35, 40)]
     assert labels(figure.axes[0].yaxis) == list(sent)
 
 
@@ -332,9 +314,7 @@ def test_20_a_figure_without_a_ground_keeps_none(monkeypatch):
 
 
 def test_03_steps_that_compile_say_so():
-    [axes] = ch03.compile_times(
-        [60.0, 0.5, 0.4, 20.0], [8, 8, 8, 4], [True, False, False, True], "recorded"
-    ).axes
+    [axes] = ch03.compile_times([60.0, 0.5, 0.4, 20.0], [8, 8, 8, 4], [True, False, False, True], "recorded").axes
     assert [text.startswith("compiles") for text in texts(axes)] == [True, False, False, True]
 
 
@@ -349,9 +329,7 @@ def test_09_an_arrow_goes_from_sender_to_receiver_in_its_time():
 
 def test_13_a_box_leads_from_pull_to_push_and_holds_its_staleness():
     rules = {"async": {"mode": "async"}, "3 + 1": {"mode": "backup", "backup": 1}}
-    runs = {
-        name: simulate.parameter_server(4, [1.0, 1.2, 1.4, 4.0], 20, **rule) for name, rule in rules.items()
-    }
+    runs = {name: simulate.parameter_server(4, [1.0, 1.2, 1.4, 4.0], 20, **rule) for name, rule in rules.items()}
     panels = {name: (run.updates, run.dropped) for name, run in runs.items()}
     asynchronous, backup = ch13.server_rows(panels, "One is slow", end=6, unit="time units").axes
     seen = [gradient for gradient in runs["async"].updates if gradient.pulled_at < 6]
@@ -377,12 +355,7 @@ def tops(axes):
 
 def test_01_a_bar_is_the_sort_and_what_comes_after_it():
     [axes] = ch01.sort_times({1: (0.2, 0.0), 4: (0.1, 0.05)}).axes
-    assert [(left, width) for _, left, _, width, _ in boxes(axes)] == [
-        (0, 200),
-        (200, 0),
-        (0, 100),
-        (100, 50),
-    ]
+    assert [(left, width) for _, left, _, width, _ in boxes(axes)] == [(0, 200), (200, 0), (0, 100), (100, 50)]
     assert [text for text in texts(axes) if text.endswith("ms")] == ["200 ms", "150 ms"]
 
 
@@ -396,10 +369,7 @@ def test_02_stages_stack_to_their_sum_without_crumbs():
 def test_02_scales_that_overflow_are_a_field_and_no_point():
     zeros, errors = {0: 0.3, 2: 0.1, 4: 0.0, 6: 0.0}, {0: 0.2, 2: 0.0, 4: float("inf"), 6: float("nan")}
     [axes] = ch02.loss_scales(zeros, errors, start=2).axes
-    assert [line.get_xydata().tolist() for line in axes.lines[:2]] == [
-        [[0, 0.3], [2, 0.1]],
-        [[0, 0.2], [2, 0.0]],
-    ]
+    assert [line.get_xydata().tolist() for line in axes.lines[:2]] == [[[0, 0.3], [2, 0.1]], [[0, 0.2], [2, 0.0]]]
     [(_, left, _, width, _)] = boxes(axes)
     assert (left, left + width) == (3, 7)
     assert {"no scale", "overflow"} < set(texts(axes))
@@ -459,12 +429,7 @@ def test_11_bars_add_up_to_the_step_and_say_the_share():
 def test_12_a_bar_is_as_long_as_its_share():
     panels = {"even": [{"a": 6, "b": 4}, {"c": 10}], "uneven": [{"a": 18}, {"b": 1, "c": 1}]}
     even, uneven = ch12.server_shares(panels, "One has it all").axes
-    assert [text for text in texts(even) + texts(uneven) if "%" in text] == [
-        "50.0 %",
-        "50.0 %",
-        "90.0 %",
-        "10.0 %",
-    ]
+    assert [text for text in texts(even) + texts(uneven) if "%" in text] == ["50.0 %", "50.0 %", "90.0 %", "10.0 %"]
     assert [box[3] for box in boxes(even)] == [30, 20, 50]
 
 
@@ -489,9 +454,7 @@ def test_16_an_all_reduce_is_both_passes_of_the_ring():
 
 
 def test_11_bars_are_two_standard_errors_and_an_error_of_0_has_none():
-    [axes] = ch11.over_batch_sizes(
-        {"one": {24: (0.81, 0.01), 600: (0.74, 0.02)}}, "It falls", "accuracy"
-    ).axes
+    [axes] = ch11.over_batch_sizes({"one": {24: (0.81, 0.01), 600: (0.74, 0.02)}}, "It falls", "accuracy").axes
     assert axes.collections[0].get_segments()[1][:, 1] == pytest.approx([0.70, 0.78])
     [axes] = ch11.over_batch_sizes({"p": {8: (0.1, 0), 64: (0.5, 0)}}, "It climbs", "p").axes
     assert not axes.collections
@@ -510,10 +473,7 @@ def test_13_a_dot_marks_the_best_rate_and_the_best_b():
 def test_13_a_row_of_dots_is_a_rule_and_a_line_its_mean():
     took = {"sync": [4.0, 5.0], "async": [2.0, 2.0]}
     [axes] = ch13.seconds_of_rules(took, {"sync": (0.71, 0.02), "async": (0.7, 0.03)}, "Sooner").axes
-    assert [points(line) for line in axes.lines if line.get_marker() == "o"] == [
-        [(4, 0), (5, 0)],
-        [(2, 1), (2, 1)],
-    ]
+    assert [points(line) for line in axes.lines if line.get_marker() == "o"] == [[(4, 0), (5, 0)], [(2, 1), (2, 1)]]
     assert [line.get_xdata()[0] for line in axes.lines if line.get_marker() != "o"] == [4.5, 2]
     assert texts(axes) == ["71% ± 2%", "70% ± 3%", "accuracy"]
 
@@ -530,12 +490,7 @@ def test_13_a_slow_worker_has_a_colour_of_its_own():
 
 
 def test_19_schedules_at_one_place_share_a_mark_and_lines_lead_to_the_emptiest_rank():
-    schedules = {
-        "gpipe": (0.27, [8, 8]),
-        "1f1b": (0.27, [2, 1]),
-        "zbv": (0.05, [2, 2]),
-        "other": (0.05, [2, 1]),
-    }
+    schedules = {"gpipe": (0.27, [8, 8]), "1f1b": (0.27, [2, 1]), "zbv": (0.05, [2, 2]), "other": (0.05, [2, 1])}
     [axes] = ch19.time_and_memory(schedules, "Down and left").axes
     marks = [points(line)[0] for line in axes.lines if line.get_marker() == "o"]
     assert marks == [(8, 27), (2, 27), (2, 5)]

@@ -85,21 +85,13 @@ def test_generate_draws_by_seed_and_leaves_the_rest_alone():
 
 def drawn_on(local_rank, shard):
     torch.manual_seed(0)
-    length = (
-        None if ddl.get_mesh().pp_size == 1 and (shard or ddl.get_mesh().tp_size > 1) else SIZES["length"]
-    )
+    length = None if ddl.get_mesh().pp_size == 1 and (shard or ddl.get_mesh().tp_size > 1) else SIZES["length"]
     model = ddl.auto_model(GPT(**SIZES, dropout=0.5), GPT.tensor_plan, shard=shard)
     return generate(model, [1, 2], 10, seed=5, length=length)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "shard"),
-    [
-        ({"dp": 2}, False),
-        ({"dp": 2}, True),
-        ({"tp": 2}, False),
-        ({"pp": 2, "tp": 2}, False),
-    ],
+    ("mesh", "shard"), [({"dp": 2}, False), ({"dp": 2}, True), ({"tp": 2}, False), ({"pp": 2, "tp": 2}, False)]
 )
 def test_a_cut_model_draws_what_the_whole_one_draws(mesh, shard):
     torch.manual_seed(0)
@@ -116,10 +108,7 @@ def test_a_cut_model_draws_what_the_whole_one_draws(mesh, shard):
         (lambda: GPT(80, width=30), "n_heads is 4; it has to divide the width, 30"),
         (lambda: GPT(80, dropout=1), "dropout is 1; it has to be at least 0 and below 1"),
         (lambda: GPT(**SIZES)(ids(1, 7)), "ids has rows of 7 tokens; the model's length is 6"),
-        (
-            lambda: generate(nn.Linear(2, 2), [0], 1),
-            "length is None, and a Linear has none: give",
-        ),
+        (lambda: generate(nn.Linear(2, 2), [0], 1), "length is None, and a Linear has none: give"),
         (lambda: generate(GPT(**SIZES), [], 1), "ids has the shape (0,); it has to be a row"),
         (lambda: generate(GPT(**SIZES), [0], -1), "n should be an integer of at least 0, but given -1"),
         (lambda: generate(GPT(**SIZES), [0], 1, temperature=0), "temperature is 0; it has to be positive"),

@@ -119,9 +119,7 @@ def test_a_sharded_step_is_written_down_and_played_again():
     assert [freed.count((what, 0)) for what in ("gather", "free", "scatter")] == [2, 2, 1]
     seconds = {"gather": 1, "forward": 2, "backward": 4, "scatter": 3}
     ends = [overlapped(kept, seconds, ahead)["network"][-1].end for ahead in (False, True)]
-    assert ends == [2 * (1 + 2 + 4 + 3), 1 + 2 * 2 + 2 * 4 + 3], (
-        "all in turn; the network hidden but for its ends"
-    )
+    assert ends == [2 * (1 + 2 + 4 + 3), 1 + 2 * 2 + 2 * 4 + 3], "all in turn; the network hidden but for its ends"
     with pytest.raises(ValueError, match="layers should differ"):
         sharded_step([torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)], int)
 

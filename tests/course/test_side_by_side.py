@@ -30,9 +30,7 @@ def test_gradients_are_those_of_the_mean_loss_of_a_network():
     rows = torch.randint(6000, (16,), generator=torch.Generator().manual_seed(1000))
     first, bias, second, last = (weight[0].requires_grad_() for weight in networks.start())
     outputs = (networks.tiles[rows] @ first + bias).relu() @ second + last
-    expected = torch.autograd.grad(
-        F.cross_entropy(outputs, networks.labels[rows]), (first, bias, second, last)
-    )
+    expected = torch.autograd.grad(F.cross_entropy(outputs, networks.labels[rows]), (first, bias, second, last))
     found = networks.gradients(networks.start())
     for gradient, right in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient[0], right)

@@ -46,18 +46,16 @@ def test_models_work_in_float64_row_by_row(make):
 @pytest.mark.parametrize("make", [MLP, CNN])
 @pytest.mark.parametrize("value", [0, 2.0, True, None])
 def test_bad_counts_are_named(make, value):
-    with pytest.raises(
-        ValueError, match=re.escape(f"out_features should be a positive integer, but given {value!r}")
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"out_features should be a positive integer, but given {value!r}")):
         make(out_features=value)
 
 
 @pytest.mark.slow
-def test_cnn_learns_fashion_mnist_in_two_epochs():
+def test_cnn_learns_fashion_mnist_in_three_epochs():
     torch.manual_seed(0)
     model = CNN()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for images, labels in list(DataLoader(fashion_mnist_tensors(), batch_size=64, shuffle=True)) * 2:
+    for images, labels in list(DataLoader(fashion_mnist_tensors(), batch_size=64, shuffle=True)) * 3:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()

@@ -162,12 +162,7 @@ def test_peers(plain):
     assert [call.peer for call in plain[0]["message"].calls] == [1]
     assert [call.peer for call in plain[1]["message"].calls] == [0]
     assert [call.peer for call in plain[1]["from anybody"].calls] == [None]
-    assert [[call.peer for call in found["messages"].calls] for found in plain] == [
-        [1, 3],
-        [2, 0],
-        [3, 1],
-        [0, 2],
-    ]
+    assert [[call.peer for call in found["messages"].calls] for found in plain] == [[1, 3], [2, 0], [3, 1], [0, 2]]
     assert [call.peer for call in plain[0]["all_reduce"].calls] == [None]
 
 
@@ -233,9 +228,7 @@ def test_counters_nest_and_can_be_read_meanwhile():
 
 
 def test_traffic_can_be_filtered_without_ranks():
-    traffic = Traffic(
-        [Call("send", 12, 0, (0, 1), 1), Call("recv", 0, 8, (0, 1), 1), Call("barrier", 0, 0, (0, 1))]
-    )
+    traffic = Traffic([Call("send", 12, 0, (0, 1), 1), Call("recv", 0, 8, (0, 1), 1), Call("barrier", 0, 0, (0, 1))])
     assert (traffic.put_in, traffic.got, len(traffic)) == (12, 8, 3)
     assert traffic.of("send", "barrier").ops == ["send", "barrier"]
     assert traffic.of("all_reduce").calls == []

@@ -29,9 +29,7 @@ def test_all_reduces_by_hand():
 
 
 def test_master_carries_everything():
-    step = cost.master_step(
-        4, 1000, 80, 40, cost.Link(0, 1), forward_seconds=8, backward_seconds=16, loss_seconds=1
-    )
+    step = cost.master_step(4, 1000, 80, 40, cost.Link(0, 1), forward_seconds=8, backward_seconds=16, loss_seconds=1)
     assert (step.sent, step.received, step.messages) == (3 * 1030, 3 * 1010, 15)
     assert step.communication_seconds == step.sent + step.received
     assert step.seconds == pytest.approx(step.communication_seconds + 2 + 4 + 1)
@@ -75,9 +73,7 @@ def test_caps_of_buckets_are_ddp_s(cap_mb, given, monkeypatch):
     monkeypatch.setattr(dist, "_compute_bucket_assignment_by_size", watched)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     # A DDP that looks for unused parameters has its real caps from the beginning.
-    torch.nn.parallel.DistributedDataParallel(
-        torch.nn.Linear(2, 2), bucket_cap_mb=cap_mb, find_unused_parameters=True
-    )
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), bucket_cap_mb=cap_mb, find_unused_parameters=True)
     dist.destroy_process_group()
     sizes = [400_000] * 200
     indices, _ = assign([torch.zeros(100_000, device="meta") for _ in sizes], asked[-1])
@@ -238,9 +234,7 @@ def test_every_function_checks_its_numbers(module):
     for function in functions:
         parameters = inspect.signature(function).parameters
         for name in counts & parameters.keys():
-            with pytest.raises(
-                ValueError, match=f"{name} should be a whole number of at least 1, but given 0"
-            ):
+            with pytest.raises(ValueError, match=f"{name} should be a whole number of at least 1, but given 0"):
                 function(**dict.fromkeys(parameters, 1.0) | {name: 0})
 
 

@@ -115,9 +115,7 @@ def test_a_pass_of_a_schedule_is_a_box_in_its_colour_with_its_microbatch():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
         "forward", "backward (input, or whole)", "backward (weights)", "communication", "idle"
     ]  # fmt: skip
-    with pytest.raises(
-        ValueError, match=r"panels\['1F1B'\] should hold forward or backward passes, but holds none"
-    ):
+    with pytest.raises(ValueError, match=r"panels\['1F1B'\] should hold forward or backward passes, but holds none"):
         draw.schedules({"gpipe": STEP, "1F1B": STEP[2:3]}, "")
 
 
@@ -146,9 +144,7 @@ def test_a_step_begins_at_its_first_record_and_says_how_long_it_takes():
         for n in range(2)
     }
     [axes] = draw.step_rows({"late": of_ranks}, "Late").axes
-    wanted = [
-        (r.rank, round(1e3 * r.start, 3), round(1e3 * r.seconds, 3), ACTIVITY[r.kind]) for r in step.records
-    ]
+    wanted = [(r.rank, round(1e3 * r.start, 3), round(1e3 * r.seconds, 3), ACTIVITY[r.kind]) for r in step.records]
     assert sorted(bars(axes)) == sorted(wanted)
     assert f"{1e3 * step.seconds:.0f} ms" in texts(axes)
 

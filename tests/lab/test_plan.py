@@ -66,8 +66,7 @@ def test_unequal_stages_are_near_the_simulator_s():
     one = predict(SEVEN, Cluster(4, **A100), 32, pp=4)
     layer, head = 72 * 2048 * 4096**2 + 12 * 2048**2 * 4096, 6 * 2048 * 4096 * 51200
     thirds = [
-        (9 * layer + (stage == 3) * head) / 312e12 / Cluster(4, **A100).efficiency(4096) / 3
-        for stage in range(4)
+        (9 * layer + (stage == 3) * head) / 312e12 / Cluster(4, **A100).efficiency(4096) / 3 for stage in range(4)
     ]
     played = simulate.pipeline("1f1b", 4, 32, thirds, thirds, thirds)
     assert sum(one.seconds.values()) - one.seconds["pp"] == close(played.seconds, rel=0.01)
@@ -76,10 +75,7 @@ def test_unequal_stages_are_near_the_simulator_s():
 # ------------------------------------------------------------------------------------------- measured here
 
 
-QUICK = [
-    {"pp": 2, "microbatches": 4, "schedule": "interleaved_1f1b"},
-    {"dp": 2, "pp": 2, "microbatches": 4, "zero": 1},
-]
+QUICK = [{"pp": 2, "microbatches": 4, "schedule": "interleaved_1f1b"}, {"dp": 2, "pp": 2, "microbatches": 4, "zero": 1}]
 SLOW = [  # chapter 24 measures plans like these
     {"dp": 4, "microbatches": 1},
     {"dp": 4, "zero": 3, "microbatches": 1},
@@ -90,9 +86,7 @@ SLOW = [  # chapter 24 measures plans like these
 ]
 
 
-@pytest.mark.parametrize(
-    "how", [*QUICK, *(pytest.param(how, marks=pytest.mark.slow) for how in SLOW)], ids=str
-)
+@pytest.mark.parametrize("how", [*QUICK, *(pytest.param(how, marks=pytest.mark.slow) for how in SLOW)], ids=str)
 def test_bytes_are_exact_and_memory_is_within_five_percent(how):
     one = predict(SMALL, HERE, 16, recompute="selective", **how)
     measured = measure_plan(one, rounds=1)
@@ -207,20 +201,11 @@ def test_it_prints_and_draws():
         (lambda: predict(SEVEN, HERE, 8, microbatches=3), "microbatches should divide the 8 rows"),
         (lambda: predict(SEVEN, HERE, 8, pp=4, microbatches=2), "microbatches should be at least pp=4"),
         (lambda: predict(SMALL, HERE, 8, pp=8), "pp should be at most 4, one layer a stage, but given 8"),
-        (
-            lambda: predict(SEVEN, HERE, 8, pp=2, schedule="zbv"),
-            "schedule should be one of 1f1b, interleaved_1f1b",
-        ),
+        (lambda: predict(SEVEN, HERE, 8, pp=2, schedule="zbv"), "schedule should be one of 1f1b, interleaved_1f1b"),
         (lambda: predict(SEVEN, HERE, 8, pp=2, n_chunks=2), "n_chunks should be 1 for 1f1b"),
         (lambda: predict(SEVEN, HERE, 8, zero=4), "zero should be one of 0, 1, 2, 3, but given 4"),
-        (
-            lambda: predict(SEVEN, HERE, 8, recompute="some"),
-            "recompute should be one of none, selective, full",
-        ),
-        (
-            lambda: predict(SEVEN, HERE, 8, dp=2, zero=1).arguments(),
-            "zero should be 0 or 3 under pp=1 for ddl",
-        ),
+        (lambda: predict(SEVEN, HERE, 8, recompute="some"), "recompute should be one of none, selective, full"),
+        (lambda: predict(SEVEN, HERE, 8, dp=2, zero=1).arguments(), "zero should be 0 or 3 under pp=1 for ddl"),
         (
             lambda: predict(SEVEN, HERE, 8, dp=2, zero=3, microbatches=2).arguments(),
             "microbatches should be 1 with zero=3 for ddl",
@@ -238,9 +223,7 @@ def test_it_prints_and_draws():
             "module should have an nn.Embedding and equal blocks and a number of heads",
         ),
         (
-            lambda: Model.of(
-                torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9)), 4, heads=2
-            ),
+            lambda: Model.of(torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9)), 4, heads=2),
             "module should be a GPT",
         ),
     ],

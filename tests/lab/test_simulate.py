@@ -253,9 +253,7 @@ def test_pipelines_meet_their_closed_forms(n_ranks, times, per_rank):
 
 
 @pytest.mark.parametrize("n_chunks", [1, 2, 3])
-@pytest.mark.parametrize(
-    "times", [(1, 1, 1), (1, 1.5, 0.5), (2, 2, 1), (0.5, 1, 1), (1, 0.2, 0.9), (1, 1, 3)]
-)
+@pytest.mark.parametrize("times", [(1, 1, 1), (1, 1.5, 0.5), (2, 2, 1), (0.5, 1, 1), (1, 0.2, 0.9), (1, 1, 3)])
 def test_interleaved_zero_bubble_is_zb_h1(times, n_chunks):
     # Qi et al. 2023, table 2: 1F1B's memory, and (p - 1)(F + B - W) where W is no longer than F.
     for n_ranks in (2, 4, 8):
@@ -356,9 +354,7 @@ def test_best_pipelines():
     assert small
     assert all(plan.peak_samples <= 10 for plan in small)
     # Measured parts: eight of them, in pairs where a rank has one stage.
-    measured = simulate.best_pipelines(
-        4, 8, [1] * 8, [1] * 8, [1] * 8, schedules=["gpipe"], n_microbatches=[8]
-    )
+    measured = simulate.best_pipelines(4, 8, [1] * 8, [1] * 8, [1] * 8, schedules=["gpipe"], n_microbatches=[8])
     assert measured[0].bubble == close(3 / 11)
     assert measured[0].seconds == close(11 * 6)
 
@@ -399,12 +395,7 @@ def test_backup_by_hand():
 
 
 @few
-@given(
-    n_workers=st.integers(1, 6),
-    s=st.integers(0, 4),
-    seed=st.integers(0, 999),
-    sigma=st.floats(0, 2),
-)
+@given(n_workers=st.integers(1, 6), s=st.integers(0, 4), seed=st.integers(0, 999), sigma=st.floats(0, 2))
 def test_bounded_staleness_is_never_exceeded(n_workers, s, seed, sigma):
     draw = simulate.Lognormal(1.0, sigma, seed)
     played = simulate.parameter_server(n_workers, draw, 60, mode="bounded", staleness=s)
@@ -481,10 +472,7 @@ def test_measured_times_may_be_arrays():
         (lambda: simulate.pipeline("zero", 2, 2), "schedule should be one of"),
         (lambda: simulate.pipeline("1f1b", 4, 2), "n_microbatches=2 does not suit .* use a multiple of 4"),
         (lambda: simulate.pipeline("gpipe", 2, 2, n_chunks=2), "n_chunks=2"),
-        (
-            lambda: simulate.pipeline("zbv", 2, 4, forward=[1, 2]),
-            "forward should have a number for each of 4",
-        ),
+        (lambda: simulate.pipeline("zbv", 2, 4, forward=[1, 2]), "forward should have a number for each of 4"),
         (lambda: simulate.pipeline("1f1b", 2, 4, transfer=-1), "transfer should be at least 0, but given -1"),
         (lambda: simulate.pipeline("1f1b", 2, 4, backward_weight=[1, math.nan]), "backward_weight should"),
         (lambda: simulate.pipeline("1f1b", 2, 4, numpy.array([1, -1.0])), "forward should be at least 0"),
@@ -508,8 +496,7 @@ def test_bad_input_says_which(call, says):
 
 
 @pytest.mark.parametrize(
-    ("interval", "save", "restart", "mean_time"),
-    [(20, 1, 5, 186), (60, 10, 0, 100), (5, 5, 20, 50), (3, 0, 0, 40)],
+    ("interval", "save", "restart", "mean_time"), [(20, 1, 5, 186), (60, 10, 0, 100), (5, 5, 20, 50), (3, 0, 0, 40)]
 )
 def test_goodput_of_many_failures_is_the_closed_form(interval, save, restart, mean_time):
     run = simulate.failures(8, 8 * mean_time, interval, save, restart, work=20_000 * mean_time)

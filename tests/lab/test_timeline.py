@@ -209,9 +209,7 @@ def test_what_happens_after_the_second_step(act, steps):
     assert compute_names(timeline) == ["step 1"]
 
 
-@pytest.mark.parametrize(
-    "recording", [Timeline.__enter__, contextlib.nullcontext], ids=["with", "a span alone"]
-)
+@pytest.mark.parametrize("recording", [Timeline.__enter__, contextlib.nullcontext], ids=["with", "a span alone"])
 def test_a_timeline_travels_and_records_anew_where_it_arrives(recording):
     timeline = Timeline()
     recording(timeline)
@@ -416,10 +414,7 @@ def spans_only(local_rank):
 
 
 def test_spans_of_ranks_that_record_nothing_else_are_of_different_ranks():
-    assert [(record.rank, record.kind) for record in merged(2, spans_only).records] == [
-        (0, "compute"),
-        (1, "compute"),
-    ]
+    assert [(record.rank, record.kind) for record in merged(2, spans_only).records] == [(0, "compute"), (1, "compute")]
 
 
 def unlike(local_rank):
@@ -433,9 +428,7 @@ def unlike(local_rank):
 
 
 def test_ranks_that_begin_at_different_collectives_are_told_of():
-    with pytest.warns(
-        UserWarning, match="different numbers of collectives: 2 by rank 0, 1 by rank 1"
-    ) as caught:
+    with pytest.warns(UserWarning, match="different numbers of collectives: 2 by rank 0, 1 by rank 1") as caught:
         merged(2, unlike)
     assert caught[0].filename == __file__
 
@@ -515,9 +508,7 @@ def pipeline(local_rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = ddl.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
     timeline = Timeline().attach(trainer)
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED(once=1), timeline.clear
-    )  # the first step builds stages
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), timeline.clear)  # the first step builds stages
     if local_rank == 0:
         for stage in model.local_stages():
             stage.register_forward_pre_hook(lambda *_: time.sleep(DELAY))
@@ -574,9 +565,7 @@ def by_hand(local_rank):
     stage = PipelineStage(torch.nn.Linear(4, 4), local_rank, 2, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.mse_loss)
     x = torch.zeros(4, 4)
-    step = (
-        functools.partial(schedule.step, x) if local_rank == 0 else functools.partial(schedule.step, target=x)
-    )
+    step = functools.partial(schedule.step, x) if local_rank == 0 else functools.partial(schedule.step, target=x)
     step()
     before = PipelineStage.forward_one_chunk
     with Timeline() as timeline:
@@ -591,9 +580,7 @@ def test_a_pipeline_written_by_hand_is_seen_too_and_only_while_recording(tmp_pat
     [step] = Timeline.merge(timelines := on_ranks(2, by_hand)).actions()
     assert len(timelines[0].actions()) == 1
     for rank in range(2):
-        passes = [
-            (r.name, r.kind, r.stage, r.microbatch) for r in step if r.rank == rank and r.kind in PASSES
-        ]
+        passes = [(r.name, r.kind, r.stage, r.microbatch) for r in step if r.rank == rank and r.kind in PASSES]
         assert passes == [
             (f"{rank}F0", "forward", rank, 0), (f"{rank}F1", "forward", rank, 1),
             (f"{rank}B0", "backward", rank, 0), (f"{rank}B1", "backward", rank, 1),
@@ -617,9 +604,7 @@ def hybrid(local_rank):
 
 @patiently
 def test_tensor_parallel_peers_wait_for_each_other():
-    with ddl.Parallel(
-        backend="gloo", nproc_per_node=4, dp=2, tp=2, threads_per_rank=1, timeout=120
-    ) as parallel:
+    with ddl.Parallel(backend="gloo", nproc_per_node=4, dp=2, tp=2, threads_per_rank=1, timeout=120) as parallel:
         waits = Timeline.merge(parallel.run(hybrid)).waits()
     assert waits[2, 3] > DELAY  # its tp peer, in each layer
     for rank in (0, 1):  # the other pair waits too, for 3, or for 2, which waited for 3
@@ -680,9 +665,7 @@ def made_up(rank, machine, entered, left, shift=0.0, start=0.0):
 
 
 def test_a_wait_is_cut_where_the_last_rank_came():
-    timeline = Timeline.merge(
-        [made_up(0, "a", entered=1.0, left=3.5, shift=100), made_up(1, "a", 3.0, 3.5, 100)]
-    )
+    timeline = Timeline.merge([made_up(0, "a", entered=1.0, left=3.5, shift=100), made_up(1, "a", 3.0, 3.5, 100)])
     assert timeline.records == [
         Record(0, "compute", "work", 0.0, 1.0),
         Record(0, "idle", "waits for rank 1", 1.0, 3.0, 1),
@@ -722,10 +705,7 @@ def test_clocks_without_a_common_collective_start_together():
     [
         (lambda: Timeline().span("x", kind="computing").__enter__(), "kind should be one of .*but given"),
         (lambda: Timeline().attach(3), "engine should be an ignite.engine.Engine, but given int"),
-        (
-            lambda: Timeline.merge([made_up(0, "a", 1.0, 2.0)] * 2),
-            r"different ranks, but given ranks \[0, 0\]",
-        ),
+        (lambda: Timeline.merge([made_up(0, "a", 1.0, 2.0)] * 2), r"different ranks, but given ranks \[0, 0\]"),
         (lambda: Timeline.merge([3]), "one Timeline per rank, but given 3"),
         (lambda: Timeline.merge(Timeline()), "one Timeline per rank, in a list, but given Timeline"),
         (lambda: Timeline.merge(None), "one Timeline per rank, in a list, but given None"),

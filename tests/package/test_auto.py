@@ -115,9 +115,7 @@ SAMPLERS = {
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_samplers(sampler, size, monkeypatch):
-    seen = check_dealing(
-        lambda: ddl.auto_dataloader(torch.arange(13), **SAMPLERS[sampler]()), size, monkeypatch
-    )
+    seen = check_dealing(lambda: ddl.auto_dataloader(torch.arange(13), **SAMPLERS[sampler]()), size, monkeypatch)
     if sampler in ("shuffled", "weighted", "subset", "batches"):
         assert seen[0] != seen[1]  # epochs differ without set_epoch
     if sampler in ("shuffled", "own generator"):
@@ -319,9 +317,7 @@ def load(local_rank, epochs=2):
     sampler = WeightedRandomSampler(torch.ones(13), 7)
     loader = ddl.auto_dataloader(torch.arange(13), batch_size=4, sampler=sampler, num_workers=2)
     rows.append([dealt(loader)[0]])
-    noise = [
-        torch.cat([*ddl.auto_dataloader(Noisy(), batch_size=4, num_workers=workers)]) for workers in (0, 1)
-    ]
+    noise = [torch.cat([*ddl.auto_dataloader(Noisy(), batch_size=4, num_workers=workers)]) for workers in (0, 1)]
     return rows, loader.num_workers, noise
 
 
@@ -370,11 +366,7 @@ class Listed(nn.Module):
 def layers():
     return nn.Sequential(
         OrderedDict(
-            up=nn.Linear(6, 8),
-            norm=nn.BatchNorm1d(8),
-            relu=nn.ReLU(),
-            down=nn.Linear(8, 8),
-            end=nn.Linear(8, 4),
+            up=nn.Linear(6, 8), norm=nn.BatchNorm1d(8), relu=nn.ReLU(), down=nn.Linear(8, 8), end=nn.Linear(8, 4)
         )
     )
 
@@ -413,18 +405,13 @@ def same(one, other):
 def test_weights_are_those_of_rank_0_and_travel_both_ways(local_rank, kind, shard):
     mesh = ddl.get_mesh()
     model = ddl.auto_model(build(kind, mesh.rank), PLAN if kind == "layers" else None, shard=shard)
-    same(
-        ddl.full_state_dict(model), build(kind, 0).state_dict()
-    )  # though each rank built it from another seed
+    same(ddl.full_state_dict(model), build(kind, 0).state_dict())  # though each rank built it from another seed
     loaded = {name: tensor + 1 for name, tensor in build(kind, 99).state_dict().items()}
     ddl.load_full_state_dict(model, loaded)
     for wrong, said in (
         (dict(list(loaded.items())[1:]), r"state should have the model's names, but lacks \["),
         (loaded | {"more": torch.ones(())}, r"has \['more'\] besides"),
-        (
-            loaded | {list(loaded)[-1]: torch.ones(99, 99)},
-            r"should have shape .*but has \(99, 99\)",
-        ),  # of any stage
+        (loaded | {list(loaded)[-1]: torch.ones(99, 99)}, r"should have shape .*but has \(99, 99\)"),  # of any stage
     ):
         with pytest.raises(ValueError, match=said):
             ddl.load_full_state_dict(model, wrong)
@@ -478,18 +465,12 @@ def test_a_plan_is_checked_on_every_mesh_also_on_one_process():
 
 REFUSED = [
     ({"tensor_plan": {"upp": ddl.Column()}}, "tensor_plan has the key 'upp'.*up, norm, down, end"),
-    (
-        {"tensor_plan": {"end": ddl.Row(), "up": ddl.Column(units=3)}},
-        "tp=2 should divide the 3 units of 'up'",
-    ),
+    ({"tensor_plan": {"end": ddl.Row(), "up": ddl.Column(units=3)}}, "tp=2 should divide the 3 units of 'up'"),
     ({"n_microbatches": 3, "schedule": "dualpipev"}, "n_microbatches=3 does not suit schedule='dualpipev'"),
     ({"split": [2, 2]}, "split should name the layers of each of 2 stages, at least one each, 5 in all"),
     ({"find_unused_parameters": True}, "find_unused_parameters are for DDP, but the mesh is"),
     ({"model": "listed"}, "model should be an nn.Sequential under pp, but given Listed"),
-    (
-        {"schedule": "zbv", "split": [2, 1, 1, 1]},
-        "cannot run stage 1 \\(relu\\): it has no trainable parameter",
-    ),
+    ({"schedule": "zbv", "split": [2, 1, 1, 1]}, "cannot run stage 1 \\(relu\\): it has no trainable parameter"),
 ]
 
 
@@ -604,9 +585,7 @@ def linears(n=LAYERS):
 
 def tied():
     """The head is the first layer's matrix, two floors below; the model's own parameter is tied to a third's."""
-    model = Around(
-        transformer=Around(layers=nn.Sequential(*linears(4))), head=nn.Linear(SIZE, SIZE, bias=False)
-    )
+    model = Around(transformer=Around(layers=nn.Sequential(*linears(4))), head=nn.Linear(SIZE, SIZE, bias=False))
     model.head.weight = model.transformer.layers[0].weight
     model.register_parameter("scale", model.transformer.layers[2].weight)
     return model

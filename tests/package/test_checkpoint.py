@@ -97,9 +97,7 @@ def optimizer_of(model, kind):
 class Run:
     """All that belongs to a training run."""
 
-    def __init__(
-        self, shard=False, optimizer="adam", schedule="1f1b", dropout=0.0, noise=False, workers=0, seed=0
-    ):
+    def __init__(self, shard=False, optimizer="adam", schedule="1f1b", dropout=0.0, noise=False, workers=0, seed=0):
         torch.manual_seed(seed)
         random.seed(seed)
         model = net(dropout)
@@ -203,9 +201,7 @@ PAIRS = [(a, b) for a in MESHES for b in MESHES if "one" not in a + b and (a, b)
 SCHEDULES = {("pp2 tp2", "dp3 shard"): "zbv", ("dp2 pp2 shard", "tp2"): "interleaved_1f1b"}
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS)]
-)
+@pytest.mark.parametrize(("first", "second"), [QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS)])
 def test_from_mesh_to_mesh(first, second, reference, tmp_path):
     losses, _ = reference["adam"]
     on(first, uninterrupted, tmp_path, 4, {"schedule": SCHEDULES.get((first, second), "1f1b")})
@@ -247,9 +243,7 @@ def with_handlers(rank, folder, load, options):
     things |= {"scaler": scaler}
     checkpoint = ddl.Checkpoint(things, folder, n_saved=None, include_self=True)
     run.trainer.add_event_handler(Events.ITERATION_COMPLETED, checkpoint)
-    run.trainer.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda e: plateau.step(e.state.metrics["average"])
-    )
+    run.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda e: plateau.step(e.state.metrics["average"]))
     run.trainer.add_event_handler(Events.ITERATION_COMPLETED, stopper)
     if load:
         ddl.Checkpoint.load_objects(things | {"checkpointer": checkpoint}, load)
@@ -281,9 +275,7 @@ def test_best_and_last_are_kept(tmp_path):
         "best_model_5_score=5", "best_model_6_score=9",
     ]  # fmt: skip
     assert best.last_checkpoint == tmp_path / "best" / "best_model_6_score=9"
-    assert sorted(path.name for path in (tmp_path / "last").iterdir()) == [
-        f"checkpoint_{i}" for i in (4, 5, 6)
-    ]
+    assert sorted(path.name for path in (tmp_path / "last").iterdir()) == [f"checkpoint_{i}" for i in (4, 5, 6)]
     assert [path.name for path in (tmp_path / "named").iterdir()] == ["checkpoint-of-6"]
     other = Run(seed=1)
     best.reload_objects({"model": other.model}, score=9, global_step=6)
@@ -294,9 +286,7 @@ def test_best_and_last_are_kept(tmp_path):
 
 def scores_by_rank(rank, folder):
     run = Run()
-    checkpoint = ddl.Checkpoint(
-        run.things(), folder, score_function=lambda engine: float(ddl.get_mesh().rank)
-    )
+    checkpoint = ddl.Checkpoint(run.things(), folder, score_function=lambda engine: float(ddl.get_mesh().rank))
     checkpoint(run.trainer)
     checkpoint(run.trainer)  # were each rank to decide by its own score, rank 1 would wait here
     return [path.name for path in folder.iterdir()]
@@ -357,9 +347,7 @@ def test_other_optimizers_are_refused(saved):
     with pytest.raises(ValueError, match="of no model in to_load"):
         ddl.Checkpoint.load_objects({"optimizer": run.optimizer}, saved)
     del run.optimizer.param_groups[1]["params"][-1]
-    with pytest.raises(
-        ValueError, match="to_load..optimizer... but lacks none and has model.norm.bias besides"
-    ):
+    with pytest.raises(ValueError, match="to_load..optimizer... but lacks none and has model.norm.bias besides"):
         ddl.Checkpoint.load_objects({"model": run.model, "optimizer": run.optimizer}, saved)
 
 
@@ -387,9 +375,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
 
 def test_what_cannot_be_loaded_is_refused(saved, tmp_path):
     run = Run()
-    with pytest.raises(
-        ValueError, match="has no such thing of that name; it has 'model', 'optimizer', 'trainer'"
-    ):
+    with pytest.raises(ValueError, match="has no such thing of that name; it has 'model', 'optimizer', 'trainer'"):
         ddl.Checkpoint.load_objects({"net": run.model}, saved)
     with pytest.raises(ValueError, match="to_load should have the loader, too, as 'loader'"):
         ddl.Checkpoint.load_objects({"trainer": run.trainer}, saved)
@@ -543,9 +529,7 @@ def test_safetensors_of_any_mesh(mesh, size, tmp_path):
 def test_one_name_of_a_tied_weight_is_enough(tmp_path):
     """As Hugging Face's files have it."""
     model = Run().model
-    save_file(
-        {k: v for k, v in model.state_dict().items() if k != "head.weight"}, tmp_path / "model.safetensors"
-    )
+    save_file({k: v for k, v in model.state_dict().items() if k != "head.weight"}, tmp_path / "model.safetensors")
     other = Run(seed=1).model
     ddl.import_weights(other, tmp_path / "model.safetensors")
     assert torch.equal(other.head.weight, model.head.weight)

@@ -91,15 +91,9 @@ class KillAt:
         os.fsync = lambda file: (self.step(), fsync(file))
 
     def hook(self, event, args):
-        if event in (
-            "open",
-            "os.mkdir",
-            "os.rename",
-            "os.remove",
-            "os.rmdir",
-            "os.scandir",
-            "os.listdir",
-        ) and (isinstance(args[0], str | Path) and str(args[0]).startswith(self.folder)):
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir") and (
+            isinstance(args[0], str | Path) and str(args[0]).startswith(self.folder)
+        ):
             self.step()
 
     def step(self):
@@ -277,8 +271,7 @@ def test_a_planted_pickle_is_not_executed(where, two, tmp_path):
         state["digests"][where][0] = [offset, length, digest]
         (folder / "state.json").write_text(json.dumps(state))
     sums = "".join(
-        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
-        for name in ("state.json", ".metadata")
+        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in ("state.json", ".metadata")
     )
     (folder / "SHA256SUMS").write_text(sums)
     with pytest.raises(DamagedCheckpoint):

@@ -20,10 +20,7 @@ def trainer(model=None, **options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"gradient_accumulation_steps": 0},
-            "gradient_accumulation_steps should be a positive integer, .* given 0",
-        ),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps should be a positive integer, .* given 0"),
         ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps should be .* given 1.5"),
         ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps should be .* given True"),
         ({"max_norm": 0}, "max_norm should be positive, but given 0"),

@@ -75,10 +75,7 @@ class Unreadable:
 
 @pytest.mark.parametrize(
     ("make", "said"),
-    [
-        (Unreadable, "Return numbers, tensors, or containers"),
-        (threading.Lock, "result (lock) cannot be sent"),
-    ],
+    [(Unreadable, "Return numbers, tensors, or containers"), (threading.Lock, "result (lock) cannot be sent")],
 )
 def test_a_result_that_cannot_be_sent_or_read_is_named(make, said):
     error = failing(lambda rank: make() if rank == 1 else 0)
@@ -136,9 +133,7 @@ def test_a_full_disk_is_named(small_disk, monkeypatch, filled):
 def test_a_long_folder_for_temporary_files(tmp_path):
     folder = tmp_path / ("long" * 20)
     folder.mkdir()
-    text = (
-        "import tempfile\nprint(ddl.Parallel('gloo', 2, timeout=30).run(lambda rank: tempfile.gettempdir()))"
-    )
+    text = "import tempfile\nprint(ddl.Parallel('gloo', 2, timeout=30).run(lambda rank: tempfile.gettempdir()))"
     out, err, _ = script(text, env=os.environ | {"TMPDIR": str(folder)})
     assert out == f"{[str(folder)] * 2}\n", err
     assert left(folder) == []
@@ -162,16 +157,12 @@ def test_a_rank_cannot_start_ranks(rank):
 
 def test_what_is_left_in_the_environment_is_named(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "junk")
-    with pytest.raises(
-        ValueError, match="environment variable MASTER_PORT should be a whole number, but given 'junk'"
-    ):
+    with pytest.raises(ValueError, match="environment variable MASTER_PORT should be a whole number, but given 'junk'"):
         parallel()
     monkeypatch.delenv("MASTER_PORT")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        ValueError, match="leave nproc_per_node out .* RANK and WORLD_SIZE are left over .* unset them"
-    ):
+    with pytest.raises(ValueError, match="leave nproc_per_node out .* RANK and WORLD_SIZE are left over .* unset them"):
         parallel()
 
 
@@ -180,18 +171,14 @@ def test_a_deleted_working_folder_is_named(monkeypatch, tmp_path):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "here").rmdir()
-    with pytest.raises(
-        ValueError, match="working folder of this process, but it has been deleted: change to"
-    ):
+    with pytest.raises(ValueError, match="working folder of this process, but it has been deleted: change to"):
         parallel().run(abs)
 
 
 @posix
 def test_too_few_files_are_named(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda what: (40, 4000))
-    with pytest.raises(
-        ValueError, match=r"^8 ranks and servers need .* at most 40 are allowed: run `ulimit -n 1024`"
-    ):
+    with pytest.raises(ValueError, match=r"^8 ranks and servers need .* at most 40 are allowed: run `ulimit -n 1024`"):
         parallel(8).run(abs)
 
 
@@ -405,15 +392,9 @@ def test_nothing_is_left_by_a_run_or_by_a_killed_one(tmp_path, killed):
 @posix
 @pytest.mark.slow
 def test_a_killed_parent_of_ranks_long_gone_leaves_no_folder():
-    folder = Path(
-        tempfile.mkdtemp(dir="/tmp")
-    )  # short: a long one is replaced by /tmp itself, for its sockets
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # short: a long one is replaced by /tmp itself, for its sockets
     run = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            PREFIX + "ddl.Parallel('gloo', 1).run(abs); print('idle', flush=True); time.sleep(60)",
-        ],
+        [sys.executable, "-c", PREFIX + "ddl.Parallel('gloo', 1).run(abs); print('idle', flush=True); time.sleep(60)"],
         env=os.environ | {"TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         text=True,

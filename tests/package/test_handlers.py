@@ -70,9 +70,7 @@ def decisions(setting):
     @trainer.on(Events.ITERATION_COMPLETED)
     def evaluate():
         evaluator.run(valid)
-        series.append(
-            (trainer.state.output, evaluator.state.metrics["loss"], optimizer.param_groups[0]["lr"])
-        )
+        series.append((trainer.state.output, evaluator.state.metrics["loss"], optimizer.param_groups[0]["lr"]))
 
     trainer.run(setting.loader(data(seed=0)), max_epochs=10)
     seen["stopped at"], seen["series"] = trainer.state.iteration, series
@@ -97,9 +95,7 @@ def test_decisions_are_those_of_one_process(mesh):
     for seen in results:
         for name in ("stopped at", "stopping", "NaN at", "NaN"):
             assert seen[name] == decided[name], name
-        errors = torch.tensor(seen["series"], dtype=torch.double) - torch.tensor(
-            decided["series"], dtype=torch.double
-        )
+        errors = torch.tensor(seen["series"], dtype=torch.double) - torch.tensor(decided["series"], dtype=torch.double)
         assert errors[:, :2].abs().max() <= 1e-12
         assert errors[:, 2].abs().max() == 0
         assert seen["series"] == results[0]["series"]  # to the last bit
@@ -116,8 +112,7 @@ def training(setting):
     trainer = setting.trainer(model, optimizer)
     points = PiecewiseLinear(optimizer, "lr", milestones_values=[(2, 0.3), (5, 0.1)])
     trainer.add_event_handler(
-        Events.ITERATION_STARTED,
-        create_lr_scheduler_with_warmup(points, warmup_start_value=0.01, warmup_duration=2),
+        Events.ITERATION_STARTED, create_lr_scheduler_with_warmup(points, warmup_start_value=0.01, warmup_duration=2)
     )
     trainer.add_event_handler(
         Events.ITERATION_STARTED, CosineAnnealingScheduler(optimizer, "momentum", 0.9, 0.1, cycle_size=4)
@@ -278,9 +273,7 @@ def with_bars(local_rank, everywhere):
     trainer = setting.trainer(model, optimizer)
     evaluator = setting.evaluator(model)
     if everywhere or idist.get_rank() == 0:
-        ProgressBar(persist=True, desc="training", ascii=True).attach(
-            trainer, output_transform=lambda o: {"loss": o}
-        )
+        ProgressBar(persist=True, desc="training", ascii=True).attach(trainer, output_transform=lambda o: {"loss": o})
         ProgressBar(persist=True, desc="validation", ascii=True).attach(evaluator, metric_names="all")
     trainer.run(setting.loader(data(seed=0)), max_epochs=1)
     evaluator.run(setting.loader(data(seed=1)))
@@ -334,9 +327,7 @@ def surrounded(local_rank, how, options):
                 mean.data.lerp_(p.data, 0.25)
 
     trainer.run(ddl.auto_dataloader(data(1), batch_size=BATCH), max_epochs=1)
-    return torch.cat(
-        [w.flatten() for w in ddl.full_state_dict(model if average is None else average).values()]
-    )
+    return torch.cat([w.flatten() for w in ddl.full_state_dict(model if average is None else average).values()])
 
 
 AROUND = {
@@ -404,7 +395,5 @@ def test_ignites_loggers_of_weights_log_whole_weights_or_say_why_not():
     first, second = launch({"pp": 2}, logging_weights, {})
     assert first | second == pytest.approx(right)
     for axes, options in ({"dp": 2}, {"shard": True}), ({"tp": 2}, {"tensor_plan": PLAN}):
-        with pytest.raises(
-            ddl.RankError, match="GradsScalarHandler would log this rank's part of '0.weight'"
-        ):
+        with pytest.raises(ddl.RankError, match="GradsScalarHandler would log this rank's part of '0.weight'"):
             launch(axes, logging_weights, options)

@@ -75,10 +75,7 @@ def test_idist_knows_the_job():
 
 def test_tensors_and_large_results():
     def work(local_rank):
-        return {
-            "tensor": torch.full((25_000_000,), float(local_rank)),
-            "module": torch.nn.Linear(2, 2),
-        }  # 100 MB
+        return {"tensor": torch.full((25_000_000,), float(local_rank)), "module": torch.nn.Linear(2, 2)}  # 100 MB
 
     first, second = parallel(2).run(work)
     assert first["tensor"].sum() == 0
@@ -161,9 +158,7 @@ def test_output_is_shown_by_rank(capfd):
     parallel(3).run(work)
     out, err = capfd.readouterr()
     expected = [
-        f"[rank {r}] {text}"
-        for r in range(3)
-        for text in (f"line {r}", "no end of line", "from C", "from a child")
+        f"[rank {r}] {text}" for r in range(3) for text in (f"line {r}", "no end of line", "from C", "from a child")
     ]
     assert out.splitlines() == expected
     assert err.splitlines() == [f"[rank {r}] error line" for r in range(3)]
@@ -309,10 +304,7 @@ def test_a_function_may_use_names_of_torchs_modules():
     class Counted:
         ops = classes = 3
 
-    assert parallel(2).run(lambda rank: torch.ones(2).sum().item() + Counted.ops + Counted.classes) == [
-        8.0,
-        8.0,
-    ]
+    assert parallel(2).run(lambda rank: torch.ones(2).sum().item() + Counted.ops + Counted.classes) == [8.0, 8.0]
 
 
 def test_port_taken():
@@ -441,9 +433,7 @@ def test_kernel_faults_end_with_an_error_and_leave_no_rank(kernel, fault):
     _, error = kernel.run(f"ddl.Parallel('gloo', 2, timeout={timeout}).run({faulty})")
     assert expected in error
     assert time.monotonic() - started < 5 + timeout % 30
-    left = (
-        "[c.pid for c in psutil.Process().children(recursive=True) if 'tracker' not in ' '.join(c.cmdline())]"
-    )
+    left = "[c.pid for c in psutil.Process().children(recursive=True) if 'tracker' not in ' '.join(c.cmdline())]"
     out, _ = kernel.run(f"import psutil\ntime.sleep(0.5)\nprint(len({left}))")
     assert out == "1\n"  # the server alone
     assert kernel.run("print(ddl.Parallel('gloo', 2, timeout=30).run(lambda rank: rank))")[0] == "[0, 1]\n"
@@ -458,9 +448,7 @@ def test_kernel_interrupt_ends_the_ranks(kernel, tmp_path):
             if local_rank == 0: time.sleep(60)
             idist.barrier()
     """)
-    timer = threading.Thread(
-        target=lambda: (pids_in(tmp_path, 4), time.sleep(0.2), kernel.manager.interrupt_kernel())
-    )
+    timer = threading.Thread(target=lambda: (pids_in(tmp_path, 4), time.sleep(0.2), kernel.manager.interrupt_kernel()))
     timer.start()
     started = time.monotonic()
     _, error = kernel.run("parallel.run(hang)", timeout=20)
@@ -516,14 +504,7 @@ def test_script_joins_torchrun(tmp_path):
         "    text = f'got {parallel.run(work)} '\n    print(text, flush=True)\n"
         "assert ddl.get_mesh().world_size == 1\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        str(script),
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "got [(0, 3, 0)]" in done.stdout
@@ -562,14 +543,7 @@ def test_starting_ranks_inside_a_job_is_refused(monkeypatch):
         parallel(2)
 
 
-SLURM = {
-    "JOB_ID": "7",
-    "PROCID": "1",
-    "LOCALID": "0",
-    "NTASKS": "2",
-    "JOB_NODELIST": "node[1-2]",
-    "JOB_NUM_NODES": "2",
-}
+SLURM = {"JOB_ID": "7", "PROCID": "1", "LOCALID": "0", "NTASKS": "2", "JOB_NODELIST": "node[1-2]", "JOB_NUM_NODES": "2"}
 
 
 def test_torchruns_ranks_count_where_srun_started_torchrun(monkeypatch, tmp_path):
@@ -577,28 +551,18 @@ def test_torchruns_ranks_count_where_srun_started_torchrun(monkeypatch, tmp_path
 
     It meets in any folder: Ignite takes an address with "env" in it for "env://".
     """
-    torchrun = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in torchrun.items() | {(f"SLURM_{name}", value) for name, value in SLURM.items()}:
         monkeypatch.setenv(name, value)
     with ddl.Parallel("gloo", init_method=f"file://{tmp_path}/my environment", timeout=TIMEOUT) as job:
-        assert job.run(lambda rank: (rank, idist.get_world_size(), os.environ["SLURM_JOB_ID"])) == [
-            (0, 1, "7")
-        ]
+        assert job.run(lambda rank: (rank, idist.get_world_size(), os.environ["SLURM_JOB_ID"])) == [(0, 1, "7")]
     assert os.environ["SLURM_JOB_ID"] == "7"
 
 
 def test_a_batch_script_is_no_rank(monkeypatch):
     for name, value in SLURM.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    with pytest.raises(
-        ValueError, match="batch script of a Slurm job for 2 ranks, and only srun starts them"
-    ):
+    with pytest.raises(ValueError, match="batch script of a Slurm job for 2 ranks, and only srun starts them"):
         ddl.Parallel("gloo")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     assert not ddl.Parallel("gloo")._joined

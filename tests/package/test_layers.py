@@ -131,15 +131,11 @@ def test_a_model_that_names_its_layers_trains_as_on_one_process(options):
 
 def test_lazy_layers_on_a_serial_run_are_made_as_one_process_makes_them():
     torch.manual_seed(0)
-    eager = nn.Sequential(
-        nn.Linear(3, 4), nn.Tanh(), nn.Sequential(Block(4), nn.Linear(4, 2)), nn.Linear(2, 1)
-    )
+    eager = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Sequential(Block(4), nn.Linear(4, 2)), nn.Linear(2, 1))
     after = torch.rand(1)
     torch.manual_seed(0)
     inner = nn.Sequential(ddl.lazy(Block, 4), ddl.lazy(nn.Linear, 4, 2))
-    late = ddl.auto_model(
-        nn.Sequential(ddl.lazy(nn.Linear, 3, 4), nn.Tanh(), inner, ddl.lazy(nn.Linear, 2, 1))
-    )
+    late = ddl.auto_model(nn.Sequential(ddl.lazy(nn.Linear, 3, 4), nn.Tanh(), inner, ddl.lazy(nn.Linear, 2, 1)))
     assert torch.equal(torch.rand(1), after)
     assert list(late.state_dict()) == list(eager.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(late.state_dict().values(), eager.state_dict().values()))  # noqa: B905
@@ -377,9 +373,7 @@ def test_a_file_of_weights_is_loaded_straight_onto_a_mesh(tmp_path, nproc, axes,
         right.backward()
         optimizer.step()
     for peak, held, loss, weight in run(loading, nproc, str(tmp_path), options, **axes):
-        assert (
-            held <= 7 * ONE / share + 2 * ONE
-        )  # the tied weight is whole under tp, and on both stages under pp
+        assert held <= 7 * ONE / share + 2 * ONE  # the tied weight is whole under tp, and on both stages under pp
         assert peak <= held + ONE + 64  # its part, which may be made before, and one tensor
         assert loss == pytest.approx(right.item(), rel=1e-5)
         assert (weight - net[3].weight).abs().max() < 1e-6
@@ -394,16 +388,12 @@ def forgetting(local_rank, options):
 
 
 def test_weights_that_were_not_loaded_are_noticed():
-    with pytest.raises(
-        ddl.RankError, match="has no values yet, since the model was made in ddl.empty_weights"
-    ):
+    with pytest.raises(ddl.RankError, match="has no values yet, since the model was made in ddl.empty_weights"):
         run(forgetting, 2, {"shard": True}, dp=2)
     assert math.isnan(forgetting(0, {}))
     with torch.device("meta"):
         model = nn.BatchNorm1d(3)
-    with pytest.raises(
-        ValueError, match=r"model should be made inside ddl.empty_weights\(\), but its buffer"
-    ):
+    with pytest.raises(ValueError, match=r"model should be made inside ddl.empty_weights\(\), but its buffer"):
         ddl.auto_model(model)
 
 
@@ -415,12 +405,7 @@ def test_flops_are_counted_by_shape():
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), ddl.lazy(nn.Linear, 8, 3))
     before, state = torch.get_rng_state(), {n: t.clone() for n, t in model.state_dict().items()}
     costs = ddl.layer_costs(model, torch.zeros(5, 3, 4))
-    assert costs == [
-        0,
-        2 * 2 * 5 * 12 * 8,
-        0,
-        3 * 2 * 5 * 8 * 3,
-    ]  # the first weights' input needs no gradient
+    assert costs == [0, 2 * 2 * 5 * 12 * 8, 0, 3 * 2 * 5 * 8 * 3]  # the first weights' input needs no gradient
     assert costs == ddl.layer_costs(model, torch.zeros(5, 3, 4))
     assert torch.equal(torch.get_rng_state(), before)
     assert isinstance(model[3], Lazy)
@@ -439,9 +424,7 @@ def test_the_flops_of_convolutions_embeddings_and_named_layers():
 
 
 def test_seconds_are_measured_and_leave_no_trace():
-    model = nn.Sequential(
-        nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2), Delay(0.02, 0.03))
-    )
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2), Delay(0.02, 0.03)))
     before, state = torch.get_rng_state(), {n: t.clone() for n, t in model.state_dict().items()}
     quick, _, slow = ddl.layer_costs(model, torch.randn(4, 2, generator=torch.Generator()), unit="seconds")
     assert slow > 0.05 > quick

@@ -101,9 +101,7 @@ def train_and_evaluate(local_rank, plain=False):
     mock.patch("ignite.metrics.frequency.Timer", Clock).start()
     setting = Setting(plain)
     loader, (model, optimizer) = setting.loader(data(seed=3)), setting.model(lr=0.5)
-    trainer = setting.trainer(
-        model, optimizer, output_transform=lambda x, y, y_pred, loss: (y_pred, y, loss.item())
-    )
+    trainer = setting.trainer(model, optimizer, output_transform=lambda x, y, y_pred, loss: (y_pred, y, loss.item()))
     evaluator = setting.evaluator(model, metrics=all_metrics())
     rows = {"output_transform": lambda output: output[:2]}
     trained = {
@@ -160,11 +158,7 @@ def reference():
 
 
 @pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param(mesh, id=name, marks=[pytest.mark.slow] * (len(mesh) == 3))
-        for name, mesh in MESHES.items()
-    ],
+    "mesh", [pytest.param(mesh, id=name, marks=[pytest.mark.slow] * (len(mesh) == 3)) for name, mesh in MESHES.items()]
 )
 def test_every_metric_is_that_of_one_process(mesh, reference):
     results = launch(mesh, train_and_evaluate)
@@ -245,9 +239,7 @@ def by_hand(local_rank):
         seen[name] = metric.compute()
 
     # An error of those that compute is everybody's error.
-    failing = over_data_parallel(
-        EpochMetric(lambda y_pred, y: y_pred.no_such_method(), check_compute_fn=False)
-    )
+    failing = over_data_parallel(EpochMetric(lambda y_pred, y: y_pred.no_such_method(), check_compute_fn=False))
     failing.update(tuple(t[:0] for t in mine) if mesh.dp_rank == 0 else mine)
     with pytest.raises(AttributeError, match="no_such_method"):
         failing.compute()

@@ -237,11 +237,7 @@ def test_rules_hold_in_any_order_of_events(mode, workers, data):
     backup = min(backup, workers - 1)
     shard = shard_of(workers, mode, staleness, backup)
     batches = [data.draw(st.integers(0, 4)) for _ in range(workers)]  # in each of two epochs
-    dies = (
-        data.draw(st.integers(0, workers - 1))
-        if mode in ("async", "bounded") and data.draw(st.booleans())
-        else None
-    )
+    dies = data.draw(st.integers(0, workers - 1)) if mode in ("async", "bounded") and data.draw(st.booleans()) else None
     left = {worker: list(batches[worker : worker + 1] * 2) for worker in range(workers)}
     held = {}  # a pull that was answered, or is waiting
     lead = []
@@ -354,18 +350,14 @@ def test_backup_averages_those_that_arrived(servers):
 
     def work(local_rank):
         model = nn.ParameterDict({"a": torch.zeros(4), "b": torch.zeros(3)}).double()
-        server = ddl.ParameterServer(
-            model, lambda p: torch.optim.SGD(p, lr=1.0), mode="backup", backup=1, timeout=20
-        )
+        server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=1.0), mode="backup", backup=1, timeout=20)
         idist.barrier()
         seen, pushed = {}, 0
         while server.pull()[0] < steps:
             seen[server.versions[0]] = model["a"][0].item(), model["b"][0].item()
             time.sleep(0.06 if local_rank == 2 else 0.01)  # worker 2 is slow
             mine = float(10**local_rank)
-            pushed += server.push(
-                {"a": torch.full_like(model["a"], -mine), "b": torch.full_like(model["b"], -mine)}
-            )
+            pushed += server.push({"a": torch.full_like(model["a"], -mine), "b": torch.full_like(model["b"], -mine)})
         idist.barrier()
         return seen, pushed, server.statistics()
 
@@ -527,9 +519,7 @@ def train_and_fail(local_rank, how, steps=40, until_lost=False, **options):
     ],
     ids=str,
 )
-def test_a_killed_worker_ends_the_run_where_others_may_not_or_cannot_go_on(
-    on_failure, servers, options, capfd
-):
+def test_a_killed_worker_ends_the_run_where_others_may_not_or_cannot_go_on(on_failure, servers, options, capfd):
     start = time.monotonic()
     with pytest.raises(ddl.RankError, match="rank 1 was killed by SIGKILL") as caught:
         parallel(3, servers, on_failure=on_failure).run(train_and_fail, "kill", steps=2000, **options)
@@ -566,11 +556,7 @@ def test_others_go_on_without_a_lost_worker(how, servers, options, capfd):
     for worker in (0, 2):
         statistics = results[worker]
         assert what in statistics["lost"][1]
-        own = [
-            r
-            for r in statistics["updates"] + statistics["dropped"]
-            if r["worker"] == worker and r["server"] == 0
-        ]
+        own = [r for r in statistics["updates"] + statistics["dropped"] if r["worker"] == worker and r["server"] == 0]
         assert len(own) in (39, 40)  # the last may still wait for another worker's gradient
         assert sum(r["worker"] == 1 for r in statistics["updates"]) <= 3 * servers
 
@@ -711,9 +697,7 @@ def test_an_error_on_the_server_reaches_the_worker():
         parallel(1).run(work)
     assert "this optimizer breaks" in str(caught.value)
     with pytest.raises(ddl.RankError, match="Invalid learning rate"):
-        parallel(1).run(
-            lambda rank: ddl.ParameterServer(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=-1.0))
-        )
+        parallel(1).run(lambda rank: ddl.ParameterServer(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=-1.0)))
 
 
 # ------------------------------------------------------------------------------------------------------ bad input
@@ -870,10 +854,7 @@ def test_bad_models():
     different = "should be the same on all workers, but given"
     shapes = "((1, 4), 'torch.float32') on worker 1 and ((1, 3), 'torch.float32') on worker 0"
     assert run(refused, "other shape") == ["accepted", f"'weight' {different} {shapes}"]
-    assert run(refused, "other mode") == [
-        "accepted",
-        f"mode {different} sync on worker 1 and async on worker 0",
-    ]
+    assert run(refused, "other mode") == ["accepted", f"mode {different} sync on worker 1 and async on worker 0"]
     assert all(text.startswith("model should be the plain module") for text in run(refused, "ddp"))
     assert all(text.endswith("given 1 for 2 servers") for text in run(refused, "small"))
     assert all("between 1 and 1 of 2 workers" in text for text in run(refused, "backup"))
@@ -890,10 +871,7 @@ def test_bad_models():
         ({"servers": True}, "servers should be an integer"),
         ({"on_failure": "ignore"}, "on_failure should be 'raise' or 'continue', but given 'ignore'"),
         ({"servers": 0, "on_failure": "continue"}, "on_failure='continue' needs parameter servers"),
-        (
-            {"nnodes": 2, "node_rank": 0},
-            "servers=1 needs ranks that are started on one machine, but given nnodes=2",
-        ),
+        ({"nnodes": 2, "node_rank": 0}, "servers=1 needs ranks that are started on one machine, but given nnodes=2"),
     ],
 )
 def test_bad_launches(kwargs, message):

@@ -7,13 +7,9 @@ import pytest
 import torch
 
 OUTCOMES = {
-    slow: parity.Outcomes([case for case in parity.test_cases() if case.slow == slow])
-    for slow in (False, True)
+    slow: parity.Outcomes([case for case in parity.test_cases() if case.slow == slow]) for slow in (False, True)
 }
-CASES = [
-    *OUTCOMES[False].cases,
-    *(pytest.param(case, marks=pytest.mark.slow) for case in OUTCOMES[True].cases),
-]
+CASES = [*OUTCOMES[False].cases, *(pytest.param(case, marks=pytest.mark.slow) for case in OUTCOMES[True].cases)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.line.strip())

@@ -164,9 +164,7 @@ def test_a_dead_model_is_no_proof():
     report = ddl.check_parity(with_unused, None, batch(), F.mse_loss, dp=2)
     assert report.equal
     assert report.dead == ["0.weight", "0.bias"]
-    assert "says nothing about weights whose gradients are zero in one process: 0.weight, 0.bias" in str(
-        report
-    )
+    assert "says nothing about weights whose gradients are zero in one process: 0.weight, 0.bias" in str(report)
     report = ddl.check_parity(layers(), None, batch(), lambda output, y: 0 * output.mean() + 1, dp=2)
     assert not report.equal
     assert report.first is None

@@ -24,9 +24,7 @@ def layers(n=8, width=4):
     torch.manual_seed(0)
     modules = OrderedDict()
     for i in range(n):
-        modules[f"layer{i}"] = nn.Sequential(
-            nn.Linear(width, width + i), nn.Tanh(), nn.Linear(width + i, width)
-        )
+        modules[f"layer{i}"] = nn.Sequential(nn.Linear(width, width + i), nn.Tanh(), nn.Linear(width + i, width))
     return nn.Sequential(modules)
 
 
@@ -34,9 +32,7 @@ def layers(n=8, width=4):
 
 
 @settings(max_examples=200)
-@given(
-    costs=st.lists(st.one_of(st.integers(0, 20), st.floats(0, 10)), min_size=1, max_size=9), data=st.data()
-)
+@given(costs=st.lists(st.one_of(st.integers(0, 20), st.floats(0, 10)), min_size=1, max_size=9), data=st.data())
 def test_balance_is_optimal(costs, data):
     n_stages = data.draw(st.integers(1, len(costs)))
     sizes = balance(costs, n_stages)
@@ -115,22 +111,13 @@ def test_a_plain_schedule_where_no_number_fits_and_fewer_microbatches_where_two_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"model": nn.ModuleList([nn.Linear(2, 2)] * 2)},
-            "model should be an nn.Sequential under pp, but given Mod",
-        ),
+        ({"model": nn.ModuleList([nn.Linear(2, 2)] * 2)}, "model should be an nn.Sequential under pp, but given Mod"),
         ({"model": layers(1)}, "a model of 1 layers cannot be cut into 2 stages"),
         ({"model": layers(3), "schedule": "interleaved_1f1b"}, "a model of 3 layers cannot be cut into 4"),
         ({"schedule": "1F1B"}, "schedule should be one of .* but given '1F1B'"),
-        (
-            {"n_microbatches": 1},
-            "n_microbatches=1 does not suit schedule='1f1b' on pp=2; use a multiple of 2",
-        ),
+        ({"n_microbatches": 1}, "n_microbatches=1 does not suit schedule='1f1b' on pp=2; use a multiple of 2"),
         ({"n_microbatches": 0}, "n_microbatches should be a positive integer, but given 0"),
-        (
-            {"n_microbatches": -4, "schedule": "gpipe"},
-            "n_microbatches should be a positive integer, but given",
-        ),
+        ({"n_microbatches": -4, "schedule": "gpipe"}, "n_microbatches should be a positive integer, but given"),
         ({"split": [8]}, r"split should name the layers of each of 2 stages, .* but given \[8\]"),
         ({"split": [4, 5]}, "at least one each, 8 in all, but given"),
         ({"split": [8, 0]}, "at least one each"),
@@ -368,9 +355,7 @@ def test_a_stage_may_be_frozen_or_thawed_between_steps(frozen, way):
 
 
 def test_a_stage_that_is_frozen_or_thawed_unsaid_is_refused():
-    with pytest.raises(
-        ddl.RankError, match=r"stage 0 \(layer0, layer1\) had no weights to train .*every rank"
-    ):
+    with pytest.raises(ddl.RankError, match=r"stage 0 \(layer0, layer1\) had no weights to train .*every rank"):
         run(thawed, 2, True, "unsaid", pp=2)
     with pytest.raises(ddl.RankError, match="stage 0 .* was frozen when the model was cut"):
         run(thawed, 4, True, "told", pp=2, dp=2)
@@ -503,9 +488,7 @@ class Alone(nn.Linear):
 
 def cannot_be_sent(local_rank, layers):
     x = torch.linspace(-1, 1, 8).repeat(4, 1).T.contiguous()
-    ddl.auto_model(nn.Sequential(*layers), split=[1, len(layers) - 1], n_microbatches=4).train_step(
-        x, x, summed
-    )
+    ddl.auto_model(nn.Sequential(*layers), split=[1, len(layers) - 1], n_microbatches=4).train_step(x, x, summed)
 
 
 @any_dtype
@@ -541,9 +524,7 @@ def beside(local_rank, schedule):
 def test_a_weight_that_a_split_backward_pass_cannot_do_is_explained():
     run(beside, 2, "1f1b", pp=2)
     for schedule in ("zbv", "interleaved_zero_bubble"):
-        with pytest.raises(
-            ddl.RankError, match=f"schedule='{schedule}' computes .* uses some weight .*; use '1f1b'"
-        ):
+        with pytest.raises(ddl.RankError, match=f"schedule='{schedule}' computes .* uses some weight .*; use '1f1b'"):
             run(beside, 2, schedule, pp=2)
 
 

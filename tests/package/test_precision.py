@@ -60,9 +60,7 @@ def in_each_mode(local_rank, options):
     return [gradients(local_rank, mode, scaler, **options) for mode, scaler in MODES.items()]
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=[pytest.mark.slow] * ("x" in mesh)) for mesh in MESHES]
-)
+@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=[pytest.mark.slow] * ("x" in mesh)) for mesh in MESHES])
 def test_gradients_are_as_near_to_float32_as_those_of_one_process(mesh):
     axes, options = MESHES[mesh]
     right, loss = gradients(0, None)
@@ -76,9 +74,7 @@ def test_gradients_are_as_near_to_float32_as_those_of_one_process(mesh):
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
 def test_fsdps_policy_gathers_and_computes_in_its_dtype(axes):
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-    )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     right, _ = gradients(0, None)
     alone, _ = gradients(0, "bfloat16")
     for found, _ in on(partial(gradients, amp_mode=None, shard=True, mp_policy=policy), **axes):
@@ -121,11 +117,7 @@ def skipped(local_rank, max_norm=None, **options):
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize(
     ("axes", "options"),
-    [
-        ({"pp": 2}, {}),
-        ({"dp": 2}, {"shard": True}),
-        ({"tp": 2}, {"tensor_plan": {"0": ddl.Column(), "2": ddl.Row()}}),
-    ],
+    [({"pp": 2}, {}), ({"dp": 2}, {"shard": True}), ({"tp": 2}, {"tensor_plan": {"0": ddl.Column(), "2": ddl.Row()}})],
     ids=["pp2", "dp2 shard", "tp2"],
 )
 def test_all_ranks_skip_a_step_if_a_gradient_of_one_overflows(axes, options, max_norm):
@@ -169,9 +161,7 @@ def piped_model_fn(local_rank):
 
 def test_wrong_arguments():
     model = nn.Linear(24, 5)
-    with pytest.raises(
-        ValueError, match="amp_mode should be None or one of amp, bfloat16, float16, but given 'apex'"
-    ):
+    with pytest.raises(ValueError, match="amp_mode should be None or one of amp, bfloat16, float16, but given 'apex'"):
         trainer_of(model, amp_mode="apex")
     with pytest.raises(ValueError, match="scaler is for amp_mode="):
         trainer_of(model, scaler=True)

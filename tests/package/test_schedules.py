@@ -111,9 +111,7 @@ class Falls(nn.Module):
 
 
 def falling(local_rank):
-    model = ddl.auto_model(
-        nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)], nn.Linear(2, 2), Falls()), split=[2, 3]
-    )
+    model = ddl.auto_model(nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)], nn.Linear(2, 2), Falls()), split=[2, 3])
     x = torch.zeros(4, 2)
     for _ in range(3):
         model.train_step(x, x, nn.functional.mse_loss)
@@ -151,9 +149,7 @@ def watched_steps(schedule, rows, n_microbatches):
     return timeline, saved.peak / (a_layer * layers_of_stage), saved.now
 
 
-@pytest.mark.parametrize(
-    "pp", [2, pytest.param(4, marks=pytest.mark.slow)]
-)  # test_schedules_table.py has more
+@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.slow)])  # test_schedules_table.py has more
 def test_actions_and_memory_are_those_of_the_simulator(pp):
     of_ranks = run(watched, pp, pp=pp)
     for schedule in SCHEDULES:
@@ -227,9 +223,7 @@ def makespan(step):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @patiently
-def test_the_measured_bubble_is_within_5_points_of_the_formula_and_of_the_simulator(
-    schedule, forward, backward
-):
+def test_the_measured_bubble_is_within_5_points_of_the_formula_and_of_the_simulator(schedule, forward, backward):
     timeline = Timeline.merge(run(delayed, 4, schedule, forward, backward, pp=4))
     step = min(timeline.actions(), key=makespan)
     planned = simulate.pipeline(

@@ -41,9 +41,7 @@ def plans_of_torch(name, p, m, v):
         for one in planner._calculate_single_rank_operations(rank):
             if one is not None:
                 both = one.sub_actions or (one,)
-                entries.append(
-                    tuple((a.computation_type._value_, a.stage_index, a.microbatch_index) for a in both)
-                )
+                entries.append(tuple((a.computation_type._value_, a.stage_index, a.microbatch_index) for a in both))
         yield entries
 
 
@@ -129,9 +127,7 @@ def test_numbers_are_refused_exactly_where_torchs_constructor_refuses(name, monk
         if fits:
             table.check_microbatches(name, m, p)
             continue
-        with pytest.raises(
-            ValueError, match=f"n_microbatches={m} does not suit schedule='{name}' on pp={p}"
-        ) as info:
+        with pytest.raises(ValueError, match=f"n_microbatches={m} does not suit schedule='{name}' on pp={p}") as info:
             table.schedule_actions(name, p, m)
         advised = int(str(info.value).rpartition(" ")[2])
         assert all(table.suits(name, n * advised, p) for n in range(1, 9))

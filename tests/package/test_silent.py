@@ -58,11 +58,7 @@ def assert_equal(found, right):
 LOSSES = {
     "targets of -100": (F.cross_entropy, HALF_IGNORED, None),
     "ignore_index": (partial(F.cross_entropy, ignore_index=0), CLASSES, None),
-    "weights of classes": (
-        nn.CrossEntropyLoss(weight=torch.arange(1.0, 5, dtype=torch.float64)),
-        CLASSES,
-        None,
-    ),
+    "weights of classes": (nn.CrossEntropyLoss(weight=torch.arange(1.0, 5, dtype=torch.float64)), CLASSES, None),
     "nll": (lambda o, y: F.nll_loss(o.log_softmax(1), y, ignore_index=1), CLASSES, lambda y: (y != 1).sum()),
     "sum": (nn.MSELoss(reduction="sum"), Y, None),
     "a sum, said": (lambda o, y: (o - y).square().sum() / 50, Y, "sum"),
@@ -82,9 +78,7 @@ def test_losses_divide_by_what_they_count(axes):
 def late(local_rank):
     model = ddl.auto_model(mlp())
     step = trainer_of(model, F.cross_entropy)
-    loader = ddl.auto_dataloader(
-        TensorDataset(X, torch.where(torch.arange(14) > 10, -100, CLASSES)), batch_size=8
-    )
+    loader = ddl.auto_dataloader(TensorDataset(X, torch.where(torch.arange(14) > 10, -100, CLASSES)), batch_size=8)
     step.run(loader)
 
 
@@ -168,9 +162,7 @@ class Straight(More):
 
 @pytest.mark.parametrize("kind", [More, InPlace, After, Skip])
 def test_a_forward_that_does_more_than_call_its_layers_is_refused(kind):
-    with pytest.raises(
-        ValueError, match=rf"{kind.__name__}.forward should call the layers .* it does something else"
-    ):
+    with pytest.raises(ValueError, match=rf"{kind.__name__}.forward should call the layers .* it does something else"):
         ddl.check_model(kind(), pp=2)
 
 
@@ -215,12 +207,7 @@ class Fused(nn.Module):
         return self.down(glu(self.gated(self.out(q * k.tanh() + v))))
 
 
-FUSED = {
-    "qkv": ddl.Column(parts=(8, 8, 8)),
-    "gated": ddl.Column(parts=2),
-    "out": ddl.Row(),
-    "down": ddl.Row(),
-}
+FUSED = {"qkv": ddl.Column(parts=(8, 8, 8)), "gated": ddl.Column(parts=2), "out": ddl.Row(), "down": ddl.Row()}
 
 
 def test_fused_layers_are_cut_part_by_part():
@@ -266,18 +253,13 @@ GROUPED = {"[qk]": ddl.Column(), "out": ddl.Row()}
 
 def test_a_cut_through_a_head_is_refused():
     ddl.check_model(Grouped(True), GROUPED, tp=2)
-    with pytest.raises(
-        ValueError, match=r"tp=2 should divide the 1 heads of 'k' \(its Grouped has head_dim=2\)"
-    ):
+    with pytest.raises(ValueError, match=r"tp=2 should divide the 1 heads of 'k' \(its Grouped has head_dim=2\)"):
         ddl.check_model(Grouped(True, keys=1), GROUPED, tp=2)
     ddl.check_model(Grouped(True, keys=1), GROUPED | {"k": ddl.Column(units=2)}, tp=2)  # no heads, they say
 
 
 def test_the_cure_for_code_that_counts_on_whole_outputs():
-    plan = {
-        "qkv": ddl.Column(output_layouts=Replicate()),
-        "out": ddl.Row(input_layouts=Replicate()),
-    }
+    plan = {"qkv": ddl.Column(output_layouts=Replicate()), "out": ddl.Row(input_layouts=Replicate())}
     assert_equal(on(partial(trained, make=Split, tensor_plan=plan), tp=2), trained(0, Split))
 
 
@@ -410,9 +392,7 @@ def hooked(local_rank):
     ddl.auto_model(model, PLAN)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "options"), [({"tp": 2}, {"tensor_plan": PLAN}), ({"dp": 2}, {"shard": True})]
-)
+@pytest.mark.parametrize(("mesh", "options"), [({"tp": 2}, {"tensor_plan": PLAN}), ({"dp": 2}, {"shard": True})])
 @on_each_rank()
 def test_attributes_of_parameters_stay(local_rank, options):
     model = mlp()
@@ -615,11 +595,7 @@ def branching(make=Branch, inner=8, **options):
         (branching(shard=True), {"dp": 2}, UNLIKE),
         (branching(shard=True, inner=30), {"dp": 2}, UNLIKE),
         (branching(), {"dp": 2}, UNLIKE),
-        (
-            branching(inner=30, tensor_plan={"a.0": ddl.Column(), "a.1": ddl.Row()}),
-            {"dp": 2, "tp": 2},
-            UNLIKE,
-        ),
+        (branching(inner=30, tensor_plan={"a.0": ddl.Column(), "a.1": ddl.Row()}), {"dp": 2, "tp": 2}, UNLIKE),
         (branching(LaterBranch), {"dp": 2}, "this rank did not use '[ab].0.weight'"),
         (branching(LaterDrop), {"dp": 2}, "this rank did not use 'b.0.weight'"),
         (branching(LaterBranch, shard=True), {"dp": 2}, "should call the same modules in a step"),
@@ -632,11 +608,7 @@ def branching(make=Branch, inner=8, **options):
         (partial(penalised, tensor_plan=PLAN), {"tp": 2}, TWICE),
         (by_hand, {"dp": 2}, "this rank has . of the batch's 7 rows.*call ddl.forward_backward"),
         *(
-            (
-                partial(trained, loader=loader, tensor_plan=PLAN),
-                {axis: 2},
-                f"{axis} peers should get the same rows",
-            )
+            (partial(trained, loader=loader, tensor_plan=PLAN), {axis: 2}, f"{axis} peers should get the same rows")
             for loader in LOADERS
             for axis in ("pp", "tp")
         ),

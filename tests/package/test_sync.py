@@ -19,14 +19,7 @@ PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 
 def net():
     torch.manual_seed(0)
-    layers = [
-        nn.Linear(6, 8),
-        nn.Tanh(),
-        nn.Linear(8, 6),
-        nn.BatchNorm1d(6),
-        nn.Linear(6, 6),
-        nn.Linear(6, 6),
-    ]
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 6)]
     layers[5].weight = layers[4].weight
     return nn.Sequential(*layers)
 
@@ -53,11 +46,7 @@ def trained_then_changed(local_rank, options, where):
         ({"dp": 2, "pp": 2, "tp": 2}, {"tensor_plan": PLAN}, {}),
         ({"dp": 2}, {}, {"0.weight": ((0,), (1,))}),
         ({"dp": 2}, {"shard": True}, {"0.weight": None}),  # each rank holds another part
-        (
-            {"tp": 2},
-            {"tensor_plan": PLAN},
-            {"0.weight": None, "3.weight": ((0,), (1,))},
-        ),  # 3 is whole on each
+        ({"tp": 2}, {"tensor_plan": PLAN}, {"0.weight": None, "3.weight": ((0,), (1,))}),  # 3 is whole on each
         # The other copy of rank 1's part of 0.weight is on rank 3.
         ({"dp": 2, "tp": 2}, {"tensor_plan": PLAN}, {"0.weight": ((1,), (3,)), "2.bias": ((0, 2, 3), (1,))}),
     ],

@@ -66,9 +66,7 @@ def test_a_glob_names_modules_part_by_part(glob, names):
     assert check_plan(model(), {glob: style}, tp_size=2) == dict.fromkeys(names, style)
 
 
-@pytest.mark.parametrize(
-    "glob", ["block*.q", "block0.Attention.q", "block0.attention.q.weight", "attention.q"]
-)
+@pytest.mark.parametrize("glob", ["block*.q", "block0.Attention.q", "block0.attention.q.weight", "attention.q"])
 def test_a_star_does_not_cross_a_dot(glob):
     with pytest.raises(ValueError, match="matches no module"):
         check_plan(model(), {glob: ddl.Row()}, tp_size=2)
@@ -156,18 +154,12 @@ CONVOLVED = {"0": ddl.OutputChannels(), "3": ddl.InputChannels()}
 def test_weights_of_single_channels_have_no_style(between):
     layers = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), between, nn.Conv2d(8, 4, 3))
     kind = type(between).__name__
-    with pytest.raises(
-        ValueError, match=f"'2' is a {kind} of all channels, but '0' before it leaves each rank"
-    ):
+    with pytest.raises(ValueError, match=f"'2' is a {kind} of all channels, but '0' before it leaves each rank"):
         check_plan(layers, CONVOLVED, 2)
     with pytest.raises(ValueError, match=f"for weights that all channels share, but '2' is a {kind}"):
         check_plan(layers, CONVOLVED | {"2": ddl.SharedWeight()}, 2)
     assert check_plan(layers, CONVOLVED, 1)  # nothing is cut
-    for harmless in (
-        nn.PReLU(),
-        nn.InstanceNorm2d(8),
-        nn.BatchNorm2d(8, affine=False, track_running_stats=False),
-    ):
+    for harmless in (nn.PReLU(), nn.InstanceNorm2d(8), nn.BatchNorm2d(8, affine=False, track_running_stats=False)):
         assert check_plan(nn.Sequential(*layers[:2], harmless, layers[3], nn.BatchNorm2d(4)), CONVOLVED, 2)
 
 
@@ -176,11 +168,7 @@ def test_weights_of_single_channels_have_no_style(between):
     [
         (nn.Conv2d(6, 4, 3), ddl.OutputChannels(), "tp=3 should divide the 4 output channels of '0'"),
         (nn.Conv2d(4, 6, 3), ddl.InputChannels(), "tp=3 should divide the 4 input channels of '0'"),
-        (
-            nn.Conv2d(6, 6, 3, groups=2),
-            ddl.OutputChannels(),
-            "with groups=1, but '0' has groups=2: leave it out",
-        ),
+        (nn.Conv2d(6, 6, 3, groups=2), ddl.OutputChannels(), "with groups=1, but '0' has groups=2: leave it out"),
         (nn.Conv2d(6, 6, 3, groups=6), ddl.InputChannels(), "with groups=1, but '0' has groups=6"),
         (nn.ConvTranspose2d(6, 6, 3), ddl.OutputChannels(), "but '0' is a ConvTranspose2d"),
         (nn.Conv2d(6, 6, 3), ddl.Column(), "but '0' is a Conv2d; ddl.OutputChannels is for convolutions"),
@@ -462,9 +450,7 @@ def test_a_scaled_loss_of_half_precision_logits_keeps_small_gradients(local_rank
 
 @on_each_rank(tp=2)
 def test_a_gradient_of_the_gradient_of_cut_logits_is_refused(local_rank):
-    cut = DTensor.from_local(
-        torch.randn(3, 4, requires_grad=True), ddl.get_mesh().device_mesh["tp"], [Shard(1)]
-    )
+    cut = DTensor.from_local(torch.randn(3, 4, requires_grad=True), ddl.get_mesh().device_mesh["tp"], [Shard(1)])
     weight = torch.ones((), requires_grad=True)
     loss = ddl.cross_entropy(cut, torch.tensor([1, 2, 7])) * weight
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
@@ -503,15 +489,11 @@ def evaluation(local_rank):
     torch.manual_seed(0)
     loader = ddl.auto_dataloader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=4)
     gpt = ddl.auto_model(GPT(65, 8, 16, 4, 2), GPT.cut_logits_plan)
-    by_class = {
-        "model_transform": lambda logits: logits.transpose(1, 2)
-    }  # (N, V, T), as Ignite's metrics want them
+    by_class = {"model_transform": lambda logits: logits.transpose(1, 2)}  # (N, V, T), as Ignite's metrics want them
     evaluator = ddl.create_supervised_evaluator(
         gpt, {"accuracy": Accuracy(), "loss": Loss(ddl.cross_entropy)}, **by_class
     )
-    trainer = trainer_of(
-        gpt, ddl.cross_entropy, **by_class, output_transform=lambda x, y, y_pred, loss: y_pred
-    )
+    trainer = trainer_of(gpt, ddl.cross_entropy, **by_class, output_transform=lambda x, y, y_pred, loss: y_pred)
     trainer.run(loader)
     return evaluator.run(loader).metrics, type(trainer.state.output), tuple(trainer.state.output.shape)
 
@@ -547,9 +529,7 @@ def test_one_tensor_is_split_evenly_and_a_frozen_norm_stays_frozen(local_rank):
     ):
         layers(torch.randn(2, 5, 4))
     assert [p.requires_grad for p in layers.parameters()] == [False, True]
-    with pytest.raises(
-        ValueError, match="SplitSequence is for a module whose output is one tensor, but Two's is a t"
-    ):
+    with pytest.raises(ValueError, match="SplitSequence is for a module whose output is one tensor, but Two's is a t"):
         ddl.auto_model(Two(), {"": ddl.SplitSequence()})(torch.randn(2, 4, 8))
 
 
@@ -584,12 +564,7 @@ class Activated(nn.Module):
     def __init__(self, zero=False):
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.act, self.down, self.norm = (
-            nn.Linear(4, 8),
-            nn.PReLU(),
-            nn.Linear(8, 3),
-            nn.LayerNorm(3),
-        )
+        self.up, self.act, self.down, self.norm = (nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 3), nn.LayerNorm(3))
         if zero:
             nn.init.zeros_(self.down.weight)
 
@@ -620,9 +595,7 @@ def test_a_weight_that_parts_share_and_the_plan_forgets_is_found_out_on_every_ra
         trainer, loader = stepping(layers, plan)
         if plan is without_norm:
             loader = [(torch.arange(8)[None], torch.arange(8)[None] + 1)]
-            trainer = trainer_of(
-                layers, ddl.cross_entropy, model_transform=lambda logits: logits.transpose(1, 2)
-            )
+            trainer = trainer_of(layers, ddl.cross_entropy, model_transform=lambda logits: logits.transpose(1, 2))
         with pytest.raises(ValueError, match=f"tp ranks have different gradients of '{name}'"):
             trainer.run(loader)
         assert trainer.state.iteration == iteration
@@ -651,12 +624,7 @@ def test_peers_are_asked_once_and_in_few_bytes(local_rank):
 class Dropping(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.inner, self.down, self.outer = (
-            nn.Linear(4, 8),
-            nn.Dropout(),
-            nn.Linear(8, 4),
-            nn.Dropout(),
-        )
+        self.up, self.inner, self.down, self.outer = (nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 4), nn.Dropout())
 
     def forward(self, x):
         return self.outer(self.down(self.inner(self.up(x))))

@@ -21,9 +21,7 @@ def measured(local_rank):
     model = ddl.auto_model(nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(32, 10)))
     trainer = trainer_of(model, F.cross_entropy)
     clock = itertools.count(step=2.0)
-    throughput.time = type(
-        "Clock", (), {"perf_counter": staticmethod(lambda: next(clock))}
-    )  # 2 s an iteration
+    throughput.time = type("Clock", (), {"perf_counter": staticmethod(lambda: next(clock))})  # 2 s an iteration
     ddl.Throughput(flops=3e6, peak_flops=1e6, window=2).attach(trainer)
     seen = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(dict(trainer.state.metrics)))

@@ -99,9 +99,7 @@ def test_a_tpu_of_torch_is_taken_where_torch_tpu_finds_one(found, tmp_path, monk
 )
 def test_ignite_alone_is_broken(line, error):
     """The day on which one of these passes, its repair can go."""
-    imports = (
-        "import ignite.distributed as idist, torch, torch_xla.core.xla_model as xm, torch_xla.runtime as xr\n"
-    )
+    imports = "import ignite.distributed as idist, torch, torch_xla.core.xla_model as xm, torch_xla.runtime as xr\n"
     said = run(imports + line, status=1)
     assert re.match(error, said), said
 
@@ -229,9 +227,7 @@ def test_spawn_starts_a_process_on_each_device_or_says_how_many_there_are(nproc,
 
 
 @with_xla
-@pytest.mark.parametrize(
-    "maker", ["ignite.engine.create_supervised_trainer", "ddl.create_supervised_trainer"]
-)
+@pytest.mark.parametrize("maker", ["ignite.engine.create_supervised_trainer", "ddl.create_supervised_trainer"])
 def test_both_trainers_give_the_loss_of_the_cpu(maker):
     said = run(f"""
         import ignite.distributed as idist, ignite.engine, torch, torch_xla, ignite_ddl as ddl
@@ -283,9 +279,7 @@ def test_the_rule_of_exercise_2_is_xlas():
     expected = []
     for sizes, cut, _ in cases:
         sizes, cut = (dict(zip(checks_03.DIMS, values, strict=True)) for values in (sizes, cut))
-        expected.append(
-            sorted(f"f32[{a},{b}]" for _, (a, b) in checks_03.layer(sizes, cut, checks_03.GRID).values())
-        )
+        expected.append(sorted(f"f32[{a},{b}]" for _, (a, b) in checks_03.layer(sizes, cut, checks_03.GRID).values()))
     assert [sorted(shape for _, shape, _ in collectives) for collectives in sent] == expected
     assert {kind for collectives in sent for kind, _, _ in collectives} == {"all-reduce"}
 
@@ -326,12 +320,7 @@ def record(tmp_path, monkeypatch):
     monkeypatch.setattr(xla, "PATH", tmp_path / "recorded_xla.json")
     monkeypatch.setattr(xla, "has_xla", lambda: True)
     versions = {"torch_xla": "2.9.0"}
-    entry = {
-        "result": [2, 4],
-        "versions": versions,
-        "machine": "a machine with 2 cores",
-        "collectives": [["x"]],
-    }
+    entry = {"result": [2, 4], "versions": versions, "machine": "a machine with 2 cores", "collectives": [["x"]]}
     monkeypatch.setattr(xla, "_run", lambda *args: dict(entry))
     monkeypatch.setenv(xla.RECORD, "1")
     xla.on_xla(double, [1, 2])
@@ -349,9 +338,7 @@ def test_a_recorded_result_says_that_it_is_one(record, capsys):
     assert first.endswith(": torch_xla 2.9.0, its CPU device, a machine with 2 cores")
 
 
-@pytest.mark.parametrize(
-    "call", [lambda: xla.on_xla(double, [1, 3]), lambda: xla.on_xla(double, [1, 2], devices=4)]
-)
+@pytest.mark.parametrize("call", [lambda: xla.on_xla(double, [1, 3]), lambda: xla.on_xla(double, [1, 2], devices=4)])
 def test_other_arguments_are_refused(record, call):
     with pytest.raises(ValueError, match="double was not recorded with these arguments.*make test-tpu"):
         call()
@@ -362,9 +349,7 @@ def test_a_changed_function_is_refused_and_so_is_one_that_calls_it(record, chang
     entries = json.loads(xla.PATH.read_text())
     real = xla.inspect.getsource
     edited = {double: "double", triple: "triple"}
-    monkeypatch.setattr(
-        xla.inspect, "getsource", lambda f: real(f) + ("  # new" if edited[f] == changed else "")
-    )
+    monkeypatch.setattr(xla.inspect, "getsource", lambda f: real(f) + ("  # new" if edited[f] == changed else ""))
     assert len(entries) == 2
     with pytest.raises(ValueError, match="triple was changed since"):
         xla.on_xla(triple, [1, 2], devices=4)

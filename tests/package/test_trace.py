@@ -150,12 +150,7 @@ X = torch.ones(4, 4)
         (Twice(), X, ["b"], r"calls once each, .* but of \['b'\] it called \['b', 'b'\]"),
         (Twice(), X, ["b", "a"], r"calls once each"),
         (unet(), rows(4), ["up", "middle"], r"in their order, .* it called \['middle', 'up'\]"),
-        (
-            Twice(),
-            X,
-            ["c"],
-            r"before should list names of modules of the model, but given \['c'\]; it has a, b",
-        ),
+        (Twice(), X, ["c"], r"before should list names of modules of the model, but given \['c'\]; it has a, b"),
         (Twice(), X, "a", "before should list names"),
         (Twice(), X[:1], ["a"], r"at least two samples, but given shapes \[\(1, 4\)\]"),
         (Twice(), (X, X[:3]), ["a"], "x should hold tensors with a row for each"),
@@ -170,9 +165,7 @@ def test_what_cannot_be_traced_is_refused(model, x, before, said):
 
 def test_another_length_and_tp_are_refused():
     layers = ddl.trace_layers(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 3, 4), ["1"])
-    with pytest.raises(
-        ValueError, match=r"rows of \[\(\(3, 4\), torch.float32\)\], .* but given \[\(\(5, 4\),"
-    ):
+    with pytest.raises(ValueError, match=r"rows of \[\(\(3, 4\), torch.float32\)\], .* but given \[\(\(5, 4\),"):
         layers(torch.ones(2, 5, 4))
     with pytest.raises(ValueError, match="from ddl.trace_layers cannot be cut over tp"):
         ddl.check_model(layers, pp=2, tp=2)

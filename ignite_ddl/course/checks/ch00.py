@@ -32,9 +32,7 @@ def mean_of_all(function, losses):
             told += ": the mean of the four means gives every rank the same weight, however few its rows"
         raise Hint(told)
     if wrong := [rank for rank, value in enumerate(values) if not _near(value, true)]:
-        raise Hint(
-            f"rank 0 returns {values[0]:g}, rank {wrong[0]} returns {values[wrong[0]]:g}: all need the mean"
-        )
+        raise Hint(f"rank 0 returns {values[0]:g}, rank {wrong[0]} returns {values[wrong[0]]:g}: all need the mean")
     if (sent := max(traffic.numbers for _, traffic in ranks)) > 2:
         raise Hint(f"right, but a rank sends {sent} numbers; two are enough")
 

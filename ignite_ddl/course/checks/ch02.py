@@ -62,9 +62,7 @@ def _compare_time(answer, device, kernel, n):
     if answer < 0.5 * kernel:
         raise Hint(f"{case}; the clock is read before the kernels are done: that is what launching costs")
     if device.launches <= n:
-        raise Hint(
-            f"{case}; the first launch of a kernel compiles it: launch one more, before you start the clock"
-        )
+        raise Hint(f"{case}; the first launch of a kernel compiles it: launch one more, before you start the clock")
     raise Hint(f"{case}; when the clock starts, the queue still holds work: wait once before, too")
 
 
@@ -157,6 +155,5 @@ def _flat(weights):
 
 def _near(mine, right):
     return all(
-        (a - b).norm() <= 1e-3 * b.norm() if b.norm() else not a.norm()
-        for a, b in zip(mine, right, strict=True)
+        (a - b).norm() <= 1e-3 * b.norm() if b.norm() else not a.norm() for a, b in zip(mine, right, strict=True)
     )

@@ -24,17 +24,13 @@ def pad_batch(function):
                 f"expected {[(rows, 6), (rows,), (rows,)]}"
             )
         if py.dtype != y.dtype or px.dtype != x.dtype:
-            raise Hint(
-                f"x and y keep their dtypes, {x.dtype} and {y.dtype}; yours are {px.dtype} and {py.dtype}"
-            )
+            raise Hint(f"x and y keep their dtypes, {x.dtype} and {y.dtype}; yours are {px.dtype} and {py.dtype}")
         if not torch.equal(px[:n_rows], x) or not torch.equal(py[:n_rows], y):
             raise Hint(f"the first {n_rows} rows should be the batch itself, in its order")
         if not torch.isfinite(px).all():
             raise Hint("fill with numbers, such as zeros: a weight of 0 times a NaN is NaN")
         if not 0 <= int(py.min()) <= int(py.max()) < 4:
-            raise Hint(
-                f"a label of {int(py.min())} is no class: the loss of a padded row has to be computable"
-            )
+            raise Hint(f"a label of {int(py.min())} is no class: the loss of a padded row has to be computable")
         _compare(x, y, px, py, weights, n_rows, rows)
     return "one shape, and the mean loss and gradient of the real rows"
 
@@ -54,9 +50,7 @@ def _compare(x, y, px, py, weights, n_rows, rows):
             f"{n_rows} rows padded to {rows}: your weights add up to {total:.4g}, those of a mean over the "
             f"{n_rows} real rows to 1"
         )
-    raise Hint(
-        f"{n_rows} rows padded to {rows}: the weighted loss is not the mean over the {n_rows} real rows"
-    )
+    raise Hint(f"{n_rows} rows padded to {rows}: the weighted loss is not the mean over the {n_rows} real rows")
 
 
 def _loss_and_gradient(x, y, weights):
@@ -94,9 +88,7 @@ def all_reduces(function):
         expected = layer(sizes, cut, grid)
         if not isinstance(given, dict) or not set(given) <= set(PRODUCTS):
             raise Hint(f"return a dict, with no other names than {list(PRODUCTS)}")
-        shown = ", ".join(
-            f"{sizes[dim]} {dim} " + (f"cut by {cut[dim]!r}" if cut[dim] else "whole") for dim in DIMS
-        )
+        shown = ", ".join(f"{sizes[dim]} {dim} " + (f"cut by {cut[dim]!r}" if cut[dim] else "whole") for dim in DIMS)
         for name, (*_, summed) in PRODUCTS.items():
             if given.get(name) is None and name in expected:
                 raise Hint(
@@ -110,9 +102,7 @@ def all_reduces(function):
 
 def _compare_piece(place, name, summed, given, expected):
     if expected is None:
-        raise Hint(
-            f"{place}{name} is a sum over {summed}, which a device has whole; yours adds it up all the same"
-        )
+        raise Hint(f"{place}{name} is a sum over {summed}, which a device has whole; yours adds it up all the same")
     try:
         axis, shape = given
         shape = tuple(map(int, shape))

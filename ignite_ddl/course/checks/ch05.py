@@ -18,9 +18,7 @@ NUMBER = 8  # bytes of the largest number that idist sends
         (9, 2, {8}),
         (2, 3, {1}),
     ),
-    about=lambda n_rows, world_size, wrong: (
-        f"{n_rows} rows on {world_size} ranks, of which {len(wrong)} wrong"
-    ),
+    about=lambda n_rows, world_size, wrong: f"{n_rows} rows on {world_size} ranks, of which {len(wrong)} wrong",
     right="each row counts once, on every rank, for one number",
 )
 def fair_accuracy(function, n_rows, world_size, wrong):
@@ -56,14 +54,7 @@ def _near(value, true):
 @exercise
 def deal_stream(function):
     """Each row of a stream to one rank, as many steps on each rank, no more than a global batch read ahead."""
-    for n_rows, batch_size, world_size in (
-        (10, 4, 4),
-        (8, 4, 4),
-        (21, 8, 4),
-        (3, 4, 2),
-        (9, 4, 1),
-        (0, 4, 2),
-    ):
+    for n_rows, batch_size, world_size in ((10, 4, 4), (8, 4, 4), (21, 8, 4), (3, 4, 2), (9, 4, 1), (0, 4, 2)):
         dealt = [
             [_rows(share) for share in function(iter(range(n_rows)), batch_size, world_size, rank)]
             for rank in range(world_size)
@@ -72,9 +63,7 @@ def deal_stream(function):
     for batch_size, world_size in ((4, 2), (6, 4)):
         for rank in range(world_size):
             _check_ahead(function, batch_size, world_size, rank)
-    return (
-        "every row has one rank, all ranks make the same steps, and an endless stream is read batch by batch"
-    )
+    return "every row has one rank, all ranks make the same steps, and an endless stream is read batch by batch"
 
 
 def _rows(share):
@@ -88,9 +77,7 @@ def _check_dealt(dealt, n_rows, batch_size):
     steps = [len(shares) for shares in dealt]
     expected = -(-n_rows // batch_size)
     if len(set(steps)) > 1:
-        raise Hint(
-            f"{case}: your ranks make {steps} steps, so some wait for ever; yield an empty list instead"
-        )
+        raise Hint(f"{case}: your ranks make {steps} steps, so some wait for ever; yield an empty list instead")
     if steps[0] != expected:
         raise Hint(f"{case}: one process makes {expected} steps, your ranks make {steps[0]}")
     for step in range(expected):
@@ -100,9 +87,7 @@ def _check_dealt(dealt, n_rows, batch_size):
         if twice := sorted({row for row in together if together.count(row) > 1}):
             raise Hint(f"{case}: row {twice[0]} goes to {together.count(twice[0])} ranks")
         if set(together) != set(batch):
-            raise Hint(
-                f"{case}: step {step + 1} should deal rows {list(batch)}, yours deals {sorted(together)}"
-            )
+            raise Hint(f"{case}: step {step + 1} should deal rows {list(batch)}, yours deals {sorted(together)}")
         sizes = [len(share) for share in shares]
         if max(sizes) - min(sizes) > 1:
             raise Hint(f"{case}: in step {step + 1} your ranks hold {sizes} rows; deal as evenly as it goes")
@@ -115,9 +100,7 @@ def _check_ahead(function, batch_size, world_size, rank):
         nonlocal taken
         for row in count():
             if row >= 10 * batch_size:
-                raise Hint(
-                    f"an endless stream: you read {row} rows and gave no batch; take a batch at a time"
-                )
+                raise Hint(f"an endless stream: you read {row} rows and gave no batch; take a batch at a time")
             taken += 1
             yield row
 

@@ -83,9 +83,7 @@ def _check_traffic(traffic, limit, enough):
     if put_in > limit:
         raise Hint(f"right, but a rank hands {put_in} bytes to its collectives; {enough} ({limit} bytes)")
     if got > limit:
-        raise Hint(
-            f"right, but a rank is handed {got} bytes, the numbers of every rank; let all_reduce add them"
-        )
+        raise Hint(f"right, but a rank is handed {got} bytes, the numbers of every rank; let all_reduce add them")
 
 
 def _near(value, true):

@@ -25,11 +25,7 @@ def profile(function):
         began = clock.now
         engine.run(TimedBatches(clock, BATCHES, batch), max_epochs=epochs)
         steps = BATCHES * epochs
-        true = {
-            "data": batch * steps,
-            "step": step * steps,
-            "handlers": (before + after) * steps + epoch * epochs,
-        }
+        true = {"data": batch * steps, "step": step * steps, "handlers": (before + after) * steps + epoch * epochs}
         _compare(seconds, true, clock.now - began, parts)
         if clock.reads > 4 * steps + 2:
             raise Hint(
@@ -68,9 +64,7 @@ def straggler(function):
     ):
         visible = [data + handlers for data, handlers in own]
         whole = max(visible) + compute
-        tables = [
-            {"data": data, "step": whole - data - handlers, "handlers": handlers} for data, handlers in own
-        ]
+        tables = [{"data": data, "step": whole - data - handlers, "handlers": handlers} for data, handlers in own]
         second, first = sorted(visible)[-2:]
         true = (visible.index(first), first - second) if first - second > 0.001 else (None, 0.0)
         _compare_straggler(function(tables), true, tables)
@@ -92,9 +86,7 @@ def _compare_straggler(answer, true, tables):
             why = f": rank {true[0]} is ready {1e3 * true[1]:.1f} ms after the next one"
         elif rank == longest:
             why = f": rank {rank} has the longest step because it waits in it"
-        raise Hint(
-            f"{case}; the others wait for {'none' if true[0] is None else true[0]}, not for {rank}{why}"
-        )
+        raise Hint(f"{case}; the others wait for {'none' if true[0] is None else true[0]}, not for {rank}{why}")
     if abs(gain - true[1]) > 1e-6:
         raise Hint(
             f"{case}; without rank {rank}'s delay an iteration gains {1e3 * true[1]:.1f} ms, not {1e3 * gain:.1f}: "

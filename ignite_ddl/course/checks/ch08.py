@@ -23,9 +23,7 @@ def two_timers(function):
         step, batch, first, before, after, around = parts
         clock = HandClock()
         with patch.object(ignite.handlers.timing, "perf_counter", clock):
-            engine = Engine(
-                lambda engine, batch, step=step, clock=clock: clock.advance(step + engine.state.epoch - 1)
-            )
+            engine = Engine(lambda engine, batch, step=step, clock=clock: clock.advance(step + engine.state.epoch - 1))
             engine.add_event_handler(Events.ITERATION_STARTED, clock.advance, before)
             engine.add_event_handler(Events.EPOCH_STARTED, clock.advance, around)
             timers = function(engine)
@@ -64,9 +62,7 @@ def _compare_timers(values, parts, epochs, run):
         elif abs(value - n_steps * expected) < 1e-6:
             text += "; that is the sum of all, an average needs to be told of each step"
         elif name == "steps" and abs(value - expected - (batch + first + around + before) / n_steps) < 1e-6:
-            text += (
-                "; it ran before the first step, because `start` does not only reset a timer, it starts it"
-            )
+            text += "; it ran before the first step, because `start` does not only reset a timer, it starts it"
         raise Hint(text)
 
 
@@ -83,16 +79,12 @@ def split_wait(function, entered, left):
     for rank, (answer, traffic) in enumerate(counted_on_ranks(function, given, timeout=30)):
         _compare_split(answer, rank, entered, left, entered.index(max(entered)))
         if traffic.put_in > 8:
-            raise Hint(
-                f"right, but rank {rank} hands {traffic.put_in} bytes to its collectives; one number is 8"
-            )
+            raise Hint(f"right, but rank {rank} hands {traffic.put_in} bytes to its collectives; one number is 8")
 
 
 def _compare_split(answer, rank, entered, left, came_last):
     if not isinstance(answer, tuple | list) or len(answer) != 3:
-        raise Hint(
-            "return three things: the rank that came last, and the seconds of idle and of communication"
-        )
+        raise Hint("return three things: the rank that came last, and the seconds of idle and of communication")
     idle, communication = entered[came_last] - entered[rank], left[rank] - entered[came_last]
     moments = ", ".join(f"{moment:.10g}" for moment in entered)
     case = f"the ranks enter at {moments} s, and rank {rank} leaves at {left[rank]:.10g}"

@@ -32,9 +32,7 @@ def reduce_scatter(function, world_size, length):
     for rank, (_, traffic) in enumerate(ranks):
         enough = 8 * size * (world_size - 1)
         if traffic.put_in > enough:
-            raise Hint(
-                f"right, but your rank {rank} sent {traffic.put_in} bytes, a ring's first round sends {enough}"
-            )
+            raise Hint(f"right, but your rank {rank} sent {traffic.put_in} bytes, a ring's first round sends {enough}")
         if others := {call.peer for call in traffic.calls if call.put_in} - {(rank + 1) % world_size}:
             raise Hint(
                 f"right, but rank {rank} sent to rank {min(others)}; in the ring it sends to rank "
@@ -44,9 +42,7 @@ def reduce_scatter(function, world_size, length):
 
 def _which_chunk(rank, found, chunks, world_size):
     if wrong := [place for place, chunk in enumerate(chunks) if torch.equal(found, chunk)]:
-        return (
-            f"rank {rank} returns chunk {wrong[0]} of the sum, not chunk {rank}: which chunk goes off first?"
-        )
+        return f"rank {rank} returns chunk {wrong[0]} of the sum, not chunk {rank}: which chunk goes off first?"
     return (
         f"rank {rank} should return {[int(value) for value in chunks[rank]]}, the sum of all {world_size} ranks' "
         f"chunk {rank}, but returns {[round(value, 3) for value in found.tolist()]}"
@@ -54,13 +50,7 @@ def _which_chunk(rank, found, chunks, world_size):
 
 
 @exercise(
-    cases=(
-        (8, 0.02, 1e6),
-        (4, 1e-5, 1e9),
-        (1024, 5e-6, 1.25e10),
-        (3, 1e-5, 1e9),
-        (5, 1e-5, 1e9),
-    ),
+    cases=((8, 0.02, 1e6), (4, 1e-5, 1e9), (1024, 5e-6, 1.25e10), (3, 1e-5, 1e9), (5, 1e-5, 1e9)),
     about="{n_ranks} ranks, {latency:g} s, {bandwidth:g} bytes/s",
     right="below it take the tree, above it the ring",
 )
@@ -89,9 +79,7 @@ def crossover_bytes(function, n_ranks, latency, bandwidth):
 
 @exercise(
     cases=(((4, 4, 4, 4), 0.0), ((7, 5, 3, 1), 0.0), ((2, 0, 5, 2), 0.0), ((7, 5, 3, 1), 1e3)),
-    about=lambda rows, centre: (
-        f"{', '.join(map(str, rows))} rows of {FEATURES} features with mean {centre:g}"
-    ),
+    about=lambda rows, centre: f"{', '.join(map(str, rows))} rows of {FEATURES} features with mean {centre:g}",
     right="the whole batch's moments, in one round",
 )
 def moments(function, rows, centre):

@@ -32,9 +32,7 @@ def buckets(function):
         if [] in found:
             raise Hint(f"{case}: one of your buckets is empty, and would still cost an all-reduce")
         if missing := sorted(set(range(len(sizes))) - set(flat)):
-            raise Hint(
-                f"{case}: parameter {missing[0]} is in no bucket, so its gradient never leaves the rank"
-            )
+            raise Hint(f"{case}: parameter {missing[0]} is in no bucket, so its gradient never leaves the rank")
         if len(flat) != len(sizes):
             raise Hint(f"{case}: {len(sizes)} parameters, but your buckets hold {len(flat)}")
         if flat == sorted(flat):
@@ -98,8 +96,7 @@ def accumulate(function, *rows):
             continue
         if _near(gradient, added):
             raise Hint(
-                "the gradients add up, one mean loss for each micro-batch; you want one mean over all "
-                f"{sum(rows)} rows"
+                f"the gradients add up, one mean loss for each micro-batch; you want one mean over all {sum(rows)} rows"
             )
         if _near(gradient, alike):
             raise Hint("a row of a small micro-batch counts more than a row of a large one; weight by rows")

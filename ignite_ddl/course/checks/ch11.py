@@ -11,9 +11,7 @@ SCALED = (((0.1, 0.01), 32, 256, 5), ((0.2, 0.3), 10, 40, 3), ((0.5, 0.5), 64, 6
 MOMENTUM = 0.9  # it cancels out: any will do
 
 
-@exercise(
-    cases=SCALED, right="every group starts at its own rate, climbs in a line, and stays at the scaled one"
-)
+@exercise(cases=SCALED, right="every group starts at its own rate, climbs in a line, and stays at the scaled one")
 def scale_and_warm_up(function, rates, base_batch, batch_size, warm_up_steps):
     groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates]
     optimizer = torch.optim.SGD(groups, lr=1.0)

@@ -27,8 +27,7 @@ def serve_with_momentum(function, n_rows, momentum):
         for step in range(N_STEPS):
             if not torch.equal(weights[step], ranks[1][step]):
                 raise Hint(
-                    f"in step {step} workers 1 and {worker} got different weights; update when all "
-                    "answers are in"
+                    f"in step {step} workers 1 and {worker} got different weights; update when all answers are in"
                 )
     if _near(found, right):
         return
@@ -103,8 +102,7 @@ def everyone_a_server(function, n_workers, length):
                 f"{wrong} made of it: pull it"
             )
         numbers = [
-            [round(value, 3) for value in weights.chunk(n_workers)[wrong].tolist()]
-            for weights in (right, found)
+            [round(value, 3) for value in weights.chunk(n_workers)[wrong].tolist()] for weights in (right, found)
         ]
         raise Hint(f"chunk {wrong} of worker {rank} should be {numbers[0]}, but is {numbers[1]}")
     for rank, (found, _) in enumerate(ranks):

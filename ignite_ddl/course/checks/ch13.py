@@ -79,17 +79,13 @@ def _arrivals(n_workers, backup, seed):
     gradients = [(g.pushed_at, g.worker, g.pulled) for g in [*run.updates, *run.dropped]]
     order = sorted(gradients)
     open_group = [(order[-1][0] + 1, 0, 7)]  # one more gradient, of the newest version
-    return [
-        (pulled, float(2**worker + place)) for place, (_, worker, pulled) in enumerate(order + open_group)
-    ]
+    return [(pulled, float(2**worker + place)) for place, (_, worker, pulled) in enumerate(order + open_group)]
 
 
 @exercise
 def n_of_n_plus_b(function):
     cases = [("3 + 1", 3, [(0, 1.0), (0, 2.0), (0, 6.0), (0, 100.0), (1, 4.0), (1, 4.0), (1, 1.0)])]
-    cases += [
-        (f"{n - b} + {b}", n - b, _arrivals(n, b, seed)) for n, b, seed in ((4, 1, 0), (6, 2, 1), (5, 3, 2))
-    ]
+    cases += [(f"{n - b} + {b}", n - b, _arrivals(n, b, seed)) for n, b, seed in ((4, 1, 0), (6, 2, 1), (5, 3, 2))]
     for name, needed, arrivals in cases:
         answer = function(list(arrivals), needed)
         if not isinstance(answer, tuple) or len(answer) != 2:
@@ -111,9 +107,7 @@ def n_of_n_plus_b(function):
             )
         for version, (mean, value) in enumerate(zip(means, right, strict=True)):
             if abs(mean - value) > 1e-9 * abs(value):
-                text = (
-                    f"{where}: update {version} is {mean:g}, the mean of its {needed} gradients is {value:g}"
-                )
+                text = f"{where}: update {version} is {mean:g}, the mean of its {needed} gradients is {value:g}"
                 if abs(mean - value * needed) <= 1e-9 * abs(mean):
                     text += "; yours is their sum"
                 elif mean < value and version == 0:

@@ -30,8 +30,7 @@ def clipped_step(function, world_size, length, max_norm):
             raise Hint(_what_went_wrong(rank, weights, start, gradients, max_norm))
     if any(call.put_in >= 8 * length for call in ranks[0][1].of("all_reduce").calls):
         raise Hint(
-            "right, but an all-reduce leaves the whole mean gradient on every rank; let each get and "
-            "update its shard"
+            "right, but an all-reduce leaves the whole mean gradient on every rank; let each get and update its shard"
         )
     enough = 2 * (world_size - 1) * 8 * length // world_size + 2 * (world_size - 1) * 8 // world_size
     for rank, (_, traffic) in enumerate(ranks):
@@ -65,8 +64,7 @@ def _what_went_wrong(rank, found, start, gradients, max_norm):
         "rank {rank} divides the sum of gradients by nothing: take the mean over ranks": start
         - 0.5 * _clip(mean * n, max_norm),
         "the gradient is not clipped": start - 0.5 * mean,
-        "rank {rank} clips by the norm of its shard; the norm is that of all shards together": start
-        - 0.5 * shards,
+        "rank {rank} clips by the norm of its shard; the norm is that of all shards together": start - 0.5 * shards,
         "rank {rank} adds up the norms of the shards; add up their squares, and take the root": start
         - 0.5 * _clip(mean, max_norm, sum(shard.norm() for shard in mean.chunk(n))),
         "each rank clips its own gradient before the mean; the mean is to be clipped": start

@@ -55,9 +55,7 @@ def partial_convolution(function):
                 given = tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
                 raise Hint(f"{case}: each rank's part should be {tuple(right.shape)}, yours is {given}")
             parts.append(part)
-            if not torch.equal(
-                part, function(*_without_others(x, weight, rank, n_ranks), bias, rank, n_ranks)
-            ):
+            if not torch.equal(part, function(*_without_others(x, weight, rank, n_ranks), bias, rank, n_ranks)):
                 raise Hint(f"{case}: rank {rank} uses channels that another rank holds")
         total = sum(parts)
         if (total - right).abs().max() < 1e-12:

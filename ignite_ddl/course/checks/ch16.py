@@ -87,8 +87,7 @@ def _randn(shape, generator):
 
 def _parts(given, dims, n_ranks):
     return [
-        {name: part_of(value, dims[name], rank, n_ranks) for name, value in given.items()}
-        for rank in range(n_ranks)
+        {name: part_of(value, dims[name], rank, n_ranks) for name, value in given.items()} for rank in range(n_ranks)
     ]
 
 
@@ -119,13 +118,10 @@ def _check_derivatives(ranks, right, dims, n_ranks):
             if _same(found[rank], part):
                 continue
             if _same(found[rank], n_ranks * part):
-                raise Hint(
-                    f"{name} on rank {rank} is {n_ranks} times too large: copies of one gradient were added"
-                )
+                raise Hint(f"{name} on rank {rank} is {n_ranks} times too large: copies of one gradient were added")
             if dim is None and None not in found and _same(sum(found), right[name]):
                 raise Hint(
-                    f"y is right, but {name} on rank {rank} is only its share; the shares of all ranks "
-                    "have to be added"
+                    f"y is right, but {name} on rank {rank} is only its share; the shares of all ranks have to be added"
                 )
             raise Hint(f"y is right, but {name} on rank {rank} is not that of one process")
 
@@ -136,6 +132,4 @@ def _check_cost(ranks, enough, what):
             put_in = sum(size for _, size in sent[way])
             if put_in > enough:
                 calls = f"{len(sent[way])} collective{'s' if len(sent[way]) > 1 else ''}"
-                raise Hint(
-                    f"right, but rank {rank} puts in {put_in} bytes {way}, in {calls}; {what} is {enough}"
-                )
+                raise Hint(f"right, but rank {rank} puts in {put_in} bytes {way}, in {calls}; {what} is {enough}")

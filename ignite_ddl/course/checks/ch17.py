@@ -35,9 +35,7 @@ def smoothed_loss(function, n_ranks, rows, n_classes, smoothing, shift):
         if not isinstance(loss, torch.Tensor) or loss.shape != () or loss.dtype != torch.float64:
             raise Hint(f"the loss of rank {rank} should be one float64 number, the mean over rows")
         if not isinstance(gradient, torch.Tensor) or gradient.shape != parts[rank].shape:
-            raise Hint(
-                f"the gradient of rank {rank} should have the shape of its logits, {tuple(parts[rank].shape)}"
-            )
+            raise Hint(f"the gradient of rank {rank} should have the shape of its logits, {tuple(parts[rank].shape)}")
         if not bool(loss.isfinite()):
             raise Hint(
                 f"logits near {shift:g}, and the loss of rank {rank} is {loss.item()}: subtract the "
@@ -49,8 +47,7 @@ def smoothed_loss(function, n_ranks, rows, n_classes, smoothing, shift):
             raise Hint(f"rank {rank} returns the loss without smoothing")
         if _same(loss, own_mean) or _same(loss, own_share):
             raise Hint(
-                f"rank {rank} smooths over its own {parts[rank].shape[1]} classes; the mean is over all "
-                f"{n_classes}"
+                f"rank {rank} smooths over its own {parts[rank].shape[1]} classes; the mean is over all {n_classes}"
             )
         if not _same(loss, right.detach()):
             raise Hint(f"the loss of rank {rank} is not that of F.cross_entropy")
@@ -65,9 +62,7 @@ def smoothed_loss(function, n_ranks, rows, n_classes, smoothing, shift):
             raise Hint(f"the loss is right, but the gradient of rank {rank} is not that of F.cross_entropy")
     for rank, (_, traffic) in enumerate(ranks):
         if traffic.put_in > 4 * rows * 8:
-            raise Hint(
-                f"right, but rank {rank} puts in {traffic.put_in} bytes; four numbers a row are {4 * rows * 8}"
-            )
+            raise Hint(f"right, but rank {rank} puts in {traffic.put_in} bytes; four numbers a row are {4 * rows * 8}")
 
 
 @exercise(

@@ -15,9 +15,7 @@ from ignite_ddl.course.orders import SECONDS, most_kept, play, read
     right="the time of GPipe, and rank r keeps no more than p - r microbatches",
 )
 def one_f_one_b(function, n_ranks, n_microbatches):
-    orders = [
-        read(function(rank, n_ranks, n_microbatches), "FB", rank, n_microbatches) for rank in range(n_ranks)
-    ]
+    orders = [read(function(rank, n_ranks, n_microbatches), "FB", rank, n_microbatches) for rank in range(n_ranks)]
     seconds = play(orders)
     least = (n_microbatches + n_ranks - 1) * (SECONDS["F"] + SECONDS["B"])
     if seconds > least:

@@ -76,9 +76,7 @@ def _one_stage(function, stage, n_ranks, n_microbatches):
     right="a third of 1F1B's bubble, and no rank keeps more than 1F1B's first",
 )
 def fill_the_bubble(function, n_ranks, n_microbatches):
-    orders = [
-        read(function(rank, n_ranks, n_microbatches), "FIW", rank, n_microbatches) for rank in range(n_ranks)
-    ]
+    orders = [read(function(rank, n_ranks, n_microbatches), "FIW", rank, n_microbatches) for rank in range(n_ranks)]
     seconds, least = play(orders), 3 * n_microbatches + n_ranks - 1
     kept = [most_kept(order) for order in orders]
     fullest = max(range(n_ranks), key=lambda rank: kept[rank])

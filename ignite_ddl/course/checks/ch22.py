@@ -41,10 +41,7 @@ CASES = {
         {3},
     ),
     "ranks 1 and 2 have not come": ([[(WORLD, False)], [], [], [(WORLD, False)]], {1, 2}),
-    "ranks 0 and 1 wait for each other": (
-        [[(PAIR[0], False)], [((0, 1, 2), False)], [((0, 1, 2), False)], []],
-        set(),
-    ),
+    "ranks 0 and 1 wait for each other": ([[(PAIR[0], False)], [((0, 1, 2), False)], [((0, 1, 2), False)], []], set()),
     "rank 3 has made three calls on other groups": (
         [
             [(WORLD, False)],

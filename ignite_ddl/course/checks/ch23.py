@@ -4,13 +4,7 @@ from math import isclose, prod
 
 from ignite_ddl.course.exercises import Hint, exercise
 
-_TORCHRUN = {
-    "RANK": "5",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "8",
-    "MASTER_ADDR": "10.0.0.7",
-    "MASTER_PORT": "29500",
-}
+_TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
 _SRUN = {"SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NTASKS": "12", "SLURM_NODEID": "1"}
 
 
@@ -23,10 +17,7 @@ def who_am_i(function):
         "srun": (_SRUN | {"SLURM_JOB_NODELIST": "node[1-2]"}, (6, 2, 12, "node1")),
         "srun on three racks": (_SRUN | {"SLURM_JOB_NODELIST": "gpu[07-09,12],login1"}, (6, 2, 12, "gpu07")),
         "srun on two names": (_SRUN | {"SLURM_JOB_NODELIST": "anna,otto[3,5]"}, (6, 2, 12, "anna")),
-        "torchrun started by srun": (
-            _SRUN | {"SLURM_JOB_NODELIST": "node[1-2]"} | _TORCHRUN,
-            (5, 1, 8, "10.0.0.7"),
-        ),
+        "torchrun started by srun": (_SRUN | {"SLURM_JOB_NODELIST": "node[1-2]"} | _TORCHRUN, (5, 1, 8, "10.0.0.7")),
     }
     for case, (environ, right) in cases.items():
         found = function(dict(environ))

@@ -46,10 +46,7 @@ def unequal_stages(function):
                 for what, wrong in (
                     ("every microbatch waits for the slowest stage, not for the mean one", turns * mean),
                     ("filling and draining pass each stage once, and the others are shorter", turns * slow),
-                    (
-                        "before the first microbatch has come through, and after the last, ranks wait",
-                        m * slow,
-                    ),
+                    ("before the first microbatch has come through, and after the last, ranks wait", m * slow),
                 ):
                     if abs(got - wrong) < 1e-6 * wrong:
                         raise Hint(f"{case}: {got:.1f} s, the simulator takes {right:.1f}: {what}")

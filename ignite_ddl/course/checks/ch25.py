@@ -12,9 +12,7 @@ def first_wrong(function):
     for n_layers in (1, 2, 7, 100):
         allowed = math.ceil(math.log2(n_layers + 1))
         for wrong in [*range(min(n_layers, 9)), n_layers - 1, None]:
-            case = f"{n_layers} layers, " + (
-                "none wrong" if wrong is None else f"layer {wrong} is the first wrong one"
-            )
+            case = f"{n_layers} layers, " + ("none wrong" if wrong is None else f"layer {wrong} is the first wrong one")
             asked = []
 
             def differs(n, wrong=wrong, asked=asked, n_layers=n_layers, case=case):
@@ -44,11 +42,7 @@ def their_numbers(function):
     ):
         case = f"batch {batch} on {world_size} ranks, pp {pp}, tp {tp}, {microbatches} microbatches"
         found = function(batch, world_size, pp, tp, microbatches)
-        if (
-            not isinstance(found, tuple)
-            or len(found) != 3
-            or not all(type(number) is int for number in found)
-        ):
+        if not isinstance(found, tuple) or len(found) != 3 or not all(type(number) is int for number in found):
             raise Hint(f"{case}: return three whole numbers, not {found!r:.40}")
         dp, rows, follow = found
         if dp != world_size // (pp * tp):

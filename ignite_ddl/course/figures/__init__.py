@@ -38,16 +38,12 @@ def show(figure, alt: str) -> None:
     png = io.BytesIO()
     # A white ground, unless the figure has none; no Software entry, which holds matplotlib's version.
     ground = "none" if figure.patch.get_alpha() == 0 else "white"
-    figure.savefig(
-        png, format="png", dpi=110, facecolor=ground, bbox_inches="tight", metadata={"Software": None}
-    )
+    figure.savefig(png, format="png", dpi=110, facecolor=ground, bbox_inches="tight", metadata={"Software": None})
     plt.close(figure)  # else the inline backend shows it again at the end of the cell
     # After drawing: before it, an axis has no ticks and so no texts on them.
     for text in figure.findobj(Text):
         if text.get_text().strip() and text.get_size() < 9:
-            raise ValueError(
-                f"text should be at least 9 points high, but {text.get_text()!r} has {text.get_size():g}"
-            )
+            raise ValueError(f"text should be at least 9 points high, but {text.get_text()!r} has {text.get_size():g}")
     if get_ipython() is None:
         print(alt)
         return

@@ -45,9 +45,7 @@ def cluster(n_nodes: int = 2, ranks_per_node: int = 4) -> draw.Figure:
         axes.text(left + 0.18, 0.75, f"node {node}", fontsize=10, weight="bold", va="center")
         for local_rank in range(ranks_per_node):
             rank = node * ranks_per_node + local_rank
-            draw.tile(
-                axes, left + 0.15 + 1.05 * local_rank, 1.0, 1.0, 0.75, RANK[rank], f"rank {rank}", draw.INK
-            )
+            draw.tile(axes, left + 0.15 + 1.05 * local_rank, 1.0, 1.0, 0.75, RANK[rank], f"rank {rank}", draw.INK)
             centre = left + 0.65 + 1.05 * local_rank
             axes.text(centre, 2.1, f"local\nrank {local_rank}", fontsize=9, ha="center", va="center")
     axes.set_xlim(-0.05, whole + 0.05)

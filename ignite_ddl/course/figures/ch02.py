@@ -163,9 +163,7 @@ def loss_scales(zeros: dict[int, float], errors: dict[int, float], start: int) -
     axes.set_ylim(-0.03, 1)
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.set_xlabel("loss scale")
-    draw.key(
-        figure, {"gradients of activations that became zero": red, "error of the weights' gradient": blue}
-    )
+    draw.key(figure, {"gradients of activations that became zero": red, "error of the weights' gradient": blue})
     return on_any_page(figure)
 
 
@@ -197,9 +195,7 @@ def ranks_on_gpus(cases: dict[str, list[int]], n_gpus: int) -> draw.Figure:
         draw.heading(panel, name.replace(": ", ":\n"))
         for rank, gpu in enumerate(gpus):
             place = gpus[:rank].count(gpu)
-            draw.tile(
-                panel, 1.15 * gpu, fullest - 0.95 - place, 1, 0.95, RANK[rank], f"rank {rank}", edge="none"
-            )
+            draw.tile(panel, 1.15 * gpu, fullest - 0.95 - place, 1, 0.95, RANK[rank], f"rank {rank}", edge="none")
         for gpu in range(width):
             text, colour = (f"GPU {gpu}", GREY) if gpu < n_gpus else ("no GPU", "none")
             style = {} if gpu < n_gpus else {"color": INK}

@@ -69,9 +69,7 @@ def _step_label(axes: draw.Axes, start: float, end: float, height: float, n_rows
     axes.text((start + end) / 2, height + 0.35, f"{n_rows} rows", ha="center", va="center", size=9)
 
 
-def compile_times(
-    milliseconds: list[float], rows: list[int], compiled: list[bool], source: str
-) -> draw.Figure:
+def compile_times(milliseconds: list[float], rows: list[int], compiled: list[bool], source: str) -> draw.Figure:
     """Each step's time on a logarithmic axis; steps that compiled stand out.
 
     Args:
@@ -140,15 +138,7 @@ def device_tiles(tiles: dict[str, list], grid: tuple[int, int]) -> draw.Figure:
         place = f"device {device}:  data {data}, model {model}"
         axes.text(left, top - 1.5, place, size=9.5, weight="bold", va="center")
         for name, sign in zip("xwy", "@=", strict=False):
-            _piece(
-                axes,
-                name,
-                left,
-                top + (tallest - shapes[name][0]) / 2,
-                shapes[name],
-                tiles[name][device],
-                device,
-            )
+            _piece(axes, name, left, top + (tallest - shapes[name][0]) / 2, shapes[name], tiles[name][device], device)
             left += shapes[name][1]
             axes.text(left + gap / 2, top + tallest / 2, sign, size=11, ha="center", va="center")
             left += gap

@@ -33,9 +33,7 @@ def dealt_batch(images, world_size: int = 4) -> draw.Figure:
     side = next(n for n in range(1, len(pixels) + 1) if n * n >= len(pixels))  # of the mosaic
     share = len(pixels) // world_size
     columns = -(-share // 2)  # a rank's images stand in two rows
-    figure, axes = draw.new_drawing(
-        f"{world_size} ranks, one training: only the gradients meet", width=7.6, height=3.5
-    )
+    figure, axes = draw.new_drawing(f"{world_size} ranks, one training: only the gradients meet", width=7.6, height=3.5)
     axes.set_aspect("equal")
 
     def picture(index: int, x: float, y: float, size: float) -> None:
@@ -50,11 +48,7 @@ def dealt_batch(images, world_size: int = 4) -> draw.Figure:
         picture(index, index % side * size, height - 0.2 - (index // side + 1) * size, size)
     rows_x, width = side * size + 2.9, columns * 1.05
     boxes_x = rows_x + width + 0.7
-    boxes = (
-        (0, 3.5, "forward", "forward"),
-        (3.7, 3.5, "backward", "backward"),
-        (11.2, 3.0, "optimizer", "update"),
-    )
+    boxes = ((0, 3.5, "forward", "forward"), (3.7, 3.5, "backward", "backward"), (11.2, 3.0, "optimizer", "update"))
     for rank in range(world_size):
         middle = height - (rank + 0.5) * row_height
         style = {"size": 10, "weight": "bold", "ha": "right", "va": "center", "color": INK}
@@ -111,9 +105,7 @@ def parity_errors(errors: dict[str, dict[str, float]]) -> draw.Figure:
     axes.set_xlim(5e-19, 100)
     axes.set_xticks([1e-18, 1e-15, 1e-12, 1e-9, 1e-6, 1e-3, 1])
     axes.axvline(1e-12, color=ACTIVITY["backward_weight"], linestyle="--", linewidth=1.3)
-    draw.note(
-        axes, "the bound, 1e-12", (2e-12, len(errors) - 0.5), (0, 0), ACTIVITY["backward_weight"], size=9
-    )
+    draw.note(axes, "the bound, 1e-12", (2e-12, len(errors) - 0.5), (0, 0), ACTIVITY["backward_weight"], size=9)
     draw.name_rows(axes, list(errors))
     axes.set_ylim(len(errors) - 0.2, -0.5)
     axes.set_xlabel("largest error against one process (float64)")

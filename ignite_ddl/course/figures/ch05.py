@@ -44,9 +44,7 @@ def dealt_rows(panels: dict[str, list], title: str, tp: int = 1) -> draw.Figure:
         width_ratios=[width + 1.4 for width in widths],
     )  # fmt: skip
     kinds = set()
-    for panel, (name, seen), width in zip(
-        axes if len(panels) > 1 else [axes], panels.items(), widths, strict=True
-    ):
+    for panel, (name, seen), width in zip(axes if len(panels) > 1 else [axes], panels.items(), widths, strict=True):
         if name:
             draw.heading(panel, name, bold=True)
         kinds |= _draw_steps(panel, seen, slots[name], tp)

@@ -37,11 +37,7 @@ def who_does_what(jobs: dict[str, str]) -> draw.Figure:
     words = {"color": INK, "fontsize": 9}
     for rank in range(4):
         axes.text(rank + 0.5, -0.25, f"rank {rank}", ha="center", va="bottom", **words)
-    meaning = {
-        "one": "rank 0; the others wait or go on",
-        "each": "each its own",
-        "together": "all at once, one answer",
-    }
+    meaning = {"one": "rank 0; the others wait or go on", "each": "each its own", "together": "all at once, one answer"}
     top, before = 0.0, None
     for name, kind in jobs.items():
         if before != kind:

@@ -65,9 +65,7 @@ def rank_profiles(cases: dict[str, list[dict[str, float]]], title: str) -> draw.
             fast, slow = ({"data": data, "step": 0.05, "handlers": 0.005} for data in (0.03, 0.09))
             figure = figures.rank_profiles({"equal": [fast, fast], "rank 1 is slow": [fast, slow]}, "One is slow")
     """
-    figure, panels = draw.new_figure(
-        title, width=7.6, height=2.7, columns=len(cases), sharex=True, sharey=True
-    )
+    figure, panels = draw.new_figure(title, width=7.6, height=2.7, columns=len(cases), sharex=True, sharey=True)
     for panel, (name, ranks) in zip(panels, cases.items(), strict=True):
         draw.heading(panel, name)
         for rank, seconds in enumerate(ranks):

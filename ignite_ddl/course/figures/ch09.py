@@ -5,13 +5,7 @@ from __future__ import annotations
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, RANK, on_any_page
 
-__all__ = [
-    "all_reduce_times",
-    "bytes_by_world",
-    "loss_by_iteration",
-    "messages",
-    "ring_steps",
-]
+__all__ = ["all_reduce_times", "bytes_by_world", "loss_by_iteration", "messages", "ring_steps"]
 
 
 _FRAME = "#E8590C"  # no rank's colour
@@ -145,9 +139,7 @@ def bytes_by_world(sent: dict[str, dict[int, int]], n_bytes: int) -> draw.Figure
         draw.note(axes, f"{name}: {of_world[last]} bytes", (last, of_world[last]), (9, 0), colour)
     worlds = sorted({n for of_world in sent.values() for n in of_world})
     axes.axhline(2 * n_bytes, color=INK, linewidth=1.2, linestyle=":")
-    draw.note(
-        axes, f"twice the buffer: {2 * n_bytes}", (worlds[-1], 2 * n_bytes), (9, 5), color=INK, fontsize=9
-    )
+    draw.note(axes, f"twice the buffer: {2 * n_bytes}", (worlds[-1], 2 * n_bytes), (9, 5), color=INK, fontsize=9)
     axes.set_xticks(worlds)
     axes.set_ylim(0)
     axes.set_xlabel("ranks")
@@ -156,10 +148,7 @@ def bytes_by_world(sent: dict[str, dict[int, int]], n_bytes: int) -> draw.Figure
 
 
 def all_reduce_times(
-    sizes: list[float],
-    predicted: dict[str, list[float]],
-    measured: dict[str, dict[float, float]],
-    n_ranks: int,
+    sizes: list[float], predicted: dict[str, list[float]], measured: dict[str, dict[float, float]], n_ranks: int
 ) -> draw.Figure:
     """Seconds of an all-reduce against the size of its buffer: lines predicted, marks measured.
 
@@ -195,9 +184,7 @@ def all_reduce_times(
         draw.note(axes, name, (sizes[-1], height), (7, 5 if height < 1.4 * below else -3), colour)
         below = height
     axes.set_xlim(sizes[0], sizes[-1])
-    draw.log_ticks(
-        axes, 1e3 * min(map(min, predicted.values())) / 1.6, 1e3 * max(map(max, predicted.values())) * 1.6
-    )
+    draw.log_ticks(axes, 1e3 * min(map(min, predicted.values())) / 1.6, 1e3 * max(map(max, predicted.values())) * 1.6)
     axes.set_xlabel("bytes in the buffer")
     axes.set_ylabel("milliseconds")
     text = "lines: predicted\nmarks: measured, with delays put in"
@@ -225,12 +212,7 @@ def loss_by_iteration(runs: dict[str, list[list[tuple[int, float]]]], title: str
             figure = figures.loss_by_iteration({"1 rank": [[(0, 2.3), (200, 0.7)]]}, "The loss falls")
     """
     figure, axes = draw.new_figure(title, height=3.2)
-    looks = (
-        ("-", GREY),
-        ("o", ACTIVITY["forward"]),
-        ("-", ACTIVITY["backward_weight"]),
-        ("-", ACTIVITY["optimizer"]),
-    )
+    looks = (("-", GREY), ("o", ACTIVITY["forward"]), ("-", ACTIVITY["backward_weight"]), ("-", ACTIVITY["optimizer"]))
     offsets = ((9, 7), (9, -7), (9, 12), (9, -10))  # away from each other, and from lines that go on
     for (name, lines), (line, colour), offset in zip(runs.items(), looks, offsets, strict=False):
         for points in lines:

@@ -33,9 +33,7 @@ def master_and_ddp(master: Simulation, ddp: Simulation, title: str) -> draw.Figu
     """
     ranks = range(len(master.messages))
     panels = {
-        "master: rank 0": {
-            f"rank {n}": [record for record in master.records if record.rank == n] for n in ranks
-        },
+        "master: rank 0": {f"rank {n}": [record for record in master.records if record.rank == n] for n in ranks},
         "DDP": {f"rank {n}": _passes(ddp, n) for n in ranks} | {"in flight": _carried(ddp)},
     }
     figure = draw.step_rows(panels, title)
@@ -48,9 +46,7 @@ def master_and_ddp(master: Simulation, ddp: Simulation, title: str) -> draw.Figu
     return figure
 
 
-def buckets(
-    simulated: dict[str, Simulation], measured: dict[str, dict[str, list]], title: str
-) -> draw.Figure:
+def buckets(simulated: dict[str, Simulation], measured: dict[str, dict[str, list]], title: str) -> draw.Figure:
     """What rank 0 computes and what its line carries, simulated and measured, under each other.
 
     Args:
@@ -89,9 +85,7 @@ def _carried(simulation: Simulation) -> list[Record]:
     sent = [message for message in simulation.in_flight if message.rank == 0]
     n = 2 * (len(simulation.messages) - 1)
     parts = [sent[start : start + n] for start in range(0, len(sent), n)]
-    return [
-        Record(0, "communication", f"bucket {i}", part[0].start, part[-1].end) for i, part in enumerate(parts)
-    ]
+    return [Record(0, "communication", f"bucket {i}", part[0].start, part[-1].end) for i, part in enumerate(parts)]
 
 
 def step_shares(schemes: dict[str, dict[int, dict[str, float]]], title: str) -> draw.Figure:
@@ -118,9 +112,7 @@ def step_shares(schemes: dict[str, dict[int, dict[str, float]]], title: str) -> 
         for place, parts in enumerate(worlds.values()):
             seconds = [(1e3 * value, ACTIVITY[kind], "") for kind, value in parts.items()]
             top = draw.bar(panel, place, seconds, 0.74)
-            draw.note(
-                panel, f"{top:.0f}", (place, top), (0, 2), ha="center", va="baseline", fontsize=9, color=INK
-            )
+            draw.note(panel, f"{top:.0f}", (place, top), (0, 2), ha="center", va="baseline", fontsize=9, color=INK)
         draw.heading(panel, name, pad=9)
         panel.set_xticks(range(len(worlds)), [str(n) for n in worlds])
         panel.set_xlabel("ranks")

@@ -39,9 +39,7 @@ def steps_of_an_epoch(n_images: int, batch_sizes: tuple[int, ...]) -> draw.Figur
     return on_any_page(figure)
 
 
-def over_batch_sizes(
-    curves: dict[str, dict[int, tuple[float, float]]], title: str, ylabel: str
-) -> draw.Figure:
+def over_batch_sizes(curves: dict[str, dict[int, tuple[float, float]]], title: str, ylabel: str) -> draw.Figure:
     """What becomes of a number as the batch grows: a labelled line a curve, with bars of two standard errors.
 
     Args:
@@ -81,9 +79,7 @@ def over_batch_sizes(
             offset, ha, va = (0, 8), "center", "bottom"
         else:
             offset, ha, va = (-9, -2), "right", "top"
-        draw.note(
-            axes, name, (where, points[where][0]), offset, colour, weight="normal", size=9.5, ha=ha, va=va
-        )
+        draw.note(axes, name, (where, points[where][0]), offset, colour, weight="normal", size=9.5, ha=ha, va=va)
     draw.log_axis(axes, sizes)
     axes.set_xlim(sizes[0] * 0.8, sizes[-1] * (sizes[-1] / sizes[0]) ** 0.45)
     axes.set_ylim(0, 1)
@@ -153,16 +149,11 @@ def communication_share(steps: list, title: str) -> draw.Figure:
     """
     figure, axes = draw.new_figure(title, width=7.0, height=0.42 * len(steps) + 1.2)
     for row, step in enumerate(steps):
-        compute, communication = (
-            1e3 * (step.seconds - step.communication_seconds),
-            1e3 * step.communication_seconds,
-        )
+        compute, communication = (1e3 * (step.seconds - step.communication_seconds), 1e3 * step.communication_seconds)
         parts = [(compute, ACTIVITY["compute"], ""), (communication, ACTIVITY["communication"], "")]
         end = draw.bar(axes, row, parts, 0.7, upright=False)
         axes.text(end + 3, row, f"{step.share:.0%}", va="center", size=9.5)
-        for x, kind in (
-            ((compute / 2, "compute"), (end - communication / 2, "communication")) if row == 0 else ()
-        ):
+        for x, kind in ((compute / 2, "compute"), (end - communication / 2, "communication")) if row == 0 else ():
             axes.text(x, -0.5, kind, ha="center", va="bottom", size=9.5, color=draw.ink(ACTIVITY[kind]))
     draw.name_rows(axes, [f"{step.n_ranks} GPUs, batch {step.batch_size:,}" for step in steps], bare=True)
     axes.set_ylim(len(steps) - 0.4, -1.1)

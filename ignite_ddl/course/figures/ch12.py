@@ -32,16 +32,12 @@ def server_scheme(n_workers: int, weight_bytes: int, row_bytes: int) -> draw.Fig
     left, right = 3.4, 10.0
     text = "parameter server: holds the parameters"
     draw.tile(axes, left, 0, right - left, 0.8, ACTIVITY["optimizer"], text, edge="none")
-    draw.tile(
-        axes, left, 4.3, right - left, 0.8, ACTIVITY["data"], "the data's node: holds all rows", edge="none"
-    )
+    draw.tile(axes, left, 4.3, right - left, 0.8, ACTIVITY["data"], "the data's node: holds all rows", edge="none")
     step = (right - left) / n_workers
     style = {"arrowstyle": "-|>", "linewidth": 2, "mutation_scale": 13, "shrinkA": 0, "shrinkB": 0}
     for worker in range(n_workers):
         middle = left + (worker + 0.5) * step
-        draw.tile(
-            axes, middle - 0.42 * step, 2.3, 0.84 * step, 0.8, RANK[worker], f"worker {worker}", edge="none"
-        )
+        draw.tile(axes, middle - 0.42 * step, 2.3, 0.84 * step, 0.8, RANK[worker], f"worker {worker}", edge="none")
         for x, start, end, colour in (
             (middle - 0.14 * step, 0.8, 2.3, down),
             (middle + 0.14 * step, 2.3, 0.8, up),
@@ -62,11 +58,7 @@ def server_scheme(n_workers: int, weight_bytes: int, row_bytes: int) -> draw.Fig
 
 
 def by_workers(
-    predicted: dict[str, dict[int, float]],
-    measured: dict[str, dict[int, float]],
-    title: str,
-    ylabel: str,
-    note: str,
+    predicted: dict[str, dict[int, float]], measured: dict[str, dict[int, float]], title: str, ylabel: str, note: str
 ) -> draw.Figure:
     """Anything against the number of workers, both axes logarithmic: lines predicted, marks measured.
 

@@ -171,9 +171,7 @@ def staleness_histogram(runs: dict[str, list[dict]], title: str, slow: int) -> d
     return on_any_page(figure)
 
 
-def accuracy_over_rates(
-    curves: dict[str, list[tuple[float, float]]], rates: list[float], title: str
-) -> draw.Figure:
+def accuracy_over_rates(curves: dict[str, list[tuple[float, float]]], rates: list[float], title: str) -> draw.Figure:
     """What each learning rate reaches, a line a way to train; a dot marks the best, a band the spread.
 
     Args:
@@ -242,9 +240,7 @@ def bounds(curves: dict[str, dict[int, float]], title: str) -> draw.Figure:
     return on_any_page(figure)
 
 
-def seconds_of_rules(
-    took: dict[str, list[float]], reached: dict[str, tuple[float, float]], title: str
-) -> draw.Figure:
+def seconds_of_rules(took: dict[str, list[float]], reached: dict[str, tuple[float, float]], title: str) -> draw.Figure:
     """A row of dots for each rule: how long its runs took, and in words what they reached.
 
     Args:
@@ -266,9 +262,7 @@ def seconds_of_rules(
     figure, axes = draw.new_figure(title, width=7.2, height=2.6)
     end = 1.28 * max(max(seconds) for seconds in took.values())
     for row, ((name, seconds), colour) in enumerate(zip(took.items(), _COLOURS, strict=False)):
-        axes.plot(
-            seconds, [row] * len(seconds), "o", color=colour, markersize=8, alpha=0.7, markeredgewidth=0
-        )
+        axes.plot(seconds, [row] * len(seconds), "o", color=colour, markersize=8, alpha=0.7, markeredgewidth=0)
         axes.plot([sum(seconds) / len(seconds)] * 2, [row - 0.36, row + 0.36], color=colour, linewidth=3)
         text = "{:.0%} ± {:.0%}".format(*reached[name])
         draw.note(axes, text, (end, row), (0, 0), colour, ha="right", size=10)

@@ -8,11 +8,7 @@ from ignite_ddl.lab.draw import ACTIVITY, SHADE
 __all__ = ["zero_peaks", "zero_stages"]
 
 
-_PARTS = {
-    "weights": ACTIVITY["forward"],
-    "gradients": ACTIVITY["backward"],
-    "optimizer": ACTIVITY["optimizer"],
-}
+_PARTS = {"weights": ACTIVITY["forward"], "gradients": ACTIVITY["backward"], "optimizer": ACTIVITY["optimizer"]}
 _STAGES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
@@ -85,9 +81,7 @@ def zero_peaks(states: dict, room: dict[str, float]) -> draw.Figure:
     figure, axes = draw.new_figure(title, width=7.4, height=3.5)
     room_colour = ACTIVITY["communication"]
     for place, (name, memory) in enumerate(states.items()):
-        sizes = [(getattr(memory, part), colour) for part, colour in _PARTS.items()] + [
-            (room[name], room_colour)
-        ]
+        sizes = [(getattr(memory, part), colour) for part, colour in _PARTS.items()] + [(room[name], room_colour)]
         parts = [(size, colour, f"{size:.2g}" if size >= 1.8 else "") for size, colour in sizes]
         top = draw.bar(axes, place, parts, 0.66)
         axes.text(place, top + 0.4, f"{top:.1f}", size=9, weight="bold", ha="center", va="bottom")

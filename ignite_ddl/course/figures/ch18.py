@@ -39,9 +39,7 @@ def kept_by_rank(kept: dict[str, list[float]], title: str) -> draw.Figure:
     return on_any_page(figure)
 
 
-def step_by_microbatches(
-    predicted: dict[int, float], measured: dict[int, list[float]], title: str
-) -> draw.Figure:
+def step_by_microbatches(predicted: dict[int, float], measured: dict[int, list[float]], title: str) -> draw.Figure:
     """How long a pipeline step takes, against its number of microbatches: a predicted line, measured marks.
 
     Args:

@@ -36,9 +36,7 @@ def with_and_without_flush(step: Pipeline, n_steps: int, endless: Pipeline, titl
     for n in range(n_steps):
         late = n * step.seconds
         flushed += [
-            span._replace(
-                start=span.start + late, end=span.end + late, microbatch=count * n + span.microbatch
-            )
+            span._replace(start=span.start + late, end=span.end + late, microbatch=count * n + span.microbatch)
             for span in step.records
             if span.microbatch is not None
         ]
@@ -118,8 +116,6 @@ def time_and_memory(schedules: dict[str, tuple[float, list[float]]], title: str)
     widest, highest = (max(values) for values in zip(*places, strict=True))
     axes.set_xlim(0, 1.22 * widest)
     axes.set_ylim(-0.1 * highest, 1.15 * highest)
-    axes.set_xlabel(
-        "activations kept at most, in microbatches (mark: the fullest rank, line: to the emptiest)"
-    )
+    axes.set_xlabel("activations kept at most, in microbatches (mark: the fullest rank, line: to the emptiest)")
     axes.set_ylabel("bubble, % of a step")
     return on_any_page(figure)

@@ -67,17 +67,10 @@ def departures(same: dict[str, list[bool]], first_step: int) -> draw.Figure:
     figure, axes = draw.new_drawing(title, width=7.0, height=0.4 * len(same) + 0.8)
     for row, (name, losses) in enumerate(same.items()):
         axes.text(
-            -0.1,
-            row,
-            "all five parts" if name == "nothing" else f"without {name}",
-            size=10,
-            ha="right",
-            va="center",
+            -0.1, row, "all five parts" if name == "nothing" else f"without {name}", size=10, ha="right", va="center"
         )
         for step, right in enumerate(losses):
-            draw.tile(
-                axes, step, row - 0.42, 0.96, 0.84, RIGHT if right else WRONG, "right" if right else "wrong"
-            )
+            draw.tile(axes, step, row - 0.42, 0.96, 0.84, RIGHT if right else WRONG, "right" if right else "wrong")
     n_steps = len(next(iter(same.values())))
     for step in range(n_steps):
         axes.text(step + 0.48, -0.6, f"step {first_step + step}", size=9, ha="center", va="bottom")
@@ -157,9 +150,7 @@ def lost_by_interval(simulated: dict[float, float], save: float, mean_time: floa
     waits, repeats = [100 * save / x for x in at], [50 * x / mean_time for x in at]
     axes.plot(at, waits, color=ACTIVITY["backward"], linewidth=2)
     axes.plot(at, repeats, color=WRONG, linewidth=2)
-    axes.plot(
-        at, [a + b for a, b in zip(waits, repeats, strict=True)], color=GREY, linewidth=2, linestyle="--"
-    )
+    axes.plot(at, [a + b for a, b in zip(waits, repeats, strict=True)], color=GREY, linewidth=2, linestyle="--")
     axes.plot(list(simulated), [100 * y for y in simulated.values()], "o", color=RIGHT, markersize=7)
     draw.note(axes, "saving", (at[42], waits[42]), (0, 9), ACTIVITY["backward"])
     draw.note(axes, "work done twice", (at[-3], repeats[-3]), (-8, 4), WRONG, ha="right")
@@ -209,6 +200,4 @@ def saves(timelines: dict[str, Timeline], step: int) -> draw.Figure:
         own = [r._replace(name="write") for r in timeline.background if r.rank == 0]
         if own:
             panels[name]["background"] = own
-    return draw.on_any_page(
-        draw.step_rows(panels, f"Rank 0 saves after step {step}: who waits for the disk?")
-    )
+    return draw.on_any_page(draw.step_rows(panels, f"Rank 0 saves after step {step}: who waits for the disk?"))

@@ -27,9 +27,7 @@ def ranks_on_machines(n_machines: int, ranks_per_machine: int) -> draw.Figure:
 
             figure = figures.ranks_on_machines(2, 2)
     """
-    figure, axes = draw.new_drawing(
-        "A rank has a number in the world and one on its machine", width=7, height=1.9
-    )
+    figure, axes = draw.new_drawing("A rank has a number in the world and one on its machine", width=7, height=1.9)
     wide, away = 2.6, 2.6 * ranks_per_machine + 2.4
     for node in range(n_machines):
         left = away * node
@@ -70,9 +68,7 @@ def on_the_cable(placements: Mapping[str, tuple[float, float]], link: str) -> dr
     """
     title = f"The same eight ranks on a cable of {link}, placed in two ways"
     figure, panels = draw.new_figure(title, width=7, height=1.9, columns=2)
-    for column, (axes, unit) in enumerate(
-        zip(panels, ("MB on the cable, a step", "seconds a step"), strict=True)
-    ):
+    for column, (axes, unit) in enumerate(zip(panels, ("MB on the cable, a step", "seconds a step"), strict=True)):
         values = {name: pair[column] for name, pair in placements.items()}
         for place, value in enumerate(values.values()):
             draw.bar(axes, place, [(value, ACTIVITY["communication"], "")], 0.6, upright=False)

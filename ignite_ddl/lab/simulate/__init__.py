@@ -21,14 +21,7 @@ from ignite_ddl.lab.simulate.collectives import (
     ring,
 )
 from ignite_ddl.lab.simulate.failures import RunWithFailures, failures
-from ignite_ddl.lab.simulate.pipelines import (
-    PipeDream,
-    Pipeline,
-    PipelinePlan,
-    best_pipelines,
-    pipedream,
-    pipeline,
-)
+from ignite_ddl.lab.simulate.pipelines import PipeDream, Pipeline, PipelinePlan, best_pipelines, pipedream, pipeline
 from ignite_ddl.lab.simulate.server import Gradient, Lognormal, ServerRun, parameter_server
 from ignite_ddl.lab.simulate.world import Rank, Simulation, run
 

@@ -55,9 +55,7 @@ def _entered(
 
 
 @checked
-def all_reduce_naive(
-    n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None
-) -> Simulation:
+def all_reduce_naive(n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None) -> Simulation:
     """Each rank sends its whole buffer to every other rank; see ``cost.all_reduce_naive``.
 
     Args:
@@ -89,9 +87,7 @@ def all_reduce_naive(
 
 
 @checked
-def all_reduce_tree(
-    n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None
-) -> Simulation:
+def all_reduce_tree(n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None) -> Simulation:
     """A reduction up a binomial tree and a broadcast down it; see ``cost.all_reduce_tree``.
 
     Args:
@@ -134,9 +130,7 @@ def all_reduce_tree(
 
 
 @checked
-def all_reduce_ring(
-    n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None
-) -> Simulation:
+def all_reduce_ring(n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None) -> Simulation:
     """A ring reduce-scatter and a ring all-gather; see ``cost.all_reduce_ring``.
 
     Args:
@@ -232,11 +226,7 @@ def master_step(
 
 @checked
 def parameter_server_step(
-    n_workers: int,
-    weight_bytes: float,
-    link: Link,
-    n_servers: int = 1,
-    compute_seconds: float | Sequence[float] = 0.0,
+    n_workers: int, weight_bytes: float, link: Link, n_servers: int = 1, compute_seconds: float | Sequence[float] = 0.0
 ) -> Simulation:
     """A synchronous step with parameter servers; see ``cost.parameter_server_step``.
 
@@ -281,9 +271,7 @@ def parameter_server_step(
         for number in range(n_workers):
             yield rank.recv(number)
 
-    return run(
-        lambda rank: worker(rank) if rank.number < n_workers else server(rank), n_workers + n_servers, link
-    )
+    return run(lambda rank: worker(rank) if rank.number < n_workers else server(rank), n_workers + n_servers, link)
 
 
 @checked

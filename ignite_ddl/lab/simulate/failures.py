@@ -37,13 +37,7 @@ class RunWithFailures(NamedTuple):
 
 @checked
 def failures(
-    n_nodes: int,
-    node_mean_time: float,
-    interval: float,
-    save: float,
-    restart: float,
-    work: float,
-    seed: int = 0,
+    n_nodes: int, node_mean_time: float, interval: float, save: float, restart: float, work: float, seed: int = 0
 ) -> RunWithFailures:
     """Plays a run of many nodes, any of which stops all of them when it fails.
 

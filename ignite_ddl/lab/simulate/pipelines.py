@@ -147,8 +147,7 @@ def pipeline(
         *played._replace(records=_with_idle_ends(played.records, n_ranks, played.seconds)),
         bubble=1 - sum(busy) / (n_ranks * played.seconds) if played.seconds else 0.0,
         idle=[
-            spans[-1].end - spans[0].start - work if spans else 0.0
-            for spans, work in zip(computed, busy, strict=True)
+            spans[-1].end - spans[0].start - work if spans else 0.0 for spans, work in zip(computed, busy, strict=True)
         ],
         peak_activations=peaks,
         actions=actions,
@@ -225,9 +224,7 @@ def pipedream(
             assert run.forward_versions[3] == run.backward_versions[3] == list(range(8))
             assert run.stashed == [4, 3, 2, 1]
     """
-    played = pipeline(
-        "1f1b", n_ranks, n_microbatches, forward, backward_input, backward_weight, transfer, overhead
-    )
+    played = pipeline("1f1b", n_ranks, n_microbatches, forward, backward_input, backward_weight, transfer, overhead)
     forward_versions, backward_versions, stashed = [], [], []
     for order in played.actions:
         version, most = 0, 1
@@ -344,7 +341,5 @@ def _parts(given: float | Sequence[float], n_ranks: int, n_chunks: int) -> list[
     if not isinstance(given, Sequence):
         return [given / (n_ranks * n_chunks)] * (n_ranks * n_chunks)
     if len(given) != 2 * n_ranks:
-        raise ValueError(
-            f"measured seconds should have 2 n_ranks = {2 * n_ranks} parts, but given {len(given)}"
-        )
+        raise ValueError(f"measured seconds should have 2 n_ranks = {2 * n_ranks} parts, but given {len(given)}")
     return list(given) if n_chunks == 2 else [a + b for a, b in zip(given[::2], given[1::2], strict=True)]

@@ -135,9 +135,7 @@ def parameter_server(
     """
     one_of(("sync", "async", "bounded", "backup"), mode=mode)
     if (mode == "bounded") != (staleness is not None):
-        raise ValueError(
-            f"staleness={staleness} does not suit mode={mode!r}: 'bounded' needs 0 or more, others None"
-        )
+        raise ValueError(f"staleness={staleness} does not suit mode={mode!r}: 'bounded' needs 0 or more, others None")
     if backup >= n_workers or (backup and mode != "backup"):
         raise ValueError(f"backup={backup} does not suit mode={mode!r} with {n_workers} workers")
     fixed = [] if callable(seconds) else number_for_each(n_workers, seconds=seconds)

@@ -256,9 +256,7 @@ class _World:
 
 
 @checked
-def run(
-    program: Callable[[Rank], Generator], n_ranks: int, link: Link, rendezvous: bool = False
-) -> Simulation:
+def run(program: Callable[[Rank], Generator], n_ranks: int, link: Link, rendezvous: bool = False) -> Simulation:
     """Simulates a program on every rank.
 
     A program is a generator function that yields what takes time. ``rank.compute`` keeps its rank busy,

@@ -381,9 +381,7 @@ class Timeline:
         try:
             timelines = list(timelines)
         except TypeError:
-            raise ValueError(
-                f"timelines should be one Timeline per rank, in a list, but given {timelines!r}"
-            ) from None
+            raise ValueError(f"timelines should be one Timeline per rank, in a list, but given {timelines!r}") from None
         for timeline in timelines:
             if not isinstance(timeline, Timeline) or timeline.rank is None:
                 raise ValueError(f"timelines should be one Timeline per rank, but given {timeline!r}")
@@ -398,10 +396,7 @@ class Timeline:
         spans, calls = [], []
         for part in parts:
             _move(part, -origin)
-            spans += [
-                span._replace(call=span.call + len(calls)) if span.call is not None else span
-                for span in part[0]
-            ]
+            spans += [span._replace(call=span.call + len(calls)) if span.call is not None else span for span in part[0]]
             calls += part[1]
         merged = cls()
         merged.rank = None
@@ -436,24 +431,14 @@ class Timeline:
             begin, stop = round((start - origin) * 1e9), round((end - origin) * 1e9)
             event = {"ph": "X", "pid": rank + 1, "tid": 1, "name": name, "cat": kind}
             event |= {"ts": begin / 1e3, "dur": (stop - begin) / 1e3}
-            events.append(
-                event | {"args": {"kind": kind} | ({} if waits_for is None else {"waits for": waits_for})}
-            )
+            events.append(event | {"args": {"kind": kind} | ({} if waits_for is None else {"waits for": waits_for})})
         # Calls that block their rank from the start are spans already.
         blocking = {
-            span.call
-            for span in spans
-            if span.call is not None and span.record.start == calls[span.call].launched
+            span.call for span in spans if span.call is not None and span.record.start == calls[span.call].launched
         }
         for number, call in enumerate(calls):
             if call.done is not None and number not in blocking:
-                event = {
-                    "pid": call.rank + 1,
-                    "tid": 1,
-                    "name": call.name,
-                    "cat": "in flight",
-                    "id": hex(number),
-                }
+                event = {"pid": call.rank + 1, "tid": 1, "name": call.name, "cat": "in flight", "id": hex(number)}
                 for phase, when in (("b", call.launched), ("e", call.done)):
                     events.append(event | {"ph": phase, "ts": max(0, round((when - origin) * 1e9)) / 1e3})
         path = Path(path)
@@ -669,9 +654,7 @@ def _move(part: tuple[list[_Span], list[Call]], seconds: float) -> None:
     spans, calls = part
     for place, span in enumerate(spans):
         record = span.record
-        spans[place] = span._replace(
-            record=record._replace(start=record.start + seconds, end=record.end + seconds)
-        )
+        spans[place] = span._replace(record=record._replace(start=record.start + seconds, end=record.end + seconds))
     for place, call in enumerate(calls):
         calls[place] = call.moved(seconds)
 

@@ -233,10 +233,7 @@ def _watched_launch(name: str, method: Callable) -> Callable:
 def _peer_and_tag(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[int | None, int]:
     """The peer and tag of a message, or the root of a collective, from positional or keyword arguments."""
     if name in ("send", "recv"):
-        given = (
-            dict(zip(("tensors", "dstRank" if name == "send" else "srcRank", "tag"), args, strict=False))
-            | kwargs
-        )
+        given = dict(zip(("tensors", "dstRank" if name == "send" else "srcRank", "tag"), args, strict=False)) | kwargs
         return given.get("dstRank", given.get("srcRank")), given.get("tag", 0)
     if name in _ROOTED:  # the root, or options with it, follows one or two tensor arguments
         place = 1 if name == "broadcast" else 2
@@ -258,10 +255,7 @@ def _watched_wait(wait: Callable) -> Callable:
 
 
 def _unknown_calls(name: str) -> _OpenCalls:
-    return [
-        (recorder, Call(recorder.rank, name, None, (), now(), recorder.other_thread()))
-        for recorder in _watching
-    ]
+    return [(recorder, Call(recorder.rank, name, None, (), now(), recorder.other_thread())) for recorder in _watching]
 
 
 def _kernel(name: str) -> Callable:

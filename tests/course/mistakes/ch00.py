@@ -9,10 +9,7 @@ def as_a_pair(local_mean, n_rows):  # in float32
     return total / rows
 
 
-RIGHT = {
-    "mean_of_all": [as_a_pair],
-    "cut_by_inputs": [{"(mine @ piece.T)": "((mine @ piece.T).T.contiguous()).T"}],
-}
+RIGHT = {"mean_of_all": [as_a_pair], "cut_by_inputs": [{"(mine @ piece.T)": "((mine @ piece.T).T.contiguous()).T"}]}
 MISTAKES = {
     "cut_by_inputs": {
         "rank 0 should return a tensor of shape (8, 12)": lambda rows, piece, first: piece,
@@ -37,6 +34,4 @@ MISTAKES = {
         "right, but a rank sends 3 numbers": {"return ": "return 0 * idist.all_reduce(0.0) + "},
     },
 }
-WAITING = {
-    "mean_of_all": {"your ranks wait for each other": {"return ": "return n_rows if idist.get_rank() else "}}
-}
+WAITING = {"mean_of_all": {"your ranks wait for each other": {"return ": "return n_rows if idist.get_rank() else "}}}

@@ -27,10 +27,7 @@ MISTAKES = {
         "right, but the ranks of node 0 together put 72 bytes": lambda x, ranks_per_node: idist.all_reduce(x),
     },
     "gather_parts": {
-        "rank 0 should return a list of 4 tensors, one a rank": {
-            "[row[": "torch.cat([row[",
-            "True)]": "True)])",
-        },
+        "rank 0 should return a list of 4 tensors, one a rank": {"[row[": "torch.cat([row[", "True)]": "True)])"},
         "on rank 0 the part of rank 0 has shape (2,)": {"row[:length]": "row[row != 0]"},
         "type torch.float64 instead of torch.float32": {"row[:length]": "row[:length].double()"},
         "on rank 0 the part of rank 1 holds other numbers than rank 1 put in": lambda part: [part] * 4,

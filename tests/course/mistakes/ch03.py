@@ -20,15 +20,11 @@ MISTAKES = {
         "a label of -1 is no class": {"F.pad(y, (0, missing)": "F.pad(y, (0, missing), value=-1"},
         "only padding have a weight": {"F.pad(weights, (0, missing))": "torch.ones(rows) / rows"},
         "your weights add up to 0.75": {"1 / len(x)": "1 / rows"},
-        "is not the mean over the 48 real rows": {
-            "weights, (0,": "torch.arange(len(x)).double().softmax(0), (0,"
-        },
+        "is not the mean over the 48 real rows": {"weights, (0,": "torch.arange(len(x)).double().softmax(0), (0,"},
     },
     "all_reduces": {
         "return a dict, with no other names": {"return found": "return list(found.items())"},
-        "w.grad is a sum over rows, of which a device has a part": {
-            "products.items()": "[*products.items()][:1]"
-        },
+        "w.grad is a sum over rows, of which a device has a part": {"products.items()": "[*products.items()][:1]"},
         "does not add the parts of x.grad up": {"products.items()": "[*products.items()][:2]"},
         "w.grad is a sum over rows, which a device has whole": {"is not None": "or name == 'w.grad'"},
         "your w.grad is 'data'": {"(cut[summed], piece)": "cut[summed]"},

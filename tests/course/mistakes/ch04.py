@@ -1,8 +1,6 @@
 """Natural mistakes in chapter 04's exercises."""
 
-SAME_ROWS = (
-    "torch.utils.data.DataLoader(rows, batch_size // idist.get_world_size(), generator=torch.Generator(),"
-)
+SAME_ROWS = "torch.utils.data.DataLoader(rows, batch_size // idist.get_world_size(), generator=torch.Generator(),"
 RIGHT = {"train": [{"trainer.state.epoch": "trainer.state.epoch - 1"}]}  # epochs from 0
 MISTAKES = {
     "train": {
@@ -11,9 +9,7 @@ MISTAKES = {
         "the ranks end with different weights": {"idist.auto_model(model)": "model"},
         "every epoch has the same order": {"loader.sampler.set_epoch(trainer.state.epoch)": "pass"},
         "your batches are divided twice": {"=batch_size": "=batch_size // idist.get_world_size()"},
-        "but not with those of one process": {
-            "idist.auto_dataloader(rows, batch_size=batch_size,": SAME_ROWS
-        },
+        "but not with those of one process": {"idist.auto_dataloader(rows, batch_size=batch_size,": SAME_ROWS},
         "4 ranks, 48 rows, batches of 16, 3 epochs: all ranks end": {"lr=0.1": "lr=0.4"},
     },
     "average_gradients": {

@@ -2,13 +2,8 @@
 
 READ = "list(islice(rows, batch_size))"
 CUT = "batch[rank * len(batch) // world_size : (rank + 1) * len(batch) // world_size]"
-LAST_TAKES_THE_REST = (
-    "batch[rank * (n := len(batch) // world_size) :][: n if rank < world_size - 1 else None]"
-)
-RIGHT = {
-    "fair_accuracy": [{"(mine)": "(float(mine))"}],
-    "deal_stream": [{"batch[rank::world_size]": CUT}],
-}
+LAST_TAKES_THE_REST = "batch[rank * (n := len(batch) // world_size) :][: n if rank < world_size - 1 else None]"
+RIGHT = {"fair_accuracy": [{"(mine)": "(float(mine))"}], "deal_stream": [{"batch[rank::world_size]": CUT}]}
 MISTAKES = {
     "fair_accuracy": {
         "your function returns nothing": lambda right, n_rows: None,
@@ -31,9 +26,7 @@ MISTAKES = {
             READ: "list(islice(rows, batch_size // world_size))",
             "batch[rank::world_size]": "batch",
         },
-        "one process makes 3 steps, your ranks make 2": {
-            f"batch := {READ}": f"len(batch := {READ}) == batch_size"
-        },
+        "one process makes 3 steps, your ranks make 2": {f"batch := {READ}": f"len(batch := {READ}) == batch_size"},
         "stream of 10 rows, batches of 4, 4 ranks: row 0 goes to 4": {"[rank::world_size]": ""},
         "step 1 should deal rows [0, 1, 2, 3], yours deals [1, 2, 3, 4]": {
             "iter(stream)": "(row + 1 for row in stream)"

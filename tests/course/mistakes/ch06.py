@@ -29,9 +29,7 @@ MISTAKES = {
     },
     "stop_epoch": {
         "your function returns nothing": lambda right, patience: None,
-        "your ranks stop after epochs [5, 4]; the later ones wait for ever": {
-            "idist.all_reduce(mine)": "mine"
-        },
+        "your ranks stop after epochs [5, 4]; the later ones wait for ever": {"idist.all_reduce(mine)": "mine"},
         "rank 0 alone would do that": {"all_reduce(mine": "all_reduce(mine * (idist.get_rank() == 0)"},
         "and stop after epoch 5, yours after 6": {"score > best": "score >= best"},
         "until epoch 5 one number an epoch is enough (40 bytes)": {

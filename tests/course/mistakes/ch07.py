@@ -21,8 +21,6 @@ MISTAKES = {
         "2, not for None: rank 2 is ready 1.5 ms after the next one": {"0.001": "0.01"},
         "2, not for 0: rank 0 has the longest step because it waits in it": {READY: 'table["step"]'},
         "the others wait for 0, not for 2": lambda tables: (2, 0.049),
-        "an iteration gains 49.0 ms, not 50.0": {
-            "(last), last - second": "(last), last - min(before_the_meeting)"
-        },
+        "an iteration gains 49.0 ms, not 50.0": {"(last), last - second": "(last), last - min(before_the_meeting)"},
     },
 }

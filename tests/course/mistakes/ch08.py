@@ -15,10 +15,7 @@ MISTAKES = {
         "return two timers of Ignite": lambda trainer: (1.0, 2.0),
         "two timers, please": {"return steps, data": "return steps, steps"},
         "steps says 11 s, not 10.5; that is": {"Events.STARTED": "Events.EPOCH_STARTED"},
-        "steps says 17.5 s, not 10; it ran before the first step": {
-            "start=Events.STARTED, ": "",
-            PAUSE: "pass",
-        },
+        "steps says 17.5 s, not 10; it ran before the first step": {"start=Events.STARTED, ": "", PAUSE: "pass"},
         "steps says 40 s, not 10; that is the sum of all": {"average=True": ""},
         "after a second run; each run starts anew": {ATTACH: BY_HAND, PAUSE: "timer.pause()"},
         "steps says 30 s, not 10\n": {"return steps, data": "return data, steps"},

@@ -19,9 +19,9 @@ MISTAKES = {
             "return chunks[rank]": "return chunks[(rank + 1) % n]",
         },
         "0 should return [15, 30, 45], the sum of all 4 ranks' chunk 0, but returns [1.0": lambda g: g[:3],
-        "right, but your rank 0 sent 96 bytes, a ring's first round sends 72": lambda gradient: (
-            idist.all_reduce(gradient.clone()).chunk(idist.get_world_size())[idist.get_rank()]
-        ),
+        "right, but your rank 0 sent 96 bytes, a ring's first round sends 72": lambda gradient: idist.all_reduce(
+            gradient.clone()
+        ).chunk(idist.get_world_size())[idist.get_rank()],
         # Every chunk goes to its owner at once: as many bytes, but no ring.
         "right, but rank 0 sent to rank 2; in the ring it sends to rank 1 only": {
             "(rank - step - 1) % n, (rank - step - 2) % n": "(rank + step + 1) % n, rank",

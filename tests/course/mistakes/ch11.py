@@ -17,9 +17,7 @@ RIGHT = {"scale_and_warm_up": [by_library], "grow_instead": [{"(rates[0], batch)
 MISTAKES = {
     "scale_and_warm_up": {
         "in step 1 your rate is 0.1, not 0.24; the rate never moves": lambda *args: None,
-        "start from the rate that was tuned": {
-            "1 + (batch_size / base_batch - 1)": "batch_size / base_batch"
-        },
+        "start from the rate that was tuned": {"1 + (batch_size / base_batch - 1)": "batch_size / base_batch"},
         "one step late": {"ITERATION_STARTED": "ITERATION_COMPLETED"},
         "the square root of the factor": {"batch_size / base_batch": "(batch_size / base_batch) ** 0.5"},
         "that is scaled, and not warmed up": {" * climbed": ""},
@@ -33,9 +31,7 @@ MISTAKES = {
         "does not fit": {"if batch <= largest": "if batch <= n_samples"},
         "was never tried": {"if batch <= largest": "if False"},
         "scale is 255.000, the decay's 51.000": lambda rates, batch, *_: [(rates[0], batch)] * len(rates),
-        "the factor alone forgets the - 1": {
-            "n_samples / (1 + noise / rates[0])": "batch_size * rates[0] / rate"
-        },
+        "the factor alone forgets the - 1": {"n_samples / (1 + noise / rates[0])": "batch_size * rates[0] / rate"},
         "you took both, the smaller rate and the larger batch": {"(rates[0], batch)": "(rate, batch)"},
         "is right, at 256 steps an epoch; 52": lambda rates, batch, *_: [(rate, batch) for rate in rates],
     },

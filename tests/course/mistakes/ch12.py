@@ -5,13 +5,8 @@ import ignite.distributed as idist
 MISTAKES = {
     "serve_with_momentum": {
         "return the weights, float64": {"return weights": "return weights[:2]"},
-        "got different weights; update when all": {
-            "worker)\n": "worker)\n            weights = weights - 0.1\n"
-        },
-        "before the last update": {
-            "n_rows =": "before = weights\n        n_rows =",
-            "return weights": "return before",
-        },
+        "got different weights; update when all": {"worker)\n": "worker)\n            weights = weights - 0.1\n"},
+        "before the last update": {"n_rows =": "before = weights\n        n_rows =", "return weights": "return before"},
         "each gradient weighs alike": {" * answer[-1]": "", "/ n_rows": "/ len(answers)"},
         "you add gradients up": {" / n_rows": ""},
         "the velocity is forgotten": {"momentum * velocity + ": ""},
@@ -27,8 +22,7 @@ MISTAKES = {
         },
         "chunk 0 of worker 0 should be": lambda weights, gradient, rate: weights,
         "differ in the last bits": lambda weights, gradient, rate: (
-            weights
-            - rate * sum(idist.all_gather(gradient[None]).roll(idist.get_rank(), 0)) / idist.get_world_size()
+            weights - rate * sum(idist.all_gather(gradient[None]).roll(idist.get_rank(), 0)) / idist.get_world_size()
         ),
         "by all_reduce": lambda weights, gradient, rate: (
             weights - rate * idist.all_reduce(gradient) / idist.get_world_size()

@@ -10,10 +10,7 @@ MISTAKES = {
             "version += 1": "pulled[worker] = version = version + 1",
         },
         "its own push is not in between": {"version - pulled": "version + 1 - pulled"},
-        "those are pulls": {
-            "            version += 1\n": "",
-            "[worker] = version": "[worker] = version = version + 1",
-        },
+        "those are pulls": {"            version += 1\n": "", "[worker] = version": "[worker] = version = version + 1"},
         "subtract the version": {" - pulled[worker]": ""},
     },
     "n_of_n_plus_b": {

@@ -8,14 +8,9 @@ MISTAKES = {
         "y on rank 0 is not that of one process": {"F.silu": "F.gelu"},
         "dx on rank 0 is 4 times too large": {"return ": "return Enter.apply(", "down)": "down))"},
         "dx on rank 0 is only its share": {"Enter.apply(x)": "x"},
-        "dx on rank 0 is not that of one process": {
-            "Enter.apply(x)": "x",
-            "entered @ gate": "Enter.apply(x) @ gate",
-        },
+        "dx on rank 0 is not that of one process": {"Enter.apply(x)": "x", "entered @ gate": "Enter.apply(x) @ gate"},
         "768 bytes backward, in 2 collectives": {"Enter.apply(x)": "x", "entered @": "Enter.apply(x) @"},
-        "768 bytes forward, in 2 collectives": {
-            "return ": "idist.all_reduce((x @ up).detach())\n    return "
-        },
+        "768 bytes forward, in 2 collectives": {"return ": "idist.all_reduce((x @ up).detach())\n    return "},
     },
     "rms_norm": {
         "should return a float64 tensor of shape (5, 2)": lambda x, *_: x[:, 1:],

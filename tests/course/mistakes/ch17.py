@@ -11,9 +11,7 @@ MISTAKES = {
         "rank 0 should return the loss and the gradient": {f", gradient{CHANGE}": ""},
         "the loss of rank 0 should be one float64 number": {"return loss": "return float(loss)"},
         "of rank 0 should have the shape of its logits, (6, 17)": {CHANGE: "[:, 1:]"},
-        "logits near 1000, and the loss of rank 0 is inf: subtract": {
-            "return loss": f"return loss + {NOT_SHIFTED}"
-        },
+        "logits near 1000, and the loss of rank 0 is inf: subtract": {"return loss": f"return loss + {NOT_SHIFTED}"},
         "rank 0 returns the loss without smoothing": {"loss + smoothing *": "loss + 0 *"},
         "rank 0 smooths over its own 17 classes": {"idist.all_reduce(share).mean()": OWN_CLASSES},
         "the loss of rank 0 is not that of F.cross_entropy": {"loss + smoothing *": "loss + 2 * smoothing *"},

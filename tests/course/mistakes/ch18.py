@@ -14,10 +14,7 @@ MISTAKES = {
         "rank 0 has a pass 'F8'": {LAST: f"{LAST} + ['F8']"},
         "rank 0 leaves out B7": {LAST: f"{LAST}[:-1]"},
         "rank 0 has 17 passes, 16 are there to do": {LAST: f"{LAST} + ['B0']"},
-        "nobody can go on, rank 0 stands before B7": {
-            "return order": "return (order",
-            LAST: f"{LAST})[::-1]",
-        },
+        "nobody can go on, rank 0 stands before B7": {"return order": "return (order", LAST: f"{LAST})[::-1]"},
         "your step takes 96 time units, 1F1B takes 33": {"n_ranks - rank - 1": "0"},
         # GPipe
         "33 time units, as it should, but rank 0 keeps the activations of 8 microbatches at once; 1F1B keeps 4": {
@@ -26,9 +23,7 @@ MISTAKES = {
     },
     "backward_again": {
         "return the gradient of hidden, a tensor of shape (4, 8)": lambda *given: None,
-        "runs the stage forward 2 times": {
-            "output = stage(hidden)": "stage(hidden)\n    output = stage(hidden)"
-        },
+        "runs the stage forward 2 times": {"output = stage(hidden)": "stage(hidden)\n    output = stage(hidden)"},
         "did dropout set the same numbers to zero": {"torch.set_rng_state(state)": ""},
         "the weights' gradients are not in .grad": {
             "output.backward(gradient)": "return torch.autograd.grad(output, hidden, gradient)[0]"

@@ -18,10 +18,7 @@ MISTAKES = {
     "fill_the_bubble": {
         "rank 0 has a pass 'B0'": lambda rank, p, m: ["F0", "B0"],
         "rank 0 leaves out W7": {"return order": "return order[:-1]"},
-        "nobody can go on, rank 0 stands before W7": {
-            "return order": "return (order",
-            LAST: f"{LAST})[::-1]",
-        },
+        "nobody can go on, rank 0 stands before W7": {"return order": "return (order", LAST: f"{LAST})[::-1]"},
         "4 ranks, 8 microbatches: your step takes 30 time units, 27": {
             "m >= rank": "m >= 0",
             "{m - rank}": "{m}",

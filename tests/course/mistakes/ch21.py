@@ -16,9 +16,7 @@ MISTAKES = {
         "a list of rows for each step, not [1, 8, 15": lambda order, done, *_: order[done:],
         "3 steps are left, but rank 0 gets 5": {"range(done,": "range(0,"},
         "together the ranks read [1, 6, 8, 11, 13, 16, 18, 23]": epoch_cut_first,
-        "in the first step that differs": {
-            SHARE: "rows[(n := len(rows) // n_ranks) * rank : n * (rank + 1)]"
-        },
+        "in the first step that differs": {SHARE: "rows[(n := len(rows) // n_ranks) * rank : n * (rank + 1)]"},
         "some row is read by two ranks in one step": {SHARE: f"{SHARE} or rows[:1]"},
         "5 rows are cut into [2, 2, 1, 0]; sizes may": {
             SHARE: "rows[(n := -(-len(rows) // n_ranks)) * rank : n * (rank + 1)]"

@@ -13,9 +13,7 @@ MISTAKES = {
     },
     "to_blame": {
         "return a set of ranks, not [3]": lambda records: [3],
-        "nobody waits: you blame [0, 1, 2, 3], it is nobody": {
-            "return late": "return set(range(len(records)))"
-        },
+        "nobody waits: you blame [0, 1, 2, 3], it is nobody": {"return late": "return set(range(len(records)))"},
         "rank 0 waits for 1, 1 for 3: you blame [1, 3], it is [3]": {" - set(waiting)": ""},
         "1 for 3: you blame nobody, it is [3]": {"members == group for": "True for"},
     },

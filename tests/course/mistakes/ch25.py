@@ -13,19 +13,12 @@ MISTAKES = {
         "runs; 3 are enough": one_by_one,
     },
     "their_numbers": {
-        "return three whole numbers, not (2, 1.0, 16)": {
-            "return dp, rows": "return dp, batch / dp / microbatches"
-        },
-        "dp 8, but 4 ranks share one model": {
-            "pp * tp": "1",
-            "if left_ranks or left_rows or not rows": "if False",
-        },
+        "return three whole numbers, not (2, 1.0, 16)": {"return dp, rows": "return dp, batch / dp / microbatches"},
+        "dp 8, but 4 ranks share one model": {"pp * tp": "1", "if left_ranks or left_rows or not rows": "if False"},
         "2 · 16 · 16 is 512 rows, not 32": {"return dp, rows": "return dp, batch // dp"},
         "1 micro-batches follow one another; the pipeline was planned for 16": {
             "return dp, rows, microbatches": "return dp, batch // dp, 1"
         },
-        "does not come out whole, but you return (2, 0, 16)": {
-            "if left_ranks or left_rows or not rows": "if False"
-        },
+        "does not come out whole, but you return (2, 0, 16)": {"if left_ranks or left_rows or not rows": "if False"},
     },
 }
