@@ -4,8 +4,10 @@ All tests: ``pytest tests notebooks --nbval -n 2 --dist loadfile``. Without ``lo
 the cells of one chapter over two kernels.
 """
 
+import itertools
 import os
 import sys
+import tempfile
 from collections import defaultdict
 from importlib.util import find_spec
 
@@ -29,8 +31,23 @@ def pytest_configure(config):
 
         settings.register_profile("no deadline", deadline=None)  # for a busy machine
         settings.load_profile("no deadline")
+    if os.name == "posix" and find_spec("jupyter_client"):
+        reach_kernels_by_files()
     # A plugin of its own: pytest calls the hooks of this file for what lies beside it, not for notebooks/.
     config.pluginmanager.register(ChapterSeconds())
+
+
+def reach_kernels_by_files():
+    """Jupyter chooses free ports, which the kernel binds half a second later: a rank of another test may be first."""
+    from jupyter_client.manager import KernelManager
+
+    init, numbers = KernelManager.__init__, itertools.count()
+    folder = tempfile.TemporaryDirectory(prefix="kernels", dir="/tmp")  # a socket's path has at most 104 bytes
+
+    def by_files(manager, *args, **kwargs):
+        init(manager, *args, transport="ipc", ip=f"{folder.name}/{next(numbers)}", **kwargs)
+
+    KernelManager.__init__ = by_files
 
 
 def pytest_collection_finish(session):

@@ -254,6 +254,16 @@ def alive(pid):
 # --- nbval, with the settings of tests/conftest.py ---------------------------------------------------------
 
 
+def test_kernels_take_no_ports_that_ranks_may_take_first():
+    from nbval.kernel import RunningKernel
+
+    kernel = RunningKernel(":nbval-parent-env")
+    try:
+        assert {url.partition(":")[0] for url in map(kernel.km._make_url, ("shell", "iopub", "hb"))} == {"ipc"}
+    finally:
+        kernel.stop()
+
+
 @pytest.mark.slow
 def test_nbval_compares_strictly_and_lists_seconds(checkout):
     """Text and alternative text are compared, a picture's bytes are not; seconds come through xdist."""
