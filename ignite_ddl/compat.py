@@ -9,9 +9,12 @@ file                                    what it uses
 ``tpu.py``                              Ignite's XLA classes, with torch_xla 2.7 to 2.9
 ``data.py``                             ``torch.utils._pytree``, as most of the following
 ``parity.py``                           ``torch.utils._pytree``
-``divisor.py``                          ``nn``'s ``_Loss``, the base of its losses
+``loss_contract.py``                    ``nn``'s ``_Loss``, the base of its losses; the numbers of autograd's nodes
+``replicas.py``                         ``_NormBase``, ``nn.Module._non_persistent_buffers_set``
+``traceless.py``                        ``_NormBase``, ``nn.Module._buffers``
+``audit.py``                            ``nn.Module._parameters``, ``_modules``, ``Parameter._backward_hooks``
 ``guards.py``                           ``Parameter._backward_hooks``
-``step.py``                             ``torch.utils._pytree``
+``step.py``                             ``torch._foreach_mul_``
 ``engine.py``                           Ignite's ``_prepare_batch``, the default of a public argument, and the order of
                                         an engine's handlers
 ``state.py``                            ``DTensor.__create_chunk_list__``, the protocol of torch's DCP
@@ -45,6 +48,7 @@ import os
 import pickle
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,9 +60,12 @@ from ignite.engine import Engine
 from ignite.metrics import Metric
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.library import Library
 
 __all__ = [
+    "BELONGS_TO_A_MODEL",
+    "MODELS",
     "PART_OF_A_MODEL",
     "address_for_ignite",
     "attach_metrics_over",
@@ -68,6 +75,7 @@ __all__ = [
     "hide_gpus_if_too_few",
     "is_rpc_noise",
     "job_store",
+    "newest_node",
     "quiet_redistribution",
     "quiet_warnings",
     "recorded_calls",
@@ -76,6 +84,8 @@ __all__ = [
     "serial_on_cpu",
     "tell_ignite_nproc",
     "torchrun_not_slurm",
+    "unobserved",
+    "unsharded_parameters",
     "wait_as_the_world",
 ]
 
@@ -146,6 +156,27 @@ def guard_clipping() -> None:
 
     guarded.guarded = True
     clip_grad._clip_grads_with_norm_ = guarded
+
+
+BELONGS_TO_A_MODEL = "_belongs_to_a_model"  # on a parameter of a model from ddl.auto_model, whose gradient is reduced
+MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # from ddl.auto_model, on a mesh
+
+
+def newest_node() -> int:
+    """The number of the newest node of autograd's graph: those that are made from now on have at least this one."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def unobserved() -> contextlib.AbstractContextManager:
+    """Inside, the caller's dispatch modes (which count bytes, memory or operations) see nothing."""
+    return torch.utils._python_dispatch._disable_current_modes()
+
+
+def unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that FSDP2 computes with, in place of those that the optimizer steps."""
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in module.modules() if isinstance(unit, FSDPModule)]
+    known = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    return [parameter._unsharded_param for parameter in known if hasattr(parameter, "_unsharded_param")]
 
 
 PART_OF_A_MODEL = "_part_of_a_model"  # on a parameter of a model that pp or tp has cut

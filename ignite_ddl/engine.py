@@ -25,13 +25,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ignite_ddl.arguments import check_count
 from ignite_ddl.data import ShardedDataLoader, without_rows
-from ignite_ddl.divisor import n_rows
 from ignite_ddl.guards import check_handler, check_optimizer
+from ignite_ddl.loss_contract import divisor_of
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.pipeline.one_stage import OneStage, as_stages, call
 from ignite_ddl.pipeline.pipeline import Pipeline
-from ignite_ddl.pipeline.structure import whole
+from ignite_ddl.pipeline.structure import n_rows, whole
 from ignite_ddl.precision import ScaledOptimizer, autocast_for, make_scaler
 from ignite_ddl.step import TrainingStep
 from ignite_ddl.tensor.gradients import redistribute_gradient
@@ -65,14 +65,14 @@ class MeshEngine(Engine):
         super().__init__(process_function)
         self._process_function = functools.partial(self._process, process_function)
         self.rows: tuple[int, int] | None = None
-        self.steps: dict[int, TrainingStep] = {}  # for forward_backward, by id of the model
-        self.weighted = False  # whether gradients of this batch were weighted by rows
+        self.steps: dict[int, TrainingStep] = {}  # by id of the model
+        self.weighted: list[nn.Module] = []  # models whose gradients of this batch are weighted by rows
 
     @staticmethod
     def _process(process_function: Callable, engine: MeshEngine, batch: Any) -> Any:
         loader = engine.state.dataloader
         engine.rows = loader.rows if isinstance(loader, ShardedDataLoader) else None
-        engine.weighted = False
+        engine.weighted = []
         if engine.rows is None or engine.rows[1] % get_mesh().dp_size == 0:
             return process_function(engine, batch)
         with _refusing_unweighted_steps(engine):
@@ -100,7 +100,9 @@ def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
     """Refuses an optimizer step if ranks have unequal numbers of rows and gradients were not weighted."""
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not engine.weighted:
+        weighted = {id(parameter) for model in engine.weighted for parameter in model.parameters()}
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if any(id(parameter) not in weighted for parameter in stepped):
             here, in_all = engine.rows
             raise ValueError(
                 f"this rank has {here} of the batch's {in_all} rows, so an average over ranks is not the average over "
@@ -216,7 +218,8 @@ def create_supervised_trainer(
         _check_max_norm(max_norm)
     check_optimizer(optimizer, model)
     device = idist.device() if device is None else device
-    step = TrainingStep(model, loss_divisor, model_transform, checks, model_fn, autocast_for(amp_mode, device))
+    step, autocast = TrainingStep(model, model_transform, checks, model_fn), autocast_for(amp_mode, device)
+    divisor_of(loss_fn, loss_divisor)  # refuses what is none
     grad_scaler = make_scaler(scaler, amp_mode, device)
     scaled = None if grad_scaler is None else ScaledOptimizer(optimizer)
 
@@ -229,8 +232,9 @@ def create_supervised_trainer(
         x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
         _check_rows(x)
         scale = 1.0 if grad_scaler is None else float(grad_scaler.scale(torch.ones((), device=device)))
-        y_pred, loss = step(engine.rows, x, y, loss_fn, scale / gradient_accumulation_steps, last)
-        engine.weighted = True
+        n = gradient_accumulation_steps
+        y_pred, loss = step(engine.rows, x, y, loss_fn, loss_divisor, scale, last, n, autocast)
+        engine.weighted.append(model)
         if last:
             if scaled is not None:
                 scaled.unscale(grad_scaler)
@@ -246,6 +250,7 @@ def create_supervised_trainer(
         return _output(step.stages, lambda: output_transform(x, y, y_pred, loss))
 
     trainer = MeshEngine(update)
+    trainer.steps[id(model)] = step
     if scaler is True:
         trainer.state.scaler = grad_scaler
     if deterministic:
@@ -282,7 +287,7 @@ def forward_backward(
         scale: factor of the loss in the backward pass, such as 1 / number of accumulated batches. Default: 1.
         last: whether the model's optimizer steps next; False if another call adds to these gradients before.
             Default: True.
-        amp_mode: as in :func:`create_supervised_trainer`; the same in each call for a model.
+        amp_mode: as in :func:`create_supervised_trainer`.
 
     Returns:
         tuple: this rank's output (None where the last stage of a pipeline is elsewhere), and the loss of the global
@@ -322,10 +327,10 @@ def forward_backward(
         )
     step = engine.steps.get(id(model))
     if step is None:
-        autocast = autocast_for(amp_mode, idist.device())
-        step = engine.steps[id(model)] = TrainingStep(model, loss_divisor, autocast=autocast)
-    engine.weighted = True
-    return step(engine.rows, x, y, loss_fn, scale, last)
+        step = engine.steps[id(model)] = TrainingStep(model)
+    engine.weighted.append(model)
+    autocast = autocast_for(amp_mode, idist.device())
+    return step(engine.rows, x, y, loss_fn, loss_divisor, scale, last, autocast=autocast)
 
 
 def create_supervised_evaluator(

@@ -6,26 +6,21 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import ignite.distributed as idist
 import torch
-import torch.distributed as dist
 from ignite.handlers.base_logger import BaseWeightsHandler
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, guard_clipping
-from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.mesh import get_mesh
 
 __all__ = [
-    "ModulesInUse",
     "advice_of",
     "check_handler",
     "check_optimizer",
     "check_parameter_hooks",
-    "check_same_rows",
     "explain_errors",
     "hand_on_attributes",
     "refuse_copies",
@@ -34,7 +29,6 @@ __all__ = [
 ]
 
 THIS_WAS_IN = "This was in "
-END = -1  # instead of a module's number: the end of a stage's first forward pass in a step
 _REPLACED = "_replaced_by_auto_model"  # on a parameter that another has replaced: its name
 
 
@@ -42,11 +36,13 @@ _REPLACED = "_replaced_by_auto_model"  # on a parameter that another has replace
 
 
 def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuses parameters with hooks, which would be lost if the parameter is cut."""
+    """Refuses parameters with hooks, which would see a rank's own gradient, or be lost if the parameter is cut."""
     for name, parameter in parameters:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"{name!r} has a hook, which would not run on its shards: register it after ddl.auto_model"
+                f"{name!r} has a hook, which would get this rank's gradient instead of the average over ranks, or not "
+                "run on shards: change p.grad between ddl.forward_backward and the optimizer's step, or in "
+                "optimizer.register_step_pre_hook"
             )
 
 
@@ -172,130 +168,3 @@ def explain_errors(module: nn.Module, advice: str) -> None:
 def advice_of(error: BaseException) -> list[str]:
     """The lines that :func:`explain_errors` added."""
     return [note for note in getattr(error, "__notes__", ()) if note.startswith(THIS_WAS_IN)]
-
-
-class ModulesInUse:
-    """Checks that all dp ranks call the same modules with weights in a step.
-
-    Otherwise, gradients of different weights would be added where they are reduced in one flat tensor, or torch would
-    abort if sizes differ. In the first step, the ranks compare their calls at each gather of FSDP2 and at the end of
-    the forward pass, before anything is reduced; later steps reduce a digest together with the loss. DDP needs all
-    weights to be used, which each rank checks alone by their gradients: the hooks are removed after the first step,
-    since they take a third of a millisecond per step in a small GPT.
-
-    Args:
-        stages: this rank's stages.
-        mesh: the mesh.
-    """
-
-    def __init__(self, stages: list[nn.Module], mesh: Mesh) -> None:
-        self.mesh, self.strict = mesh, True
-        # In order, each module once, since dp ranks may have different numbers of microbatches.
-        self.calls: dict[int, None] = {}
-        self.names: list[str] = []
-        self.handles: list[Any] = []
-        self.once = False  # whether the hooks are for the first step only: under DDP
-        self.weights: list[tuple[str, nn.Parameter]] = []  # whose gradients DDP waits for
-        if mesh.dp_size == 1 or any(_finds_unused(stage) for stage in stages):
-            return
-        ddp = [stage for stage in stages if isinstance(stage, DistributedDataParallel)]
-        self.once = bool(ddp)
-        for stage in ddp:
-            if not stage.static_graph:  # static_graph allows unused weights
-                named = stage.module.named_parameters()
-                self.weights += [(name, p) for name, p in named if name not in stage.parameters_to_ignore]
-        for stage in stages:
-            for name, module in stage.named_modules():
-                if any(True for _ in module.parameters(recurse=False)) or isinstance(module, FSDPModule):
-                    hook = self._called(len(self.names), module)
-                    self.handles.append(module.register_forward_pre_hook(hook, prepend=True))
-                    self.names.append(name.removeprefix("module.") or type(module).__name__)
-            self.handles.append(stage.register_forward_hook(self._called(END, stage)))
-
-    def begin(self) -> None:
-        """Starts a step."""
-        self.calls.clear()
-
-    def digest(self) -> int:
-        """A number below 2 ** 20 for the modules called in this step, in order."""
-        self.strict = False
-        if self.once:
-            while self.handles:
-                self.handles.pop().remove()
-        return hash(tuple(self.calls)) % 2**20
-
-    def check_gradients(self) -> None:
-        """Raises a ValueError if DDP has waited for the gradient of a weight that this rank did not use.
-
-        Its peers may be waiting still: the launcher ends them.
-        """
-        for name, parameter in self.weights:
-            if parameter.requires_grad and parameter.grad is None:
-                raise ValueError(
-                    f"DDP waits for the gradients of all weights, but this rank did not use {name!r} in this step: "
-                    "make the same choice on all ranks and pass shard=True, or pass find_unused_parameters=True, to "
-                    "ddl.auto_model"
-                )
-
-    def _called(self, number: int, module: nn.Module) -> Any:
-        meets = number == END or isinstance(module, FSDPModule)
-
-        def hook(*_: Any) -> None:
-            if torch.is_grad_enabled() and number not in self.calls:
-                self.calls[number] = None
-                if meets:
-                    self._compare(number)
-
-        return hook
-
-    def _compare(self, number: int) -> None:
-        """In the first step, raises a ValueError unless all dp ranks have called the same modules."""
-        if not self.strict:
-            return
-        here = torch.tensor([number, hash(tuple(self.calls)) % 2**20], device=idist.device())
-        peers = [torch.empty_like(here) for _ in range(self.mesh.dp_size)]
-        dist.all_gather(peers, here, group=self.mesh.dp_group)
-        if any(not torch.equal(peer, here) for peer in peers):
-            last = self.names[[called for called in self.calls if called != END][-1]]
-            raise ValueError(f"{UNLIKE_MODULES} This rank was at {last!r}")
-
-
-UNLIKE_MODULES = (
-    "dp ranks should call the same modules in a step, but call different ones, so that gradients of different weights "
-    "would be added. Make the same choice on all ranks (a random one with the same seed), or train with DDP alone and "
-    "find_unused_parameters=True."
-)
-
-
-def _finds_unused(stage: nn.Module) -> bool:
-    return isinstance(stage, DistributedDataParallel) and stage.find_unused_parameters
-
-
-def check_same_rows(x: Any, y: Any, mesh: Mesh) -> None:
-    """Checks that the tp and pp peers have the same rows.
-
-    Raises:
-        ValueError: on all peers, if they have different rows.
-    """
-    for axis, group in (("tp", mesh.tp_group), ("pp", mesh.pp_group)):
-        if mesh.sizes[axis] == 1:
-            continue
-        here = torch.stack([_checksum(part) for part in (x, y)])
-        peers = [torch.empty_like(here) for _ in range(mesh.sizes[axis])]
-        dist.all_gather(peers, here, group=group)
-        if any(not torch.equal(peer, here) for peer in peers):
-            raise ValueError(
-                f"{axis} peers should get the same rows, but got different ones: use ddl.auto_dataloader, and let what "
-                "draws random numbers in a dataset draw from torch's (Python's and NumPy's differ from rank to rank)"
-            )
-
-
-def _checksum(batch: Any) -> torch.Tensor:
-    """64 bits that depend on each value and its position, of a batch of any structure."""
-    total = torch.zeros((), dtype=torch.int64, device=idist.device())
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            values = leaf.detach().contiguous().view(-1).view(torch.uint8).to(total.device, torch.int64)
-            places = torch.arange(1, len(values) + 1, device=total.device)
-            total = total * 31 + (values * (places * 2654435761 % 2**31)).sum()
-    return total

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ignite_ddl.compat import attach_metrics_over, replicate
+from ignite_ddl.audit import remember
+from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over, replicate
 from ignite_ddl.guards import (
     check_optimizer,
     check_parameter_hooks,
@@ -31,6 +32,7 @@ from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.pipeline.pipeline import Pipeline, reshard, share_buffers
 from ignite_ddl.pipeline.schedules import microbatches_for
 from ignite_ddl.pipeline.trace import TracedLayer
+from ignite_ddl.regions import check_regions_once
 from ignite_ddl.tensor.plan import apply_plan, check_plan
 from ignite_ddl.tensor.random import share_random_stream
 
@@ -47,6 +49,7 @@ def auto_model(
     costs: Sequence[float] | None = None,
     shard: bool = False,
     mp_policy: MixedPrecisionPolicy | None = None,
+    checks: bool = True,
     **kwargs: Any,
 ) -> nn.Module:
     """Cuts a model for the mesh; the weights are those of rank 0, which are those of one process.
@@ -74,6 +77,8 @@ def auto_model(
         mp_policy: with ``shard=True``, the dtypes in which FSDP2 gathers weights and reduces gradients, and that of
             activations: ``torch.distributed.fsdp.MixedPrecisionPolicy``. Without ranks over which to shard, it has no
             effect. Default: those of the parameters.
+        checks: whether the first forward pass, in training or not, checks the code between layers that are cut over
+            tp, and, under pp, that layers keep no state from one pass to the next. Default: True.
         kwargs: for ``idist.auto_model`` on a mesh that is data parallel only, such as ``find_unused_parameters``.
 
     Returns:
@@ -111,8 +116,9 @@ def auto_model(
     if mp_policy is not None and not shard:
         raise ValueError("mp_policy is for shard=True: give amp_mode to ddl.create_supervised_trainer instead")
     styles, cut = _check(model, tensor_plan, mesh.pp_size, mesh.tp_size, schedule, n_microbatches, split, costs)
-    if not for_ddp:
+    if mesh.world_size > 1:
         check_parameter_hooks(model.named_parameters())
+    if not for_ddp:
         _copy_weights_of_rank_0(model)  # except those of lazy layers
 
     def stages_with(name: str) -> int:
@@ -127,21 +133,33 @@ def auto_model(
         _cut_layer(model, names, styles, mesh, shard and alone, mp_policy)
     if for_ddp:
         materialize(model)  # with NaN: DDP sends weights when it wraps
-        return idist.auto_model(model, **kwargs)
+        return _watched(idist.auto_model(model, **kwargs), mesh, shard)
     if mesh.tp_size * mesh.pp_size > 1:
         share_random_stream(mesh)
     whole = dict(model.named_parameters(remove_duplicate=False))
     if cut is not None:
-        model = Pipeline(model, cut, mesh, shard)
+        model = Pipeline(model, cut, mesh, shard, checks)
     if mesh.tp_size > 1:
         apply_plan(model, styles, mesh.device_mesh["tp"])
     for stage in as_stages(model).local_stages():
         _over_dp(stage, mesh, shard, mp_policy)
         refuse_copies(stage)
+        if checks and mesh.tp_size > 1:
+            check_regions_once(stage)
     hand_on_attributes(whole, model)
     if mesh.tp_size * mesh.pp_size > 1:
         attach_metrics_over(over_data_parallel)
     refuse_ignites_checkpoint(model)
+    return _watched(model, mesh, shard)
+
+
+def _watched(model: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:
+    """Notes what the model is now: later changes would not reach what reduces its gradients."""
+    if mesh.world_size > 1:
+        for parameter in model.parameters():
+            setattr(parameter, BELONGS_TO_A_MODEL, True)
+        MODELS.add(model)
+        remember(model, shard)
     return model
 
 

@@ -40,6 +40,7 @@ from ignite_ddl.data import auto_dataloader
 from ignite_ddl.engine import create_supervised_trainer
 from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import LazyLayers, replace_module
+from ignite_ddl.loss_contract import divisor_of
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.model import auto_model, auto_optim, check_model
 from ignite_ddl.state import whole_tensor
@@ -350,7 +351,22 @@ def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
         values[step, kind, name] = value
         sizes[step, kind] = max(sizes.get((step, kind), 0.0), _largest(value))
 
+    n, counts = job.trainer.get("gradient_accumulation_steps", 1), []
+    divisor = divisor_of(job.loss_fn, job.trainer.get("loss_divisor"))
+    joins = n > 1 and divisor.kind != "sum"  # Ignite's is a mean of means, ddl's that of the window's rows
+    plain = {name: value for name, value in job.trainer.items() if name not in ("checks", "loss_divisor", "max_norm")}
+
+    def times_count(output: Any, y: Any) -> torch.Tensor:
+        counts.append(divisor.of(y))
+        return job.loss_fn(output, y) * counts[-1]
+
+    if joins:
+        plain |= {"output_transform": lambda x, y, output, loss: loss.item() / counts[-1]}
+
     def before_step(*_: Any) -> None:
+        for parameter in parameters if joins else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(n / sum(counts[-n:]))
         if job.max_norm is not None:
             trainer.state.grad_norm = float(nn.utils.clip_grad_norm_(parameters, job.max_norm))
         if not optimizer.param_groups[0]["lr"]:
@@ -368,7 +384,7 @@ def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
             raise ValueError("model should have weights to train, but has none")
         optimizer = SGD(parameters, lr=lr or 0.0)
         optimizer.register_step_pre_hook(before_step)
-        trainer = create_plain_trainer(model, optimizer, job.loss_fn, device="cpu", **job.trainer)
+        trainer = create_plain_trainer(model, optimizer, times_count if joins else job.loss_fn, device="cpu", **plain)
         job.train(model, trainer, DataLoader(job.samples(), batch_size=job.rows[0]), optimizer, record)
     gradients = {name: 0.0 for name, p in _named(model) if p.requires_grad}
     for (_, kind, name), value in values.items():

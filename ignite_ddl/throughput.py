@@ -11,8 +11,8 @@ from ignite.engine import Engine, Events
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.data import ShardedDataLoader
-from ignite_ddl.divisor import n_rows
 from ignite_ddl.mesh import get_mesh
+from ignite_ddl.pipeline.structure import n_rows
 
 __all__ = ["Throughput"]
 

@@ -30,14 +30,19 @@ def classifier():
 
 def clipping_trainer(model, optimizer, loss_fn, max_norm, steps):
     """What ``max_norm`` and ``gradient_accumulation_steps`` mean, in plain torch on one process."""
+    rows = []
 
     def update(engine, batch):
         if (engine.state.iteration - 1) % steps == 0:
             optimizer.zero_grad()
         loss = loss_fn(model(batch[0]), batch[1])
-        (loss / steps).backward()
+        rows.append(len(batch[0]))
+        (loss * rows[-1]).backward()
         if engine.state.iteration % steps == 0:
-            engine.state.grad_norm = float(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+            for parameter in model.parameters():  # of a window the mean over all its rows
+                parameter.grad /= sum(rows[-steps:])
+            if max_norm is not None:
+                engine.state.grad_norm = float(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
             optimizer.step()
         return loss.item()
 
@@ -64,9 +69,9 @@ class Setting:
             return ddl.create_supervised_trainer(
                 model, optimizer, loss_fn, max_norm=max_norm, gradient_accumulation_steps=steps, **kwargs
             )
-        if max_norm is not None:
+        if max_norm is not None or steps > 1:
             return clipping_trainer(model, optimizer, loss_fn, max_norm, steps)
-        return create_supervised_trainer(model, optimizer, loss_fn, gradient_accumulation_steps=steps, **kwargs)
+        return create_supervised_trainer(model, optimizer, loss_fn, **kwargs)
 
     def evaluator(self, model, **kwargs):
         make = create_supervised_evaluator if self.plain else ddl.create_supervised_evaluator

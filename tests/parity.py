@@ -433,7 +433,7 @@ def reference(case):
     model, loader, loss_fn = build_model(case), build_loader(case), MODELS[case.model][2]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     names = dict(model.named_parameters(remove_duplicate=False))
-    losses, norms, gradients, done = [], [], {}, 0
+    losses, norms, gradients, done, counts = [], [], {}, 0, []
     # What the ranks of a replica draw from: its first rank's stream, see `train`.
     streams = [_seeded(FIRST_SEED + replica * case.tp) for replica in range(case.dp)]
     if case.model in DROPPING and case.tp > 1:
@@ -444,9 +444,13 @@ def reference(case):
             seen.append(len(x))
             drops = case.model in DROPPING
             loss = _loss_by_the_rule(case, model, x, y, streams) if drops else loss_fn(model(x), y)
-            (loss / case.accumulation).backward()
+            counts.append(len(x))  # of a window the mean over all its rows
+            (loss * counts[-1]).backward()
             losses.append(loss.item())
             if len(losses) % case.accumulation == 0:
+                torch._foreach_mul_(
+                    [p.grad for p in model.parameters() if p.grad is not None], 1 / sum(counts[-case.accumulation :])
+                )
                 if case.max_norm is not None:
                     norms.append(nn.utils.clip_grad_norm_(model.parameters(), case.max_norm).item())
                 if done == 0:

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from ignite_ddl.divisor import n_rows
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, add_submodule, check_trains, named_layers, sequential
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
-from ignite_ddl.pipeline.structure import Structure, check_rows, flatten, joined, rows_of, whole
+from ignite_ddl.pipeline.structure import Structure, check_rows, flatten, joined, n_rows, rows_of, whole
 from ignite_ddl.tensor.gradients import redistribute_gradient
 from ignite_ddl.tensor.random import draw_seed, random_stream
+from ignite_ddl.traceless import state_that_grows, without_trace
 
 __all__ = ["Pipeline", "reshard", "share_buffers"]
 _SCHEDULES_KEPT = 16  # per pipeline, one for each shape of a batch; each holds receive buffers
@@ -50,9 +50,10 @@ class Pipeline(nn.Module):
         cut: the stages, from :func:`~ignite_ddl.pipeline.cut.cut_into_stages`.
         mesh: the mesh; its pp axis has more than one rank.
         shard: whether the stages are going to be sharded over dp. Default: False.
+        checks: whether to refuse layers that keep a state from one forward pass to the next. Default: True.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, mesh: Mesh, shard: bool = False) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, mesh: Mesh, shard: bool = False, checks: bool = True) -> None:
         super().__init__()
         self._gathers = shard and mesh.dp_size > 1
         # Private names, since layers are registered under names of the user's.
@@ -72,6 +73,7 @@ class Pipeline(nn.Module):
         self._schedules: dict[tuple, tuple[Any, _Loss]] = {}  # by shape and dtype of a batch
         # Whether a stage had trainable weights when schedules were set up.
         self._trained: dict[int, bool] = {}
+        self._stateless = not checks  # whether it is known that forward keeps no state
 
     def __deepcopy__(self, memo: dict) -> Pipeline:
         """The same stages with weights of their own, as Ignite's EMAHandler makes them; on the same mesh."""
@@ -423,14 +425,19 @@ class Pipeline(nn.Module):
                 joined([output])  # refuses what has no rows, before anything is computed in vain
             return output
 
-        modules = [module for stage in self._stages.values() for module in stage.modules()]
-        kept = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
-        for module, name, buffer in kept:  # BatchNorm's statistics
-            module._buffers[name] = buffer.clone()
-        with random_stream(0), torch.enable_grad(), autocast:
+        stages, grown = list(self._stages.values()), []
+        with without_trace(stages), torch.enable_grad(), autocast:
             self._pass([x], run)
-        for module, name, buffer in kept:
-            module._buffers[name] = buffer
+            if not self._stateless:  # a cache is made in the first pass, a state changes in each
+                with state_that_grows(stages, grown):
+                    self._pass([x], run)
+        if grown:
+            raise ValueError(
+                f"forward changes {grown[0]!r}, but under pp it runs once for each microbatch, not once for a batch: "
+                "keep such state out of forward, use dp and tp only, or pass checks=False to ddl.auto_model if no "
+                "number depends on it"
+            )
+        self._stateless = True
         for stage in self._stages.values():
             reshard(stage)
         return found

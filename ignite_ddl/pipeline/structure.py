@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,19 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["Structure", "check_rows", "flatten", "joined", "rows_of", "whole"]
+__all__ = [
+    "Structure",
+    "check_rows",
+    "concatenated",
+    "flatten",
+    "joined",
+    "map_leaves",
+    "n_rows",
+    "rows_of",
+    "some_rows",
+    "tensors_of",
+    "whole",
+]
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
 
@@ -124,3 +137,71 @@ def joined(parts: Sequence[Any]) -> Any:
 def whole(tree: Any) -> Any:
     """The same values with each DTensor gathered; its ranks call it together."""
     return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree)
+
+
+# ------------------------------------------------------------------------------- batches that are only looked at
+
+
+def _is_record(value: Any) -> bool:
+    """Whether torch's pytree takes it for a leaf, though it holds values: a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping)
+
+
+def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
+    """torch's ``tree_map``, which goes into dataclasses, too."""
+
+    def inside(*leaves: Any) -> Any:
+        if not _is_record(leaves[0]):
+            return function(*leaves)
+        fields = [field.name for field in dataclasses.fields(leaves[0]) if field.init]
+        values = {name: map_leaves(function, *(getattr(leaf, name) for leaf in leaves)) for name in fields}
+        return dataclasses.replace(leaves[0], **values)
+
+    return tree_map(inside, *trees, is_leaf=_is_record)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a batch or an output of any structure, in order."""
+    found: list[torch.Tensor] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, tree)
+    return found
+
+
+def n_rows(tree: Any) -> int:
+    """The number of rows of a batch of any structure: the length of its first tensor; 1 if it has none."""
+    return next((len(tensor) for tensor in tensors_of(tree) if tensor.ndim), 1)
+
+
+def some_rows(tree: Any, rows: slice, n: int) -> Any:
+    """Some of the ``n`` rows: of each tensor with ``n`` rows, and of each list of ``n`` samples."""
+    if type(tree) in (list, tuple) and len(tree) == n and not any(_has(item, n) for item in tree):
+        return tree[rows]
+    if type(tree) in (list, tuple):
+        return type(tree)(some_rows(item, rows, n) for item in tree)
+    if type(tree) is dict:
+        return {key: some_rows(value, rows, n) for key, value in tree.items()}
+    return map_leaves(lambda leaf: leaf[rows] if _has(leaf, n) else leaf, tree)
+
+
+def _has(leaf: Any, n: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == n
+
+
+def concatenated(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Batches joined by rows: of tensors and lists of samples; what has other lengths is the first batch's."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if type(first) in (list, tuple):
+        if all(
+            len(part) == n and not any(_has(item, n) for item in part) for part, n in zip(parts, sizes, strict=True)
+        ):
+            return type(first)(item for part in parts for item in part)
+        return type(first)(concatenated(items, sizes) for items in zip(*parts, strict=True))
+    if type(first) is dict:
+        return {key: concatenated([part[key] for part in parts], sizes) for key in first}
+
+    def join(*leaves: Any) -> Any:
+        return torch.cat(leaves) if all(map(_has, leaves, sizes)) else leaves[0]
+
+    return map_leaves(join, *parts)

@@ -118,7 +118,7 @@ def test_a_weight_that_one_rank_has_otherwise_is_named_with_that_rank():
             return super().forward(x)
 
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Drifts(8, 2))
-    report = ddl.check_parity(model, None, batch(), F.mse_loss, tp=2)
+    report = ddl.check_parity(model, None, batch(), F.mse_loss, tp=2, steps=1)
     assert (report.first.kind, report.first.name, report.first.rank) == ("gradient", "2.weight", 1)
     assert "on rank 1, off by" in str(report)
 
@@ -141,7 +141,7 @@ class Remembers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
+        self.mean = torch.zeros(8, dtype=torch.float64)
 
     def forward(self, x):
         y = x + self.mean.clone()

@@ -611,11 +611,12 @@ def test_peers_are_asked_once_and_in_few_bytes(local_rank):
     with count_bytes() as traffic:
         trainer.add_event_handler("ITERATION_COMPLETED", lambda: per_step.append(len(traffic.calls)))
         trainer.run(loader)
-    # checksums of x and y; the weights and biases of the norm, and the biases that Row and Column leave whole
-    assert [call.put_in for call in traffic.calls if call.op == "all_gather"] == [2 * 8, 4 * 16 * 8]
+    # checksums of x and y; weights and biases of the norm, and the biases that Row and Column leave whole: their
+    # gradients, once, and their values in steps 1 and 2
+    asked = [call.put_in for call in traffic.calls if call.op == "all_gather"]
+    assert asked == [2 * 8, 4 * 16 * 8, 4 * 2 * 8, 2 * 8, 4 * 2 * 8]
     first, second, third = per_step
-    # and two sums of Row, where code between cut layers is checked
-    assert third - second == second - first == first - 4
+    assert third - second == second - first - 2 == first - 3
 
 
 # ------------------------------------------------------------------------------------------------- random numbers
@@ -636,7 +637,7 @@ DROPPING_PLAN = {"up": ddl.Column(), "inner": ddl.ShardedRandom(), "down": ddl.R
 @on_each_rank(tp=2)
 def test_activation_checkpointing_draws_the_same_masks_again(local_rank):
     torch.manual_seed(0)
-    dropping = ddl.auto_model(Dropping(), DROPPING_PLAN)
+    dropping = ddl.auto_model(Dropping(), DROPPING_PLAN, checks=False)
     outputs = []
     dropping.inner.register_forward_hook(lambda m, i, o: outputs.append(o.detach()))
     checkpoint(dropping, torch.randn(8, 4, requires_grad=True), use_reentrant=False).sum().backward()

@@ -1,0 +1,362 @@
+"""The checks of training steps, by which nothing trains wrongly without an error.
+
+====================  ==================================================================  ============================
+check                 what it finds                                                       when
+====================  ==================================================================  ============================
+the model as it was   parameters added, replaced, re-typed or hooked, and under DDP       before each step
+                      frozen or unfrozen, since ``ddl.auto_model``; modules added
+values                weights that were not loaded                                        steps 1, 2, 4, 8, …
+same rows             tp or pp peers with different rows                                  steps 1, 2, 4, 8, …
+same modules          dp ranks that call different modules                                each step
+same lengths          targets padded to other lengths on other ranks                      each step
+the whole model ran   a method called past the wrapper that reduces gradients             each step
+weights left out      DDP waits for gradients of weights that a rank did not use          each step
+whole gradients       tp peers with other gradients of a replicated weight                until each weight had one
+replicas              weights and buffers that should be equal on ranks, and are not      steps 1, 2, 4, 8, …
+====================  ==================================================================  ============================
+
+The code between cut layers is checked in a model's first forward pass (``regions.py``), losses by ``loss_contract.py``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from ignite_ddl.guards import check_parameter_hooks
+from ignite_ddl.loss_contract import Divisor, LossContract
+from ignite_ddl.mesh import Mesh
+from ignite_ddl.pipeline.pipeline import reshard
+from ignite_ddl.pipeline.structure import tensors_of
+from ignite_ddl.replicas import check_replicas
+from ignite_ddl.tensor.gradients import WholeWeights
+
+__all__ = ["N_SHAPES", "Audit", "check_unchanged", "remember", "shapes_of"]
+
+N_SHAPES = 4  # numbers of :func:`shapes_of`
+
+
+class Audit:
+    """The checks of one model's steps; every rank calls each method at the same place of a step.
+
+    Args:
+        model: what ``ddl.auto_model`` returned.
+        stages: it as stages.
+        mesh: the mesh.
+    """
+
+    def __init__(self, model: nn.Module, stages: Any, mesh: Mesh) -> None:
+        self.model, self.stages, self.mesh = model, stages, mesh
+        self.step, self.again = 0, True
+        self.modules = ModulesInUse(stages.local_stages(), mesh)
+        self.whole_weights = WholeWeights(mesh)
+        known = _remembered(model)
+        self.ran = self.runs_anywhere = known is None or known.sharded or mesh.dp_size == 1 or mesh.pp_size > 1
+        if not self.runs_anywhere:
+            model.register_forward_pre_hook(self._note_run)
+
+    def _note_run(self, *_: Any) -> None:
+        self.ran = True
+
+    def begin(self, rows: tuple[int, int] | None, x: Any, y: Any) -> None:
+        """Before the forward pass."""
+        self.step += 1
+        self.again = self.step & (self.step - 1) == 0
+        check_unchanged(self.model)
+        if self.again:
+            _check_values(self.model)
+            _check_same_rows(x, y, self.mesh)
+        if rows is not None and self.mesh.pp_size > 1:
+            _check_rows_are_in_dim_0(rows[0] or 1, x)
+        self.ran = self.runs_anywhere
+        self.modules.begin()
+
+    def modules_called(self) -> list[float]:
+        """After the forward pass: for each pp rank, sums over dp of the digest of its modules and of its square."""
+        digests = [0.0] * (2 * self.mesh.pp_size)
+        digest = self.modules.digest()
+        digests[2 * self.mesh.pp_rank : 2 * self.mesh.pp_rank + 2] = float(digest), float(digest**2)
+        return digests
+
+    def end(self, last: bool) -> None:
+        """After the backward pass, before anything else is sent."""
+        if not self.ran:
+            raise ValueError(
+                "the model should be called as a whole, model(x), but this step called only a method or a part of it, "
+                "past the wrapper that averages gradients over dp: let forward do it, perhaps chosen by an argument"
+            )
+        if last:
+            self.modules.check_gradients()
+
+    def compare(self, summed: list[float], contract: LossContract) -> None:
+        """What was summed with the loss: :func:`shapes_of` and :meth:`modules_called`.
+
+        Raises:
+            ValueError: on every rank, if dp ranks called different modules, or have targets of different lengths.
+        """
+        n, shapes, squares, pads = summed[:N_SHAPES]
+        digests = summed[N_SHAPES:]
+        if any(
+            self.mesh.dp_size * square != digest**2 for digest, square in zip(digests[::2], digests[1::2], strict=True)
+        ):
+            raise ValueError(UNLIKE_MODULES)
+        contract.padded = contract.padded or pads > 0
+        if n * squares != shapes**2 and not contract.padded:
+            raise ValueError(
+                "the targets of dp ranks should have the same shape, but for the number of rows, as in one process; "
+                "they differ (padded by each rank to its own length?), so that it is not known what counts: pad all "
+                "to one length, or pass loss_divisor=, a function from targets to the number of those that count"
+            )
+
+    def before_optimizer(self) -> None:
+        """After gradients are what the optimizer takes."""
+        if self.mesh.tp_size > 1:
+            self.whole_weights.check(self.model)
+        if self.again:
+            check_replicas(self.model)
+
+
+def shapes_of(y: Any, divisor: Divisor) -> list[float]:
+    """What is summed over dp to compare shapes of targets: 1, a digest, its square, and whether there is padding."""
+    digest = float(zlib.crc32(repr([tuple(t.shape[1:]) for t in tensors_of(y)]).encode()) % 2**20)
+    return [1.0, digest, digest**2, float(divisor.may_pad(y))]
+
+
+def _check_values(model: nn.Module) -> None:
+    empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if empty is not None:
+        raise ValueError(
+            f"{empty!r} has no values yet, since the model was made in ddl.empty_weights: call ddl.import_weights or "
+            "ddl.load_full_state_dict first"
+        )
+
+
+def _check_rows_are_in_dim_0(dealt: int, x: Any) -> None:
+    first = next((tensor for tensor in tensors_of(x) if tensor.ndim), None)
+    if first is not None and first.ndim > 1 and len(first) != dealt and first.shape[1] == dealt:
+        raise ValueError(
+            f"x should count its {dealt} rows in dim 0 under pp, where microbatches are cut, but has shape "
+            f"{tuple(first.shape)}: let collate_fn put rows first, and transpose in the model's first layer"
+        )
+
+
+# ------------------------------------------------------------------------------------------- the model as it was
+
+
+class _Fingerprint:
+    """A model as ``ddl.auto_model`` has returned it; copies of the model have none."""
+
+    def __init__(self, model: nn.Module, sharded: bool) -> None:
+        self.by_ddp, self.sharded = isinstance(model, DistributedDataParallel), sharded
+        self.note(model)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
+
+    def note(self, model: nn.Module) -> None:
+        dicts = [d for module in model.modules() for d in (module._parameters, module._modules)]
+        self.sizes = [(d, len(d)) for d in dicts]
+        self.places = [(d, name, value) for d in dicts for name, value in d.items()]
+        self.parameters = [(name, p, p.dtype, p.requires_grad, _has_hooks(p)) for name, p in model.named_parameters()]
+
+    def same_places(self) -> bool:
+        """Looks in the modules' own dicts: walking through the model takes 20 times as long."""
+        return all(d.get(name) is value for d, name, value in self.places) and all(len(d) == n for d, n in self.sizes)
+
+
+def remember(model: nn.Module, sharded: bool) -> None:
+    """Notes a model as it is, for :func:`check_unchanged`."""
+    model._fingerprint = _Fingerprint(model, sharded)
+
+
+def _remembered(model: nn.Module) -> _Fingerprint | None:
+    return getattr(getattr(model, "_orig_mod", model), "_fingerprint", None)
+
+
+def check_unchanged(model: nn.Module) -> None:
+    """Raises a ValueError if a model was changed since ``ddl.auto_model``, so that gradients would not be reduced."""
+    known = _remembered(model)
+    if known is None:
+        return
+    if not known.same_places():
+        reshard(model)  # FSDP2 puts unsharded parameters in the places of others
+        if not known.same_places():
+            _check_new_places(model, known)
+            known.note(model)
+    for name, parameter, dtype, trained, hooked in known.parameters:  # hooked by a style of the plan
+        name = name.removeprefix("module.") if known.by_ddp else name
+        if parameter.dtype is not dtype:
+            raise ValueError(
+                f"{name!r} was {dtype} when ddl.auto_model made the model ready for its ranks, and is "
+                f"{parameter.dtype}: change the dtype before"
+            )
+        if known.by_ddp and parameter.requires_grad is not trained:
+            raise ValueError(
+                f"{name!r} was {'' if trained else 'not '}trained when ddl.auto_model wrapped the model in DDP, which "
+                f"{'waits for' if trained else 'does not average'} its gradient: pass shard=True to ddl.auto_model, "
+                "which follows such changes, or call ddl.auto_model on model.module again, and make the optimizer and "
+                "the trainer anew"
+            )
+        if not hooked and _has_hooks(parameter):
+            check_parameter_hooks([(name, parameter)])
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _check_new_places(model: nn.Module, known: _Fingerprint) -> None:
+    before = {id(p): name for name, p, _, trained, _ in known.parameters if trained}
+    after = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    new, gone = ([names[i] for i in names if i not in others] for names, others in ((after, before), (before, after)))
+    if new or gone and known.by_ddp:
+        name = (new or gone)[0].removeprefix("module." if known.by_ddp else "")
+        what = f"added or replaced {name!r}" if new else f"took away {name!r}"
+        raise ValueError(
+            f"something {what} after ddl.auto_model had made the model ready for its ranks, which share gradients of "
+            "the parameters it had then: add heads, adapters and parametrizations before ddl.auto_model, and load "
+            "weights in place (ddl.load_full_state_dict)"
+        )
+
+
+# ------------------------------------------------------------------------------------------- rows and modules
+
+END = -1  # instead of a module's number: the end of a stage's first forward pass in a step
+
+
+class ModulesInUse:
+    """Checks that all dp ranks call the same modules with weights in a step.
+
+    Otherwise, gradients of different weights would be added where they are reduced in one flat tensor, or torch would
+    abort if sizes differ. In the first step, the ranks compare their calls at each gather of FSDP2 and at the end of
+    the forward pass, before anything is reduced; later steps reduce a digest together with the loss. DDP needs all
+    weights to be used, which each rank checks alone by their gradients: the hooks are removed after the first step,
+    since they take a third of a millisecond per step in a small GPT.
+
+    Args:
+        stages: this rank's stages.
+        mesh: the mesh.
+    """
+
+    def __init__(self, stages: list[nn.Module], mesh: Mesh) -> None:
+        self.mesh, self.strict = mesh, True
+        # In order, each module once, since dp ranks may have different numbers of microbatches.
+        self.calls: dict[int, None] = {}
+        self.names: list[str] = []
+        self.handles: list[Any] = []
+        self.once = False  # whether the hooks are for the first step only: under DDP
+        self.weights: list[tuple[str, nn.Parameter]] = []  # whose gradients DDP waits for
+        if mesh.dp_size == 1 or any(_finds_unused(stage) for stage in stages):
+            return
+        ddp = [stage for stage in stages if isinstance(stage, DistributedDataParallel)]
+        self.once = bool(ddp)
+        for stage in ddp:
+            if not stage.static_graph:  # static_graph allows unused weights
+                named = stage.module.named_parameters()
+                self.weights += [(name, p) for name, p in named if name not in stage.parameters_to_ignore]
+        for stage in stages:
+            for name, module in stage.named_modules():
+                if any(True for _ in module.parameters(recurse=False)) or isinstance(module, FSDPModule):
+                    hook = self._called(len(self.names), module)
+                    self.handles.append(module.register_forward_pre_hook(hook, prepend=True))
+                    self.names.append(name.removeprefix("module.") or type(module).__name__)
+            self.handles.append(stage.register_forward_hook(self._called(END, stage)))
+
+    def begin(self) -> None:
+        """Starts a step."""
+        self.calls.clear()
+
+    def digest(self) -> int:
+        """A number below 2 ** 20 for the modules called in this step, in order."""
+        self.strict = False
+        if self.once:
+            while self.handles:
+                self.handles.pop().remove()
+        return hash(tuple(self.calls)) % 2**20
+
+    def check_gradients(self) -> None:
+        """Raises a ValueError if DDP has waited for the gradient of a weight that this rank did not use.
+
+        Its peers may be waiting still: the launcher ends them.
+        """
+        for name, parameter in self.weights:
+            if parameter.requires_grad and parameter.grad is None:
+                raise ValueError(
+                    f"DDP waits for the gradients of all weights, but this rank did not use {name!r} in this step: "
+                    "make the same choice on all ranks and pass shard=True, or pass find_unused_parameters=True, to "
+                    "ddl.auto_model"
+                )
+
+    def _called(self, number: int, module: nn.Module) -> Any:
+        meets = number == END or isinstance(module, FSDPModule)
+
+        def hook(*_: Any) -> None:
+            if torch.is_grad_enabled() and number not in self.calls:
+                self.calls[number] = None
+                if meets:
+                    self._compare(number)
+
+        return hook
+
+    def _compare(self, number: int) -> None:
+        """In the first step, raises a ValueError unless all dp ranks have called the same modules."""
+        if not self.strict:
+            return
+        here = torch.tensor([number, hash(tuple(self.calls)) % 2**20], device=idist.device())
+        peers = [torch.empty_like(here) for _ in range(self.mesh.dp_size)]
+        dist.all_gather(peers, here, group=self.mesh.dp_group)
+        if any(not torch.equal(peer, here) for peer in peers):
+            last = self.names[[called for called in self.calls if called != END][-1]]
+            raise ValueError(f"{UNLIKE_MODULES} This rank was at {last!r}")
+
+
+UNLIKE_MODULES = (
+    "dp ranks should call the same modules in a step, but call different ones, so that gradients of different weights "
+    "would be added. Make the same choice on all ranks (a random one with the same seed), or train with DDP alone and "
+    "find_unused_parameters=True."
+)
+
+
+def _finds_unused(stage: nn.Module) -> bool:
+    return isinstance(stage, DistributedDataParallel) and stage.find_unused_parameters
+
+
+def _check_same_rows(x: Any, y: Any, mesh: Mesh) -> None:
+    """Checks that the tp and pp peers have the same rows.
+
+    Raises:
+        ValueError: on all peers, if they have different rows.
+    """
+    for axis, group in (("tp", mesh.tp_group), ("pp", mesh.pp_group)):
+        if mesh.sizes[axis] == 1:
+            continue
+        here = torch.stack([_checksum(part) for part in (x, y)])
+        peers = [torch.empty_like(here) for _ in range(mesh.sizes[axis])]
+        dist.all_gather(peers, here, group=group)
+        if any(not torch.equal(peer, here) for peer in peers):
+            raise ValueError(
+                f"{axis} peers should get the same rows, but got different ones: use ddl.auto_dataloader, and let what "
+                "draws random numbers in a dataset draw from torch's (Python's and NumPy's differ from rank to rank)"
+            )
+
+
+def _checksum(batch: Any) -> torch.Tensor:
+    """64 bits that depend on each value and its position, of a batch of any structure."""
+    total = torch.zeros((), dtype=torch.int64, device=idist.device())
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            values = leaf.detach().contiguous().view(-1).view(torch.uint8).to(total.device, torch.int64)
+            places = torch.arange(1, len(values) + 1, device=total.device)
+            total = total * 31 + (values * (places * 2654435761 % 2**31)).sum()
+    return total

@@ -1,0 +1,288 @@
+"""What a loss divides by: known, declared, or checked until it is certain, for each loss and each model."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Events
+from ranks import on, trainer_of
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ignite_ddl as ddl
+
+generator = torch.Generator().manual_seed(2)
+X = torch.randn(22, 6, generator=generator, dtype=torch.float64)
+Y = torch.randn(22, 7, generator=generator, dtype=torch.float64)
+TOKENS = torch.randint(1, 7, (22, 5), generator=generator)
+TARGETS = torch.randint(1, 7, (22, 5), generator=generator)
+LENGTHS = torch.tensor([5, 2, 4, 1, 3, 5, 5, 2, 1, 4, 3, 5, 2, 2, 5, 1, 4, 3, 1, 5, 2, 4])
+PADDED = torch.where(torch.arange(5) < LENGTHS[:, None], TARGETS, 0)  # 0 is padding
+LATE = torch.where(torch.arange(22)[:, None] < 12, TARGETS, PADDED)  # no padding in the first two batches of 6
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7)).double()
+
+
+class Tagger(nn.Module):
+    """Scores of 7 words for each of 5 tokens."""
+
+    def __init__(self, zeros=False):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 6), nn.Linear(6, 7)
+        if zeros:
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, x):
+        return self.head(self.embed(x).tanh())
+
+
+def trained(
+    local_rank, make=mlp, loss_fn=F.mse_loss, data=(X, Y), divisor=None, rows=6, epochs=1, loader=None, **options
+):
+    """Losses, and the weights after the steps."""
+    torch.manual_seed(0)
+    model = ddl.auto_model(make().double())
+    trainer, losses = trainer_of(model, loss_fn, loss_divisor=divisor, **options), []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    trainer.run(loader() if loader else ddl.auto_dataloader(TensorDataset(*data), batch_size=rows), max_epochs=epochs)
+    return losses, torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+def assert_right(function, **axes):
+    right = function(0)
+    for losses, weights in on(function, **axes):
+        assert losses == pytest.approx(right[0], abs=1e-12)
+        assert (weights - right[1]).abs().max() <= 1e-12
+
+
+def refused(function, words, **axes):
+    with pytest.raises(ValueError, match=words):
+        on(function, **axes)
+
+
+def by_tokens(scores, y):
+    """A mean over tokens that are no padding, as many write it."""
+    losses = F.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="none")
+    counts = (y.flatten() != 0).double()
+    return (losses * counts).sum() / counts.sum()
+
+
+def summed(output, y):
+    return (output - y).square().sum()
+
+
+NO_MEAN = "should be a mean over rows, but gives"
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_padding_that_comes_later_is_found_and_declared_padding_is_right(axes):
+    def make():
+        return nn.Sequential(Tagger(), nn.Identity())
+
+    late = partial(trained, make=make, loss_fn=by_tokens, data=(TOKENS, LATE))
+    refused(late, NO_MEAN, **axes)  # in step 4
+    assert_right(partial(late, divisor=lambda y: (y != 0).sum()), **axes)
+
+
+def test_one_row_a_rank_is_joined_with_the_next():
+    refused(partial(trained, loss_fn=summed, rows=2), NO_MEAN, dp=2)
+    assert_right(partial(trained, rows=2), dp=2)
+
+
+def test_equal_values_of_all_parts_say_nothing():
+    zeros = partial(trained, make=partial(Tagger, zeros=True), loss_fn=by_tokens, data=(TOKENS, PADDED))
+    refused(partial(zeros, rows=8), NO_MEAN, dp=2)  # log 7 in step 1
+
+
+def test_a_second_call_for_a_model_has_its_own_divisor():
+    def both(local_rank, second):
+        torch.manual_seed(0)
+        model = ddl.auto_model(mlp())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def update(engine, batch):
+            optimizer.zero_grad()
+            ddl.forward_backward(engine, model, *batch, F.l1_loss, last=False)
+            _, loss = ddl.forward_backward(engine, model, *batch, summed, loss_divisor=second)
+            optimizer.step()
+            return loss.item()
+
+        loss = ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5)).output
+        return [loss], torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+    assert_right(partial(both, second="sum"), dp=2)
+    refused(partial(both, second=None), NO_MEAN, dp=2)
+
+
+class Balanced(nn.Sequential):
+    """Keeps a term of the loss, as mixtures of experts do."""
+
+    def forward(self, x):
+        hidden = self[0](x)
+        self.extra = hidden.mean(0).square().sum()
+        return self[2](self[1](hidden))
+
+
+class Judged(Tagger):
+    """Returns its own loss, as transformers do."""
+
+    def forward(self, xy):
+        x, y = xy
+        scores = super().forward(x)
+        return {"loss": F.cross_entropy(scores.flatten(0, 1), y.flatten(), ignore_index=0), "logits": scores}
+
+
+def test_what_the_model_computes_of_a_loss_has_to_be_declared():
+    def with_extra(local_rank):
+        model = ddl.auto_model(Balanced(*mlp()))
+        trainer_of(model, lambda o, y: F.mse_loss(o, y) + 0.1 * model.module.extra).run(
+            ddl.auto_dataloader(TensorDataset(X, Y), batch_size=6)
+        )
+
+    refused(with_extra, "something that the model has kept besides its output .* loss_divisor=", dp=2)
+
+    def judged(local_rank, divisor):
+        options = {"prepare_batch": lambda batch, device, non_blocking: (tuple(batch), batch[1])}
+        return trained(0, Judged, lambda o, y: o["loss"], (TOKENS, PADDED), divisor, **options)
+
+    refused(partial(judged, divisor=None), "uses a number without rows", dp=2)
+    assert_right(partial(judged, divisor=lambda y: (y != 0).sum()), dp=2)
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    name: str = "answer"
+
+
+class Answering(nn.Sequential):
+    def forward(self, x):
+        return Answer(super().forward(x))
+
+
+def test_an_output_may_be_a_dataclass():
+    answering = {"make": lambda: Answering(*mlp()), "loss_fn": lambda o, y: F.mse_loss(o.logits, y)}
+    assert_right(partial(trained, **answering), dp=2)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, output, y):
+        return F.mse_loss(output * self.scale, y)
+
+
+def test_a_loss_with_weights_of_its_own_needs_somebody_to_average_them():
+    refused(lambda local_rank: trained(0, loss_fn=Scaled()), "loss_fn has weights of its own", dp=2)
+    assert_right(lambda local_rank: trained(0, loss_fn=ddl.auto_model(Scaled())), dp=2)
+
+
+def test_an_optimizer_of_a_model_whose_gradients_nobody_weighted_is_refused():
+    def gan(local_rank):
+        torch.manual_seed(0)
+        one, other = ddl.auto_model(mlp()), ddl.auto_model(mlp())
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, other)]
+
+        def update(engine, batch):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            ddl.forward_backward(engine, one, *batch, F.mse_loss)
+            optimizers[0].step()
+            F.mse_loss(other(batch[0]), batch[1]).backward()
+            optimizers[1].step()
+
+        ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5))
+
+    refused(gan, "this rank has . of the batch's 5 rows", dp=2)
+
+
+# --- batches whose rows are not those that the loader dealt
+
+
+def loader_of(collate, rows=6):
+    return ddl.auto_dataloader(list(zip(X, Y, strict=True)), batch_size=rows, collate_fn=collate)
+
+
+def dropping(batch):
+    kept = [(x, y) for x, y in batch if x[0] < 0.8] or batch[:1]
+    return tuple(map(torch.stack, zip(*kept, strict=True)))
+
+
+def two_views(batch):
+    x, y = map(torch.stack, zip(*batch, strict=True))
+    return torch.cat([x, 0.5 * x]), torch.cat([y, y])
+
+
+def packed(batch):
+    """From one to three tokens of each row, one after the other."""
+    xs = [x.repeat(1 + int(abs(x[0]) * 2) % 3, 1) for x, _ in batch]
+    ys = [y.repeat(len(x), 1) for x, (_, y) in zip(xs, batch, strict=True)]
+    return torch.cat(xs), torch.cat(ys)
+
+
+def turned(batch, times=4):
+    """Rows in dim 1, as recurrent networks take them."""
+    x, y = map(torch.stack, zip(*batch, strict=True))
+    return x.repeat(times, 1, 1), y.repeat(times, 1, 1)
+
+
+@pytest.mark.parametrize("collate", [dropping, two_views, packed])
+def test_a_mean_over_what_collate_fn_makes_of_rows(collate):
+    assert_right(partial(trained, loader=partial(loader_of, collate)), dp=2)
+
+
+def test_rows_in_dim_1_are_declared():
+    refused(partial(trained, loader=partial(loader_of, turned)), "if dim 1 counts rows, pass loss_divisor=", dp=2)
+    assert_right(partial(trained, loader=partial(loader_of, turned, 5), divisor="rows"), dp=2)
+    refused(
+        lambda r: trained(0, loader=partial(loader_of, turned), divisor="rows"),
+        "should count its 6 rows in dim 0",
+        pp=2,
+    )
+
+
+def to_longest(batch):
+    """Padded by each rank to its own longest row, with a target of 0 that counts."""
+    n = max(int(length) for _, _, length in batch)
+    return torch.stack([x[:n] for x, _, _ in batch]), torch.stack([y[:n] for _, y, _ in batch])
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 0])
+def test_padding_to_each_ranks_own_length(ignore_index):
+    rows = sorted(zip(TOKENS, PADDED, LENGTHS, strict=True), key=lambda row: int(row[2]))
+
+    def tagged(local_rank):
+        loss_fn = nn.CrossEntropyLoss(ignore_index=ignore_index)
+        loader = ddl.auto_dataloader(rows[3:20], batch_size=6, collate_fn=to_longest)
+        how = {"loader": lambda: loader, "model_transform": lambda o: o.transpose(1, 2)}
+        return trained(0, Tagger, loss_fn, **how)
+
+    if ignore_index == 0:
+        assert_right(tagged, dp=2)
+    else:
+        refused(tagged, "targets of dp ranks should have the same shape", dp=2)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["rows", "tokens"])
+def test_accumulated_batches_are_one_large_batch(kind, axes):
+    """Windows of batches of 6, 6, 6 and 4 rows with other numbers of tokens: not a mean of means."""
+    tokens = {
+        "make": lambda: nn.Sequential(Tagger(), nn.Flatten(0, 1)),
+        "loss_fn": lambda o, y: F.cross_entropy(o, y.flatten(), ignore_index=0),
+        "data": (TOKENS, PADDED),
+        "divisor": lambda y: (y != 0).sum(),
+    }
+    of = tokens if kind == "tokens" else {}
+    if "pp" in axes and kind == "tokens":
+        pytest.skip("its output has a row for each token")
+    _, right = trained(0, **of, rows=22, epochs=3)
+    for _, weights in on(partial(trained, **of, epochs=3, gradient_accumulation_steps=4), **axes):
+        assert (weights - right).abs().max() <= 1e-12
