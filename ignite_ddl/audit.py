@@ -36,6 +36,7 @@ from ignite_ddl.loss_contract import Divisor, LossContract
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.pipeline import reshard
 from ignite_ddl.pipeline.structure import tensors_of
+from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas
 from ignite_ddl.tensor.gradients import WholeWeights
 
@@ -74,6 +75,8 @@ class Audit:
         if self.again:
             _check_values(self.model)
             _check_same_rows(x, y, self.mesh)
+            for stage in self.stages.local_stages() if self.mesh.tp_size > 1 else ():
+                check_regions_once(stage, trains=True)
         if rows is not None and self.mesh.pp_size > 1:
             _check_rows_are_in_dim_0(rows[0] or 1, x)
         self.ran = self.runs_anywhere

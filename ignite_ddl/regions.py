@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ignite_ddl.compat import unobserved
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.pipeline import reshard
 from ignite_ddl.pipeline.structure import map_leaves, some_rows, tensors_of
-from ignite_ddl.tensor.styles import keep_dtensors, region_ends
+from ignite_ddl.tensor.styles import part_of_input, region_ends, whole_between_layers
 from ignite_ddl.traceless import evaluating, without_trace
 
 __all__ = ["check_regions_once", "skip_region_check"]
@@ -25,26 +24,28 @@ __all__ = ["check_regions_once", "skip_region_check"]
 _ROWS = 2  # that the check takes of a batch: plain attention takes memory
 
 
-def check_regions_once(stage: nn.Module) -> None:
-    """Lets the first forward pass of a stage, in training or not, compare the input of each :class:`Row` before.
+def check_regions_once(stage: nn.Module, trains: bool = False) -> None:
+    """Lets the next forward pass of a stage, in training or not, compare what its layers get and what it returns.
 
     Between a Column and a Row, code sees this rank's features as a plain tensor, so a softmax, a mean or a norm over
-    features is computed from these alone. DTensors compute it from all features. Therefore the stage is run once as it
-    is and once with DTensors between the cut layers, with the same arguments, without gradients, in evaluation mode,
-    on two rows where that is possible. What this changes is put back; only forward hooks of one's own see it.
+    features is computed from these alone. In one process it sees all features. Therefore the stage is run once as it
+    is and once with all features gathered between its cut layers, with the same arguments, without gradients, in
+    evaluation mode, on two rows where that is possible. What this changes is put back; only forward hooks of one's own
+    see it.
 
     Args:
         stage: a model, or a stage of a pipeline, that is cut over tp.
+        trains: whether a loss is computed from the output, which is then compared, too. Default: False.
     """
-    if not any(True for _ in region_ends(stage)):
-        return
 
     def check(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         skip_region_check(module)
         with unobserved():
-            _check(module, args, kwargs)
+            _check(module, args, kwargs, trains)
 
-    stage._region_check = stage.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
+    skip_region_check(stage)
+    if any(isinstance(parameter, DTensor) for parameter in stage.parameters()):
+        stage._region_check = stage.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
 
 
 def skip_region_check(stage: nn.Module) -> None:
@@ -54,29 +55,38 @@ def skip_region_check(stage: nn.Module) -> None:
         handle.remove()
 
 
-def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any], trains: bool) -> None:
     rows = {len(tensor) for tensor in tensors_of((args, kwargs)) if tensor.ndim}
     few = [some_rows(given, slice(_ROWS), max(rows)) for given in (args, kwargs)] if len(rows) == 1 else None
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
+    found, error = None, None
     for given in filter(None, (few, [args, kwargs])):  # all rows where code counts on their number
         try:
-            found = _inputs_of_rows(stage, *given)
+            found = _run(stage, *given)
+            with whole_between_layers():
+                known = _run(stage, *given)
             break
         except Exception as raised:
-            error = raised
+            found, error = None, raised
     if found is None:
         warnings.warn(
-            "the code between the layers that tensor_plan cuts could not be checked, since it does not run on "
-            f"DTensors ({(str(error) or repr(error)).splitlines()[0]}): run ddl.check_parity on a small copy of the "
+            "the code between the layers that tensor_plan cuts could not be checked, since it does not run with all "
+            f"features ({(str(error) or repr(error)).splitlines()[0]}): run ddl.check_parity on a small copy of the "
             "model",
             stacklevel=2,
         )
         return
-    wrong = [name for name, (plain, known) in found.items() if _differ(plain, known)]
+    compared = {name: part for name, part in known.items() if trains or name not in _OUTPUTS}
+    wrong = [name for name, part in compared.items() if name not in found or _differ(found[name], part)]
     on_any = torch.tensor(float(bool(wrong)), device=idist.device())
     dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=get_mesh().tp_group)  # tp peers raise together
+    if on_any and wrong and wrong[0] in _OUTPUTS and found[wrong[0]].shape != known[wrong[0]].shape:
+        raise ValueError(
+            f"the model's output has shape {tuple(found[wrong[0]].shape)} on two rows, a part of "
+            f"{tuple(known[wrong[0]].shape)}, since tensor_plan leaves the outputs of its last layer cut: say "
+            "ddl.Column(output_layouts=Replicate()), or Column(use_local_output=False) and ddl.cross_entropy"
+        )
     if on_any:
-        where = f"before {wrong[0]!r}" if wrong else "between cut layers"
+        where = f"before {wrong[0]!r}" if wrong and wrong[0] not in _OUTPUTS else "between cut layers"
         raise ValueError(
             f"the code {where} mixes features that tensor_plan has cut over tp ranks (a softmax, mean, norm or chunk "
             "over them): leave the layers around it out of the plan, or, if one layer computes q, k and v, use "
@@ -84,39 +94,31 @@ def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _inputs_of_rows(stage: nn.Module, args: tuple, kwargs: dict) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's part of the first input of each Row: as the model is, and with DTensors between cut layers."""
-    from torch.distributed.tensor.experimental import implicit_replication  # here: slow to import
-
-    with evaluating([stage]), torch.no_grad():
-        plain = _recorded(stage, args, kwargs)
-        # Attention's fused kernels do not take DTensors, its plain form does; a mask is the same on all ranks.
-        with keep_dtensors(), implicit_replication(), sdpa_kernel(SDPBackend.MATH):
-            known = _recorded(stage, args, kwargs)
-    return {name: (plain[name], part) for name, part in known.items()}
+_OUTPUTS = [f"output {i}" for i in range(16)]
 
 
-def _recorded(stage: nn.Module, args: tuple, kwargs: dict) -> dict[str, torch.Tensor]:
+def _run(stage: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """This rank's part of the first input of each layer that takes a cut one, and the outputs."""
     found: dict[str, torch.Tensor] = {}
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, given: tuple) -> None:
             if given and isinstance(given[0], torch.Tensor):
-                part = given[0].to_local() if isinstance(given[0], DTensor) else given[0]
-                found.setdefault(name, part.clone())
+                found.setdefault(name, part_of_input(module, given[0]).clone())
 
         return hook
 
     handles = [end.register_forward_pre_hook(note(name)) for name, end in region_ends(stage)]
     try:
         args, kwargs = map_leaves(_copied, (args, kwargs))  # such as a cache of keys that forward fills
-        with without_trace([stage]):
-            stage(*args, **kwargs)
+        with evaluating([stage]), torch.no_grad(), without_trace([stage]):
+            outputs = tensors_of(stage(*args, **kwargs))
             reshard(stage)
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    plain = [output for output in outputs if not isinstance(output, DTensor)]
+    return found | dict(zip(_OUTPUTS, plain, strict=False))
 
 
 def _copied(leaf: Any) -> Any:

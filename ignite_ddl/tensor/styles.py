@@ -43,22 +43,35 @@ __all__ = [
 ]
 
 
-_KEEP_DTENSORS = contextvars.ContextVar("keep DTensors between cut layers", default=False)
+_WHOLE = contextvars.ContextVar("whole tensors between cut layers", default=False)
 
 
 @contextlib.contextmanager
-def keep_dtensors() -> Iterator[None]:
-    """Inside, a cut output of :class:`Column` stays a DTensor even with ``use_local_output=True``, for a comparison."""
-    token = _KEEP_DTENSORS.set(True)
+def whole_between_layers() -> Iterator[None]:
+    """Inside, code between cut layers sees all features and channels, in the model's order, as in one process."""
+    token = _WHOLE.set(True)
     try:
         yield
     finally:
-        _KEEP_DTENSORS.reset(token)
+        _WHOLE.reset(token)
 
 
 def region_ends(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of ``root`` that take a cut input: each :class:`Row`, with its name."""
+    """The layers of ``root`` that take a cut input, with their names."""
     return ((name, m) for name, m in root.named_modules() if getattr(m, "_takes_cut_input", False))
+
+
+def part_of_input(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the input of a layer that takes a cut one, which is whole in ``whole_between_layers``."""
+    if isinstance(x, DTensor):
+        return x.to_local()
+    return _part(module, x) if _WHOLE.get() else x
+
+
+def _part(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    mesh = module.weight.device_mesh["tp"]
+    dim = x.ndim + 1 - module.weight.ndim if isinstance(module, _CONVOLUTIONS) else -1
+    return x.chunk(mesh.size(), dim=dim)[mesh.get_local_rank()].contiguous()
 
 
 class Column(ColwiseParallel):
@@ -151,17 +164,15 @@ class Column(ColwiseParallel):
 
     @staticmethod
     def _prepare_output_fn(output_layouts, use_local_output, module, outputs, device_mesh):
-        local = use_local_output and not _KEEP_DTENSORS.get()
-        return ColwiseParallel._prepare_output_fn(output_layouts, local, module, outputs, device_mesh)
+        if _WHOLE.get() and use_local_output and not output_layouts[0].is_replicate():
+            return _in_the_models_order(outputs.full_tensor(), module)
+        return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, module, outputs, device_mesh)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.parts != 1:
             sizes = self._sizes(type(module).__name__, module, device_mesh.size())
             _put_rows_by_rank(module, sizes, device_mesh.size())
-            style = copy.copy(self)
-            # DTensors do not know of the parts.
-            style._prepare_output_fn = ColwiseParallel._prepare_output_fn
-            return super(Column, style)._apply(module, device_mesh)
+            return super()._apply(module, device_mesh)
         uneven = module.weight.shape[dim_of_outputs(module)] % device_mesh.size()
         if _is_transposed(module):
             module = _cut_transposed(self, module, device_mesh, Shard(1), Shard(0))
@@ -197,11 +208,17 @@ def _put_rows_by_rank(module: nn.Module, sizes: list[int], tp_size: int) -> None
     """Reorders the rows so that the contiguous shard of a tp rank holds its share of each part."""
     parts = torch.arange(sum(sizes)).split(sizes)
     order = torch.cat([part.chunk(tp_size)[rank] for rank in range(tp_size) for part in parts])
+    setattr(module, ROW_ORDER, order)  # FSDP2 computes with other parameters
     for parameter in (module.weight, module.bias):
         if parameter is not None and not hasattr(parameter, ROW_ORDER):
             with torch.no_grad():
                 parameter.copy_(parameter[order.to(parameter.device)])
             setattr(parameter, ROW_ORDER, order)
+
+
+def _in_the_models_order(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    order = getattr(module, ROW_ORDER, None)
+    return x if order is None else torch.empty_like(x).index_copy_(-1, order.to(x.device), x)
 
 
 class Row(RowwiseParallel):
@@ -241,6 +258,12 @@ class Row(RowwiseParallel):
         if size % tp_size:
             what = "rows" if _is_transposed(module) else "columns"
             raise ValueError(f"tp={tp_size} should divide the {size} {what} of the weight of {name!r}, but does not")
+
+    @staticmethod
+    def _prepare_input_fn(input_layouts, desired_input_layouts, module, inputs, device_mesh):
+        if _WHOLE.get() and module._takes_cut_input and not isinstance(inputs[0], DTensor):
+            inputs = (_part(module, inputs[0]), *inputs[1:])
+        return RowwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, module, inputs, device_mesh)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = copy.copy(self)  # torch's _apply changes the style, which other layers may share
@@ -412,6 +435,7 @@ class InputChannels(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         cut = {"weight": Shard(1), "bias": Replicate()}
         module = _on_local_parts(module, device_mesh, cut, _InputChannels)
+        module._takes_cut_input = not self.whole_input
         if self.whole_input:
             layouts = {"input_layouts": Replicate(), "desired_input_layouts": Shard(1), "use_local_output": True}
             PrepareModuleInput(**layouts)._apply(module, device_mesh)
@@ -425,7 +449,11 @@ class _OutputChannels:
         # The input is whole on each rank; the local gradient is a part of the sum over tp.
         x = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
         x = x.to_local(grad_placements=[Partial()])
-        return super()._conv_forward(x, weight.to_local(), None if bias is None else bias.to_local())
+        y = super()._conv_forward(x, weight.to_local(), None if bias is None else bias.to_local())
+        if not _WHOLE.get():
+            return y
+        channels = y.ndim + 1 - weight.ndim
+        return DTensor.from_local(y, weight.device_mesh, [Shard(channels)], run_check=False).full_tensor()
 
 
 class _InputChannels:
@@ -433,6 +461,7 @@ class _InputChannels:
 
     def _conv_forward(self, x: torch.Tensor, weight: DTensor, bias: DTensor | None) -> torch.Tensor:
         mesh = weight.device_mesh
+        x = part_of_input(self, x) if self._takes_cut_input else x
         part = super()._conv_forward(x, weight.to_local(), None)
         total = DTensor.from_local(part, mesh, [Partial()], run_check=False)
         y = total.redistribute(placements=[Replicate()]).to_local()
