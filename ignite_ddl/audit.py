@@ -11,6 +11,8 @@ same modules          dp ranks that call different modules                      
 same lengths          targets padded to other lengths on other ranks                      each step
 the whole model ran   a method called past the wrapper that reduces gradients             each step
 weights left out      DDP waits for gradients of weights that a rank did not use          each step
+rows alone            a model whose output for a row depends on other rows                 step 1
+same loss             tp peers that compute different losses                              steps 1, 2, 4, 8, …
 whole gradients       tp peers with other gradients of a replicated weight                until each weight had one
 replicas              weights and buffers that should be equal on ranks, and are not      steps 1, 2, 4, 8, …
 ====================  ==================================================================  ============================
@@ -39,6 +41,7 @@ from ignite_ddl.pipeline.structure import tensors_of
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas
 from ignite_ddl.tensor.gradients import WholeWeights
+from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other
 
 __all__ = ["N_SHAPES", "Audit", "check_unchanged", "remember", "shapes_of"]
 
@@ -56,10 +59,16 @@ class Audit:
 
     def __init__(self, model: nn.Module, stages: Any, mesh: Mesh) -> None:
         self.model, self.stages, self.mesh = model, stages, mesh
-        self.step, self.again = 0, True
+        self.step, self.again, self.first_x = 0, True, None
+        known = _remembered(model)
+        foreign = known is None and not isinstance(model, DistributedDataParallel | FSDPModule)
+        if foreign and any(p.requires_grad for p in model.parameters()):
+            raise ValueError(
+                "model should be what ddl.auto_model returned, whose gradients are averaged over ranks, but this "
+                f"{type(model).__name__} is not: model = ddl.auto_model(model)"
+            )
         self.modules = ModulesInUse(stages.local_stages(), mesh)
         self.whole_weights = WholeWeights(mesh)
-        known = _remembered(model)
         self.ran = self.runs_anywhere = known is None or known.sharded or mesh.dp_size == 1 or mesh.pp_size > 1
         if not self.runs_anywhere:
             model.register_forward_pre_hook(self._note_run)
@@ -79,6 +88,7 @@ class Audit:
                 check_regions_once(stage, trains=True)
         if rows is not None and self.mesh.pp_size > 1:
             _check_rows_are_in_dim_0(rows[0] or 1, x)
+        self.first_x = x if self.step == 1 and self.mesh.dp_size > 1 and self.mesh.pp_size == 1 else None
         self.ran = self.runs_anywhere
         self.modules.begin()
 
@@ -98,6 +108,9 @@ class Audit:
             )
         if last:
             self.modules.check_gradients()
+        if self.first_x is not None:  # here, since all ranks have called the same modules
+            x, self.first_x = self.first_x, None
+            _check_rows_are_alone(self.stages, x)
 
     def compare(self, summed: list[float], contract: LossContract) -> None:
         """What was summed with the loss: :func:`shapes_of` and :meth:`modules_called`.
@@ -119,9 +132,11 @@ class Audit:
                 "to one length, or pass loss_divisor=, a function from targets to the number of those that count"
             )
 
-    def before_optimizer(self) -> None:
+    def before_optimizer(self, loss: torch.Tensor) -> None:
         """After gradients are what the optimizer takes."""
         if self.mesh.tp_size > 1:
+            if self.again:
+                _check_same_loss(loss, self.mesh)
             self.whole_weights.check(self.model)
         if self.again:
             check_replicas(self.model)
@@ -140,6 +155,25 @@ def _check_values(model: nn.Module) -> None:
             f"{empty!r} has no values yet, since the model was made in ddl.empty_weights: call ddl.import_weights or "
             "ddl.load_full_state_dict first"
         )
+
+
+def _check_same_loss(loss: torch.Tensor, mesh: Mesh) -> None:
+    peers = [torch.empty_like(loss) for _ in range(mesh.tp_size)]
+    dist.all_gather(peers, loss, group=mesh.tp_group)
+    if any(abs(float(peer - peers[0])) > 1e-3 * abs(float(peers[0])) for peer in peers):  # other kernels may round
+        raise ValueError(
+            f"tp peers should compute the same loss, but get {', '.join(f'{float(peer):.6g}' for peer in peers)}: it "
+            "uses a rank's part of something, such as features between layers that tensor_plan cuts; compute it from "
+            "outputs that are whole, or leave these layers out of the plan"
+        )
+
+
+def _check_rows_are_alone(stages: Any, x: Any) -> None:
+    depends = rows_depend_on_each_other(stages.forward_only, x, stages.local_stages())
+    found = torch.tensor(float(depends), device=idist.device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    if found:
+        raise ValueError(ROWS_DEPEND)
 
 
 def _check_rows_are_in_dim_0(dealt: int, x: Any) -> None:
@@ -171,6 +205,7 @@ class _Fingerprint:
         dicts = [d for module in model.modules() for d in (module._parameters, module._modules)]
         self.sizes = [(d, len(d)) for d in dicts]
         self.places = [(d, name, value) for d in dicts for name, value in d.items()]
+        self.attributes = len(vars(model))
         self.parameters = [(name, p, p.dtype, p.requires_grad, _has_hooks(p)) for name, p in model.named_parameters()]
 
     def same_places(self) -> bool:
@@ -197,6 +232,12 @@ def check_unchanged(model: nn.Module) -> None:
         if not known.same_places():
             _check_new_places(model, known)
             known.note(model)
+    if known.by_ddp and len(vars(model)) != known.attributes:
+        misplaced = next((k for k in list(vars(model))[known.attributes :] if hasattr(model.module, k)), None)
+        if misplaced is not None:
+            raise ValueError(
+                f"{misplaced!r} was set on DDP's wrapper, where the model does not see it: set it on model.module"
+            )
     for name, parameter, dtype, trained, hooked in known.parameters:  # hooked by a style of the plan
         name = name.removeprefix("module.") if known.by_ddp else name
         if parameter.dtype is not dtype:

@@ -73,10 +73,10 @@ class MeshEngine(Engine):
         loader = engine.state.dataloader
         engine.rows = loader.rows if isinstance(loader, ShardedDataLoader) else None
         engine.weighted = []
-        if engine.rows is None or engine.rows[1] % get_mesh().dp_size == 0:
+        if get_mesh().world_size == 1:
             return process_function(engine, batch)
         with _refusing_unweighted_steps(engine):
-            if engine.rows[0] == 0:
+            if engine.rows is not None and engine.rows[0] == 0:
                 return without_rows(process_function(engine, loader.filler))
             return process_function(engine, batch)
 
@@ -97,9 +97,19 @@ class MeshEngine(Engine):
 
 @contextlib.contextmanager
 def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
-    """Refuses an optimizer step if ranks have unequal numbers of rows and gradients were not weighted."""
+    """Refuses an optimizer step with gradients that were not reduced, or not weighted where ranks have unlike rows."""
+    uneven = engine.rows is not None and engine.rows[1] % get_mesh().dp_size != 0
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        waiting = [step for step in engine.steps.values() if step.open]
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]} if waiting else set()
+        if any(id(parameter) in held for step in waiting for parameter in step.model.parameters()):
+            raise ValueError(
+                "the optimizer steps, but the last ddl.forward_backward of its model had last=False, so that gradients "
+                "are not reduced over ranks: pass last=True before a step"
+            )
+        if not uneven:
+            return
         weighted = {id(parameter) for model in engine.weighted for parameter in model.parameters()}
         stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if any(id(parameter) not in weighted for parameter in stepped):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import ignite.distributed as idist
 import torch
 from ignite.handlers.base_logger import BaseWeightsHandler
 from torch import nn
@@ -19,6 +20,7 @@ from ignite_ddl.mesh import get_mesh
 __all__ = [
     "advice_of",
     "check_handler",
+    "check_layers",
     "check_optimizer",
     "check_parameter_hooks",
     "explain_errors",
@@ -43,6 +45,20 @@ def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Non
                 f"{name!r} has a hook, which would get this rank's gradient instead of the average over ranks, or not "
                 "run on shards: change p.grad between ddl.forward_backward and the optimizer's step, or in "
                 "optimizer.register_step_pre_hook"
+            )
+
+
+def check_layers(model: nn.Module, rows_are_shared: bool) -> None:
+    """Refuses layers of torch that compute something else, or nothing, on ranks that share the rows of a batch."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and idist.device().type == "cpu":
+            raise ValueError(
+                f"{name!r} is an nn.SyncBatchNorm, which torch runs on GPUs only: use nn.BatchNorm, or GroupNorm"
+            )
+        if rows_are_shared and getattr(module, "scale_grad_by_freq", False):
+            raise ValueError(
+                f"{name!r} has scale_grad_by_freq=True, which divides gradients by how often a word is in the batch; "
+                "each rank or microbatch counts its own rows only: leave it out"
             )
 
 

@@ -13,10 +13,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.audit import remember
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over, replicate
 from ignite_ddl.guards import (
+    check_layers,
     check_optimizer,
     check_parameter_hooks,
     hand_on_attributes,
@@ -118,6 +120,7 @@ def auto_model(
     styles, cut = _check(model, tensor_plan, mesh.pp_size, mesh.tp_size, schedule, n_microbatches, split, costs)
     if mesh.world_size > 1:
         check_parameter_hooks(model.named_parameters())
+        check_layers(model, mesh.dp_size * mesh.pp_size > 1)
     if not for_ddp:
         _copy_weights_of_rank_0(model)  # except those of lazy layers
 
@@ -133,7 +136,7 @@ def auto_model(
         _cut_layer(model, names, styles, mesh, shard and alone, mp_policy)
     if for_ddp:
         materialize(model)  # with NaN: DDP sends weights when it wraps
-        return _watched(idist.auto_model(model, **kwargs), mesh, shard)
+        return _watched(_with_plain_names(idist.auto_model(model, **kwargs)), mesh, shard)
     if mesh.tp_size * mesh.pp_size > 1:
         share_random_stream(mesh)
     whole = dict(model.named_parameters(remove_duplicate=False))
@@ -151,6 +154,13 @@ def auto_model(
         attach_metrics_over(over_data_parallel)
     refuse_ignites_checkpoint(model)
     return _watched(model, mesh, shard)
+
+
+def _with_plain_names(model: nn.Module) -> nn.Module:
+    """DDP's parameters by their names in the uncut model, as on every other mesh, without "module."."""
+    if isinstance(model, DistributedDataParallel):
+        model.named_parameters, model.named_buffers = model.module.named_parameters, model.module.named_buffers
+    return model
 
 
 def _watched(model: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:

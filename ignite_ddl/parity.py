@@ -44,6 +44,7 @@ from ignite_ddl.loss_contract import divisor_of
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.model import auto_model, auto_optim, check_model
 from ignite_ddl.state import whole_tensor
+from ignite_ddl.traceless import rows_may_depend
 
 __all__ = ["Number", "ParityReport", "Step", "check_parity"]
 
@@ -431,7 +432,7 @@ def _on_a_rank(local_rank: int, job: _Job, folder: str) -> list[tuple]:
                     factor = multiple
         found.append((error, name, rank, kind, step, factor))  # sent by value, Number would be another class
 
-    with _comparable():
+    with _comparable(), rows_may_depend():
         model = auto_model(job.make_model(), job.plan, **job.cut, shard=job.shard)
         optimizer = auto_optim(SGD(model.parameters(), lr=reference["lr"]))
         trainer = create_supervised_trainer(model, optimizer, job.loss_fn, max_norm=job.max_norm, **job.trainer)

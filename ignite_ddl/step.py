@@ -87,11 +87,12 @@ class TrainingStep:
             tuple: the transformed output (None on ranks without the last stage), and the loss of the global batch.
         """
         contract, autocast = self._contract(loss_fn, loss_divisor), autocast or contextlib.nullcontext()
-        if rows is None and self.mesh.dp_size == 1:
+        if rows is None and self.mesh.dp_size == 1:  # a loader of another library
             rows = (n_rows(y if tensors_of(y) else x),) * 2
         here = contract.divisor.here(rows, x, y)
         if self.audit is not None:
-            self.audit.begin(rows, x, y)
+            with autocast:
+                self.audit.begin(rows, x, y)
             contract.begin()
         weight = self._weight(contract, rows, here, window) * scale / (window or 1)
 
@@ -113,7 +114,8 @@ class TrainingStep:
         with gradient_sync(self.stages.local_stages(), last), _explained():
             output = self.stages.step(x, y, loss_of, self.transform, share, weight, autocast, reduce)
         if self.audit is not None:
-            self.audit.end(last)  # before the next collective, which would meet DDP's on a peer that waits
+            with autocast:
+                self.audit.end(last)  # before the next collective, which would meet DDP's on a peer that waits
         loss, total = self._end_reduction(*reduction, contract)
         if window is None and contract.divisor.kind == "rows" and rows is not None and total != rows[1]:
             raise ValueError(
@@ -122,7 +124,7 @@ class TrainingStep:
             )
         self.open, self.counted = not last, self.counted + total
         if last:
-            self._finish(window)
+            self._finish(window, loss)
         return output, loss
 
     def _contract(self, loss_fn: Callable, loss_divisor: Any) -> LossContract:
@@ -162,7 +164,7 @@ class TrainingStep:
             self.expected = total if total is not None else contract.density * (rows[1] if rows is not None else 1)
         return here * dp / (self.expected or 1.0)
 
-    def _finish(self, window: int | None) -> None:
+    def _finish(self, window: int | None, loss: torch.Tensor) -> None:
         """Makes gradients what the optimizer takes: divided, and the same where weights are the same."""
         if window is not None and self.expected and self.counted:
             factor = window * self.expected / self.counted
@@ -176,7 +178,7 @@ class TrainingStep:
             for parameter in self.model.parameters():
                 redistribute_gradient(parameter)
         if self.audit is not None:
-            self.audit.before_optimizer()
+            self.audit.before_optimizer(loss)
 
     def _start_reduction(
         self,
@@ -219,7 +221,7 @@ class TrainingStep:
 
 
 # What torch and Python say where code gets a part of a tensor and counts on all of it.
-_ABOUT_SHAPES = re.compile(r"shape|size|dim|DTensor|to unpack|channels")
+_ABOUT_SHAPES = re.compile(r"shape|size|dim|DTensor|to unpack|channels|elements")
 
 
 @contextlib.contextmanager

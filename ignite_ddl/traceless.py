@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import contextvars
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from ignite_ddl.pipeline.structure import n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.random import random_stream
 
-__all__ = ["evaluating", "state_that_grows", "without_trace"]
+__all__ = [
+    "ROWS_DEPEND",
+    "evaluating",
+    "rows_depend_on_each_other",
+    "rows_may_depend",
+    "state_that_grows",
+    "without_trace",
+]
 
 _KINDS = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, torch.Tensor)
 _OF_EACH_MODULE = frozenset(vars(nn.Module()))
@@ -76,11 +85,11 @@ def _modules(stages: Iterable[nn.Module]) -> dict[str, nn.Module]:
 
 
 @contextlib.contextmanager
-def without_trace(stages: Iterable[nn.Module]) -> Iterator[None]:
+def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[None]:
     """Inside, what these modules' forward passes change is put back at the end; random numbers are others'."""
     kept = [_Kept(held) for module in _modules(stages).values() for held in (module._buffers, vars(module))]
     try:
-        with random_stream(0):
+        with random_stream(seed):
             yield
     finally:
         for of_module in kept:
@@ -108,3 +117,64 @@ def evaluating(stages: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, training in was:
             module.training = training
+
+
+_FEW = 8  # rows on which a model is tried
+ROWS_DEPEND = (
+    "a row of the model's output should depend on that row of the input alone, but depends on other rows of the batch "
+    "(a mean, a norm or attention over rows?), of which each rank or microbatch has some: compute it from one row; or, "
+    "if a rank's own rows are what you want, pass checks=False to ddl.auto_model and ddl.create_supervised_trainer"
+)
+_MAY_DEPEND = contextvars.ContextVar("rows may depend on each other", default=False)
+
+
+@contextlib.contextmanager
+def rows_may_depend() -> Iterator[None]:
+    """Inside, nobody asks whether rows depend on each other, since what comes of it is compared."""
+    token = _MAY_DEPEND.set(True)
+    try:
+        yield
+    finally:
+        _MAY_DEPEND.reset(token)
+
+
+def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module]) -> bool:
+    """Whether the outputs for some rows are others than those of the same rows alone, in evaluation mode.
+
+    False where nobody knows: of a model that draws random numbers there, or that cannot be called with fewer rows, and
+    of BatchNorm without running statistics, which takes a rank's rows by a stated rule. Every rank makes three passes.
+    """
+    if _MAY_DEPEND.get():
+        return False
+    n = n_rows(x)
+    alike = all(len(tensor) == n for tensor in tensors_of(x) if tensor.ndim)
+    few, last = (some_rows(x, slice(_FEW), n), min(n, _FEW)) if alike else (x, n)
+    part = slice(last - max(1, last // 3), None)
+
+    def outputs(rows: Any, seed: int) -> list[torch.Tensor]:
+        with without_trace(stages, seed):
+            return [output.clone() for output in tensors_of(run(rows)) if output.ndim]
+
+    with torch.no_grad(), evaluating(stages):
+        try:
+            together, again = outputs(few, 0), outputs(few, 1)
+            alone = outputs(some_rows(few, part, last) if alike else few, 0)
+        except Exception:
+            return False
+    own = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in _modules(stages).values())
+    draws = any(not torch.equal(one, other) for one, other in zip(together, again, strict=True))
+    if own or draws or n < 2 or not alike:
+        return False
+    for output, of_part in zip(together, alone, strict=False):
+        each = len(output) // last  # such as a row for each token
+        rows = output[part.start * each :]
+        if output.is_floating_point() and len(output) == each * last and _unlike(rows, of_part):
+            return True
+    return False
+
+
+def _unlike(rows: torch.Tensor, alone: torch.Tensor) -> bool:
+    if rows.shape != alone.shape or not rows.numel():
+        return rows.shape != alone.shape
+    tolerance = 10 * torch.finfo(rows.dtype).eps ** 0.5 * max(float(alone.abs().max()), 1e-6)
+    return float((rows - alone).abs().nan_to_num().max()) > tolerance

@@ -160,6 +160,11 @@ class Cut:
         """The stages of a rank, in order."""
         return [stage for stage, owner in enumerate(self.owners) if owner == pp_rank]
 
+    def owners_of(self, name: str) -> list[int]:
+        """The ranks that hold layers of that name, or inside of it."""
+        stages = (s for s, layers in enumerate(self.layers) if any(layer.split(".")[0] == name for layer in layers))
+        return sorted({self.owners[s] for s in stages})
+
     def describe(self, stage: int) -> str:
         """A stage for error messages: its number and its layers."""
         return f"stage {stage} ({', '.join(self.layers[stage])})"

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, add_submodule, check_trains, named_layers, sequential
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
-from ignite_ddl.pipeline.structure import Structure, check_rows, flatten, joined, n_rows, rows_of, whole
+from ignite_ddl.pipeline.structure import Structure, check_rows, flatten, joined, map_leaves, n_rows, rows_of, whole
 from ignite_ddl.tensor.gradients import redistribute_gradient
 from ignite_ddl.tensor.random import draw_seed, random_stream
-from ignite_ddl.traceless import state_that_grows, without_trace
+from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other, state_that_grows, without_trace
 
 __all__ = ["Pipeline", "reshard", "share_buffers"]
 _SCHEDULES_KEPT = 16  # per pipeline, one for each shape of a batch; each holds receive buffers
@@ -192,8 +192,23 @@ class Pipeline(nn.Module):
         return joined(outputs) if outputs else None
 
     def forward(self, x: Any) -> Any:
-        """The output for all rows, on every pp rank, without gradients."""
-        return self.from_last_stage(whole(self.forward_only(x)))
+        """The output for all rows, on every pp rank, without gradients: what asks for them gets an error."""
+        output = self.from_last_stage(whole(self.forward_only(x)))
+        asks = self.training and torch.is_grad_enabled()
+        return map_leaves(_without_gradient, output) if asks else output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            own = vars(self).get("_cut")
+            ranks = own.owners_of(name) if own is not None else []
+            if not ranks:
+                raise
+            raise AttributeError(
+                f"{name!r} is on pp rank {', '.join(map(str, ranks))}, and this is pp rank {self._mesh.pp_rank}: under pp "
+                "each rank has its own stages only; change the model before ddl.auto_model, or ask hasattr(model, name)"
+            ) from None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Hugging Face's ``generate`` needs the whole model and its cache in each step.
@@ -419,6 +434,8 @@ class Pipeline(nn.Module):
         def run(s: int, given: Any) -> Any:
             given = tree_map(_leaf, given)
             output = self._stages[s](given)
+            if not self._stateless and rows_depend_on_each_other(self._stages[s], given, [self._stages[s]]):
+                raise ValueError(ROWS_DEPEND)
             what = self._cut.describe(s)
             found[s] = Interface.of(given, what), Interface.of(output, what)
             if s + 1 == len(self._cut.owners):
@@ -484,6 +501,24 @@ def _copies_of_shared_layers(
 def _copied(stage: nn.Module, inputs: tuple) -> tuple:
     """A layer that works in place needs a copy: the stage's input is a leaf, or the output of its neighbour."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, inputs)
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, ask: torch.Tensor) -> torch.Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ValueError(
+            "a pipeline's output has no gradient, since its schedule runs the backward pass: use "
+            "ddl.create_supervised_trainer, or ddl.forward_backward in the update function of a ddl.MeshEngine"
+        )
+
+
+def _without_gradient(leaf: Any) -> Any:
+    floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return _NoGradient.apply(leaf, torch.zeros((), requires_grad=True)) if floating else leaf
 
 
 def _contiguous(leaf: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.nn.utils.parametrize import is_parametrized
 
 from ignite_ddl.guards import explain_errors, refuse_second_derivatives
 from ignite_ddl.tensor.gradients import layout_of
@@ -55,12 +56,22 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
             raise ValueError(f"tensor_plan has the key {key!r}, which matches no module; those with weights: {known}")
         styles |= dict.fromkeys(names, style)
     for name, style in styles.items():
+        if _is_parametrized(modules[name]) and tp_size > 1:
+            raise ValueError(
+                f"{name!r} computes its weight from other parameters (weight_norm, spectral_norm, pruning or another "
+                "parametrization), which no style cuts: leave it out of tensor_plan"
+            )
         if hasattr(style, "check"):
             style.check(name, modules[name], modules[name.rpartition(".")[0]], tp_size)
     if tp_size > 1:
         _check_channels(modules, styles)
     _check_agreement(model, modules, styles)
     return styles
+
+
+def _is_parametrized(module: nn.Module) -> bool:
+    """By torch's parametrizations, or by the older hooks that compute a weight before each forward pass."""
+    return is_parametrized(module) or "weight" in vars(module)
 
 
 def _check_channels(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> None:

@@ -238,8 +238,10 @@ def test_forward_only_equals_the_whole_model_on_every_schedule(local_rank):
             output = pipeline.forward_only(x)
             assert (output is not None) == pipeline.is_last
             assert output is None or (output - expected).abs().max() < 1e-14
-            output = pipeline(x)  # this one is on every rank
+            output = pipeline.eval()(x)  # this one is on every rank
             assert not output.requires_grad
+            with pytest.raises(ValueError, match="use ddl.create_supervised_trainer, or ddl.forward_backward"):
+                pipeline.train()(x).sum().backward()
             assert (output - expected).abs().max() < 1e-14
         assert pipeline.from_last_stage(ddl.get_mesh().pp_rank) == pipeline._cut.owners[-1]
 
