@@ -207,7 +207,7 @@ class Pipeline(nn.Module):
                 raise
             raise AttributeError(
                 f"{name!r} is on pp rank {', '.join(map(str, ranks))}, and this is pp rank {self._mesh.pp_rank}: "
-                "under pp each rank has its own stages only; change the model before ddl.auto_model, or ask hasattr(model, name)"
+                "under pp each rank has its own stages only; change the model before ddl.auto_model"
             ) from None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
