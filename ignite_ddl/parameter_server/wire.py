@@ -1,51 +1,47 @@
-"""The connection between workers and servers. The only file that uses ``torch.distributed.rpc``."""
+"""The connections between workers and servers: sockets that the launcher has made, so that nobody else can connect."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
+import pickle
+import socket
+import struct
 import threading
-import warnings
+import traceback
 from collections import defaultdict
-from multiprocessing import util
 from typing import Any
 
-from torch.distributed import rpc
-from torch.futures import Future
+import cloudpickle
+import numpy
+import torch
 
-from ignite_ddl.parameter_server.server import Shard
+from ignite_ddl.parameter_server.server import Shard, Waits
 
-__all__ = ["LONGEST_SECONDS", "Servers", "join", "worker_ended"]
-# Plain TCP: TensorPipe's shared memory polls, which costs half a core per waiting process.
-_TRANSPORT = {"_transports": ["uv"], "_channels": ["basic"]}
-_THREADS = 8  # threads that serve requests; they may wait for a lock, never for a worker
-LONGEST_SECONDS = 2e6  # limit of a timeout: torch counts milliseconds in 32 bits
-_JOIN_SECONDS = 600.0  # limit for all workers and servers to join
-_servers: list[rpc.WorkerInfo] = []  # in order, once this process has joined them
+__all__ = ["Servers", "connect", "serve", "worker_ended"]
+_JOIN_SECONDS = 600.0  # limit of making a ParameterServer: workers come at different times, after loading data
+_SPARE_SECONDS = 2.0  # a server says itself that a limit has passed, and for whom it waits; this long it may take
+_LONGEST_SECONDS = 2e6  # 23 days: poll counts milliseconds in 32 bits
+_ALIGNED = 16  # bytes: where a tensor begins
+_HEAD = struct.Struct("!QQ")  # bytes of the pickled message and number of its tensors, whose sizes and bytes follow
+_servers: list[tuple[str, socket.socket]] = []  # on a worker: the names and connections, in order
+_asking = threading.Lock()  # on a worker: a connection has one request at a time
 _gone: dict[int, str | None] = {}  # on a server: the workers that have ended, as Shard.gone
 _shards: dict[int, Shard] = defaultdict(lambda: Shard(_gone))  # on a server, by the ParameterServer's number
 _shards_lock = threading.Lock()  # for _gone and _shards
 _numbers = itertools.count()  # on a worker: the numbers of its ParameterServers, the same on all workers
 
 
-def join(index: int, workers: int, servers: int, init_method: str) -> None:
-    """Joins the RPC group of all workers and servers; returns once all have joined.
+def connect(sockets: list[socket.socket]) -> None:
+    """Called on a worker: its connections to the servers, in order."""
+    _servers[:] = [(f"server{index}", each) for index, each in enumerate(sockets)]
 
-    Args:
-        index: this process's number: the workers' ranks first, then the servers.
-        workers: number of workers.
-        servers: number of servers.
-        init_method: URL of the rendezvous, "file://...".
-    """
-    name = f"worker{index}" if index < workers else f"server{index - workers}"
-    options = rpc.TensorPipeRpcBackendOptions(
-        init_method=init_method, rpc_timeout=_JOIN_SECONDS, num_worker_threads=_THREADS, **_TRANSPORT
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about its own use of gloo
-        rpc.init_rpc(name, rank=index, world_size=workers + servers, rpc_backend_options=options)
-    util.Finalize(None, rpc.shutdown, args=(False,), exitpriority=1)  # without waiting for others
-    _servers[:] = [rpc.get_worker_info(f"server{i}") for i in range(servers)]
+
+def serve(sockets: list[socket.socket]) -> None:
+    """Called on a server: answers each worker in a thread of its own, which may wait for other workers."""
+    for each in sockets:
+        threading.Thread(target=_serve, args=(each,), name="ignite_ddl server", daemon=True).start()
 
 
 def worker_ended(worker: int, failed: str | None) -> str | None:
@@ -59,17 +55,26 @@ def worker_ended(worker: int, failed: str | None) -> str | None:
     return shards[-1].why_not() if shards else "It failed before a ParameterServer was made."
 
 
-def _answer(number: int, method: str, *arguments: Any) -> Any:
-    """Runs a shard's method in a thread of the server, for a worker."""
-    with _shards_lock:
-        shard = _shards[number]
-    return getattr(shard, method)(*arguments)
+def _serve(worker: socket.socket) -> None:
+    with worker, contextlib.suppress(OSError):  # the worker has ended
+        while True:
+            number, method, arguments = _receive(worker)
+            with _shards_lock:
+                shard = _shards[number]
+            try:
+                answer = "answer", getattr(shard, method)(*arguments)
+            except Waits as error:
+                answer = "waits", error.args[0]
+            except BaseException as error:  # for example of the optimizer
+                answer = "error", ("".join(traceback.format_exception(error)), _packed(error))
+            _send(worker, answer)
 
 
-@rpc.functions.async_execution
-def _answer_when_ready(*request: Any) -> Future:
-    """As _answer, for methods that return a Future, without blocking a thread."""
-    return _answer(*request)
+def _packed(error: BaseException) -> bytes:
+    try:
+        return cloudpickle.dumps(error.with_traceback(None))
+    except Exception:
+        return b""
 
 
 class Servers:
@@ -82,13 +87,12 @@ class Servers:
 
     def __init__(self, mode: str, timeout: float) -> None:
         self.mode, self.timeout = mode, timeout
-        self._joined = list(_servers)
-        self.count = len(self._joined)
-        self._here = None if self._joined else Shard()
+        self.count = len(_servers)
+        self._here = None if _servers else Shard()
         self._number = next(_numbers)
 
     def ask(self, method: str, requests: list[tuple], servers: slice = slice(None)) -> list[Any]:
-        """Sends a request to all servers in parallel, then waits for all answers.
+        """Sends a request to all servers, then waits for all answers. What a server raises is raised here.
 
         Args:
             method: a method of :class:`~ignite_ddl.parameter_server.server.Shard`.
@@ -99,33 +103,91 @@ class Servers:
             ConnectionError: if a server is gone.
             TimeoutError: if one does not answer in time.
         """
+        limit = _JOIN_SECONDS if method in ("create", "join") else min(self.timeout, _LONGEST_SECONDS)
+        if method in ("join", "pull"):  # these may wait for other workers
+            requests = [(*request, limit) for request in requests]
         if self._here is not None:
-            answers = [getattr(self._here, method)(*request) for request in requests]
-            return [answer.wait() if isinstance(answer, Future) else answer for answer in answers]
-        asked = self._joined[servers]
-        try:
-            # Workers make their ParameterServer at different times, for example after loading data.
-            limit = _JOIN_SECONDS if method in ("create", "join") else self.timeout
-            function = _answer_when_ready if method in ("join", "pull") else _answer
-            futures = [
-                rpc.rpc_async(server, function, args=(self._number, method, *request), timeout=limit)
-                for server, request in zip(asked, requests, strict=True)
-            ]
-        except RuntimeError as error:
-            raise ConnectionError(f"a parameter server is gone, at {method}: {error}") from None
-        return [self._wait(server.name, method, f, limit) for server, f in zip(asked, futures, strict=True)]
+            return [getattr(self._here, method)(*request) for request in requests]
+        asked = _servers[servers]
+        with _asking:
+            answers = self._exchange(method, requests, asked, limit)
+        for (server, _), (kind, value) in zip(asked, answers, strict=True):
+            if kind == "waits":
+                raise TimeoutError(
+                    f"{method} took more than {limit:g} s: {server} (mode {self.mode!r}) waits for workers {value}"
+                )
+            if kind == "error":
+                text, packed = value
+                error = RuntimeError(text.strip().splitlines()[-1])
+                with contextlib.suppress(Exception):  # some exceptions cannot be unpickled
+                    error = cloudpickle.loads(packed)
+                raise error from RuntimeError(f"on {server}:\n{text}")
+        return [value for _, value in answers]
 
-    def _wait(self, server: str, method: str, future: Future, limit: float) -> Any:
+    def _exchange(self, method: str, requests: list[tuple], asked: list[tuple], limit: float) -> list[tuple[str, Any]]:
+        server, answers = "", []
         try:
-            return future.wait()
-        except RuntimeError as error:
-            if "On WorkerInfo" in str(error):  # raised on the server, for example by the optimizer
-                raise
-            if "timeout" not in str(error):
+            for (server, connection), request in zip(asked, requests, strict=True):
+                if connection.fileno() < 0:
+                    raise ConnectionError("an earlier call was cut off")
+                connection.settimeout(limit + _SPARE_SECONDS)
+                _send(connection, (self._number, method, request))
+            for server, connection in asked:
+                answers.append(_receive(connection))
+        except BaseException as error:
+            for _, connection in asked:  # what they still send would be taken for the next answer
+                connection.close()
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"{method} took more than {limit:g} s: {server} does not answer") from None
+            if isinstance(error, OSError):
                 raise ConnectionError(f"{server} is gone, at {method}: {error}") from None
-        waits_for = "something"
-        with contextlib.suppress(RuntimeError):
-            waits_for = rpc.rpc_sync(server, _answer, args=(self._number, "waits_for"), timeout=2.0)
-        raise TimeoutError(
-            f"{method} took more than {limit:g} s: {server} (mode {self.mode!r}) waits for workers {waits_for}"
-        )
+            raise
+        return answers
+
+
+# ---------------------------------------------------------------------------------------------------- messages
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the numbers of tensors out: they are sent as they are in memory."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
+            return NotImplemented
+        numbers = obj.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(numbers), obj.dtype, tuple(obj.shape))
+
+
+def _tensor(numbers: numpy.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(numbers).view(dtype).view(shape)
+
+
+def _send(to: socket.socket, message: Any) -> None:
+    file, tensors = io.BytesIO(), []
+    _Pickler(file, 5, buffer_callback=tensors.append).dump(message)
+    parts = [tensor.raw() for tensor in tensors]
+    sizes = struct.pack(f"!{len(parts)}Q", *map(len, parts))
+    to.sendall(_HEAD.pack(file.tell(), len(parts)) + sizes + file.getbuffer())
+    for part in parts:
+        to.sendall(part)
+        to.sendall(bytes(-len(part) % _ALIGNED))
+
+
+def _receive(source: socket.socket) -> Any:
+    length, count = _HEAD.unpack(_read(source, _HEAD.size))
+    start = memoryview(_read(source, 8 * count + length))
+    sizes = struct.unpack(f"!{count}Q", start[: 8 * count])
+    places = [0, *itertools.accumulate(size + -size % _ALIGNED for size in sizes)]
+    numbers = _read(source, places[-1])
+    parts = [numbers[place : place + size] for place, size in zip(places, sizes, strict=False)]
+    return pickle.loads(start[8 * count :], buffers=parts)
+
+
+def _read(source: socket.socket, size: int) -> numpy.ndarray:
+    found = numpy.empty(size, numpy.uint8)
+    rest = memoryview(found)
+    while rest:
+        if not (n := source.recv_into(rest)):
+            raise ConnectionResetError("it has closed its connection")
+        rest = rest[n:]
+    return found
