@@ -24,6 +24,9 @@ _JOIN_SECONDS = 600.0  # limit of making a ParameterServer: workers come at diff
 _SPARE_SECONDS = 2.0  # a server says itself that a limit has passed, and for whom it waits; this long it may take
 _LONGEST_SECONDS = 2e6  # 23 days: poll counts milliseconds in 32 bits
 _ALIGNED = 16  # bytes: where a tensor begins
+_LARGE = 2**16  # bytes: what is smaller is sent together
+# numpy does not know all types: tensors go as if they were of another one that is as large.
+_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _HEAD = struct.Struct("!QQ")  # bytes of the pickled message and number of its tensors, whose sizes and bytes follow
 _servers: list[tuple[str, socket.socket]] = []  # on a worker: the names and connections, in order
 _asking = threading.Lock()  # on a worker: a connection has one request at a time
@@ -154,12 +157,12 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
             return NotImplemented
-        numbers = obj.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(numbers), obj.dtype, tuple(obj.shape))
+        numbers = obj.resolve_conj().resolve_neg().contiguous().view(_OF_BYTES[obj.element_size()]).numpy()
+        return _tensor, (pickle.PickleBuffer(numbers), numbers.dtype, obj.dtype, tuple(obj.shape))
 
 
-def _tensor(numbers: numpy.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(numbers).view(dtype).view(shape)
+def _tensor(numbers: numpy.ndarray, known: numpy.dtype, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(numbers.view(known).reshape(shape)).view(dtype)
 
 
 def _send(to: socket.socket, message: Any) -> None:
@@ -167,10 +170,16 @@ def _send(to: socket.socket, message: Any) -> None:
     _Pickler(file, 5, buffer_callback=tensors.append).dump(message)
     parts = [tensor.raw() for tensor in tensors]
     sizes = struct.pack(f"!{len(parts)}Q", *map(len, parts))
-    to.sendall(_HEAD.pack(file.tell(), len(parts)) + sizes + file.getbuffer())
+    small = bytearray(_HEAD.pack(file.tell(), len(parts)) + sizes + file.getbuffer())
     for part in parts:
-        to.sendall(part)
-        to.sendall(bytes(-len(part) % _ALIGNED))
+        if len(part) + len(small) < _LARGE:
+            small += part
+        else:
+            to.sendall(small)
+            to.sendall(part)
+            small.clear()
+        small += bytes(-len(part) % _ALIGNED)
+    to.sendall(small)
 
 
 def _receive(source: socket.socket) -> Any:

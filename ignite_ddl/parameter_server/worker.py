@@ -55,8 +55,8 @@ class ParameterServer:
     ParameterServer made later involves the remaining workers only. Call no collective after a worker is lost: it needs
     every rank, so it fails, and its caller is lost too.
 
-    RPC executes what it receives: a process that can reach its port controls it. It listens on loopback; setting
-    ``TP_SOCKET_IFNAME`` in the environment to another interface means trusting all of that network.
+    Workers and servers talk by sockets without a name or port, which the launcher makes: no other process can connect.
+    Threads of a worker take turns: while one waits in a pull, the others' calls wait, too.
 
     Args:
         model: a plain module, the same on every worker. Parameters that require no gradient stay on the workers.

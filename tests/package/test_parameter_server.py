@@ -5,6 +5,8 @@ import json
 import math
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -694,6 +696,43 @@ def test_a_worker_that_is_late_is_named():
         parallel(2).run(work)
 
 
+def test_after_a_late_worker_the_others_can_go_on():
+    """The time-out is the server's answer: nothing of it is left between them."""
+
+    def work(local_rank):
+        model, server = served(timeout=0.3)
+        server.pull()
+        if local_rank:
+            idist.barrier()
+        server.push({"weight": torch.ones(1, 3)})
+        if local_rank == 0:
+            with pytest.raises(TimeoutError, match="waits for workers"):
+                server.pull()
+            assert server.statistics()["updates"] == []
+            idist.barrier()
+        return server.pull()
+
+    assert parallel(2).run(work) == [[1], [1]]
+
+
+@posix
+def test_a_server_that_stands_is_named():
+    def work(local_rank):
+        model, server = served(timeout=0.2)
+        process = process_of("server0")
+        process.suspend()
+        assert ranks.comes_true(lambda: process.status() == psutil.STATUS_STOPPED)
+        try:
+            with pytest.raises(TimeoutError, match="pull took more than 0.2 s: server0 does not answer"):
+                server.pull()
+        finally:
+            process.resume()
+        with pytest.raises(ConnectionError, match="server0 is gone, at pull: an earlier call was cut off"):
+            server.pull()
+
+    parallel(1).run(work)
+
+
 def test_an_error_on_the_server_reaches_the_worker():
     class Breaks(torch.optim.SGD):
         def step(self, closure=None):
@@ -707,8 +746,31 @@ def test_an_error_on_the_server_reaches_the_worker():
     with pytest.raises(ddl.RankError, match="ArithmeticError") as caught:
         parallel(1).run(work)
     assert "this optimizer breaks" in str(caught.value)
+    assert "on server0:\nTraceback (most recent call last)" in str(caught.value)
     with pytest.raises(ddl.RankError, match="Invalid learning rate"):
         parallel(1).run(lambda rank: ddl.ParameterServer(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=-1.0)))
+
+
+def test_any_error_on_the_server_reaches_the_worker():
+    class CannotBeUnpickled(Exception):
+        def __init__(self, one, two):
+            super().__init__(f"{one} {two}")
+
+    def raises(error):
+        raise error
+
+    def work(local_rank):
+        for make, kind in (
+            (lambda: CannotBeUnpickled("two", "words"), RuntimeError),
+            (lambda: Exception("two words", socket.socket()), RuntimeError),
+            (lambda: SystemExit("two words"), SystemExit),
+            (lambda: ValueError("two words"), ValueError),
+        ):
+            with pytest.raises(kind, match="two words"):
+                ddl.ParameterServer(nn.Linear(1, 1), lambda p, make=make: raises(make()))
+        assert take_step(*served())
+
+    parallel(1).run(work)
 
 
 # ------------------------------------------------------------------------------------------------------ bad input
@@ -900,14 +962,76 @@ def test_servers_do_not_join_a_job(monkeypatch):
 # ------------------------------------------------------------------------------------------------------ the network
 
 
-def test_all_listen_on_loopback():
-    def addresses(local_rank):
-        process = psutil.Process() if local_rank else process_of("server0")
-        return [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+STRANGER = """
+import os, pickle, socket, struct, sys
 
-    of_server, of_rank = parallel(2, 1).run(addresses)
-    assert of_server == []
-    assert set(of_rank) == {"127.0.0.1"}  # gloo's
+class Runs:
+    def __reduce__(self):
+        return os.mkdir, (sys.argv[1],)
+
+def knock(port, data):
+    with socket.create_connection(("127.0.0.1", port), 5) as to:
+        to.sendall(data)
+        to.settimeout(0.02)
+        try:
+            to.recv(99)
+        except OSError:
+            pass
+
+body = pickle.dumps(Runs())
+heads = b"", struct.pack("!i", len(body)), struct.pack("<q", len(body)), struct.pack("!QQ", len(body), 0)
+for again in range(int(sys.argv[2])):
+    for port in map(int, sys.argv[3:]):
+        for data in [head + body for head in heads] + [b"\\0" * 64, b"\\xff" * 64, os.urandom(50), os.urandom(50_000)]:
+            knock(port, data)
+"""
+
+
+def named(server):
+    """What strangers can find of a process: TCP ports on which it listens, and Unix sockets with a name."""
+    for c in (process_of(server) if server else psutil.Process()).net_connections("all"):
+        if c.status == psutil.CONN_LISTEN or (isinstance(c.laddr, str) and c.laddr):
+            yield c.laddr
+
+
+def among_strangers(local_rank, folder, rounds):
+    """Steps before and after another process has sent to each port of the run what would run code, and nonsense."""
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    server = ddl.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=1.0))
+    for step in range(6):
+        if step == 3:
+            ports = idist.all_gather(torch.tensor([address.port for address in named(None)])).tolist()
+            if local_rank == 0:
+                assert list(named("server0")) == []
+                arguments = [os.path.join(folder, "code of a stranger has run"), str(rounds), *map(str, ports)]
+                subprocess.run([sys.executable, "-c", STRANGER, *arguments], check=True, timeout=TIMEOUT)
+        server.pull()
+        server.push({"weight": -torch.ones(1, 3)})
+    server.pull()
+    return model.weight.tolist(), [address.ip for address in named(None)]
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_strangers_find_no_server_and_change_nothing(rounds, tmp_path):
+    results = parallel(2, 1).run(among_strangers, str(tmp_path), rounds)
+    assert [weight for weight, _ in results] == [[[6.0] * 3]] * 2
+    assert {ip for _, ips in results for ip in ips} == {"127.0.0.1"}  # gloo's
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_of_all_types_travel():
+    here, there = socket.socketpair()
+    types = [torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.bool, torch.complex64, torch.complex128]
+    sent = [torch.rand(shape).add(0.5).to(dtype) for dtype in types for shape in [(), (0,), (3,), (2, 3), (4, 0)]]
+    sent += [None, sent[-3].conj(), torch.rand(4, 5).T, torch.eye(3).to_sparse()]
+    with here, there:
+        wire._send(here, sent)
+        received = wire._receive(there)
+        assert received.pop(-4) is sent.pop(-4) is None
+        for one, other in zip(sent, received, strict=True):
+            assert (one.dtype, one.shape, one.layout) == (other.dtype, other.shape, other.layout)
+            assert torch.equal(one.to_dense().to(torch.complex128), other.to_dense().to(torch.complex128))
 
 
 def test_waiting_costs_nothing():
