@@ -115,15 +115,11 @@ def training_by_ddp(model, x, steps):
 # ------------------------------------------------------------------------------------------------------ measuring
 
 
-@functools.cache
-def everyone():
-    """The CPU clocks of all workers and servers, children of one process; as Linux numbers a process's clock."""
-    return [(~child.pid << 3) | 2 for child in psutil.Process().parent().children()]
-
-
-def busy():
-    """CPU seconds of all, on worker 0."""
-    return sum(map(time.clock_gettime, everyone())) if dist.get_rank() == 0 else 0.0
+def cpu_clock():
+    """A function that says, on worker 0, the CPU seconds of all workers and servers: children of one process."""
+    children = psutil.Process().parent().children() if dist.get_rank() == 0 else []
+    clocks = [(~child.pid << 3) | 2 for child in children]  # as Linux numbers the clock of a process
+    return lambda: sum(map(time.clock_gettime, clocks))
 
 
 def compete(local_rank, address, millions, rounds, steps):
@@ -135,7 +131,7 @@ def compete(local_rank, address, millions, rounds, steps):
         gradients = [torch.full_like(p, 1e-6) for p in model.parameters()]
         runs = {"ddl": through_ddl(model, mode, gradients, steps), "hand": by_hand(model, mode, gradients, steps)}
         runs["again"] = runs["hand"]
-        found[mode] = sides.in_turns(runs, rounds, meet=dist.barrier, busy=busy)
+        found[mode] = sides.in_turns(runs, rounds, meet=dist.barrier, busy=cpu_clock())
     dist.barrier()
     rpc.shutdown(graceful=False)
     return found
@@ -159,7 +155,7 @@ def train(local_rank, millions, rounds, steps):
     moved = [(after[name] - before[name]) / steps for name in ("bytes_in", "bytes_out")]
     dist.barrier()
     runs = {"server": by_server, "ddp": by_ddp, "again": by_ddp}
-    times = sides.in_turns(runs, rounds, meet=dist.barrier, busy=busy)
+    times = sides.in_turns(runs, rounds, meet=dist.barrier, busy=cpu_clock())
     return times, [*moved, traffic.of("all_reduce").put_in / steps]
 
 

@@ -366,10 +366,9 @@ class Parallel:
             environ["MASTER_ADDR"] = self.master_addr
         if self.master_port is not None:
             environ["MASTER_PORT"] = str(self.master_port)
-        if self.nnodes == 1:
+        if self.nnodes == 1 and sys.platform != "win32":
             # Loopback: no look-up of the host name, no question of a firewall.
-            if sys.platform != "win32":
-                environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+            environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         init_method = self.init_method
         if init_method is None:
             by_file = self.nnodes == 1 and self.master_port is None

@@ -85,11 +85,7 @@ def rank_main(
 
 
 def server_main(
-    job: Job,
-    index: int,
-    workers: list[socket.socket],
-    reports: connection.Connection,
-    release: connection.Connection,
+    job: Job, index: int, workers: list[socket.socket], reports: connection.Connection, release: connection.Connection
 ) -> None:
     """Runs a parameter server, which is not a rank: it answers the workers until the parent closes the pipe."""
     _redirect_output(job, f"server{index}")

@@ -11,6 +11,7 @@ import struct
 import threading
 import traceback
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
@@ -128,24 +129,32 @@ class Servers:
         return [value for _, value in answers]
 
     def _exchange(self, method: str, requests: list[tuple], asked: list[tuple], limit: float) -> list[tuple[str, Any]]:
-        server, answers = "", []
+        answers = []
         try:
             for (server, connection), request in zip(asked, requests, strict=True):
-                if connection.fileno() < 0:
-                    raise ConnectionError("an earlier call was cut off")
-                connection.settimeout(limit + _SPARE_SECONDS)
-                _send(connection, (self._number, method, request))
+                with _naming(server, method, limit):
+                    if connection.fileno() < 0:
+                        raise ConnectionError("an earlier call was cut off")
+                    connection.settimeout(limit + _SPARE_SECONDS)
+                    _send(connection, (self._number, method, request))
             for server, connection in asked:
-                answers.append(_receive(connection))
-        except BaseException as error:
+                with _naming(server, method, limit):
+                    answers.append(_receive(connection))
+        except BaseException:
             for _, connection in asked:  # what they still send would be taken for the next answer
                 connection.close()
-            if isinstance(error, TimeoutError):
-                raise TimeoutError(f"{method} took more than {limit:g} s: {server} does not answer") from None
-            if isinstance(error, OSError):
-                raise ConnectionError(f"{server} is gone, at {method}: {error}") from None
             raise
         return answers
+
+
+@contextlib.contextmanager
+def _naming(server: str, method: str, limit: float) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise TimeoutError(f"{method} took more than {limit:g} s: {server} does not answer") from None
+    except OSError as error:
+        raise ConnectionError(f"{server} is gone, at {method}: {error}") from None
 
 
 # ---------------------------------------------------------------------------------------------------- messages
