@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import pickle
 import socket
-import struct
 import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 import numpy
@@ -24,12 +22,10 @@ __all__ = ["Servers", "connect", "serve", "worker_ended"]
 _JOIN_SECONDS = 600.0  # limit of making a ParameterServer: workers come at different times, after loading data
 _SPARE_SECONDS = 2.0  # a server says itself that a limit has passed, and for whom it waits; this long it may take
 _LONGEST_SECONDS = 2e6  # 23 days: poll counts milliseconds in 32 bits
-_ALIGNED = 16  # bytes: where a tensor begins
-_LARGE = 2**16  # bytes: what is smaller is sent together
 # numpy does not know all types: tensors go as if they were of another one that is as large.
 _OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_HEAD = struct.Struct("!QQ")  # bytes of the pickled message and number of its tensors, whose sizes and bytes follow
-_servers: list[tuple[str, socket.socket]] = []  # on a worker: the names and connections, in order
+_CUT_OFF = OSError, EOFError, pickle.UnpicklingError  # of a connection that ends, perhaps within a message
+_servers: list[tuple[str, socket.socket, IO[bytes]]] = []  # on a worker: names and connections, in order
 _asking = threading.Lock()  # on a worker: a connection has one request at a time
 _gone: dict[int, str | None] = {}  # on a server: the workers that have ended, as Shard.gone
 _shards: dict[int, Shard] = defaultdict(lambda: Shard(_gone))  # on a server, by the ParameterServer's number
@@ -39,7 +35,7 @@ _numbers = itertools.count()  # on a worker: the numbers of its ParameterServers
 
 def connect(sockets: list[socket.socket]) -> None:
     """Called on a worker: its connections to the servers, in order."""
-    _servers[:] = [(f"server{index}", each) for index, each in enumerate(sockets)]
+    _servers[:] = [(f"server{index}", each, each.makefile("rwb")) for index, each in enumerate(sockets)]
 
 
 def serve(sockets: list[socket.socket]) -> None:
@@ -60,9 +56,9 @@ def worker_ended(worker: int, failed: str | None) -> str | None:
 
 
 def _serve(worker: socket.socket) -> None:
-    with worker, contextlib.suppress(OSError):  # the worker has ended
+    with worker, worker.makefile("rwb") as file, contextlib.suppress(*_CUT_OFF):
         while True:
-            number, method, arguments = _receive(worker)
+            number, method, arguments = pickle.load(file)
             with _shards_lock:
                 shard = _shards[number]
             try:
@@ -71,7 +67,7 @@ def _serve(worker: socket.socket) -> None:
                 answer = "waits", error.args[0]
             except BaseException as error:  # for example of the optimizer
                 answer = "error", ("".join(traceback.format_exception(error)), _packed(error))
-            _send(worker, answer)
+            _send(file, answer)
 
 
 def _packed(error: BaseException) -> bytes:
@@ -115,7 +111,7 @@ class Servers:
         asked = _servers[servers]
         with _asking:
             answers = self._exchange(method, requests, asked, limit)
-        for (server, _), (kind, value) in zip(asked, answers, strict=True):
+        for (server, *_), (kind, value) in zip(asked, answers, strict=True):
             if kind == "waits":
                 raise TimeoutError(
                     f"{method} took more than {limit:g} s: {server} (mode {self.mode!r}) waits for workers {value}"
@@ -131,18 +127,17 @@ class Servers:
     def _exchange(self, method: str, requests: list[tuple], asked: list[tuple], limit: float) -> list[tuple[str, Any]]:
         answers = []
         try:
-            for (server, connection), request in zip(asked, requests, strict=True):
+            for (server, connection, file), request in zip(asked, requests, strict=True):
                 with _naming(server, method, limit):
-                    if connection.fileno() < 0:
-                        raise ConnectionError("an earlier call was cut off")
                     connection.settimeout(limit + _SPARE_SECONDS)
-                    _send(connection, (self._number, method, request))
-            for server, connection in asked:
+                    _send(file, (self._number, method, request))
+            for server, _, file in asked:
                 with _naming(server, method, limit):
-                    answers.append(_receive(connection))
+                    answers.append(pickle.load(file))
         except BaseException:
-            for _, connection in asked:  # what they still send would be taken for the next answer
-                connection.close()
+            for _, connection, _ in asked:  # what they still send would be taken for the next answer
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
             raise
         return answers
 
@@ -153,15 +148,12 @@ def _naming(server: str, method: str, limit: float) -> Iterator[None]:
         yield
     except TimeoutError:
         raise TimeoutError(f"{method} took more than {limit:g} s: {server} does not answer") from None
-    except OSError as error:
+    except _CUT_OFF as error:
         raise ConnectionError(f"{server} is gone, at {method}: {error}") from None
 
 
-# ---------------------------------------------------------------------------------------------------- messages
-
-
 class _Pickler(pickle.Pickler):
-    """Leaves the numbers of tensors out: they are sent as they are in memory."""
+    """Writes the numbers of a tensor as they are in memory; pickle copies large ones neither here nor there."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
@@ -170,42 +162,10 @@ class _Pickler(pickle.Pickler):
         return _tensor, (pickle.PickleBuffer(numbers), numbers.dtype, obj.dtype, tuple(obj.shape))
 
 
-def _tensor(numbers: numpy.ndarray, known: numpy.dtype, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(numbers.view(known).reshape(shape)).view(dtype)
+def _tensor(numbers: bytearray, known: numpy.dtype, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(numpy.ndarray(shape, known, numbers)).view(dtype)
 
 
-def _send(to: socket.socket, message: Any) -> None:
-    file, tensors = io.BytesIO(), []
-    _Pickler(file, 5, buffer_callback=tensors.append).dump(message)
-    parts = [tensor.raw() for tensor in tensors]
-    sizes = struct.pack(f"!{len(parts)}Q", *map(len, parts))
-    small = bytearray(_HEAD.pack(file.tell(), len(parts)) + sizes + file.getbuffer())
-    for part in parts:
-        if len(part) + len(small) < _LARGE:
-            small += part
-        else:
-            to.sendall(small)
-            to.sendall(part)
-            small.clear()
-        small += bytes(-len(part) % _ALIGNED)
-    to.sendall(small)
-
-
-def _receive(source: socket.socket) -> Any:
-    length, count = _HEAD.unpack(_read(source, _HEAD.size))
-    start = memoryview(_read(source, 8 * count + length))
-    sizes = struct.unpack(f"!{count}Q", start[: 8 * count])
-    places = [0, *itertools.accumulate(size + -size % _ALIGNED for size in sizes)]
-    numbers = _read(source, places[-1])
-    parts = [numbers[place : place + size] for place, size in zip(places, sizes, strict=False)]
-    return pickle.loads(start[8 * count :], buffers=parts)
-
-
-def _read(source: socket.socket, size: int) -> numpy.ndarray:
-    found = numpy.empty(size, numpy.uint8)
-    rest = memoryview(found)
-    while rest:
-        if not (n := source.recv_into(rest)):
-            raise ConnectionResetError("it has closed its connection")
-        rest = rest[n:]
-    return found
+def _send(file: IO[bytes], message: Any) -> None:
+    _Pickler(file, 5).dump(message)
+    file.flush()

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -727,7 +728,7 @@ def test_a_server_that_stands_is_named():
                 server.pull()
         finally:
             process.resume()
-        with pytest.raises(ConnectionError, match="server0 is gone, at pull: an earlier call was cut off"):
+        with pytest.raises(ConnectionError, match="server0 is gone, at pull"):
             server.pull()
 
     parallel(1).run(work)
@@ -1025,9 +1026,9 @@ def test_tensors_of_all_types_travel():
     types = [torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.bool, torch.complex64, torch.complex128]
     sent = [torch.rand(shape).add(0.5).to(dtype) for dtype in types for shape in [(), (0,), (3,), (2, 3), (4, 0)]]
     sent += [None, sent[-3].conj(), torch.rand(4, 5).T, torch.eye(3).to_sparse()]
-    with here, there:
-        wire._send(here, sent)
-        received = wire._receive(there)
+    with here, there, here.makefile("wb") as to, there.makefile("rb") as source:
+        wire._send(to, sent)
+        received = pickle.load(source)
         assert received.pop(-4) is sent.pop(-4) is None
         for one, other in zip(sent, received, strict=True):
             assert (one.dtype, one.shape, one.layout) == (other.dtype, other.shape, other.layout)
