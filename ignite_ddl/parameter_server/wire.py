@@ -9,8 +9,7 @@ import socket
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import cloudpickle
 import numpy
@@ -25,7 +24,15 @@ _LONGEST_SECONDS = 2e6  # 23 days: poll counts milliseconds in 32 bits
 # numpy does not know all types: tensors go as if they were of another one that is as large.
 _OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _CUT_OFF = OSError, EOFError, pickle.UnpicklingError  # of a connection that ends, perhaps within a message
-_servers: list[tuple[str, socket.socket, IO[bytes]]] = []  # on a worker: names and connections, in order
+
+
+class _Server(NamedTuple):
+    name: str
+    connection: socket.socket
+    file: IO[bytes]  # reads from the connection, and writes to it
+
+
+_servers: list[_Server] = []  # on a worker, in order
 _asking = threading.Lock()  # on a worker: a connection has one request at a time
 _gone: dict[int, str | None] = {}  # on a server: the workers that have ended, as Shard.gone
 _shards: dict[int, Shard] = defaultdict(lambda: Shard(_gone))  # on a server, by the ParameterServer's number
@@ -35,7 +42,7 @@ _numbers = itertools.count()  # on a worker: the numbers of its ParameterServers
 
 def connect(sockets: list[socket.socket]) -> None:
     """Called on a worker: its connections to the servers, in order."""
-    _servers[:] = [(f"server{index}", each, each.makefile("rwb")) for index, each in enumerate(sockets)]
+    _servers[:] = [_Server(f"server{index}", each, each.makefile("rwb")) for index, each in enumerate(sockets)]
 
 
 def serve(sockets: list[socket.socket]) -> None:
@@ -56,25 +63,26 @@ def worker_ended(worker: int, failed: str | None) -> str | None:
 
 
 def _serve(worker: socket.socket) -> None:
-    with worker, worker.makefile("rwb") as file, contextlib.suppress(*_CUT_OFF):
+    with contextlib.suppress(*_CUT_OFF), worker, worker.makefile("rwb") as file:
         while True:
             number, method, arguments = pickle.load(file)
             with _shards_lock:
                 shard = _shards[number]
             try:
-                answer = "answer", getattr(shard, method)(*arguments)
-            except Waits as error:
-                answer = "waits", error.args[0]
+                answer = getattr(shard, method)(*arguments), ""
             except BaseException as error:  # for example of the optimizer
-                answer = "error", ("".join(traceback.format_exception(error)), _packed(error))
+                answer = _packed(error), "".join(traceback.format_exception(error))
             _send(file, answer)
+            del arguments, answer  # their tensors
 
 
 def _packed(error: BaseException) -> bytes:
     try:
-        return cloudpickle.dumps(error.with_traceback(None))
+        packed = cloudpickle.dumps(error.with_traceback(None))
+        cloudpickle.loads(packed)  # not every pickled exception can be unpickled
+        return packed
     except Exception:
-        return b""
+        return pickle.dumps(RuntimeError(repr(error)))
 
 
 class Servers:
@@ -111,45 +119,33 @@ class Servers:
         asked = _servers[servers]
         with _asking:
             answers = self._exchange(method, requests, asked, limit)
-        for (server, *_), (kind, value) in zip(asked, answers, strict=True):
-            if kind == "waits":
-                raise TimeoutError(
-                    f"{method} took more than {limit:g} s: {server} (mode {self.mode!r}) waits for workers {value}"
-                )
-            if kind == "error":
-                text, packed = value
-                error = RuntimeError(text.strip().splitlines()[-1])
-                with contextlib.suppress(Exception):  # some exceptions cannot be unpickled
-                    error = cloudpickle.loads(packed)
-                raise error from RuntimeError(f"on {server}:\n{text}")
-        return [value for _, value in answers]
+        for server, (answer, text) in zip(asked, answers, strict=True):
+            if text:
+                error = cloudpickle.loads(answer)
+                if isinstance(error, Waits):
+                    waits = f"{server.name} (mode {self.mode!r}) waits for workers {error}"
+                    raise TimeoutError(f"{method} took more than {limit:g} s: {waits}")
+                raise error from RuntimeError(f"on {server.name}:\n{text}")
+        return [answer for answer, _ in answers]
 
-    def _exchange(self, method: str, requests: list[tuple], asked: list[tuple], limit: float) -> list[tuple[str, Any]]:
+    def _exchange(self, method: str, requests: list[tuple], asked: list[_Server], limit: float) -> list[tuple]:
         answers = []
         try:
-            for (server, connection, file), request in zip(asked, requests, strict=True):
-                with _naming(server, method, limit):
-                    connection.settimeout(limit + _SPARE_SECONDS)
-                    _send(file, (self._number, method, request))
-            for server, _, file in asked:
-                with _naming(server, method, limit):
-                    answers.append(pickle.load(file))
-        except BaseException:
-            for _, connection, _ in asked:  # what they still send would be taken for the next answer
+            for server, request in zip(asked, requests, strict=True):
+                server.connection.settimeout(limit + _SPARE_SECONDS)
+                _send(server.file, (self._number, method, request))
+            for server in asked:
+                answers.append(pickle.load(server.file))
+        except BaseException as error:
+            for one in asked:  # what they still send would be taken for the next answer
                 with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    one.connection.shutdown(socket.SHUT_RDWR)
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"{method} took more than {limit:g} s: {server.name} does not answer") from None
+            if isinstance(error, _CUT_OFF):
+                raise ConnectionError(f"{server.name} is gone, at {method}: {error}") from None
             raise
         return answers
-
-
-@contextlib.contextmanager
-def _naming(server: str, method: str, limit: float) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError:
-        raise TimeoutError(f"{method} took more than {limit:g} s: {server} does not answer") from None
-    except _CUT_OFF as error:
-        raise ConnectionError(f"{server} is gone, at {method}: {error}") from None
 
 
 class _Pickler(pickle.Pickler):
