@@ -69,9 +69,9 @@ def _serve(worker: socket.socket) -> None:
             with _shards_lock:
                 shard = _shards[number]
             try:
-                answer = getattr(shard, method)(*arguments), ""
+                answer = "", getattr(shard, method)(*arguments)
             except BaseException as error:  # for example of the optimizer
-                answer = _packed(error), "".join(traceback.format_exception(error))
+                answer = "".join(traceback.format_exception(error)), _packed(error)
             _send(file, answer)
             del arguments, answer  # their tensors
 
@@ -119,14 +119,14 @@ class Servers:
         asked = _servers[servers]
         with _asking:
             answers = self._exchange(method, requests, asked, limit)
-        for server, (answer, text) in zip(asked, answers, strict=True):
+        for server, (text, answer) in zip(asked, answers, strict=True):
             if text:
                 error = cloudpickle.loads(answer)
                 if isinstance(error, Waits):
                     waits = f"{server.name} (mode {self.mode!r}) waits for workers {error}"
                     raise TimeoutError(f"{method} took more than {limit:g} s: {waits}")
                 raise error from RuntimeError(f"on {server.name}:\n{text}")
-        return [answer for answer, _ in answers]
+        return [answer for _, answer in answers]
 
     def _exchange(self, method: str, requests: list[tuple], asked: list[_Server], limit: float) -> list[tuple]:
         answers = []
