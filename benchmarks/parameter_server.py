@@ -1,7 +1,7 @@
 """The parameter server beside the same pulls and pushes written by hand on RPC, and beside all-reduce DDP.
 
-All run in the same workers of the same launch, in turns. By hand means plain torch.distributed.rpc on the same
-transport, without checks, records or faults (parameter_server_by_hand.py). Two kinds of rows:
+All run in the same workers of the same launch, in turns. By hand means plain torch.distributed.rpc to a server of its
+own, without checks, records or faults (parameter_server_by_hand.py). Two kinds of rows:
 
 - what a pull and a push cost, through ddl and by hand, with nothing computed in between;
 - a training step (batch of 8 rows, SGD): through the server, synchronous, and by DDP, with the bytes that went into
@@ -15,11 +15,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
 import os
+import tempfile
 import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import parameter_server_by_hand as hand
+import psutil
 import sides
 import torch
 import torch.distributed as dist
@@ -62,8 +66,6 @@ def through_ddl(model, mode, gradients, steps):
 
 
 def by_hand(model, mode, gradients, steps):
-    import parameter_server_by_hand as hand
-
     parameters = list(model.parameters())
     if dist.get_rank() == 0:
         rpc.rpc_sync("server0", hand.create, ([p.detach() for p in parameters], dist.get_world_size(), mode == "sync"))
@@ -113,21 +115,25 @@ def training_by_ddp(model, x, steps):
 # ------------------------------------------------------------------------------------------------------ measuring
 
 
-def busy():
-    """CPU seconds of this worker, and on worker 0 of the server too."""
-    here = time.process_time()
-    return here + rpc.rpc_sync("server0", time.process_time) if dist.get_rank() == 0 else here
+def cpu_clock():
+    """A function that says, on worker 0, the CPU seconds of all workers and servers: children of one process."""
+    children = psutil.Process().parent().children() if dist.get_rank() == 0 else []
+    clocks = [(~child.pid << 3) | 2 for child in children]  # as Linux numbers the clock of a process
+    return lambda: sum(map(time.clock_gettime, clocks))
 
 
-def compete(local_rank, millions, rounds, steps):
+def compete(local_rank, address, millions, rounds, steps):
     logging.disable(logging.INFO)
+    hand.join(local_rank, dist.get_world_size(), address)
     found = {}
     for mode in ("sync", "async"):
         model = build(millions)
         gradients = [torch.full_like(p, 1e-6) for p in model.parameters()]
         runs = {"ddl": through_ddl(model, mode, gradients, steps), "hand": by_hand(model, mode, gradients, steps)}
         runs["again"] = runs["hand"]
-        found[mode] = sides.in_turns(runs, rounds, meet=dist.barrier, busy=busy)
+        found[mode] = sides.in_turns(runs, rounds, meet=dist.barrier, busy=cpu_clock())
+    dist.barrier()
+    rpc.shutdown(graceful=False)
     return found
 
 
@@ -149,7 +155,7 @@ def train(local_rank, millions, rounds, steps):
     moved = [(after[name] - before[name]) / steps for name in ("bytes_in", "bytes_out")]
     dist.barrier()
     runs = {"server": by_server, "ddp": by_ddp, "again": by_ddp}
-    times = sides.in_turns(runs, rounds, meet=dist.barrier, busy=busy)
+    times = sides.in_turns(runs, rounds, meet=dist.barrier, busy=cpu_clock())
     return times, [*moved, traffic.of("all_reduce").put_in / steps]
 
 
@@ -167,7 +173,15 @@ def measure(millions, workers, quick):
     def launched(*what):
         return ddl.Parallel("gloo", workers, servers=1, timeout=300).run(*what, millions, rounds, steps)
 
-    competed, rows = launched(compete), []
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"file://{folder}/rpc"
+        server = multiprocessing.get_context("forkserver").Process(target=hand.serve, args=(workers, address))
+        server.start()
+        try:
+            competed, rows = launched(compete, address), []
+        finally:
+            server.kill()
+            server.join()
     for mode in competed[0]:
         times = sides.of_all_ranks([found[mode] for found in competed])
         rows.append(line(f"pull and push, {mode}", "RPC by hand", times, "ddl", "hand", target=TARGET))

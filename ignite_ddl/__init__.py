@@ -84,7 +84,7 @@ tpu.repair_ignite()  # without torch_xla: nothing
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ParameterServer":  # imported when it is asked for: RPC takes its time
+    if name == "ParameterServer":  # imported when it is asked for: most runs have none
         from ignite_ddl.parameter_server import ParameterServer
 
         return ParameterServer

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any
 
 __all__ = ["check_count", "is_count", "limit_in_seconds"]
+_LONGEST_SECONDS = 1e9  # thirty years, which fits into nanosecond clocks
 
 
 def is_count(value: Any, least: int = 1) -> bool:
@@ -27,21 +28,20 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise ValueError(f"{name} should be {fits}, but given {value!r}")
 
 
-def limit_in_seconds(timeout: float | timedelta, name: str = "timeout", longest: float = 1e9) -> float:
+def limit_in_seconds(timeout: float | timedelta, name: str = "timeout") -> float:
     """A time limit as a number of seconds.
 
     Args:
         timeout: seconds, or a ``timedelta``.
         name: the argument's name, for the message.
-        longest: the largest valid number of seconds. Default: 1e9, thirty years, which fits into nanosecond clocks.
 
     Raises:
         ValueError: if it is not a positive number of seconds, or too long.
     """
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < seconds <= longest:
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < seconds <= _LONGEST_SECONDS:
         raise ValueError(
             f"{name} should be a positive number of seconds, but given {timeout!r}"
-            + (f"; the longest is {longest:g}" if isinstance(seconds, Real) and seconds > 0 else "")
+            + (f"; the longest is {_LONGEST_SECONDS:g}" if isinstance(seconds, Real) and seconds > 0 else "")
         )
     return float(seconds)

@@ -73,7 +73,6 @@ __all__ = [
     "calls_counted",
     "guard_clipping",
     "hide_gpus_if_too_few",
-    "is_rpc_noise",
     "job_store",
     "newest_node",
     "quiet_redistribution",
@@ -117,11 +116,6 @@ def quiet_warnings() -> None:
         "While redistributing from .* sequentially",
     ):
         warnings.filterwarnings("ignore", message=message)
-
-
-def is_rpc_noise(line: str) -> bool:
-    """Whether a printed line is one by which RPC's C++ code logs the normal exit of a peer as an error."""
-    return "tensorpipe_agent.cpp" in line
 
 
 def called_by_ignites_checkpoint() -> bool:

@@ -8,8 +8,8 @@ It counts the *payload*: the bytes of a call's input and output tensors. How man
 depends on its algorithm, which runs below. To count those, build the algorithm from messages (``dist.send`` and
 ``dist.recv``), whose payload is what is sent.
 
-Not counted: RPC, the store of the rendezvous (``new_group`` uses it too), collectives called by another thread of
-the rank, and code compiled by ``torch.compile``.
+Not counted: pulls and pushes (``ParameterServer.statistics`` has their bytes), RPC, the store of the rendezvous
+(``new_group`` uses it too), collectives called by another thread of the rank, and code compiled by ``torch.compile``.
 """
 
 from __future__ import annotations

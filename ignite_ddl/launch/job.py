@@ -70,7 +70,6 @@ class Job:
     mesh_sizes: dict[str, int]
     start_method: str | None
     servers: int = 0
-    rpc_method: str = ""  # where workers and parameter servers meet
     sources: dict[str, list[str]] = field(default_factory=dict)
 
 

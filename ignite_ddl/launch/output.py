@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-from ignite_ddl.compat import is_rpc_noise
 from ignite_ddl.launch.job import label
 
 __all__ = ["HOLD_SECONDS", "Output"]
@@ -19,7 +18,6 @@ class Output:
     """Shows what ranks print, each line with its rank: the lowest running rank live, the others after it."""
 
     def __init__(self, folder: Path, ranks: list[int | str]) -> None:
-        self.with_servers = any(isinstance(rank, str) for rank in ranks)
         self.labels = [label(rank) for rank in ranks]
         self.files = [{name: folder / f"{rank}.{name}" for name in ("stdout", "stderr")} for rank in ranks]
         for names in self.files:
@@ -63,8 +61,6 @@ class Output:
         held, self.held[index] = self.held[index], []
         for name, line in held:
             stream = getattr(sys, name)
-            if self.with_servers and is_rpc_noise(line):
-                continue
             # A line without words, with which a progress bar clears itself, gets no label.
             stream.write(f"[{self.labels[index]}] {line}" if line.strip() else line)
         if held:

@@ -320,7 +320,7 @@ class Parallel:
                 return [func(idist.get_local_rank(), *args, **kwargs)]
         payload = _pack_function(func, args, kwargs)
         _check_folder()
-        _check_files(self.nproc_per_node + self.servers)
+        _check_files(self.nproc_per_node, self.servers)
         with tempfile.TemporaryDirectory(prefix="ignite_ddl_", ignore_cleanup_errors=True) as folder:
             return Launch(self._job(folder), self._context(), self.on_failure == "continue").run(payload)
 
@@ -366,12 +366,9 @@ class Parallel:
             environ["MASTER_ADDR"] = self.master_addr
         if self.master_port is not None:
             environ["MASTER_PORT"] = str(self.master_port)
-        if self.nnodes == 1:
+        if self.nnodes == 1 and sys.platform != "win32":
             # Loopback: no look-up of the host name, no question of a firewall.
-            loopback = "lo0" if sys.platform == "darwin" else "lo"
-            if sys.platform != "win32":
-                environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-                environ.setdefault("TP_SOCKET_IFNAME", loopback)  # RPC's
+            environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         init_method = self.init_method
         if init_method is None:
             by_file = self.nnodes == 1 and self.master_port is None
@@ -393,7 +390,6 @@ class Parallel:
             mesh_sizes=self.mesh_sizes,
             start_method=multiprocessing.get_start_method(allow_none=True),
             servers=self.servers,
-            rpc_method=_file_address(folder, "rpc"),
             sources=_cell_sources(),
         )
 
@@ -439,15 +435,19 @@ def _check_folder() -> None:
         ) from None
 
 
-def _check_files(count: int) -> None:
-    """Checks the limit of open files: pipes to each rank here, and in a rank a socket to each other rank."""
+def _check_files(nproc: int, servers: int) -> None:
+    """Checks the limit of open files: pipes to each rank here, and in a rank a socket to each other rank.
+
+    While they start, also both ends of each connection between a rank and a parameter server.
+    """
     try:
         import resource
     except ImportError:  # Windows
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     here = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 16
-    needed = max(here + 4 * count + 16, count + 40)
+    count = nproc + servers
+    needed = max(here + 4 * count + 2 * nproc * servers + 16, count + 40)
     if limit < needed:
         raise ValueError(
             f"{count} ranks and servers need about {needed} open files a process, but at most {limit} are allowed: "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -91,11 +93,7 @@ class Launch:
         _make_folder_of_sockets()
         try:
             with _no_main_module():
-                for local_rank in range(self.job.nproc):
-                    rank = self.job.first_rank + local_rank
-                    self.ranks.append(self._start(rank, rank_main, local_rank, payload))
-                for index in range(self.job.servers):
-                    self.servers.append(self._start(f"server{index}", server_main, index))
+                self._start_all(payload)
             # The time starts here, because starting the forkserver may take long.
             self._watch(None if self.job.timeout is None else time.monotonic() + self.job.timeout)
             if not self.failures:
@@ -109,6 +107,21 @@ class Launch:
         if self.failures:
             raise self._first_failure()
         return [rank.result for rank in self.ranks]
+
+    def _start_all(self, payload: bytes) -> None:
+        nproc, servers = range(self.job.nproc), range(self.job.servers)
+        with contextlib.ExitStack() as opened:  # here only: a process that ends is an end of file at the other end
+            # Each worker's connection to each server. They have no name or port: nobody else can connect.
+            pairs = [[socket.socketpair() for _ in servers] for _ in nproc]
+            for end in itertools.chain(*itertools.chain(*pairs)):
+                opened.enter_context(end)
+            for local_rank in nproc:
+                ends = [mine for mine, _ in pairs[local_rank]]
+                rank = self.job.first_rank + local_rank
+                self.ranks.append(self._start(rank, rank_main, local_rank, payload, ends))
+            for index in servers:
+                ends = [of_rank[index][1] for of_rank in pairs]
+                self.servers.append(self._start(f"server{index}", server_main, index, ends))
 
     def _start(self, rank: int | str, main: Callable, *args: Any) -> _Rank:
         reports, rank_reports = self.context.Pipe(duplex=False)

@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -40,7 +41,12 @@ __all__ = ["rank_main", "server_main"]
 
 
 def rank_main(
-    job: Job, local_rank: int, payload: bytes, reports: connection.Connection, release: connection.Connection
+    job: Job,
+    local_rank: int,
+    payload: bytes,
+    servers: list[socket.socket],
+    reports: connection.Connection,
+    release: connection.Connection,
 ) -> None:
     rank = job.first_rank + local_rank
     _redirect_output(job, rank)
@@ -59,10 +65,10 @@ def rank_main(
         idist.initialize(job.backend, init_method=init_method, **limit)
         if job.mesh_sizes:
             initialize_mesh(**job.mesh_sizes)
-        if job.servers:
-            from ignite_ddl.parameter_server import wire  # here: importing RPC is slow
+        if servers:
+            from ignite_ddl.parameter_server import wire  # here: most runs have none
 
-            wire.join(rank, job.world_size, job.servers, job.rpc_method)
+            wire.connect(servers)
         result = func(local_rank, *args, **kwargs)
         message = _pack_result(result)
     except BaseException as error:
@@ -78,7 +84,9 @@ def rank_main(
             idist.finalize()
 
 
-def server_main(job: Job, index: int, reports: connection.Connection, release: connection.Connection) -> None:
+def server_main(
+    job: Job, index: int, workers: list[socket.socket], reports: connection.Connection, release: connection.Connection
+) -> None:
     """Runs a parameter server, which is not a rank: it answers the workers until the parent closes the pipe."""
     _redirect_output(job, f"server{index}")
     _die_with_parent(job.folder)
@@ -86,7 +94,7 @@ def server_main(job: Job, index: int, reports: connection.Connection, release: c
         _set_up(job, {})
         from ignite_ddl.parameter_server import wire
 
-        wire.join(job.world_size + index, job.world_size, job.servers, job.rpc_method)
+        wire.serve(workers)
         reports.send({"can_go_on": True})
         with contextlib.suppress(EOFError):
             while True:

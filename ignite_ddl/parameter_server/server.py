@@ -12,32 +12,31 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import nn
-from torch.futures import Future
 
-__all__ = ["MODES", "Shard"]
+__all__ = ["MODES", "Shard", "Waits"]
 MODES = ("sync", "async", "bounded", "backup")
 
 
-class Shard:
-    """A shard of the parameters, its optimizer, and the update rules; independent of RPC.
+class Waits(Exception):
+    """Raised when a limit of seconds has passed; its argument is the list of workers that are waited for."""
 
-    Methods whose answer may have to wait for other workers return a ``Future``.
+
+class Shard:
+    """A shard of the parameters, its optimizer, and the update rules; independent of the wire.
+
+    Each worker's calls come in a thread of its own. Those that may have to wait for other workers take a limit.
     """
 
     def __init__(self, gone: Mapping[int, str | None] | None = None) -> None:
-        self.lock = threading.Lock()
-        self.waiting: list[tuple[Callable[[], bool], Callable[[], Any], Future]] = []
+        self.changed = threading.Condition()
         self.gone = dict(gone or {})  # workers that have ended: their failure, or None
         self.agreed: dict[str, Any] | None = None  # settings that all workers share, from create()
         self.others: list[torch.Tensor] = []  # buffers and parameters without gradient
 
     def create(
         self, agreed: dict[str, Any], optimizer: bytes, tensors: list[torch.Tensor], others: list[torch.Tensor]
-    ) -> str | None:
-        """Called by worker 0: sets the initial parameters and makes their optimizer.
-
-        Returns an error message, or None: RPC would turn an exception into a RuntimeError.
-        """
+    ) -> None:
+        """Called by worker 0: sets the initial parameters and makes their optimizer."""
         with self._changing():
             self.mode, self.staleness = agreed["mode"], agreed["staleness"]
             self.workers = set(range(agreed["workers"]))
@@ -47,8 +46,7 @@ class Shard:
             self.parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
             self.others = others
             self.optimizer = cloudpickle.loads(optimizer)(self.parameters)
-            if error := _check_optimizer(self.optimizer, self.parameters):
-                return error
+            _check_optimizer(self.optimizer, self.parameters)
             self.version = 0  # number of updates
             self.clock = dict.fromkeys(self.workers, 0)  # pushes in this epoch
             self.pushes = dict.fromkeys(self.workers, 0)  # pushes in all
@@ -63,28 +61,24 @@ class Shard:
             self.bytes_in = self.bytes_out = 0
             self.start = time.monotonic()
             self.agreed = agreed
-            return None
 
-    def join(self) -> Future:
+    def join(self, limit: float) -> tuple[dict[str, Any] | None, list[torch.Tensor]]:
         """The settings and the tensors that are not trained, as given by worker 0 to :meth:`create`.
 
         The settings are None if worker 0 ended without calling it.
         """
-        return self._when(lambda: self.agreed is not None or 0 in self.gone, lambda: (self.agreed, self.others))
+        with self._when(lambda: self.agreed is not None or 0 in self.gone, limit):
+            return self.agreed, self.others
 
-    def pull(self, worker: int, at_least: int) -> Future:
+    def pull(self, worker: int, at_least: int, limit: float) -> tuple[int, list[torch.Tensor]]:
         """The version and its parameters, once the mode lets this worker pull."""
         asked = time.monotonic()
-
-        def answer() -> tuple[int, list[torch.Tensor]]:
+        with self._when(lambda: self.version >= at_least and self._may_pull(worker), limit):
             now = time.monotonic()
             self.times[worker] = {"waited": now - asked, "pulled_at": now - self.start}
             self.reading.add(worker)
-            tensors = [parameter.detach() for parameter in self.parameters]
             self.bytes_out += self.size
-            return self.version, tensors
-
-        return self._when(lambda: self.version >= at_least and self._may_pull(worker), answer)
+            return self.version, [parameter.detach() for parameter in self.parameters]
 
     def push(self, worker: int, pulled: int, gradients: list[torch.Tensor | None], rows: int) -> bool:
         """Takes a gradient; returns False if it is too late and was dropped."""
@@ -125,7 +119,7 @@ class Shard:
 
     def why_not(self) -> str:
         """Why the others cannot continue without a worker that failed, and what to do."""
-        with self.lock:
+        with self.changed:
             if self.agreed is None:
                 return "It failed before worker 0 had made the ParameterServer, so the others cannot continue."
             needs = "every worker" if self.mode == "sync" else f"{len(self.workers) - self.spare} workers"
@@ -138,7 +132,7 @@ class Shard:
 
     def waits_for(self) -> list[int]:
         """The workers that the others wait for."""
-        with self.lock:
+        with self.changed:
             if self.agreed is None:
                 return [0]
             if self.mode == "bounded":
@@ -147,7 +141,7 @@ class Shard:
             return sorted(self._active() - self.pending.keys())
 
     def statistics(self) -> dict[str, Any]:
-        with self.lock:
+        with self.changed:
             return {
                 "bytes": self.size,
                 "version": self.version,
@@ -217,26 +211,20 @@ class Shard:
             self.updates.append(record | {"version": self.version, "staleness": staleness, "applied_at": now})
         self.version += 1
 
-    def _when(self, condition: Callable[[], bool], answer: Callable[[], Any]) -> Future:
-        future = Future()
-        with self._changing():
-            self.waiting.append((condition, answer, future))
-        return future
+    @contextlib.contextmanager
+    def _when(self, condition: Callable[[], bool], limit: float):
+        """Holds the lock once a condition holds. It holds then until this worker's next call."""
+        with self.changed:
+            if not self.changed.wait_for(condition, limit):
+                raise Waits(self.waits_for())
+            yield
 
     @contextlib.contextmanager
     def _changing(self):
-        """Holds the lock for a change, then sets the futures whose condition now holds."""
-        with self.lock:
+        """Holds the lock for a change, then wakes those that wait for one."""
+        with self.changed:
             yield
-            answers, waiting = [], []
-            for condition, answer, future in self.waiting:
-                if condition():
-                    answers.append((future, answer()))
-                else:
-                    waiting.append((condition, answer, future))
-            self.waiting = waiting
-        for future, answer in answers:
-            future.set_result(answer)
+            self.changed.notify_all()
 
 
 _Mean = tuple[int, list[torch.Tensor | None]]  # number of rows, mean gradient over them
@@ -257,19 +245,18 @@ def _mean_of(one: _Mean, other: _Mean) -> _Mean:
     return rows + other_rows, mean
 
 
-def _check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> str | None:
-    """An error message unless the optimizer has exactly these parameters, not copies of the model's."""
+def _check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> None:
+    """Raises a ValueError unless the optimizer has exactly these parameters, not copies of the model's."""
     if not hasattr(optimizer, "param_groups"):
-        return f"optimizer should return an optimizer, but it returned {optimizer!r}"
+        raise ValueError(f"optimizer should return an optimizer, but it returned {optimizer!r}")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     given = {id(parameter) for parameter in parameters}
-    if held == given:
-        return None
-    return (
-        f"optimizer should return an optimizer of all {len(given)} parameters that it is given and of no others, but "
-        f"it leaves out {len(given - held)} and has {len(held - given)} others; parameters of a model that the "
-        "function refers to are copies on the server"
-    )
+    if held != given:
+        raise ValueError(
+            f"optimizer should return an optimizer of all {len(given)} parameters that it is given and of no others, "
+            f"but it leaves out {len(given - held)} and has {len(held - given)} others; parameters of a model that "
+            "the function refers to are copies on the server"
+        )
 
 
 def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:

@@ -1,51 +1,54 @@
-"""The connection between workers and servers. The only file that uses ``torch.distributed.rpc``."""
+"""The connections between workers and servers: sockets that the launcher has made, so that nobody else can connect."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import pickle
+import socket
 import threading
-import warnings
+import traceback
 from collections import defaultdict
-from multiprocessing import util
-from typing import Any
+from typing import IO, Any, NamedTuple
 
-from torch.distributed import rpc
-from torch.futures import Future
+import cloudpickle
+import numpy
+import torch
 
-from ignite_ddl.parameter_server.server import Shard
+from ignite_ddl.parameter_server.server import Shard, Waits
 
-__all__ = ["LONGEST_SECONDS", "Servers", "join", "worker_ended"]
-# Plain TCP: TensorPipe's shared memory polls, which costs half a core per waiting process.
-_TRANSPORT = {"_transports": ["uv"], "_channels": ["basic"]}
-_THREADS = 8  # threads that serve requests; they may wait for a lock, never for a worker
-LONGEST_SECONDS = 2e6  # limit of a timeout: torch counts milliseconds in 32 bits
-_JOIN_SECONDS = 600.0  # limit for all workers and servers to join
-_servers: list[rpc.WorkerInfo] = []  # in order, once this process has joined them
+__all__ = ["Servers", "connect", "serve", "worker_ended"]
+_JOIN_SECONDS = 600.0  # limit of making a ParameterServer: workers come at different times, after loading data
+_SPARE_SECONDS = 2.0  # a server says itself that a limit has passed, and for whom it waits; this long it may take
+_LONGEST_SECONDS = 2e6  # 23 days: poll counts milliseconds in 32 bits
+# numpy does not know all types: tensors go as if they were of another one that is as large.
+_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_CUT_OFF = OSError, EOFError, pickle.UnpicklingError  # of a connection that ends, perhaps within a message
+
+
+class _Server(NamedTuple):
+    name: str
+    connection: socket.socket
+    file: IO[bytes]  # reads from the connection, and writes to it
+
+
+_servers: list[_Server] = []  # on a worker, in order
+_asking = threading.Lock()  # on a worker: a connection has one request at a time
 _gone: dict[int, str | None] = {}  # on a server: the workers that have ended, as Shard.gone
 _shards: dict[int, Shard] = defaultdict(lambda: Shard(_gone))  # on a server, by the ParameterServer's number
 _shards_lock = threading.Lock()  # for _gone and _shards
 _numbers = itertools.count()  # on a worker: the numbers of its ParameterServers, the same on all workers
 
 
-def join(index: int, workers: int, servers: int, init_method: str) -> None:
-    """Joins the RPC group of all workers and servers; returns once all have joined.
+def connect(sockets: list[socket.socket]) -> None:
+    """Called on a worker: its connections to the servers, in order."""
+    _servers[:] = [_Server(f"server{index}", each, each.makefile("rwb")) for index, each in enumerate(sockets)]
 
-    Args:
-        index: this process's number: the workers' ranks first, then the servers.
-        workers: number of workers.
-        servers: number of servers.
-        init_method: URL of the rendezvous, "file://...".
-    """
-    name = f"worker{index}" if index < workers else f"server{index - workers}"
-    options = rpc.TensorPipeRpcBackendOptions(
-        init_method=init_method, rpc_timeout=_JOIN_SECONDS, num_worker_threads=_THREADS, **_TRANSPORT
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about its own use of gloo
-        rpc.init_rpc(name, rank=index, world_size=workers + servers, rpc_backend_options=options)
-    util.Finalize(None, rpc.shutdown, args=(False,), exitpriority=1)  # without waiting for others
-    _servers[:] = [rpc.get_worker_info(f"server{i}") for i in range(servers)]
+
+def serve(sockets: list[socket.socket]) -> None:
+    """Called on a server: answers each worker in a thread of its own, which may wait for other workers."""
+    for each in sockets:
+        threading.Thread(target=_serve, args=(each,), name="ignite_ddl server", daemon=True).start()
 
 
 def worker_ended(worker: int, failed: str | None) -> str | None:
@@ -59,17 +62,27 @@ def worker_ended(worker: int, failed: str | None) -> str | None:
     return shards[-1].why_not() if shards else "It failed before a ParameterServer was made."
 
 
-def _answer(number: int, method: str, *arguments: Any) -> Any:
-    """Runs a shard's method in a thread of the server, for a worker."""
-    with _shards_lock:
-        shard = _shards[number]
-    return getattr(shard, method)(*arguments)
+def _serve(worker: socket.socket) -> None:
+    with contextlib.suppress(*_CUT_OFF), worker, worker.makefile("rwb") as file:
+        while True:
+            number, method, arguments = pickle.load(file)
+            with _shards_lock:
+                shard = _shards[number]
+            try:
+                answer = "", getattr(shard, method)(*arguments)
+            except BaseException as error:  # for example of the optimizer
+                answer = "".join(traceback.format_exception(error)), _packed(error)
+            _send(file, answer)
+            del arguments, answer  # their tensors
 
 
-@rpc.functions.async_execution
-def _answer_when_ready(*request: Any) -> Future:
-    """As _answer, for methods that return a Future, without blocking a thread."""
-    return _answer(*request)
+def _packed(error: BaseException) -> bytes:
+    try:
+        packed = cloudpickle.dumps(error.with_traceback(None))
+        cloudpickle.loads(packed)  # not every pickled exception can be unpickled
+        return packed
+    except Exception:
+        return pickle.dumps(RuntimeError(repr(error)))
 
 
 class Servers:
@@ -82,13 +95,12 @@ class Servers:
 
     def __init__(self, mode: str, timeout: float) -> None:
         self.mode, self.timeout = mode, timeout
-        self._joined = list(_servers)
-        self.count = len(self._joined)
-        self._here = None if self._joined else Shard()
+        self.count = len(_servers)
+        self._here = None if _servers else Shard()
         self._number = next(_numbers)
 
     def ask(self, method: str, requests: list[tuple], servers: slice = slice(None)) -> list[Any]:
-        """Sends a request to all servers in parallel, then waits for all answers.
+        """Sends a request to all servers, then waits for all answers. What a server raises is raised here.
 
         Args:
             method: a method of :class:`~ignite_ddl.parameter_server.server.Shard`.
@@ -99,33 +111,57 @@ class Servers:
             ConnectionError: if a server is gone.
             TimeoutError: if one does not answer in time.
         """
+        limit = _JOIN_SECONDS if method in ("create", "join") else min(self.timeout, _LONGEST_SECONDS)
+        if method in ("join", "pull"):  # these may wait for other workers
+            requests = [(*request, limit) for request in requests]
         if self._here is not None:
-            answers = [getattr(self._here, method)(*request) for request in requests]
-            return [answer.wait() if isinstance(answer, Future) else answer for answer in answers]
-        asked = self._joined[servers]
-        try:
-            # Workers make their ParameterServer at different times, for example after loading data.
-            limit = _JOIN_SECONDS if method in ("create", "join") else self.timeout
-            function = _answer_when_ready if method in ("join", "pull") else _answer
-            futures = [
-                rpc.rpc_async(server, function, args=(self._number, method, *request), timeout=limit)
-                for server, request in zip(asked, requests, strict=True)
-            ]
-        except RuntimeError as error:
-            raise ConnectionError(f"a parameter server is gone, at {method}: {error}") from None
-        return [self._wait(server.name, method, f, limit) for server, f in zip(asked, futures, strict=True)]
+            return [getattr(self._here, method)(*request) for request in requests]
+        asked = _servers[servers]
+        with _asking:
+            answers = self._exchange(method, requests, asked, limit)
+        for server, (text, answer) in zip(asked, answers, strict=True):
+            if text:
+                error = cloudpickle.loads(answer)
+                if isinstance(error, Waits):
+                    waits = f"{server.name} (mode {self.mode!r}) waits for workers {error}"
+                    raise TimeoutError(f"{method} took more than {limit:g} s: {waits}")
+                raise error from RuntimeError(f"on {server.name}:\n{text}")
+        return [answer for _, answer in answers]
 
-    def _wait(self, server: str, method: str, future: Future, limit: float) -> Any:
+    def _exchange(self, method: str, requests: list[tuple], asked: list[_Server], limit: float) -> list[tuple]:
+        answers = []
         try:
-            return future.wait()
-        except RuntimeError as error:
-            if "On WorkerInfo" in str(error):  # raised on the server, for example by the optimizer
-                raise
-            if "timeout" not in str(error):
-                raise ConnectionError(f"{server} is gone, at {method}: {error}") from None
-        waits_for = "something"
-        with contextlib.suppress(RuntimeError):
-            waits_for = rpc.rpc_sync(server, _answer, args=(self._number, "waits_for"), timeout=2.0)
-        raise TimeoutError(
-            f"{method} took more than {limit:g} s: {server} (mode {self.mode!r}) waits for workers {waits_for}"
-        )
+            for server, request in zip(asked, requests, strict=True):
+                server.connection.settimeout(limit + _SPARE_SECONDS)
+                _send(server.file, (self._number, method, request))
+            for server in asked:
+                answers.append(pickle.load(server.file))
+        except BaseException as error:
+            for one in asked:  # what they still send would be taken for the next answer
+                with contextlib.suppress(OSError):
+                    one.connection.shutdown(socket.SHUT_RDWR)
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"{method} took more than {limit:g} s: {server.name} does not answer") from None
+            if isinstance(error, _CUT_OFF):
+                raise ConnectionError(f"{server.name} is gone, at {method}: {error}") from None
+            raise
+        return answers
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the numbers of a tensor as they are in memory; pickle copies large ones neither here nor there."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
+            return NotImplemented
+        numbers = obj.resolve_conj().resolve_neg().contiguous().view(_OF_BYTES[obj.element_size()]).numpy()
+        return _tensor, (pickle.PickleBuffer(numbers), numbers.dtype, obj.dtype, tuple(obj.shape))
+
+
+def _tensor(numbers: bytearray, known: numpy.dtype, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(numpy.ndarray(shape, known, numbers)).view(dtype)
+
+
+def _send(file: IO[bytes], message: Any) -> None:
+    _Pickler(file, 5).dump(message)
+    file.flush()

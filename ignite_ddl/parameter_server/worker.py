@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_ddl.arguments import check_count, is_count, limit_in_seconds
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.parameter_server.server import MODES
-from ignite_ddl.parameter_server.wire import LONGEST_SECONDS, Servers
+from ignite_ddl.parameter_server.wire import Servers
 
 __all__ = ["ParameterServer"]
 
@@ -55,8 +55,8 @@ class ParameterServer:
     ParameterServer made later involves the remaining workers only. Call no collective after a worker is lost: it needs
     every rank, so it fails, and its caller is lost too.
 
-    RPC executes what it receives: a process that can reach its port controls it. It listens on loopback; setting
-    ``TP_SOCKET_IFNAME`` in the environment to another interface means trusting all of that network.
+    Workers and servers talk by sockets without a name or port, which the launcher makes: no other process can connect.
+    Threads of a worker take turns: while one waits in a pull, the others' calls wait, too.
 
     Args:
         model: a plain module, the same on every worker. Parameters that require no gradient stay on the workers.
@@ -120,7 +120,7 @@ class ParameterServer:
         timeout: float | timedelta = 300.0,
     ) -> None:
         self.mode = mode
-        self.timeout = limit_in_seconds(timeout, longest=LONGEST_SECONDS)
+        self.timeout = limit_in_seconds(timeout)
         self._worker = idist.get_rank()
         workers = idist.get_world_size()
         _check_arguments(optimizer, mode, staleness, backup, workers)
@@ -153,8 +153,7 @@ class ParameterServer:
             for names in self._names:
                 held = [self._parameters[name].detach().cpu() for name in names]
                 requests.append((agreed, make, held, [] if requests else [t.detach().cpu() for t in others]))
-            for error in filter(None, self._servers.ask("create", requests)):
-                raise ValueError(error)
+            self._servers.ask("create", requests)
         answers = self._servers.ask("join", [()] * len(self._names))
         if any(theirs is None for theirs, _ in answers):
             raise RuntimeError("a ParameterServer starts with the weights of worker 0, and worker 0 has ended")

@@ -58,6 +58,19 @@ def test_any_folder_for_temporary_files(tmp_path, monkeypatch, servers):
     assert list(folder.iterdir()) == []
 
 
+@posix
+def test_no_other_user_can_enter_the_folders_of_a_run():
+    def modes(local_rank):
+        config = multiprocessing.current_process()._config
+        return [os.stat(folder).st_mode & 0o777 for folder in (os.environ["IGNITE_DDL_RUN"], config["tempdir"])]
+
+    before = os.umask(0)
+    try:
+        assert parallel(1).run(modes) == [[0o700, 0o700]]
+    finally:
+        os.umask(before)
+
+
 def test_idist_knows_the_job():
     def config(local_rank):
         return (

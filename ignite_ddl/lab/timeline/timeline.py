@@ -7,7 +7,8 @@ last rank; the rest is *communication*.
 Data, steps and handlers come from Ignite's events; collectives, messages and a pipeline's passes from the hooks in
 ``watch.py``, which are installed only while a timeline records.
 
-Not recorded: RPC, a process group's store, and a wait on a ``torch.futures.Future``. Use :meth:`Timeline.span` there.
+Not recorded: pulls and pushes, RPC, a process group's store, and a wait on a ``torch.futures.Future``. Use
+:meth:`Timeline.span` there.
 """
 
 from __future__ import annotations
