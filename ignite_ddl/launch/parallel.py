@@ -39,6 +39,7 @@ from ignite_ddl.launch.hangs import Watch
 from ignite_ddl.launch.job import MARK, Job
 from ignite_ddl.launch.parent import GRACE_SECONDS, Launch
 from ignite_ddl.launch.rank import run_here
+from ignite_ddl.launch.signals import Signals
 from ignite_ddl.launch.torchrun import address_in_torchrun, end_with_torchrun
 from ignite_ddl.mesh import check_mesh, initialize_mesh
 
@@ -318,12 +319,14 @@ class Parallel:
             raise ValueError(f"func should be a function whose first argument is the local rank, but given {func!r}")
         if self.nproc_per_node is None:
             with self._limited(), _told_who_waited():
-                return [run_here(func, idist.get_local_rank(), *args, **kwargs)]
+                return [run_here(func, (idist.get_local_rank(), *args), kwargs)]
         payload = _pack_function(func, args, kwargs)
         _check_folder()
         _check_files(self.nproc_per_node + self.servers)
-        with tempfile.TemporaryDirectory(prefix="ignite_ddl_", ignore_cleanup_errors=True) as folder:
-            return Launch(self._job(folder), self._context(), self.on_failure == "continue").run(payload)
+        folders = tempfile.TemporaryDirectory(prefix="ignite_ddl_", ignore_cleanup_errors=True)
+        with Signals() as signals, folders as folder:
+            go_on = self.on_failure == "continue"
+            return Launch(self._job(folder), self._context(), signals, go_on).run(payload)
 
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection, util
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ignite_ddl.launch.job import HAS_SIGNALS, Job, RankError, kill_who_left, la
 from ignite_ddl.launch.output import Output
 from ignite_ddl.launch.rank import rank_main, server_main
 from ignite_ddl.launch.report import HangReport, hang_report
+from ignite_ddl.launch.signals import SIGNAL_SECONDS, Signals, name_of
 from ignite_ddl.launch.stacks import interrupted, name_cells, read_stack, who_is_missing
 
 __all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS"]
@@ -49,6 +50,7 @@ class _Rank:
     reports: connection.Connection  # the rank's result or exception comes through here, once
     release: connection.Connection  # closing it lets the rank close its process group
     ready: bool = False  # of a parameter server: workers can reach it
+    signals: list[int] = field(default_factory=list)  # that it wants passed on
     asked: int = 0  # of a parameter server: lost workers about which it has not answered yet
     done: bool = False
     result: Any = None
@@ -75,9 +77,13 @@ class _Failure:
 class Launch:
     """One run, seen from the parent: start the ranks, watch them, and leave nothing behind."""
 
-    def __init__(self, job: Job, context: multiprocessing.context.BaseContext, go_on: bool = False) -> None:
+    def __init__(
+        self, job: Job, context: multiprocessing.context.BaseContext, signals: Signals, go_on: bool = False
+    ) -> None:
         self.job = job
         self.context = context
+        self.signals = signals
+        self.patience: float | None = None  # until when ranks may run on after a signal
         self.go_on = go_on  # whether to continue without failed workers, if the parameter servers can
         self.ranks: list[_Rank] = []
         self.servers: list[_Rank] = []
@@ -133,6 +139,8 @@ class Launch:
             if deadline is not None and now > deadline:
                 self._report_timeout(running or self.servers)
                 return
+            if self.signals.came and not self._pass_on(running):
+                return
             running = [server for server in self.servers if not server.done] + running
             handles = [handle for rank in running for handle in (rank.reports, rank.process.sentinel)]
             ready = connection.wait(handles, timeout=POLL_SECONDS)
@@ -140,6 +148,25 @@ class Launch:
                 if rank.reports in ready or rank.process.sentinel in ready:
                     self._hear(rank)
             self.output.show(finished=[rank.done for rank in self.ranks])
+
+    def _pass_on(self, running: list[_Rank]) -> bool:
+        """Passes signals on to the ranks that want them; whether to go on waiting for these."""
+        came, names = self.signals.came, " and ".join(name_of(signum) for signum in dict.fromkeys(self.signals.came))
+        if self.patience is None:
+            self.patience = time.monotonic() + SIGNAL_SECONDS
+            said = f"{names}: waiting for the ranks, at most {SIGNAL_SECONDS:g} s; a second {names} ends them at once"
+            print(said, file=sys.stderr, flush=True)
+        for rank in running:
+            for signum in set(came) & set(rank.signals):
+                rank.signals.remove(signum)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, signum)
+        again = len(came) > len(set(came))
+        if running and (again or time.monotonic() > self.patience):
+            why = "a second one came" if again else f"had not returned {SIGNAL_SECONDS:g} s later"
+            summary = f"was stopped: this process got {names}, and {why}"
+            self.failures.append(_Failure(running[0].rank, time.monotonic(), False, summary))
+        return not self.failures
 
     def _hear(self, rank: _Rank) -> None:
         rank.done = True
@@ -168,6 +195,11 @@ class Launch:
                 self.failures += [failure.with_note(why) for failure in self.lost]
             elif not self.failures and not any(server.asked for server in self.servers):
                 self._say_who_is_lost()
+        elif "signal" in message:
+            rank.done = False
+            rank.signals.append(message["signal"])
+            if threading.current_thread() is threading.main_thread():
+                self.signals.handle(message["signal"])
         elif "result" in message:
             rank.result = message["result"]
             self._tell_servers(rank.rank, None)
@@ -303,7 +335,7 @@ def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "closed its connection without a result"
     if code < 0:
-        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+        name = name_of(-code)
         more = "; if nobody killed it, the machine may be out of memory" if name == "SIGKILL" else ""
         return f"was killed by {name}{more}"
     return f"ended with exit code {code} before it returned"

@@ -35,10 +35,23 @@ from ignite_ddl.compat import (
 )
 from ignite_ddl.launch.job import HAS_SIGNALS, MARK, Job, kill_who_left
 from ignite_ddl.launch.report import NEWEST
+from ignite_ddl.launch.signals import Signals
 from ignite_ddl.mesh import initialize_mesh
 
-__all__ = ["rank_main", "run_here", "server_main", "wait_before_result"]
-_waits: list[list[Callable[[], None]]] = []  # of each run that goes on in this process, the innermost last
+__all__ = ["give_back_signals", "on_signal", "rank_main", "run_here", "server_main", "wait_before_result"]
+
+
+class _Run:
+    """What has been asked for in a run that goes on in this process."""
+
+    def __init__(self, tell_parent: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self.tell_parent = tell_parent
+        self.waits: list[Callable[[], None]] = []
+        self.signals = Signals()
+
+
+_outside = _Run()
+_runs = [_outside]  # the innermost last
 
 
 def wait_before_result(function: Callable[[], None]) -> None:
@@ -52,21 +65,48 @@ def wait_before_result(function: Callable[[], None]) -> None:
     Args:
         function: takes no argument; its result is not used.
     """
-    if _waits:
-        _waits[-1].append(function)
+    if _runs[-1] is not _outside:
+        _runs[-1].waits.append(function)
 
 
-def run_here(func: Callable, *args: Any, **kwargs: Any) -> Any:
+def on_signal(signum: int, function: Callable[[], None]) -> None:
+    """Calls a function in this process when it gets a signal, or when the process that started it does.
+
+    The handler that was there before is given back when the run of ``ddl.Parallel`` ends, or, outside of one, by
+    :func:`give_back_signals`. The process that started this rank passes the signal on while the run lasts, waits for
+    its ranks, and then ends as by the signal (see :class:`ignite_ddl.Parallel`).
+
+    Args:
+        signum: the signal. Call this in the main thread, as ``signal.signal``.
+        function: takes no argument; it should only make a note, since it may interrupt anything.
+    """
+    run = _runs[-1]
+    run.signals.handle(signum, function)
+    if run.tell_parent is not None:
+        run.tell_parent({"signal": int(signum)})
+
+
+def give_back_signals() -> None:
+    """Outside of a run: what :func:`on_signal` has set is given back. In a run, its end does that."""
+    if _runs[-1] is _outside:
+        _outside.signals.give_back()
+
+
+def run_here(
+    func: Callable, args: tuple, kwargs: dict, tell_parent: Callable[[dict[str, Any]], None] | None = None
+) -> Any:
     """Calls the user's function in this process, and what has been given to :func:`wait_before_result`."""
-    waits: list[Callable[[], None]] = []
-    _waits.append(waits)
+    run = _Run(tell_parent)
+    _runs.append(run)
     try:
         result = func(*args, **kwargs)
-        while waits:
-            waits.pop(0)()
+        while run.waits:
+            run.waits.pop(0)()
         return result
     finally:
-        _waits[:] = [other for other in _waits if other is not waits]
+        _runs.remove(run)
+        if tell_parent is None:  # else the process ends soon, and a late signal should not come before its result
+            run.signals.give_back()
 
 
 def rank_main(
@@ -93,7 +133,7 @@ def rank_main(
             from ignite_ddl.parameter_server import wire  # here: importing RPC is slow
 
             wire.join(rank, job.world_size, job.servers, job.rpc_method)
-        message = _pack_result(run_here(func, local_rank, *args, **kwargs))
+        message = _pack_result(run_here(func, (local_rank, *args), kwargs, lambda ask: reports.send_bytes(cloudpickle.dumps(ask))))
     except BaseException as error:
         message = _pack_error(error)
     _flush()
