@@ -37,6 +37,7 @@ from ignite_ddl.arguments import check_count, limit_in_seconds
 from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, torchrun_not_slurm
 from ignite_ddl.launch.hangs import Watch
 from ignite_ddl.launch.job import MARK, Job
+from ignite_ddl.launch.meeting import RESOLVE_SECONDS, Meeting, check_address, check_file, file_of
 from ignite_ddl.launch.parent import GRACE_SECONDS, Launch
 from ignite_ddl.launch.rank import run_here
 from ignite_ddl.launch.signals import Signals
@@ -250,6 +251,20 @@ class Parallel:
                 f"master_addr={self.master_addr}, master_port={self.master_port}"
             )
 
+    def _check_meeting(self) -> None:
+        """Checks that ranks can meet, which would otherwise wait for it."""
+        if self.init_method is not None and not self.init_method.startswith("env"):
+            check_file(self.init_method, self.nnodes == 1)
+        elif self.nnodes > 1 or self.master_port is not None:
+            given = (self.master_addr, "MASTER_ADDR"), (self.master_port, "MASTER_PORT")
+            host, port = (os.environ.get(name) if value is None else value for value, name in given)
+            if host is None or port is None:
+                raise ValueError(
+                    "ranks need master_addr and master_port, or the environment variables MASTER_ADDR and MASTER_PORT, "
+                    f"to meet, but given master_addr={host}, master_port={port}"
+                )
+            check_address(host, int(port), self.node_rank == 0, 0 if self.nnodes == 1 else RESOLVE_SECONDS)
+
     def _check_servers(self) -> None:
         check_count("servers", self.servers, least=0)
         if self.on_failure not in ("raise", "continue"):
@@ -279,19 +294,25 @@ class Parallel:
             if self.backend == "gloo":
                 hide_gpus_if_too_few(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             limit = {} if self.group_timeout is None else {"timeout": timedelta(seconds=self.group_timeout)}
-            address = self.init_method
-            if address is None:
-                address = None if self.backend == "xla-tpu" else address_in_torchrun()
-            else:
-                rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
-                address = address_for_ignite(address, rank, self._world_size())
             end_with_torchrun()
             with torchrun_not_slurm():
-                idist.initialize(self.backend, init_method=address, **limit)
+                idist.initialize(self.backend, init_method=self._address(), **limit)
             self._joined = True
             if self.mesh_sizes:
                 initialize_mesh(**self.mesh_sizes)
         return self
+
+    def _address(self) -> str | None:
+        """Where the ranks of the job to join meet; None: where idist finds it."""
+        address, tpu = self.init_method, self.backend == "xla-tpu"
+        if not tpu and (address is None or address.startswith("env")):
+            address = address_in_torchrun() or address
+        if address is not None and file_of(address):
+            check_file(address, alone=False)
+        if "RANK" in os.environ and not tpu and (address or "env").startswith(("env", "file")):
+            return Meeting(address or "env://").address
+        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
+        return address and address_for_ignite(address, int(rank), self._world_size())
 
     def __exit__(self, *exc_info: Any) -> None:
         if self._joined:
@@ -323,10 +344,15 @@ class Parallel:
         payload = _pack_function(func, args, kwargs)
         _check_folder()
         _check_files(self.nproc_per_node + self.servers)
+        self._check_meeting()
         folders = tempfile.TemporaryDirectory(prefix="ignite_ddl_", ignore_cleanup_errors=True)
         with Signals() as signals, folders as folder:
             go_on = self.on_failure == "continue"
-            return Launch(self._job(folder), self._context(), signals, go_on).run(payload)
+            try:
+                return Launch(self._job(folder), self._context(), signals, go_on).run(payload)
+            finally:
+                if self.nnodes == 1 and self.init_method and (file := file_of(self.init_method)):
+                    file.unlink(missing_ok=True)  # its ranks have ended, and the next ones need a new one
 
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:

@@ -246,6 +246,8 @@ class Launch:
         stacks = self._stacks(running)
         missing, why = who_is_missing(stacks, [rank.rank for rank in self.ranks if rank.done])
         lines = [f"Not finished: {names}. Finished: {finished}.{why}"]
+        for note in sorted(Path(self.job.folder).glob("*.waits")):
+            lines.append(f"rank {note.stem} {note.read_text(errors='replace')}.")
         report = self._hang_report(stacks) if self.ranks else None
         # A rank that has returned did finish: then the error is that of one that waits for it.
         missing = next((rank for rank in report.missing if rank in stacks), missing) if report else missing

@@ -34,6 +34,7 @@ from ignite_ddl.compat import (
     tell_ignite_nproc,
 )
 from ignite_ddl.launch.job import HAS_SIGNALS, MARK, Job, kill_who_left
+from ignite_ddl.launch.meeting import Meeting
 from ignite_ddl.launch.report import NEWEST
 from ignite_ddl.launch.signals import Signals
 from ignite_ddl.mesh import initialize_mesh
@@ -122,10 +123,13 @@ def rank_main(
         # Longer than the run's timeout: the parent, which can show every rank's stack, should raise first.
         longest = job.group_timeout or (job.timeout and job.timeout + 60)
         limit = {"timeout": timedelta(seconds=longest)} if longest else {}
-        if not job.init_method.startswith("env"):
+        if not job.init_method.startswith("env") or job.world_size > job.nproc:
             limit |= {"rank": rank, "world_size": job.world_size}
         tell_ignite_nproc(job.nproc)
         init_method = address_for_ignite(job.init_method, rank, job.world_size)
+        if job.world_size > job.nproc:
+            note = Path(job.folder, f"{rank}.waits") if local_rank == 0 else None
+            init_method = Meeting(job.init_method, job.nproc, note, speaks=local_rank == 0).address
         idist.initialize(job.backend, init_method=init_method, **limit)
         if job.mesh_sizes:
             initialize_mesh(**job.mesh_sizes)
@@ -133,7 +137,9 @@ def rank_main(
             from ignite_ddl.parameter_server import wire  # here: importing RPC is slow
 
             wire.join(rank, job.world_size, job.servers, job.rpc_method)
-        message = _pack_result(run_here(func, (local_rank, *args), kwargs, lambda ask: reports.send_bytes(cloudpickle.dumps(ask))))
+        message = _pack_result(
+            run_here(func, (local_rank, *args), kwargs, lambda ask: reports.send_bytes(cloudpickle.dumps(ask)))
+        )
     except BaseException as error:
         message = _pack_error(error)
     _flush()

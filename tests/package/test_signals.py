@@ -71,9 +71,7 @@ def pids(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["started", "serial", "torchrun"])
 def test_sigterm_to_a_script_saves_and_the_resumed_run_is_bit_equal(tmp_path, how):
-    run = subprocess.Popen(
-        command(tmp_path, how, "wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    run = subprocess.Popen(command(tmp_path, how, "wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert comes_true(lambda: len(pids(tmp_path)) == 1 + (how != "serial"), within=90)
     run.send_signal(signal.SIGTERM)
     time.sleep(0.3)  # until it is passed on: a rank sees it after the iteration in which it is
