@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,12 +22,12 @@ from typing import Any
 
 import cloudpickle
 
-from ignite_ddl.launch.job import HAS_SIGNALS, Job, RankError, kill_who_left, label
+from ignite_ddl.launch.job import ASK_STACK, Job, RankError, kill_who_left, label
 from ignite_ddl.launch.output import Output
 from ignite_ddl.launch.rank import rank_main, server_main
 from ignite_ddl.launch.report import HangReport, hang_report
 from ignite_ddl.launch.signals import SIGNAL_SECONDS, Signals, name_of
-from ignite_ddl.launch.stacks import interrupted, name_cells, read_stack, who_is_missing
+from ignite_ddl.launch.stacks import frames_of, interrupted, name_cells, of_main_thread, read_stack, who_is_missing
 
 __all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS"]
 POLL_SECONDS = 0.05  # how often the ranks' output is read
@@ -184,9 +185,10 @@ class Launch:
                 summary += _UNLIKE_SIZES
             self._fail(_Failure(rank.rank, time.monotonic(), True, summary, where, exitcode=code))
             return
-        except Exception as error:  # for example, a module that only the ranks can import
+        except BaseException as error:  # for example, a module that only the ranks can import
+            said = "".join(traceback.format_exception_only(error)).strip()
             advice = "Return numbers, tensors, or containers of them."
-            summary = f"returned what cannot be unpickled here: {error!r}. {advice}"
+            summary = f"returned what cannot be unpickled here: {said}. {advice}"
             message = {"summary": summary, "when": time.monotonic()}
         if "can_go_on" in message:  # from a server: when workers can reach it, and after each lost worker
             rank.done, rank.asked, rank.ready = False, rank.asked - rank.ready, True
@@ -206,7 +208,7 @@ class Launch:
         else:
             message["traceback"] = name_cells(message.get("traceback", ""))
             exception = message.pop("exception", None)
-            with contextlib.suppress(Exception):  # some exceptions cannot be unpickled
+            with contextlib.suppress(BaseException):  # some exceptions cannot be unpickled
                 message["exception"] = exception and cloudpickle.loads(exception)
             self._fail(_Failure(rank=rank.rank, died=False, **message))
 
@@ -244,13 +246,12 @@ class Launch:
             with contextlib.suppress(OSError):
                 rank.release.send_bytes(b"which calls?")
         stacks = self._stacks(running)
-        missing, why = who_is_missing(stacks, [rank.rank for rank in self.ranks if rank.done])
+        report = self._hang_report(stacks) if self.ranks else None
+        returned = [rank.rank for rank in self.ranks if rank.done]
+        missing, why = who_is_missing(stacks, returned, report.missing if report else ())
         lines = [f"Not finished: {names}. Finished: {finished}.{why}"]
         for note in sorted(Path(self.job.folder).glob("*.waits")):
             lines.append(f"rank {note.stem} {note.read_text(errors='replace')}.")
-        report = self._hang_report(stacks) if self.ranks else None
-        # A rank that has returned did finish: then the error is that of one that waits for it.
-        missing = next((rank for rank in report.missing if rank in stacks), missing) if report else missing
         if report:
             lines.append(f"\n{report}")
         for rank, stack in stacks.items():
@@ -265,21 +266,33 @@ class Launch:
         files = {rank.rank: Path(self.job.folder) / f"{rank.rank}.calls" for rank in self.ranks}
         while time.monotonic() < deadline and not all(file.exists() for file in files.values()):
             time.sleep(POLL_SECONDS)
-        records = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+        answers = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+        for rank, answer in answers.items():
+            if rank in stacks and not frames_of(stacks[rank]):  # it blocks our signal, or has taken it
+                stacks[rank] = answer["stack"] or stacks[rank]
+        records = {rank: answer["calls"] for rank, answer in answers.items()}
         return hang_report({rank: stacks.get(rank, "") for rank in files}, records)
 
     def _stacks(self, running: list[_Rank]) -> dict[int | str, str]:
-        if not HAS_SIGNALS:
+        if ASK_STACK is None:
             return {rank.rank: "  (not known on this platform)" for rank in running}
         for rank in running:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.process.pid, signal.SIGUSR1)
+                os.kill(rank.process.pid, ASK_STACK)
         deadline = time.monotonic() + 5 * GRACE_SECONDS  # on a busy machine
         time.sleep(GRACE_SECONDS)
-        while time.monotonic() < deadline and not all(map(self._stack, running)):
+        file = {rank.rank: Path(self.job.folder) / f"{rank.rank}.stack" for rank in running}
+        while time.monotonic() < deadline and not all(map(of_main_thread, file.values())):
             time.sleep(POLL_SECONDS)
-        unknown = "  (in its set-up: starting, or joining the process group)"
-        return {rank.rank: self._stack(rank) or unknown for rank in running}
+        said = {rank.rank: of_main_thread(file[rank.rank]) and self._stack(rank) for rank in running}
+        return {rank.rank: said[rank.rank] or self._why_silent(rank) for rank in running}
+
+    def _why_silent(self, rank: _Rank) -> str:
+        """What can be known of a rank that did not write its stack."""
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+                return "  (stopped, by SIGSTOP or a debugger)"
+        return "  (unable to answer)" if (Path(self.job.folder) / f"{rank.rank}.stack").exists() else "  (starting)"
 
     def _met_unlike_sizes(self, rank: _Rank) -> bool:
         """Whether gloo, which aborts then, got a tensor of another size than expected."""

@@ -33,10 +33,11 @@ from ignite_ddl.compat import (
     repair_torchvision,
     tell_ignite_nproc,
 )
-from ignite_ddl.launch.job import HAS_SIGNALS, MARK, Job, kill_who_left
+from ignite_ddl.launch.job import ASK_STACK, MARK, Job, kill_who_left
 from ignite_ddl.launch.meeting import Meeting
 from ignite_ddl.launch.report import NEWEST
 from ignite_ddl.launch.signals import Signals
+from ignite_ddl.launch.stacks import own_stack
 from ignite_ddl.mesh import initialize_mesh
 
 __all__ = ["give_back_signals", "on_signal", "rank_main", "run_here", "server_main", "wait_before_result"]
@@ -137,9 +138,8 @@ def rank_main(
             from ignite_ddl.parameter_server import wire  # here: importing RPC is slow
 
             wire.join(rank, job.world_size, job.servers, job.rpc_method)
-        message = _pack_result(
-            run_here(func, (local_rank, *args), kwargs, lambda ask: reports.send_bytes(cloudpickle.dumps(ask)))
-        )
+        result = run_here(func, (local_rank, *args), kwargs, lambda ask: reports.send_bytes(cloudpickle.dumps(ask)))
+        message = _pack_result(result)
     except BaseException as error:
         message = _pack_error(error)
     _flush()
@@ -203,9 +203,9 @@ def _redirect_output(job: Job, rank: int | str) -> None:
         stream = open(descriptor, "w", **options)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    if HAS_SIGNALS:  # by this signal the parent asks for the stack of a rank that does not finish
+    if ASK_STACK is not None:
         stacks = open(os.path.join(job.folder, f"{rank}.stack"), "w")  # noqa: SIM115
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        faulthandler.register(ASK_STACK, file=stacks, all_threads=False)
         faulthandler.enable(file=stacks, all_threads=False)  # the stack of a crash
 
 
@@ -233,7 +233,8 @@ def _die_with_parent(
         while parent.sentinel not in connection.wait(waits):
             try:
                 release.recv_bytes()
-                Path(f"{calls}.new").write_text(json.dumps(recorded_calls(NEWEST)))
+                answer = {"calls": recorded_calls(NEWEST), "stack": own_stack(threading.main_thread().ident)}
+                Path(f"{calls}.new").write_text(json.dumps(answer))
                 os.replace(f"{calls}.new", calls)  # complete, or not there
             except (EOFError, OSError):
                 released.set()
@@ -263,7 +264,7 @@ def _pack_result(result: Any) -> bytes:
     file = io.BytesIO()
     try:
         _ResultPickler(file).dump({"result": result})
-    except Exception as error:
+    except BaseException as error:
         raise ValueError(
             f"the result ({type(result).__name__}) cannot be sent back: {error}. Return numbers, tensors "
             "(full_tensor() of a DTensor), or containers of them."
@@ -272,13 +273,15 @@ def _pack_result(result: Any) -> bytes:
 
 
 def _pack_error(error: BaseException) -> bytes:
-    frames = error.__traceback__ and error.__traceback__.tb_next  # without this file's frame
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
     shown = traceback.TracebackException(type(error), error, frames)
     message = {
         "when": time.monotonic(),
         "summary": f"raised {''.join(shown.format_exception_only()).strip()}",
         "traceback": "".join(shown.format()),
     }
-    with contextlib.suppress(Exception):  # as bytes: not every pickled exception can be unpickled
+    with contextlib.suppress(BaseException):  # as bytes: not every pickled exception can be unpickled
         message["exception"] = cloudpickle.dumps(error.with_traceback(None))
     return cloudpickle.dumps(message)
