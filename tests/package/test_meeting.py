@@ -42,11 +42,9 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, monkeypatch, nothing_st
         monkeypatch.setenv("WORLD_SIZE", "2")
         if address.endswith("old"):
             return  # other ranks of this job may have been there before
+    start = ddl.Parallel("gloo", init_method=address).__enter__ if joins else parallel(2, init_method=address).run
     with pytest.raises(ValueError, match=f"init_method should be a new file .*given '{address}': .*{said}"):
-        if joins:
-            ddl.Parallel("gloo", init_method=address).__enter__()
-        else:
-            parallel(2, init_method=address).run(abs)
+        start(*() if joins else (abs,))
 
 
 def test_a_file_is_removed_after_the_run(tmp_path):
