@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ignite_ddl.launch.settings import Settings
+
 __all__ = ["ASK_STACK", "MARK", "Job", "RankError", "kill_who_left", "label"]
 # By it the parent asks for the stack of a rank. Programs do not use it, and who is not ready for it does not notice.
 ASK_STACK = getattr(signal, "SIGURG", None)  # None on Windows
@@ -70,6 +72,7 @@ class Job:
     modules: list[str]
     mesh_sizes: dict[str, int]
     start_method: str | None
+    settings: Settings
     servers: int = 0
     rpc_method: str = ""  # where workers and parameter servers meet
     sources: dict[str, list[str]] = field(default_factory=dict)

@@ -37,9 +37,13 @@ class Meeting:
         nproc: ranks on each machine, if that is known.
         note: a file that says for whom this rank waits, while it does.
         speaks: whether this rank prints that after half a minute.
+        seed: of this machine; when the ranks have met, machine 0's.
     """
 
-    def __init__(self, init_method: str, nproc: int | None = None, note: Path | None = None, speaks: bool = True):
+    def __init__(
+        self, init_method: str, nproc: int | None = None, note: Path | None = None, speaks: bool = True, seed: int = 0
+    ) -> None:
+        self.seed = seed
         self.nproc, self.note, self.speaks, self.waits_for = nproc, note, speaks, ""
         self.path = urlparse(init_method).path
         # A scheme can be registered once in a process.
@@ -85,6 +89,8 @@ class Meeting:
 
     def _check_in(self, store: dist.Store, rank: int, world_size: int, where: str, deadline: float) -> None:
         keys = [f"{_KEY}/{other}" for other in range(world_size)]
+        if rank == 0:
+            store.set(f"{_KEY}/seed", str(self.seed))
         if store.add(keys[rank], 1) > 1:
             twice = f"rank {rank} is there twice {where}: "
             if self.nproc:
@@ -96,6 +102,7 @@ class Meeting:
             if store.check([f"{_KEY}/twice"]):
                 raise RuntimeError(store.get(f"{_KEY}/twice").decode())
             if store.check(keys):
+                self.seed = int(store.get(f"{_KEY}/seed"))
                 return
             absent = [other for other in range(world_size) if not store.check(keys[other : other + 1])]
             self._say(f"waits {where} for {self._name(absent)}")

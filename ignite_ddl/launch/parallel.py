@@ -40,6 +40,7 @@ from ignite_ddl.launch.job import MARK, Job
 from ignite_ddl.launch.meeting import RESOLVE_SECONDS, Meeting, check_address, check_file, file_of
 from ignite_ddl.launch.parent import GRACE_SECONDS, Launch
 from ignite_ddl.launch.rank import run_here
+from ignite_ddl.launch.settings import Settings
 from ignite_ddl.launch.signals import Signals
 from ignite_ddl.launch.torchrun import address_in_torchrun, end_with_torchrun
 from ignite_ddl.mesh import check_mesh, initialize_mesh
@@ -79,6 +80,16 @@ class Parallel:
     the other ranks are stopped at once and a :class:`RankError` is raised. No rank outlives this process, and Ctrl-C
     (or the notebook's stop button) ends them.
 
+    Ranks that are started compute as this process would: the default dtype, the precision of float32 products, the
+    deterministic algorithms, cuDNN's flags, anomaly mode and grad mode reach them, and the state of torch's generator
+    if it was seeded. If not, each launch draws a new seed for all its ranks. Not passed on, to be set in the function:
+    the default device, autocast and other contexts, switches of attention kernels, filters of warnings, and Python's
+    and NumPy's random numbers, which differ from rank to rank.
+
+    A signal that ranks ask for (:meth:`ddl.Checkpoint.save_on_signal`) is passed on to them when this process gets it,
+    if ``run`` was called in its main thread. It then waits for them, at most ten minutes and ``timeout``, and ends as
+    by that signal, or calls the handler that it had before. A second signal ends the ranks at once.
+
     Args:
         backend: "gloo" (CPU, or GPU) or "nccl" (one GPU per rank), or another backend of
             ``idist.available_backends()`` where a job is joined. None runs serially.
@@ -88,7 +99,8 @@ class Parallel:
         master_addr: address of machine 0; needed if ``nnodes`` > 1.
         master_port: a free port of machine 0; needed if ``nnodes`` > 1. On one machine the ranks meet through a
             file instead, which cannot collide with another job.
-        init_method: how ranks meet, as in ``torch.distributed.init_process_group``; "env://" or "file://...".
+        init_method: how ranks meet, as in ``torch.distributed.init_process_group``; "env://" or "file://...": a new
+            file in a folder that all machines see. After a run on one machine it is removed.
         dp: size of the mesh's data-parallel axis; -1: the ranks that pp and tp leave. See :mod:`ignite_ddl.mesh`.
         pp: number of pipeline ranks.
         tp: number of ranks that share each layer. Without dp, pp and tp, the job is data parallel.
@@ -330,10 +342,13 @@ class Parallel:
 
         Returns:
             list: one result for each rank started here, in rank order; tensors are on the CPU. In a joined job and
-            on a serial run, the list holds the result of this process.
+            on a serial run, the list holds the result of this process. What ranks still do after the last result has
+            come (threads, functions of ``atexit``) is ended after 5 seconds; asynchronous checkpoints come first.
 
         Raises:
-            ValueError: if ``func`` or an argument cannot be sent to a rank; no process is started then.
+            ValueError: if ``func`` or an argument cannot be sent to a rank, or ranks cannot meet where they are told
+                to (no such folder, a file that is in use, an unknown address, a port that is taken); no process is
+                started then.
             RankError: if a rank raises, dies, or does not finish within ``timeout``.
         """
         if not callable(func):
@@ -422,6 +437,7 @@ class Parallel:
             modules=list(PRELOAD),
             mesh_sizes=self.mesh_sizes,
             start_method=multiprocessing.get_start_method(allow_none=True),
+            settings=Settings(),
             servers=self.servers,
             rpc_method=_file_address(folder, "rpc"),
             sources=_cell_sources(),

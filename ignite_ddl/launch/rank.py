@@ -128,9 +128,11 @@ def rank_main(
             limit |= {"rank": rank, "world_size": job.world_size}
         tell_ignite_nproc(job.nproc)
         init_method = address_for_ignite(job.init_method, rank, job.world_size)
+        meeting = None
         if job.world_size > job.nproc:
             note = Path(job.folder, f"{rank}.waits") if local_rank == 0 else None
-            init_method = Meeting(job.init_method, job.nproc, note, speaks=local_rank == 0).address
+            meeting = Meeting(job.init_method, job.nproc, note, speaks=local_rank == 0, seed=job.settings.seed)
+            init_method = meeting.address
         idist.initialize(job.backend, init_method=init_method, **limit)
         if job.mesh_sizes:
             initialize_mesh(**job.mesh_sizes)
@@ -138,6 +140,7 @@ def rank_main(
             from ignite_ddl.parameter_server import wire  # here: importing RPC is slow
 
             wire.join(rank, job.world_size, job.servers, job.rpc_method)
+        job.settings.apply(meeting and meeting.seed)
         result = run_here(func, (local_rank, *args), kwargs, lambda ask: reports.send_bytes(cloudpickle.dumps(ask)))
         message = _pack_result(result)
     except BaseException as error:
