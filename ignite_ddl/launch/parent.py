@@ -123,7 +123,11 @@ class Launch:
         process = self.context.Process(
             target=main, args=(self.job, *args, rank_reports, rank_release), name=f"ignite_ddl {label(rank)}"
         )
-        process.start()
+        try:
+            process.start()
+        except (EOFError, ConnectionError) as error:
+            why = f"could not be started: multiprocessing's forkserver, which starts ranks, was killed ({error!r})"
+            raise RankError(rank, why) from error
         rank_reports.close()  # so that a rank's death is an end of file here
         rank_release.close()
         return _Rank(rank, process, reports, release)
@@ -353,7 +357,8 @@ def _how_it_ended(code: int | None) -> str:
         name = name_of(-code)
         more = "; if nobody killed it, the machine may be out of memory" if name == "SIGKILL" else ""
         return f"was killed by {name}{more}"
-    return f"ended with exit code {code} before it returned"
+    more = ", or multiprocessing's forkserver, which started it, was killed" if code == 255 else ""
+    return f"ended with exit code {code} before it returned{more}"
 
 
 def _make_folder_of_sockets() -> None:

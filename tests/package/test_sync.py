@@ -130,7 +130,7 @@ class Buffered(nn.Module):
 
 
 def buffers_changed(local_rank, options):
-    """What is found after a step on other rows on each dp rank, and as the last rank changes one buffer after another."""
+    """What is found after a step on other rows on each dp rank, and as the last rank changes buffer after buffer."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), Buffered(), nn.BatchNorm1d(6)]
     model = ddl.auto_model(nn.Sequential(*layers), **options)
