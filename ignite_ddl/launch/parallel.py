@@ -19,7 +19,6 @@ import os
 import re
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -38,7 +37,7 @@ from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, torchrun
 from ignite_ddl.launch.hangs import Watch
 from ignite_ddl.launch.job import MARK, Job
 from ignite_ddl.launch.meeting import RESOLVE_SECONDS, Meeting, check_address, check_file, file_of
-from ignite_ddl.launch.parent import GRACE_SECONDS, Launch
+from ignite_ddl.launch.parent import GRACE_SECONDS, Launch, folder_of_a_run
 from ignite_ddl.launch.rank import run_here
 from ignite_ddl.launch.settings import Settings
 from ignite_ddl.launch.signals import Signals
@@ -360,8 +359,7 @@ class Parallel:
         _check_folder()
         _check_files(self.nproc_per_node + self.servers)
         self._check_meeting()
-        folders = tempfile.TemporaryDirectory(prefix="ignite_ddl_", ignore_cleanup_errors=True)
-        with Signals() as signals, folders as folder:
+        with Signals() as signals, folder_of_a_run() as folder:
             go_on = self.on_failure == "continue"
             try:
                 return Launch(self._job(folder), self._context(), signals, go_on).run(payload)

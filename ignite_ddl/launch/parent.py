@@ -29,7 +29,7 @@ from ignite_ddl.launch.report import HangReport, hang_report
 from ignite_ddl.launch.signals import SIGNAL_SECONDS, Signals, name_of
 from ignite_ddl.launch.stacks import frames_of, interrupted, name_cells, of_main_thread, read_stack, who_is_missing
 
-__all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS"]
+__all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS", "folder_of_a_run"]
 POLL_SECONDS = 0.05  # how often the ranks' output is read
 GRACE_SECONDS = 0.2  # after the first failure: time for the report of the rank that caused it to arrive
 EXIT_SECONDS = 5.0  # after the last result: time for the ranks to close their process group
@@ -95,7 +95,6 @@ class Launch:
         self.output = Output(Path(job.folder), names)
 
     def run(self, payload: bytes) -> list[Any]:
-        _make_folder_of_sockets()
         try:
             with _no_main_module():
                 for local_rank in range(self.job.nproc):
@@ -361,19 +360,25 @@ def _how_it_ended(code: int | None) -> str:
     return f"ended with exit code {code} before it returned{more}"
 
 
-def _make_folder_of_sockets() -> None:
+def folder_of_a_run() -> tempfile.TemporaryDirectory:
+    """Where ranks meet and write their output. The forkserver removes it if this process is killed before they run."""
+    name = os.path.basename(_folder_of_sockets())
+    return tempfile.TemporaryDirectory(prefix=f"ignite_ddl_{name}_", ignore_cleanup_errors=True)
+
+
+def _folder_of_sockets() -> str:
     """Makes multiprocessing's folder of sockets before the first rank starts: ranks share it and leave none behind.
 
     If TMPDIR is too long for the path of a socket, the folder is in /tmp; ranks keep the user's TMPDIR.
     """
     config = multiprocessing.current_process()._config
     longest = _SOCKET_PATH_BYTES - len("/listener-12345678") - 1
-    if os.name != "posix" or 0 < len(os.fsencode(config.get("tempdir") or "")) <= longest:
-        return
-    base = tempfile.gettempdir()
-    base = base if len(os.fsencode(base)) <= longest - len("/pymp-12345678") else "/tmp"
-    config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=base)
-    util.Finalize(None, shutil.rmtree, args=(config["tempdir"], True), exitpriority=-100)
+    if os.name == "posix" and not 0 < len(os.fsencode(config.get("tempdir") or "")) <= longest:
+        base = tempfile.gettempdir()
+        base = base if len(os.fsencode(base)) <= longest - len("/pymp-12345678") else "/tmp"
+        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=base)
+        util.Finalize(None, shutil.rmtree, args=(config["tempdir"], True), exitpriority=-100)
+    return config.get("tempdir") or ""
 
 
 @contextlib.contextmanager
