@@ -1,4 +1,4 @@
-"""Imported first by the forkserver: its end is quick, and removes the folders that are left if the parent was killed."""
+"""Imported first by the forkserver: its end is quick, and removes what a parent that was killed has left in folders."""
 
 import atexit
 import glob
