@@ -13,10 +13,12 @@ from torch import nn
 from ignite_ddl.compat import recorded_calls
 from ignite_ddl.launch.report import UnlikeCalls, unlike_calls
 from ignite_ddl.mesh import get_mesh
+from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.state import local_state, shard_of
 
 __all__ = ["OutOfSync", "check_in_sync", "check_same_calls"]
 
+_OF_OWN_ROWS = tuple(getattr(nn, f"{kind}Norm{n}d") for kind in ("Batch", "Instance") for n in (1, 2, 3))
 _CHUNK = 2**20  # numbers that are summed at once, so that large weights take little memory beside themselves
 
 
@@ -42,10 +44,12 @@ class OutOfSync:
 def check_in_sync(model: nn.Module) -> list[OutOfSync]:
     """Which weights or buffers differ between ranks that should hold the same, to the last bit; every rank calls it.
 
-    Compared are copies over dp, weights that are whole on each tp rank, and weights that several stages share; of a
-    weight that is sharded, the same parts. Buffers are compared between the tp peers of a dp rank, since each dp rank
-    has running statistics of its own rows until the next forward pass. Ranks exchange a number for each tensor, and
-    tensors only where these differ.
+    Compared are weights and buffers: copies over dp, those that are whole on each tp rank, and weights that several
+    stages share; of a weight that is sharded, the same parts. One kind may differ over dp, and is compared between the
+    tp peers of a dp rank alone: the running statistics of BatchNorm and InstanceNorm layers, which are those of each dp
+    rank's own rows from one forward pass to the next, for which all take dp rank 0's (as DDP does). Any other buffer
+    that a forward pass changes by this rank's rows is reported, since dp rank 0's then replaces it. Ranks exchange a
+    number for each tensor, and tensors only where these differ.
 
     Args:
         model: what ``ddl.auto_model`` returned, or a plain module that each rank has.
@@ -78,10 +82,18 @@ def check_in_sync(model: nn.Module) -> list[OutOfSync]:
         return []
     held: dict[tuple, tuple[str, torch.Tensor]] = {}
     tensors, saved_as, _ = local_state(model)
-    for name, tensor in tensors.items():
-        alone = None if isinstance(tensor, nn.Parameter) else mesh.dp_rank
+    own_rows = {
+        id(buffer) for layer in model.modules() if isinstance(layer, _OF_OWN_ROWS) for buffer in layer.buffers()
+    }
+    saved = {id(tensor) for tensor in tensors.values()}
+    everything = [(saved_as[name], None, tensor) for name, tensor in tensors.items()]
+    for name, buffer in as_stages(model).plain_module().named_buffers():
+        if id(buffer) not in saved:  # under pp, these names are this stage's
+            everything.append((name, mesh.pp_rank, buffer))
+    for name, stage, tensor in everything:
+        alone = mesh.dp_rank if id(tensor) in own_rows else None
         for offsets, piece in shard_of(tensor).pieces:
-            held[saved_as[name], alone, offsets, tuple(piece.shape)] = saved_as[name], piece
+            held[name, stage, alone, offsets, tuple(piece.shape)] = name, piece
     everyone: list[dict[tuple, int]] = [{} for _ in range(mesh.world_size)]
     dist.all_gather_object(everyone, {key: _digest(piece) for key, (_, piece) in held.items()})
     by_value: dict[tuple, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))

@@ -29,6 +29,7 @@ from ignite_ddl.checkpoint.storage import (
     write,
 )
 from ignite_ddl.data import ShardedDataLoader
+from ignite_ddl.launch.rank import give_back_signals, on_signal
 from ignite_ddl.mesh import get_mesh
 
 __all__ = ["Checkpoint"]
@@ -180,17 +181,20 @@ class Checkpoint(IgniteCheckpoint):
     def save_on_signal(self, trainer: Engine, signum: int = signal.SIGTERM) -> None:
         """Saves after the iteration in which any rank gets a signal, and ends the run. Every rank calls it.
 
-        Clusters send SIGTERM some seconds before they take a machine away. The checkpoint's name is "signal" and the
-        iteration; of these the newest is kept. Each iteration reduces one number over all ranks for it.
+        Clusters send SIGTERM some seconds before they take a machine away. The process that started the ranks
+        (``ddl.Parallel`` with ``nproc_per_node``) passes it on to them, waits until they have returned, and then ends
+        as by the signal. The checkpoint's name is "signal" and the iteration; of these the newest is kept. Each
+        iteration reduces one number over all ranks for it. When the run of ``ddl.Parallel`` ends, or outside of one
+        that of the trainer, the process has its own handler of the signal again.
 
         Args:
             trainer: the engine to end.
             signum: the signal. Default: SIGTERM. Call this in the main thread.
         """
-        got: list[int] = []
-        signal.signal(signum, lambda number, frame: got.append(number))
-        handler = _OnSignal(self, got)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, handler)
+        handler = _OnSignal(self)
+        on_signal(signum, handler.note)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED | Events.COMPLETED, handler)
+        trainer.add_event_handler(Events.COMPLETED, give_back_signals)
 
     @property
     def last_checkpoint(self) -> Path | None:
@@ -321,13 +325,16 @@ class _Writes(BaseSaveHandler):
 class _OnSignal:
     runs_last = True
 
-    def __init__(self, checkpoint: Checkpoint, got: list[int]) -> None:
-        self.checkpoint, self.got = checkpoint, got
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint, self.got = checkpoint, 0
+
+    def note(self) -> None:
+        self.got = 1
 
     def __call__(self, engine: Engine) -> None:
-        if not idist.all_reduce(len(self.got)):
+        if not idist.all_reduce(self.got):
             return
-        self.got.clear()
+        self.got = 0
         earlier = self.checkpoint.folder.glob("signal_*")
         outdated = [path.name for path in earlier]
         self.checkpoint.wait()

@@ -1,9 +1,11 @@
-"""Imported first by the forkserver: its end is quick, and removes the folder of sockets if the parent was killed."""
+"""Imported first by the forkserver: its end is quick, and removes what a parent that was killed has left in folders."""
 
 import atexit
+import glob
 import os
 import shutil
 import sys
+import tempfile
 import time
 from multiprocessing import forkserver
 
@@ -16,7 +18,10 @@ def _end() -> None:
     while address is not None and os.getppid() == _parent and time.monotonic() < deadline:
         time.sleep(0.01)
     if address is not None and os.getppid() != _parent:
-        shutil.rmtree(os.path.dirname(address), ignore_errors=True)
+        sockets = os.path.dirname(address)
+        runs = glob.glob(os.path.join(tempfile.gettempdir(), f"ignite_ddl_{os.path.basename(sockets)}_*"))
+        for folder in [sockets, *runs]:
+            shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # Python would take all modules apart first: a second, and seven on a busy machine
 
 

@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HAS_SIGNALS", "MARK", "Job", "RankError", "kill_who_left", "label"]
-HAS_SIGNALS = hasattr(signal, "SIGUSR1")  # not on Windows
+from ignite_ddl.launch.settings import Settings
+
+__all__ = ["ASK_STACK", "MARK", "Job", "RankError", "kill_who_left", "label"]
+# By it the parent asks for the stack of a rank. Programs do not use it, and who is not ready for it does not notice.
+ASK_STACK = getattr(signal, "SIGURG", None)  # None on Windows
 MARK = "IGNITE_DDL_RUN"  # environment variable of ranks and of what they start: the folder of the run
 
 
@@ -69,6 +72,7 @@ class Job:
     modules: list[str]
     mesh_sizes: dict[str, int]
     start_method: str | None
+    settings: Settings
     servers: int = 0
     sources: dict[str, list[str]] = field(default_factory=dict)
 

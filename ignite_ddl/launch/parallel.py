@@ -19,7 +19,6 @@ import os
 import re
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -37,7 +36,11 @@ from ignite_ddl.arguments import check_count, limit_in_seconds
 from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, torchrun_not_slurm
 from ignite_ddl.launch.hangs import Watch
 from ignite_ddl.launch.job import MARK, Job
-from ignite_ddl.launch.parent import GRACE_SECONDS, Launch
+from ignite_ddl.launch.meeting import RESOLVE_SECONDS, Meeting, check_address, check_file, file_of
+from ignite_ddl.launch.parent import GRACE_SECONDS, Launch, folder_of_a_run
+from ignite_ddl.launch.rank import run_here
+from ignite_ddl.launch.settings import Settings
+from ignite_ddl.launch.signals import Signals
 from ignite_ddl.launch.torchrun import address_in_torchrun, end_with_torchrun
 from ignite_ddl.mesh import check_mesh, initialize_mesh
 
@@ -76,6 +79,16 @@ class Parallel:
     the other ranks are stopped at once and a :class:`RankError` is raised. No rank outlives this process, and Ctrl-C
     (or the notebook's stop button) ends them.
 
+    Ranks that are started compute as this process would: the default dtype, the precision of float32 products, the
+    deterministic algorithms, cuDNN's flags, anomaly mode and grad mode reach them, and the state of torch's generator
+    if it was seeded. If not, each launch draws a new seed for all its ranks. Not passed on, to be set in the function:
+    the default device, autocast and other contexts, switches of attention kernels, filters of warnings, and Python's
+    and NumPy's random numbers, which differ from rank to rank.
+
+    A signal that ranks ask for (:meth:`ddl.Checkpoint.save_on_signal`) is passed on to them when this process gets it,
+    if ``run`` was called in its main thread. It then waits for them, at most ten minutes and ``timeout``, and ends as
+    by that signal, or calls the handler that it had before. A second signal ends the ranks at once.
+
     Args:
         backend: "gloo" (CPU, or GPU) or "nccl" (one GPU per rank), or another backend of
             ``idist.available_backends()`` where a job is joined. None runs serially.
@@ -85,7 +98,8 @@ class Parallel:
         master_addr: address of machine 0; needed if ``nnodes`` > 1.
         master_port: a free port of machine 0; needed if ``nnodes`` > 1. On one machine the ranks meet through a
             file instead, which cannot collide with another job.
-        init_method: how ranks meet, as in ``torch.distributed.init_process_group``; "env://" or "file://...".
+        init_method: how ranks meet, as in ``torch.distributed.init_process_group``; "env://" or "file://...": a new
+            file in a folder that all machines see. After a run on one machine it is removed.
         dp: size of the mesh's data-parallel axis; -1: the ranks that pp and tp leave. See :mod:`ignite_ddl.mesh`.
         pp: number of pipeline ranks.
         tp: number of ranks that share each layer. Without dp, pp and tp, the job is data parallel.
@@ -248,6 +262,20 @@ class Parallel:
                 f"master_addr={self.master_addr}, master_port={self.master_port}"
             )
 
+    def _check_meeting(self) -> None:
+        """Checks that ranks can meet, which would otherwise wait for it."""
+        if self.init_method is not None and not self.init_method.startswith("env"):
+            check_file(self.init_method, self.nnodes == 1)
+        elif self.nnodes > 1 or self.master_port is not None:
+            given = (self.master_addr, "MASTER_ADDR"), (self.master_port, "MASTER_PORT")
+            host, port = (os.environ.get(name) if value is None else value for value, name in given)
+            if host is None or port is None:
+                raise ValueError(
+                    "ranks need master_addr and master_port, or the environment variables MASTER_ADDR and MASTER_PORT, "
+                    f"to meet, but given master_addr={host}, master_port={port}"
+                )
+            check_address(host, int(port), self.node_rank == 0, 0 if self.nnodes == 1 else RESOLVE_SECONDS)
+
     def _check_servers(self) -> None:
         check_count("servers", self.servers, least=0)
         if self.on_failure not in ("raise", "continue"):
@@ -277,19 +305,25 @@ class Parallel:
             if self.backend == "gloo":
                 hide_gpus_if_too_few(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             limit = {} if self.group_timeout is None else {"timeout": timedelta(seconds=self.group_timeout)}
-            address = self.init_method
-            if address is None:
-                address = None if self.backend == "xla-tpu" else address_in_torchrun()
-            else:
-                rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
-                address = address_for_ignite(address, rank, self._world_size())
             end_with_torchrun()
             with torchrun_not_slurm():
-                idist.initialize(self.backend, init_method=address, **limit)
+                idist.initialize(self.backend, init_method=self._address(), **limit)
             self._joined = True
             if self.mesh_sizes:
                 initialize_mesh(**self.mesh_sizes)
         return self
+
+    def _address(self) -> str | None:
+        """Where the ranks of the job to join meet; None: where idist finds it."""
+        address, tpu = self.init_method, self.backend == "xla-tpu"
+        if not tpu and (address is None or address.startswith("env")):
+            address = address_in_torchrun() or address
+        if address is not None and file_of(address):
+            check_file(address, alone=False)
+        if "RANK" in os.environ and not tpu and (address or "env").startswith(("env", "file")):
+            return Meeting(address or "env://").address
+        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
+        return address and address_for_ignite(address, int(rank), self._world_size())
 
     def __exit__(self, *exc_info: Any) -> None:
         if self._joined:
@@ -307,22 +341,31 @@ class Parallel:
 
         Returns:
             list: one result for each rank started here, in rank order; tensors are on the CPU. In a joined job and
-            on a serial run, the list holds the result of this process.
+            on a serial run, the list holds the result of this process. What ranks still do after the last result has
+            come (threads, functions of ``atexit``) is ended after 5 seconds; asynchronous checkpoints come first.
 
         Raises:
-            ValueError: if ``func`` or an argument cannot be sent to a rank; no process is started then.
+            ValueError: if ``func`` or an argument cannot be sent to a rank, or ranks cannot meet where they are told
+                to (no such folder, a file that is in use, an unknown address, a port that is taken); no process is
+                started then.
             RankError: if a rank raises, dies, or does not finish within ``timeout``.
         """
         if not callable(func):
             raise ValueError(f"func should be a function whose first argument is the local rank, but given {func!r}")
         if self.nproc_per_node is None:
             with self._limited(), _told_who_waited():
-                return [func(idist.get_local_rank(), *args, **kwargs)]
+                return [run_here(func, (idist.get_local_rank(), *args), kwargs)]
         payload = _pack_function(func, args, kwargs)
         _check_folder()
         _check_files(self.nproc_per_node, self.servers)
-        with tempfile.TemporaryDirectory(prefix="ignite_ddl_", ignore_cleanup_errors=True) as folder:
-            return Launch(self._job(folder), self._context(), self.on_failure == "continue").run(payload)
+        self._check_meeting()
+        with Signals() as signals, folder_of_a_run() as folder:
+            go_on = self.on_failure == "continue"
+            try:
+                return Launch(self._job(folder), self._context(), signals, go_on).run(payload)
+            finally:
+                if self.nnodes == 1 and self.init_method and (file := file_of(self.init_method)):
+                    file.unlink(missing_ok=True)  # its ranks have ended, and the next ones need a new one
 
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:
@@ -389,6 +432,7 @@ class Parallel:
             modules=list(PRELOAD),
             mesh_sizes=self.mesh_sizes,
             start_method=multiprocessing.get_start_method(allow_none=True),
+            settings=Settings(),
             servers=self.servers,
             sources=_cell_sources(),
         )

@@ -14,22 +14,24 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection, util
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from ignite_ddl.launch.job import HAS_SIGNALS, Job, RankError, kill_who_left, label
+from ignite_ddl.launch.job import ASK_STACK, Job, RankError, kill_who_left, label
 from ignite_ddl.launch.output import Output
 from ignite_ddl.launch.rank import rank_main, server_main
 from ignite_ddl.launch.report import HangReport, hang_report
-from ignite_ddl.launch.stacks import interrupted, name_cells, read_stack, who_is_missing
+from ignite_ddl.launch.signals import SIGNAL_SECONDS, Signals, name_of
+from ignite_ddl.launch.stacks import frames_of, interrupted, name_cells, of_main_thread, read_stack, who_is_missing
 
-__all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS"]
+__all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS", "folder_of_a_run"]
 POLL_SECONDS = 0.05  # how often the ranks' output is read
 GRACE_SECONDS = 0.2  # after the first failure: time for the report of the rank that caused it to arrive
 EXIT_SECONDS = 5.0  # after the last result: time for the ranks to close their process group
@@ -51,6 +53,7 @@ class _Rank:
     reports: connection.Connection  # the rank's result or exception comes through here, once
     release: connection.Connection  # closing it lets the rank close its process group
     ready: bool = False  # of a parameter server: workers can reach it
+    signals: list[int] = field(default_factory=list)  # that it wants passed on
     asked: int = 0  # of a parameter server: lost workers about which it has not answered yet
     done: bool = False
     result: Any = None
@@ -77,9 +80,13 @@ class _Failure:
 class Launch:
     """One run, seen from the parent: start the ranks, watch them, and leave nothing behind."""
 
-    def __init__(self, job: Job, context: multiprocessing.context.BaseContext, go_on: bool = False) -> None:
+    def __init__(
+        self, job: Job, context: multiprocessing.context.BaseContext, signals: Signals, go_on: bool = False
+    ) -> None:
         self.job = job
         self.context = context
+        self.signals = signals
+        self.patience: float | None = None  # until when ranks may run on after a signal
         self.go_on = go_on  # whether to continue without failed workers, if the parameter servers can
         self.ranks: list[_Rank] = []
         self.servers: list[_Rank] = []
@@ -90,7 +97,6 @@ class Launch:
         self.output = Output(Path(job.folder), names)
 
     def run(self, payload: bytes) -> list[Any]:
-        _make_folder_of_sockets()
         try:
             with _no_main_module():
                 self._start_all(payload)
@@ -129,7 +135,11 @@ class Launch:
         process = self.context.Process(
             target=main, args=(self.job, *args, rank_reports, rank_release), name=f"ignite_ddl {label(rank)}"
         )
-        process.start()
+        try:
+            process.start()
+        except (EOFError, ConnectionError) as error:
+            why = f"could not be started: multiprocessing's forkserver, which starts ranks, was killed ({error!r})"
+            raise RankError(rank, why) from error
         rank_reports.close()  # so that a rank's death is an end of file here
         rank_release.close()
         return _Rank(rank, process, reports, release)
@@ -146,6 +156,8 @@ class Launch:
             if deadline is not None and now > deadline:
                 self._report_timeout(running or self.servers)
                 return
+            if self.signals.came and not self._pass_on(running):
+                return
             running = [server for server in self.servers if not server.done] + running
             handles = [handle for rank in running for handle in (rank.reports, rank.process.sentinel)]
             ready = connection.wait(handles, timeout=POLL_SECONDS)
@@ -153,6 +165,25 @@ class Launch:
                 if rank.reports in ready or rank.process.sentinel in ready:
                     self._hear(rank)
             self.output.show(finished=[rank.done for rank in self.ranks])
+
+    def _pass_on(self, running: list[_Rank]) -> bool:
+        """Passes signals on to the ranks that want them; whether to go on waiting for these."""
+        came, names = self.signals.came, " and ".join(name_of(signum) for signum in dict.fromkeys(self.signals.came))
+        if self.patience is None:
+            self.patience = time.monotonic() + SIGNAL_SECONDS
+            said = f"{names}: waiting for the ranks, at most {SIGNAL_SECONDS:g} s; a second {names} ends them at once"
+            print(said, file=sys.stderr, flush=True)
+        for rank in running:
+            for signum in set(came) & set(rank.signals):
+                rank.signals.remove(signum)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, signum)
+        again = len(came) > len(set(came))
+        if running and (again or time.monotonic() > self.patience):
+            why = "a second one came" if again else f"had not returned {SIGNAL_SECONDS:g} s later"
+            summary = f"was stopped: this process got {names}, and {why}"
+            self.failures.append(_Failure(running[0].rank, time.monotonic(), False, summary))
+        return not self.failures
 
     def _hear(self, rank: _Rank) -> None:
         rank.done = True
@@ -170,9 +201,10 @@ class Launch:
                 summary += _UNLIKE_SIZES
             self._fail(_Failure(rank.rank, time.monotonic(), True, summary, where, exitcode=code))
             return
-        except Exception as error:  # for example, a module that only the ranks can import
+        except BaseException as error:  # for example, a module that only the ranks can import
+            said = "".join(traceback.format_exception_only(error)).strip()
             advice = "Return numbers, tensors, or containers of them."
-            summary = f"returned what cannot be unpickled here: {error!r}. {advice}"
+            summary = f"returned what cannot be unpickled here: {said}. {advice}"
             message = {"summary": summary, "when": time.monotonic()}
         if "can_go_on" in message:  # from a server: when workers can reach it, and after each lost worker
             rank.done, rank.asked, rank.ready = False, rank.asked - rank.ready, True
@@ -181,13 +213,18 @@ class Launch:
                 self.failures += [failure.with_note(why) for failure in self.lost]
             elif not self.failures and not any(server.asked for server in self.servers):
                 self._say_who_is_lost()
+        elif "signal" in message:
+            rank.done = False
+            rank.signals.append(message["signal"])
+            if threading.current_thread() is threading.main_thread():
+                self.signals.handle(message["signal"])
         elif "result" in message:
             rank.result = message["result"]
             self._tell_servers(rank.rank, None)
         else:
             message["traceback"] = name_cells(message.get("traceback", ""))
             exception = message.pop("exception", None)
-            with contextlib.suppress(Exception):  # some exceptions cannot be unpickled
+            with contextlib.suppress(BaseException):  # some exceptions cannot be unpickled
                 message["exception"] = exception and cloudpickle.loads(exception)
             self._fail(_Failure(rank=rank.rank, died=False, **message))
 
@@ -225,11 +262,12 @@ class Launch:
             with contextlib.suppress(OSError):
                 rank.release.send_bytes(b"which calls?")
         stacks = self._stacks(running)
-        missing, why = who_is_missing(stacks, [rank.rank for rank in self.ranks if rank.done])
-        lines = [f"Not finished: {names}. Finished: {finished}.{why}"]
         report = self._hang_report(stacks) if self.ranks else None
-        # A rank that has returned did finish: then the error is that of one that waits for it.
-        missing = next((rank for rank in report.missing if rank in stacks), missing) if report else missing
+        returned = [rank.rank for rank in self.ranks if rank.done]
+        missing, why = who_is_missing(stacks, returned, report.missing if report else ())
+        lines = [f"Not finished: {names}. Finished: {finished}.{why}"]
+        for note in sorted(Path(self.job.folder).glob("*.waits")):
+            lines.append(f"rank {note.stem} {note.read_text(errors='replace')}.")
         if report:
             lines.append(f"\n{report}")
         for rank, stack in stacks.items():
@@ -244,21 +282,33 @@ class Launch:
         files = {rank.rank: Path(self.job.folder) / f"{rank.rank}.calls" for rank in self.ranks}
         while time.monotonic() < deadline and not all(file.exists() for file in files.values()):
             time.sleep(POLL_SECONDS)
-        records = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+        answers = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+        for rank, answer in answers.items():
+            if rank in stacks and not frames_of(stacks[rank]):  # it blocks our signal, or has taken it
+                stacks[rank] = answer["stack"] or stacks[rank]
+        records = {rank: answer["calls"] for rank, answer in answers.items()}
         return hang_report({rank: stacks.get(rank, "") for rank in files}, records)
 
     def _stacks(self, running: list[_Rank]) -> dict[int | str, str]:
-        if not HAS_SIGNALS:
+        if ASK_STACK is None:
             return {rank.rank: "  (not known on this platform)" for rank in running}
         for rank in running:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.process.pid, signal.SIGUSR1)
+                os.kill(rank.process.pid, ASK_STACK)
         deadline = time.monotonic() + 5 * GRACE_SECONDS  # on a busy machine
         time.sleep(GRACE_SECONDS)
-        while time.monotonic() < deadline and not all(map(self._stack, running)):
+        file = {rank.rank: Path(self.job.folder) / f"{rank.rank}.stack" for rank in running}
+        while time.monotonic() < deadline and not all(map(of_main_thread, file.values())):
             time.sleep(POLL_SECONDS)
-        unknown = "  (in its set-up: starting, or joining the process group)"
-        return {rank.rank: self._stack(rank) or unknown for rank in running}
+        said = {rank.rank: of_main_thread(file[rank.rank]) and self._stack(rank) for rank in running}
+        return {rank.rank: said[rank.rank] or self._why_silent(rank) for rank in running}
+
+    def _why_silent(self, rank: _Rank) -> str:
+        """What can be known of a rank that did not write its stack."""
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+                return "  (stopped, by SIGSTOP or a debugger)"
+        return "  (unable to answer)" if (Path(self.job.folder) / f"{rank.rank}.stack").exists() else "  (starting)"
 
     def _met_unlike_sizes(self, rank: _Rank) -> bool:
         """Whether gloo, which aborts then, got a tensor of another size than expected."""
@@ -316,25 +366,32 @@ def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "closed its connection without a result"
     if code < 0:
-        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+        name = name_of(-code)
         more = "; if nobody killed it, the machine may be out of memory" if name == "SIGKILL" else ""
         return f"was killed by {name}{more}"
-    return f"ended with exit code {code} before it returned"
+    more = ", or multiprocessing's forkserver, which started it, was killed" if code == 255 else ""
+    return f"ended with exit code {code} before it returned{more}"
 
 
-def _make_folder_of_sockets() -> None:
+def folder_of_a_run() -> tempfile.TemporaryDirectory:
+    """Where ranks meet and write their output. The forkserver removes it if this process is killed before they run."""
+    name = os.path.basename(_folder_of_sockets())
+    return tempfile.TemporaryDirectory(prefix=f"ignite_ddl_{name}_", ignore_cleanup_errors=True)
+
+
+def _folder_of_sockets() -> str:
     """Makes multiprocessing's folder of sockets before the first rank starts: ranks share it and leave none behind.
 
     If TMPDIR is too long for the path of a socket, the folder is in /tmp; ranks keep the user's TMPDIR.
     """
     config = multiprocessing.current_process()._config
     longest = _SOCKET_PATH_BYTES - len("/listener-12345678") - 1
-    if os.name != "posix" or 0 < len(os.fsencode(config.get("tempdir") or "")) <= longest:
-        return
-    base = tempfile.gettempdir()
-    base = base if len(os.fsencode(base)) <= longest - len("/pymp-12345678") else "/tmp"
-    config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=base)
-    util.Finalize(None, shutil.rmtree, args=(config["tempdir"], True), exitpriority=-100)
+    if os.name == "posix" and not 0 < len(os.fsencode(config.get("tempdir") or "")) <= longest:
+        base = tempfile.gettempdir()
+        base = base if len(os.fsencode(base)) <= longest - len("/pymp-12345678") else "/tmp"
+        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=base)
+        util.Finalize(None, shutil.rmtree, args=(config["tempdir"], True), exitpriority=-100)
+    return config.get("tempdir") or ""
 
 
 @contextlib.contextmanager

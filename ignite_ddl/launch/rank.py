@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -33,11 +34,82 @@ from ignite_ddl.compat import (
     repair_torchvision,
     tell_ignite_nproc,
 )
-from ignite_ddl.launch.job import HAS_SIGNALS, MARK, Job, kill_who_left
+from ignite_ddl.launch.job import ASK_STACK, MARK, Job, kill_who_left
+from ignite_ddl.launch.meeting import Meeting
 from ignite_ddl.launch.report import NEWEST
+from ignite_ddl.launch.signals import Signals
+from ignite_ddl.launch.stacks import own_stack
 from ignite_ddl.mesh import initialize_mesh
 
-__all__ = ["rank_main", "server_main"]
+__all__ = ["give_back_signals", "on_signal", "rank_main", "run_here", "server_main", "wait_before_result"]
+
+
+class _Run:
+    """What has been asked for in a run that goes on in this process."""
+
+    def __init__(self, tell_parent: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self.tell_parent = tell_parent
+        self.waits: list[Callable[[], None]] = []
+        self.signals = Signals()
+
+
+_outside = _Run()
+_runs = [_outside]  # the innermost last
+
+
+def wait_before_result(function: Callable[[], None]) -> None:
+    """Has this rank call a function once, after the user's function has returned and before its result is reported.
+
+    What works in the background is so completed before the run counts as finished, however long that takes. Such
+    functions are called in the order in which they came; one may ask for another. If one raises, that is the rank's
+    error. If the user's function raises, they are not called: its error is reported at once. It is the same in a
+    joined job and on a serial run, where ``Parallel.run`` calls them. Outside of a run nothing is called.
+
+    Args:
+        function: takes no argument; its result is not used.
+    """
+    if _runs[-1] is not _outside:
+        _runs[-1].waits.append(function)
+
+
+def on_signal(signum: int, function: Callable[[], None]) -> None:
+    """Calls a function in this process when it gets a signal, or when the process that started it does.
+
+    The handler that was there before is given back when the run of ``ddl.Parallel`` ends, or, outside of one, by
+    :func:`give_back_signals`. The process that started this rank passes the signal on while the run lasts, waits for
+    its ranks, and then ends as by the signal (see :class:`ignite_ddl.Parallel`).
+
+    Args:
+        signum: the signal. Call this in the main thread, as ``signal.signal``.
+        function: takes no argument; it should only make a note, since it may interrupt anything.
+    """
+    run = _runs[-1]
+    run.signals.handle(signum, function)
+    if run.tell_parent is not None:
+        run.tell_parent({"signal": int(signum)})
+
+
+def give_back_signals() -> None:
+    """Outside of a run: what :func:`on_signal` has set is given back. In a run, its end does that."""
+    if _runs[-1] is _outside:
+        _outside.signals.give_back()
+
+
+def run_here(
+    func: Callable, args: tuple, kwargs: dict, tell_parent: Callable[[dict[str, Any]], None] | None = None
+) -> Any:
+    """Calls the user's function in this process, and what has been given to :func:`wait_before_result`."""
+    run = _Run(tell_parent)
+    _runs.append(run)
+    try:
+        result = func(*args, **kwargs)
+        while run.waits:
+            run.waits.pop(0)()
+        return result
+    finally:
+        _runs.remove(run)
+        if tell_parent is None:  # else the process ends soon, and a late signal should not come before its result
+            run.signals.give_back()
 
 
 def rank_main(
@@ -58,10 +130,15 @@ def rank_main(
         # Longer than the run's timeout: the parent, which can show every rank's stack, should raise first.
         longest = job.group_timeout or (job.timeout and job.timeout + 60)
         limit = {"timeout": timedelta(seconds=longest)} if longest else {}
-        if not job.init_method.startswith("env"):
+        if not job.init_method.startswith("env") or job.world_size > job.nproc:
             limit |= {"rank": rank, "world_size": job.world_size}
         tell_ignite_nproc(job.nproc)
         init_method = address_for_ignite(job.init_method, rank, job.world_size)
+        meeting = None
+        if job.world_size > job.nproc:
+            note = Path(job.folder, f"{rank}.waits") if local_rank == 0 else None
+            meeting = Meeting(job.init_method, job.nproc, note, speaks=local_rank == 0, seed=job.settings.seed)
+            init_method = meeting.address
         idist.initialize(job.backend, init_method=init_method, **limit)
         if job.mesh_sizes:
             initialize_mesh(**job.mesh_sizes)
@@ -69,7 +146,8 @@ def rank_main(
             from ignite_ddl.parameter_server import wire  # here: most runs have none
 
             wire.connect(servers)
-        result = func(local_rank, *args, **kwargs)
+        job.settings.apply(meeting and meeting.seed)
+        result = run_here(func, (local_rank, *args), kwargs, lambda ask: reports.send_bytes(cloudpickle.dumps(ask)))
         message = _pack_result(result)
     except BaseException as error:
         message = _pack_error(error)
@@ -136,9 +214,9 @@ def _redirect_output(job: Job, rank: int | str) -> None:
         stream = open(descriptor, "w", **options)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    if HAS_SIGNALS:  # by this signal the parent asks for the stack of a rank that does not finish
+    if ASK_STACK is not None:
         stacks = open(os.path.join(job.folder, f"{rank}.stack"), "w")  # noqa: SIM115
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        faulthandler.register(ASK_STACK, file=stacks, all_threads=False)
         faulthandler.enable(file=stacks, all_threads=False)  # the stack of a crash
 
 
@@ -166,7 +244,8 @@ def _die_with_parent(
         while parent.sentinel not in connection.wait(waits):
             try:
                 release.recv_bytes()
-                Path(f"{calls}.new").write_text(json.dumps(recorded_calls(NEWEST)))
+                answer = {"calls": recorded_calls(NEWEST), "stack": own_stack(threading.main_thread().ident)}
+                Path(f"{calls}.new").write_text(json.dumps(answer))
                 os.replace(f"{calls}.new", calls)  # complete, or not there
             except (EOFError, OSError):
                 released.set()
@@ -196,7 +275,7 @@ def _pack_result(result: Any) -> bytes:
     file = io.BytesIO()
     try:
         _ResultPickler(file).dump({"result": result})
-    except Exception as error:
+    except BaseException as error:
         raise ValueError(
             f"the result ({type(result).__name__}) cannot be sent back: {error}. Return numbers, tensors "
             "(full_tensor() of a DTensor), or containers of them."
@@ -205,13 +284,15 @@ def _pack_result(result: Any) -> bytes:
 
 
 def _pack_error(error: BaseException) -> bytes:
-    frames = error.__traceback__ and error.__traceback__.tb_next  # without this file's frame
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
     shown = traceback.TracebackException(type(error), error, frames)
     message = {
         "when": time.monotonic(),
         "summary": f"raised {''.join(shown.format_exception_only()).strip()}",
         "traceback": "".join(shown.format()),
     }
-    with contextlib.suppress(Exception):  # as bytes: not every pickled exception can be unpickled
+    with contextlib.suppress(BaseException):  # as bytes: not every pickled exception can be unpickled
         message["exception"] = cloudpickle.dumps(error.with_traceback(None))
     return cloudpickle.dumps(message)

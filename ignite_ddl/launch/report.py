@@ -95,8 +95,10 @@ class HangReport:
             rows.append((str(call.rank), call.operation or "-", number, group, call.sizes, call.where))
         wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows]
-        if self.missing:
-            lines.append(f"Never came: {_ranks(self.missing)}.")
+        silent = [call.rank for call in self.calls if call.number is None and call.frame and not call.frame[0]]
+        for said, ranks in (("Never came", set(self.missing) - set(silent)), ("No answer from", silent)):
+            if ranks:
+                lines.append(f"{said}: {_ranks(sorted(ranks))}.")
         return "\n".join(lines + [f"{str(one)[0].upper()}{str(one)[1:]}." for one in self.unlike[:_SHOWN]])
 
 
@@ -124,7 +126,7 @@ def hang_report(stacks: Mapping[int, str], records: Mapping[int, Sequence[Mappin
     calls = []
     for rank, stack in sorted(stacks.items()):
         call = stands.get(rank)
-        frame = user_frame(frames_of(stack)) if stack else None
+        frame = user_frame(frames_of(stack), stack) if stack else None
         if call is not None:
             what = call["operation"], call["number"], tuple(call["ranks"]), call["sizes"]
         else:

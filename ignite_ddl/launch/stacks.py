@@ -21,6 +21,7 @@ __all__ = [
     "frames_of",
     "interrupted",
     "name_cells",
+    "of_main_thread",
     "own_stack",
     "place_of",
     "read_stack",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 Frame = tuple[str, int, str]  # file, line, function
 _PACKAGE = str(Path(__file__).parents[1])
+_RANK = str(Path(__file__).with_name("rank.py"))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LIBRARIES = (_PACKAGE, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
@@ -44,6 +46,12 @@ def read_stack(path: Path) -> str:
     return _from_user(path.read_text(errors="replace") if path.exists() else "")
 
 
+def of_main_thread(stack: Path) -> bool:
+    """Whether these are the main thread's: where that blocks all signals, another one gets ours."""
+    text = stack.read_text(errors="replace") if stack.exists() else ""
+    return text.rstrip().endswith("...") or any(f" in {name}" in text for name in ("rank_main", "server_main"))
+
+
 def own_stack(thread: int) -> str:
     """The frames of a thread of this process, in the same form."""
     frames = reversed(traceback.extract_stack(sys._current_frames()[thread]))
@@ -52,8 +60,13 @@ def own_stack(thread: int) -> str:
 
 def _from_user(text: str) -> str:
     frames = [line for line in text.splitlines() if line.startswith("  File")]
-    ours = [i for i, line in enumerate(frames) if line.rstrip().endswith("in rank_main")]
-    return "\n".join(frames[: ours[0]] if ours else frames)
+    for name in ("run_here", "rank_main"):
+        ours = [i for i, line in enumerate(frames) if _RANK in line and line.rstrip().endswith(f" in {name}")]
+        if ours == [0]:
+            return f"  (in {'its function, in code that is not Python' if name == 'run_here' else 'its set-up'})"
+        if ours:
+            return "\n".join(frames[: ours[-1]])
+    return "\n".join(frames)
 
 
 def name_cells(text: str) -> str:
@@ -66,18 +79,28 @@ def name_cells(text: str) -> str:
     return re.sub(r'File "([^"]+)"', name, text)
 
 
-def who_is_missing(stacks: dict[int | str, str], returned: list[int]) -> tuple[int | str, str]:
-    """The rank for which the others wait in a collective, else the first rank; and a line that explains it."""
+def who_is_missing(
+    stacks: dict[int | str, str], returned: list[int], known: Sequence[int] = ()
+) -> tuple[int | str, str]:
+    """The rank for which the others wait in a collective, else the first rank; and a line that explains it.
+
+    Args:
+        stacks: of the ranks that have not returned.
+        returned: the others.
+        known: those for which others wait by the record of their calls; without it, who is in another call.
+    """
     calls = {rank: waits_in(stack) for rank, stack in stacks.items()}
     if not any(calls.values()):
         return next(iter(stacks)), ""
     common = Counter(filter(None, calls.values())).most_common(1)[0][0]
     missing = sorted((rank for rank in calls if calls[rank] != common), key=lambda rank: calls[rank] is not None)
-    waiting = ", ".join(str(rank) for rank in calls if calls[rank] == common)
+    missing = [rank for rank in known if rank in stacks] if known else missing
+    waiting = ", ".join(str(rank) for rank in calls if calls[rank] == common and rank not in missing)
     said = [f"{label(rank)} was {_place(stacks[rank])}" for rank in missing]
-    said += [f"{label(rank)} had returned" for rank in returned]
+    said += [f"{label(rank)} had returned" for rank in returned if rank in known or not known]
     why = f"Missing: {'; '.join(said)}." if said else "No rank is missing: compare lines, groups and sizes."
-    return [*missing, *calls][0], f"\nWaiting in {common}: {waiting}. {why}"
+    waits = f"Waiting in {common}: {waiting}. " if waiting else ""
+    return [*missing, *calls][0], f"\n{waits}{why}"
 
 
 def interrupted(stacks: dict[int | str, str]) -> KeyboardInterrupt:
@@ -111,24 +134,21 @@ def waits_in(stack: str) -> str | None:
 
 def _place(stack: str) -> str:
     """The innermost line of the user's code, such as "at train.py:12 in step, waiting in all_reduce"."""
-    frames = frames_of(stack)
-    if not frames:
-        return "in its set-up"
-    call = waits_in(stack)
-    return f"at {place_of(user_frame(frames))}" + (f", waiting in {call}" if call else "")
+    frame, call = user_frame(frames_of(stack), stack), waits_in(stack)
+    return ("at " if frame[0] else "") + place_of(frame) + (f", waiting in {call}" if call else "")
 
 
-def user_frame(frames: Sequence[Frame]) -> Frame:
-    """The innermost of the user's code, else of all; frames are the most recent first."""
-    frames = [tuple(frame) for frame in frames] or [("", 0, "its set-up")]
+def user_frame(frames: Sequence[Frame], otherwise: str = "in code that is not Python") -> Frame:
+    """The innermost of the user's code, else of all, the most recent first; with no frame at all, ``otherwise``."""
+    frames = [tuple(frame) for frame in frames] or [("", 0, otherwise.strip(" ()"))]
     return next((frame for frame in frames if not frame[0].startswith(_LIBRARIES)), frames[0])
 
 
 def place_of(frame: Frame) -> str:
-    """Such as "train.py:12 in step", or "Cell In[5], line 3, in step"."""
+    """Such as "train.py:12 in step", or "Cell In[5], line 3, in step"; what is known instead, if nobody said."""
     file, line, name = frame
     if not file:
-        return f"in {name}"
+        return name
     cell = name_cells(f'File "{file}"')
     place = f"{cell}, line {line}," if cell.startswith("Cell") else f"{Path(file).name}:{line}"
     return f"{place} in {name}"

@@ -468,3 +468,84 @@ def test_a_hang_in_a_joined_job_says_where_each_rank_was(tmp_path):
         [(_, after)] = (text.split(f"{why}\n") for text in said if why in text)  # one rank says it, once
         _, *table = after.splitlines()[:4]
         assert [line.split()[:2] for line in table] == [["0", "all_reduce"], ["1", "-"], ["Never", "came:"]]
+
+
+def stopped(local_rank):
+    if local_rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    idist.all_reduce(1)
+
+
+def deaf(local_rank):
+    """Has taken, or blocked, what somebody may use to ask for its stack."""
+    if local_rank == 1:
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGURG])
+        time.sleep(60)
+    idist.all_reduce(1)
+
+
+def each_for_another(local_rank):
+    pair = torch.distributed.new_group([0, 1])
+    torch.distributed.all_reduce(torch.ones(1), group=[pair, None, None][local_rank])
+
+
+SILENT = (stopped, deaf, each_for_another)
+
+
+@pytest.fixture(scope="module")
+def silent():
+    parallel(1).run(abs)
+    with ThreadPoolExecutor(len(SILENT)) as threads:
+        list(threads.map(lambda work: parallel(3).run(idist.all_reduce), SILENT))
+        errors = threads.map(lambda work: failing(work, nproc=3, timeout=2, within=60), SILENT)
+        return dict(zip(SILENT, map(str, errors), strict=True))
+
+
+@linux
+def test_a_time_out_says_only_what_is_known(silent):
+    assert "in its set-up" not in "".join(silent.values())
+    assert "Missing: rank 1 was stopped, by SIGSTOP or a debugger." in silent[stopped]
+    assert "No answer from: rank 1." in silent[stopped]
+    assert "Never came" not in silent[stopped]  # it may have come
+    assert re.search(r"Missing: rank 1 was at test_faults.py:\d+ in deaf\.", silent[deaf])
+    assert re.search(r"rank 1 was here \(most recent call first\):\n  File .* in deaf\n", silent[deaf] + "\n")
+    assert "Never came" in silent[each_for_another]
+    assert "No rank is missing" not in silent[each_for_another]
+
+
+class Raising:
+    """A result or an exception that ends who reads it, or who sends it."""
+
+    def __init__(self, error, sent=True):
+        self.error, self.sent = error, sent
+
+    def __reduce__(self):
+        if not self.sent:
+            raise self.error
+        return raise_it, (self.error,)
+
+
+def raise_it(error):
+    raise error
+
+
+class RaisingError(Raising, Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException("odd")])
+def test_no_result_and_no_exception_ends_this_process(error):
+    name = type(error).__name__
+    said = failing(lambda rank: Raising(error))
+    assert f"returned what cannot be unpickled here: {name}" in str(said)
+    assert f"cannot be sent back: {error}" in str(failing(lambda rank: Raising(error, sent=False)))
+    for sent in (True, False):
+        said = failing(lambda rank, sent=sent: raise_it(RaisingError(error, sent)))
+        assert "RaisingError" in said.summary
+        assert said.exception is None
+
+
+def test_code_that_is_not_python_is_no_set_up():
+    error = failing(time.sleep, nproc=3, timeout=0.8, within=10)
+    assert re.search(r"2 .*in its function, in code that is not Python", str(error))

@@ -116,3 +116,50 @@ def test_what_differs_between_ranks_is_said():
         assert found == [differ_in] * (differ_in is not None)
     uneven = call | {"operation": "gather"}
     assert unlike_calls({0: [uneven], 1: [uneven | {"sizes": "Float[2]"}]}) == []
+
+
+class Buffered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(3))
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def buffers_changed(local_rank, options):
+    """What is found after a step on other rows on each dp rank, and as the last rank changes buffer after buffer."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), Buffered(), nn.BatchNorm1d(6)]
+    model = ddl.auto_model(nn.Sequential(*layers), **options)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(ddl.get_mesh().dp_rank))
+    trainer_of(model).run([(x, x)])
+    found = [ddl.check_in_sync(model)]
+    for name in ("table", "mask", "running_mean", "num_batches_tracked"):
+        for own, buffer in model.named_buffers():
+            if ddl.get_mesh().rank == ddl.get_mesh().world_size - 1 and own.endswith(name):
+                buffer.view(-1)[-1] += 1
+        found.append(ddl.check_in_sync(model))
+    return [[(one.name.rpartition(".")[2], one.ranks) for one in each] for each in found]
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "statistics"),
+    [
+        ({"dp": 2}, {}, False),
+        ({"dp": 2}, {"shard": True}, False),
+        ({"tp": 2}, {"tensor_plan": PLAN}, True),
+        ({"dp": 2, "pp": 2}, {"split": [1, 4]}, False),
+    ],
+    ids=["dp2", "dp2 shard", "tp2", "dp2 x pp2"],
+)
+def test_buffers_that_should_be_equal_are_compared(axes, options, statistics):
+    expected, known, n = [[]], [], math.prod(axes.values())
+    for name in ("table", "mask", "running_mean", "num_batches_tracked"):
+        if name in ("table", "mask") or statistics:
+            known = [*known, (name, ((n - 2,), (n - 1,)))]
+        expected.append(sorted(known))
+    found = launch(axes, buffers_changed, options)
+    assert [[sorted(each) for each in rank] for rank in found] == [expected] * math.prod(axes.values())
