@@ -38,6 +38,7 @@ from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, torchrun
 from ignite_ddl.launch.hangs import Watch
 from ignite_ddl.launch.job import MARK, Job
 from ignite_ddl.launch.parent import GRACE_SECONDS, Launch
+from ignite_ddl.launch.rank import run_here
 from ignite_ddl.launch.torchrun import address_in_torchrun, end_with_torchrun
 from ignite_ddl.mesh import check_mesh, initialize_mesh
 
@@ -317,7 +318,7 @@ class Parallel:
             raise ValueError(f"func should be a function whose first argument is the local rank, but given {func!r}")
         if self.nproc_per_node is None:
             with self._limited(), _told_who_waited():
-                return [func(idist.get_local_rank(), *args, **kwargs)]
+                return [run_here(func, idist.get_local_rank(), *args, **kwargs)]
         payload = _pack_function(func, args, kwargs)
         _check_folder()
         _check_files(self.nproc_per_node + self.servers)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -36,7 +37,36 @@ from ignite_ddl.launch.job import HAS_SIGNALS, MARK, Job, kill_who_left
 from ignite_ddl.launch.report import NEWEST
 from ignite_ddl.mesh import initialize_mesh
 
-__all__ = ["rank_main", "server_main"]
+__all__ = ["rank_main", "run_here", "server_main", "wait_before_result"]
+_waits: list[list[Callable[[], None]]] = []  # of each run that goes on in this process, the innermost last
+
+
+def wait_before_result(function: Callable[[], None]) -> None:
+    """Has this rank call a function once, after the user's function has returned and before its result is reported.
+
+    What works in the background is so completed before the run counts as finished, however long that takes. Such
+    functions are called in the order in which they came; one may ask for another. If one raises, that is the rank's
+    error. If the user's function raises, they are not called: its error is reported at once. It is the same in a
+    joined job and on a serial run, where ``Parallel.run`` calls them. Outside of a run nothing is called.
+
+    Args:
+        function: takes no argument; its result is not used.
+    """
+    if _waits:
+        _waits[-1].append(function)
+
+
+def run_here(func: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Calls the user's function in this process, and what has been given to :func:`wait_before_result`."""
+    waits: list[Callable[[], None]] = []
+    _waits.append(waits)
+    try:
+        result = func(*args, **kwargs)
+        while waits:
+            waits.pop(0)()
+        return result
+    finally:
+        _waits[:] = [other for other in _waits if other is not waits]
 
 
 def rank_main(
@@ -63,8 +93,7 @@ def rank_main(
             from ignite_ddl.parameter_server import wire  # here: importing RPC is slow
 
             wire.join(rank, job.world_size, job.servers, job.rpc_method)
-        result = func(local_rank, *args, **kwargs)
-        message = _pack_result(result)
+        message = _pack_result(run_here(func, local_rank, *args, **kwargs))
     except BaseException as error:
         message = _pack_error(error)
     _flush()
