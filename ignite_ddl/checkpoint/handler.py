@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import re
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_for
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +22,15 @@ from ignite.handlers import Checkpoint as IgniteCheckpoint
 from ignite.handlers.checkpoint import BaseSaveHandler
 
 from ignite_ddl.checkpoint.contents import Taken, load, merged, take
-from ignite_ddl.checkpoint.storage import (
-    DamagedCheckpoint,
-    Folder,
-    agree,
-    on_rank_0,
-    saved_ns,
-    whole_checkpoints,
-    write,
-)
+from ignite_ddl.checkpoint.form import RANDOM, VERSION, DamagedCheckpoint
+from ignite_ddl.checkpoint.owners import ENDINGS, check_free, own_runs
+from ignite_ddl.checkpoint.storage import Folder, agree, on_rank_0, times_saved, whole_checkpoints, write
 from ignite_ddl.data import ShardedDataLoader
+from ignite_ddl.launch.rank import wait_before_result
 from ignite_ddl.mesh import get_mesh
 
 __all__ = ["Checkpoint"]
+_in_background: set[Future] = set()  # of all checkpoints, until somebody has waited for it
 
 
 class Checkpoint(IgniteCheckpoint):
@@ -117,8 +116,9 @@ class Checkpoint(IgniteCheckpoint):
         asynchronous: bool = False,
         digests: bool = True,
     ) -> None:
-        if not isinstance(save_handler, str | Path):
-            raise ValueError(f"save_handler should be a folder, but given a {type(save_handler).__name__}")
+        if not isinstance(save_handler, str | Path) or not str(save_handler):
+            given = "an empty name" if save_handler == "" else f"a {type(save_handler).__name__}"
+            raise ValueError(f"save_handler should be a folder, but given {given}")
         self.folder, self.asynchronous, self.digests = Path(save_handler), asynchronous, digests
         super().__init__(
             _checked(to_save),
@@ -132,6 +132,7 @@ class Checkpoint(IgniteCheckpoint):
             include_self,
             greater_or_equal,
         )
+        _check_names(self)
         self.mesh = get_mesh()
         # Its own, on gloo: in the background it would meet training's collectives, and NCCL moves no objects.
         self._group = dist.new_group(backend="gloo") if self.mesh.world_size > 1 else None
@@ -160,8 +161,10 @@ class Checkpoint(IgniteCheckpoint):
         Raises:
             OSError: if it could not be written.
         """
-        pending, self._in_background = self._in_background, None
-        if pending is not None:
+        if self._in_background is not None:
+            wait_for([self._in_background])
+            pending, self._in_background = self._in_background, None
+            _in_background.discard(pending)
             pending.result()
 
     def save(self, name: str) -> Path:
@@ -219,7 +222,10 @@ class Checkpoint(IgniteCheckpoint):
             _checked(to_load, "to_load", "load_state_dict")
         except Exception as raised:
             error = raised
-        agree(error)
+        same = (
+            {} if error else {"checkpoint": (folder.path.name, folder.content["saved_ns"]), "to_load": sorted(to_load)}
+        )
+        agree(error, **same)
         load(folder, to_load, strict)
 
     @staticmethod
@@ -276,7 +282,14 @@ class Checkpoint(IgniteCheckpoint):
         objects = dict(self.to_save) | ({"checkpointer": self} if self.include_self else {})
         taken, error = None, None
         try:
+            _check_name(name, "name")
             _check_loader(objects)
+            if idist.get_rank() == 0:
+                check_free(self.folder / name)
+        except Exception as raised:
+            error = raised
+        agree(error, self._group, name=str(name), to_save=sorted(objects))
+        try:
             taken = take(objects)
             if self.asynchronous:
                 taken = taken.copy()
@@ -289,13 +302,16 @@ class Checkpoint(IgniteCheckpoint):
         background = ThreadPoolExecutor(1, "ddl.Checkpoint")  # the interpreter waits for it before it ends
         self._in_background = background.submit(self._complete, name, taken, metadata, outdated)
         background.shutdown(wait=False)
+        _in_background.add(self._in_background)
+        wait_before_result(_wait_for_all)
 
     def _complete(self, name: str, taken: Taken, metadata: Mapping[str, Any], outdated: list[str]) -> None:
         def content(parts: list[dict[str, Any]]) -> dict[str, Any]:
-            times = [saved_ns(path) for path in whole_checkpoints(self.folder)]
-            newest = max((at for at in times if math.isfinite(at)), default=0)
+            newest = max((at for at in times_saved(self.folder).values() if at < math.inf), default=0)
             return {
                 "saved_ns": max(time.time_ns(), newest + 1),
+                "version": VERSION,
+                "run": own_runs()[-1],
                 "torch": torch.__version__,
                 "metadata": dict(metadata),
                 **merged(parts, self.mesh),
@@ -329,7 +345,7 @@ class _OnSignal:
             return
         self.got.clear()
         earlier = self.checkpoint.folder.glob("signal_*")
-        outdated = [path.name for path in earlier]
+        outdated = [path.name for path in earlier if re.fullmatch(r"signal_\d+", path.name)]
         self.checkpoint.wait()
         self.checkpoint._write(f"signal_{engine.state.iteration}", {}, outdated)
         self.checkpoint.wait()
@@ -342,9 +358,65 @@ def _checked(objects: Mapping[str, Any], argument: str = "to_save", method: str 
     for key, thing in objects.items():
         if not hasattr(thing, method):
             raise ValueError(f"{argument}[{key!r}] should have a method {method}, but is a {type(thing).__name__}")
-        if "." in key:
-            raise ValueError(f"{argument} should have names without dots, but given {key!r}")
+        if "." in key or key == RANDOM:
+            raise ValueError(f"{argument} should have names without dots, and not {RANDOM!r}, but given {key!r}")
     return objects
+
+
+def _check_name(name: Any, argument: str) -> None:
+    """Raises a ValueError unless a folder of this name is one folder on any machine, and not hidden."""
+    plain = isinstance(name, str) and name.isprintable() and "" != name == name.strip(". ") == Path(name).name
+    if not plain or "\\" in name or len(name.encode()) > 200 or name.casefold().endswith(ENDINGS):
+        raise ValueError(
+            f"{argument} should be a plain visible name of at most 200 bytes, without slashes and control characters, "
+            f"dots and spaces at its ends, and the endings {', '.join(ENDINGS)}, but given {name!r:.300}"
+        )
+
+
+class _Part(str):
+    """Of a name, in any format."""
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+
+def _check_names(checkpoint: Checkpoint) -> None:
+    """Those that a checkpoint gets from its arguments."""
+    prefix, score_name, objects = checkpoint.filename_prefix, checkpoint.score_name, list(checkpoint.to_save)
+    name = objects[0] if len(objects) == 1 else "checkpoint"
+    _check_name(name, "the name in to_save")
+    _check_name(prefix or "none", "filename_prefix")
+    _check_name("none" if score_name is None else score_name, "score_name")
+    parts = {"filename_prefix": prefix, "name": name, "score_name": score_name, "score": 1, "global_step": 1}
+    try:
+        pattern = checkpoint._get_filename_pattern(1)
+        filled = pattern.format(**{key: _Part(part) for key, part in parts.items()})
+    except Exception as error:
+        raise ValueError(f"filename_pattern should be as Ignite's, but given {pattern!r}") from error
+    _check_name(filled, "filename_pattern")
+
+
+def _wait_for_all() -> None:
+    """Waits for what is written in the background, and raises the first error that nobody has been told."""
+    wait_for(_in_background)
+    errors = [error for error in (future.exception() for future in _in_background) if error]
+    _in_background.clear()
+    if errors:
+        raise errors[0]
+
+
+@atexit.register  # a script on one process: the interpreter has waited for the threads
+def _fail_at_exit() -> None:
+    try:
+        _wait_for_all()
+    except BaseException as error:
+        sys.stdout.flush()
+        failed = error
+
+        def flush() -> None:
+            raise failed
+
+        sys.stdout.flush = flush  # Python shows what it raises, and ends with the exit status 120
 
 
 def _check_loader(objects: Mapping[str, Any]) -> None:
