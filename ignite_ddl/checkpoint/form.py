@@ -105,8 +105,8 @@ def check_state(state: Any) -> None:
     by_rank = [value["by_rank"] for value in state["objects"].values() if "by_rank" in value]
     if min(state["mesh"].values()) < 1 or any(len(states) != ranks for states in by_rank):
         raise ValueError(f"mesh in {STATE} is not that of its states")
-    if not 0 <= state["saved_ns"] < 1 << 63 or RANDOM not in state["objects"]:
-        raise ValueError(f"{STATE} lacks its time, or {RANDOM}")
+    if state["saved_ns"] not in range(1 << 63) or not {RANDOM, *state["loaders"]} <= set(state["objects"]):
+        raise ValueError(f"{STATE} lacks its time, {RANDOM} or loaders")
 
 
 def dumped(state: Mapping[str, Any]) -> bytes:

@@ -224,7 +224,8 @@ def times_saved(folder: Path) -> dict[Path, float]:
         if not path.name.startswith(".") and os.path.lexists(path / SUMS):
             found[path] = math.inf
             with contextlib.suppress(Exception):
-                found[path] = float(read_state(path)[1]["saved_ns"])
+                if type(at := read_state(path)[1]["saved_ns"]) is int and at in range(1 << 63):
+                    found[path] = at
     return found
 
 
