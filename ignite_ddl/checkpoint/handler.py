@@ -144,11 +144,10 @@ class Checkpoint(IgniteCheckpoint):
     def __call__(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
         """Saves, if the score or the step is better than those that are kept. Every rank calls it."""
         self.wait()
-        before = list(self._saved)
         try:
             super().__call__(engine)
         except BaseException:
-            self._saved = before
+            self._saved = self._before
             raise
         if self.asynchronous and not self._waits_at_the_end:
             self._waits_at_the_end = True
@@ -165,7 +164,10 @@ class Checkpoint(IgniteCheckpoint):
             wait_for([self._in_background])
             pending, self._in_background = self._in_background, None
             _in_background.discard(pending)
+            if pending.exception():
+                self._saved = self._before
             pending.result()
+        self._before = list(self._saved)
 
     def save(self, name: str) -> Path:
         """Saves under a name of your own, whatever the score, and removes nothing. Every rank calls it.

@@ -6,9 +6,11 @@ import json
 import multiprocessing
 import os
 import pickle
+import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Events
-from ranks import launch
+from ranks import launch, parallel
 from torch import nn
 
 import ignite_ddl as ddl
@@ -610,7 +612,7 @@ def sparse_state(folder):
 
 
 # A tuple of two tuples of two tuples … as a key: its hash takes 2 ** 60 steps.
-NESTED = b"\x80\x04})\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60)) + b"K\x01s."
+NESTED = b"\x80\x04)\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60)) + b"}h<K\x01s."
 HOSTILE = {
     **{f"{name} is a pipe": lambda f, name=name: piped(f / name)
        for name in ("SHA256SUMS", "state.json", ".metadata", "__0_0.distcp")},
@@ -764,6 +766,88 @@ def test_an_error_in_the_background_is_raised_at_the_next_save(tmp_path):
     assert names_in(tmp_path) == ["checkpoint_1"]
 
 
+def returning_early(rank, folder, seconds, fails, raises):
+    """The last thing that it does is to save in the background, by a checkpoint that nobody keeps."""
+    model = ddl.auto_model(net(), shard=True)
+    fsync = os.fsync
+
+    def slow(file):
+        time.sleep(seconds)
+        if fails and rank == 0:
+            raise OSError(28, "No space left on device")
+        fsync(file)
+
+    os.fsync = slow
+    ddl.Checkpoint({"model": model}, folder, asynchronous=True).save("last")
+    if raises:
+        raise KeyError("the function's own")
+    return "returned"
+
+
+@pytest.mark.parametrize("seconds", [0.1, pytest.param(3, marks=pytest.mark.slow)])  # six syncs; EXIT_SECONDS is 5
+def test_a_rank_waits_for_its_last_checkpoint(seconds, tmp_path):
+    assert launch({"dp": 2}, returning_early, tmp_path, seconds, False, False) == ["returned"] * 2
+    assert names_in(tmp_path) == ["last"]
+    weights_in(tmp_path / "last")
+
+
+@pytest.mark.parametrize("ranks", [2, None])
+def test_the_error_of_the_last_write_is_the_runs_error(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", os.fsync)  # on a serial run it is this process that has no space
+    with pytest.raises((ddl.RankError, OSError), match="last could not be written.*No space left on device"):
+        (parallel(2) if ranks else ddl.Parallel()).run(returning_early, tmp_path, 0, True, False)
+    assert names_in(tmp_path) == []
+
+
+def test_what_could_not_be_written_is_not_the_last_checkpoint(tmp_path, monkeypatch):
+    checkpoint = ddl.Checkpoint({"model": net()}, tmp_path, asynchronous=True)
+    trainer = small_run()["trainer"]
+    checkpoint(trainer)
+    checkpoint.wait()
+    trainer.state.iteration = 1
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", lambda file: os.fdopen(-1))
+        checkpoint(trainer)
+        with pytest.raises(OSError, match="model_1 could not be written"):
+            checkpoint.wait()
+    assert checkpoint.last_checkpoint == tmp_path / "model_0"
+    trainer.state.iteration = 2
+    checkpoint(trainer)
+    checkpoint.wait()
+    assert names_in(tmp_path) == ["model_2"], "one is kept"
+
+
+def test_an_exception_goes_before_the_last_write(tmp_path):
+    with pytest.raises(ddl.RankError) as told:
+        launch({"dp": 2}, returning_early, tmp_path, 0.2, True, True)
+    assert isinstance(told.value.exception, KeyError)
+
+
+A_SCRIPT = """
+import atexit, os, sys
+import torch, ignite_ddl as ddl
+checkpoint = ddl.Checkpoint({"model": torch.nn.Linear(2, 2)}, sys.argv[1], asynchronous=True)
+checkpoint.save("first")
+checkpoint.wait()
+def full(file):
+    raise OSError(28, "No space left on device")
+if sys.argv[2] == "fails":
+    os.fsync = full
+checkpoint.save("last")
+atexit.register(print, "at the exit")
+print("the end of the script")
+"""
+
+
+@pytest.mark.parametrize("how", ["fails", pytest.param("writes", marks=pytest.mark.slow)])
+def test_a_script_whose_last_write_fails_ends_with_an_error(how, tmp_path):
+    done = subprocess.run([sys.executable, "-c", A_SCRIPT, tmp_path, how], capture_output=True, text=True)
+    assert done.returncode == (120 if how == "fails" else 0), done.stderr
+    assert ("last could not be written" in done.stderr) == (how == "fails"), done.stderr
+    assert done.stdout.split("\n")[:2] == ["the end of the script", "at the exit"]
+    assert names_in(tmp_path) == ["first", "last"][: 1 + (how == "writes")]
+
+
 # ----------------------------------------------------------------------------------------------- signals
 
 
@@ -792,3 +876,170 @@ def test_sigterm_on_one_rank_saves_on_all_and_ends_the_run(tmp_path):
     assert names_in(tmp_path) == ["signal_3", "signal_processing"]
     rest, _ = launch({"dp": 2}, terminated, tmp_path, True)
     assert len(rest) == 7
+
+
+# ----------------------------------------------------------------------- the suite: many faults, all compared
+
+
+def fingerprint(things):
+    """Of this rank's weights, averages, random numbers and place in the data, to the last bit."""
+    tensors = [*things["model"].state_dict().values()]
+    tensors += [v for state in things["optimizer"].state.values() for v in state.values()]
+    found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        found.update(local.detach().numpy().tobytes())
+    found.update(repr((things["loader"].state_dict()["rows"], things["trainer"].state.output)).encode())
+    return found.hexdigest()
+
+
+def one_life(rank, folder, log, victim, seconds, until, options):
+    """Goes on from the newest checkpoint, and saves after each step; a thread of the victim kills it."""
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(30, 6), torch.randn(30, 2))
+    loader = ddl.auto_dataloader(data, batch_size=4, shuffle=True)
+    model = ddl.auto_model(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2)), shard=True)
+    optimizer = ddl.auto_optim(torch.optim.Adam(model.parameters(), lr=0.01))
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
+    things = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader}
+    if folder is not None:
+        found = ddl.Checkpoint.load_newest(things, folder)
+        log.with_name(f"loaded {rank}").write_text(found.name.removeprefix("checkpoint_") if found else "0")
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, ddl.Checkpoint(things, folder, n_saved=2, **options))
+    lines = os.open(log.with_name(f"{log.name} {rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    late = 2 if options.get("asynchronous") else 1  # so many steps ago the last one was saved that is complete
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def _(engine):
+        log.with_name(f"saved {rank}").write_text(str(engine.state.iteration - late))
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def _(engine):
+        os.write(lines, f"{engine.state.iteration} {fingerprint(things)}\n".encode())
+        if engine.state.iteration == until:
+            engine.terminate()
+
+    if rank == victim:
+        threading.Thread(
+            target=lambda: (time.sleep(seconds), os.kill(os.getpid(), signal.SIGKILL)), daemon=True
+        ).start()
+    trainer.run(loader, max_epochs=1_000_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"asynchronous": True}], ids=["sync", "async"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_at_random_moments_nothing_is_lost(ranks, options, tmp_path, kills=18):
+    chance = random.Random(f"{ranks} {options}")
+    folder, log = tmp_path / "checkpoints", tmp_path / "steps"
+    loaded = []
+    for _ in range(kills):
+        victim, seconds = chance.randrange(ranks), chance.uniform(0, 0.5)
+        with pytest.raises(ddl.RankError, match="SIGKILL"):
+            launch({"dp": ranks}, one_life, folder, log, victim, seconds, None, options)
+        if (tmp_path / "loaded 0").exists():
+            loaded.append(int((tmp_path / "loaded 0").read_text()))
+        complete = int((tmp_path / "saved 0").read_text() or 0) if (tmp_path / "saved 0").exists() else 0
+        path, _ = newest_of_dropout(folder)
+        assert path is None or int(path.name.removeprefix("checkpoint_")) >= complete
+    until = int(path.name.removeprefix("checkpoint_")) + 12
+    launch({"dp": ranks}, one_life, folder, log, None, 0, until, options)
+    launch({"dp": ranks}, one_life, None, tmp_path / "uninterrupted", None, 0, until, {})
+    done = 0
+    for rank in range(ranks):
+        expected = dict(line.split() for line in (tmp_path / f"uninterrupted {rank}").read_text().splitlines())
+        steps = [line.split() for line in (tmp_path / f"steps {rank}").read_text().splitlines() if len(line) > 64]
+        assert all(expected[step] == found for step, found in steps if int(step) <= until)
+        assert str(until) == steps[-1][0]
+        done += len(steps)
+    print(f"{kills} kills, {done} steps compared, resumed at {loaded}")
+    assert loaded == sorted(loaded)
+
+
+def newest_of_dropout(folder):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2))
+    return ddl.Checkpoint.load_newest({"model": model}, folder), model
+
+
+def saving_job(pipe, folder, prefix, seed, first, n_steps, n_saved):
+    """Saves step after step, with its seed and the step as weights, and says what was saved and what refused."""
+    os.environ.pop("IGNITE_DDL_RUNS", None)
+    model = nn.Linear(200, 200)
+    trainer = small_run()["trainer"]
+    checkpoint = ddl.Checkpoint({"model": model}, folder, prefix, n_saved=n_saved)
+    saved, errors = [], []
+    pipe.send("ready")
+    pipe.recv()
+    for step in range(first, first + n_steps):
+        nn.init.constant_(model.weight, seed * 1000 + step)
+        trainer.state.iteration = step
+        try:
+            checkpoint(trainer)
+            saved.append(step)
+        except OSError as error:
+            errors.append(str(error))
+    pipe.send((saved, errors))
+    pipe.recv()  # stays alive
+
+
+def two_jobs(folder, *jobs):
+    started = [beside(saving_job, folder, *job) for job in jobs]
+    for _, pipe in started:
+        assert pipe.recv() == "ready"
+    for _, pipe in started:
+        pipe.send("go")
+    told = [pipe.recv() for _, pipe in started]
+    for process, _ in started:
+        process.kill()
+        process.join()
+    return told
+
+
+def step_and_seed(path):
+    model = nn.Linear(200, 200)
+    ddl.Checkpoint.load_objects({"model": model}, path)
+    return divmod(int(model.weight[0, 0]), 1000)
+
+
+@pytest.mark.slow
+def test_two_seeds_in_one_folder_keep_all_they_wrote(tmp_path):
+    told = two_jobs(tmp_path, ("a", 1, 0, 150, 2), ("b", 2, 0, 150, 2))
+    assert [(len(saved), errors) for saved, errors in told] == [(150, [])] * 2
+    assert names_in(tmp_path) == [f"{prefix}_model_{step}" for prefix in "ab" for step in (148, 149)]
+    for seed, prefix in enumerate("ab", 1):
+        assert [step_and_seed(tmp_path / f"{prefix}_model_{step}") for step in (148, 149)] == [(seed, 148), (seed, 149)]
+
+
+@pytest.mark.slow
+def test_a_requeued_job_beside_its_dying_predecessor(tmp_path):
+    """Both save steps 50 to 99: each step is whole, and of the one who was told that it is saved."""
+    told = two_jobs(tmp_path, ("", 1, 0, 100, None), ("", 2, 50, 100, None))
+    by_seed = {seed: saved for seed, (saved, _) in enumerate(told, 1)}
+    errors = [error for _, errors in told for error in errors]
+    print({seed: len(saved) for seed, saved in by_seed.items()}, len(errors), "refused")
+    assert all("another run that is still alive" in error for error in errors)
+    assert not set(by_seed[1]) & set(by_seed[2])
+    assert len(by_seed[1]) + len(by_seed[2]) == 150
+    for seed, saved in by_seed.items():
+        assert all(step_and_seed(tmp_path / f"model_{step}") == (seed, step) for step in saved)
+    told = two_jobs(tmp_path, ("", 3, 0, 150, None), ("alone", 4, 0, 1, None))
+    assert told[0] == (list(range(150)), []), "those of the dead are replaced"
+
+
+@pytest.mark.slow
+def test_each_flipped_bit_is_found(two, tmp_path):
+    shutil.copytree(two / "checkpoint_2", tmp_path / "checkpoint")
+    chance, things, found = random.Random(0), small_run(), 0
+    ddl.Checkpoint.load_objects(things, tmp_path / "checkpoint")
+    for file in sorted((tmp_path / "checkpoint").iterdir()):
+        raw = file.read_bytes()
+        for place in [0, len(raw) - 1, *chance.choices(range(len(raw)), k=98)]:
+            flipped = bytearray(raw)
+            flipped[place] ^= 1 << chance.randrange(8)
+            file.write_bytes(flipped)
+            with pytest.raises(DamagedCheckpoint):
+                print(file.name, place, ddl.Checkpoint.load_objects(things, tmp_path / "checkpoint"))
+            found += 1
+        file.write_bytes(raw)
+    assert found == 500
+    ddl.Checkpoint.load_objects(things, tmp_path / "checkpoint")
