@@ -60,23 +60,16 @@ def digest_line(name: str, content: bytes) -> str:
 # ---------------------------------------------------------------------------------------- state.json
 
 
-def _states(value: Any) -> None:
-    _check(value, {"by_rank": [decoded]} if "by_rank" in value else {"all": decoded}, "objects")
-
-
 # A type, a function that raises, a list of one form for all items or a tuple of one for each; of a dict the keys that
 # it has to have, or str for all.
+_OPTIMIZER = {"groups": [{"names": [str], "options": decoded}],
+              "states": {str: {"tensors": [str], "values": {str: decoded}}}}  # fmt: skip
 _FORM = {
     "saved_ns": int,
     "mesh": {"pp": int, "dp": int, "tp": int},
     "models": {str: {"names": [str], "saved_as": {str: str}, "extra": {str: decoded}}},
-    "optimizers": {
-        str: {
-            "groups": [{"names": [str], "options": decoded}],
-            "states": {str: {"tensors": [str], "values": {str: decoded}}},
-        }
-    },
-    "objects": {str: _states},
+    "optimizers": {str: _OPTIMIZER},
+    "objects": {str: {str: decoded}},
     "loaders": [str],
     "digests": {str: [(int, int, str)]},
 }
@@ -102,8 +95,8 @@ def check_state(state: Any) -> None:
     """Raises an exception unless this is what ``state.json`` has to be."""
     _check(state, _FORM, "all")
     ranks = math.prod(state["mesh"].values())
-    by_rank = [value["by_rank"] for value in state["objects"].values() if "by_rank" in value]
-    if min(state["mesh"].values()) < 1 or any(len(states) != ranks for states in by_rank):
+    by_rank = [value["by_rank"] for value in state["objects"].values() if "all" not in value]
+    if min(state["mesh"].values()) < 1 or any(type(each) is not list or len(each) != ranks for each in by_rank):
         raise ValueError(f"mesh in {STATE} is not that of its states")
     if state["saved_ns"] not in range(1 << 63) or not {RANDOM, *state["loaders"]} <= set(state["objects"]):
         raise ValueError(f"{STATE} lacks its time, {RANDOM} or loaders")
@@ -117,9 +110,7 @@ def dumped(state: Mapping[str, Any]) -> bytes:
     """
     raw = json.dumps(state, ensure_ascii=False).encode()
     if not _fits(raw):
-        raise ValueError(
-            f"to_save should have at most {_LONGEST:,} bytes of state beside weights, but has {len(raw):,}"
-        )
+        raise ValueError(f"to_save should have less state beside weights: it makes a {STATE} of {len(raw):,} bytes")
     check_state(state)
     return raw
 
@@ -173,22 +164,17 @@ class _Pairs(list):
 class _Unpickler(pickle._Unpickler):
     """Reads what a ``.metadata`` consists of: C's would call what the file names, and allocate what it says."""
 
+    # PROTO, FRAME, STOP, MEMOIZE, BINGET, LONG_BINGET, MARK, NONE, NEWTRUE, NEWFALSE, BININT, BININT1, BININT2, LONG1,
+    # SHORT_BINUNICODE, BINUNICODE, tuples, EMPTY_LIST, APPEND(S), SETITEM(S), NEWOBJ, REDUCE, BUILD, STACK_GLOBAL
     dispatch = {
         code: pickle._Unpickler.dispatch[code]
-        for code in pickle.PROTO + pickle.FRAME + pickle.STOP + pickle.MEMOIZE + pickle.BINGET + pickle.LONG_BINGET
-        + pickle.MARK + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE + pickle.BININT + pickle.BININT1 + pickle.BININT2
-        + pickle.LONG1 + pickle.SHORT_BINUNICODE + pickle.BINUNICODE + pickle.EMPTY_TUPLE + pickle.TUPLE1
-        + pickle.TUPLE2 + pickle.TUPLE3 + pickle.TUPLE + pickle.EMPTY_LIST + pickle.APPEND + pickle.APPENDS
-        + pickle.SETITEM + pickle.SETITEMS + pickle.NEWOBJ + pickle.REDUCE + pickle.BUILD + pickle.STACK_GLOBAL
-    } | {pickle.EMPTY_DICT[0]: lambda self: self.append(_Pairs())}  # fmt: skip
+        for code in b"\x80\x95.\x94hj(N\x88\x89JKM\x8a\x8cX)\x85\x86\x87t]aesu\x81Rb\x93"
+    } | {pickle.EMPTY_DICT[0]: lambda self: self.append(_Pairs())}
 
     def find_class(self, module: str, name: str) -> Any:
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(dtype, torch.dtype):
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem") or (
-            (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout"))
-        ):
+        if module.startswith("torch.distributed.checkpoint.") or name in ("Size", "_get_layout"):
             return _Thing
         raise ValueError(f"{METADATA} holds {module}.{name}, which is not loaded: it could run any code")
 

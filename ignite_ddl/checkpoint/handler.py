@@ -46,7 +46,8 @@ class Checkpoint(IgniteCheckpoint):
         to_save: names to objects: the model of ``ddl.auto_model``, the optimizer of ``ddl.auto_optim``, the trainer,
             the loader of ``ddl.auto_dataloader``, and anything else with ``state_dict`` and ``load_state_dict``, such
             as schedulers, a GradScaler, EarlyStopping, metrics.
-        save_handler: a folder on a file system that all ranks see; it is made if need be.
+        save_handler: a folder on a file system that all ranks see; it is made if need be. Several runs may save into
+            it under different names: one that is alive keeps what it has saved (see Note).
         filename_prefix: as in Ignite.
         score_function: as in Ignite; rank 0's score counts.
         score_name: as in Ignite.
@@ -57,14 +58,28 @@ class Checkpoint(IgniteCheckpoint):
         include_self: as in Ignite.
         greater_or_equal: as in Ignite.
         asynchronous: whether to copy the shards and write them in the background, while training goes on. An error
-            there is raised by the next call, or by :meth:`wait`, which the end of the trainer's run calls.
+            there is raised by the next call, or by :meth:`wait`, which the end of the trainer's run calls, or at the
+            end of the function that ``ddl.Parallel.run`` runs: a rank reports after its checkpoints are complete.
             Default: False.
         digests: whether to store a CRC-32 of each part of each file, by which loading finds damage. Default: True.
 
     Raises:
-        ValueError: if ``to_save`` has the trainer but not the loader that it runs on (when saving), or an object that
-            cannot be saved.
-        OSError: on every rank, where any of them cannot write; the checkpoints before are whole.
+        ValueError: if a name is not plain and visible (as with slashes, a leading dot, or nothing); if ``to_save`` has
+            the trainer but not the loader that it runs on (when saving), or an object that cannot be saved; if ranks
+            save different things.
+        OSError: on every rank, where any of them cannot write, or where something is in the way: only checkpoints are
+            replaced or removed, and none of another run that is alive. The checkpoints before are whole.
+
+    Note:
+        A run owns the names under which it has saved, until the process of its rank 0 ends: other runs cannot replace
+        or remove them. The next one can, and clears away what a killed run has left. The folder's file ``.owners``
+        carries the locks for this (POSIX locks, which NFS passes on between machines unless it is mounted with
+        ``nolock``). Where there are none, as on Windows, nobody knows who is alive: a checkpoint of the same name is
+        replaced, and hidden folders that end in ``.saving`` stay until you remove them.
+
+        Outside of ``ddl.Parallel.run`` Python waits at its end for what is written in the background; if that fails,
+        it prints the error and ends with the exit status 120. Call :meth:`wait` before ``idist.finalize()`` or the end
+        of ``idist.Parallel``: without the process group several ranks cannot complete a checkpoint.
 
     Examples:
         .. code-block:: python
@@ -173,10 +188,15 @@ class Checkpoint(IgniteCheckpoint):
         """Saves under a name of your own, whatever the score, and removes nothing. Every rank calls it.
 
         Args:
-            name: of the new folder in this checkpoint's folder.
+            name: of the new folder in this checkpoint's folder. A checkpoint of that name is replaced, unless another
+                run that is alive has saved it.
 
         Returns:
             Path: of the checkpoint.
+
+        Raises:
+            ValueError: if the name is not plain and visible, or not the same on every rank.
+            OSError: if it cannot be written, or something else has that name.
         """
         self.wait()
         self._write(name, {}, [])
@@ -215,7 +235,8 @@ class Checkpoint(IgniteCheckpoint):
             strict: whether models have to have the same names as those that were saved. Default: True.
 
         Raises:
-            ValueError: if the objects are not like those that were saved, or there is no checkpoint.
+            ValueError: if the objects are not like those that were saved, or differ by rank; if there is no
+                checkpoint, or one that a later ignite_ddl has saved in a format that this one does not know.
             DamagedCheckpoint: a ValueError: if something is missing, or not what was written. The message names it.
         """
         folder, error = None, None
@@ -375,13 +396,6 @@ def _check_name(name: Any, argument: str) -> None:
         )
 
 
-class _Part(str):
-    """Of a name, in any format."""
-
-    def __format__(self, spec: str) -> str:
-        return str(self)
-
-
 def _check_names(checkpoint: Checkpoint) -> None:
     """Those that a checkpoint gets from its arguments."""
     prefix, score_name, objects = checkpoint.filename_prefix, checkpoint.score_name, list(checkpoint.to_save)
@@ -389,10 +403,10 @@ def _check_names(checkpoint: Checkpoint) -> None:
     _check_name(name, "the name in to_save")
     _check_name(prefix or "none", "filename_prefix")
     _check_name("none" if score_name is None else score_name, "score_name")
-    parts = {"filename_prefix": prefix, "name": name, "score_name": score_name, "score": 1, "global_step": 1}
+    parts = {"filename_prefix": prefix, "name": name, "score_name": score_name, "score": "1", "global_step": 1}
     try:
         pattern = checkpoint._get_filename_pattern(1)
-        filled = pattern.format(**{key: _Part(part) for key, part in parts.items()})
+        filled = pattern.format(**parts)
     except Exception as error:
         raise ValueError(f"filename_pattern should be as Ignite's, but given {pattern!r}") from error
     _check_name(filled, "filename_pattern")
@@ -400,25 +414,19 @@ def _check_names(checkpoint: Checkpoint) -> None:
 
 def _wait_for_all() -> None:
     """Waits for what is written in the background, and raises the first error that nobody has been told."""
-    wait_for(_in_background)
-    errors = [error for error in (future.exception() for future in _in_background) if error]
+    pending = list(_in_background)
     _in_background.clear()
-    if errors:
-        raise errors[0]
+    for future in [*wait_for(pending).done]:
+        future.result()
 
 
-@atexit.register  # a script on one process: the interpreter has waited for the threads
+@atexit.register
 def _fail_at_exit() -> None:
-    try:
-        _wait_for_all()
-    except BaseException as error:
-        sys.stdout.flush()
-        failed = error
-
-        def flush() -> None:
-            raise failed
-
-        sys.stdout.flush = flush  # Python shows what it raises, and ends with the exit status 120
+    """The interpreter has waited for all threads; it shows what flushing raises, and ends with the status 120."""
+    for future in _in_background:
+        if future.done() and future.exception():  # in a process that was forked meanwhile it is not done
+            sys.stdout.flush()
+            sys.stdout.flush = future.result
 
 
 def _check_loader(objects: Mapping[str, Any]) -> None:

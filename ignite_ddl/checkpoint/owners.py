@@ -52,9 +52,9 @@ def own_runs() -> list[str]:
 
 def _lock(folder: Path, byte: int, how: int) -> bool | None:
     """Locks a byte, or unlocks it. False: another process has it. None: there are no locks here."""
-    path, key = folder / _OWNERS, (os.getpid(), os.path.realpath(folder))
     if lockf is None:
         return None
+    path, key = folder / _OWNERS, (os.getpid(), os.path.realpath(folder))
     with _threads:
         try:
             known = os.path.samestat(os.fstat(_opened[key]), os.stat(path))
@@ -98,17 +98,11 @@ def check_free(path: Path) -> None:
     Raises:
         FileExistsError: if there is something that is no checkpoint, or one of another run that is alive.
     """
-    for there in (path, path.with_name(path.name + REPLACED)):
-        if os.path.lexists(there) and not _is_checkpoint(there):
-            raise FileExistsError(
-                f"{there} is there already, and is no checkpoint (a folder with {SUMS} and {STATE}), so that it is not "
-                "replaced: take another name, or move it away"
-            )
-        if os.path.lexists(there) and _is_of_another(there):
-            raise FileExistsError(
-                f"{there} was saved by another run that is still alive, so that it is not replaced: take another name "
-                "or another folder, or end that run"
-            )
+    for there in filter(os.path.lexists, (path, path.with_name(path.name + REPLACED))):
+        why = "is there already, and is no checkpoint" if not _is_checkpoint(there) else None
+        if why or _is_of_another(there):
+            why = why or "was saved by another run that is still alive"
+            raise FileExistsError(f"{there} {why}, so that it is not replaced: take another name, or another folder")
 
 
 def _hidden(path: Path, ending: str) -> Path:

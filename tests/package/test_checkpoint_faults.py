@@ -27,6 +27,7 @@ from torch import nn
 import ignite_ddl as ddl
 from ignite_ddl.checkpoint import DamagedCheckpoint
 from ignite_ddl.checkpoint.storage import Folder
+from ignite_ddl.launch.parallel import PRELOAD
 
 
 def net():
@@ -339,6 +340,7 @@ def test_an_export_removes_what_an_export_has_left(tmp_path):
 def beside(function, *args):
     """A job of one process, which is no child of a job that saves."""
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
     ours, theirs = context.Pipe()
     process = context.Process(target=function, args=(theirs, *args), daemon=True)
     process.start()
@@ -929,7 +931,8 @@ def one_life(rank, folder, log, victim, seconds, until, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"asynchronous": True}], ids=["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_at_random_moments_nothing_is_lost(ranks, options, tmp_path, kills=18):
+def test_killed_at_random_moments_nothing_is_lost(ranks, options, tmp_path):
+    kills = 18  # 72 in all
     chance = random.Random(f"{ranks} {options}")
     folder, log = tmp_path / "checkpoints", tmp_path / "steps"
     loaded = []
@@ -976,7 +979,7 @@ def saving_job(pipe, folder, prefix, seed, first, n_steps, n_saved):
         try:
             checkpoint(trainer)
             saved.append(step)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             errors.append(str(error))
     pipe.send((saved, errors))
     pipe.recv()  # stays alive
@@ -1012,18 +1015,18 @@ def test_two_seeds_in_one_folder_keep_all_they_wrote(tmp_path):
 
 @pytest.mark.slow
 def test_a_requeued_job_beside_its_dying_predecessor(tmp_path):
-    """Both save steps 50 to 99: each step is whole, and of the one who was told that it is saved."""
-    told = two_jobs(tmp_path, ("", 1, 0, 100, None), ("", 2, 50, 100, None))
+    """Both save the same steps: each is whole, and of the one who was told that it is saved."""
+    told = two_jobs(tmp_path, ("", 1, 0, 40, None), ("", 2, 0, 60, None))
     by_seed = {seed: saved for seed, (saved, _) in enumerate(told, 1)}
     errors = [error for _, errors in told for error in errors]
     print({seed: len(saved) for seed, saved in by_seed.items()}, len(errors), "refused")
     assert all("another run that is still alive" in error for error in errors)
     assert not set(by_seed[1]) & set(by_seed[2])
-    assert len(by_seed[1]) + len(by_seed[2]) == 150
+    assert len(by_seed[1]) + len(by_seed[2]) == 60
     for seed, saved in by_seed.items():
         assert all(step_and_seed(tmp_path / f"model_{step}") == (seed, step) for step in saved)
-    told = two_jobs(tmp_path, ("", 3, 0, 150, None), ("alone", 4, 0, 1, None))
-    assert told[0] == (list(range(150)), []), "those of the dead are replaced"
+    told = two_jobs(tmp_path, ("", 3, 0, 60, None), ("alone", 4, 0, 1, None))
+    assert told[0] == (list(range(60)), []), "those of the dead are replaced"
 
 
 @pytest.mark.slow
