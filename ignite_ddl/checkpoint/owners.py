@@ -127,34 +127,33 @@ def begin(path: Path) -> Path:
 def put(saving: Path, path: Path, outdated: Sequence[str]) -> None:
     """Gives a complete checkpoint its name, in the place of one that has it, and removes those that are outdated."""
     replaced = path.with_name(path.name + REPLACED)  # no hidden name: it counts until the new one is there
+    gone = []
     with _alone(path.parent):
         check_free(path)
         if path.exists():
             if replaced.exists():
-                remove(replaced)
+                gone.append(replaced.rename(_hidden(replaced, REMOVED)))
             path.rename(replaced)
         saving.rename(path)
-    sync_folder(path.parent)
-    for old in (replaced, *map(path.with_name, outdated)):
-        if _is_checkpoint(old) and not old.samefile(path) and not _is_of_another(old):
-            remove(old)
+        sync_folder(path.parent)
+        for old in (replaced, *map(path.with_name, outdated)):
+            if _is_checkpoint(old) and not old.samefile(path) and not _is_of_another(old):
+                gone.append(old.rename(_hidden(old, REMOVED)))
+    for old in gone:
+        remove(old)
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint, or what is left of one under a hidden name. All that is ever removed is removed here.
-
-    Interrupted, it leaves the whole of it, or nothing that counts.
+    """Removes what stands under a hidden name of ours. All that is ever removed is removed here.
 
     Raises:
-        FileExistsError: if it is anything else.
+        FileExistsError: if it holds anything else than a checkpoint, or files of an incomplete one.
     """
-    hidden = _ON_ITS_WAY.fullmatch(path.name)
     with contextlib.suppress(FileNotFoundError):  # another one removes it, too
-        if not _is_checkpoint(path) and not (
-            hidden and not path.is_symlink() and all(_OUR_FILES.fullmatch(name) for name in os.listdir(path))
-        ):
+        of_one = not path.is_symlink() and all(_OUR_FILES.fullmatch(name) for name in os.listdir(path))
+        if not _ON_ITS_WAY.fullmatch(path.name) or not (of_one or _is_checkpoint(path)):
             raise FileExistsError(f"{path} is no checkpoint, so that it is not removed")
-        shutil.rmtree(path if hidden else path.rename(_hidden(path, REMOVED)))
+        shutil.rmtree(path)
 
 
 @contextlib.contextmanager
