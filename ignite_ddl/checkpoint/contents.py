@@ -10,6 +10,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from ignite_ddl.checkpoint.form import RANDOM
 from ignite_ddl.checkpoint.storage import Folder, agree, gathered
 from ignite_ddl.checkpoint.values import decoded, encoded
 from ignite_ddl.data import ShardedDataLoader
@@ -20,8 +21,6 @@ from ignite_ddl.state import Shard, local_state, shard_of
 from ignite_ddl.tensor.random import draw_seed, random_states, set_random_states
 
 __all__ = ["Taken", "load", "merged", "take"]
-
-RANDOM = "random states"  # the name under which they are saved beside the objects
 
 
 class Taken:

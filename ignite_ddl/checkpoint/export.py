@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from ignite_ddl.checkpoint.form import read
 from ignite_ddl.checkpoint.storage import agree, on_rank_0
 from ignite_ddl.state import load_full_state_dict, whole_tensors
 
@@ -97,11 +99,14 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
 def _name(folder: Path, parts: list[Path], weight_map: Mapping[str, int], total: int) -> list[Path]:
     """Gives files their final names, the index last; removes what an export before this one has left."""
     names = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
+    before = set()
+    with contextlib.suppress(Exception):  # there is no index that names the files of an export before
+        before = set(json.loads(read(folder / INDEX, 1 << 28))["weight_map"].values())
     (folder / INDEX).unlink(missing_ok=True)
     for path, name in zip(parts, names if len(parts) > 1 else [ONE], strict=True):
         os.replace(path, folder / name)
     for old in folder.glob("model-*-of-*.safetensors"):
-        if len(parts) == 1 or old.name not in names:
+        if old.name in before and (len(parts) == 1 or old.name not in names):
             old.unlink()
     if len(parts) == 1:
         return [folder / ONE]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import re
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_for
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +22,15 @@ from ignite.handlers import Checkpoint as IgniteCheckpoint
 from ignite.handlers.checkpoint import BaseSaveHandler
 
 from ignite_ddl.checkpoint.contents import Taken, load, merged, take
-from ignite_ddl.checkpoint.storage import (
-    DamagedCheckpoint,
-    Folder,
-    agree,
-    on_rank_0,
-    saved_ns,
-    whole_checkpoints,
-    write,
-)
+from ignite_ddl.checkpoint.form import RANDOM, VERSION, DamagedCheckpoint
+from ignite_ddl.checkpoint.owners import ENDINGS, check_free, own_runs
+from ignite_ddl.checkpoint.storage import Folder, agree, on_rank_0, times_saved, whole_checkpoints, write
 from ignite_ddl.data import ShardedDataLoader
-from ignite_ddl.launch.rank import give_back_signals, on_signal
+from ignite_ddl.launch.rank import give_back_signals, on_signal, wait_before_result
 from ignite_ddl.mesh import get_mesh
 
 __all__ = ["Checkpoint"]
+_in_background: set[Future] = set()  # of all checkpoints, until somebody has waited for it
 
 
 class Checkpoint(IgniteCheckpoint):
@@ -48,7 +46,8 @@ class Checkpoint(IgniteCheckpoint):
         to_save: names to objects: the model of ``ddl.auto_model``, the optimizer of ``ddl.auto_optim``, the trainer,
             the loader of ``ddl.auto_dataloader``, and anything else with ``state_dict`` and ``load_state_dict``, such
             as schedulers, a GradScaler, EarlyStopping, metrics.
-        save_handler: a folder on a file system that all ranks see; it is made if need be.
+        save_handler: a folder on a file system that all ranks see; it is made if need be. Several runs may save into
+            it under different names: one that is alive keeps what it has saved (see Note).
         filename_prefix: as in Ignite.
         score_function: as in Ignite; rank 0's score counts.
         score_name: as in Ignite.
@@ -59,14 +58,28 @@ class Checkpoint(IgniteCheckpoint):
         include_self: as in Ignite.
         greater_or_equal: as in Ignite.
         asynchronous: whether to copy the shards and write them in the background, while training goes on. An error
-            there is raised by the next call, or by :meth:`wait`, which the end of the trainer's run calls.
+            there is raised by the next call, or by :meth:`wait`, which the end of the trainer's run calls, or at the
+            end of the function that ``ddl.Parallel.run`` runs: a rank reports after its checkpoints are complete.
             Default: False.
         digests: whether to store a CRC-32 of each part of each file, by which loading finds damage. Default: True.
 
     Raises:
-        ValueError: if ``to_save`` has the trainer but not the loader that it runs on (when saving), or an object that
-            cannot be saved.
-        OSError: on every rank, where any of them cannot write; the checkpoints before are whole.
+        ValueError: if a name is not plain and visible (as with slashes, a leading dot, or nothing); if ``to_save`` has
+            the trainer but not the loader that it runs on (when saving), or an object that cannot be saved; if ranks
+            save different things.
+        OSError: on every rank, where any of them cannot write, or where something is in the way: only checkpoints are
+            replaced or removed, and none of another run that is alive. The checkpoints before are whole.
+
+    Note:
+        A run owns the names under which it has saved, until the process of its rank 0 ends: other runs cannot replace
+        or remove them. The next one can, and clears away what a killed run has left. The folder's file ``.owners``
+        carries the locks for this (POSIX locks, which NFS passes on between machines unless it is mounted with
+        ``nolock``). Where there are none, as on Windows, nobody knows who is alive: a checkpoint of the same name is
+        replaced, and hidden folders that end in ``.saving`` stay until you remove them.
+
+        Outside of ``ddl.Parallel.run`` Python waits at its end for what is written in the background; if that fails,
+        it prints the error and ends with the exit status 120. Call :meth:`wait` before ``idist.finalize()`` or the end
+        of ``idist.Parallel``: without the process group several ranks cannot complete a checkpoint.
 
     Examples:
         .. code-block:: python
@@ -118,8 +131,9 @@ class Checkpoint(IgniteCheckpoint):
         asynchronous: bool = False,
         digests: bool = True,
     ) -> None:
-        if not isinstance(save_handler, str | Path):
-            raise ValueError(f"save_handler should be a folder, but given a {type(save_handler).__name__}")
+        if not isinstance(save_handler, str | Path) or not str(save_handler):
+            given = "an empty name" if save_handler == "" else f"a {type(save_handler).__name__}"
+            raise ValueError(f"save_handler should be a folder, but given {given}")
         self.folder, self.asynchronous, self.digests = Path(save_handler), asynchronous, digests
         super().__init__(
             _checked(to_save),
@@ -133,6 +147,7 @@ class Checkpoint(IgniteCheckpoint):
             include_self,
             greater_or_equal,
         )
+        _check_names(self)
         self.mesh = get_mesh()
         # Its own, on gloo: in the background it would meet training's collectives, and NCCL moves no objects.
         self._group = dist.new_group(backend="gloo") if self.mesh.world_size > 1 else None
@@ -144,11 +159,10 @@ class Checkpoint(IgniteCheckpoint):
     def __call__(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
         """Saves, if the score or the step is better than those that are kept. Every rank calls it."""
         self.wait()
-        before = list(self._saved)
         try:
             super().__call__(engine)
         except BaseException:
-            self._saved = before
+            self._saved = self._before
             raise
         if self.asynchronous and not self._waits_at_the_end:
             self._waits_at_the_end = True
@@ -161,18 +175,28 @@ class Checkpoint(IgniteCheckpoint):
         Raises:
             OSError: if it could not be written.
         """
-        pending, self._in_background = self._in_background, None
-        if pending is not None:
+        if self._in_background is not None:
+            wait_for([self._in_background])
+            pending, self._in_background = self._in_background, None
+            _in_background.discard(pending)
+            if pending.exception():
+                self._saved = self._before
             pending.result()
+        self._before = list(self._saved)
 
     def save(self, name: str) -> Path:
         """Saves under a name of your own, whatever the score, and removes nothing. Every rank calls it.
 
         Args:
-            name: of the new folder in this checkpoint's folder.
+            name: of the new folder in this checkpoint's folder. A checkpoint of that name is replaced, unless another
+                run that is alive has saved it.
 
         Returns:
             Path: of the checkpoint.
+
+        Raises:
+            ValueError: if the name is not plain and visible, or not the same on every rank.
+            OSError: if it cannot be written, or something else has that name.
         """
         self.wait()
         self._write(name, {}, [])
@@ -214,7 +238,8 @@ class Checkpoint(IgniteCheckpoint):
             strict: whether models have to have the same names as those that were saved. Default: True.
 
         Raises:
-            ValueError: if the objects are not like those that were saved, or there is no checkpoint.
+            ValueError: if the objects are not like those that were saved, or differ by rank; if there is no
+                checkpoint, or one that a later ignite_ddl has saved in a format that this one does not know.
             DamagedCheckpoint: a ValueError: if something is missing, or not what was written. The message names it.
         """
         folder, error = None, None
@@ -223,7 +248,10 @@ class Checkpoint(IgniteCheckpoint):
             _checked(to_load, "to_load", "load_state_dict")
         except Exception as raised:
             error = raised
-        agree(error)
+        same = (
+            {} if error else {"checkpoint": (folder.path.name, folder.content["saved_ns"]), "to_load": sorted(to_load)}
+        )
+        agree(error, **same)
         load(folder, to_load, strict)
 
     @staticmethod
@@ -280,7 +308,14 @@ class Checkpoint(IgniteCheckpoint):
         objects = dict(self.to_save) | ({"checkpointer": self} if self.include_self else {})
         taken, error = None, None
         try:
+            _check_name(name, "name")
             _check_loader(objects)
+            if idist.get_rank() == 0:
+                check_free(self.folder / name)
+        except Exception as raised:
+            error = raised
+        agree(error, self._group, name=str(name), to_save=sorted(objects))
+        try:
             taken = take(objects)
             if self.asynchronous:
                 taken = taken.copy()
@@ -293,13 +328,16 @@ class Checkpoint(IgniteCheckpoint):
         background = ThreadPoolExecutor(1, "ddl.Checkpoint")  # the interpreter waits for it before it ends
         self._in_background = background.submit(self._complete, name, taken, metadata, outdated)
         background.shutdown(wait=False)
+        _in_background.add(self._in_background)
+        wait_before_result(_wait_for_all)
 
     def _complete(self, name: str, taken: Taken, metadata: Mapping[str, Any], outdated: list[str]) -> None:
         def content(parts: list[dict[str, Any]]) -> dict[str, Any]:
-            times = [saved_ns(path) for path in whole_checkpoints(self.folder)]
-            newest = max((at for at in times if math.isfinite(at)), default=0)
+            newest = max((at for at in times_saved(self.folder).values() if at < math.inf), default=0)
             return {
                 "saved_ns": max(time.time_ns(), newest + 1),
+                "version": VERSION,
+                "run": own_runs()[-1],
                 "torch": torch.__version__,
                 "metadata": dict(metadata),
                 **merged(parts, self.mesh),
@@ -336,7 +374,7 @@ class _OnSignal:
             return
         self.got = 0
         earlier = self.checkpoint.folder.glob("signal_*")
-        outdated = [path.name for path in earlier]
+        outdated = [path.name for path in earlier if re.fullmatch(r"signal_\d+", path.name)]
         self.checkpoint.wait()
         self.checkpoint._write(f"signal_{engine.state.iteration}", {}, outdated)
         self.checkpoint.wait()
@@ -349,9 +387,52 @@ def _checked(objects: Mapping[str, Any], argument: str = "to_save", method: str 
     for key, thing in objects.items():
         if not hasattr(thing, method):
             raise ValueError(f"{argument}[{key!r}] should have a method {method}, but is a {type(thing).__name__}")
-        if "." in key:
-            raise ValueError(f"{argument} should have names without dots, but given {key!r}")
+        if "." in key or key == RANDOM:
+            raise ValueError(f"{argument} should have names without dots, and not {RANDOM!r}, but given {key!r}")
     return objects
+
+
+def _check_name(name: Any, argument: str) -> None:
+    """Raises a ValueError unless a folder of this name is one folder on any machine, and not hidden."""
+    plain = isinstance(name, str) and name.isprintable() and "" != name == name.strip(". ") == Path(name).name
+    if not plain or "\\" in name or len(name.encode()) > 200 or name.casefold().endswith(ENDINGS):
+        raise ValueError(
+            f"{argument} should be a plain visible name of at most 200 bytes, without slashes and control characters, "
+            f"dots and spaces at its ends, and the endings {', '.join(ENDINGS)}, but given {name!r:.300}"
+        )
+
+
+def _check_names(checkpoint: Checkpoint) -> None:
+    """Those that a checkpoint gets from its arguments."""
+    prefix, score_name, objects = checkpoint.filename_prefix, checkpoint.score_name, list(checkpoint.to_save)
+    name = objects[0] if len(objects) == 1 else "checkpoint"
+    _check_name(name, "the name in to_save")
+    _check_name(prefix or "none", "filename_prefix")
+    _check_name("none" if score_name is None else score_name, "score_name")
+    parts = {"filename_prefix": prefix, "name": name, "score_name": score_name, "score": "1", "global_step": 1}
+    try:
+        pattern = checkpoint._get_filename_pattern(1)
+        filled = pattern.format(**parts)
+    except Exception as error:
+        raise ValueError(f"filename_pattern should be as Ignite's, but given {pattern!r}") from error
+    _check_name(filled, "filename_pattern")
+
+
+def _wait_for_all() -> None:
+    """Waits for what is written in the background, and raises the first error that nobody has been told."""
+    pending = list(_in_background)
+    _in_background.clear()
+    for future in [*wait_for(pending).done]:
+        future.result()
+
+
+@atexit.register
+def _fail_at_exit() -> None:
+    """The interpreter has waited for all threads; it shows what flushing raises, and ends with the status 120."""
+    for future in _in_background:
+        if future.done() and future.exception():  # in a process that was forked meanwhile it is not done
+            sys.stdout.flush()
+            sys.stdout.flush = future.result
 
 
 def _check_loader(objects: Mapping[str, Any]) -> None:

@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import io
-import json
 import math
 import os
 import pickle
-import secrets
-import shutil
+import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -46,18 +43,25 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ignite_ddl.checkpoint.form import (
+    METADATA,
+    STATE,
+    SUMS,
+    VERSION,
+    DamagedCheckpoint,
+    check_state,
+    digest_line,
+    dumped,
+    opened,
+    read_metadata,
+    read_state,
+)
+from ignite_ddl.checkpoint.owners import begin, put, remove, sync_folder
 from ignite_ddl.state import Shard
 
-__all__ = ["DamagedCheckpoint", "Folder", "agree", "gathered", "on_rank_0", "remove", "whole_checkpoints", "write"]
+__all__ = ["Folder", "agree", "gathered", "on_rank_0", "times_saved", "whole_checkpoints", "write"]
 
-SAVING, REPLACED, REMOVED = ".saving", ".replaced", ".removed"  # endings of names that are on their way
-SUMS, STATE, METADATA = "SHA256SUMS", "state.json", ".metadata"
-_RUN = secrets.token_hex(4)  # handlers of one run may write into one folder at the same time
 _BLOCK = 1 << 20
-
-
-class DamagedCheckpoint(ValueError):
-    """A checkpoint that is incomplete, or whose bytes are not those that were written."""
 
 
 # --------------------------------------------------------------------------------------------- writing
@@ -88,7 +92,7 @@ def write(
         ValueError: if a rank does not see the folder, or ``content`` refuses what ranks have.
     """
     parts, state = gathered(own, group), {}
-    saving = on_rank_0(lambda: state.update(content(parts)) or _begin(folder), group)
+    saving = on_rank_0(lambda: state.update(content(parts)) or begin(folder), group)
     seen = saving.is_dir()
     agree(None if seen else ValueError(f"{folder.parent} should be a folder that all ranks see"), group)
     try:
@@ -102,7 +106,8 @@ def write(
         on_rank_0(lambda: _complete(folder, saving, state, outdated), group)
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         if group is None or dist.get_rank() == 0:
-            shutil.rmtree(saving, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(saving)
         if not isinstance(error, CheckpointException | OSError):
             raise
         rank, cause = 0, error
@@ -113,44 +118,13 @@ def write(
         ) from error
 
 
-def remove(folder: Path) -> None:
-    """Removes a checkpoint; interrupted, it leaves the whole of it or none that :func:`whole_checkpoints` finds."""
-    gone = folder.with_name(f".{folder.name}{REMOVED}")
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(gone, ignore_errors=True)
-        folder.rename(gone)
-        shutil.rmtree(gone)
-
-
-def _begin(folder: Path) -> Path:
-    """Makes the hidden folder for what is written, and removes what runs that were killed have left."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    own = f".{_RUN}{SAVING}"
-    for left in folder.parent.glob(".*"):
-        if left.name.endswith((SAVING, REMOVED)) and not left.name.endswith(own):
-            shutil.rmtree(left, ignore_errors=True)
-    saving = folder.with_name(f".{folder.name}{own}")
-    shutil.rmtree(saving, ignore_errors=True)
-    saving.mkdir()
-    return saving
-
-
 def _complete(folder: Path, saving: Path, state: dict[str, Any], outdated: Sequence[str]) -> None:
-    _write_synced(saving / STATE, json.dumps(state, ensure_ascii=False).encode())
-    sums = "".join(f"{_digest_of(saving / name)}  {name}\n" for name in (STATE, METADATA))
+    raw = dumped(state)
+    _write_synced(saving / STATE, raw)
+    sums = digest_line(STATE, raw) + digest_line(METADATA, (saving / METADATA).read_bytes())
     _write_synced(saving / SUMS, sums.encode())
-    _sync_folder(saving)
-    replaced = folder.with_name(f"{folder.name}{REPLACED}")  # no hidden name: it counts until the new one is there
-    if folder.exists():
-        if replaced.exists():
-            remove(replaced)
-        folder.rename(replaced)
-    saving.rename(folder)
-    _sync_folder(folder.parent)
-    remove(replaced)
-    for name in outdated:
-        if name != folder.name:
-            remove(folder.with_name(name))
+    sync_folder(saving)
+    put(saving, folder, outdated)
 
 
 def _write_synced(path: Path, content: bytes) -> None:
@@ -160,29 +134,13 @@ def _write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _digest_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _crc_of(path: Path, offset: int, length: int) -> str:
+def _crc_of(file: BinaryIO, offset: int, length: int) -> str:
     """A CRC-32 finds damage in many megabytes at memory speed; a SHA-256 would take longer than writing them."""
     found = 0
-    with open(path, "rb") as file:
-        file.seek(offset)
-        while length > 0 and (block := file.read(min(length, _BLOCK))):
-            found = zlib.crc32(block, found)
-            length -= len(block)
+    file.seek(offset)
+    while length > 0 and (block := file.read(min(length, _BLOCK))):
+        found = zlib.crc32(block, found)
+        length -= len(block)
     return f"{found:08x}"
 
 
@@ -197,7 +155,7 @@ class _Writer(dcp.FileSystemWriter):
     def __init__(self, path: Path, with_digests: bool) -> None:
         super().__init__(path)
         self.with_digests = with_digests
-        self.digests: dict[str, list[tuple[int, int, str]]] = {}  # by file; known on rank 0 in the end
+        self.digests: dict[str, list[list[Any]]] = {}  # by file; known on rank 0 in the end
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         results = super().write_data(plan, planner).wait()
@@ -207,13 +165,15 @@ class _Writer(dcp.FileSystemWriter):
 
     def _with_digest(self, result: WriteResult) -> _Result:
         at = result.storage_data
-        digest = _crc_of(Path(self.path) / at.relative_path, at.offset, at.length) if self.with_digests else ""
-        return _Result(result.index, result.size_in_bytes, at, digest)
+        if not self.with_digests:
+            return _Result(result.index, result.size_in_bytes, at)
+        with open(Path(self.path) / at.relative_path, "rb") as file:
+            return _Result(result.index, result.size_in_bytes, at, _crc_of(file, at.offset, at.length))
 
     def finish(self, metadata: Metadata, results: list[list[_Result]]) -> None:
         for result in (result for of_rank in results for result in of_rank):
             at = result.storage_data
-            self.digests.setdefault(at.relative_path, []).append((at.offset, at.length, result.digest))
+            self.digests.setdefault(at.relative_path, []).append([at.offset, at.length, result.digest])
         super().finish(metadata, results)
 
     def storage_meta(self) -> None:
@@ -254,20 +214,19 @@ class _SavePlanner(DefaultSavePlanner):
 
 def whole_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder that were written to their end, the newest first. Their bytes are not checked."""
-    if not folder.is_dir():
-        return []
-    complete = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / SUMS).is_file()]
-    return sorted(complete, key=saved_ns, reverse=True)
+    return [path for path, _ in sorted(times_saved(folder).items(), key=lambda item: item[1], reverse=True)]
 
 
-def saved_ns(path: Path) -> float:
-    """When a checkpoint was saved; of one whose ``state.json`` is damaged the future, so that it is tried and named."""
-    try:
-        if _digest_of(path / STATE) in (path / SUMS).read_text():
-            return json.loads((path / STATE).read_bytes())["saved_ns"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return math.inf
+def times_saved(folder: Path) -> dict[Path, float]:
+    """When each was saved; of one whose ``state.json`` is damaged the future, so that it is tried and named."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not path.name.startswith(".") and os.path.lexists(path / SUMS):
+            found[path] = math.inf
+            with contextlib.suppress(Exception):
+                if type(at := read_state(path)[1]["saved_ns"]) is int and at in range(1 << 63):
+                    found[path] = at
+    return found
 
 
 class Folder:
@@ -277,22 +236,27 @@ class Folder:
         path: the checkpoint's folder.
 
     Raises:
-        ValueError: if there is no checkpoint.
+        ValueError: if there is no checkpoint, or one of a later format than this.
         DamagedCheckpoint: if ``state.json`` or ``.metadata`` is not what was written.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not (self.path / SUMS).is_file():
+        if not os.path.lexists(self.path / SUMS):
             there = "has no file SHA256SUMS" if self.path.is_dir() else "does not exist"
             raise ValueError(f"checkpoint should be a folder that ddl.Checkpoint wrote, but {self.path} {there}")
         with self._damages():
-            sums = dict(line.split("  ")[::-1] for line in (self.path / SUMS).read_text().splitlines())
-            for name in (STATE, METADATA):
-                if _digest_of(self.path / name) != sums[name]:
-                    raise DamagedCheckpoint(f"{self.path} is damaged: {name} is not what was written")
-            self.content = json.loads((self.path / STATE).read_bytes())
-            self.metadata = _read_metadata(self.path / METADATA)
+            sums, self.content = read_state(self.path)
+            if type(version := self.content.get("version", 1)) is not int or version < 1:
+                raise DamagedCheckpoint(f"{self.path} is damaged: its version is a {type(version).__name__}")
+        if version > VERSION:
+            raise ValueError(
+                f"{self.path} was saved in the format {version}, but this ignite_ddl knows formats up to {VERSION}: "
+                "load it with a newer one"
+            )
+        with self._damages():
+            check_state(self.content)
+            self.metadata = read_metadata(self.path, sums, self.content)
 
     @contextlib.contextmanager
     def _damages(self) -> Iterator[None]:
@@ -321,25 +285,24 @@ class Folder:
         Raises:
             DamagedCheckpoint: naming the file and the tensor whose bytes differ, are missing, or end too early.
         """
-        known = {
-            (file, offset): (length, digest)
-            for file, parts in self.content["digests"].items()
-            for offset, length, digest in parts
-        }
+        digests = {(file, at): digest for file, parts in self.content["digests"].items() for at, _, digest in parts}
         with self._damages():
             needed = {
-                (at.relative_path, at.offset): name
+                (at.relative_path, at.offset, at.length): name
                 for name, at in ((i.storage_index.fqn, self.metadata.storage_data[i.storage_index]) for i in
                                  _LoadPlanner(targets).items(self.metadata))
             }  # fmt: skip
-            for (file, offset), name in sorted(needed.items()):
-                length, digest = known[file, offset]
-                if Path(file).name != file:
-                    raise DamagedCheckpoint(f"{self.path} is damaged: it names the file {file!r} outside of it")
-                if (self.path / file).stat().st_size < offset + length:
-                    raise DamagedCheckpoint(f"{self.path} is damaged: {file} ends before {name!r} does")
-                if digest and _crc_of(self.path / file, offset, length) != digest:
-                    raise DamagedCheckpoint(f"{self.path} is damaged: {name!r} in {file} is not what was written")
+            for (name_of_file, offset, length), name in sorted(needed.items()):
+                if Path(name_of_file).name != name_of_file:
+                    raise DamagedCheckpoint(f"{self.path} is damaged: it names the file {name_of_file!r} outside of it")
+                with opened(self.path / name_of_file) as file:
+                    if os.fstat(file.fileno()).st_size < offset + length:
+                        raise DamagedCheckpoint(f"{self.path} is damaged: {name_of_file} ends before {name!r} does")
+                    digest = digests[name_of_file, offset]
+                    if digest and _crc_of(file, offset, length) != digest:
+                        raise DamagedCheckpoint(
+                            f"{self.path} is damaged: {name!r} in {name_of_file} is not what was written"
+                        )
 
     def read(self, targets: Mapping[str, tuple[str, Shard]]) -> None:
         """Reads tensors in place; every rank of the job calls it.
@@ -387,29 +350,6 @@ class _LoadPlanner(DefaultLoadPlanner):
         return dict(self.targets[index.fqn][1].pieces)[tuple(index.offset)]
 
 
-# What a ``.metadata`` of tensors consists of; pickle would call anything that a file names.
-_IN_METADATA = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
-                 "StorageMeta", "_MEM_FORMAT_ENCODING")
-} | {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"),
-     ("torch.serialization", "_get_layout")}  # fmt: skip
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if (module, name) in _IN_METADATA or isinstance(dtype, torch.dtype):
-            return super().find_class(module, name)
-        raise DamagedCheckpoint(f"{METADATA} holds {module}.{name}, which is not loaded: it could run any code")
-
-
-def _read_metadata(path: Path) -> Metadata:
-    metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
-    metadata.storage_meta = None
-    return metadata
-
-
 # --------------------------------------------------------------------------------------------- together
 
 
@@ -422,32 +362,61 @@ def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return parts
 
 
-def agree(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+def agree(error: Exception | None, group: dist.ProcessGroup | None = None, **same: Any) -> None:
     """Raises on every rank what any rank has found.
 
     Args:
         error: what this rank has found; None: nothing.
         group: a group of all ranks. Default: the world.
+        same: what has to be the same on all ranks, by the name of the argument that it comes from.
+
+    Raises:
+        ValueError: if that differs.
     """
-    for rank, found in enumerate(gathered(error, group)):
-        if found is not None:
+    found = gathered((_carried(error), same), group)
+    for rank, (pickled, _) in enumerate(found):
+        if pickled is not None:
             if error is None:
-                found.add_note(f"This was found on rank {rank}.")
-            raise found
+                error = pickle.loads(pickled)
+                error.add_note(f"This was found on rank {rank}.")
+            raise error
+    for name, value in found[0][1].items():
+        for rank, (_, there) in enumerate(found):
+            if there[name] != value:
+                raise ValueError(
+                    f"{name} should be the same on every rank, but is {value!r} on rank 0 and {there[name]!r} on rank "
+                    f"{rank}"
+                )
 
 
 def on_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     """What a function returns or raises on rank 0, on every rank."""
-    result, error = None, None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if not dist.is_initialized():
+        return function()
+    box, error = [None, None], None
+    if dist.get_rank() == 0:
         try:
-            result = function()
+            box[0] = pickle.dumps(function())
         except Exception as raised:
-            error = raised
-    if dist.is_initialized():
-        box = [result, error]
-        dist.broadcast_object_list(box, src=0, group=group)
-        result, error = box
-    if error is not None:
-        raise error
-    return result
+            error, box[1] = raised, _carried(raised)
+    dist.broadcast_object_list(box, src=0, group=group)
+    if error is not None or box[1] is not None:
+        raise error or pickle.loads(box[1])
+    return pickle.loads(box[0])
+
+
+def _carried(error: Exception | None) -> bytes | None:
+    """An exception for other ranks: one that cannot travel is told by its type and message."""
+    if error is None:
+        return None
+    said = "".join(traceback.format_exception_only(error)).strip()
+    with contextlib.suppress(Exception):
+        pickled = cloudpickle.dumps(error)
+        if "".join(traceback.format_exception_only(pickle.loads(pickled))).strip() == said:
+            return pickled
+    kind = next(
+        kind
+        for kind in (DamagedCheckpoint, OSError, ValueError, RuntimeError)
+        if isinstance(error, kind) or kind is RuntimeError
+    )
+    return pickle.dumps(kind(said))

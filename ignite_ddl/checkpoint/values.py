@@ -38,16 +38,22 @@ def encoded(value: Any, where: str) -> Any:
     )
 
 
-def decoded(value: Any) -> Any:
-    """What :func:`encoded` was given."""
+def decoded(value: Any, deepest: int = 100) -> Any:
+    """What :func:`encoded` was given.
+
+    Raises:
+        Exception: of any type, if it was something else, or containers in containers more than 100 deep.
+    """
+    if not deepest:
+        raise ValueError("containers are nested more than 100 deep")
     if isinstance(value, list):
-        return [decoded(item) for item in value]
+        return [decoded(item, deepest - 1) for item in value]
     if not isinstance(value, dict):
         return value
     if "dict" in value:
-        return {decoded(k): decoded(v) for k, v in value["dict"]}
+        return {decoded(k, deepest - 1): decoded(v, deepest - 1) for k, v in value["dict"]}
     if "tuple" in value:
-        return tuple(decoded(item) for item in value["tuple"])
+        return tuple(decoded(item, deepest - 1) for item in value["tuple"])
     data = bytearray(base64.b64decode(value["tensor"]))
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return flat.view(getattr(torch, value["dtype"])).reshape(value["shape"])

@@ -271,12 +271,12 @@ def test_best_and_last_are_kept(tmp_path):
     for checkpoint in (best, last, named):
         run.trainer.add_event_handler(Events.ITERATION_COMPLETED, checkpoint)
     run.go(1)
-    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "best").glob("[!.]*")) == [
         "best_model_5_score=5", "best_model_6_score=9",
     ]  # fmt: skip
     assert best.last_checkpoint == tmp_path / "best" / "best_model_6_score=9"
-    assert sorted(path.name for path in (tmp_path / "last").iterdir()) == [f"checkpoint_{i}" for i in (4, 5, 6)]
-    assert [path.name for path in (tmp_path / "named").iterdir()] == ["checkpoint-of-6"]
+    assert sorted(path.name for path in (tmp_path / "last").glob("[!.]*")) == [f"checkpoint_{i}" for i in (4, 5, 6)]
+    assert [path.name for path in (tmp_path / "named").glob("[!.]*")] == ["checkpoint-of-6"]
     other = Run(seed=1)
     best.reload_objects({"model": other.model}, score=9, global_step=6)
     assert torch.equal(other.model.head.weight, run.model.head.weight)
@@ -289,7 +289,7 @@ def scores_by_rank(rank, folder):
     checkpoint = ddl.Checkpoint(run.things(), folder, score_function=lambda engine: float(ddl.get_mesh().rank))
     checkpoint(run.trainer)
     checkpoint(run.trainer)  # were each rank to decide by its own score, rank 1 would wait here
-    return [path.name for path in folder.iterdir()]
+    return [path.name for path in folder.glob("[!.]*")]
 
 
 def test_rank_0_decides(tmp_path):

@@ -3,12 +3,16 @@
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import pickle
+import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -17,11 +21,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Events
-from ranks import launch
+from ranks import launch, parallel
 from torch import nn
 
 import ignite_ddl as ddl
 from ignite_ddl.checkpoint import DamagedCheckpoint
+from ignite_ddl.checkpoint.storage import Folder
+from ignite_ddl.launch.parallel import PRELOAD
 
 
 def net():
@@ -61,6 +67,11 @@ def newest(folder):
     model = net()
     path = ddl.Checkpoint.load_newest({"model": model}, folder)
     return path, [p.tolist() for p in model.parameters()]
+
+
+def names_in(folder):
+    """Of all but the file with the locks of runs."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".owners")
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +147,7 @@ def test_killed_at_any_step_the_last_checkpoint_is_whole(who, number, kept, tmp_
     assert weights == kept[step]
     # The next run goes on from there, and clears away what is left.
     launch({"dp": 2}, lambda rank: training(tmp_path, 2) and None)
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    assert [name for name in names_in(tmp_path) if name.startswith(".")] == []
 
 
 def test_these_are_all_steps(tmp_path):
@@ -156,9 +167,273 @@ def test_a_kill_between_two_renames(tmp_path):
     found, weights = newest(tmp_path)
     assert found.name == "checkpoint_1.replaced"
     checkpoint.save("checkpoint_1")
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_1"]
+    assert names_in(tmp_path) == ["checkpoint_1"]
     checkpoint.save("checkpoint_1")
     assert newest(tmp_path)[1] == weights
+
+
+# ------------------------------------------------------------------------- names, and what is not ours
+
+NOT_PLAIN = ["", ".", "..", "../x", "/tmp/x", "a/b", "x/", ".x", " x", "x ", "x.", "x\n", "x\0", "a\\b", "x" * 300,
+             "\ud800", "x\u200b", "x.saving", "x.Removed", "x.replaced", None, 3, Path("x")]  # fmt: skip
+
+
+def contents(folder):
+    return {path: path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture
+def precious(tmp_path):
+    """A folder with a checkpoint and a user's files, whose names are like ours."""
+    checkpoint = ddl.Checkpoint({"model": net()}, tmp_path)
+    checkpoint.save("first")
+    for name in ("plots", "plots.replaced", "signal_processing", ".plots.saving", ".plots.removed", "signal_7",
+                 ".x.0.deadbeef.saving", ".x.0.deadbeef.removed", "old.replaced"):  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("precious")
+    (tmp_path / "plots" / "SHA256SUMS").write_text("of something else")
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "first")
+    (tmp_path / "lost").symlink_to(tmp_path / "nowhere")
+    return checkpoint
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN, ids=lambda name: ascii(name)[:20])
+def test_a_name_that_is_not_plain_is_refused(name, precious, tmp_path):
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match="name should be a plain visible name .* but given"):
+        precious.save(name)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["plots", "signal_processing", "file", "link", "lost", "signal_7", "old"])
+def test_only_checkpoints_are_replaced(name, precious, tmp_path):
+    before = contents(tmp_path)
+    with pytest.raises(OSError, match=f"{name}(.replaced)? is there already, and is no checkpoint"):
+        precious.save(name)
+    assert contents(tmp_path) == before
+    precious.save("first")
+    assert {p: c for p, c in contents(tmp_path).items() if "first" not in str(p)} == {
+        p: c for p, c in before.items() if "first" not in str(p)
+    }
+
+
+def test_what_is_outdated_is_removed_only_if_it_is_a_checkpoint(precious, tmp_path):
+    before = contents(tmp_path)
+    outdated = ["plots", "signal_7", "file", "link", "lost", "nothing", "first"]
+    precious._write("second", {}, outdated)
+    assert not (tmp_path / "first").exists()
+    assert contents(tmp_path / "second")
+    after = contents(tmp_path)
+    assert all(after[path] == content for path, content in before.items() if "first" not in str(path))
+    precious._write("second", {}, ["second"])
+    assert contents(tmp_path / "second")
+
+
+def test_on_a_file_system_without_upper_case(precious, tmp_path, monkeypatch):
+    """There the outdated "SECOND" is the new "second"."""
+    real = Path.with_name
+    monkeypatch.setattr(Path, "with_name", lambda path, name: real(path, "second" if name == "SECOND" else name))
+    precious._write("second", {}, ["SECOND"])
+    assert weights_in(tmp_path / "second")
+
+
+def test_arguments_that_make_names_are_checked(tmp_path):
+    model = net()
+    refused = [
+        ({}, {"filename_prefix": name}, "filename_prefix should be") for name in NOT_PLAIN if name not in ("", None)
+    ]
+    refused += [({}, {"score_name": name}, "score_name should be") for name in ("", "val/acc", "../x", "a\nb")]
+    patterns = (
+        "a/{name}",
+        ".{name}",
+        "../{name}",
+        "{name}/{global_step}.{ext}",
+        "",
+        "{name}.saving",
+        "{nam}",
+        "{name",
+        "{}",
+    )
+    refused += [({}, {"filename_pattern": pattern}, "filename_pattern should be") for pattern in patterns]
+    refused += [
+        ({"to_save": {name: model}}, {}, "name in to_save should be") for name in ("a/b", "", "a\nb", "x" * 300)
+    ]
+    refused += [({"to_save": {"random states": model, "model": model}}, {}, "to_save should have names without dots")]
+    refused += [({"save_handler": ""}, {}, "save_handler should be a folder")]
+    for given, more, message in refused:
+        with pytest.raises(ValueError, match=message):
+            ddl.Checkpoint(**({"to_save": {"model": model}, "save_handler": tmp_path} | given), **more)
+    trainer = small_run()["trainer"]
+    for step in ("../x", "a/b", "x" * 300):
+        given = {"score_function": lambda engine: 1, "global_step_transform": lambda *_, step=step: step}
+        with pytest.raises(ValueError, match="name should be a plain"):
+            ddl.Checkpoint({"model": model}, tmp_path, **given)(trainer)
+    assert names_in(tmp_path) == []
+    for more in ({"filename_prefix": "best run"}, {"filename_pattern": "{global_step:04d}-{name}.{ext}"},
+                 {"score_name": "val acc", "score_function": lambda engine: 1}):  # fmt: skip
+        ddl.Checkpoint({"model": model}, tmp_path, **more)(trainer)
+    assert names_in(tmp_path) == ["0000-model", "best run_model_0", "model_val acc=1"]
+
+
+def unlike_calls(rank, folder):
+    things = small_run()
+
+    class Own(Exception):
+        def __init__(self, code):
+            super().__init__(f"own error {code}")
+            self.lock = threading.Lock()
+
+    class Failing:
+        def state_dict(self):
+            if rank == 1:
+                raise Own(7)
+            return {}
+
+    checkpoint = ddl.Checkpoint({"model": things["model"]}, folder)
+    with pytest.raises(
+        ValueError, match="name should be the same on every rank, but is 'one0' on rank 0 and 'one1' on"
+    ):
+        checkpoint.save(f"one{rank}")
+    with pytest.raises(ValueError, match="plain visible name"):
+        checkpoint.save("one" if rank == 0 else "../one")
+    with pytest.raises(OSError, match="mine is there already"):
+        checkpoint.save("mine")
+    with pytest.raises(Exception, match=r"own error 7") as told:
+        ddl.Checkpoint(things | {"failing": Failing()}, folder).save("x")
+    assert (type(told.value).__name__, "Own" in str(told.value)) == (("RuntimeError", True), ("Own", False))[rank]
+    some = dict(list(things.items())[: 4 - rank])
+    with pytest.raises(
+        ValueError, match=r"to_save should be the same on every rank, but is \['loader', 'model'.* on rank 0"
+    ):
+        ddl.Checkpoint(some, folder).save("x")
+    checkpoint.save("a")
+    checkpoint.save("b")
+    ddl.Checkpoint(things, folder).save("all")
+    with pytest.raises(ValueError, match="checkpoint should be the same on every rank, but is .'a', "):
+        ddl.Checkpoint.load_objects({"model": things["model"]}, folder / "ab"[rank])
+    with pytest.raises(ValueError, match="to_load should be the same on every rank"):
+        ddl.Checkpoint.load_objects(some, folder / "all")
+
+
+def test_calls_that_differ_by_rank_are_said_so_on_all(tmp_path):
+    (tmp_path / "mine").mkdir()
+    launch({"dp": 2}, unlike_calls, tmp_path)
+    assert names_in(tmp_path) == ["a", "all", "b", "mine"]
+
+
+def test_an_export_removes_what_an_export_has_left(tmp_path):
+    model = net()
+    ddl.export_weights(model, tmp_path, 100)
+    theirs = ("model-00001-of-00009.safetensors", "model-best-of-3.safetensors", "model-1-of-2.safetensors")
+    for name in theirs:
+        (tmp_path / name).write_text("precious")
+    for size in (200, None):
+        ddl.export_weights(model, tmp_path, size)
+        assert all((tmp_path / name).read_text() == "precious" for name in theirs)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*theirs, "model.safetensors"])
+
+
+# --------------------------------------------------------------------------------- two jobs in one folder
+
+
+def beside(function, *args):
+    """A job of one process, which is no child of a job that saves."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=function, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def one_job(pipe, folder):
+    """Saves under the names that it is told, and says what came of it."""
+    os.environ.pop("IGNITE_DDL_RUNS", None)
+    checkpoint = ddl.Checkpoint({"model": net()}, folder)
+    pipe.send("ready")
+    while True:
+        name, dies = pipe.recv()
+        fsync = os.fsync
+
+        def die(file):
+            pipe.send("in the middle")
+            time.sleep(60)
+
+        os.fsync = die if dies else fsync
+        try:
+            checkpoint.save(name)
+            pipe.send(name)
+        except OSError as error:
+            pipe.send(str(error))
+
+
+def test_what_another_run_has_written_is_left_alone_while_it_lives(tmp_path):
+    jobs = [beside(one_job, tmp_path) for _ in range(2)]
+    (a, to_a), (b, to_b) = jobs
+    try:
+        assert to_a.recv() == to_b.recv() == "ready"
+
+        def told(pipe, name, dies=False):
+            pipe.send((name, dies))
+            assert pipe.poll(30)
+            return pipe.recv()
+
+        assert told(to_a, "last") == "last"
+        assert told(to_a, "last") == "last", "its own"
+        assert "last was saved by another run that is still alive" in told(to_b, "last")
+        assert told(to_b, "other") == "other"
+        shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name} copied")  # reads the file of the locks
+        assert told(to_a, "next", dies=True) == "in the middle"
+        [saving] = tmp_path.glob(".*.saving")
+        assert told(to_b, "other") == "other"
+        assert saving.exists(), "a living run is writing it"
+        a.kill()
+        a.join()
+        assert told(to_b, "last") == "last"
+        assert names_in(tmp_path) == ["last", "other"], "what the dead one has left is removed"
+    finally:
+        for process, _ in jobs:
+            process.kill()
+
+
+def test_a_reader_in_the_same_process_does_not_free_its_names(tmp_path):
+    """The system drops a process's locks when it closes any descriptor of the file; the next save takes them again."""
+    checkpoint = ddl.Checkpoint({"model": net()}, tmp_path)
+    checkpoint.save("a")
+    (tmp_path / ".owners").read_bytes()
+    checkpoint.save("b")
+    job, pipe = beside(one_job, tmp_path)
+    try:
+        assert pipe.recv() == "ready"
+        pipe.send(("a", False))
+        assert "still alive" in pipe.recv()
+    finally:
+        job.kill()
+
+
+def test_two_handlers_of_one_process_save_under_one_name(tmp_path):
+    model = net()
+    first, second = (ddl.Checkpoint({"model": model}, tmp_path, asynchronous=True) for _ in range(2))
+    for _ in range(5):
+        first.save("same")
+        second.save("same")
+    first.wait()
+    second.wait()
+    assert names_in(tmp_path) == ["same"]
+    assert weights_in(tmp_path / "same") == [p.tolist() for p in model.parameters()]
+
+
+def test_where_there_are_no_locks(tmp_path, monkeypatch):
+    """As on Windows: what is on its way is left alone, a checkpoint of the same name is replaced."""
+    monkeypatch.setattr("ignite_ddl.checkpoint.owners.lockf", None)
+    checkpoint = ddl.Checkpoint({"model": net()}, tmp_path)
+    checkpoint.save("a")
+    (tmp_path / ".b.0.01234567.saving").mkdir()
+    state_of(lambda state: state | {"run": "01234567"})(tmp_path / "a")
+    checkpoint.save("a")
+    assert names_in(tmp_path) == [".b.0.01234567.saving", "a"]
 
 
 # ------------------------------------------------------------------------------------------- full disks
@@ -177,7 +452,7 @@ def on_a_full_disk(rank, folder):
 
 def test_a_full_disk_is_named_on_all_ranks(tmp_path):
     launch({"dp": 2}, on_a_full_disk, tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["first"]
+    assert names_in(tmp_path) == ["first"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
@@ -247,6 +522,14 @@ def test_damage_that_one_rank_sees_stops_all(two, tmp_path):
     launch({"dp": 2}, loaded_on_two, tmp_path)
 
 
+def sign(folder):
+    """Makes the digests fit."""
+    sums = "".join(
+        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in ("state.json", ".metadata")
+    )
+    (folder / "SHA256SUMS").write_text(sums)
+
+
 class Planted:
     def __reduce__(self):
         return os.mkdir, (self.path,)
@@ -270,15 +553,165 @@ def test_a_planted_pickle_is_not_executed(where, two, tmp_path):
         digest = f"{zlib.crc32(content[offset : offset + length]):08x}"
         state["digests"][where][0] = [offset, length, digest]
         (folder / "state.json").write_text(json.dumps(state))
-    sums = "".join(
-        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in ("state.json", ".metadata")
-    )
-    (folder / "SHA256SUMS").write_text(sums)
+    sign(folder)
     with pytest.raises(DamagedCheckpoint):
         weights_in(folder)
     assert not Path(Planted.path).exists()
     pickle.loads(pickle.dumps(Planted()))
     assert Path(Planted.path).exists(), "it would have been"
+
+
+def linked(path, target):
+    path.unlink()
+    path.symlink_to(target)
+
+
+def piped(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def signed(write):
+    def damage(folder):
+        write(folder)
+        sign(folder)
+
+    return damage
+
+
+def metadata_of(raw):
+    return signed(lambda folder: (folder / ".metadata").write_bytes(raw))
+
+
+def with_chunks(change):
+    def write(folder):
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        for tensor in metadata.state_dict_metadata.values():
+            tensor.chunks = change(tensor.chunks)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return signed(write)
+
+
+def state_of(change):
+    """``change`` is given what is in state.json, and returns what is to be, or its text."""
+
+    def write(folder):
+        path = folder / "state.json"
+        changed = change(json.loads(path.read_text()))
+        path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+
+    return signed(write)
+
+
+def deep_in_state(state):
+    state["objects"]["trainer"] = {"all": "deep"}
+    return json.dumps(state).replace('"deep"', "[" * 20_000 + "]" * 20_000)
+
+
+def sparse_state(folder):
+    os.truncate(folder / "state.json", 3 << 30)
+
+
+# A tuple of two tuples of two tuples … as a key: its hash takes 2 ** 60 steps.
+NESTED = b"\x80\x04)\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60)) + b"}h<K\x01s."
+HOSTILE = {
+    **{f"{name} is a pipe": lambda f, name=name: piped(f / name)
+       for name in ("SHA256SUMS", "state.json", ".metadata", "__0_0.distcp")},
+    **{f"{name} never ends": lambda f, name=name: linked(f / name, "/dev/zero")
+       for name in ("SHA256SUMS", "state.json", ".metadata", "__0_0.distcp")},
+    ".metadata wants 4 GB for its memo": metadata_of(b"\x80\x02Nr\xff\xff\xff\x0f."),
+    ".metadata wants 4 GB of bytes": metadata_of(b"\x80\x05\x96\x00\x00\x00\x00\x01\x00\x00\x00."),
+    ".metadata wants a long frame": metadata_of(b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f."),
+    ".metadata nests tuples": metadata_of(NESTED),
+    ".metadata is a long row of tuples": metadata_of(b"\x80\x04)" + b"\x85" * 60_000 + b"}K\x01K\x02s\x86."),
+    ".metadata has many chunks": with_chunks(lambda chunks: chunks * 300_000),
+    ".metadata has some chunks twice": with_chunks(lambda chunks: chunks * 2),
+    ".metadata lacks chunks": with_chunks(lambda chunks: chunks[1:]),
+    "state.json is deep": state_of(deep_in_state),
+    "state.json is a long number": state_of(lambda state: json.dumps(state | {"saved_ns": 1})[:-1] + "1" * 9000 + "}"),
+    "state.json is of the year 1e299": state_of(lambda state: state | {"saved_ns": 10**308}),
+    "state.json is huge": sparse_state,
+    "state.json has many values": signed(lambda f: (f / "state.json").write_text("[" + "[]," * 20_000_000 + "[]]")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_what_would_hang_is_damaged(what, two, tmp_path):
+    shutil.copytree(two, tmp_path, dirs_exist_ok=True)
+    HOSTILE[what](tmp_path / "checkpoint_2")
+    start = time.process_time()
+    with pytest.warns(UserWarning, match="checkpoint_2 is damaged.*loaded .*checkpoint_1 instead"):
+        path, _ = newest(tmp_path)
+    assert path.name == "checkpoint_1"
+    assert time.process_time() - start < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20, "4 GiB"
+
+
+# What has to be in state.json, and values that cannot stand there.
+OPTIMIZER, ITS_STATE = ("optimizers", "optimizer"), ("optimizers", "optimizer", "states", "model.0.weight")
+WRONG = (None, True, -1, 1.5, "x", [[3]], {"x": 5})
+WRONG_STATE = (
+    {"tensor": "!", "dtype": "float32", "shape": [1]},
+    {"tensor": "", "dtype": "load", "shape": []},
+    {"dict": 3},
+    {"dict": [[[], 1]]},
+    {"x": 1},
+)
+NEEDED = {
+    **dict.fromkeys([("saved_ns",), ("mesh",), ("mesh", "dp"), ("models",), ("models", "model", "names"),
+                     ("models", "model", "saved_as"), ("models", "model", "extra"), ("optimizers",),
+                     (*OPTIMIZER, "groups"), (*OPTIMIZER, "states"), (*OPTIMIZER, "groups", 0, "names"),
+                     (*ITS_STATE, "tensors"), (*ITS_STATE, "values"), ("objects",), ("objects", "random states"),
+                     ("objects", "loader"), ("loaders",), ("digests",), ("digests", "__0_0.distcp"),
+                     ("digests", "__0_0.distcp", 0, 0)], WRONG),
+    **dict.fromkeys([(*OPTIMIZER, "groups", 0, "options"), ("objects", "trainer", "all")], WRONG_STATE),
+}  # fmt: skip
+FITS = {("models", "model", "extra"): ({"x": 5},), (*ITS_STATE, "values"): ({"x": 5},)}
+
+
+def changed(state, keys, *value):
+    """With another value at a place, or without any."""
+    inner = state
+    for key in keys[:-1]:
+        inner = inner[key]
+    if value:
+        inner[keys[-1]] = value[0]
+    else:
+        del inner[keys[-1]]
+    return state
+
+
+def test_each_part_of_a_state_is_checked(two, tmp_path):
+    shutil.copytree(two, tmp_path, dirs_exist_ok=True)
+    raw = (tmp_path / "checkpoint_2" / "state.json").read_text()
+    for keys, wrong in NEEDED.items():
+        for value in [(), *((other,) for other in wrong)]:
+            if FITS.get(keys) == value:
+                continue
+            state_of(lambda _, keys=keys, value=value: changed(json.loads(raw), keys, *value))(
+                tmp_path / "checkpoint_2"
+            )
+            with pytest.raises(DamagedCheckpoint):
+                print(keys, value, Folder(tmp_path / "checkpoint_2"))
+    with pytest.warns(UserWarning, match="checkpoint_2 is damaged"):
+        assert newest(tmp_path)[0].name == "checkpoint_1"
+
+
+def test_a_later_format_is_named_and_never_skipped(two, tmp_path):
+    shutil.copytree(two, tmp_path, dirs_exist_ok=True)
+    state = json.loads((two / "checkpoint_2" / "state.json").read_text())
+    assert state["version"] == 1
+    state_of(lambda state: state | {"version": 2, "digests": "elsewhere"})(tmp_path / "checkpoint_2")
+    for load in (newest, lambda folder: weights_in(folder / "checkpoint_2")):
+        with pytest.raises(ValueError, match="checkpoint_2 was saved in the format 2, .* formats up to 1: load"):
+            load(tmp_path)
+    for version in (0, -1, True, 1.5, "2", None):
+        state_of(lambda _, version=version: state | {"version": version})(tmp_path / "checkpoint_2")
+        with pytest.warns(UserWarning, match="its version is a"):
+            newest(tmp_path)
+    state_of(lambda _: changed(changed(state, ["version"]), ["run"]))(tmp_path / "checkpoint_2")
+    assert newest(tmp_path)[0].name == "checkpoint_2", "none is the first one"
 
 
 def test_digests_are_those_of_sha256sum(two):
@@ -304,7 +737,7 @@ def in_the_background(rank, folder):
         seen.append((folder / "checkpoint_1").exists())
 
     _, checkpoint = training(folder, 3, each, asynchronous=True, n_saved=None, score_function=None)
-    return seen, [path.name for path in sorted(folder.iterdir())]
+    return seen, names_in(folder)
 
 
 def test_training_goes_on_while_it_is_written(kept, tmp_path):
@@ -332,7 +765,89 @@ def failing_in_the_background(rank, folder):
 
 def test_an_error_in_the_background_is_raised_at_the_next_save(tmp_path):
     launch({"dp": 2}, failing_in_the_background, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_1"]
+    assert names_in(tmp_path) == ["checkpoint_1"]
+
+
+def returning_early(rank, folder, seconds, fails, raises):
+    """The last thing that it does is to save in the background, by a checkpoint that nobody keeps."""
+    model = ddl.auto_model(net(), shard=True)
+    fsync = os.fsync
+
+    def slow(file):
+        time.sleep(seconds)
+        if fails and rank == 0:
+            raise OSError(28, "No space left on device")
+        fsync(file)
+
+    os.fsync = slow
+    ddl.Checkpoint({"model": model}, folder, asynchronous=True).save("last")
+    if raises:
+        raise KeyError("the function's own")
+    return "returned"
+
+
+@pytest.mark.parametrize("seconds", [0.1, pytest.param(3, marks=pytest.mark.slow)])  # six syncs; EXIT_SECONDS is 5
+def test_a_rank_waits_for_its_last_checkpoint(seconds, tmp_path):
+    assert launch({"dp": 2}, returning_early, tmp_path, seconds, False, False) == ["returned"] * 2
+    assert names_in(tmp_path) == ["last"]
+    weights_in(tmp_path / "last")
+
+
+@pytest.mark.parametrize("ranks", [2, None])
+def test_the_error_of_the_last_write_is_the_runs_error(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", os.fsync)  # on a serial run it is this process that has no space
+    with pytest.raises((ddl.RankError, OSError), match="last could not be written.*No space left on device"):
+        (parallel(2) if ranks else ddl.Parallel()).run(returning_early, tmp_path, 0, True, False)
+    assert names_in(tmp_path) == []
+
+
+def test_what_could_not_be_written_is_not_the_last_checkpoint(tmp_path, monkeypatch):
+    checkpoint = ddl.Checkpoint({"model": net()}, tmp_path, asynchronous=True)
+    trainer = small_run()["trainer"]
+    checkpoint(trainer)
+    checkpoint.wait()
+    trainer.state.iteration = 1
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", lambda file: os.fdopen(-1))
+        checkpoint(trainer)
+        with pytest.raises(OSError, match="model_1 could not be written"):
+            checkpoint.wait()
+    assert checkpoint.last_checkpoint == tmp_path / "model_0"
+    trainer.state.iteration = 2
+    checkpoint(trainer)
+    checkpoint.wait()
+    assert names_in(tmp_path) == ["model_2"], "one is kept"
+
+
+def test_an_exception_goes_before_the_last_write(tmp_path):
+    with pytest.raises(ddl.RankError) as told:
+        launch({"dp": 2}, returning_early, tmp_path, 0.2, True, True)
+    assert isinstance(told.value.exception, KeyError)
+
+
+A_SCRIPT = """
+import atexit, os, sys
+import torch, ignite_ddl as ddl
+checkpoint = ddl.Checkpoint({"model": torch.nn.Linear(2, 2)}, sys.argv[1], asynchronous=True)
+checkpoint.save("first")
+checkpoint.wait()
+def full(file):
+    raise OSError(28, "No space left on device")
+if sys.argv[2] == "fails":
+    os.fsync = full
+checkpoint.save("last")
+atexit.register(print, "at the exit")
+print("the end of the script")
+"""
+
+
+@pytest.mark.parametrize("how", ["fails", pytest.param("writes", marks=pytest.mark.slow)])
+def test_a_script_whose_last_write_fails_ends_with_an_error(how, tmp_path):
+    done = subprocess.run([sys.executable, "-c", A_SCRIPT, tmp_path, how], capture_output=True, text=True)
+    assert done.returncode == (120 if how == "fails" else 0), done.stderr
+    assert ("last could not be written" in done.stderr) == (how == "fails"), done.stderr
+    assert done.stdout.split("\n")[:2] == ["the end of the script", "at the exit"]
+    assert names_in(tmp_path) == ["first", "last"][: 1 + (how == "writes")]
 
 
 # ----------------------------------------------------------------------------------------------- signals
@@ -357,8 +872,177 @@ def terminated(rank, folder, load):
 
 
 def test_sigterm_on_one_rank_saves_on_all_and_ends_the_run(tmp_path):
+    (tmp_path / "signal_processing").mkdir()
     (first, second) = launch({"dp": 2}, terminated, tmp_path, False)
     assert len(first) == len(second) == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["signal_3"]
+    assert names_in(tmp_path) == ["signal_3", "signal_processing"]
     rest, _ = launch({"dp": 2}, terminated, tmp_path, True)
     assert len(rest) == 7
+
+
+# ----------------------------------------------------------------------- the suite: many faults, all compared
+
+
+def fingerprint(things):
+    """Of this rank's weights, averages, random numbers and place in the data, to the last bit."""
+    tensors = [*things["model"].state_dict().values()]
+    tensors += [v for state in things["optimizer"].state.values() for v in state.values()]
+    found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        found.update(local.detach().numpy().tobytes())
+    found.update(repr((things["loader"].state_dict()["rows"], things["trainer"].state.output)).encode())
+    return found.hexdigest()
+
+
+def one_life(rank, folder, log, victim, seconds, until, options):
+    """Goes on from the newest checkpoint, and saves after each step; a thread of the victim kills it."""
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(30, 6), torch.randn(30, 2))
+    loader = ddl.auto_dataloader(data, batch_size=4, shuffle=True)
+    model = ddl.auto_model(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2)), shard=True)
+    optimizer = ddl.auto_optim(torch.optim.Adam(model.parameters(), lr=0.01))
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
+    things = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader}
+    if folder is not None:
+        found = ddl.Checkpoint.load_newest(things, folder)
+        log.with_name(f"loaded {rank}").write_text(found.name.removeprefix("checkpoint_") if found else "0")
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, ddl.Checkpoint(things, folder, n_saved=2, **options))
+    lines = os.open(log.with_name(f"{log.name} {rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    late = 2 if options.get("asynchronous") else 1  # so many steps ago the last one was saved that is complete
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def _(engine):
+        log.with_name(f"saved {rank}").write_text(str(engine.state.iteration - late))
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def _(engine):
+        os.write(lines, f"{engine.state.iteration} {fingerprint(things)}\n".encode())
+        if engine.state.iteration == until:
+            engine.terminate()
+
+    if rank == victim:
+        threading.Thread(
+            target=lambda: (time.sleep(seconds), os.kill(os.getpid(), signal.SIGKILL)), daemon=True
+        ).start()
+    trainer.run(loader, max_epochs=1_000_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"asynchronous": True}], ids=["sync", "async"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_at_random_moments_nothing_is_lost(ranks, options, tmp_path):
+    kills = 18  # 72 in all
+    chance = random.Random(f"{ranks} {options}")
+    folder, log = tmp_path / "checkpoints", tmp_path / "steps"
+    loaded = []
+    for _ in range(kills):
+        victim, seconds = chance.randrange(ranks), chance.uniform(0, 0.5)
+        with pytest.raises(ddl.RankError, match="SIGKILL"):
+            launch({"dp": ranks}, one_life, folder, log, victim, seconds, None, options)
+        if (tmp_path / "loaded 0").exists():
+            loaded.append(int((tmp_path / "loaded 0").read_text()))
+        complete = int((tmp_path / "saved 0").read_text() or 0) if (tmp_path / "saved 0").exists() else 0
+        path, _ = newest_of_dropout(folder)
+        assert path is None or int(path.name.removeprefix("checkpoint_")) >= complete
+    until = int(path.name.removeprefix("checkpoint_")) + 12
+    launch({"dp": ranks}, one_life, folder, log, None, 0, until, options)
+    launch({"dp": ranks}, one_life, None, tmp_path / "uninterrupted", None, 0, until, {})
+    done = 0
+    for rank in range(ranks):
+        expected = dict(line.split() for line in (tmp_path / f"uninterrupted {rank}").read_text().splitlines())
+        steps = [line.split() for line in (tmp_path / f"steps {rank}").read_text().splitlines() if len(line) > 64]
+        assert all(expected[step] == found for step, found in steps if int(step) <= until)
+        assert str(until) == steps[-1][0]
+        done += len(steps)
+    print(f"{kills} kills, {done} steps compared, resumed at {loaded}")
+    assert loaded == sorted(loaded)
+
+
+def newest_of_dropout(folder):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2))
+    return ddl.Checkpoint.load_newest({"model": model}, folder), model
+
+
+def saving_job(pipe, folder, prefix, seed, first, n_steps, n_saved):
+    """Saves step after step, with its seed and the step as weights, and says what was saved and what refused."""
+    os.environ.pop("IGNITE_DDL_RUNS", None)
+    model = nn.Linear(200, 200)
+    trainer = small_run()["trainer"]
+    checkpoint = ddl.Checkpoint({"model": model}, folder, prefix, n_saved=n_saved)
+    saved, errors = [], []
+    pipe.send("ready")
+    pipe.recv()
+    for step in range(first, first + n_steps):
+        nn.init.constant_(model.weight, seed * 1000 + step)
+        trainer.state.iteration = step
+        try:
+            checkpoint(trainer)
+            saved.append(step)
+        except (OSError, ValueError) as error:
+            errors.append(str(error))
+    pipe.send((saved, errors))
+    pipe.recv()  # stays alive
+
+
+def two_jobs(folder, *jobs):
+    started = [beside(saving_job, folder, *job) for job in jobs]
+    for _, pipe in started:
+        assert pipe.recv() == "ready"
+    for _, pipe in started:
+        pipe.send("go")
+    told = [pipe.recv() for _, pipe in started]
+    for process, _ in started:
+        process.kill()
+        process.join()
+    return told
+
+
+def step_and_seed(path):
+    model = nn.Linear(200, 200)
+    ddl.Checkpoint.load_objects({"model": model}, path)
+    return divmod(int(model.weight[0, 0]), 1000)
+
+
+@pytest.mark.slow
+def test_two_seeds_in_one_folder_keep_all_they_wrote(tmp_path):
+    told = two_jobs(tmp_path, ("a", 1, 0, 150, 2), ("b", 2, 0, 150, 2))
+    assert [(len(saved), errors) for saved, errors in told] == [(150, [])] * 2
+    assert names_in(tmp_path) == [f"{prefix}_model_{step}" for prefix in "ab" for step in (148, 149)]
+    for seed, prefix in enumerate("ab", 1):
+        assert [step_and_seed(tmp_path / f"{prefix}_model_{step}") for step in (148, 149)] == [(seed, 148), (seed, 149)]
+
+
+@pytest.mark.slow
+def test_a_requeued_job_beside_its_dying_predecessor(tmp_path):
+    """Both save the same steps: each is whole, and of the one who was told that it is saved."""
+    told = two_jobs(tmp_path, ("", 1, 0, 40, None), ("", 2, 0, 60, None))
+    by_seed = {seed: saved for seed, (saved, _) in enumerate(told, 1)}
+    errors = [error for _, errors in told for error in errors]
+    print({seed: len(saved) for seed, saved in by_seed.items()}, len(errors), "refused")
+    assert all("another run that is still alive" in error for error in errors)
+    assert not set(by_seed[1]) & set(by_seed[2])
+    assert len(by_seed[1]) + len(by_seed[2]) == 60
+    for seed, saved in by_seed.items():
+        assert all(step_and_seed(tmp_path / f"model_{step}") == (seed, step) for step in saved)
+    told = two_jobs(tmp_path, ("", 3, 0, 60, None), ("alone", 4, 0, 1, None))
+    assert told[0] == (list(range(60)), []), "those of the dead are replaced"
+
+
+@pytest.mark.slow
+def test_each_flipped_bit_is_found(two, tmp_path):
+    shutil.copytree(two / "checkpoint_2", tmp_path / "checkpoint")
+    chance, things, found = random.Random(0), small_run(), 0
+    ddl.Checkpoint.load_objects(things, tmp_path / "checkpoint")
+    for file in sorted((tmp_path / "checkpoint").iterdir()):
+        raw = file.read_bytes()
+        for place in [0, len(raw) - 1, *chance.choices(range(len(raw)), k=98)]:
+            flipped = bytearray(raw)
+            flipped[place] ^= 1 << chance.randrange(8)
+            file.write_bytes(flipped)
+            with pytest.raises(DamagedCheckpoint):
+                print(file.name, place, ddl.Checkpoint.load_objects(things, tmp_path / "checkpoint"))
+            found += 1
+        file.write_bytes(raw)
+    assert found == 500
+    ddl.Checkpoint.load_objects(things, tmp_path / "checkpoint")

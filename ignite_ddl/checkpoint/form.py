@@ -1,0 +1,214 @@
+"""What a checkpoint's files may hold. Nothing in them is executed, or believed before it is checked."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import pickle
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ignite_ddl.checkpoint.values import decoded
+
+__all__ = ["DamagedCheckpoint", "check_state", "digest_line", "dumped", "opened", "read", "read_metadata", "read_state"]
+
+SUMS, STATE, METADATA = "SHA256SUMS", "state.json", ".metadata"
+VERSION = 1  # of all of this; a state.json that says none has it, too
+RANDOM = "random states"  # the name under which they are saved beside the objects
+_LONGEST, _MOST = 1 << 28, 1 << 24  # bytes of state.json, and values in it
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that is incomplete, or whose bytes are not those that were written."""
+
+
+def opened(path: Path) -> BinaryIO:
+    """A file, which has to be a regular one: reading of a pipe or a device might never end."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise DamagedCheckpoint(f"{path.parent} is damaged: {path.name} is no regular file")
+    return file
+
+
+def read(path: Path, longest: int) -> bytes:
+    with opened(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > longest:
+            raise DamagedCheckpoint(f"{path.parent} is damaged: {path.name} has {size:,} bytes")
+        return file.read(longest)
+
+
+def digest_line(name: str, content: bytes) -> str:
+    return f"{hashlib.sha256(content).hexdigest()}  {name}\n"
+
+
+# ---------------------------------------------------------------------------------------- state.json
+
+
+# A type, a function that raises, a list of one form for all items or a tuple of one for each; of a dict the keys that
+# it has to have, or str for all.
+_OPTIMIZER = {"groups": [{"names": [str], "options": decoded}],
+              "states": {str: {"tensors": [str], "values": {str: decoded}}}}  # fmt: skip
+_FORM = {
+    "saved_ns": int,
+    "mesh": {"pp": int, "dp": int, "tp": int},
+    "models": {str: {"names": [str], "saved_as": {str: str}, "extra": {str: decoded}}},
+    "optimizers": {str: _OPTIMIZER},
+    "objects": {str: {str: decoded}},
+    "loaders": [str],
+    "digests": {str: [(int, int, str)]},
+}
+
+
+def _check(value: Any, form: Any, where: str) -> None:
+    kind = dict if isinstance(form, dict) else list if isinstance(form, list | tuple) else form
+    if not isinstance(kind, type):
+        kind(value)
+    elif type(value) is not kind:
+        raise ValueError(f"{where} in {STATE} should be a {kind.__name__}, but is a {type(value).__name__}")
+    if kind is dict:
+        for key in value if str in form else form:
+            if key not in value:
+                raise ValueError(f"{where} in {STATE} lacks {key!r}")
+            _check(value[key], form.get(str, form.get(key)), key)
+    elif kind is list:
+        for item, of_item in zip(value, form if isinstance(form, tuple) else form * len(value), strict=True):
+            _check(item, of_item, where)
+
+
+def check_state(state: Any) -> None:
+    """Raises an exception unless this is what ``state.json`` has to be."""
+    _check(state, _FORM, "all")
+    ranks = math.prod(state["mesh"].values())
+    by_rank = [value["by_rank"] for value in state["objects"].values() if "all" not in value]
+    if min(state["mesh"].values()) < 1 or any(type(each) is not list or len(each) != ranks for each in by_rank):
+        raise ValueError(f"mesh in {STATE} is not that of its states")
+    if state["saved_ns"] not in range(1 << 63) or not {RANDOM, *state["loaders"]} <= set(state["objects"]):
+        raise ValueError(f"{STATE} lacks its time, {RANDOM} or loaders")
+
+
+def dumped(state: Mapping[str, Any]) -> bytes:
+    """What :func:`read_state` reads.
+
+    Raises:
+        ValueError: if it would not read that.
+    """
+    raw = json.dumps(state, ensure_ascii=False).encode()
+    if not _fits(raw):
+        raise ValueError(f"to_save should have less state beside weights: it makes a {STATE} of {len(raw):,} bytes")
+    check_state(state)
+    return raw
+
+
+def _fits(raw: bytes) -> bool:
+    return len(raw) <= _LONGEST and sum(map(raw.count, (b",", b"[", b"{"))) <= _MOST
+
+
+def read_state(folder: Path) -> tuple[str, dict[str, Any]]:
+    """``SHA256SUMS``, and ``state.json`` if it is what was written."""
+    sums, raw = read(folder / SUMS, 1 << 16).decode(), read(folder / STATE, _LONGEST)
+    if digest_line(STATE, raw) not in sums:
+        raise DamagedCheckpoint(f"{folder} is damaged: {STATE} is not what was written")
+    state = json.loads(raw) if _fits(raw) else None
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint(f"{folder} is damaged: {STATE} holds {len(raw):,} bytes of something else")
+    return sums, state
+
+
+# ----------------------------------------------------------------------------------------- .metadata
+
+
+class _Thing:
+    """Stands for an instance of a class of torch, of which nothing is called."""
+
+    def __new__(cls, *args: Any) -> _Thing:
+        thing = super().__new__(cls)
+        thing.values = args
+        return thing
+
+    def __setstate__(self, state: Any) -> None:
+        self.values = state
+
+    def __getitem__(self, name: str) -> Any:
+        return next(value for key, value in self.values if key == name)
+
+    def size(self) -> torch.Size:
+        size = torch.Size(*self.values)
+        if len(size) > 64 or any(n < 0 for n in size):
+            raise ValueError(f"{METADATA} has a size that no tensor has")
+        return size
+
+
+class _Pairs(list):
+    """A dict whose keys are not hashed: that of nested tuples may take years."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.append((key, value))
+
+
+class _Unpickler(pickle._Unpickler):
+    """Reads what a ``.metadata`` consists of: C's would call what the file names, and allocate what it says."""
+
+    # PROTO, FRAME, STOP, MEMOIZE, BINGET, LONG_BINGET, MARK, NONE, NEWTRUE, NEWFALSE, BININT, BININT1, BININT2, LONG1,
+    # SHORT_BINUNICODE, BINUNICODE, tuples, EMPTY_LIST, APPEND(S), SETITEM(S), NEWOBJ, REDUCE, BUILD, STACK_GLOBAL
+    dispatch = {
+        code: pickle._Unpickler.dispatch[code]
+        for code in b"\x80\x95.\x94hj(N\x88\x89JKM\x8a\x8cX)\x85\x86\x87t]aesu\x81Rb\x93"
+    } | {pickle.EMPTY_DICT[0]: lambda self: self.append(_Pairs())}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if module.startswith("torch.distributed.checkpoint.") or name in ("Size", "_get_layout"):
+            return _Thing
+        raise ValueError(f"{METADATA} holds {module}.{name}, which is not loaded: it could run any code")
+
+
+def read_metadata(folder: Path, sums: str, state: Mapping[str, Any]) -> Metadata:
+    """Where which part of which tensor is, if it is what was written, and fits to ``state.json``."""
+    parts = {(file, at): length for file, of_file in state["digests"].items() for at, length, _ in of_file}
+    raw = read(folder / METADATA, (1 << 16) + 2048 * len(parts))
+    if not sums.endswith(digest_line(METADATA, raw)):
+        raise DamagedCheckpoint(f"{folder} is damaged: {METADATA} is not what was written")
+    root, stored, tensors = _Unpickler(io.BytesIO(raw)).load(), {}, {}
+    for index, at in root["storage_data"]:
+        place = {key: at[key] for key in ("relative_path", "offset", "length")}
+        _check([index["fqn"], *place.values()], (str, str, int, int), METADATA)
+        index = MetadataIndex(index["fqn"], index["offset"].size())
+        stored[index] = SimpleNamespace(**place, transform_descriptors=None)
+    for name, there in root["state_dict_metadata"]:
+        chunks = [ChunkStorageMetadata(chunk["offsets"].size(), chunk["sizes"].size()) for chunk in there["chunks"]]
+        dtype, size = there["properties"].values[0], there["size"].size()
+        _check([name, dtype], (str, torch.dtype), METADATA)
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+        inside = all(o + n <= whole for c in chunks for o, n, whole in zip(c.offsets, c.sizes, size, strict=True))
+        numels = [math.prod(chunk.sizes) for chunk in chunks]
+        if not inside or sum(numels) != math.prod(size) or len({c.offsets for c in chunks}) < len(chunks):
+            raise ValueError(f"{METADATA} does not say where all of {name!r} is")
+        for chunk, numel in zip(chunks, numels, strict=True):
+            at = stored[MetadataIndex(name, chunk.offsets)]
+            if parts[at.relative_path, at.offset] != at.length or at.length < numel * dtype.itemsize or at.offset < 0:
+                raise ValueError(f"{METADATA} and {STATE} have other places for {name!r}")
+    named = {f"{key}.{of['saved_as'].get(n, n)}" for key, of in state["models"].items() for n in of["names"]}
+    for key, of in state["optimizers"].items():
+        named |= {f"{key}.{name}.{part}" for name, values in of["states"].items() for part in values["tensors"]}
+        if not {name for group in of["groups"] for name in group["names"]} <= set(of["states"]):
+            raise ValueError(f"{STATE} lacks states of {key!r}")
+    if lacking := sorted(named - set(tensors)):
+        raise ValueError(f"{METADATA} lacks {lacking[0]!r}, which {STATE} names")
+    return Metadata(tensors, storage_data=stored)

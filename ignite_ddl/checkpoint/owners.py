@@ -1,0 +1,177 @@
+"""Whose a checkpoint is. Only checkpoints are replaced or removed, and none of another run that is alive.
+
+Each run that saves into a folder has a number, which stands in its checkpoints and in the names of what is on its way.
+As long as the run's rank 0 lives, it locks the byte of that number in the folder's file ``.owners``, by ``lockf``: a
+``flock`` would survive in a forked DataLoader worker. The system drops the lock with the process. On NFS and other
+network file systems that holds where they pass locks on between machines; a run on another machine seems dead
+otherwise. Where there are no locks at all (Windows), nobody knows who lives: what is on its way is then left alone,
+and a checkpoint of the same name is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import secrets
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ignite_ddl.checkpoint.form import STATE, SUMS, read_state
+
+try:
+    from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, lockf
+except ImportError:  # Windows
+    LOCK_EX, LOCK_NB, LOCK_UN, lockf = 0, 0, 0, None
+
+__all__ = ["ENDINGS", "begin", "check_free", "own_runs", "put", "remove", "sync_folder"]
+
+SAVING, REPLACED, REMOVED = ENDINGS = ".saving", ".replaced", ".removed"  # of names that are on their way
+_OWNERS, _RUNS = ".owners", "IGNITE_DDL_RUNS"
+_ON_ITS_WAY = re.compile(r"\..+\.([0-9a-f]{8})\.(?:saving|removed)", re.DOTALL)
+_OUR_FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|state\.json|SHA256SUMS")
+_RENAMING = 1 << 32  # the byte that is locked while names change; those of runs are below
+_threads = threading.RLock()
+_runs: tuple[int, list[str]] = (0, [])  # of the process with this id
+_opened: dict[tuple[int, str], int] = {}  # never closed: that would drop all locks of this process in the file
+_numbers = itertools.count()
+
+
+def own_runs() -> list[str]:
+    """The numbers of this run, as the last one, and of the processes that started it: theirs is its own, too."""
+    global _runs
+    with _threads:
+        if _runs[0] != os.getpid():
+            _runs = os.getpid(), [*os.environ.get(_RUNS, "").split(), secrets.token_hex(4)]
+            os.environ[_RUNS] = " ".join(_runs[1])
+        return _runs[1]
+
+
+def _lock(folder: Path, byte: int, how: int) -> bool | None:
+    """Locks a byte, or unlocks it. False: another process has it. None: there are no locks here."""
+    if lockf is None:
+        return None
+    path, key = folder / _OWNERS, (os.getpid(), os.path.realpath(folder))
+    with _threads:
+        try:
+            known = os.path.samestat(os.fstat(_opened[key]), os.stat(path))
+        except (KeyError, OSError):
+            known = False
+        if not known:
+            _opened[key] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        lockf(_opened[key], how, 1, byte)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_alive(folder: Path, run: str) -> bool | None:
+    """Whether a run is alive; None: nobody knows."""
+    free = run != own_runs()[-1] and _lock(folder, int(run, 16), LOCK_EX | LOCK_NB)
+    if free:
+        _lock(folder, int(run, 16), LOCK_UN)
+    return free if free is None else not free
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return not path.is_symlink() and (path / SUMS).is_file() and (path / STATE).is_file()
+
+
+def _is_of_another(path: Path) -> bool:
+    """Whether another run has written a checkpoint, and is alive."""
+    try:
+        run = str(read_state(path)[1]["run"])
+    except Exception:  # damaged, or of a time before there were numbers
+        return False
+    return run not in own_runs() and re.fullmatch("[0-9a-f]{8}", run) is not None and bool(_is_alive(path.parent, run))
+
+
+def check_free(path: Path) -> None:
+    """Raises unless a checkpoint may get this name.
+
+    Raises:
+        FileExistsError: if there is something that is no checkpoint, or one of another run that is alive.
+    """
+    for there in filter(os.path.lexists, (path, path.with_name(path.name + REPLACED))):
+        why = "is there already, and is no checkpoint" if not _is_checkpoint(there) else None
+        if why or _is_of_another(there):
+            why = why or "was saved by another run that is still alive"
+            raise FileExistsError(f"{there} {why}, so that it is not replaced: take another name, or another folder")
+
+
+def _hidden(path: Path, ending: str) -> Path:
+    return path.with_name(f".{path.name}.{next(_numbers)}.{own_runs()[-1]}{ending}")
+
+
+def begin(path: Path) -> Path:
+    """Makes the hidden folder for what is written, and removes what runs that are dead have left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Again with each save: whoever reads all files of the folder in this process has dropped it.
+    _lock(path.parent, int(own_runs()[-1], 16), LOCK_EX)
+    for left in path.parent.iterdir():
+        found = _ON_ITS_WAY.fullmatch(left.name)
+        if found and _is_alive(path.parent, found[1]) is False:
+            with contextlib.suppress(OSError):
+                remove(left)
+    saving = _hidden(path, SAVING)
+    saving.mkdir()
+    return saving
+
+
+def put(saving: Path, path: Path, outdated: Sequence[str]) -> None:
+    """Gives a complete checkpoint its name, in the place of one that has it, and removes those that are outdated."""
+    replaced = path.with_name(path.name + REPLACED)  # no hidden name: it counts until the new one is there
+    gone = []
+    with _alone(path.parent):
+        check_free(path)
+        if path.exists():
+            if replaced.exists():
+                gone.append(replaced.rename(_hidden(replaced, REMOVED)))
+            path.rename(replaced)
+        saving.rename(path)
+        sync_folder(path.parent)
+        for old in (replaced, *map(path.with_name, outdated)):
+            if _is_checkpoint(old) and not old.samefile(path) and not _is_of_another(old):
+                gone.append(old.rename(_hidden(old, REMOVED)))
+    for old in gone:
+        remove(old)
+
+
+def remove(path: Path) -> None:
+    """Removes what stands under a hidden name of ours. All that is ever removed is removed here.
+
+    Raises:
+        FileExistsError: if it holds anything else than a checkpoint, or files of an incomplete one.
+    """
+    with contextlib.suppress(FileNotFoundError):  # another one removes it, too
+        of_one = not path.is_symlink() and all(_OUR_FILES.fullmatch(name) for name in os.listdir(path))
+        if not _ON_ITS_WAY.fullmatch(path.name) or not (of_one or _is_checkpoint(path)):
+            raise FileExistsError(f"{path} is no checkpoint, so that it is not removed")
+        shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other thread or process changes names in the folder meanwhile."""
+    with _threads:
+        _lock(folder, _RENAMING, LOCK_EX)
+        try:
+            yield
+        finally:
+            _lock(folder, _RENAMING, LOCK_UN)
+
+
+def sync_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
