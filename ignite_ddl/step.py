@@ -54,6 +54,7 @@ class TrainingStep:
         self.modules = ModulesInUse(self.stages.local_stages(), self.mesh) if checks else None
         self.divisors: dict[Any, Divisor] = {}  # by loss function
         self.first = checks and self.mesh.world_size > 1
+        self.open = False  # whether gradients wait for a later batch
         self.frozen = [
             (name.removeprefix("module."), parameter)
             for name, parameter in model.named_parameters()
@@ -138,6 +139,7 @@ class TrainingStep:
                 for parameter in self.model.parameters():
                     redistribute_gradient(parameter)
                 self.whole_weights.check(self.model)
+        self.open = not last
         return y_pred, loss
 
     def _divisor(self, loss_fn: Callable, y: Any) -> Divisor:
