@@ -149,6 +149,15 @@ class ShardedDataLoader(DataLoader):
     def __iter__(self) -> Pass:
         return Pass(self, self.loops)
 
+    def is_read_by(self, engine: Any) -> bool:
+        """Whether an engine is in a pass, or has made one that counts for it alone."""
+        current = getattr(engine, "_dataloader_iter", None)
+        return engine in self.readers or (isinstance(current, Pass) and current.loader is self)
+
+    def forget(self, engine: Any) -> None:
+        """Lets an engine's next pass begin at its beginning, whatever was loaded."""
+        self.readers.pop(engine, None)
+
     def pass_of(self, engine: Any) -> Pass:
         """A new pass of an engine that counts its own epochs."""
         return Pass(self, self._reader(engine))

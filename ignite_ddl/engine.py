@@ -42,6 +42,7 @@ __all__ = [
     "create_supervised_evaluator",
     "create_supervised_trainer",
     "forward_backward",
+    "in_a_step",
 ]
 
 
@@ -141,10 +142,7 @@ class MeshEngine(Engine):
             ValueError: in the middle of a step.
         """
         if self._in_step:
-            raise ValueError(
-                f"the step of iteration {self.state.iteration} has begun and is not complete: save in a handler of "
-                "Events.ITERATION_COMPLETED or of a later event, or leave the trainer out of to_save"
-            )
+            raise in_a_step(self.state.iteration)
         done, left = self.state.iteration - self._epoch_began, self.should_terminate_single_epoch
         ended = bool(self._epoch_ended or left or done == self.state.epoch_length)
         begun = self._in_epoch and not (ended and "skip_epoch_completed" in (left, self._epoch_ended))
@@ -182,6 +180,14 @@ def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def in_a_step(iteration: int) -> ValueError:
+    """The error of a save in the middle of a step."""
+    return ValueError(
+        f"the step of iteration {iteration} has begun and is not complete: save in a handler of "
+        "Events.ITERATION_COMPLETED or of a later event, or leave the trainer out of to_save"
+    )
 
 
 def _runs_last(handler: tuple) -> int:
@@ -460,6 +466,7 @@ def create_supervised_evaluator(
             return _output(stages, lambda: output_transform(x, y, y_pred))
 
     evaluator = MeshEngine(evaluate)
+    evaluator.repeats = True
     for name, metric in (metrics or {}).items():
         metric.attach(evaluator, name)
     return evaluator

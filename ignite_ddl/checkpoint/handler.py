@@ -99,7 +99,7 @@ class Checkpoint(IgniteCheckpoint):
                 assert resumed[0] == uninterrupted[0] and abs(resumed[1] - uninterrupted[1]) < 1e-6
     """
 
-    runs_last = True  # of the handlers of an event: MeshEngine sees to it
+    runs_last = 2  # of the handlers of an event: MeshEngine sees to it
 
     def __init__(
         self,
@@ -319,7 +319,7 @@ class _Writes(BaseSaveHandler):
 
 
 class _OnSignal:
-    runs_last = True
+    runs_last = 2
 
     def __init__(self, checkpoint: Checkpoint, got: list[int]) -> None:
         self.checkpoint, self.got = checkpoint, got
