@@ -30,7 +30,7 @@ def take_runs(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             continue
         state, waiting = engine.state, getattr(engine, "resume", None)
         run = dict(waiting.run) if waiting else _progress(engine) | {"metrics": _encodable(state.metrics)}
-        if not waiting and run["begun"] and run["ended"]:
+        if not waiting and (run["ended"] or state.epoch_length is None):  # EPOCH_COMPLETED may be next
             run |= _encodable({"output": state.output})
         reads = {key: loader for key, loader in loaders.items() if loader.is_read_by(engine)}
         new_pass = bool(engine.should_terminate_single_epoch)
@@ -47,7 +47,7 @@ def _progress(engine: Engine) -> dict[str, Any]:
     if isinstance(engine, MeshEngine):
         return engine.progress()
     state, last = engine.state, engine.last_event_name
-    if last in (Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED):
+    if last in (Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.EXCEPTION_RAISED):
         raise in_a_step(state.iteration)
     done = state.iteration % (state.epoch_length or state.iteration + 1)
     if done and engine._dataloader_iter is None and isinstance(state.dataloader, ShardedDataLoader):
@@ -158,6 +158,7 @@ class Resume:
         for load in self.again:
             load()
         state.metrics.update(run.get("metrics", {}))
+        state.output = run.get("output")
         in_mid_epoch = run["begun"] and not run["ended"]
         if started:
             engine._init_iter = run["iterations"] if in_mid_epoch else 0
@@ -165,7 +166,6 @@ class Resume:
                 return
         engine.resume, self.again = None, []
         if run["begun"] and run["ended"]:
-            state.output = run.get("output")
             engine.fire_event(Events.EPOCH_COMPLETED)
         elif engine._is_done(state) and idist.get_rank() == 0:
             warnings.warn(
