@@ -149,15 +149,6 @@ class ShardedDataLoader(DataLoader):
     def __iter__(self) -> Pass:
         return Pass(self, self.loops)
 
-    def is_read_by(self, engine: Any) -> bool:
-        """Whether an engine is in a pass, or has made one that counts for it alone."""
-        current = getattr(engine, "_dataloader_iter", None)
-        return engine in self.readers or (isinstance(current, Pass) and current.loader is self)
-
-    def forget(self, engine: Any) -> None:
-        """Lets an engine's next pass begin at its beginning, whatever was loaded."""
-        self.readers.pop(engine, None)
-
     def pass_of(self, engine: Any) -> Pass:
         """A new pass of an engine that counts its own epochs."""
         return Pass(self, self._reader(engine))
@@ -168,15 +159,10 @@ class ShardedDataLoader(DataLoader):
     def torch_iterator(self, of: Pass) -> Iterator[Any]:
         """torch's iterator for a pass. Persistent workers serve one pass at a time; another one gets new workers."""
         busy = self._workers_of and self._workers_of()
-        if busy is not None and not busy.ended:
+        if busy is not None and not busy.ended and busy.iterator is self._iterator:
             return self._get_iterator()
         self._workers_of = weakref.ref(of)
         return super().__iter__()
-
-    def release(self, by: Pass) -> None:
-        """A pass needs its workers no more."""
-        if self._workers_of is not None and self._workers_of() is by:
-            self._workers_of = None
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next pass's shuffling, of loops and engines, which otherwise advances by itself."""
@@ -186,7 +172,7 @@ class ShardedDataLoader(DataLoader):
         if self.loops.resumed is not None and self.loops.resumed["epoch"] != epoch:
             self.loops.resumed = None
 
-    def state_dict(self, engine: Any = None, new_pass: bool = False) -> dict[str, Any]:
+    def state_dict(self, engine: Any = None, new_pass: bool = False) -> dict[str, Any] | None:
         """Where a pass is: what another loader needs to go on from there.
 
         Args:
@@ -196,16 +182,19 @@ class ShardedDataLoader(DataLoader):
 
         Returns:
             dict: the epoch, the batches and rows of it that have been given, and what the order of the rows and the
-            random numbers of transforms depend on.
+            random numbers of transforms depend on; None if the engine has not read this loader.
         """
         current = getattr(engine, "_dataloader_iter", None)
-        if not isinstance(current, Pass) or current.loader is not self:
-            current = None
-        reader = self.loops if engine is None else self.readers.get(engine, self.loops)
+        if isinstance(current, Pass) and current.loader is self:
+            reader = current.reader
+        else:
+            current, reader = None, self.loops if engine is None else self.readers.get(engine)
+        if reader is None:
+            return None
         sampler, generator = self.batch_sampler, self.generator
         now = None if generator is None else generator.get_state()
         state = {"generator": now, "generator_now": now, "seed": getattr(sampler, "seed", None)}
-        return state | (reader if current is None else current.reader).state_dict(current, new_pass)
+        return state | reader.state_dict(current, new_pass)
 
     def load_state_dict(self, state: Mapping[str, Any], engine: Any = None) -> None:
         """Lets the next pass go on where the one of :meth:`state_dict` was. The mesh may be another one.
@@ -272,13 +261,15 @@ class Pass:
         self.stream: torch.Generator | None = None
         self._digest: int | None = None  # of an iterable dataset: a number for the samples of the last batch
         self._begun: torch.Tensor | None = None  # and the random state in which it was begun
-        self._batches: Iterator[Any] | None = None
+        self.iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Pass:
         return self
 
     def __next__(self) -> Any:
-        if self._batches is None:
+        if self.ended:  # torch's iterator may be another pass's by now
+            raise StopIteration
+        if self.iterator is None:
             self._begin()
         batch, here, in_all = self._read()
         self.rows, self.filler = (here, in_all), None
@@ -302,8 +293,7 @@ class Pass:
 
     def close(self) -> None:
         """Ends its workers; its position stays."""
-        self._batches = iter(())
-        self.loader.release(self)
+        self.iterator = iter(())
 
     def _begin(self) -> None:
         loader, reader = self.loader, self.reader
@@ -320,7 +310,7 @@ class Pass:
         drawn = stream and stream.get_state()
         # A new iterator draws a number; where a run is resumed, the interrupted one has drawn it before.
         with torch.random.fork_rng(devices=[], enabled=first is not None), _shared_random_stream(stream):
-            self._batches = loader.torch_iterator(self)
+            self.iterator = loader.torch_iterator(self)
         loader.batch_sampler.plan = None
         if first is not None and stream is not None:
             stream.set_state(drawn)
@@ -334,7 +324,7 @@ class Pass:
             self._begun = first["begun"]
             source.set_state(self._begun)
         with _shared_random_stream(self.stream):
-            self._batches = self.loader.torch_iterator(self)
+            self.iterator = self.loader.torch_iterator(self)
         if first is None:
             return
         with contextlib.suppress(StopIteration):
@@ -351,7 +341,7 @@ class Pass:
     def _read(self) -> tuple[Any, int, int]:
         """The next batch, and its numbers of rows here and in all."""
         with _shared_random_stream(self.stream):
-            batch = next(self._batches, self)
+            batch = next(self.iterator, self)
         if batch is self:
             self.ended = True
             raise StopIteration

@@ -70,9 +70,7 @@ class MeshEngine(Engine):
         self.weighted = False  # whether gradients of this batch were weighted by rows
         self.resume: Any = None  # what was loaded, until the run goes on from there
         self._pass: Pass | None = None  # over the loader; also after the run, so that its position can be saved
-        self._in_step = self._in_epoch = False
-        self._epoch_ended: bool | str = False  # by terminate_epoch
-        self._epoch_began = 0  # after which iteration
+        self._in_step, self._in_epoch, self._epoch_began = False, False, 0  # after which iteration
 
     @staticmethod
     def _process(process_function: Callable, engine: MeshEngine, batch: Any) -> Any:
@@ -114,26 +112,19 @@ class MeshEngine(Engine):
             self._in_step = True
         elif event_name == Events.ITERATION_COMPLETED:
             self._in_step = False
+        elif event_name == Events.EPOCH_COMPLETED:
+            self._in_epoch = False
+        elif event_name == Events.TERMINATE_SINGLE_EPOCH:
+            self._in_epoch = self.should_terminate_single_epoch is True  # and not "skip_epoch_completed"
         elif event_name == Events.STARTED:
             self._in_step = self._in_epoch = False
             self._pass = self._dataloader_iter and self._pass
         elif event_name == Events.EPOCH_STARTED:
-            self._in_epoch, self._epoch_ended, self._epoch_began = (
-                True,
-                False,
-                self.state.iteration - self._begun_with(),
-            )
-        elif event_name == Events.TERMINATE_SINGLE_EPOCH:
-            self._epoch_ended = self.should_terminate_single_epoch  # True, or "skip_epoch_completed"
-        elif event_name == Events.EPOCH_COMPLETED:
-            self._in_epoch = False
+            iteration, done = self.state.iteration, self._init_iter  # of this epoch, in runs before
+            if done is None and self._dataloader_iter is None:  # as Ignite is going to count them
+                done = iteration % (self.state.epoch_length or iteration + 1)
+            self._in_epoch, self._epoch_began = True, iteration - (done or 0)
         super()._fire_event(event_name, *args, **kwargs)
-
-    def _begun_with(self) -> int:
-        """Iterations of this epoch that earlier runs have made, as Ignite's ``_setup_engine`` will count them."""
-        if self._dataloader_iter is not None or self._init_iter is not None:
-            return self._init_iter or 0
-        return self.state.iteration % (self.state.epoch_length or self.state.iteration + 1)
 
     def progress(self) -> dict[str, Any]:
         """Where it is: the epoch, the iterations of it that are done, whether it has begun and ended.
@@ -144,8 +135,7 @@ class MeshEngine(Engine):
         if self._in_step:
             raise in_a_step(self.state.iteration)
         done, left = self.state.iteration - self._epoch_began, self.should_terminate_single_epoch
-        ended = bool(self._epoch_ended or left or done == self.state.epoch_length)
-        begun = self._in_epoch and not (ended and "skip_epoch_completed" in (left, self._epoch_ended))
+        begun, ended = self._in_epoch and left != "skip_epoch_completed", bool(left) or done == self.state.epoch_length
         return {"epoch": self.state.epoch, "iterations": done, "begun": begun, "ended": ended}
 
     def add_event_handler(self, event_name: Any, handler: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -204,6 +204,9 @@ def load(folder: Folder, objects: Mapping[str, Any], strict: bool = True) -> Non
     waiting, layouts = {}, {}
     try:
         _check_names(folder, objects)
+        running = next((key for key, engine in engines.items() if engine._dataloader_iter is not None), None)
+        if running is not None:
+            raise ValueError(f"to_load[{running!r}] is running: load it before the run, or leave it out of to_load")
         if engines and GRADIENTS in folder.content["objects"]:
             layouts, _ = _state_for(folder, GRADIENTS, mesh, True)
             waiting = match_gradients(folder, objects, layouts, mesh, targets)

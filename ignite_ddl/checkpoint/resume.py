@@ -32,9 +32,9 @@ def take_runs(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         run = dict(waiting.run) if waiting else _progress(engine) | {"metrics": _encodable(state.metrics)}
         if not waiting and (run["ended"] or state.epoch_length is None):  # EPOCH_COMPLETED may be next
             run |= _encodable({"output": state.output})
-        reads = {key: loader for key, loader in loaders.items() if loader.is_read_by(engine)}
-        new_pass = bool(engine.should_terminate_single_epoch)
-        run["positions"] = {key: loader.state_dict(engine, new_pass) for key, loader in reads.items()}
+        ends = bool(engine.should_terminate_single_epoch)
+        places = {key: loader.state_dict(engine, new_pass=ends) for key, loader in loaders.items()}
+        run["positions"] = {key: place for key, place in places.items() if place is not None}
         if not waiting:
             run["reads"] = next((key for key, loader in loaders.items() if loader is state.dataloader), None)
             run["running"] = engine._dataloader_iter is not None
@@ -151,7 +151,7 @@ class Resume:
         if state.iteration != self.iteration:  # the user has set max_epochs to None: a new run
             engine.resume = None
             if isinstance(state.dataloader, ShardedDataLoader):
-                state.dataloader.forget(engine)
+                state.dataloader.readers.pop(engine, None)
             return
         if self.loader is not None and state.dataloader is not self.loader:
             raise ValueError(f"run should get the loader that the interrupted run was reading, {run['reads']!r}")

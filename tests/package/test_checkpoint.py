@@ -532,7 +532,7 @@ def test_an_open_window_goes_on_where_it_was(tmp_path):
 
 
 def look(loader, batches=1):
-    for _ in zip(loader, range(batches), strict=False):
+    for _ in zip(range(batches), loader, strict=False):
         pass
 
 
@@ -568,10 +568,9 @@ def ends_epochs(journal):
 
 
 def changes_data(journal):
-    journal.things["other"] = ddl.auto_dataloader(journal.data, batch_size=4, shuffle=True)
-    journal.trainer.on(at(4))(lambda: journal.trainer.set_data(journal.things["other"]))
-    if journal.folder.is_dir():  # where it goes on, the user has to know
-        journal.trainer.state.dataloader = journal.things["other"]
+    other = journal.things["other"] = ddl.auto_dataloader(journal.data, batch_size=4, shuffle=True)
+    journal.trainer.on(at(4))(lambda: journal.trainer.set_data(other))
+    journal.trainer.on(at(9))(lambda: journal.trainer.set_data(other))  # once more, from its beginning
 
 
 def goes_by(**arguments):
@@ -592,12 +591,6 @@ class Numbers(torch.utils.data.IterableDataset):
             yield torch.full((4,), i / 28).double(), torch.rand(2).double()
 
 
-def stops(journal):
-    """Ends in mid-epoch, as by a time limit; the next job goes on."""
-    if not journal.folder.is_dir():
-        journal.trainer.on(at(13))(journal.trainer.terminate)
-
-
 SOME = (at(3, 4, 6, 8, 10, 12), Events.EPOCH_STARTED, Events.EPOCH_COMPLETED, Events.COMPLETED)
 
 
@@ -610,6 +603,61 @@ SOME = (at(3, 4, 6, 8, 10, 12), Events.EPOCH_STARTED, Events.EPOCH_COMPLETED, Ev
 ], ids=["terminate_epoch", "short epochs", "set_epoch", "long epochs", "max_iters", "stream"])  # fmt: skip
 def test_epochs_of_all_kinds_go_on(options, tmp_path):
     goes_on(0, tmp_path, SOME, options)
+
+
+def test_another_loader_after_set_data(tmp_path):
+    whole = Journal(tmp_path, script=changes_data)
+    whole.trainer.add_event_handler(at(3, 7, 9, 12), Last(whole.save))
+    lines = whole.go()
+    for name, mark in whole.marks.items():
+        again = Journal(tmp_path, script=changes_data)
+        if not name.endswith(" 3"):
+            with pytest.raises(ValueError, match="run should get the loader that .* was reading, 'other'"):
+                again.go(name)
+            again = Journal(tmp_path, script=changes_data)
+            again.trainer.state.dataloader = again.things["other"]
+        assert_like(again.go(name), lines[mark:])
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in a handler", "after the run"])
+def test_a_run_that_was_ended_in_mid_epoch_goes_on(late, tmp_path):
+    lines, job = Journal(tmp_path).go(), Journal(tmp_path)
+    job.trainer.on(at(13))(job.trainer.terminate)
+    job.trainer.add_event_handler(Events.TERMINATE, Last(job.save))
+    mark = len(job.go()) - 1
+    if late:
+        look(job.loader, 2)
+        job.checkpoint.save("TERMINATE 13")
+    assert_like(Journal(tmp_path).go("TERMINATE 13"), lines[mark:])
+
+
+def test_a_running_trainer_is_not_loaded(tmp_path):
+    journal = Journal(tmp_path)
+    journal.checkpoint.save("x")
+    journal.trainer.on(at(3))(lambda: ddl.Checkpoint.load_objects(journal.things, tmp_path / "x"))
+    with pytest.raises(ValueError, match=r"to_load\['trainer'\] is running: load it before the run"):
+        journal.go()
+
+
+def test_a_loop_goes_on_where_it_is(tmp_path):
+    """Looks at batches beside it, before, while and after, change nothing; a loop that was left counts as none."""
+    make = lambda: ddl.auto_dataloader(torch.arange(11), batch_size=3, shuffle=True)  # noqa: E731
+    torch.manual_seed(0)
+    epochs = [[batch.tolist() for batch in loader] for loader in [make()] for _ in range(2)]
+    loader = make()
+    look(loader, 3)
+    for number, _ in enumerate(loader):
+        look(loader, 2)
+        kept = iter(loader)
+        next(kept)
+        if number == 2:
+            state = loader.state_dict()
+    del kept
+    look(loader, 2)
+    for at_save, rest in ((state, epochs[0][3:]), (loader.state_dict(), epochs[1])):
+        again = make()
+        again.load_state_dict(at_save)
+        assert [batch.tolist() for batch in again] == rest
 
 
 def test_a_run_that_is_complete_has_nothing_left_to_do(tmp_path):
