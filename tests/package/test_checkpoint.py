@@ -482,8 +482,8 @@ def goes_on(rank, folder, points, options):
     for event in points:
         whole.trainer.add_event_handler(event, Last(whole.save))
     lines = whole.go()
-    for name, mark in whole.marks.items():
-        for path in (name, "again"):
+    for number, (name, mark) in enumerate(whole.marks.items()):
+        for path in (name, "again") if number % 3 == 0 else (name,):
             tolerance = 1e-14 if ddl.get_mesh().pp_size > 1 else 0.0
             assert_like(Journal(folder, **options).go(path), lines[mark:], tolerance)
     return lines, whole.marks
@@ -497,10 +497,9 @@ POINTS = (at(6, 10, 20), Events.EPOCH_COMPLETED)
 
 
 @pytest.mark.parametrize(("mesh", "options"), [
-    ({}, {}), ({}, {"accumulate": 4, "dropout": 0.3}), ({"dp": 2}, {"accumulate": 4}),
-    ({"dp": 2}, {"accumulate": 4, "shard": True}),
-    ({}, {"num_workers": 1, "persistent_workers": True}), ({}, {"generator": True}),
+    ({}, {"accumulate": 4, "dropout": 0.3}), ({}, {"generator": True}), ({"dp": 2}, {"accumulate": 4, "shard": True}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ({}, {}), ({}, {"num_workers": 1, "persistent_workers": True}), ({"dp": 2}, {"accumulate": 4}),
         ({"tp": 2}, {"accumulate": 4, "plan": True}), ({"pp": 2}, {"accumulate": 4}),
         ({"dp": 2, "tp": 2}, {"accumulate": 4, "plan": True, "dropout": 0.3}),
         ({"dp": 2, "tp": 2}, {"accumulate": 4, "plan": True, "shard": True}),
@@ -591,7 +590,7 @@ class Numbers(torch.utils.data.IterableDataset):
             yield torch.full((4,), i / 28).double(), torch.rand(2).double()
 
 
-SOME = (at(3, 4, 6, 8, 10, 12), Events.EPOCH_STARTED, Events.EPOCH_COMPLETED, Events.COMPLETED)
+SOME = (at(3, 4, 8, 10, 12), Events.EPOCH_STARTED, Events.EPOCH_COMPLETED, Events.COMPLETED)
 
 
 @pytest.mark.parametrize("options", [
