@@ -11,7 +11,7 @@ import ignite.distributed as idist
 from ignite.engine import Engine, Events
 
 from ignite_ddl.checkpoint.values import encoded
-from ignite_ddl.data import ShardedDataLoader
+from ignite_ddl.data import Pass, ShardedDataLoader
 from ignite_ddl.engine import MeshEngine, in_a_step
 
 __all__ = ["Resume", "load_engine", "load_loader", "resumed_engine", "take_runs"]
@@ -29,6 +29,10 @@ def take_runs(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if not isinstance(engine, Engine):
             continue
         state, waiting = engine.state, getattr(engine, "resume", None)
+        if isinstance(state.dataloader, Pass):
+            raise ValueError(
+                f"{name!r} should run on the loader itself, so that it can go on, not on an iterator over it"
+            )
         run = dict(waiting.run) if waiting else _progress(engine) | {"metrics": _encodable(state.metrics)}
         if not waiting and (run["ended"] or state.epoch_length is None):  # EPOCH_COMPLETED may be next
             run |= _encodable({"output": state.output})
@@ -37,7 +41,8 @@ def take_runs(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         run["positions"] = {key: place for key, place in places.items() if place is not None}
         if not waiting:
             run["reads"] = next((key for key, loader in loaders.items() if loader is state.dataloader), None)
-            run["running"] = engine._dataloader_iter is not None
+            trains, running = bool(getattr(engine, "steps", {})), engine._dataloader_iter is not None
+            run["weight"] = [trains, running, state.iteration]
         runs[name] = run
     return runs
 
@@ -70,10 +75,9 @@ def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resumed_engine(objects: Mapping[str, Any], runs: Mapping[str, Any]) -> str | None:
-    """The engine whose run goes on: the one that was running, and no evaluator."""
+    """The engine whose run goes on: one that trains, rather one that was running, and no evaluator."""
     trainers = [key for key, thing in objects.items() if isinstance(thing, Engine) and not hasattr(thing, "repeats")]
-    running = [key for key in trainers if runs.get(key, {}).get("running")]
-    return next(iter(running or trainers), None)
+    return max(trainers, key=lambda key: runs.get(key, {}).get("weight", []), default=None)
 
 
 def load_engine(engine: Engine, state: dict[str, Any], run: dict[str, Any] | None) -> dict[str, Any]:
@@ -167,7 +171,7 @@ class Resume:
         engine.resume, self.again = None, []
         if run["begun"] and run["ended"]:
             engine.fire_event(Events.EPOCH_COMPLETED)
-        elif engine._is_done(state) and idist.get_rank() == 0:
+        elif started and engine._is_done(state) and idist.get_rank() == 0:
             warnings.warn(
                 f"the run that was loaded is complete after {state.epoch} epochs and {state.iteration} iterations: "
                 "nothing is left to do; give a larger max_epochs, or set state.max_epochs to None to begin anew",
