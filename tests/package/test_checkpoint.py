@@ -653,6 +653,25 @@ def test_a_run_that_was_ended_in_mid_epoch_goes_on(late, tmp_path):
     assert_like(Journal(tmp_path).go("TERMINATE 13"), lines[mark:])
 
 
+def test_an_evaluator_beside_the_trainer_evaluates_again(tmp_path):
+    def script(journal):
+        journal.things = {"evaluator": journal.evaluator} | journal.things
+
+    lines, job = Journal(tmp_path).go(), Journal(tmp_path, script=script)
+    job.max = {"max_epochs": 1}
+    mark = len(job.go()) - 1
+    job.checkpoint.save("one epoch")  # when none of them runs
+    assert_like(Journal(tmp_path, script=script).go("one epoch"), lines[mark:])
+
+
+def test_a_run_on_an_iterator_is_not_saved(tmp_path):
+    journal = Journal(tmp_path)
+    journal.trainer.add_event_handler(at(3), Last(journal.save))
+    journal.trainer.state.dataloader = iter(journal.loader)
+    with pytest.raises(ValueError, match="'trainer' should run on the loader itself"):
+        journal.go()
+
+
 def test_a_running_trainer_is_not_loaded(tmp_path):
     journal = Journal(tmp_path)
     journal.checkpoint.save("x")
