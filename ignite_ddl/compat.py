@@ -7,7 +7,8 @@ file                                    what it uses
 ======================================  ===============================================================
 ``compat.py``                           below
 ``tpu.py``                              Ignite's XLA classes, with torch_xla 2.7 to 2.9
-``data.py``                             ``torch.utils._pytree``, as most of the following
+``data.py``                             ``torch.utils._pytree``, as most of the following; ``DataLoader._get_iterator``,
+                                        an Ignite engine's ``_dataloader_iter``
 ``parity.py``                           ``torch.utils._pytree``
 ``loss_contract.py``                    ``nn``'s ``_Loss``, the base of its losses; the numbers of autograd's nodes
 ``replicas.py``                         ``_NormBase``, ``nn.Module._non_persistent_buffers_set``
@@ -15,10 +16,13 @@ file                                    what it uses
 ``audit.py``                            ``nn.Module._parameters``, ``_modules``, ``Parameter._backward_hooks``
 ``guards.py``                           ``Parameter._backward_hooks``
 ``step.py``                             ``torch._foreach_mul_``
-``engine.py``                           Ignite's ``_prepare_batch``, the default of a public argument, and the order of
-                                        an engine's handlers
+``engine.py``                           Ignite's ``_prepare_batch``, the default of a public argument; of its Engine the
+                                        order of handlers, ``_setup_dataloader_iter``, ``_dataloader_iter``,
+                                        ``_fire_event``, ``_init_iter``, ``_internal_run_generator``
 ``state.py``                            ``DTensor.__create_chunk_list__``, the protocol of torch's DCP
 ``checkpoint/storage.py``               names in DCP's ``.metadata``: ``_StorageInfo``, ``_MEM_FORMAT_ENCODING``
+``checkpoint/resume.py``                of Ignite's Engine ``_dataloader_iter``, ``_init_iter``, ``_is_done``,
+                                        ``_internal_run_generator`` and ``_internal_run_as_gen``
 ``checkpoint/handler.py``               how Ignite's Checkpoint sets up its states and file names
 ``metrics.py``                          idist's ``_model``, ``_NativeDistModel``: a group instead of the world
 ``pipeline/stage.py``                   ``PipelineStage``: its call of a stage, its first message
@@ -49,7 +53,7 @@ import pickle
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +65,7 @@ from ignite.metrics import Metric
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.library import Library
 
 __all__ = [
@@ -75,12 +80,14 @@ __all__ = [
     "hide_gpus_if_too_few",
     "job_store",
     "newest_node",
+    "local_gradients",
     "quiet_redistribution",
     "quiet_warnings",
     "recorded_calls",
     "repair_torchvision",
     "replicate",
     "serial_on_cpu",
+    "set_local_gradients",
     "tell_ignite_nproc",
     "torchrun_not_slurm",
     "unobserved",
@@ -94,6 +101,64 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     from torch.distributed._composable.replicate_with_fsdp import replicate  # here: a slow import
 
     return replicate(module, mesh=mesh)
+
+
+def _fsdp_parameters(model: nn.Module) -> dict[int, Any]:
+    """What FSDP2 and ``replicate`` keep of each parameter, by its id; private, torch 2.11 to 2.15."""
+    found = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # the latter in 2.11
+            found |= {id(one.sharded_param): one for group in groups if group is not None for one in group.fsdp_params}
+    return found
+
+
+def local_gradients(model: nn.Module) -> dict[int, tuple[torch.Tensor, bool]]:
+    """This rank's gradients by id of the parameter, and whether FSDP2 or ``replicate`` has still to reduce them."""
+    found = {id(p): (p.grad, False) for p in model.parameters() if p.grad is not None}
+    for key, one in _fsdp_parameters(model).items():
+        gradient = one.unsharded_accumulated_grad
+        if gradient is None:
+            gradient = getattr(getattr(one, "_unsharded_param", None), "grad", None)
+        if gradient is not None:
+            found[key] = gradient, True
+    return found
+
+
+def set_local_gradients(
+    model: nn.Module, gradients: Mapping[int, tuple[torch.Tensor, Sequence[Any] | None, bool]]
+) -> None:
+    """Sets what :func:`local_gradients` found: local tensors, placements of DTensors, and whether to reduce them."""
+
+    def as_gradient(local: torch.Tensor, of: torch.Tensor, placements: Sequence[Any] | None) -> torch.Tensor:
+        local = local.to(of.device)
+        if placements is None:
+            return local
+        return DTensor.from_local(
+            local, of.device_mesh, placements, run_check=False, shape=of.shape, stride=of.stride()
+        )
+
+    for parameter in model.parameters():
+        local, placements, unsharded = gradients.get(id(parameter), (None, None, False))
+        parameter.grad = None if local is None or unsharded else as_gradient(local, parameter, placements)
+    if any(unsharded for _, _, unsharded in gradients.values()):
+        for module in model.modules():  # torch makes the parameter that computes when it first gathers
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                module.reshard()
+    for key, one in _fsdp_parameters(model).items():
+        computes, (local, placements, unsharded) = (
+            getattr(one, "_unsharded_param", None),
+            gradients.get(key, (None,) * 3),
+        )
+        if computes is None:
+            continue
+        gradient = as_gradient(local, computes, placements) if unsharded else None
+        if isinstance(getattr(type(one), "unsharded_accumulated_grad", None), property):  # torch 2.15
+            computes.grad = gradient
+        else:
+            computes.grad, one.unsharded_accumulated_grad = None, gradient
 
 
 @contextlib.contextmanager

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import weakref
 import zlib
-from collections import deque
+from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ignite.distributed as idist
 import torch
@@ -31,7 +32,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_ddl.mesh import Mesh, get_mesh
 
-__all__ = ["ShardedDataLoader", "auto_dataloader", "part", "without_rows"]
+__all__ = ["Pass", "ShardedDataLoader", "auto_dataloader", "part", "without_rows"]
 
 
 def auto_dataloader(dataset: Dataset, **kwargs: Any) -> ShardedDataLoader:
@@ -82,6 +83,7 @@ def auto_dataloader(dataset: Dataset, **kwargs: Any) -> ShardedDataLoader:
     if mesh.dp_size < mesh.world_size or (streamed and mesh.world_size > 1):
         seed = _common_seed(mesh) + 1 + (0 if streamed else mesh.dp_rank)
         loader.stream = torch.Generator().manual_seed(seed)
+        loader.loops = _Reader(loader)
     return loader
 
 
@@ -106,10 +108,8 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
     kwargs.setdefault("pin_memory", idist.device().type == "cuda")
     drop_last = kwargs.pop("drop_last", False)
     if isinstance(dataset, IterableDataset):
-        shares = _IterableShares(
-            dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", None) or default_collate
-        )
-        return ShardedDataLoader(shares, batch_size=None, **kwargs)
+        parts = _StreamParts(dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", None) or default_collate)
+        return ShardedDataLoader(parts, batch_size=None, **kwargs)
     batches = kwargs.pop("batch_sampler", None)
     if batches is None:
         sampler = kwargs.pop("sampler", None)
@@ -119,162 +119,244 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
             sampler = RandomSampler(dataset, generator=kwargs.get("generator"))
         batches = BatchSampler(sampler if sampler is not None else SequentialSampler(dataset), batch_size, drop_last)
     generator, workers = kwargs.get("generator"), kwargs.get("num_workers", 0)
-    shares = _Shares(batches, _common_seed(mesh), mesh.dp_rank, mesh.dp_size, generator, workers)
-    return ShardedDataLoader(dataset, batch_sampler=shares, **kwargs)
+    batches = _Batches(batches, _common_seed(mesh), mesh.dp_rank, mesh.dp_size, generator, workers)
+    return ShardedDataLoader(dataset, batch_sampler=batches, **kwargs)
 
 
 class ShardedDataLoader(DataLoader):
     """Loads this rank's part of every global batch. Made by :func:`auto_dataloader`.
 
+    Each ``iter(loader)`` is a :class:`Pass`. A ``ddl.MeshEngine`` counts the epochs of its own passes, which others do
+    not change; ``for`` loops and Ignite's plain engines count together.
+
     Attributes:
-        rows: ``(here, in all)``: number of rows of the current batch on this rank and on the whole dp axis.
+        rows: ``(here, in all)``: number of rows of the last batch given, on this rank and on the whole dp axis.
         filler: if ``rows[0]`` is 0, a batch with one row of the global batch, which a rank without rows computes with
             weight 0 so that its peers do not wait; else None.
     """
 
     rows: tuple[int, int] = (0, 0)
     filler: Any = None
-    stream: torch.Generator | None = None  # the random stream of transforms, shared by tp and pp peers
-    position: _Position | None = None  # of the iterator that gave the last batch
-    resumed: dict[str, Any] | None = None  # where the next iterator begins, if not at the beginning
+    stream: torch.Generator | None = None  # the random stream of transforms with which each reader begins
 
-    def __iter__(self) -> Iterator[Any]:
-        if self.batch_sampler is None:
-            yield from self._iterate_stream()
-            return
-        # Each iterator has its own sizes, filled with its first batch, and its own random stream until it ends.
-        shares, sizes = self.batch_sampler, deque()
-        epoch, stream = shares.epoch, self.stream and self.stream.clone_state()
-        shares.sizes, shares.resumed = sizes, self.resumed
-        first, self.resumed = self.resumed, None
-        position = _Position(epoch, first["batches"] if first else 0, first["rows"] if first else 0, stream)
-        for batch in self._batches(stream, unnoticed=first is not None):
-            here, in_all = sizes.popleft()
-            # Advanced with the last batch: one rank alone may begin an epoch, and Ignite does not exhaust iterators.
-            if not sizes and shares.epoch == epoch:
-                shares.epoch, self.stream = epoch + 1, stream
-            position.advance(in_all, is_last=not sizes)
-            position.order, position.generator = shares.order, shares.generator_state
-            self.position = position
-            yield self._present(batch, here, in_all)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.first_epoch = 0  # of each reader
+        self.loops = _Reader(self)  # for loops and plain engines
+        self.readers: WeakKeyDictionary[Any, _Reader] = WeakKeyDictionary()  # by engine
+        self._workers_of: weakref.ref[Pass] | None = None  # the pass that has the persistent workers
 
-    def _iterate_stream(self) -> Iterator[Any]:
-        """An iterable dataset: its batches carry their sizes, and a resumed iterator reads from its beginning."""
-        first, self.resumed = self.resumed, None
-        begun = self.stream.get_state() if self.stream is not None else torch.get_rng_state()
-        position = _Position(first["epoch"] if first else 0, 0, 0, self.stream)
-        before = None
-        if first is not None:
-            begun, before = first["begun"], torch.get_rng_state()
-            self.stream.set_state(begun) if self.stream is not None else torch.set_rng_state(begun)
-        skip = first["batches"] if first else 0
-        for batch, here, in_all, fingerprint in self._batches(self.stream):
-            if position.batches == 0:
-                _check_same_samples(fingerprint)
-            position.advance(in_all)
-            position.begun, position.order = begun, fingerprint
-            self.position = position
-            if position.batches < skip:
-                continue
-            if position.batches == skip:
-                if (position.rows, fingerprint) != (first["rows"], first["order"]):
-                    raise ValueError(
-                        "dataset should give the samples of the interrupted run once more, but gives others: take the "
-                        "same batch_size, and let it draw random numbers from torch"
-                    )
-                if self.stream is None:
-                    torch.set_rng_state(before)
-                continue
-            yield self._present(batch, here, in_all)
+    def __iter__(self) -> Pass:
+        return Pass(self, self.loops)
 
-    def _batches(self, stream: torch.Generator | None, unnoticed: bool = False) -> Iterator[Any]:
-        # A new iterator draws a number; where a run is resumed, the interrupted one has drawn it before.
-        with torch.random.fork_rng(devices=[], enabled=unnoticed), _shared_random_stream(stream):
-            drawn = stream.get_state() if unnoticed and stream is not None else None
-            batches = super().__iter__()
-        if drawn is not None:
-            stream.set_state(drawn)
-        while True:
-            with _shared_random_stream(stream):
-                batch = next(batches, self)
-            if batch is self:
-                return
-            yield batch
+    def pass_of(self, engine: Any) -> Pass:
+        """A new pass of an engine that counts its own epochs."""
+        return Pass(self, self._reader(engine))
 
-    def _present(self, batch: Any, here: int, in_all: int) -> Any:
-        self.rows = here, in_all
-        self.filler = None
-        if here == 0:
-            self.filler = batch
-            return without_rows(batch)
-        return batch
+    def _reader(self, engine: Any) -> _Reader:
+        return self.loops if engine is None else self.readers.setdefault(engine, _Reader(self))
+
+    def torch_iterator(self, of: Pass) -> Iterator[Any]:
+        """torch's iterator for a pass. Persistent workers serve one pass at a time; another one gets new workers."""
+        busy = self._workers_of and self._workers_of()
+        if busy is not None and not busy.ended and busy.iterator is self._iterator:
+            return self._get_iterator()
+        self._workers_of = weakref.ref(of)
+        return super().__iter__()
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iterator's shuffling, which otherwise advances by itself."""
-        if isinstance(self.batch_sampler, _Shares):
-            self.batch_sampler.epoch = epoch
-            if self.resumed is not None and self.resumed["epoch"] != epoch:
-                self.resumed = None
+        """Sets the epoch of the next pass's shuffling, of loops and engines, which otherwise advances by itself."""
+        self.first_epoch = epoch
+        for reader in (self.loops, *self.readers.values()):
+            reader.epoch = epoch
+        if self.loops.resumed is not None and self.loops.resumed["epoch"] != epoch:
+            self.loops.resumed = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the iterator that gave the last batch is: what another loader needs to go on from there.
+    def state_dict(self, engine: Any = None, new_pass: bool = False) -> dict[str, Any] | None:
+        """Where a pass is: what another loader needs to go on from there.
+
+        Args:
+            engine: the engine whose pass it is. Default: none; of the loops that have begun and not ended, the one that
+                has given most batches. A loop that was left by ``break`` has ended: save inside it.
+            new_pass: whether the next batch begins a new pass. Default: False.
 
         Returns:
             dict: the epoch, the batches and rows of it that have been given, and what the order of the rows and the
-            random numbers of transforms depend on.
+            random numbers of transforms depend on; None if the engine has not read this loader.
         """
-        shares, at = self.batch_sampler, self.position
-        state: dict[str, Any] = {"epoch": 0 if shares is None else shares.epoch, "batches": 0, "rows": 0}
-        stream = self.stream
-        if self.resumed is not None:  # loaded, and nothing read since
-            state |= self.resumed
-        elif at is not None and not at.ended:
-            stream = at.stream
-            state |= {"epoch": at.epoch, "batches": at.batches, "rows": at.rows, "order": at.order}
-            state |= {"begun": at.begun, "generator": at.generator}
-        elif self.generator is not None:
-            state["generator"] = self.generator.get_state()
-        state["seed"] = None if shares is None else shares.seed
-        state["stream"] = None if stream is None else stream.get_state()
-        return state
+        current = getattr(engine, "_dataloader_iter", None)
+        if isinstance(current, Pass) and current.loader is self:
+            reader = current.reader
+        else:
+            current, reader = None, self.loops if engine is None else self.readers.get(engine)
+        if reader is None:
+            return None
+        sampler, generator = self.batch_sampler, self.generator
+        now = None if generator is None else generator.get_state()
+        state = {"generator": now, "generator_now": now, "seed": getattr(sampler, "seed", None)}
+        return state | reader.state_dict(current, new_pass)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lets the next iterator go on where the one of :meth:`state_dict` was. The mesh may be another one.
+    def load_state_dict(self, state: Mapping[str, Any], engine: Any = None) -> None:
+        """Lets the next pass go on where the one of :meth:`state_dict` was. The mesh may be another one.
 
-        The next iterator raises a ValueError if batch size, dataset or sampler give another order of rows.
+        The next pass raises a ValueError if batch size, dataset or sampler give another order of rows.
 
         Args:
             state: from :meth:`state_dict`.
+            engine: a ``ddl.MeshEngine``: its next pass goes on. Default: none, the next loop.
         """
-        self.position, self.resumed = None, dict(state) if state["batches"] else None
-        if self.stream is not None and state["stream"] is not None:
-            self.stream.set_state(state["stream"])
-        if isinstance(self.batch_sampler, _Shares):
-            self.batch_sampler.epoch, self.batch_sampler.seed = state["epoch"], state["seed"]
-        if self.generator is not None and state.get("generator") is not None:
-            self.generator.set_state(state["generator"])
+        reader = self._reader(engine)
+        reader.passes, reader.resumed = [], dict(state) if state["batches"] else None
+        reader.epoch = state.get("next", state["epoch"])
+        if reader.stream is not None and state["stream"] is not None:
+            reader.stream.set_state(state["stream"])
+        if isinstance(self.batch_sampler, _Batches):
+            self.batch_sampler.seed = state["seed"]
+        generator = state.get("generator_now", state.get("generator"))
+        if self.generator is not None and generator is not None:
+            self.generator.set_state(generator)
 
-    def reseed(self) -> None:
+    def reseed(self, engine: Any = None) -> None:
         """Another random stream of transforms: on a dp rank that the saved run did not have."""
-        if self.stream is not None:
-            self.stream.manual_seed(self.stream.initial_seed() + get_mesh().dp_rank + 1)
+        stream = self._reader(engine).stream
+        if stream is not None:
+            stream.manual_seed(stream.initial_seed() + get_mesh().dp_rank + 1)
 
 
-@dataclass
-class _Position:
-    """How far an iterator of a loader is."""
+class _Reader:
+    """Who reads a loader pass by pass, an engine or the loops: the epoch and random stream of its next pass."""
 
-    epoch: int
-    batches: int
-    rows: int
-    stream: torch.Generator | None
-    ended: bool = False
-    order: int | None = None  # a number for the order of the epoch's rows, or for the samples of the last batch
-    generator: torch.Tensor | None = None  # the state from which the order was drawn
-    begun: torch.Tensor | None = None  # the random state in which an iterable dataset was begun
+    def __init__(self, loader: ShardedDataLoader) -> None:
+        self.epoch, self.stream = loader.first_epoch, loader.stream and loader.stream.clone_state()
+        self.resumed: dict[str, Any] | None = None  # where the next pass begins, if not at the beginning
+        self.passes: list[weakref.ref[Pass]] = []  # begun, and perhaps ended or left
 
-    def advance(self, rows: int, is_last: bool = False) -> None:
-        self.batches, self.rows, self.ended = self.batches + 1, self.rows + rows, is_last
+    def state_dict(self, current: Pass | None, new_pass: bool) -> dict[str, Any]:
+        state = {"epoch": self.epoch, "batches": 0, "rows": 0}
+        alive = [one for one in (ref() for ref in self.passes) if one is not None and one.reader is self]
+        begun = [one for one in (alive if current is None else [current]) if one.batches and not one.ended]
+        if self.resumed is not None:  # loaded, and nothing read since
+            state = self.resumed
+        elif begun and not new_pass:
+            state = max(begun, key=lambda one: one.batches).position()
+        stream = self.stream if state is self.resumed else state.get("stream", self.stream)
+        return state | {"next": self.epoch, "stream": stream and stream.get_state()}
+
+
+class Pass:
+    """One pass over a loader: an iterator of this rank's part of each global batch, from its first ``next`` on.
+
+    Attributes:
+        rows: ``(here, in all)`` of the batch that it gave last.
+        filler: as the loader's, of that batch.
+        epoch: the epoch of its shuffling.
+        batches: number of batches that it has given, those before it was resumed included.
+        ended: whether it has given its last batch.
+    """
+
+    def __init__(self, loader: ShardedDataLoader, reader: _Reader) -> None:
+        self.loader, self.reader, self.epoch = loader, reader, reader.epoch
+        self.rows, self.filler, self.batches, self.n_rows, self.ended = (0, 0), None, 0, 0, False
+        self.plan: _Plan | None = None  # not of an iterable dataset
+        self.stream: torch.Generator | None = None
+        self._digest: int | None = None  # of an iterable dataset: a number for the samples of the last batch
+        self._begun: torch.Tensor | None = None  # and the random state in which it was begun
+        self.iterator: Iterator[Any] | None = None
+
+    def __iter__(self) -> Pass:
+        return self
+
+    def __next__(self) -> Any:
+        if self.ended:  # torch's iterator may be another pass's by now
+            raise StopIteration
+        if self.iterator is None:
+            self._begin()
+        batch, here, in_all = self._read()
+        self.rows, self.filler = (here, in_all), None
+        if here == 0:
+            self.filler, batch = batch, without_rows(batch)
+        self.loader.rows, self.loader.filler = self.rows, self.filler
+        return batch
+
+    def position(self) -> dict[str, Any]:
+        """Where it is, for the loader's ``state_dict``."""
+        plan = self.plan
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "rows": self.n_rows,
+            "digest": self._digest if plan is None else plan.digest,
+            "begun": self._begun,
+            "generator": plan and plan.generator,
+            "stream": self.stream,
+        }
+
+    def close(self) -> None:
+        """Ends its workers; its position stays."""
+        self.iterator = iter(())
+
+    def _begin(self) -> None:
+        loader, reader = self.loader, self.reader
+        first, reader.resumed = reader.resumed, None
+        self.epoch = reader.epoch if first is None else first["epoch"]
+        reader.passes = [ref for ref in reader.passes if ref() is not None] + [weakref.ref(self)]
+        if loader.batch_sampler is None:
+            self._begin_stream(first)
+            return
+        if first is not None:
+            self.batches, self.n_rows = first["batches"], first["rows"]
+        self.plan = loader.batch_sampler.plan = _Plan(loader.batch_sampler, self.epoch, first)
+        stream = self.stream = reader.stream and reader.stream.clone_state()
+        drawn = stream and stream.get_state()
+        # A new iterator draws a number; where a run is resumed, the interrupted one has drawn it before.
+        with torch.random.fork_rng(devices=[], enabled=first is not None), _shared_random_stream(stream):
+            self.iterator = loader.torch_iterator(self)
+        loader.batch_sampler.plan = None
+        if first is not None and stream is not None:
+            stream.set_state(drawn)
+
+    def _begin_stream(self, first: dict[str, Any] | None) -> None:
+        """An iterable dataset: a resumed pass reads it from its beginning, with the random numbers of then."""
+        self.stream = self.reader.stream
+        source = self.stream or torch.default_generator
+        self._begun = before = source.get_state()
+        if first is not None:
+            self._begun = first["begun"]
+            source.set_state(self._begun)
+        with _shared_random_stream(self.stream):
+            self.iterator = self.loader.torch_iterator(self)
+        if first is None:
+            return
+        with contextlib.suppress(StopIteration):
+            while self.batches < first["batches"]:
+                self._read()
+        if (self.n_rows, self._digest) != (first["rows"], first.get("digest", first.get("order"))):
+            raise ValueError(
+                "dataset should give the samples of the interrupted run once more, but gives others: take the same "
+                "batch_size, and let it draw random numbers from torch"
+            )
+        if self.stream is None:
+            source.set_state(before)
+
+    def _read(self) -> tuple[Any, int, int]:
+        """The next batch, and its numbers of rows here and in all."""
+        with _shared_random_stream(self.stream):
+            batch = next(self.iterator, self)
+        if batch is self:
+            self.ended = True
+            raise StopIteration
+        if self.plan is None:
+            batch, here, in_all, self._digest = batch
+            if self.batches == 0:
+                _check_same_samples(self._digest)
+        else:
+            here, in_all = self.plan.rows_of(self.batches)
+            self.ended = self.batches + 1 == len(self.plan.sizes)
+        self.batches, self.n_rows = self.batches + 1, self.n_rows + in_all
+        # Advanced with the last batch: one rank alone may begin an epoch, and Ignite does not exhaust iterators.
+        if self.ended and self.reader.epoch == self.epoch:
+            self.reader.epoch, self.reader.stream = self.epoch + 1, self.stream
+        return batch, here, in_all
 
 
 def without_rows(batch: Any) -> Any:
@@ -304,46 +386,82 @@ def _shared_random_stream(stream: torch.Generator | None) -> Iterator[None]:
         stream.set_state(torch.get_rng_state())
 
 
-class _Shares(Sampler[list[int]]):
-    """This rank's part of each batch of one process's batch sampler, in the same order on every rank."""
+class _Batches(Sampler[list[int]]):
+    """One process's batches, of which torch's loader gets this rank's parts by the plan of the pass that begins."""
 
     def __init__(
         self, batches: Any, seed: int, rank: int, size: int, generator: torch.Generator | None, workers: int
     ) -> None:
         self.batches, self.seed, self.rank, self.size = batches, seed, rank, size
         self.generator, self.workers = generator, workers
-        self.epoch = 0  # of the next iterator; advanced by the loader
-        self.sizes: deque[tuple[int, int]] = deque()  # (here, in all) of the remaining batches
-        self.resumed: dict[str, Any] | None = None  # where the next iterator begins
-        self.order: int | None = None  # a number for the order of the epoch's rows
-        self.generator_state: torch.Tensor | None = None  # before that order was drawn
+        self.plan: _Plan | None = None
 
-    def __iter__(self) -> Iterator[Any]:
-        resumed, self.resumed = self.resumed, None
-        if self.generator is not None:
-            if resumed is not None and resumed["generator"] is not None:
-                self.generator.set_state(resumed["generator"])
-            self.generator_state = self.generator.get_state()
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self.plan or _Plan(self, 0)).batches()
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class _Plan:
+    """Which rows of an epoch this rank reads, drawn when the first of them are asked for.
+
+    Attributes:
+        sizes: the number of rows of each global batch.
+        rows: this rank's rows of all batches, one after the other; of a batch without any, one that another rank has.
+        digest: a number for the order of the rows of all ranks.
+        generator: the state of the user's generator from which that order was drawn.
+    """
+
+    def __init__(self, sampler: _Batches, epoch: int, resumed: Mapping[str, Any] | None = None) -> None:
+        self.sampler, self.epoch, self.resumed = sampler, epoch, resumed
+        self.sizes, self.rows, self.digest = array("q"), array("q"), 0
+        self.generator: torch.Tensor | None = None
+
+    def rows_of(self, number: int) -> tuple[int, int]:
+        """A batch's numbers of rows here and in all."""
+        start, end = part(self.sizes[number], self.sampler.rank, self.sampler.size)
+        return end - start, self.sizes[number]
+
+    def batches(self) -> Iterator[list[int]]:
+        """This rank's rows of each batch that is left."""
+        self._draw()
+        sampler, at, done = self.sampler, 0, self.resumed["batches"] if self.resumed else 0
+        for number in range(len(self.sizes)):
+            here, in_all = self.rows_of(number)
+            end = at + max(here, min(in_all, 1))
+            if number >= done:
+                rows = list(self.rows[at:end])
+                yield _SeededRows(rows, sampler.seed, self.epoch, number, sampler.rank) if sampler.workers else rows
+            at = end
+
+    def _draw(self) -> None:
+        sampler, resumed, generator = self.sampler, self.resumed or {}, self.sampler.generator
+        if generator is not None:
+            if resumed.get("generator") is not None:
+                generator.set_state(resumed["generator"])
+            self.generator = generator.get_state()
         with torch.random.fork_rng(devices=[]):  # leaves the user's random stream unchanged
-            torch.manual_seed(self.seed + self.epoch)
-            batches = [list(batch) for batch in self.batches]
-        self.order = zlib.crc32(repr(batches).encode())
-        if resumed is not None and resumed["order"] != self.order:
+            torch.manual_seed(sampler.seed + self.epoch)
+            for batch in map(list, sampler.batches):
+                self._add(batch)
+        if generator is not None and resumed.get("generator_now") is not None:
+            generator.set_state(resumed["generator_now"])
+        if self.digest != resumed.get("digest", self.digest):
             raise ValueError(
                 "loader should go on with the rows of the interrupted run, but batch_size, dataset or sampler give "
                 "another order: make them the same; a sampler with random numbers of its own should draw from torch's"
             )
-        done = 0 if resumed is None else resumed["batches"]
-        parts = [part(len(batch), self.rank, self.size) for batch in batches]
-        rest = list(enumerate(zip(parts, batches, strict=True)))[done:]
-        self.sizes.extend((end - start, len(batch)) for _, ((start, end), batch) in rest)
-        epoch = self.epoch
-        for number, ((start, end), batch) in rest:
-            rows = batch[start:end] or batch[:1]
-            yield _SeededRows(rows, self.seed, epoch, number, self.rank) if self.workers else rows
 
-    def __len__(self) -> int:
-        return len(self.batches)
+    def _add(self, batch: list[int]) -> None:
+        self.sizes.append(len(batch))
+        start, end = part(len(batch), self.sampler.rank, self.sampler.size)
+        try:
+            values = array("q", batch).tobytes()
+        except (TypeError, OverflowError):  # keys of another kind
+            values, self.rows = repr(batch).encode(), list(self.rows)
+        self.digest = zlib.crc32(values, zlib.crc32(self.sizes[-1:].tobytes(), self.digest))
+        self.rows.extend(batch[start:end] or batch[:1])
 
 
 class _SeededRows(list):
@@ -370,7 +488,7 @@ def _received(rows: list[int], seeds: tuple[int, ...]) -> list[int]:
     return rows
 
 
-class _IterableShares(IterableDataset):
+class _StreamParts(IterableDataset):
     """This rank's part of each ``batch_size`` samples of a stream."""
 
     def __init__(self, dataset: IterableDataset, batch_size: int, drop_last: bool, mesh: Mesh, collate: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
-from ignite.engine import Engine, Events, _prepare_batch
+from ignite.engine import Engine, Events, State, _prepare_batch
 from ignite.handlers.base_logger import BaseOutputHandler
 from ignite.handlers.tqdm_logger import ProgressBar
 from ignite.metrics import Metric
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ignite_ddl.arguments import check_count
-from ignite_ddl.data import ShardedDataLoader, without_rows
+from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
 from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.loss_contract import divisor_of
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -42,6 +42,7 @@ __all__ = [
     "create_supervised_evaluator",
     "create_supervised_trainer",
     "forward_backward",
+    "in_a_step",
 ]
 
 
@@ -67,18 +68,75 @@ class MeshEngine(Engine):
         self.rows: tuple[int, int] | None = None
         self.steps: dict[int, TrainingStep] = {}  # by id of the model
         self.weighted: list[nn.Module] = []  # models whose gradients of this batch are weighted by rows
+        self.resume: Any = None  # what was loaded, until the run goes on from there
+        self._pass: Pass | None = None  # over the loader; also after the run, so that its position can be saved
+        self._in_step, self._in_epoch, self._epoch_began = False, False, 0  # after which iteration
 
     @staticmethod
     def _process(process_function: Callable, engine: MeshEngine, batch: Any) -> Any:
-        loader = engine.state.dataloader
-        engine.rows = loader.rows if isinstance(loader, ShardedDataLoader) else None
+        batches = engine._dataloader_iter  # a handler may have read the same loader since
+        engine.rows = batches.rows if isinstance(batches, Pass) else None
         engine.weighted = []
         if get_mesh().world_size == 1:
             return process_function(engine, batch)
         with _refusing_unweighted_steps(engine):
             if engine.rows is not None and engine.rows[0] == 0:
-                return without_rows(process_function(engine, loader.filler))
+                return without_rows(process_function(engine, batches.filler))
             return process_function(engine, batch)
+
+    def run(self, *args: Any, **kwargs: Any) -> State:
+        """As in Ignite. A run that was loaded and is complete ends at once, where Ignite would begin it anew."""
+        try:
+            return super().run(*args, **kwargs)
+        except BaseException:
+            self._internal_run_generator = None  # with which Ignite's next run would return at once
+            raise
+        finally:
+            if self._pass is not None and self._dataloader_iter is None:
+                self._pass.close()
+
+    def set_data(self, data: Any) -> None:
+        """As in Ignite."""
+        self.state.dataloader = data
+        self._setup_dataloader_iter()
+
+    def _setup_dataloader_iter(self) -> None:
+        self._pass, loader = None, self.state.dataloader
+        if isinstance(loader, ShardedDataLoader):
+            self._dataloader_iter = self._pass = loader.pass_of(self)
+        else:
+            super()._setup_dataloader_iter()
+
+    def _fire_event(self, event_name: Any, *args: Any, **kwargs: Any) -> None:
+        if event_name in (Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED):
+            self._in_step = True
+        elif event_name == Events.ITERATION_COMPLETED:
+            self._in_step = False
+        elif event_name == Events.EPOCH_COMPLETED:
+            self._in_epoch = False
+        elif event_name == Events.TERMINATE_SINGLE_EPOCH:
+            self._in_epoch = self.should_terminate_single_epoch is True  # and not "skip_epoch_completed"
+        elif event_name == Events.STARTED:
+            self._in_step = self._in_epoch = False
+            self._pass = self._dataloader_iter and self._pass
+        elif event_name == Events.EPOCH_STARTED:
+            iteration, done = self.state.iteration, self._init_iter  # of this epoch, in runs before
+            if done is None and self._dataloader_iter is None:  # as Ignite is going to count them
+                done = iteration % (self.state.epoch_length or iteration + 1)
+            self._in_epoch, self._epoch_began = True, iteration - (done or 0)
+        super()._fire_event(event_name, *args, **kwargs)
+
+    def progress(self) -> dict[str, Any]:
+        """Where it is: the epoch, the iterations of it that are done, whether it has begun and ended.
+
+        Raises:
+            ValueError: in the middle of a step.
+        """
+        if self._in_step:
+            raise in_a_step(self.state.iteration)
+        done, left = self.state.iteration - self._epoch_began, self.should_terminate_single_epoch
+        begun, ended = self._in_epoch and left != "skip_epoch_completed", bool(left) or done == self.state.epoch_length
+        return {"epoch": self.state.epoch, "iterations": done, "begun": begun, "ended": ended}
 
     def add_event_handler(self, event_name: Any, handler: Callable, *args: Any, **kwargs: Any) -> Any:
         check_handler(handler)
@@ -126,10 +184,18 @@ def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
         handle.remove()
 
 
-def _runs_last(handler: tuple) -> bool:
+def in_a_step(iteration: int) -> ValueError:
+    """The error of a save in the middle of a step."""
+    return ValueError(
+        f"the step of iteration {iteration} has begun and is not complete: save in a handler of "
+        "Events.ITERATION_COMPLETED or of a later event, or leave the trainer out of to_save"
+    )
+
+
+def _runs_last(handler: tuple) -> int:
     function = handler[0]
     filtered = getattr(function, "_parent", None)  # of an event with a filter, such as every=2: a weak reference
-    return hasattr(filtered() if filtered is not None else function, "runs_last")
+    return getattr(filtered() if filtered is not None else function, "runs_last", 0)
 
 
 def _show_nothing(*_: Any) -> None:
@@ -404,6 +470,7 @@ def create_supervised_evaluator(
             return _output(stages, lambda: output_transform(x, y, y_pred))
 
     evaluator = MeshEngine(evaluate)
+    evaluator.repeats = True
     for name, metric in (metrics or {}).items():
         metric.attach(evaluator, name)
     return evaluator

@@ -80,7 +80,7 @@ class Throughput:
     def _measure(self, engine: Engine) -> None:
         batch, mesh = engine.state.batch, get_mesh()
         loader = engine.state.dataloader
-        rows = loader.rows if isinstance(loader, ShardedDataLoader) else None
+        rows = getattr(engine, "rows", loader.rows if isinstance(loader, ShardedDataLoader) else None)
         samples = rows[1] if rows is not None else n_rows(batch) * mesh.dp_size
         first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
         is_ids = first is not None and first.ndim == 2 and not first.is_floating_point()

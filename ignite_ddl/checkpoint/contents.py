@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Engine
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ignite_ddl.checkpoint.form import RANDOM
+from ignite_ddl.checkpoint.gradients import GRADIENTS, load_gradients, match_gradients, take_gradients
+from ignite_ddl.checkpoint.resume import Resume, load_engine, load_loader, resumed_engine, take_runs
 from ignite_ddl.checkpoint.storage import Folder, agree, gathered
 from ignite_ddl.checkpoint.values import decoded, encoded
 from ignite_ddl.data import ShardedDataLoader
@@ -21,6 +24,9 @@ from ignite_ddl.state import Shard, local_state, shard_of
 from ignite_ddl.tensor.random import draw_seed, random_states, set_random_states
 
 __all__ = ["Taken", "load", "merged", "take"]
+
+RUNS = "runs of engines"
+BESIDE = {RANDOM, RUNS, GRADIENTS}
 
 
 class Taken:
@@ -73,12 +79,19 @@ def take(objects: Mapping[str, Any]) -> Taken:
             "saved_as": {name: first for name, first in saved_as.items() if name != first},
             "extra": {name: encoded(value, f"{key}.{name}") for name, value in extra.items()},
         }
+    runs = take_runs(objects)
     for key, thing in objects.items():
         if isinstance(thing, torch.optim.Optimizer):
             own["optimizers"][key] = _take_optimizer(key, thing, names, shards)
+        elif isinstance(thing, ShardedDataLoader):
+            places = [run["positions"][key] for run in runs.values() if key in run["positions"]]
+            own["objects"][key] = encoded(places[0] if places else thing.state_dict(), key)
         elif not isinstance(thing, nn.Module):
             own["objects"][key] = encoded(thing.state_dict(), key)
-    own["objects"][RANDOM] = encoded(random_states(), RANDOM)
+    own["objects"] |= {RANDOM: encoded(random_states(), RANDOM), RUNS: encoded(runs, RUNS)}
+    gradients = take_gradients(objects, shards, get_mesh())
+    if gradients:
+        own["objects"][GRADIENTS] = encoded(gradients, GRADIENTS)
     return Taken(shards, own)
 
 
@@ -187,8 +200,16 @@ def load(folder: Folder, objects: Mapping[str, Any], strict: bool = True) -> Non
     found: dict[str, Any] = {}
     names: dict[int, str] = {}
     error: Exception | None = None
+    engines = {key: thing for key, thing in objects.items() if isinstance(thing, Engine)}
+    waiting, layouts = {}, {}
     try:
         _check_names(folder, objects)
+        running = next((key for key, engine in engines.items() if engine._dataloader_iter is not None), None)
+        if running is not None:
+            raise ValueError(f"to_load[{running!r}] is running: load it before the run, or leave it out of to_load")
+        if engines and GRADIENTS in folder.content["objects"]:
+            layouts, _ = _state_for(folder, GRADIENTS, mesh, True)
+            waiting = match_gradients(folder, objects, layouts, mesh, targets)
         for key, thing in objects.items():
             if isinstance(thing, nn.Module):
                 found[key] = _match_model(folder, key, thing, targets, names)
@@ -221,43 +242,41 @@ def load(folder: Folder, objects: Mapping[str, Any], strict: bool = True) -> Non
                 optimizer.state.pop(parameter, None)
                 if states.get(id(parameter)):
                     optimizer.state[parameter] = states[id(parameter)]
-    resumed = next((thing for thing in objects.values() if isinstance(thing, Engine)), None)
-    again: list[tuple[Any, Any]] = []
+    saved = _state_for(folder, RUNS, mesh, True)[0] if RUNS in folder.content["objects"] else {}
+    again = [functools.partial(_set_random_states, folder, mesh)]
+    for key, (_, groups, _) in new_states.items():
+        pairs = zip(objects[key].param_groups, groups, strict=True)
+        again += [functools.partial(group.update, new) for group, new in pairs]
+    runs: dict[str, dict[str, Any]] = {}
     for key, thing in objects.items():
-        if not isinstance(thing, nn.Module | torch.optim.Optimizer):
-            state, moved = _state_for(folder, key, mesh, isinstance(thing, ShardedDataLoader))
-            thing.load_state_dict(state)
-            if moved and isinstance(thing, ShardedDataLoader):
-                thing.reseed()
-            if not isinstance(thing, ShardedDataLoader | Engine):
-                again.append((thing.load_state_dict, state))
-    if resumed is None:
-        return
-    if resumed.state.epoch_length and resumed.state.iteration % resumed.state.epoch_length:
-        for key, (_, groups, _) in new_states.items():
-            again += zip([group.update for group in objects[key].param_groups], groups, strict=True)
-        resumed.add_event_handler(Events.EPOCH_STARTED, _LoadAgain(again))
+        if isinstance(thing, ShardedDataLoader):
+            load_loader(key, thing, *_state_for(folder, key, mesh, True), engines, saved)
+        elif isinstance(thing, Engine):
+            runs[key] = load_engine(thing, _state_for(folder, key, mesh, False)[0], saved.get(key))
+        elif not isinstance(thing, nn.Module | torch.optim.Optimizer):
+            again.append(functools.partial(_load_object, folder, mesh, key, thing))
+            again[-1]()
+    resumed = resumed_engine(objects, saved)
+    for key, engine in engines.items():
+        if key == resumed or not engine._is_done(engine.state):
+            loader, models = objects.get(runs[key].get("reads")), [objects[name] for name in waiting]
+            Resume(engine, runs[key], loader, *((again, models) if key == resumed else ([], [])))
+    if engines:
+        again[0]()
+        for key, model in objects.items():
+            if isinstance(model, nn.Module):
+                load_gradients(model, waiting.get(key, {}), layouts.get(key, {}))
+
+
+def _load_object(folder: Folder, mesh: Mesh, key: str, thing: Any) -> None:
+    thing.load_state_dict(_state_for(folder, key, mesh, False)[0])
+
+
+def _set_random_states(folder: Folder, mesh: Mesh) -> None:
     state, moved = _state_for(folder, RANDOM, mesh, True)
     set_random_states(state)
     if moved:
         torch.manual_seed(draw_seed() + mesh.dp_rank)
-
-
-class _LoadAgain:
-    """Undoes what handlers of EPOCH_STARTED do when a run goes on in mid-epoch: Ignite calls them a second time.
-
-    They would reset running averages and step schedulers, though the saved states are those after that.
-    """
-
-    runs_last = True
-
-    def __init__(self, states: list[tuple[Callable[[Any], Any], Any]]) -> None:
-        self.states = states
-
-    def __call__(self) -> None:
-        for load_state, state in self.states:
-            load_state(state)
-        self.states = []
 
 
 def _check_names(folder: Folder, objects: Mapping[str, Any]) -> None:
@@ -265,7 +284,7 @@ def _check_names(folder: Folder, objects: Mapping[str, Any]) -> None:
     known = {
         nn.Module: content["models"],
         torch.optim.Optimizer: content["optimizers"],
-        object: {k: v for k, v in content["objects"].items() if k != RANDOM},
+        object: {k: v for k, v in content["objects"].items() if k not in BESIDE},
     }
     for key, thing in objects.items():
         kind = next(kind for kind in known if isinstance(thing, kind))

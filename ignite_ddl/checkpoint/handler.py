@@ -40,7 +40,14 @@ class Checkpoint(IgniteCheckpoint):
     taken after all other handlers of its event, and holds, next to ``to_save``, the random states of each rank. With
     the trainer and the loader in ``to_save`` a run goes on from any iteration as if it had not been interrupted: on
     the same mesh with the same rows, random numbers and losses; on another one with the same rows, and with the same
-    losses if no random number depends on the mesh.
+    losses if no random number depends on the mesh. It is the trainer's place in the loader that counts, whoever else
+    reads the loader; without a trainer, that of the ``for`` loop over it: save inside the loop.
+
+    A run that goes on fires STARTED, and in mid-epoch EPOCH_STARTED, again; what was loaded is loaded once more after
+    their handlers. An EPOCH_COMPLETED that was still to come is fired after STARTED. A run that is complete fires
+    STARTED and COMPLETED and returns. Between two optimizer steps of gradient accumulation a checkpoint has each rank's
+    gradients, and the trainer can only be loaded on the same mesh. In the middle of a step (ITERATION_STARTED, the
+    update function, an exception in it) the trainer cannot be saved.
 
     Args:
         to_save: names to objects: the model of ``ddl.auto_model``, the optimizer of ``ddl.auto_optim``, the trainer,
@@ -113,7 +120,7 @@ class Checkpoint(IgniteCheckpoint):
                 assert resumed[0] == uninterrupted[0] and abs(resumed[1] - uninterrupted[1]) < 1e-6
     """
 
-    runs_last = True  # of the handlers of an event: MeshEngine sees to it
+    runs_last = 2  # of the handlers of an event: MeshEngine sees to it
 
     def __init__(
         self,
@@ -361,7 +368,7 @@ class _Writes(BaseSaveHandler):
 
 
 class _OnSignal:
-    runs_last = True
+    runs_last = 2
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint, self.got = checkpoint, 0
