@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,29 +17,58 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, guard_clipping
+from ignite_ddl.compat import called_by_ignites_checkpoint, guard_parts, is_part, refuse_pickling
 from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = [
     "ModulesInUse",
+    "PartOfAState",
     "advice_of",
     "check_handler",
+    "check_layers",
     "check_optimizer",
     "check_parameter_hooks",
     "check_same_rows",
     "explain_errors",
     "hand_on_attributes",
+    "mark_trained",
     "refuse_copies",
     "refuse_ignites_checkpoint",
     "refuse_second_derivatives",
+    "refuse_whole_states",
 ]
 
 THIS_WAS_IN = "This was in "
 END = -1  # instead of a module's number: the end of a stage's first forward pass in a step
 _REPLACED = "_replaced_by_auto_model"  # on a parameter that another has replaced: its name
+_TRAINED = "_of_auto_model"  # on a parameter of what auto_model returned on a mesh
 
 
 # ------------------------------------------------------------------------------------------- parameters
+
+
+def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
+    """Refuses what torch cannot cut or replicate, before anything is sent; its own words name no cure."""
+    cut = (module for module in model.modules() if isinstance(module, DistributedDataParallel | FSDPModule))
+    if next(cut, None) is not None or any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(
+            "model has been given to ddl.auto_model before, or has been cut or wrapped by other means: give it as it "
+            "was before that"
+        )
+    if for_ddp:
+        return
+    how = "FSDP2 and replicate"
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(
+                f"{name!r} has sparse=True, but sparse gradients work only where the mesh is data parallel without "
+                "shard=True: sparse=False has the same gradients"
+            )
+    for name, parameter in model.named_parameters():
+        if mesh.dp_size > 1 and not parameter.ndim and parameter.requires_grad:
+            raise ValueError(
+                f"{name!r} has no dimensions, which torch's {how} does not support: give it the shape (1,)"
+            )
 
 
 def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -59,10 +89,8 @@ def hand_on_attributes(before: Mapping[str, nn.Parameter], model: nn.Module) -> 
     """
     after = dict(model.named_parameters(remove_duplicate=False))
     mesh = get_mesh()
-    if mesh.tp_size * mesh.pp_size > 1:
-        guard_clipping()
-        for parameter in after.values():
-            setattr(parameter, PART_OF_A_MODEL, True)
+    guard_parts(after.values(), whole=mesh.tp_size * mesh.pp_size == 1)
+    mark_trained(after.values())
     still = {id(parameter) for parameter in after.values()}
     replaced = {name: old for name, old in before.items() if id(old) not in still}
     for name, old in replaced.items():
@@ -74,21 +102,36 @@ def hand_on_attributes(before: Mapping[str, nn.Parameter], model: nn.Module) -> 
         setattr(old, _REPLACED, name)
 
 
+def mark_trained(parameters: Iterable[nn.Parameter]) -> None:
+    """Marks those whose gradients are those of the global batch."""
+    for parameter in parameters:
+        setattr(parameter, _TRAINED, True)
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
-    """Refuses an optimizer that has replaced parameters, or none of the model's parameters.
+    """Refuses an optimizer that has replaced parameters, none of the model's parameters, or some of no model.
 
     Raises:
         ValueError: if so, with the name of such a parameter.
     """
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [getattr(p, _REPLACED) for p in stepped if hasattr(p, _REPLACED)]
-    trained = {id(p) for p in model.parameters() if p.requires_grad} if model is not None else set()
+    of_model = [] if model is None else [p for _, p in model.named_parameters()]
+    trained = {id(p) for p in of_model if p.requires_grad}
     if stale or (trained and trained.isdisjoint(id(p) for p in stepped)):
         what = f"{stale[0]!r} as it was before ddl.auto_model cut it" if stale else "none of them"
         raise ValueError(
             f"optimizer should hold parameters of the model, but holds {what}: make it after ddl.auto_model, of the "
             "returned model's parameters"
         )
+    if any(hasattr(p, _TRAINED) for p in of_model):
+        alone = next((p for p in stepped if p.requires_grad and not hasattr(p, _TRAINED)), None)
+        if alone is not None:
+            raise ValueError(
+                f"optimizer holds a weight of shape {tuple(alone.shape)} of no model from ddl.auto_model, so that "
+                "nothing averages its gradient over ranks: make it part of the model, or of one that goes through "
+                "ddl.auto_model as well"
+            )
 
 
 # ------------------------------------------------------------------------------------------- the cut model
@@ -108,8 +151,56 @@ def refuse_ignites_checkpoint(thing: nn.Module | torch.optim.Optimizer) -> None:
     thing.register_load_state_dict_pre_hook(refuse)
 
 
+class PartOfAState(OrderedDict):
+    """A state dict of what this rank holds; pickling it is refused, copying it is not."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_pickling()
+        return super().__reduce_ex__(protocol)
+
+
+def refuse_whole_states(thing: nn.Module | torch.optim.Optimizer, names: Iterable[str] = ()) -> None:
+    """Refuses to load the state of one process into this rank's part, where torch would fail in words of its own.
+
+    Args:
+        thing: the model, or its optimizer.
+        names: those of the uncut model.
+    """
+    known = set(names)
+
+    def check_model(model: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
+        own = dict(model.named_parameters(remove_duplicate=False))
+        here = own.keys() | {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        for name, value in state.items():
+            plain = isinstance(own.get(name), DTensor) and not isinstance(value, DTensor)
+            if plain or (name in known and name not in here and not name.endswith("_extra_state")):
+                raise ValueError(
+                    f"state has {name!r} of the whole model, but this rank holds a part of it: call "
+                    "ddl.load_full_state_dict(model, state) on every rank"
+                )
+
+    def check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        saved = [p for group in state["param_groups"] for p in group["params"]]
+        alike = len(own) == len(saved)
+        for parameter, key in zip(own, saved, strict=False):
+            values = [v for v in state["state"].get(key, {}).values() if isinstance(v, torch.Tensor)]
+            values = [v for v in values if tuple(v.shape) == tuple(parameter.shape) and v.ndim]
+            alike = alike and all(isinstance(v, DTensor) == isinstance(parameter, DTensor) for v in values)
+        if not alike:
+            raise ValueError(
+                "state should be that of this rank's part of the optimizer, but is that of one process or of another "
+                "mesh: take ddl.Checkpoint, which loads an optimizer on any mesh"
+            )
+
+    if isinstance(thing, nn.Module):
+        thing.register_load_state_dict_pre_hook(check_model)
+    else:
+        thing.register_load_state_dict_pre_hook(check_optimizer)
+
+
 def refuse_copies(module: nn.Module) -> None:
-    """torch's FSDP2 cannot be copied, as Ignite's EMAHandler does."""
+    """torch's FSDP2 cannot be copied, as Ignite's EMAHandler does, and pickling it fails in torch's own words."""
 
     def refuse(*_: Any) -> None:
         raise ValueError(
@@ -121,6 +212,7 @@ def refuse_copies(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             type(part).__deepcopy__ = refuse  # of a class that torch makes for FSDP2
+            type(part).__reduce_ex__ = lambda part, protocol: refuse_pickling() or object.__reduce_ex__(part, protocol)
 
 
 def check_handler(handler: Any) -> None:
@@ -130,7 +222,7 @@ def check_handler(handler: Any) -> None:
         ValueError: if so.
     """
     if isinstance(handler, BaseWeightsHandler):
-        cut = next((name for name, p in handler.weights if isinstance(p, DTensor)), None)
+        cut = next((name for name, p in handler.weights if is_part(p)), None)
         if cut is not None:
             raise ValueError(
                 f"{type(handler).__name__} would log this rank's part of {cut!r}, which is cut over ranks: log what "

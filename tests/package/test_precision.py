@@ -82,18 +82,18 @@ def test_fsdps_policy_gathers_and_computes_in_its_dtype(axes):
 
 
 class First(nn.Linear):
-    """A first layer whose gradients are infinite where ``overflows`` is set; those of later layers are not."""
+    """A first layer whose gradients are multiplied by ``factor``; those of later layers are not."""
 
-    overflows = False
+    factor = 1.0
 
     def forward(self, x):
         output = super().forward(x)
-        if self.overflows and output.requires_grad:
-            output.register_hook(lambda gradient: gradient * float("inf"))
+        if self.factor != 1 and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * self.factor)
         return output
 
 
-def skipped(local_rank, max_norm=None, **options):
+def skipped(local_rank, max_norm=None, factor=float("inf"), **options):
     """Weights after each of three steps, and the scale after each; gradients overflow in the second."""
     torch.manual_seed(0)
     model = ddl.auto_model(nn.Sequential(First(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)), **options)
@@ -103,7 +103,7 @@ def skipped(local_rank, max_norm=None, **options):
 
     @trainer.on(Events.ITERATION_STARTED)
     def overflow():
-        First.overflows = trainer.state.iteration == 2
+        First.factor = factor if trainer.state.iteration == 2 else 1.0
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def note():
@@ -114,16 +114,17 @@ def skipped(local_rank, max_norm=None, **options):
     return weights, scales
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize(("max_norm", "factor"), [(None, float("inf")), (0.1, float("inf")), (None, 3e38)])
 @pytest.mark.parametrize(
     ("axes", "options"),
     [({"pp": 2}, {}), ({"dp": 2}, {"shard": True}), ({"tp": 2}, {"tensor_plan": {"0": ddl.Column(), "2": ddl.Row()}})],
     ids=["pp2", "dp2 shard", "tp2"],
 )
-def test_all_ranks_skip_a_step_if_a_gradient_of_one_overflows(axes, options, max_norm):
-    alone, _ = skipped(0, max_norm)
+def test_all_ranks_skip_a_step_if_a_gradient_of_one_overflows(axes, options, max_norm, factor):
+    """By infinity, where zeros give NaN, or by a number that is too large, where none is NaN."""
+    alone, _ = skipped(0, max_norm, factor)
     assert torch.equal(alone[0], alone[1])
-    for (first, second, third), scales in on(partial(skipped, max_norm=max_norm, **options), **axes):
+    for (first, second, third), scales in on(partial(skipped, max_norm=max_norm, factor=factor, **options), **axes):
         assert torch.equal(first, second)  # of all stages
         assert (third - alone[2]).abs().max() < 0.05 * (alone[2] - alone[1]).abs().max()  # bfloat16: 2 ** -8
         assert scales == [4.0, 2.0, 2.0]
