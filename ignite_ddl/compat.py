@@ -157,9 +157,7 @@ def guard_parts(parameters: Iterable[torch.Tensor], whole: bool) -> None:
         return
     for name in ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__"):
         setattr(DTensor, name, _refusing_parts(getattr(torch.Tensor, name)))
-    DTensor.__reduce_ex__ = lambda part, protocol: (
-        is_part(part) and refuse_pickling() or torch.Tensor.__reduce_ex__(part, protocol)
-    )
+    DTensor.__reduce_ex__ = _reduce_ex
     from torch.nn.utils import clip_grad
 
     # What a script has imported before is guarded, too: torch's functions look this one up when they are called.
@@ -191,6 +189,12 @@ def is_part(tensor: torch.Tensor) -> bool:
     )
 
 
+def _reduce_ex(tensor: DTensor, protocol: Any) -> Any:
+    if is_part(tensor):
+        refuse_pickling()
+    return torch.Tensor.__reduce_ex__(tensor, protocol)
+
+
 def _refusing_parts(read: Callable) -> Callable:
     @functools.wraps(read)
     def guarded(tensor: torch.Tensor) -> Any:
@@ -207,14 +211,16 @@ def _refusing_parts(read: Callable) -> Callable:
 _may_pickle = 0
 
 
-def refuse_pickling() -> None:
-    """Called by ``__reduce_ex__``, which copy calls as well: copies stay on this rank."""
-    if not _may_pickle and sys._getframe(2).f_globals.get("__name__") != "copy":
+def refuse_pickling() -> bool:
+    """Called by ``__reduce_ex__``, which copy calls as well: copies stay on this rank. Whether it is copy."""
+    copying = sys._getframe(2).f_globals.get("__name__") == "copy"
+    if not _may_pickle and not copying:
         raise ValueError(
             "pickling (torch.save) would save this rank's part of a model that is cut over ranks, without the others': "
             "save ddl.full_state_dict(model), which every rank calls, or take ddl.Checkpoint for the model and its "
             "optimizer; where each rank is to save its own part, do so in `with ddl.pickle_shards():`"
         )
+    return copying
 
 
 @contextlib.contextmanager

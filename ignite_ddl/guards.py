@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ignite.distributed as idist
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ignite_ddl.compat import called_by_ignites_checkpoint, guard_parts, is_part, refuse_pickling
+from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, guard_parts, is_part, refuse_pickling
 from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = [
@@ -50,7 +50,8 @@ _TRAINED = "_of_auto_model"  # on a parameter of what auto_model returned on a m
 def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
     """Refuses what torch cannot cut or replicate, before anything is sent; its own words name no cure."""
     cut = (module for module in model.modules() if isinstance(module, DistributedDataParallel | FSDPModule))
-    if next(cut, None) is not None or any(isinstance(p, DTensor) for p in model.parameters()):
+    parts = (p for p in model.parameters() if isinstance(p, DTensor) or hasattr(p, PART_OF_A_MODEL))
+    if next(cut, next(parts, None)) is not None:
         raise ValueError(
             "model has been given to ddl.auto_model before, or has been cut or wrapped by other means: give it as it "
             "was before that"
@@ -118,14 +119,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
     stale = [getattr(p, _REPLACED) for p in stepped if hasattr(p, _REPLACED)]
     of_model = [] if model is None else [p for _, p in model.named_parameters()]
     trained = {id(p) for p in of_model if p.requires_grad}
-    if stale or (trained and trained.isdisjoint(id(p) for p in stepped)):
+    own = {id(p) for p in stepped if p.numel()}  # none where a stage has nothing to train
+    if stale or (trained and own and trained.isdisjoint(own)):
         what = f"{stale[0]!r} as it was before ddl.auto_model cut it" if stale else "none of them"
         raise ValueError(
             f"optimizer should hold parameters of the model, but holds {what}: make it after ddl.auto_model, of the "
             "returned model's parameters"
         )
     if any(hasattr(p, _TRAINED) for p in of_model):
-        alone = next((p for p in stepped if p.requires_grad and not hasattr(p, _TRAINED)), None)
+        alone = next((p for p in stepped if p.numel() and p.requires_grad and not hasattr(p, _TRAINED)), None)
         if alone is not None:
             raise ValueError(
                 f"optimizer holds a weight of shape {tuple(alone.shape)} of no model from ddl.auto_model, so that "
@@ -147,16 +149,18 @@ def refuse_ignites_checkpoint(thing: nn.Module | torch.optim.Optimizer) -> None:
                 "has the same arguments; or save ddl.full_state_dict(model), gathered on every rank"
             )
 
-    thing.register_state_dict_pre_hook(refuse)
-    thing.register_load_state_dict_pre_hook(refuse)
+    thing.register_state_dict_pre_hook(_Hook(refuse))
+    thing.register_load_state_dict_pre_hook(_Hook(refuse))
 
 
 class PartOfAState(OrderedDict):
     """A state dict of what this rank holds; pickling it is refused, copying it is not."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_pickling()
-        return super().__reduce_ex__(protocol)
+        copying = refuse_pickling()
+        plain = self if copying else OrderedDict(self)  # which torch.load knows
+        vars(plain).update(vars(self))
+        return OrderedDict.__reduce_ex__(plain, protocol)
 
 
 def refuse_whole_states(thing: nn.Module | torch.optim.Optimizer, names: Iterable[str] = ()) -> None:
@@ -194,9 +198,9 @@ def refuse_whole_states(thing: nn.Module | torch.optim.Optimizer, names: Iterabl
             )
 
     if isinstance(thing, nn.Module):
-        thing.register_load_state_dict_pre_hook(check_model)
+        thing.register_load_state_dict_pre_hook(_Hook(check_model))
     else:
-        thing.register_load_state_dict_pre_hook(check_optimizer)
+        thing.register_load_state_dict_pre_hook(_Hook(check_optimizer))
 
 
 def refuse_copies(module: nn.Module) -> None:
@@ -212,7 +216,24 @@ def refuse_copies(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             type(part).__deepcopy__ = refuse  # of a class that torch makes for FSDP2
-            type(part).__reduce_ex__ = lambda part, protocol: refuse_pickling() or object.__reduce_ex__(part, protocol)
+            type(part).__reduce_ex__ = _reduce_ex
+
+
+def _reduce_ex(thing: Any, protocol: Any) -> Any:
+    refuse_pickling()
+    return object.__reduce_ex__(thing, protocol)
+
+
+class _Hook:
+    """A hook on a cut model: pickling it is pickling the model."""
+
+    def __init__(self, function: Callable) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> None:
+        self.function(*args)
+
+    __reduce_ex__ = _reduce_ex
 
 
 def check_handler(handler: Any) -> None:
