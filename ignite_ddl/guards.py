@@ -41,7 +41,7 @@ __all__ = [
 THIS_WAS_IN = "This was in "
 END = -1  # instead of a module's number: the end of a stage's first forward pass in a step
 _REPLACED = "_replaced_by_auto_model"  # on a parameter that another has replaced: its name
-_TRAINED = "_of_auto_model"  # on a parameter of what auto_model returned on a mesh
+_TRAINED = "_of_auto_model"  # on a parameter of what auto_model returned on a mesh: whether ranks share its gradient
 
 
 # ------------------------------------------------------------------------------------------- parameters
@@ -103,10 +103,10 @@ def hand_on_attributes(before: Mapping[str, nn.Parameter], model: nn.Module) -> 
         setattr(old, _REPLACED, name)
 
 
-def mark_trained(parameters: Iterable[nn.Parameter]) -> None:
-    """Marks those whose gradients are those of the global batch."""
+def mark_trained(parameters: Iterable[nn.Parameter], frozen_too: bool = True) -> None:
+    """Marks parameters by whether their gradients are going to be those of the global batch."""
     for parameter in parameters:
-        setattr(parameter, _TRAINED, True)
+        setattr(parameter, _TRAINED, frozen_too or parameter.requires_grad)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
@@ -125,6 +125,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
         raise ValueError(
             f"optimizer should hold parameters of the model, but holds {what}: make it after ddl.auto_model, of the "
             "returned model's parameters"
+        )
+    if any(p.requires_grad and not getattr(p, _TRAINED, True) for p in stepped):
+        raise ValueError(
+            "optimizer holds a weight that was frozen when ddl.auto_model took its model, so that nothing averages its "
+            "gradient over ranks: unfreeze it before ddl.auto_model"
         )
     if any(hasattr(p, _TRAINED) for p in of_model):
         alone = next((p for p in stepped if p.numel() and p.requires_grad and not hasattr(p, _TRAINED)), None)

@@ -132,10 +132,11 @@ def auto_model(
         _cut_layer(model, names, styles, mesh, shard and alone, mp_policy)
     if for_ddp:
         materialize(model)  # with NaN: DDP sends weights when it wraps
+        if mesh.world_size > 1:
+            mark_trained(model.parameters(), frozen_too=False)
         if mesh.world_size > 1 and not any(p.requires_grad for p in model.parameters()):
             _copy_weights_of_rank_0(model)  # DDP refuses it
             return model
-        mark_trained(model.parameters() if mesh.world_size > 1 else ())
         return idist.auto_model(model, **kwargs)
     if mesh.tp_size * mesh.pp_size > 1:
         share_random_stream(mesh)
@@ -148,6 +149,9 @@ def auto_model(
         _over_dp(stage, mesh, shard, mp_policy)
         refuse_copies(stage)
     hand_on_attributes(whole, model)
+    for stage in as_stages(model).local_stages():
+        if mesh.dp_size > 1 and not any(p.requires_grad for p in stage.parameters()):
+            mark_trained(stage.parameters(), frozen_too=False)
     if mesh.tp_size * mesh.pp_size > 1:
         attach_metrics_over(over_data_parallel)
     refuse_ignites_checkpoint(model)

@@ -555,6 +555,11 @@ def test_a_frozen_teacher(axes, options):
         assert (found - teacher(0, {})).abs().max() <= 1e-12
 
 
+def thawed(local_rank, options):
+    model = ddl.auto_model(mlp().requires_grad_(False), **options)
+    ddl.auto_optim(torch.optim.SGD(model.requires_grad_().parameters(), lr=0.1))
+
+
 def frozen_stage(local_rank, axes):
     model = mlp()
     model[0].requires_grad_(False)
@@ -597,6 +602,7 @@ SPARSE = r"'0' has sparse=True, .*: sparse=False"
     ("function", "axes", "options", "words"),
     [
         *((twice, *MESHES[name], AGAIN) for name in ("dp2", "dp2 shard", "tp2", "pp2")),
+        *((thawed, *MESHES[name], "was frozen when ddl.auto_model took its model") for name in ("dp2", "dp2 shard")),
         (scaled, {"dp": 2}, {"shard": True}, NO_DIM),
         (scaled, {"dp": 2, "pp": 2}, {}, NO_DIM),
         (sparse, {"dp": 2}, {"shard": True}, SPARSE),
