@@ -6,6 +6,7 @@ Each case trains a few float64 steps on ranks with different rows and is compare
 import copy
 import io
 import pickle
+import re
 from functools import partial
 
 import ignite.distributed as idist
@@ -34,12 +35,11 @@ MESHES = {
 }
 
 
-def on_meshes(*names):
-    names = names or tuple(MESHES)
-    marks = {"dp2 x tp2": [pytest.mark.slow]}
-    return pytest.mark.parametrize(
-        ("axes", "options"), [pytest.param(*MESHES[name], id=name, marks=marks.get(name, [])) for name in names]
-    )
+def on_meshes(*quick, slow=()):
+    given = [
+        pytest.param(*MESHES[name], id=name, marks=[pytest.mark.slow] * (name in slow)) for name in (*quick, *slow)
+    ]
+    return pytest.mark.parametrize(("axes", "options"), given)
 
 
 def mlp():
@@ -153,7 +153,7 @@ def step_all(local_rank, options):
     return [stepped(make, options) for make in RIGHT.values()]
 
 
-@on_meshes()
+@on_meshes("dp2 shard", "tp2", slow=("dp2", "pp2", "dp2 x tp2"))
 def test_optimizers_that_are_right(axes, options):
     alone = step_all(0, {})
     for found in on(step_all, options, **axes):
@@ -176,8 +176,7 @@ def refusals(local_rank, cases, options):
 @pytest.mark.parametrize(
     ("mesh", "cases"),
     [
-        ("dp2 shard", WRONG_WHERE_CUT | UNKNOWN),
-        ("dp2 shard", RIGHT_WHERE_CUT),
+        ("dp2 shard", WRONG_WHERE_CUT | UNKNOWN | RIGHT_WHERE_CUT),
         ("tp2", WRONG_WHERE_CUT | UNKNOWN | RIGHT_WHERE_CUT | {"LBFGS": (O.LBFGS, "LBFGS cannot step .*mixed torch")}),
         ("pp2", COUPLED | UNKNOWN | RIGHT_WHERE_CUT),
     ],
@@ -206,7 +205,7 @@ def of_second_order(local_rank, options):
     return weights_of(model)
 
 
-@on_meshes("dp2 shard")
+@on_meshes(slow=["dp2 shard"])
 def test_lbfgs_where_all_weights_are_sharded(axes, options):
     for found in on(of_second_order, options, **axes):
         assert (found - of_second_order(0, {})).abs().max() <= 1e-12
@@ -234,7 +233,7 @@ def head_alone(local_rank, options, by_hand=False):
     return weights_of(model), norms[-1] if by_hand else trainer.state.grad_norm
 
 
-@on_meshes()
+@on_meshes("tp2", "pp2", slow=("dp2", "dp2 shard", "dp2 x tp2"))
 def test_an_optimizer_of_the_head_alone_clips_its_own_gradients(axes, options):
     right, norm = head_alone(0, {}, by_hand=True)
     for weights, found in [head_alone(0, {}), *on(head_alone, options, **axes)]:
@@ -283,7 +282,7 @@ def value_clipped(local_rank, options):
     return weights_of(model)
 
 
-@on_meshes("dp2 shard", "pp2")
+@on_meshes(slow=("dp2 shard", "pp2"))
 def test_clipping_values_is_right_everywhere(axes, options):
     for found in on(value_clipped, options, **axes):
         assert (found - value_clipped(0, {})).abs().max() <= 1e-12
@@ -310,7 +309,7 @@ def reading(local_rank, options):
     return said, [whole, weight[3, 1].item(), norm.add(1).item()]
 
 
-@on_meshes("dp2 shard", "tp2")
+@on_meshes("tp2", slow=["dp2 shard"])
 def test_a_number_read_off_a_part_is_refused(axes, options):
     for said, whole in on(reading, options, **axes):
         assert all("call full_tensor() before, on every rank" in words for words in said), said
@@ -348,17 +347,24 @@ def tied(local_rank, kind, options):
     return weights_of(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=str)
-@pytest.mark.parametrize("kind", ["decay", "missing"])
-def test_tied_weights_whose_groups_differ_are_refused(kind, options):
-    axes = {"pp": 2, "dp": 2} if options else {"pp": 2}
-    with pytest.raises(ValueError, match=r"'embed.weight' .*one weight on several stages.* same options"):
-        on(tied, kind, options, **axes)
+def each_tied(local_rank, options):
+    """What is refused for two kinds of groups, and the weights with one group."""
+    said = []
+    for kind in ("decay", "missing"):
+        try:
+            tied(0, kind, options)
+        except ValueError as error:
+            said.append(str(error))
+    return said, tied(0, "same", options)
 
 
-def test_tied_weights_of_one_group_are_right():
-    for found in on(tied, "same", {}, pp=2):
-        assert (found - tied(0, "same", {})).abs().max() <= 1e-12
+@pytest.mark.parametrize("axes", [{"pp": 2}, pytest.param({"pp": 2, "dp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_tied_weights_whose_groups_differ_are_refused(axes):
+    for said, weights in on(each_tied, {"shard": "dp" in axes}, **axes):
+        assert len(said) == 2
+        for words in said:
+            assert re.search("'embed.weight' .*one weight on several stages.* same options", words)
+        assert (weights - tied(0, "same", {})).abs().max() <= 1e-12
 
 
 def in_the_loss(local_rank):
@@ -406,7 +412,7 @@ def saved(local_rank, options):
     return said
 
 
-@on_meshes("dp2 shard", "tp2", "pp2", "dp2 x tp2")
+@on_meshes("tp2", "pp2", slow=("dp2 shard", "dp2 x tp2"))
 def test_pickling_a_part_is_refused(axes, options):
     for said in on(saved, options, **axes):
         for words in said:
@@ -418,7 +424,7 @@ def returned(local_rank, options):
     return saving(options, SAVES["in a dict"])
 
 
-@on_meshes("tp2", "pp2")
+@on_meshes("pp2", slow=["tp2"])
 def test_returning_a_part_is_refused(axes, options):
     with pytest.raises(ValueError, match=f"(?s)the result .dict. cannot be sent back: .*{PART}"):
         on(returned, options, **axes)
@@ -460,7 +466,7 @@ def kept(local_rank, options, folder):
     return found
 
 
-@on_meshes("dp2 shard", "tp2", "pp2", "dp2 x tp2")
+@on_meshes("tp2", "pp2", slow=("dp2 shard", "dp2 x tp2"))
 def test_copies_and_each_ranks_own_shards_are_kept(axes, options, tmp_path):
     for found in on(kept, options, tmp_path, **axes):
         assert found == [0.0] * 4
@@ -485,7 +491,7 @@ def load_whole(local_rank, options):
     return said
 
 
-@on_meshes("dp2 shard", "tp2", "pp2", "dp2 x tp2")
+@on_meshes("tp2", "pp2", slow=("dp2 shard", "dp2 x tp2"))
 def test_loading_a_whole_state_names_what_can(axes, options):
     for model, optimizer in on(load_whole, options, **axes):
         assert "of the whole model, but this rank holds a part of it: call ddl.load_full_state_dict(model, " in model
@@ -522,7 +528,7 @@ def extra(local_rank, options, folder):
     return [counter.n for counter in counters]
 
 
-@on_meshes("dp2", "tp2", "pp2")
+@on_meshes("pp2", slow=("dp2", "tp2"))
 def test_extra_states(axes, options, tmp_path):
     assert {n for found in on(extra, options, tmp_path, **axes) for n in found} == {7}
 
@@ -538,7 +544,7 @@ def channels_last(local_rank, folder):
     return torch.equal(again.weight, model.weight)
 
 
-@pytest.mark.parametrize("axes", [{}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{}, pytest.param({"dp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_channels_last_is_exported(axes, tmp_path):
     assert all(on(channels_last, tmp_path, **axes) if axes else [channels_last(0, tmp_path)])
 
@@ -549,7 +555,7 @@ def teacher(local_rank, options):
     return model(X)
 
 
-@pytest.mark.parametrize(("axes", "options"), [({"dp": 2}, {}), ({"dp": 2}, {"shard": True}), ({"pp": 2}, {})], ids=str)
+@on_meshes("dp2", slow=("dp2 shard", "pp2"))
 def test_a_frozen_teacher(axes, options):
     for found in on(teacher, options, **axes):
         assert (found - teacher(0, {})).abs().max() <= 1e-12
@@ -593,27 +599,40 @@ def sparse(local_rank, options):
     ddl.auto_model(model, **options)
 
 
+FROZEN = "was frozen when ddl.auto_model took its model"
 AGAIN = "model has been given to ddl.auto_model before"
 NO_DIM = "'1.scale' has no dimensions, which torch's .* does not support: give it the shape \\(1,\\)"
 SPARSE = r"'0' has sparse=True, .*: sparse=False"
 
 
-@pytest.mark.parametrize(
-    ("function", "axes", "options", "words"),
-    [
-        *((twice, *MESHES[name], AGAIN) for name in ("dp2", "dp2 shard", "tp2", "pp2")),
-        *((thawed, *MESHES[name], "was frozen when ddl.auto_model took its model") for name in ("dp2", "dp2 shard")),
-        (scaled, {"dp": 2}, {"shard": True}, NO_DIM),
-        (scaled, {"dp": 2, "pp": 2}, {}, NO_DIM),
-        (sparse, {"dp": 2}, {"shard": True}, SPARSE),
-        (sparse, {"tp": 2}, {}, SPARSE),
-    ],
-    ids=lambda value: getattr(value, "__name__", None) or str(value)[:20],
-)
-def test_models_that_are_refused(function, axes, options, words):
-    with pytest.raises(ValueError, match=words):
-        on(function, options, **axes)
-    function(0, {})
+SHARDED = {"shard": True}
+REFUSED = {
+    "dp2": [(twice, {}, AGAIN), (twice, SHARDED, AGAIN), (thawed, {}, FROZEN), (thawed, SHARDED, FROZEN),
+            (scaled, SHARDED, NO_DIM), (sparse, SHARDED, SPARSE)],
+    "tp2": [(twice, {"tensor_plan": PLAN}, AGAIN), (sparse, {}, SPARSE)],
+    "pp2": [(twice, {}, AGAIN)],
+    "dp2 x pp2": [(scaled, {}, NO_DIM)],
+}  # fmt: skip
+
+
+def each_refused(local_rank, cases):
+    said = []
+    for function, options, _ in cases:
+        try:
+            function(0, options)
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(name, marks=[pytest.mark.slow] * ("x" in name)) for name in REFUSED])
+def test_models_that_are_refused(mesh):
+    axes = {"dp": 2, "pp": 2} if "x" in mesh else MESHES[mesh][0]
+    for said in on(each_refused, REFUSED[mesh], **axes):
+        for words, (_, _, expected) in zip(said, REFUSED[mesh], strict=True):
+            assert re.search(expected, words)
+    assert each_refused(0, REFUSED[mesh]) == ["nothing"] * len(REFUSED[mesh])
 
 
 def sparse_rows(local_rank):
