@@ -46,7 +46,7 @@ import pickle
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -134,25 +134,26 @@ def called_by_ignites_checkpoint() -> bool:
 
 PART_OF_A_MODEL = "_part_of_a_model"  # on a parameter of a model that pp or tp has cut
 _MESHES: set[DeviceMesh] = set()  # of the weights that auto_model has cut
-_PARTS: list[weakref.ref] = []  # to the parameters of models that pp or tp has cut
+_PARTS: list[weakref.ref] = []  # to models that pp or tp has cut; torch cannot swap a tensor that has a weakref
 
 
-def guard_parts(parameters: Iterable[torch.Tensor], whole: bool) -> None:
+def guard_parts(model: nn.Module, whole: bool) -> None:
     """Makes torch refuse to take what one rank holds of a cut model for the whole of it.
 
     Refused are pickling a DTensor that is cut, reading a number off one (torch gives this rank's part), and
     ``torch.nn.utils``'s norm of gradients of a part of the model, whose ``clip_grad_value_`` is right.
 
     Args:
-        parameters: those of a cut model.
+        model: a cut model.
         whole: whether this rank holds a part of each weight, as FSDP2's ranks do, so that torch's norm is right.
     """
-    for parameter in parameters:
+    for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             _MESHES.add(parameter.device_mesh)
-        if not whole and not hasattr(parameter, PART_OF_A_MODEL):
+        if not whole:
             setattr(parameter, PART_OF_A_MODEL, True)
-            _PARTS.append(weakref.ref(parameter))
+    if not whole:
+        _PARTS.append(weakref.ref(model))
     if "__reduce_ex__" in vars(DTensor):
         return
     for name in ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__"):
@@ -165,8 +166,8 @@ def guard_parts(parameters: Iterable[torch.Tensor], whole: bool) -> None:
 
     def guarded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if sys._getframe(1).f_code.co_name == "_get_total_norm":
-            _PARTS[:] = [part for part in _PARTS if part() is not None]
-            parts = {id(tensor) for part in _PARTS for tensor in (part(), part().grad)}
+            models = [model for part in _PARTS if (model := part()) is not None]
+            parts = {id(tensor) for model in models for p in model.parameters() for tensor in (p, p.grad)}
             if any(id(tensor) in parts for tensor in tensors[0]):
                 raise ValueError(
                     "torch.nn.utils computes the norm of this rank's part of a model that is cut over ranks: call "

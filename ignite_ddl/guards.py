@@ -32,6 +32,7 @@ __all__ = [
     "explain_errors",
     "hand_on_attributes",
     "mark_trained",
+    "of_the_whole",
     "refuse_copies",
     "refuse_ignites_checkpoint",
     "refuse_second_derivatives",
@@ -90,8 +91,8 @@ def hand_on_attributes(before: Mapping[str, nn.Parameter], model: nn.Module) -> 
     """
     after = dict(model.named_parameters(remove_duplicate=False))
     mesh = get_mesh()
-    guard_parts(after.values(), whole=mesh.tp_size * mesh.pp_size == 1)
-    mark_trained(after.values())
+    if mesh.world_size > 1:
+        guard_parts(model, whole=mesh.tp_size * mesh.pp_size == 1)
     still = {id(parameter) for parameter in after.values()}
     replaced = {name: old for name, old in before.items() if id(old) not in still}
     for name, old in replaced.items():
@@ -158,6 +159,14 @@ def refuse_ignites_checkpoint(thing: nn.Module | torch.optim.Optimizer) -> None:
     thing.register_load_state_dict_pre_hook(_Hook(refuse))
 
 
+def of_the_whole(name: str) -> ValueError:
+    """For a state dict of the whole model where this rank holds a part of it."""
+    return ValueError(
+        f"state has {name!r} of the whole model, but this rank holds a part of it: call "
+        "ddl.load_full_state_dict(model, state) on every rank"
+    )
+
+
 class PartOfAState(OrderedDict):
     """A state dict of what this rank holds; pickling it is refused, copying it is not."""
 
@@ -168,25 +177,13 @@ class PartOfAState(OrderedDict):
         return OrderedDict.__reduce_ex__(plain, protocol)
 
 
-def refuse_whole_states(thing: nn.Module | torch.optim.Optimizer, names: Iterable[str] = ()) -> None:
-    """Refuses to load the state of one process into this rank's part, where torch would fail in words of its own.
-
-    Args:
-        thing: the model, or its optimizer.
-        names: those of the uncut model.
-    """
-    known = set(names)
+def refuse_whole_states(thing: nn.Module | torch.optim.Optimizer) -> None:
+    """Refuses to load the state of one process into this rank's part, where torch would fail in words of its own."""
 
     def check_model(model: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
-        own = dict(model.named_parameters(remove_duplicate=False))
-        here = own.keys() | {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        for name, value in state.items():
-            plain = isinstance(own.get(name), DTensor) and not isinstance(value, DTensor)
-            if plain or (name in known and name not in here and not name.endswith("_extra_state")):
-                raise ValueError(
-                    f"state has {name!r} of the whole model, but this rank holds a part of it: call "
-                    "ddl.load_full_state_dict(model, state) on every rank"
-                )
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if isinstance(parameter, DTensor) and not isinstance(state.get(name, parameter), DTensor):
+                raise of_the_whole(name)
 
     def check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         own = [p for group in optimizer.param_groups for p in group["params"]]

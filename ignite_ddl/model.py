@@ -150,12 +150,12 @@ def auto_model(
         refuse_copies(stage)
     hand_on_attributes(whole, model)
     for stage in as_stages(model).local_stages():
-        if mesh.dp_size > 1 and not any(p.requires_grad for p in stage.parameters()):
-            mark_trained(stage.parameters(), frozen_too=False)
+        averaged = mesh.dp_size == 1 or any(p.requires_grad for p in stage.parameters())
+        mark_trained(stage.parameters(), frozen_too=averaged)
     if mesh.tp_size * mesh.pp_size > 1:
         attach_metrics_over(over_data_parallel)
     refuse_ignites_checkpoint(model)
-    refuse_whole_states(model, cut.shapes if cut is not None else ())
+    refuse_whole_states(model)
     return model
 
 

@@ -7,7 +7,7 @@ import copy
 import itertools
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ignite.distributed as idist
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from ignite_ddl.divisor import n_rows
-from ignite_ddl.guards import PartOfAState, refuse_pickling
+from ignite_ddl.guards import PartOfAState, of_the_whole, refuse_pickling
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, add_submodule, check_trains, named_layers, sequential
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
@@ -101,6 +101,14 @@ class Pipeline(nn.Module):
             destination = PartOfAState()
             destination._metadata = OrderedDict()  # as nn.Module makes it
         return super().state_dict(*args, destination=destination, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module.load_state_dict``, of this rank's stages; that of the whole model only with strict=False."""
+        own = super().state_dict(keep_vars=True).keys() if strict else ()
+        others = [name for name in state_dict if strict and name in self._cut.shapes and name not in own]
+        if others:
+            raise of_the_whole(others[0])
+        return super().load_state_dict(state_dict, strict, assign)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages; if none is trained, an empty one, too: optimizers need a parameter."""
