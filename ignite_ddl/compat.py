@@ -209,12 +209,13 @@ def _refusing_parts(read: Callable) -> Callable:
     return guarded
 
 
+_COPIERS = ("copy", "torch.distributed.checkpoint._state_dict_stager")  # the latter for DCP's async_save
 _may_pickle = 0
 
 
 def refuse_pickling() -> bool:
-    """Called by ``__reduce_ex__``, which copy calls as well: copies stay on this rank. Whether it is copy."""
-    copying = sys._getframe(2).f_globals.get("__name__") == "copy"
+    """Called by ``__reduce_ex__``, also for copies, which stay on this rank: whether this is for a copy."""
+    copying = sys._getframe(2).f_globals.get("__name__") in _COPIERS
     if not _may_pickle and not copying:
         raise ValueError(
             "pickling (torch.save) would save this rank's part of a model that is cut over ranks, without the others': "

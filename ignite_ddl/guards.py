@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, guard_parts, is_part, refuse_pickling
+from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, guard_parts, refuse_pickling
 from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = [
@@ -59,7 +59,6 @@ def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
         )
     if for_ddp:
         return
-    how = "FSDP2 and replicate"
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ValueError(
@@ -69,7 +68,7 @@ def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
     for name, parameter in model.named_parameters():
         if mesh.dp_size > 1 and not parameter.ndim and parameter.requires_grad:
             raise ValueError(
-                f"{name!r} has no dimensions, which torch's {how} does not support: give it the shape (1,)"
+                f"{name!r} has no dimensions, which torch's FSDP2 and replicate do not support: give it the shape (1,)"
             )
 
 
@@ -118,7 +117,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
     """
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [getattr(p, _REPLACED) for p in stepped if hasattr(p, _REPLACED)]
-    of_model = [] if model is None else [p for _, p in model.named_parameters()]
+    of_model = [] if model is None else [p for p in model.parameters() if p.numel()]
     trained = {id(p) for p in of_model if p.requires_grad}
     own = {id(p) for p in stepped if p.numel()}  # none where a stage has nothing to train
     if stale or (trained and own and trained.isdisjoint(own)):
@@ -245,7 +244,7 @@ def check_handler(handler: Any) -> None:
         ValueError: if so.
     """
     if isinstance(handler, BaseWeightsHandler):
-        cut = next((name for name, p in handler.weights if is_part(p)), None)
+        cut = next((name for name, p in handler.weights if isinstance(p, DTensor)), None)
         if cut is not None:
             raise ValueError(
                 f"{type(handler).__name__} would log this rank's part of {cut!r}, which is cut over ranks: log what "

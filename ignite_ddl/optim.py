@@ -136,18 +136,18 @@ def _small_steps(
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     options = {k: v for k, v in optimizer.defaults.items() if k in accepted or takes_any}
-    models = [p for _, own in given for p in own]
+    alike = [p for _, own in given for p in own]  # the model's weights that the small ones stand for
     weights = [
         nn.Parameter(_like(value, p) if cut else value)
-        for value, p in zip(_values(given, mesh, stages), models * stages, strict=True)
+        for value, p in zip(_values(given, mesh, stages), alike * stages, strict=True)
     ]
-    left, groups = iter(range(len(models))), []
+    left, groups = iter(range(len(alike))), []
     for group, own in given:
         places = [next(left) for _ in own]
         of_group = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         if isinstance(of_group.get("lr"), int | float):
             of_group["lr"] = of_group["lr"] or 1e-2  # a warm-up's first one would say nothing
-        chosen = [weights[place + stage * len(models)] for stage in range(stages) for place in places]
+        chosen = [weights[place + stage * len(alike)] for stage in range(stages) for place in places]
         if chosen:
             groups.append(copy.deepcopy(of_group) | {"params": chosen})
     twin = type(optimizer)(groups, **copy.deepcopy(options))

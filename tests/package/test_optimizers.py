@@ -443,6 +443,7 @@ def kept(local_rank, options, folder):
     copy.deepcopy(optimizers)
     before = weights_of(model)
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "dcp")
+    dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder / "background").result()
     file = folder / f"{idist.get_rank()}.pt"
     with ddl.pickle_shards():
         torch.save({"model": model.state_dict(), "optimizer": optimizers}, file)
@@ -457,10 +458,11 @@ def kept(local_rank, options, folder):
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(2)
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=folder / "dcp")
-    model.load_state_dict(state["model"])
-    found.append(float((weights_of(model) - before).abs().max()))
+    for name in ("dcp", "background"):
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder / name)
+        model.load_state_dict(state["model"])
+        found.append(float((weights_of(model) - before).abs().max()))
     with pytest.raises(ValueError, match=PART):
         pickle.dumps(model.state_dict())
     return found
@@ -469,7 +471,7 @@ def kept(local_rank, options, folder):
 @on_meshes("tp2", "pp2", slow=("dp2 shard", "dp2 x tp2"))
 def test_copies_and_each_ranks_own_shards_are_kept(axes, options, tmp_path):
     for found in on(kept, options, tmp_path, **axes):
-        assert found == [0.0] * 4
+        assert found == [0.0] * 5
 
 
 def load_whole(local_rank, options):
@@ -603,7 +605,7 @@ def sparse(local_rank, options):
 
 FROZEN = "was frozen when ddl.auto_model took its model"
 AGAIN = "model has been given to ddl.auto_model before"
-NO_DIM = "'1.scale' has no dimensions, which torch's .* does not support: give it the shape \\(1,\\)"
+NO_DIM = "'1.scale' has no dimensions, which torch's .* do not support: give it the shape \\(1,\\)"
 SPARSE = r"'0' has sparse=True, .*: sparse=False"
 
 
