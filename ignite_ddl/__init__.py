@@ -3,6 +3,7 @@
 from typing import Any
 
 from ignite_ddl import tpu
+from ignite_ddl.compat import pickle_shards
 from ignite_ddl.data import auto_dataloader
 from ignite_ddl.engine import (
     MeshEngine,
@@ -75,6 +76,7 @@ __all__ = [
     "layer_costs",
     "lazy",
     "load_full_state_dict",
+    "pickle_shards",
     "report_hangs",
     "tpu",
     "trace_layers",

@@ -76,14 +76,17 @@ __all__ = [
     "attach_metrics_over",
     "called_by_ignites_checkpoint",
     "calls_counted",
-    "guard_clipping",
+    "guard_parts",
     "hide_gpus_if_too_few",
+    "is_part",
     "job_store",
-    "newest_node",
     "local_gradients",
+    "newest_node",
+    "pickle_shards",
     "quiet_redistribution",
     "quiet_warnings",
     "recorded_calls",
+    "refuse_pickling",
     "repair_torchvision",
     "replicate",
     "serial_on_cpu",
@@ -196,25 +199,81 @@ def called_by_ignites_checkpoint() -> bool:
     return False
 
 
-def guard_clipping() -> None:
-    """Makes ``torch.nn.utils.clip_grad_norm_`` refuse parameters of a model that pp or tp has cut."""
+PART_OF_A_MODEL = "_part_of_a_model"  # on a parameter of a model that pp or tp has cut
+_MESHES: set[DeviceMesh] = set()  # of the weights that auto_model has cut
+_PARTS: list[weakref.ref] = []  # to models that pp or tp has cut; torch cannot swap a tensor that has a weakref
+
+
+def guard_parts(model: nn.Module, whole: bool) -> None:
+    """Makes torch refuse to take what one rank holds of a cut model for the whole of it.
+
+    Refused are pickling a DTensor that is cut, reading a number off one (torch gives this rank's part), and
+    ``torch.nn.utils``'s norm of gradients of a part of the model, whose ``clip_grad_value_`` is right.
+
+    Args:
+        model: a cut model.
+        whole: whether this rank holds a part of each weight, as FSDP2's ranks do, so that torch's norm is right.
+    """
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            _MESHES.add(parameter.device_mesh)
+        if not whole:
+            setattr(parameter, PART_OF_A_MODEL, True)
+    if not whole:
+        _PARTS.append(weakref.ref(model))
+    if "__reduce_ex__" in vars(DTensor):
+        return
+    for name in ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__"):
+        setattr(DTensor, name, _refusing_parts(getattr(torch.Tensor, name)))
+    DTensor.__reduce_ex__ = _reduce_ex
     from torch.nn.utils import clip_grad
 
-    if hasattr(clip_grad._clip_grads_with_norm_, "guarded"):
-        return
-    original = clip_grad._clip_grads_with_norm_
+    # What a script has imported before is guarded, too: torch's functions look this one up when they are called.
+    group = clip_grad._group_tensors_by_device_and_dtype
 
-    def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if any(hasattr(parameter, PART_OF_A_MODEL) for parameter in given):
+    def guarded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == "_get_total_norm":
+            models = [model for part in _PARTS if (model := part()) is not None]
+            parts = {id(tensor) for model in models for p in model.parameters() for tensor in (p, p.grad)}
+            if any(id(tensor) in parts for tensor in tensors[0]):
+                raise ValueError(
+                    "torch.nn.utils computes the norm of this rank's part of a model that is cut over ranks: call "
+                    "ddl.clip_grad_norm_(model, max_norm), or pass max_norm to ddl.create_supervised_trainer"
+                )
+        return group(tensors, *args, **kwargs)
+
+    clip_grad._group_tensors_by_device_and_dtype = guarded
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """Whether this rank holds, or has computed, only a part of a DTensor of a model that auto_model has cut."""
+    return (
+        isinstance(tensor, DTensor)
+        and tensor.device_mesh in _MESHES
+        and any(
+            size > 1 and not placement.is_replicate()
+            for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+        )
+    )
+
+
+def _reduce_ex(tensor: DTensor, protocol: Any) -> Any:
+    if is_part(tensor):
+        refuse_pickling()
+    return torch.Tensor.__reduce_ex__(tensor, protocol)
+
+
+def _refusing_parts(read: Callable) -> Callable:
+    @functools.wraps(read)
+    def guarded(tensor: torch.Tensor) -> Any:
+        if is_part(tensor):
             raise ValueError(
-                "torch.nn.utils.clip_grad_norm_ computes the norm of this rank's part of a model that is cut over "
-                "ranks: call ddl.clip_grad_norm_(model, max_norm), or pass max_norm to ddl.create_supervised_trainer"
+                "this number is computed from this rank's part of a weight or gradient that is cut over ranks: call "
+                "full_tensor() before, on every rank"
             )
-        return original(given, *args, **kwargs)
+        return read(tensor)
 
-    guarded.guarded = True
-    clip_grad._clip_grads_with_norm_ = guarded
+    return guarded
 
 
 BELONGS_TO_A_MODEL = "_belongs_to_a_model"  # on a parameter of a model from ddl.auto_model, whose gradient is reduced
@@ -238,7 +297,54 @@ def unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter._unsharded_param for parameter in known if hasattr(parameter, "_unsharded_param")]
 
 
-PART_OF_A_MODEL = "_part_of_a_model"  # on a parameter of a model that pp or tp has cut
+_COPIERS = ("copy", "torch.distributed.checkpoint._state_dict_stager")  # the latter for DCP's async_save
+_may_pickle = 0
+
+
+def refuse_pickling() -> bool:
+    """Called by ``__reduce_ex__``, also for copies, which stay on this rank: whether this is for a copy."""
+    copying = sys._getframe(2).f_globals.get("__name__") in _COPIERS
+    if not _may_pickle and not copying:
+        raise ValueError(
+            "pickling (torch.save) would save this rank's part of a model that is cut over ranks, without the others': "
+            "save ddl.full_state_dict(model), which every rank calls, or take ddl.Checkpoint for the model and its "
+            "optimizer; where each rank is to save its own part, do so in `with ddl.pickle_shards():`"
+        )
+    return copying
+
+
+@contextlib.contextmanager
+def pickle_shards() -> Iterator[None]:
+    """Allows to pickle what this rank holds of a model that is cut over ranks, such as for one file a rank.
+
+    Such a file can be loaded on the same rank of the same mesh only. :class:`Checkpoint` loads on any mesh.
+
+    Examples:
+        .. code-block:: python
+
+            import tempfile
+            import torch
+            import ignite_ddl as ddl
+
+            def saving(local_rank, folder):
+                model = ddl.auto_model(torch.nn.Linear(4, 2), shard=True)
+                try:
+                    torch.save(model.state_dict(), f"{folder}/model.pt")
+                except ValueError as error:
+                    assert "this rank's part of a model" in str(error)
+                with ddl.pickle_shards():
+                    torch.save(model.state_dict(), f"{folder}/{local_rank}.pt")
+                model.load_state_dict(torch.load(f"{folder}/{local_rank}.pt"))
+
+            with tempfile.TemporaryDirectory() as folder, ddl.Parallel(backend="gloo", nproc_per_node=2) as parallel:
+                parallel.run(saving, folder)
+    """
+    global _may_pickle
+    _may_pickle += 1
+    try:
+        yield
+    finally:
+        _may_pickle -= 1
 
 
 def attach_metrics_over(over_data_parallel: Callable[[Metric], Metric]) -> None:

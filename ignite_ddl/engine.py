@@ -29,6 +29,7 @@ from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.loss_contract import divisor_of
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import over_data_parallel
+from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.one_stage import OneStage, as_stages, call
 from ignite_ddl.pipeline.pipeline import Pipeline
 from ignite_ddl.pipeline.structure import n_rows, whole
@@ -250,8 +251,8 @@ def create_supervised_trainer(
         gradient_accumulation_steps: iterations per optimizer step, default 1. Gradients are reduced over dp in the
             last iteration, or under pp in each, because torch's schedules do so.
         model_fn: as in Ignite: takes the model and ``x``, returns the output. Not under pp.
-        max_norm: clips the gradients of all ranks by their global 2-norm. Default None: no clipping. The norm before
-            clipping is ``engine.state.grad_norm``.
+        max_norm: clips the gradients that the optimizer steps, of all ranks, by their global 2-norm. Default None: no
+            clipping. The norm before clipping is ``engine.state.grad_norm``.
         loss_divisor: the divisor of the loss of some rows: "rows", "sum" (no divisor), or a function from their targets
             to a number, such as ``lambda y: (y != 0).sum()``. Default None: torch's classification losses and
             ``ddl.cross_entropy`` are recognised with ``ignore_index``, ``weight`` and ``reduction``; another loss has
@@ -293,6 +294,7 @@ def create_supervised_trainer(
     if max_norm is not None:
         _check_max_norm(max_norm)
     check_optimizer(optimizer, model)
+    adapt_optimizer(optimizer, checks)
     device = idist.device() if device is None else device
     step, autocast = TrainingStep(model, model_transform, checks, model_fn), autocast_for(amp_mode, device)
     divisor_of(loss_fn, loss_divisor)  # refuses what is none
@@ -315,7 +317,7 @@ def create_supervised_trainer(
             if scaled is not None:
                 scaled.unscale(grad_scaler)
             if max_norm is not None:
-                engine.state.grad_norm = float(clip_grad_norm_(model, max_norm))
+                engine.state.grad_norm = float(clip_grad_norm_(model, max_norm, optimizer))
             if scaled is not None:
                 grad_scaler.step(scaled)
                 grad_scaler.update()
@@ -498,12 +500,13 @@ def _output(stages: Pipeline | OneStage, transform: Callable[[], Any]) -> Any:
     return stages.from_last_stage(whole(transform()) if stages.is_last else None)
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
     """Clips gradients by their global 2-norm over all ranks: every shard counts, and copies count once.
 
     Args:
         model: what ``ddl.auto_model`` returned.
         max_norm: the largest norm after clipping, positive.
+        optimizer: whose parameters alone count and are clipped, where it steps a part of the model. Default: all.
 
     Returns:
         Tensor: the norm before clipping, the same on every rank.
@@ -517,15 +520,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     cut = False
     gradients = []
     stages = as_stages(model)
+    stepped = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
-        if parameter.grad is None:
+        if parameter.grad is None or (stepped is not None and id(parameter) not in stepped):
             continue
         redistribute_gradient(parameter)
         local, copies = _local_and_copies(parameter.grad, mesh)
         gradients.append(local)
         cut = cut or copies < mesh.dp_size * mesh.tp_size
         if stages.counts(name):
-            total += local.double().square().sum() / copies
+            real = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
+            total += real.double().square().sum() / copies
     if mesh.world_size > 1 and (cut or mesh.pp_size > 1):
         dist.all_reduce(total)
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ignite.distributed as idist
@@ -14,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, guard_clipping
-from ignite_ddl.mesh import get_mesh
+from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, guard_parts, refuse_pickling
+from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = [
+    "PartOfAState",
     "advice_of",
     "check_handler",
     "check_layers",
@@ -25,16 +27,54 @@ __all__ = [
     "check_parameter_hooks",
     "explain_errors",
     "hand_on_attributes",
+    "mark_trained",
+    "of_the_whole",
     "refuse_copies",
     "refuse_ignites_checkpoint",
     "refuse_second_derivatives",
+    "refuse_whole_states",
 ]
 
 THIS_WAS_IN = "This was in "
 _REPLACED = "_replaced_by_auto_model"  # on a parameter that another has replaced: its name
+_TRAINED = "_of_auto_model"  # on a parameter of what auto_model returned on a mesh: whether ranks share its gradient
 
 
 # ------------------------------------------------------------------------------------------- parameters
+
+
+def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
+    """Refuses what torch cannot cut or replicate, before anything is sent; its own words name no cure."""
+    cut = (module for module in model.modules() if isinstance(module, DistributedDataParallel | FSDPModule))
+    parts = (p for p in model.parameters() if isinstance(p, DTensor) or hasattr(p, PART_OF_A_MODEL))
+    if next(cut, next(parts, None)) is not None:
+        raise ValueError(
+            "model has been given to ddl.auto_model before, or has been cut or wrapped by other means: give it as it "
+            "was before that"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and idist.device().type == "cpu":
+            raise ValueError(
+                f"{name!r} is an nn.SyncBatchNorm, which torch runs on GPUs only: use nn.BatchNorm or nn.GroupNorm"
+            )
+        if mesh.dp_size * mesh.pp_size > 1 and getattr(module, "scale_grad_by_freq", False):
+            raise ValueError(
+                f"{name!r} has scale_grad_by_freq=True, which divides gradients by how often a word is in the batch, "
+                "of which each rank or microbatch counts its own rows only: leave it out"
+            )
+    if for_ddp:
+        return
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(
+                f"{name!r} has sparse=True, but sparse gradients work only where the mesh is data parallel without "
+                "shard=True: sparse=False has the same gradients"
+            )
+    for name, parameter in model.named_parameters():
+        if mesh.dp_size > 1 and not parameter.ndim and parameter.requires_grad:
+            raise ValueError(
+                f"{name!r} has no dimensions, which torch's FSDP2 and replicate do not support: give it the shape (1,)"
+            )
 
 
 def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -48,20 +88,6 @@ def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Non
             )
 
 
-def check_layers(model: nn.Module, rows_are_shared: bool) -> None:
-    """Refuses layers of torch that compute something else, or nothing, on ranks that share the rows of a batch."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) and idist.device().type == "cpu":
-            raise ValueError(
-                f"{name!r} is an nn.SyncBatchNorm, which torch runs on GPUs only: use nn.BatchNorm, or GroupNorm"
-            )
-        if rows_are_shared and getattr(module, "scale_grad_by_freq", False):
-            raise ValueError(
-                f"{name!r} has scale_grad_by_freq=True, which divides gradients by how often a word is in the batch; "
-                "each rank or microbatch counts its own rows only: leave it out"
-            )
-
-
 def hand_on_attributes(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
     """Copies attributes of replaced parameters to their replacements, and marks the replaced ones.
 
@@ -71,10 +97,8 @@ def hand_on_attributes(before: Mapping[str, nn.Parameter], model: nn.Module) -> 
     """
     after = dict(model.named_parameters(remove_duplicate=False))
     mesh = get_mesh()
-    if mesh.tp_size * mesh.pp_size > 1:
-        guard_clipping()
-        for parameter in after.values():
-            setattr(parameter, PART_OF_A_MODEL, True)
+    if mesh.world_size > 1:
+        guard_parts(model, whole=mesh.tp_size * mesh.pp_size == 1)
     still = {id(parameter) for parameter in after.values()}
     replaced = {name: old for name, old in before.items() if id(old) not in still}
     for name, old in replaced.items():
@@ -86,21 +110,42 @@ def hand_on_attributes(before: Mapping[str, nn.Parameter], model: nn.Module) -> 
         setattr(old, _REPLACED, name)
 
 
+def mark_trained(parameters: Iterable[nn.Parameter], frozen_too: bool = True) -> None:
+    """Marks parameters by whether their gradients are going to be those of the global batch."""
+    for parameter in parameters:
+        setattr(parameter, _TRAINED, frozen_too or parameter.requires_grad)
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
-    """Refuses an optimizer that has replaced parameters, or none of the model's parameters.
+    """Refuses an optimizer that has replaced parameters, none of the model's parameters, or some of no model.
 
     Raises:
         ValueError: if so, with the name of such a parameter.
     """
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [getattr(p, _REPLACED) for p in stepped if hasattr(p, _REPLACED)]
-    trained = {id(p) for p in model.parameters() if p.requires_grad} if model is not None else set()
-    if stale or (trained and trained.isdisjoint(id(p) for p in stepped)):
+    of_model = [] if model is None else [p for p in model.parameters() if p.numel()]
+    trained = {id(p) for p in of_model if p.requires_grad}
+    own = {id(p) for p in stepped if p.numel()}  # none where a stage has nothing to train
+    if stale or (trained and own and trained.isdisjoint(own)):
         what = f"{stale[0]!r} as it was before ddl.auto_model cut it" if stale else "none of them"
         raise ValueError(
             f"optimizer should hold parameters of the model, but holds {what}: make it after ddl.auto_model, of the "
             "returned model's parameters"
         )
+    if any(p.requires_grad and not getattr(p, _TRAINED, True) for p in stepped):
+        raise ValueError(
+            "optimizer holds a weight that was frozen when ddl.auto_model took its model, so that nothing averages its "
+            "gradient over ranks: unfreeze it before ddl.auto_model"
+        )
+    if any(hasattr(p, _TRAINED) for p in of_model):
+        alone = next((p for p in stepped if p.numel() and p.requires_grad and not hasattr(p, _TRAINED)), None)
+        if alone is not None:
+            raise ValueError(
+                f"optimizer holds a weight of shape {tuple(alone.shape)} of no model from ddl.auto_model, so that "
+                "nothing averages its gradient over ranks: make it part of the model, or of one that goes through "
+                "ddl.auto_model as well"
+            )
 
 
 # ------------------------------------------------------------------------------------------- the cut model
@@ -116,12 +161,58 @@ def refuse_ignites_checkpoint(thing: nn.Module | torch.optim.Optimizer) -> None:
                 "has the same arguments; or save ddl.full_state_dict(model), gathered on every rank"
             )
 
-    thing.register_state_dict_pre_hook(refuse)
-    thing.register_load_state_dict_pre_hook(refuse)
+    thing.register_state_dict_pre_hook(_Hook(refuse))
+    thing.register_load_state_dict_pre_hook(_Hook(refuse))
+
+
+def of_the_whole(name: str) -> ValueError:
+    """For a state dict of the whole model where this rank holds a part of it."""
+    return ValueError(
+        f"state has {name!r} of the whole model, but this rank holds a part of it: call "
+        "ddl.load_full_state_dict(model, state) on every rank"
+    )
+
+
+class PartOfAState(OrderedDict):
+    """A state dict of what this rank holds; pickling it is refused, copying it is not."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        copying = refuse_pickling()
+        plain = self if copying else OrderedDict(self)  # which torch.load knows
+        vars(plain).update(vars(self))
+        return OrderedDict.__reduce_ex__(plain, protocol)
+
+
+def refuse_whole_states(thing: nn.Module | torch.optim.Optimizer) -> None:
+    """Refuses to load the state of one process into this rank's part, where torch would fail in words of its own."""
+
+    def check_model(model: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if isinstance(parameter, DTensor) and not isinstance(state.get(name, parameter), DTensor):
+                raise of_the_whole(name)
+
+    def check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        saved = [p for group in state["param_groups"] for p in group["params"]]
+        alike = len(own) == len(saved)
+        for parameter, key in zip(own, saved, strict=False):
+            values = [v for v in state["state"].get(key, {}).values() if isinstance(v, torch.Tensor)]
+            values = [v for v in values if tuple(v.shape) == tuple(parameter.shape) and v.ndim]
+            alike = alike and all(isinstance(v, DTensor) == isinstance(parameter, DTensor) for v in values)
+        if not alike:
+            raise ValueError(
+                "state should be that of this rank's part of the optimizer, but is that of one process or of another "
+                "mesh: take ddl.Checkpoint, which loads an optimizer on any mesh"
+            )
+
+    if isinstance(thing, nn.Module):
+        thing.register_load_state_dict_pre_hook(_Hook(check_model))
+    else:
+        thing.register_load_state_dict_pre_hook(_Hook(check_optimizer))
 
 
 def refuse_copies(module: nn.Module) -> None:
-    """torch's FSDP2 cannot be copied, as Ignite's EMAHandler does."""
+    """torch's FSDP2 cannot be copied, as Ignite's EMAHandler does, and pickling it fails in torch's own words."""
 
     def refuse(*_: Any) -> None:
         raise ValueError(
@@ -133,6 +224,24 @@ def refuse_copies(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             type(part).__deepcopy__ = refuse  # of a class that torch makes for FSDP2
+            type(part).__reduce_ex__ = _reduce_ex
+
+
+def _reduce_ex(thing: Any, protocol: Any) -> Any:
+    refuse_pickling()
+    return object.__reduce_ex__(thing, protocol)
+
+
+class _Hook:
+    """A hook on a cut model: pickling it is pickling the model."""
+
+    def __init__(self, function: Callable) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> None:
+        self.function(*args)
+
+    __reduce_ex__ = _reduce_ex
 
 
 def check_handler(handler: Any) -> None:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,13 +21,16 @@ from ignite_ddl.guards import (
     check_optimizer,
     check_parameter_hooks,
     hand_on_attributes,
+    mark_trained,
     refuse_copies,
     refuse_ignites_checkpoint,
     refuse_second_derivatives,
+    refuse_whole_states,
 )
 from ignite_ddl.lazy import LazyLayers, materialize
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import over_data_parallel
+from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages
 from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.pipeline.pipeline import Pipeline, reshard, share_buffers
@@ -117,10 +119,11 @@ def auto_model(
         raise ValueError(f"{', '.join(kwargs)} are for DDP, but the mesh is {mesh!r}, shard={shard}: leave them out")
     if mp_policy is not None and not shard:
         raise ValueError("mp_policy is for shard=True: give amp_mode to ddl.create_supervised_trainer instead")
+    if mesh.world_size > 1:
+        check_layers(model, mesh, for_ddp)
     styles, cut = _check(model, tensor_plan, mesh.pp_size, mesh.tp_size, schedule, n_microbatches, split, costs)
     if mesh.world_size > 1:
         check_parameter_hooks(model.named_parameters())
-        check_layers(model, mesh.dp_size * mesh.pp_size > 1)
     if not for_ddp:
         _copy_weights_of_rank_0(model)  # except those of lazy layers
 
@@ -136,6 +139,11 @@ def auto_model(
         _cut_layer(model, names, styles, mesh, shard and alone, mp_policy)
     if for_ddp:
         materialize(model)  # with NaN: DDP sends weights when it wraps
+        if mesh.world_size > 1:
+            mark_trained(model.parameters(), frozen_too=False)
+        if mesh.world_size > 1 and not any(p.requires_grad for p in model.parameters()):
+            _copy_weights_of_rank_0(model)  # DDP refuses it
+            return model
         return _watched(_with_plain_names(idist.auto_model(model, **kwargs)), mesh, shard)
     if mesh.tp_size * mesh.pp_size > 1:
         share_random_stream(mesh)
@@ -150,9 +158,13 @@ def auto_model(
         if checks and mesh.tp_size > 1:
             check_regions_once(stage)
     hand_on_attributes(whole, model)
+    for stage in as_stages(model).local_stages():
+        averaged = mesh.dp_size == 1 or any(p.requires_grad for p in stage.parameters())
+        mark_trained(stage.parameters(), frozen_too=averaged)
     if mesh.tp_size * mesh.pp_size > 1:
         attach_metrics_over(over_data_parallel)
     refuse_ignites_checkpoint(model)
+    refuse_whole_states(model)
     return _watched(model, mesh, shard)
 
 
@@ -338,20 +350,29 @@ def _copy_weights_of_rank_0(model: nn.Module) -> None:
             dist.broadcast(tensor, src=0)
 
 
-def auto_optim(optimizer: torch.optim.Optimizer, **kwargs: Any) -> torch.optim.Optimizer:
-    """``idist.auto_optim``: the optimizer itself on gloo and NCCL, adapted on Horovod and XLA.
+def auto_optim(optimizer: torch.optim.Optimizer, *, checks: bool = True, **kwargs: Any) -> torch.optim.Optimizer:
+    """``idist.auto_optim``: the optimizer itself on gloo and NCCL, adapted on Horovod and XLA; every rank calls it.
+
+    Where the model is cut, small weights are stepped for a moment, cut and whole, by another optimizer of the same
+    class and options: one that computes norms over a weight or over all weights may be right (Muon), fail (Adafactor)
+    or be wrong without an error. What optimizers and code of your own must not do is to compute a number from this
+    rank's part: under tp and shard=True, ``p.grad.norm().full_tensor()`` is the norm of the whole gradient, on every
+    rank; under pp, a sum over ``model.parameters()`` is that of this rank's stages; ``clip_grad_value_`` is right
+    everywhere, :func:`clip_grad_norm_` computes the norm of all gradients.
 
     Args:
         optimizer: an optimizer of the parameters of the model that :func:`auto_model` returned.
+        checks: whether to refuse an optimizer that does not do the same to parts of a model as to the whole, or of
+            which that cannot be found out. Default: True.
         kwargs: those of ``idist.auto_optim``.
 
     Returns:
         torch.optim.Optimizer: the optimizer to step.
 
     Raises:
-        ValueError: if it holds parameters that :func:`auto_model` has replaced.
+        ValueError: if it holds parameters that :func:`auto_model` has replaced, steps parts of weights differently
+            from whole ones, or has the names of a tied weight in groups of different options under pp.
     """
     check_optimizer(optimizer)
-    if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
-        refuse_ignites_checkpoint(optimizer)
+    adapt_optimizer(optimizer, checks)
     return idist.auto_optim(optimizer, **kwargs)

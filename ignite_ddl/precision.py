@@ -74,17 +74,17 @@ class ScaledOptimizer:
         if any(p.dtype == torch.float16 for p in parameters):
             raise ValueError("scaler is for float32 parameters under amp_mode, but the model has float16 ones")
         gradients = [_local(p.grad) for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, math.inf).to(parameters[0].device, torch.float32)
-        largest = norm.nan_to_num(nan=math.inf)  # a maximum of NaN depends on the backend
+        finite = torch.nn.utils.get_total_norm(gradients, math.inf).isfinite()
+        found = (~finite).to(parameters[0].device, torch.float32)  # and not the norm: a maximum of NaN may be a number
         if get_mesh().world_size > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
         for gradient in gradients:
             gradient.mul_(1 / scaler.get_scale())
-        self.found = torch.zeros_like(largest)
-        self.found.grad = torch.where(largest.isinf(), math.inf, 0.0)
+        self.found = torch.zeros_like(found)
+        self.found.grad = torch.where(found > 0, math.inf, 0.0)
         self.param_groups = [{"params": [self.found]}]
         scaler.unscale_(self)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient.detach()

@@ -23,8 +23,10 @@ from ignite_ddl.tensor.styles import ROW_ORDER
 __all__ = [
     "Shard",
     "full_state_dict",
+    "is_extra",
     "load_full_state_dict",
     "local_state",
+    "set_extra_state",
     "shard_of",
     "whole_tensor",
     "whole_tensors",
@@ -42,8 +44,8 @@ def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, t
             Default None: all ranks get it.
 
     Returns:
-        dict: names as in the model that was given to :func:`auto_model`, to plain tensors; empty on ranks other than
-        ``on_rank``.
+        dict: names as in the model that was given to :func:`auto_model`, to plain tensors, and to what its modules'
+        ``get_extra_state`` returns; empty on ranks other than ``on_rank``.
 
     Raises:
         ValueError: if ``on_rank`` is no rank, or some rank does not call it within 60 s.
@@ -52,12 +54,21 @@ def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, t
     if on_rank is not None:
         if not isinstance(on_rank, int) or not 0 <= on_rank < mesh.world_size:
             raise ValueError(f"on_rank should be a rank below {mesh.world_size}, but given {on_rank!r}")
-        return {name: tensor for name, tensor in whole_tensors(model, on_rank) if tensor is not None}
+        found: dict[str, Any] = {name: tensor for name, tensor in whole_tensors(model, on_rank) if tensor is not None}
+        known = stages.full_shapes()
+        if any(map(is_extra, known)):
+            found |= stages.gather_stages(local_state(model)[2])
+        return {name: found[name] for name in known} if mesh.rank == on_rank else {}
     _wait_for_all(mesh)
     for stage in stages.local_stages():
         share_buffers(stage, mesh)  # DDP did so before the last forward pass, and that one changed them
     state = stages.plain_module().state_dict(keep_vars=True)
-    return stages.gather_stages({name: whole_tensor(tensor) for name, tensor in state.items()})
+    return stages.gather_stages({n: value if is_extra(n) else whole_tensor(value) for n, value in state.items()})
+
+
+def is_extra(name: str) -> bool:
+    """Whether torch gives this name to what a module's ``get_extra_state`` returns."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def whole_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -74,13 +85,15 @@ def whole_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, tor
     _wait_for_all(mesh)
     for stage in stages.local_stages():
         share_buffers(stage, mesh)
-    state = stages.plain_module().state_dict(keep_vars=True)
+    state = {n: t for n, t in stages.plain_module().state_dict(keep_vars=True).items() if not is_extra(n)}
     dtypes: list[dict[str, torch.dtype]] = [{name: tensor.dtype for name, tensor in state.items()}]
     if mesh.pp_size > 1:
         dtypes = [{} for _ in range(mesh.pp_size)]
         dist.all_gather_object(dtypes, {name: t.dtype for name, t in state.items()}, group=mesh.pp_group)
     there = mesh.coordinates(on_rank)
     for name, shape in stages.full_shapes().items():
+        if is_extra(name):
+            continue
         owner = next(pp for pp, names in enumerate(dtypes) if name in names) if mesh.pp_size > 1 else there["pp"]
         whole = None
         if mesh.pp_rank == owner or mesh.pp_size == 1:
@@ -119,8 +132,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     """
     stages, mesh = as_stages(model), get_mesh()
     materialize(model)
-    targets, saved_as, _ = local_state(model)
-    known = stages.full_shapes()  # of every stage, so that all ranks refuse alike
+    targets, saved_as, extra = local_state(model)
+    shapes = stages.full_shapes()  # of every stage, so that all ranks refuse alike
+    known = {name: shape for name, shape in shapes.items() if not is_extra(name)}
+    of_files = hasattr(state, "shape_of")  # which have tensors only
     parts = [saved_as]
     if mesh.pp_size > 1:
         parts = [{} for _ in range(mesh.pp_size)]
@@ -132,7 +147,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
             tied.setdefault(first.get(name, name), name)
     found = {name: name if name in state else tied.get(first.get(name, name)) for name in known}
     missing = sorted(name for name, in_state in found.items() if in_state is None)
-    unknown = sorted(set(state) - set(known))
+    missing += sorted(set() if of_files else shapes.keys() - known.keys() - set(state))
+    unknown = sorted(set(state) - set(shapes))
     if missing or unknown:
         raise ValueError(f"state should have the model's names, but lacks {missing} and has {unknown} besides")
     shape_of = getattr(state, "shape_of", lambda name: tuple(state[name].shape))
@@ -142,6 +158,13 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     with torch.no_grad():
         for name, target in targets.items():
             _assign(target, state[found[name]])  # a function, so that one whole tensor is alive at a time
+    for name in set(extra) & set(state):
+        set_extra_state(model, name, state[name])
+
+
+def set_extra_state(model: nn.Module, name: str, value: Any) -> None:
+    """Gives a module of the model what its ``get_extra_state`` has returned under ``name``."""
+    as_stages(model).plain_module().get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
@@ -226,7 +249,7 @@ def local_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, st
     """
     stages = as_stages(model)
     state = stages.plain_module().state_dict(keep_vars=True)
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in state.items() if not is_extra(name)}
     across = {name: names[0] for names in stages.shared_names() for name in names}
     first: dict[int, str] = {}
     saved_as = {}

@@ -20,7 +20,7 @@ from ignite_ddl.data import ShardedDataLoader
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.pipeline.pipeline import share_buffers
-from ignite_ddl.state import Shard, local_state, shard_of
+from ignite_ddl.state import Shard, local_state, set_extra_state, shard_of
 from ignite_ddl.tensor.random import draw_seed, random_states, set_random_states
 
 __all__ = ["Taken", "load", "merged", "take"]
@@ -231,8 +231,7 @@ def load(folder: Folder, objects: Mapping[str, Any], strict: bool = True) -> Non
     folder.read(targets)
     for key, of_model in folder.content["models"].items():
         for name in set(found.get(key, {}).get("extra", ())) & set(of_model["extra"]):
-            owner = as_stages(objects[key]).plain_module().get_submodule(name.rpartition(".")[0])
-            owner.set_extra_state(decoded(of_model["extra"][name]))
+            set_extra_state(objects[key], name, decoded(of_model["extra"][name]))
     for key, (_, groups, states) in new_states.items():
         optimizer = objects[key]
         for group, options in zip(optimizer.param_groups, groups, strict=True):
@@ -384,6 +383,7 @@ def _match_optimizer(
     states: dict[int, dict[str, Any]] = {}
     held = []
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+        options = decoded(saved["options"])
         for parameter in group["params"]:
             if id(parameter) not in names:
                 if parameter.numel():
@@ -400,6 +400,8 @@ def _match_optimizer(
                 )
             held.append(name)
             new = {part: decoded(value) for part, value in saved_states[name]["values"].items()}
+            if isinstance(new.get("step"), torch.Tensor) and (options.get("capturable") or options.get("fused")):
+                new["step"] = new["step"].to(parameter.device)  # as torch's load_state_dict does
             for part in saved_states[name]["tensors"]:
                 at = f"{key}.{name}.{part}"
                 new[part] = _empty(parameter, folder.tensors[at])

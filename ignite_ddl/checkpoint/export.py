@@ -26,7 +26,8 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
     """Writes the weights of the uncut model as safetensors; every rank calls it.
 
     Tensors are gathered one by one, and on rank 0 only; it holds those of one file at a time. Names are those of the
-    uncut model's state dict; a tied weight is there under each of its names. Optimizer and the rest of a run are for
+    uncut model's state dict; a tied weight is there under each of its names. What ``get_extra_state`` returns is left
+    out. Optimizer and the rest of a run are for
     :class:`Checkpoint`.
 
     Args:
@@ -89,7 +90,7 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
         size = tensor.numel() * tensor.element_size()
         if max_shard_size is not None and held + size > max_shard_size:
             write()
-        batch[name] = tensor
+        batch[name] = tensor.contiguous()  # not channels_last
         held, total = held + size, total + size
     write()
     agree(error)

@@ -230,7 +230,7 @@ def cut_into_stages(
         layers=[[name for name, _ in stage] for stage in stages],
         shared=[list(group) for group in names.values() if len(group) > 1],
         stage_of={name: s for group in names.values() for name, s in group.items()},
-        shapes={name: tuple(t.shape) for name, t in model.state_dict().items()},
+        shapes={name: tuple(getattr(t, "shape", ())) for name, t in model.state_dict().items()},
     )
     for s, stage in enumerate(stages):
         check_trains(cut, s, sequential(stage))

@@ -94,7 +94,8 @@ class OneStage:
         return module
 
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.plain_module().state_dict().items()}
+        state = self.plain_module().state_dict()
+        return {name: tuple(t.shape) if isinstance(t, torch.Tensor) else () for name, t in state.items()}
 
     def shared_names(self) -> list[list[str]]:
         return []

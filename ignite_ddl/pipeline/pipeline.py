@@ -6,7 +6,8 @@ import contextlib
 import copy
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ignite.distributed as idist
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from ignite_ddl.guards import PartOfAState, of_the_whole, refuse_pickling
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, add_submodule, check_trains, named_layers, sequential
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
@@ -25,7 +27,8 @@ from ignite_ddl.tensor.gradients import redistribute_gradient
 from ignite_ddl.tensor.random import draw_seed, random_stream
 from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other, state_that_grows, without_trace
 
-__all__ = ["Pipeline", "reshard", "share_buffers"]
+__all__ = ["SHARED", "Pipeline", "reshard", "share_buffers"]
+SHARED = "_shared_with"  # on a parameter that several stages hold: its first name, and the pp ranks
 _SCHEDULES_KEPT = 16  # per pipeline, one for each shape of a batch; each holds receive buffers
 
 
@@ -69,7 +72,13 @@ class Pipeline(nn.Module):
                 add_submodule(self, name, layer)
             if s > 0 and any(getattr(module, "inplace", False) for module in stage.modules()):
                 stage.register_forward_pre_hook(_copied)
-        self._no_weights = [nn.Parameter(torch.empty(0), requires_grad=False)]  # in a list: not registered
+        self._no_weights = [nn.Parameter(torch.empty(0))]  # in a list: not registered
+        held = dict(self.named_parameters(remove_duplicate=False))
+        for names in cut.shared:
+            ranks = {cut.owners[cut.stage_of[name]] for name in names}
+            for name in names:
+                if name in held:
+                    setattr(held[name], SHARED, (names[0], frozenset(ranks)))
         self._schedules: dict[tuple, tuple[Any, _Loss]] = {}  # by shape and dtype of a batch
         # Whether a stage had trainable weights when schedules were set up.
         self._trained: dict[int, bool] = {}
@@ -84,10 +93,29 @@ class Pipeline(nn.Module):
         vars(copied).update(shared | copy.deepcopy(rest, memo))
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_pickling()
+        return super().__reduce_ex__(protocol)
+
+    def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """As ``nn.Module.state_dict``, of this rank's stages: it cannot be pickled outside of ``ddl.pickle_shards``."""
+        if destination is None:
+            destination = PartOfAState()
+            destination._metadata = OrderedDict()  # as nn.Module makes it
+        return super().state_dict(*args, destination=destination, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module.load_state_dict``, of this rank's stages; that of the whole model only with strict=False."""
+        own = super().state_dict(keep_vars=True).keys() if strict else ()
+        others = [name for name in state_dict if strict and name in self._cut.shapes and name not in own]
+        if others:
+            raise of_the_whole(others[0])
+        return super().load_state_dict(state_dict, strict, assign)
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages; if there are none, an empty one, since optimizers need a parameter."""
+        """The parameters of this rank's stages; if none is trained, an empty one, too: optimizers need a parameter."""
         mine = list(super().parameters(recurse))
-        return iter(mine or self._no_weights)
+        return iter(mine if any(p.requires_grad for p in mine) else [*mine, *self._no_weights])
 
     @property
     def is_last(self) -> bool:
@@ -172,7 +200,9 @@ class Pipeline(nn.Module):
     def requires_grad_(self, requires_grad: bool = True) -> Pipeline:
         """As ``nn.Module.requires_grad_``, on every rank; calls :meth:`forget_schedules`."""
         self.forget_schedules()
-        return super().requires_grad_(requires_grad)
+        super().requires_grad_(requires_grad)
+        self._no_weights[0].requires_grad_()
+        return self
 
     def forward_only(self, x: Any) -> Any:
         """The output for all rows on the rank with the last stage, None elsewhere; without gradients.

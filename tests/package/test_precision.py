@@ -82,18 +82,20 @@ def test_fsdps_policy_gathers_and_computes_in_its_dtype(axes):
 
 
 class First(nn.Linear):
-    """A first layer whose gradients are infinite where ``overflows`` is set; those of later layers are not."""
+    """A first layer whose gradients are infinite, and perhaps NaN; those of later layers are neither."""
 
-    overflows = False
+    overflow = None
 
     def forward(self, x):
         output = super().forward(x)
-        if self.overflows and output.requires_grad:
+        if self.overflow == "NaN" and output.requires_grad:
             output.register_hook(lambda gradient: gradient * float("inf"))
+        if self.overflow == "inf" and output.requires_grad:
+            output.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
         return output
 
 
-def skipped(local_rank, max_norm=None, **options):
+def skipped(local_rank, overflow, max_norm=None, **options):
     """Weights after each of three steps, and the scale after each; gradients overflow in the second."""
     torch.manual_seed(0)
     model = ddl.auto_model(nn.Sequential(First(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)), **options)
@@ -102,28 +104,28 @@ def skipped(local_rank, max_norm=None, **options):
     weights, scales = [], []
 
     @trainer.on(Events.ITERATION_STARTED)
-    def overflow():
-        First.overflows = trainer.state.iteration == 2
+    def next_overflow():
+        First.overflow = overflow if trainer.state.iteration == 2 else None
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def note():
         weights.append(torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()]))
         scales.append(scaler.get_scale())
 
-    trainer.run([(X[:4, :4], X[:4, 4:6])] * 3)
+    trainer.run([(X[:4, :4].abs(), X[:4, 4:6])] * 3)
     return weights, scales
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize(("overflow", "max_norm"), [("NaN", None), ("NaN", 0.1), ("inf", None)])
 @pytest.mark.parametrize(
     ("axes", "options"),
     [({"pp": 2}, {}), ({"dp": 2}, {"shard": True}), ({"tp": 2}, {"tensor_plan": {"0": ddl.Column(), "2": ddl.Row()}})],
     ids=["pp2", "dp2 shard", "tp2"],
 )
-def test_all_ranks_skip_a_step_if_a_gradient_of_one_overflows(axes, options, max_norm):
-    alone, _ = skipped(0, max_norm)
+def test_all_ranks_skip_a_step_if_a_gradient_of_one_overflows(axes, options, overflow, max_norm):
+    alone, _ = skipped(0, overflow, max_norm)
     assert torch.equal(alone[0], alone[1])
-    for (first, second, third), scales in on(partial(skipped, max_norm=max_norm, **options), **axes):
+    for (first, second, third), scales in on(partial(skipped, overflow=overflow, max_norm=max_norm, **options), **axes):
         assert torch.equal(first, second)  # of all stages
         assert (third - alone[2]).abs().max() < 0.05 * (alone[2] - alone[1]).abs().max()  # bfloat16: 2 ** -8
         assert scales == [4.0, 2.0, 2.0]

@@ -1,0 +1,234 @@
+"""Optimizers of a model that is cut over ranks: what torch's cannot step at once, and what would step parts wrongly."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ignite_ddl.compat import is_part, quiet_redistribution
+from ignite_ddl.guards import PartOfAState, refuse_ignites_checkpoint, refuse_whole_states
+from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.pipeline.pipeline import SHARED
+
+__all__ = ["adapt_optimizer"]
+
+_ADAPTED = "_adapted_to_the_mesh"  # on an optimizer
+_TRIES = 3  # steps
+_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # right on every mesh; to try them out takes 30 ms
+
+
+def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> None:
+    """Makes an optimizer step what this rank holds of a model, or refuses it; every rank calls it.
+
+    Args:
+        optimizer: of the parameters of a model from ``ddl.auto_model``.
+        checks: as in ``ddl.auto_optim``. Default: True.
+
+    Raises:
+        ValueError: if it would do something else to parts of a model than to the whole, or stages that share a weight
+            would step it differently.
+    """
+    mesh = get_mesh()
+    if mesh.world_size == 1 or hasattr(optimizer, _ADAPTED) or not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    setattr(optimizer, _ADAPTED, True)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    dtensors = any(isinstance(p, DTensor) for p in parameters)
+    if dtensors:
+        _step_each_kind_alone(optimizer)
+    if mesh.pp_size > 1:
+        optimizer.register_state_dict_post_hook(lambda _, state: PartOfAState(state))
+    if dtensors or mesh.pp_size > 1:
+        refuse_ignites_checkpoint(optimizer)
+        refuse_whole_states(optimizer)
+    if checks and type(optimizer) not in _KNOWN and (mesh.pp_size > 1 or any(map(is_part, parameters))):
+        _try_out(optimizer, mesh)
+    if checks and mesh.pp_size > 1:
+        _check_shared(optimizer, mesh)
+
+
+def _step_each_kind_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Splits groups in each step where foreach and fused take no list of DTensors and others, or of two meshes."""
+    whole: list[dict[str, Any]] = []
+    parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def join(*_: Any) -> None:
+        if parts:
+            for group, part in parts:
+                group.update({name: value for name, value in part.items() if name != "params"})
+            optimizer.param_groups = whole[:]
+            parts.clear()
+
+    def split(*_: Any) -> None:
+        join()  # if the step before has raised
+        whole[:] = optimizer.param_groups
+        for group in whole:
+            kinds: dict[Any, list[torch.Tensor]] = {}
+            lists = "foreach" in group or "fused" in group
+            for p in group["params"]:
+                kinds.setdefault(p.device_mesh if lists and isinstance(p, DTensor) else None, []).append(p)
+            parts.extend((group, group if len(kinds) == 1 else group | {"params": own}) for own in kinds.values())
+        if len(parts) > len(whole):
+            optimizer.param_groups = [part for _, part in parts]
+        else:
+            parts.clear()
+
+    optimizer.register_step_pre_hook(split)
+    optimizer.register_step_post_hook(join)
+
+
+# ------------------------------------------------------------------------- parts of small weights, and the whole
+
+
+def _try_out(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Steps small weights that are cut as the model's are, and the same weights whole, and compares.
+
+    Under pp there is a second set of them, as of another stage, that the first has to be independent of.
+    """
+    name = type(optimizer).__name__
+    given: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+    for group in optimizer.param_groups:
+        kinds = {_kind(p): p for p in group["params"]}
+        given.append((group, [p for p in kinds.values() if p.numel()]))
+    if not any(own for _, own in given):
+        return
+    other = "take an optimizer that steps each number by itself, such as SGD or AdamW (foreach or fused, too)"
+    try:
+        whole = _small_steps(optimizer, given, mesh, stages=min(mesh.pp_size, 2), cut=False)
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be tried out on small weights ({_first_line(error)}), so that it is not known whether it "
+            "does the same to parts of a model as to the whole: pass checks=False to ddl.auto_optim if it steps each "
+            f"number by itself, or {other}"
+        ) from error
+    try:
+        with quiet_redistribution():
+            parts = _small_steps(optimizer, given, mesh, stages=1, cut=True)
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot step weights that are cut over ranks ({_first_line(error)}): {other}, with fused=False if "
+            "this is about a fused operator; or leave weights whole, by dp without shard=True"
+        ) from error
+    for before, part, right in zip(_values(given, mesh), parts, whole, strict=False):
+        size = float((right - before).abs().max())
+        difference = float((_local(part) - _local(_like(right, part))).abs().amax()) if _local(part).numel() else 0.0
+        # Muon computes in bfloat16: its parts differ by rounding, which is far from what wrong norms make.
+        if not difference < 0.05 * size:  # a size of 0 shows nothing
+            raise ValueError(
+                f"{name} should do the same to a weight that is cut over ranks, or to a stage of a pipeline, as to the "
+                "whole model, but does not: it seems to compute norms or the like of what a rank holds. Use another "
+                f"mesh (dp without shard=True), or {other}"
+            )
+
+
+def _small_steps(
+    optimizer: torch.optim.Optimizer, given: Sequence[tuple[dict, list]], mesh: Mesh, stages: int, cut: bool
+) -> list[torch.Tensor]:
+    """The small weights after a few steps of an optimizer of the same class and options."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    options = {k: v for k, v in optimizer.defaults.items() if k in accepted or takes_any}
+    alike = [p for _, own in given for p in own]  # the model's weights that the small ones stand for
+    weights = [
+        nn.Parameter(_like(value, p) if cut else value)
+        for value, p in zip(_values(given, mesh, stages), alike * stages, strict=True)
+    ]
+    left, groups = iter(range(len(alike))), []
+    for group, own in given:
+        places = [next(left) for _ in own]
+        of_group = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        if isinstance(of_group.get("lr"), int | float):
+            of_group["lr"] = of_group["lr"] or 1e-2  # a warm-up's first one would say nothing
+        chosen = [weights[place + stage * len(alike)] for stage in range(stages) for place in places]
+        if chosen:
+            groups.append(copy.deepcopy(of_group) | {"params": chosen})
+    twin = type(optimizer)(groups, **copy.deepcopy(options))
+    if cut:
+        _step_each_kind_alone(twin)
+    seeds = itertools.count(1)
+
+    def closure() -> torch.Tensor:
+        seed = next(seeds)
+        with torch.no_grad():
+            for p, value in zip(weights, _values(given, mesh, stages, seed), strict=True):
+                p.grad = _like(value, p)
+        return torch.tensor(1.0 / seed)
+
+    for _ in range(_TRIES):
+        closure()  # not every step calls it
+        twin.step(*([closure] if "closure" in inspect.signature(twin.step).parameters else []))
+    return [p.detach() for p in weights]
+
+
+def _values(given: Sequence[tuple[dict, list]], mesh: Mesh, stages: int = 1, seed: int = 0) -> list[torch.Tensor]:
+    """Values for a small weight in place of each of the model's, the parts of whose ranks are unlike each other."""
+    found = []
+    ranks = mesh.dp_size * mesh.tp_size
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(stages):
+        for _, own in given:
+            for p in own:
+                shape = [2 * ranks if d < 2 else 3 for d in range(p.ndim)]
+                value = torch.randn(shape, generator=draw, dtype=torch.float64)
+                for d in range(min(p.ndim, 2)):
+                    sizes = torch.linspace(1, 4, shape[d], dtype=torch.float64)
+                    value *= sizes.view([-1 if d == at else 1 for at in range(p.ndim)])
+                found.append(value.to(p.device))
+    return found
+
+
+def _like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Cut as a parameter is, without communication."""
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _kind(parameter: torch.Tensor) -> Any:
+    if isinstance(parameter, DTensor):
+        return parameter.ndim, parameter.device_mesh, parameter.placements
+    return parameter.ndim
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0][:200].rstrip(".")
+
+
+# ------------------------------------------------------------------------- one weight on several stages
+
+
+def _check_shared(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Refuses an optimizer in which stages step a weight that they share by other options."""
+    here = [
+        (*getattr(p, SHARED), _options(group))
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if hasattr(p, SHARED) and p.requires_grad
+    ]
+    of_ranks: list[list] = [[] for _ in range(mesh.pp_size)]
+    dist.all_gather_object(of_ranks, here, group=mesh.pp_group)
+    for name, ranks in dict.fromkeys((name, ranks) for of_rank in of_ranks for name, ranks, _ in of_rank):
+        told = [(r, options) for r, of_rank in enumerate(of_ranks) for n, _, options in of_rank if n == name]
+        if {r for r, _ in told} != ranks or len({options for _, options in told}) > 1:
+            raise ValueError(
+                f"optimizer steps {name!r} differently on the stages that hold it: it is one weight on several stages "
+                "(tied), so its names should be in parameter groups of the same options (lr, weight_decay, …) on each, "
+                "or on none"
+            )
+
+
+def _options(group: dict[str, Any]) -> str:
+    plain = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    return repr({k: v for k, v in sorted(plain.items()) if not callable(v)})

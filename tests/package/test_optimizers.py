@@ -1,0 +1,654 @@
+"""Optimizers and gradients of a model that is cut over ranks, and what saves it: right, or refused by name.
+
+Each case trains a few float64 steps on ranks with different rows and is compared with one process.
+"""
+
+import copy
+import io
+import pickle
+import re
+from functools import partial
+
+import ignite.distributed as idist
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from ranks import on
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.utils import clip_grad_value_, get_total_norm
+from torch.utils.data import TensorDataset
+
+import ignite_ddl as ddl
+
+generator = torch.Generator().manual_seed(1)
+X = torch.randn(14, 8, generator=generator, dtype=torch.float64)
+Y = torch.randn(14, 4, generator=generator, dtype=torch.float64)
+PLAN = {"0": ddl.Column(), "2": ddl.Row()}
+MESHES = {
+    "dp2": ({"dp": 2}, {}),
+    "dp2 shard": ({"dp": 2}, {"shard": True}),
+    "tp2": ({"tp": 2}, {"tensor_plan": PLAN}),
+    "pp2": ({"pp": 2}, {}),
+    "dp2 x tp2": ({"dp": 2, "tp": 2}, {"tensor_plan": PLAN}),
+}
+
+
+def on_meshes(*quick, slow=()):
+    given = [
+        pytest.param(*MESHES[name], id=name, marks=[pytest.mark.slow] * (name in slow)) for name in (*quick, *slow)
+    ]
+    return pytest.mark.parametrize(("axes", "options"), given)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4), nn.LayerNorm(4), nn.Linear(4, 4, dtype=torch.float64)
+    ).double()
+
+
+def loader():
+    return ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8)
+
+
+def weights_of(model):
+    return torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+class Own(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.1, foreach=None):
+        super().__init__(params, {"lr": lr, "foreach": None})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            given = [p for p in group["params"] if p.grad is not None]
+            for p in given:
+                p.add_(p.grad * self.factor(p, given), alpha=-group["lr"] / group["steps"])
+
+
+class Layerwise(Own):
+    """As LAMB: by norms of a whole weight."""
+
+    def factor(self, p, given):
+        return p.norm() / (p.grad.norm() + 1)
+
+
+class ReadsNumbers(Own):
+    def factor(self, p, given):
+        return p.norm().item() / (p.grad.norm().item() + 1)
+
+
+class ReadsParts(Own):
+    def factor(self, p, given):
+        p = p.to_local() if hasattr(p, "to_local") else p
+        return float(p.norm())
+
+
+class Coupled(Own):
+    """By the norm of all gradients."""
+
+    def factor(self, p, given):
+        return 1 / (1 + sum(float(q.grad.square().sum()) for q in given))
+
+
+class SAM(torch.optim.Optimizer):
+    """As it is copied from its paper's repository: two steps, by the norm of all gradients."""
+
+    def __init__(self, params, base_optimizer, rho=0.05, **kwargs):
+        super().__init__(params, {"rho": rho, **kwargs})
+        self.base_optimizer = base_optimizer(self.param_groups, **kwargs)
+
+    def step(self, closure=None):
+        raise NotImplementedError
+
+
+O = torch.optim  # noqa: E741
+RIGHT = {
+    "SGD": partial(O.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD foreach": partial(O.SGD, lr=0.1, momentum=0.9, foreach=True),
+    "AdamW": partial(O.AdamW, lr=0.01),
+    "AdamW foreach": partial(O.AdamW, lr=0.01, foreach=True),
+    "AdamW fused": partial(O.AdamW, lr=0.01, fused=True),
+    "Adagrad": partial(O.Adagrad, lr=0.1),
+    "ASGD foreach": partial(O.ASGD, lr=0.1, foreach=True),
+    "Layerwise": Layerwise,
+    "one group a weight": lambda ps: O.AdamW([{"params": [p], "lr": 0.01} for p in ps], foreach=True),
+}
+WRONG_WHERE_CUT = {
+    "Rprop": (partial(O.Rprop, lr=0.01), "Rprop cannot step weights that are cut over ranks .*index_put"),
+    "Adafactor": (partial(O.Adafactor, lr=0.01), "Adafactor cannot step weights that are cut over ranks"),
+    "Adagrad fused": (partial(O.Adagrad, fused=True), "Adagrad cannot step .*_fused_adagrad_"),
+    "reads numbers": (ReadsNumbers, r"ReadsNumbers cannot step .*full_tensor\(\)"),
+    "reads parts": (ReadsParts, "ReadsParts should do the same to a weight that is cut over ranks"),
+}
+UNKNOWN = {
+    "SAM": (lambda ps: SAM(ps, O.SGD, lr=0.1), "SAM cannot be tried out on small weights .*checks=False"),
+    "ZeRO": (lambda ps: ZeroRedundancyOptimizer(ps, O.SGD, lr=0.1), "ZeroRedundancyOptimizer cannot be tried out"),
+}
+RIGHT_WHERE_CUT = {
+    "Muon": (lambda ps: O.Muon([p for p in ps if p.ndim == 2]), "nothing")
+}  # but for bfloat16's rounding
+COUPLED = {"Coupled": (Coupled, "Coupled should do the same"), "LBFGS": (O.LBFGS, "LBFGS should do the same")}
+
+
+def stepped(make, options, checks=True):
+    model = ddl.auto_model(mlp(), **options)
+    optimizer = ddl.auto_optim(make(list(model.parameters())), checks=checks)
+    schedule = O.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    trainer.run(loader())
+    schedule.step()
+    trainer.run(loader())
+    after = [list(group["params"]) for group in optimizer.param_groups]
+    assert [list(map(id, group)) for group in after] == [list(map(id, group)) for group in before]
+    return weights_of(model)
+
+
+def step_all(local_rank, options):
+    return [stepped(make, options) for make in RIGHT.values()]
+
+
+@on_meshes("dp2 shard", "tp2", slow=("dp2", "pp2", "dp2 x tp2"))
+def test_optimizers_that_are_right(axes, options):
+    alone = step_all(0, {})
+    for found in on(step_all, options, **axes):
+        errors = {name: float((a - b).abs().max()) for name, a, b in zip(RIGHT, found, alone, strict=True)}
+        assert max(errors.values()) <= 1e-12, errors
+
+
+def refusals(local_rank, cases, options):
+    said = {}
+    for name, (make, _) in cases.items():
+        model = ddl.auto_model(mlp(), **options)
+        try:
+            ddl.auto_optim(make(list(model.parameters())))
+            said[name] = "nothing"
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cases"),
+    [
+        ("dp2 shard", WRONG_WHERE_CUT | UNKNOWN | RIGHT_WHERE_CUT),
+        ("tp2", WRONG_WHERE_CUT | UNKNOWN | RIGHT_WHERE_CUT | {"LBFGS": (O.LBFGS, "LBFGS cannot step .*mixed torch")}),
+        ("pp2", COUPLED | UNKNOWN | RIGHT_WHERE_CUT),
+    ],
+)
+def test_optimizers_that_are_not_are_refused(mesh, cases):
+    axes, options = MESHES[mesh]
+    for said in on(refusals, cases, options, **axes):
+        for name, (_, words) in cases.items():
+            with pytest.raises(ValueError, match=words):
+                raise ValueError(said[name])
+
+
+def of_second_order(local_rank, options):
+    """It computes with all weights as one vector, which DTensor gets right where all are cut alike."""
+    model = ddl.auto_model(mlp(), **options)
+    optimizer = ddl.auto_optim(O.LBFGS(model.parameters(), lr=0.1, max_iter=5))
+
+    def update(engine, batch):
+        def closure():
+            optimizer.zero_grad()
+            return ddl.forward_backward(engine, model, *batch, F.mse_loss)[1]
+
+        optimizer.step(closure)
+
+    ddl.MeshEngine(update).run(loader(), max_epochs=2)
+    return weights_of(model)
+
+
+@on_meshes(slow=["dp2 shard"])
+def test_lbfgs_where_all_weights_are_sharded(axes, options):
+    for found in on(of_second_order, options, **axes):
+        assert (found - of_second_order(0, {})).abs().max() <= 1e-12
+
+
+def test_what_is_right_on_whole_weights_is_taken():
+    cases = WRONG_WHERE_CUT | COUPLED | {"SAM": UNKNOWN["SAM"]}
+    assert on(refusals, cases, {}, dp=2) == [dict.fromkeys(cases, "nothing")] * 2
+
+
+# --- gradients: their norm, their overflow, and whose they are
+
+
+def head_alone(local_rank, options, by_hand=False):
+    """Only the last layers are stepped, though all have gradients."""
+    model = ddl.auto_model(mlp(), **options)
+    head = [p for name, p in model.named_parameters() if name.removeprefix("module.")[0] in "34"]
+    optimizer = ddl.auto_optim(torch.optim.SGD([{"params": head}], lr=0.5))
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss, max_norm=None if by_hand else 0.1)
+    norms = []
+    if by_hand:  # in one process
+        step = optimizer.step
+        optimizer.step = lambda: (norms.append(float(nn.utils.clip_grad_norm_(head, 0.1))), step())
+    trainer.run(loader(), max_epochs=2)
+    return weights_of(model), norms[-1] if by_hand else trainer.state.grad_norm
+
+
+@on_meshes("tp2", "pp2", slow=("dp2", "dp2 shard", "dp2 x tp2"))
+def test_an_optimizer_of_the_head_alone_clips_its_own_gradients(axes, options):
+    right, norm = head_alone(0, {}, by_hand=True)
+    for weights, found in [head_alone(0, {}), *on(head_alone, options, **axes)]:
+        assert (weights - right).abs().max() <= 1e-12
+        assert found == pytest.approx(norm, rel=1e-12)
+
+
+def test_the_norm_of_complex_gradients():
+    layer = nn.Linear(1, 1, bias=False, dtype=torch.complex128)
+    layer.weight.grad = torch.full_like(layer.weight, 3 + 4j)
+    assert float(ddl.clip_grad_norm_(layer, 1.0)) == 5
+    assert layer.weight.grad.abs().item() == pytest.approx(1, abs=1e-6)
+
+
+def with_gradients(options):
+    model = ddl.auto_model(mlp(), **options)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    ddl.create_supervised_trainer(model, optimizer, F.mse_loss).run(loader(), max_epochs=1)
+    return model, optimizer
+
+
+def total_norm(local_rank, options):
+    model, _ = with_gradients(options)
+    return float(get_total_norm([p.grad for p in model.parameters()]))
+
+
+@on_meshes("tp2", "pp2")
+def test_torchs_norm_of_a_part_of_the_gradients_is_refused(axes, options):
+    with pytest.raises(ValueError, match=r"computes the norm of this rank's part .* call ddl.clip_grad_norm_"):
+        on(total_norm, options, **axes)
+
+
+def value_clipped(local_rank, options):
+    """Right on each part, and must stay so."""
+    model = ddl.auto_model(mlp(), **options)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    parameters = [p for p in model.parameters() if not hasattr(p, "device_mesh")] if "tensor_plan" in options else []
+
+    def update(engine, batch):
+        optimizer.zero_grad()
+        ddl.forward_backward(engine, model, *batch, F.mse_loss)
+        clip_grad_value_(parameters or model.parameters(), 0.01)
+        optimizer.step()
+
+    ddl.MeshEngine(update).run(loader())
+    return weights_of(model)
+
+
+@on_meshes(slow=("dp2 shard", "pp2"))
+def test_clipping_values_is_right_everywhere(axes, options):
+    for found in on(value_clipped, options, **axes):
+        assert (found - value_clipped(0, {})).abs().max() <= 1e-12
+
+
+READS = {
+    "item": lambda p: p.grad.norm().item(),
+    "float": lambda p: float(p.abs().max()),
+    "int": lambda p: int((p > 0).sum()),
+    "bool": lambda p: bool((p > 9).any()),
+}
+
+
+def reading(local_rank, options):
+    model, _ = with_gradients(options)
+    weight, said = model[0].weight, []
+    for read in READS.values():
+        try:
+            said.append(str(read(weight)))
+        except ValueError as error:
+            said.append(str(error))
+    norm = weight.grad.norm()
+    whole = norm.full_tensor().item() if options else norm.item()
+    return said, [whole, weight[3, 1].item(), norm.add(1).item()]
+
+
+@on_meshes("tp2", slow=["dp2 shard"])
+def test_a_number_read_off_a_part_is_refused(axes, options):
+    for said, whole in on(reading, options, **axes):
+        assert all("call full_tensor() before, on every rank" in words for words in said), said
+        assert whole == pytest.approx(reading(0, {})[1], rel=1e-12)
+
+
+class Tied(nn.Module):
+    pipeline_layers = ("embed", "inner", "head")
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Linear(8, 4, bias=False), nn.Linear(4, 8), nn.Linear(8, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        for layer in (self.embed, self.inner, self.head):
+            x = layer(x)
+        return x
+
+
+def tied(local_rank, kind, options):
+    torch.manual_seed(0)
+    model = ddl.auto_model(Tied().double(), **options)
+    named = dict(model.named_parameters())
+    if kind == "decay":
+        decayed = [p for name, p in named.items() if "head" not in name]
+        rest = [p for name, p in named.items() if "head" in name]
+        groups = [{"params": decayed, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}]
+    elif kind == "missing":
+        groups = [p for name, p in named.items() if "head" not in name] or model.parameters()
+    else:
+        groups = model.parameters()
+    optimizer = ddl.auto_optim(torch.optim.SGD(groups, lr=0.1))
+    ddl.create_supervised_trainer(model, optimizer, F.mse_loss).run(loader(), max_epochs=3)
+    return weights_of(model)
+
+
+def each_tied(local_rank, options):
+    """What is refused for two kinds of groups, and the weights with one group."""
+    said = []
+    for kind in ("decay", "missing"):
+        try:
+            tied(0, kind, options)
+        except ValueError as error:
+            said.append(str(error))
+    return said, tied(0, "same", options)
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2}, pytest.param({"pp": 2, "dp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_tied_weights_whose_groups_differ_are_refused(axes):
+    for said, weights in on(each_tied, {"shard": "dp" in axes}, **axes):
+        assert len(said) == 2
+        for words in said:
+            assert re.search("'embed.weight' .*one weight on several stages.* same options", words)
+        assert (weights - tied(0, "same", {})).abs().max() <= 1e-12
+
+
+def in_the_loss(local_rank):
+    model = ddl.auto_model(mlp())
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer = ddl.auto_optim(torch.optim.SGD([*model.parameters(), scale], lr=0.1))
+    trainer = ddl.create_supervised_trainer(model, optimizer, lambda o, y: F.mse_loss(o * scale, y))
+    trainer.run(loader())
+    return scale.item()
+
+
+def test_a_weight_of_no_model_is_refused():
+    with pytest.raises(ValueError, match=r"optimizer holds a weight of shape \(\) of no model from ddl.auto_model"):
+        on(in_the_loss, dp=2)
+    in_the_loss(0)
+
+
+# --- states: a part never passes for the whole
+
+PART = r"this rank's part of a model .* save ddl.full_state_dict\(model\).* ddl.Checkpoint .*ddl.pickle_shards"
+SAVES = {
+    "state": lambda model, optimizer: model.state_dict(),
+    "in a dict": lambda model, optimizer: {"model": model.state_dict(), "epoch": 3},
+    "model": lambda model, optimizer: model,
+    "optimizer": lambda model, optimizer: optimizer.state_dict(),
+}
+
+
+def saving(options, make):
+    model = ddl.auto_model(mlp(), **options)
+    optimizer = ddl.auto_optim(torch.optim.Adam(model.parameters(), lr=0.1))
+    ddl.create_supervised_trainer(model, optimizer, F.mse_loss).run(loader())
+    return make(model, optimizer)
+
+
+def saved(local_rank, options):
+    said = []
+    for make in SAVES.values():
+        for save in (lambda thing: torch.save(thing, io.BytesIO()), pickle.dumps):
+            try:
+                save(saving(options, make))
+                said.append("nothing")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+@on_meshes("tp2", "pp2", slow=("dp2 shard", "dp2 x tp2"))
+def test_pickling_a_part_is_refused(axes, options):
+    for said in on(saved, options, **axes):
+        for words in said:
+            with pytest.raises(ValueError, match=PART):
+                raise ValueError(words)
+
+
+def returned(local_rank, options):
+    return saving(options, SAVES["in a dict"])
+
+
+@on_meshes("pp2", slow=["tp2"])
+def test_returning_a_part_is_refused(axes, options):
+    with pytest.raises(ValueError, match=f"(?s)the result .dict. cannot be sent back: .*{PART}"):
+        on(returned, options, **axes)
+
+
+@on_meshes("dp2")
+def test_a_whole_model_is_saved(axes, options):
+    assert on(saved, options, **axes) == [["nothing"] * 8] * 2
+    assert set(on(returned, options, **axes)[0]["model"]) == {f"module.{name}" for name in mlp().state_dict()}
+
+
+def kept(local_rank, options, folder):
+    """The best weights so far, each rank's own file, and DCP: all as before."""
+    model, optimizer = with_gradients(options)
+    best, names, optimizers = copy.deepcopy(model.state_dict()), copy.copy(model.state_dict()), optimizer.state_dict()
+    copy.deepcopy(optimizers)
+    before = weights_of(model)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "dcp")
+    dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder / "background").result()
+    file = folder / f"{idist.get_rank()}.pt"
+    with ddl.pickle_shards():
+        torch.save({"model": model.state_dict(), "optimizer": optimizers}, file)
+    found = []
+    for load in (lambda: best, lambda: names | best, lambda: torch.load(file)["model"]):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+        model.load_state_dict(load())
+        optimizer.load_state_dict(optimizers)
+        found.append(float((weights_of(model) - before).abs().max()))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    for name in ("dcp", "background"):
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder / name)
+        model.load_state_dict(state["model"])
+        found.append(float((weights_of(model) - before).abs().max()))
+    with pytest.raises(ValueError, match=PART):
+        pickle.dumps(model.state_dict())
+    return found
+
+
+@on_meshes("tp2", "pp2", slow=("dp2 shard", "dp2 x tp2"))
+def test_copies_and_each_ranks_own_shards_are_kept(axes, options, tmp_path):
+    for found in on(kept, options, tmp_path, **axes):
+        assert found == [0.0] * 5
+
+
+def load_whole(local_rank, options):
+    state = mlp().state_dict()
+    model = ddl.auto_model(mlp(), **options)
+    said = []
+    plain = torch.optim.Adam(mlp().parameters())
+    for p in plain.param_groups[0]["params"]:
+        p.grad = torch.zeros_like(p)
+    plain.step()
+    optimizer = ddl.auto_optim(torch.optim.Adam(model.parameters()))
+    for load in (lambda: model.load_state_dict(state), lambda: optimizer.load_state_dict(plain.state_dict())):
+        try:
+            load()
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    ddl.load_full_state_dict(model, state)
+    if ddl.get_mesh().pp_size > 1:
+        model.load_state_dict(state, strict=False)  # right, and as before
+    return said
+
+
+@on_meshes("tp2", "pp2", slow=("dp2 shard", "dp2 x tp2"))
+def test_loading_a_whole_state_names_what_can(axes, options):
+    for model, optimizer in on(load_whole, options, **axes):
+        assert "of the whole model, but this rank holds a part of it: call ddl.load_full_state_dict(model, " in model
+        assert "is that of one process or of another mesh: take ddl.Checkpoint" in optimizer
+
+
+class Counts(nn.Module):
+    def __init__(self, as_tensor=False):
+        super().__init__()
+        self.n, self.as_tensor = 0, as_tensor
+
+    def forward(self, x):
+        return x
+
+    def get_extra_state(self):
+        return torch.tensor(self.n) if self.as_tensor else {"n": self.n}
+
+    def set_extra_state(self, state):
+        self.n = int(state) if self.as_tensor else state["n"]
+
+
+def extra(local_rank, options, folder):
+    model = ddl.auto_model(nn.Sequential(*mlp(), Counts(), Counts(True)), **options)
+    counters = [module for module in model.modules() if isinstance(module, Counts)]
+    for counter in counters:
+        counter.n = 7
+    state = ddl.full_state_dict(model)
+    assert list(state) == [*mlp().state_dict(), "5._extra_state", "6._extra_state"]
+    for counter in counters:
+        counter.n = 0
+    ddl.load_full_state_dict(model, state)
+    ddl.export_weights(model, folder)
+    ddl.import_weights(model, folder)
+    return [counter.n for counter in counters]
+
+
+@on_meshes("pp2", slow=("dp2", "tp2"))
+def test_extra_states(axes, options, tmp_path):
+    assert {n for found in on(extra, options, tmp_path, **axes) for n in found} == {7}
+
+
+# --- models that other words refused, or none
+
+
+def channels_last(local_rank, folder):
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    ddl.export_weights(ddl.auto_model(model), folder)
+    again = nn.Conv2d(3, 4, 3)
+    ddl.import_weights(again, folder)
+    return torch.equal(again.weight, model.weight)
+
+
+@pytest.mark.parametrize("axes", [{}, pytest.param({"dp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_channels_last_is_exported(axes, tmp_path):
+    assert all(on(channels_last, tmp_path, **axes) if axes else [channels_last(0, tmp_path)])
+
+
+def teacher(local_rank, options):
+    torch.manual_seed(local_rank)  # rank 0's weights count
+    model = ddl.auto_model(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)).double().requires_grad_(False), **options)
+    return model(X)
+
+
+@on_meshes("dp2", slow=("dp2 shard", "pp2"))
+def test_a_frozen_teacher(axes, options):
+    for found in on(teacher, options, **axes):
+        assert (found - teacher(0, {})).abs().max() <= 1e-12
+
+
+def thawed(local_rank, options):
+    model = ddl.auto_model(mlp().requires_grad_(False), **options)
+    ddl.auto_optim(torch.optim.SGD(model.requires_grad_().parameters(), lr=0.1))
+
+
+def frozen_stage(local_rank, axes):
+    model = mlp()
+    model[0].requires_grad_(False)
+    model = ddl.auto_model(model, **({"split": (2, 3)} if axes else {}))
+    optimizer = ddl.auto_optim(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    ddl.create_supervised_trainer(model, optimizer, F.mse_loss, max_norm=0.1).run(loader(), max_epochs=2)
+    return weights_of(model)
+
+
+def test_what_requires_grad_on_a_frozen_stage():
+    for found in on(frozen_stage, True, pp=2):
+        assert (found - frozen_stage(0, False)).abs().max() <= 1e-12
+
+
+def twice(local_rank, options):
+    ddl.auto_model(ddl.auto_model(mlp(), **options), **options)
+
+
+class Scaled(nn.Sequential):
+    def __init__(self):
+        super().__init__(*mlp())
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+
+def scaled(local_rank, options):
+    ddl.auto_model(nn.Sequential(nn.Linear(8, 8), Scaled()), **options)
+
+
+def sparse(local_rank, options):
+    model = nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Linear(8, 4))
+    ddl.auto_model(model, **options)
+
+
+FROZEN = "was frozen when ddl.auto_model took its model"
+AGAIN = "model has been given to ddl.auto_model before"
+NO_DIM = "'1.scale' has no dimensions, which torch's .* do not support: give it the shape \\(1,\\)"
+SPARSE = r"'0' has sparse=True, .*: sparse=False"
+
+
+SHARDED = {"shard": True}
+REFUSED = {
+    "dp2": [(twice, {}, AGAIN), (twice, SHARDED, AGAIN), (thawed, {}, FROZEN), (thawed, SHARDED, FROZEN),
+            (scaled, SHARDED, NO_DIM), (sparse, SHARDED, SPARSE)],
+    "tp2": [(twice, {"tensor_plan": PLAN}, AGAIN), (sparse, {}, SPARSE)],
+    "pp2": [(twice, {}, AGAIN)],
+    "dp2 x pp2": [(scaled, {}, NO_DIM)],
+}  # fmt: skip
+
+
+def each_refused(local_rank, cases):
+    said = []
+    for function, options, _ in cases:
+        try:
+            function(0, options)
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(name, marks=[pytest.mark.slow] * ("x" in name)) for name in REFUSED])
+def test_models_that_are_refused(mesh):
+    axes = {"dp": 2, "pp": 2} if "x" in mesh else MESHES[mesh][0]
+    for said in on(each_refused, REFUSED[mesh], **axes):
+        for words, (_, _, expected) in zip(said, REFUSED[mesh], strict=True):
+            assert re.search(expected, words)
+    assert each_refused(0, REFUSED[mesh]) == ["nothing"] * len(REFUSED[mesh])
+
+
+def sparse_rows(local_rank):
+    torch.manual_seed(0)
+    model = ddl.auto_model(nn.Embedding(9, 4, sparse=True).double())
+    optimizer = ddl.auto_optim(torch.optim.SparseAdam(model.parameters(), lr=0.1))
+    data = TensorDataset(torch.arange(14) % 9, Y)
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
+    trainer.run(ddl.auto_dataloader(data, batch_size=8))
+    return weights_of(model)
+
+
+def test_sparse_embeddings_are_right_over_dp():
+    for found in on(sparse_rows, dp=2):
+        assert (found - sparse_rows(0)).abs().max() <= 1e-12
