@@ -22,6 +22,7 @@ __all__ = [
     "FUNCTION",
     "INTEGER",
     "MAPPING",
+    "MODULE",
     "NAMES",
     "NUMBER",
     "NUMBERS",
@@ -29,6 +30,7 @@ __all__ = [
     "POSITIVE",
     "SECONDS",
     "SHARE",
+    "TENSOR",
     "TEXT",
     "WORLD",
     "Fits",
@@ -281,6 +283,11 @@ def or_none(fits: Fits) -> Fits:
     return Fits(f"{fits.says}, or None", lambda value: None if value is None else fits.read(value))
 
 
+def _of_torch(says: str, name: str) -> Fits:
+    """Objects of a class of torch, which is loaded where there is one."""
+    return a(says, lambda value: isinstance(value, operator.attrgetter(name)(sys.modules["torch"])))
+
+
 def _flag(value: Any) -> bool:
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, int) or value not in (0, 1):
@@ -295,6 +302,6 @@ def _is_path(value: Any) -> bool:
 
 FLAG = Fits("True or False", _flag)
 TEXT, PATH, FUNCTION = a("a string", str), a("a path", _is_path), a("a function", callable)
-MAPPING = a("a dict", Mapping)
+MAPPING, MODULE, TENSOR = a("a dict", Mapping), _of_torch("an nn.Module", "nn.Module"), _of_torch("a tensor", "Tensor")
 NUMBERS, AMOUNTS = each(NUMBER, "a sequence of numbers"), each(AMOUNT, "a sequence of numbers of at least 0")
 NAMES = each(TEXT, "a sequence of strings")

@@ -124,6 +124,8 @@ PLAUSIBLE = {
     "shown": STRINGS | WHOLE | REAL | {"-1", "0"},
     "path": {"'x'", "a str"},
     "choice": set(),
+    "few": WHOLE | {"0"},
+    "amount or inf": REAL | {"0", "inf"},
     "choices": {"[]", "()", "{}"},
     "names": {"[]", "()"},
     "function": CALLED,
@@ -172,8 +174,8 @@ PASSES = [Record(0, "forward", "0F0", 0, 1, None, 0, 0), Record(0, "backward", "
 
 BY_NAME = {
     **dict.fromkeys(("n_workers", "n_servers", "batch_size", "batch_per_rank"), ("count", 2)),
-    **dict.fromkeys(("n_microbatches", "n_ranks", "n_nodes", "hidden", "heads", "sequence", "layers"), ("count", 4)),
-    **dict.fromkeys(("vocabulary", "n_samples"), ("count", 64)),
+    **dict.fromkeys(("n_microbatches", "n_ranks", "n_nodes"), ("count", 4)),
+    **dict.fromkeys(("hidden", "heads", "sequence", "layers", "vocabulary", "n_samples"), ("amount", 64)),
     "n_updates": ("from 0", 4),
     "n_chunks": ("count", 1),
     **dict.fromkeys(("n_bytes", "weight_bytes", "input_bytes", "output_bytes", "gradient_bytes"), ("amount", 8.0)),
@@ -193,15 +195,15 @@ BY_NAME = {
     "learning_rate": ("amount", 0.1),
     "new_learning_rate": ("positive", 0.2),
     "n_parameters": ("amount", 1e6),
-    "stage": ("choice", 1),
+    "stage": ("few", 1),
     "rank": ("from 0", 1),
     "schedule": ("choice", "1f1b"),
     "order": ("choice", "daly"),
     "recompute": ("choice", "none"),
     "sequence_parallel": ("flag", False),
     "rendezvous": ("flag", False),
-    "interval": ("positive", 20.0),
-    "mean_time": ("positive", 186.0),
+    "interval": ("amount", 20.0),
+    "mean_time": ("amount", 186.0),
     "node_mean_time": ("positive", 744.0),
     "work": ("amount", 100.0),
     "seed": ("integer", 0),
@@ -212,10 +214,12 @@ BY_NAME = {
     "median": ("positive", 1.0),
     "sigma": ("amount", 0.5),
     "schedules": ("choices", ["1f1b", "gpipe"]),
-    "max_peak_samples": ("inf too", 100.0),
+    "max_peak_samples": ("amount or inf", 100.0),
     **dict.fromkeys(("forward", "backward_input", "backward_weight"), ("one or each", 1.0)),
 }
 OWN = {
+    "simulate.failures": {"interval": ("positive", 20.0)},
+    "cost.activation_bytes": {"hidden": ("positive", 64)},
     "cost.ddp_buckets": {"bucket_bytes": ("amount?", 8)},
     "cost.transformer_flops": {"recompute": ("flag", True)},
     "cost.zero_bubble_seconds": dict.fromkeys(("forward", "backward_input", "backward_weight"), ("amount", 1.0)),
@@ -227,7 +231,6 @@ OWN = {
         "batch_size": ("count", 8), "n_microbatches": ("counts?", [4, 8]), "link": ("object?", LINK)
     },
     "simulate.run": {"program": ("function", Made(lambda: lambda rank: (yield rank.compute(1.0))))},
-    "simulate.ring": {"rank": ("object", None), "chunks": ("object", None), "n_bytes": ("amount", 8), "tag": ("any", 0)},
 }  # fmt: skip
 PLAUSIBLE["one or each or function"] = PLAUSIBLE["one or each"] | CALLED
 RESULTS = {  # made by the library
@@ -236,7 +239,7 @@ RESULTS = {  # made by the library
     "plan": {"A100", "H100", "Plan"},
     "draw": {"ACTIVITY", "GREY", "INK", "RANK", "SHADE"},
     "memory": set(),
-    "counted": {"Call"},
+    "counted": {"Call", "Traffic"},
     "timeline": set(),
     "ddl": {*"HangReport Mesh OutOfSync ParityReport RankError UnlikeCalls tpu".split()},
 }
@@ -264,6 +267,16 @@ def in_a_program(method):
 
 case("Rank.compute", in_a_program("compute"), seconds=("amount", 1.0), name=("any", "x"), kind=("any", "compute"))
 case("Rank.send", in_a_program("send"), to=("from 0", 0), n_bytes=("amount", 1.0), value=("any", 0), tag=("any", 0))
+
+
+def ring_in_a_program(**given):
+    def program(rank):
+        yield from simulate.ring(**({"rank": rank} | given))
+
+    simulate.run(program, 2, LINK)
+
+
+case("simulate.ring", ring_in_a_program, chunks=("object", Made(lambda: [1, 2])), n_bytes=("amount", 8), tag=("any", 0))
 case("Lognormal()", lambda **given: simulate.Lognormal(1, 1)(**given), worker=("from 0", 0), step=("from 0", 1))
 
 GPT = plan.Model(layers=4, width=64, heads=4, vocabulary=100, sequence=16)
@@ -292,13 +305,13 @@ case(
 case(
     "plan.predict", plan.predict, model=("object", GPT), cluster=("object", CLUSTER), batch=("count", 8),
     **dict.fromkeys(("dp", "tp"), ("count", 1)), pp=("count", 2), schedule=("choice", "1f1b"), n_chunks=("count?", 1),
-    microbatches=("count?", 2), zero=("choice", 0), recompute=("choice", "none"),
+    microbatches=("count?", 2), zero=("few", 0), recompute=("choice", "none"),
 )  # fmt: skip
 case(
     "plan.plan", plan.plan, model=("object", GPT), cluster=("object", CLUSTER), batch=("count", 8),
     schedules=("choices", ["1f1b"]), recompute=("choices", ["none"]),
 )  # fmt: skip
-case("plan.table", plan.table, plans=("names", PLANS), n=("from 0", 3))
+case("plan.table", plan.table, plans=("names", PLANS), n=("count", 3))
 case("plan.figure", plan.figure, plans=("object", PLANS[:2]), title=("text", "t"))
 
 # ------------------------------------------------------------------------------------------- what measures and draws
@@ -318,7 +331,6 @@ case("Timeline.merge", Timeline.merge, timelines=("names", [LINE]))
 case("Timeline.to_chrome", LINE.to_chrome, path=("path", Made(lambda: Path(tempfile.gettempdir()) / "trace.json")))
 case("timeline.bubble", bubble, records=("object", PASSES))
 case("counted.count_bytes", count_bytes)
-case("counted.Traffic", counted.Traffic, calls=("names", []))
 case("Traffic.of", lambda op: counted.Traffic().of(op), op=("text", "send"))
 case("memory.SavedBytes", SavedBytes, model=("module?", MODEL))
 
@@ -562,7 +574,8 @@ def outcome(function, name, arguments, label, kind):
     except BaseException as error:
         with contextlib.suppress(Exception):
             text = str(error)
-            if isinstance(error, ValueError) and re.search(rf"\b{name}\b", text):
+            told = arguments if fits else [name]  # what fits by itself may not suit another argument
+            if isinstance(error, ValueError) and any(re.search(rf"\b{one}\b", text) for one in told):
                 return ("fine", "") if len(text) < 2000 else ("long", text[:100])
             if fits and kind in USERS_OWN and label != "None":
                 return "fine", ""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, POSITIVE, SHARE, TEXT, a, each, having, one_of, takes
+from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, MODULE, POSITIVE, SHARE, TEXT, a, each, one_of, takes
 from ignite_ddl.lab import cost
 from ignite_ddl.lab.cost import FITS, RECOMPUTE, Link
 from ignite_ddl.pipeline.schedules import divisors
@@ -79,7 +79,7 @@ class Model:
             raise ValueError(f"heads should divide width={self.width}, but given {self.heads}")
 
     @classmethod
-    @takes(module=having("an nn.Module", "modules", "parameters", "children"), sequence=COUNT)
+    @takes(module=MODULE, sequence=COUNT)
     def of(cls, module: nn.Module, sequence: int, **given: Any) -> Model:
         """Describes a real model: an ``nn.Embedding``, equal blocks, and an attribute that counts the heads.
 
@@ -495,8 +495,8 @@ def predict(
 
 @takes(
     _GIVEN,
-    schedules=each(one_of(*SCHEDULES), f"some of {', '.join(SCHEDULES)}"),
-    recompute=each(one_of(*RECOMPUTE), f"some of {', '.join(RECOMPUTE)}"),
+    schedules=each(one_of(*SCHEDULES), f"some of {', '.join(SCHEDULES)}", least=1),
+    recompute=each(one_of(*RECOMPUTE), f"some of {', '.join(RECOMPUTE)}", least=1),
 )
 def plan(
     model: Model,

@@ -79,8 +79,9 @@ def failures(
     mean_time = node_mean_time / n_nodes
     if (interval + save + restart) / mean_time > 20:  # one attempt in 10 ** 8 would succeed
         raise ValueError(
-            f"a node fails every {mean_time:g} s on average, but restart, interval and save take "
-            f"{interval + save + restart:g} s together, so that the run would not end: save more often"
+            f"one of {n_nodes} nodes of node_mean_time={node_mean_time:g} fails every {mean_time:g} s on average, but "
+            f"restart, interval and save take {interval + save + restart:g} s together, so that the run would not end: "
+            "save more often"
         )
     if work / interval > _INTERVALS:
         raise ValueError(f"work should be {_INTERVALS:g} intervals of {interval:g} s at most, but given {work:g} s")

@@ -325,11 +325,11 @@ def best_pipelines(
     candidates = divisors(batch_size) if n_microbatches is None else n_microbatches
     if uneven := [count for count in candidates if batch_size % count]:
         raise ValueError(f"n_microbatches should divide batch_size={batch_size}, but given {uneven[0]}")
-    measured = forward, backward_input, backward_weight
+    measured = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     plans = []
     for schedule in schedules:
         n_chunks = len(stage_owners(schedule, n_ranks)) // n_ranks
-        parts = [_parts(given, n_ranks, n_chunks) for given in measured]
+        parts = [_parts(name, given, n_ranks, n_chunks) for name, given in measured.items()]
         for count in candidates:
             if not suits(schedule, count, n_ranks):
                 continue
@@ -343,10 +343,10 @@ def best_pipelines(
     return sorted(plans, key=lambda plan: (plan.seconds, plan.peak_samples, plan.n_microbatches))
 
 
-def _parts(given: float | Sequence[float], n_ranks: int, n_chunks: int) -> list[float]:
+def _parts(name: str, given: float | Sequence[float], n_ranks: int, n_chunks: int) -> list[float]:
     """Seconds of each stage, given those of the whole model or of 2 n_ranks parts."""
-    if not isinstance(given, Sequence):
+    if not isinstance(given, list):
         return [given / (n_ranks * n_chunks)] * (n_ranks * n_chunks)
     if len(given) != 2 * n_ranks:
-        raise ValueError(f"measured seconds should have 2 n_ranks = {2 * n_ranks} parts, but given {len(given)}")
-    return list(given) if n_chunks == 2 else [a + b for a, b in zip(given[::2], given[1::2], strict=True)]
+        raise ValueError(f"{name}, if measured, should have 2 n_ranks = {2 * n_ranks} parts, but given {len(given)}")
+    return given if n_chunks == 2 else [a + b for a, b in zip(given[::2], given[1::2], strict=True)]

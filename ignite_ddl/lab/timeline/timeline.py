@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events
 
-from ignite_ddl.arguments import FLAG, PATH, TEXT, a, each, one_of, takes
+from ignite_ddl.arguments import FLAG, PATH, TEXT, a, check, each, one_of, takes
 from ignite_ddl.lab.record import KINDS, PASSES, Record
 from ignite_ddl.lab.timeline.watch import Call, Recorder, now, unwatch, watch
 
@@ -379,13 +379,8 @@ class Timeline:
         Warns:
             UserWarning: if ranks recorded different numbers of collectives of a group, see :meth:`clear`.
         """
-        try:
-            timelines = list(timelines)
-        except TypeError:
-            raise ValueError(f"timelines should be one Timeline per rank, in a list, but given {timelines!r}") from None
-        for timeline in timelines:
-            if not isinstance(timeline, Timeline) or timeline.rank is None:
-                raise ValueError(f"timelines should be one Timeline per rank, but given {timeline!r}")
+        of_a_rank = a("", lambda timeline: isinstance(timeline, Timeline) and timeline.rank is not None)
+        timelines = check("timelines", timelines, each(of_a_rank, "one Timeline per rank, in a list"))
         ranks = [timeline.rank for timeline in timelines]
         if len(set(ranks)) < len(ranks):
             raise ValueError(f"timelines should be of different ranks, but given ranks {ranks}")
