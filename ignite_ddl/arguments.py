@@ -18,6 +18,7 @@ __all__ = [
     "AMOUNT",
     "AMOUNTS",
     "COUNT",
+    "ENGINE",
     "FLAG",
     "FUNCTION",
     "INTEGER",
@@ -26,8 +27,10 @@ __all__ = [
     "NAMES",
     "NUMBER",
     "NUMBERS",
+    "OPTIMIZER",
     "PATH",
     "POSITIVE",
+    "PROCESSES",
     "SECONDS",
     "SHARE",
     "TENSOR",
@@ -151,7 +154,9 @@ def shown(value: Any) -> str:
         text = "" if isinstance(value, str | bytes) and len(value) > 100 else repr(value)
     except Exception:
         text = ""
-    return text if text and len(text) < 120 and "\n" not in text else f"a {type(value).__name__}"
+    return (
+        text if text and len(text) < 120 and "\n" not in text and " at 0x" not in text else f"a {type(value).__name__}"
+    )
 
 
 def a(says: str, fits: type | tuple[type, ...] | Callable[[Any], Any]) -> Fits:
@@ -210,7 +215,13 @@ def number(least: float = -sys.float_info.max, most: float = sys.float_info.max,
             raise _More("" if math.isfinite(value) else ", which is not finite")
         return value
 
-    said = f"a number of at least {least:g}" if above is None else f"a number above {above:g}"
+    said = (
+        f"a number of at least {least:g}"
+        if above is None
+        else f"a number above {above:g}"
+        if above
+        else "a positive number"
+    )
     said = f"a number from {least:g} to {most:g}" if most < 1e300 else said
     return Fits("a number" if least < -1e300 and above is None else said, read)
 
@@ -302,6 +313,9 @@ def _is_path(value: Any) -> bool:
 
 FLAG = Fits("True or False", _flag)
 TEXT, PATH, FUNCTION = a("a string", str), a("a path", _is_path), a("a function", callable)
+OPTIMIZER = having("an optimizer", "param_groups", "step", "zero_grad")
+ENGINE = having("an Engine of Ignite", "add_event_handler", "state", "terminate")
+PROCESSES = 4096  # on one machine; more are a mistake
 MAPPING, MODULE, TENSOR = a("a dict", Mapping), _of_torch("an nn.Module", "nn.Module"), _of_torch("a tensor", "Tensor")
 NUMBERS, AMOUNTS = each(NUMBER, "a sequence of numbers"), each(AMOUNT, "a sequence of numbers of at least 0")
 NAMES = each(TEXT, "a sequence of strings")

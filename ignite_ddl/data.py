@@ -29,11 +29,35 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
+from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, FUNCTION, PROCESSES, Fits, a, check, or_none, takes, whole
 from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = ["ShardedDataLoader", "auto_dataloader", "part", "without_rows"]
 
 
+_ROWS = or_none(
+    a("an iterable of rows", lambda value: hasattr(value, "__iter__") and not isinstance(value, str | type))
+)
+FITS = {
+    "dataset": a(
+        "a dataset, with __getitem__ and __len__, or an IterableDataset",
+        lambda value: (
+            isinstance(value, IterableDataset) or (hasattr(value, "__getitem__") and not isinstance(value, type))
+        ),
+    ),
+    "num_workers": whole(0, PROCESSES),
+    "shuffle": or_none(FLAG),
+    "timeout": AMOUNT,
+    "generator": or_none(a("a torch.Generator", torch.Generator)),
+    "prefetch_factor": or_none(COUNT),
+    **dict.fromkeys(("sampler", "batch_sampler"), _ROWS),
+    **dict.fromkeys(("collate_fn", "worker_init_fn"), or_none(FUNCTION)),
+    **dict.fromkeys(("drop_last", "pin_memory", "persistent_workers", "in_order"), FLAG),
+}
+BATCH_SIZE = Fits("the global batch size, a positive integer", COUNT.read)
+
+
+@takes(FITS)
 def auto_dataloader(dataset: Dataset, **kwargs: Any) -> ShardedDataLoader:
     """A ``DataLoader`` with the global batches of one process, split evenly over the dp axis; every rank calls it.
 
@@ -98,8 +122,10 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
     if kwargs.get("batch_sampler") is not None and ({"batch_size", "drop_last"} & set(kwargs)):
         raise ValueError("batch_sampler excludes batch_size and drop_last: it decides the batches")
     batch_size = kwargs.pop("batch_size", 1)
-    if kwargs.get("batch_sampler") is None and (not isinstance(batch_size, int) or batch_size < 1):
-        raise ValueError(f"batch_size should be the global batch size, a positive integer, but given {batch_size!r}")
+    if kwargs.get("batch_sampler") is None:
+        batch_size = check("batch_size", batch_size, BATCH_SIZE)
+        if kwargs.get("sampler") is None and not isinstance(dataset, IterableDataset):
+            check("dataset", dataset, a(FITS["dataset"].says, lambda value: len(value) >= 0))
     workers = kwargs.get("num_workers", 0)
     if workers and idist.get_world_size() > 1:
         kwargs["num_workers"] = -(-workers // idist.get_nproc_per_node())

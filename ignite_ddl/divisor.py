@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ignite_ddl.arguments import FUNCTION, Fits, check, one_of
 from ignite_ddl.tensor.loss import cross_entropy
 
 __all__ = ["Divisor", "divisor_of", "n_rows"]
 
+DIVISOR = Fits('"rows", "sum" or a function from targets to a number', (one_of("rows", "sum") | FUNCTION).read)
 IGNORED = -100  # torch's default of ignore_index
 _CLASSIFYING = (F.cross_entropy, F.nll_loss, cross_entropy)
 
@@ -79,11 +81,7 @@ def divisor_of(loss_fn: Callable, given: str | Callable[[Any], Any] | None = Non
             assert divisor_of(loss_fn).of(torch.tensor([0, 3, 1])) == 2
     """
     if given is not None:
-        if given not in ("rows", "sum") and not callable(given):
-            raise ValueError(
-                f'loss_divisor should be "rows", "sum" or a function from targets to a number, but given {given!r}'
-            )
-        return Divisor(given)
+        return Divisor(check("loss_divisor", given, DIVISOR))
     options: dict[str, Any] = {}
     function = loss_fn
     while isinstance(function, functools.partial):

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from ignite_ddl.arguments import AMOUNTS, COUNT, FLAG, MODULE, OPTIMIZER, WORLD, a, each, takes
 from ignite_ddl.compat import attach_metrics_over, replicate
 from ignite_ddl.guards import (
     check_optimizer,
@@ -29,7 +30,7 @@ from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages
 from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.pipeline.pipeline import Pipeline, reshard, share_buffers
-from ignite_ddl.pipeline.schedules import microbatches_for
+from ignite_ddl.pipeline.schedules import NAME, ROWS, microbatches_for
 from ignite_ddl.pipeline.trace import TracedLayer
 from ignite_ddl.tensor.plan import apply_plan, check_plan
 from ignite_ddl.tensor.random import share_random_stream
@@ -37,6 +38,18 @@ from ignite_ddl.tensor.random import share_random_stream
 __all__ = ["auto_model", "auto_optim", "check_model"]
 
 
+FITS = {
+    "model": MODULE,
+    "tensor_plan": a("a dict from globs of module names to styles", Mapping),
+    "schedule": NAME,
+    "n_microbatches": WORLD,
+    "split": each(COUNT, "a number of layers for each stage"),
+    "costs": AMOUNTS,
+    **dict.fromkeys(("dp", "pp", "tp"), WORLD),
+}
+
+
+@takes(FITS, shard=FLAG, mp_policy=a("a MixedPrecisionPolicy", MixedPrecisionPolicy))
 def auto_model(
     model: nn.Module,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
@@ -145,6 +158,7 @@ def auto_model(
     return model
 
 
+@takes(FITS, batches=each(ROWS, "numbers of rows"))
 def check_model(
     model: nn.Module,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
@@ -310,6 +324,7 @@ def _copy_weights_of_rank_0(model: nn.Module) -> None:
             dist.broadcast(tensor, src=0)
 
 
+@takes(optimizer=OPTIMIZER)
 def auto_optim(optimizer: torch.optim.Optimizer, **kwargs: Any) -> torch.optim.Optimizer:
     """``idist.auto_optim``: the optimizer itself on gloo and NCCL, adapted on Horovod and XLA.
 

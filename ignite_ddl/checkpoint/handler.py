@@ -18,6 +18,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint as IgniteCheckpoint
 from ignite.handlers.checkpoint import BaseSaveHandler
 
+from ignite_ddl.arguments import COUNT, ENGINE, FLAG, FUNCTION, PATH, TEXT, Fits, one_of, takes
 from ignite_ddl.checkpoint.contents import Taken, load, merged, take
 from ignite_ddl.checkpoint.storage import (
     DamagedCheckpoint,
@@ -101,6 +102,12 @@ class Checkpoint(IgniteCheckpoint):
 
     runs_last = True  # of the handlers of an event: MeshEngine sees to it
 
+    @takes(
+        save_handler=Fits("a folder", PATH.read), n_saved=COUNT,
+        **dict.fromkeys(("filename_prefix", "score_name", "filename_pattern"), TEXT),
+        **dict.fromkeys(("score_function", "global_step_transform"), FUNCTION),
+        **dict.fromkeys(("include_self", "greater_or_equal", "asynchronous", "digests"), FLAG),
+    )  # fmt: skip
     def __init__(
         self,
         to_save: Mapping[str, Any],
@@ -117,8 +124,6 @@ class Checkpoint(IgniteCheckpoint):
         asynchronous: bool = False,
         digests: bool = True,
     ) -> None:
-        if not isinstance(save_handler, str | Path):
-            raise ValueError(f"save_handler should be a folder, but given a {type(save_handler).__name__}")
         self.folder, self.asynchronous, self.digests = Path(save_handler), asynchronous, digests
         super().__init__(
             _checked(to_save),
@@ -177,6 +182,7 @@ class Checkpoint(IgniteCheckpoint):
         self._write(name, {}, [])
         return self.folder / name
 
+    @takes(trainer=ENGINE, signum=Fits("a signal", one_of(*signal.valid_signals()).read))
     def save_on_signal(self, trainer: Engine, signum: int = signal.SIGTERM) -> None:
         """Saves after the iteration in which any rank gets a signal, and ends the run. Every rank calls it.
 
@@ -198,6 +204,7 @@ class Checkpoint(IgniteCheckpoint):
         return self.folder / self._saved[-1].filename if self._saved else None
 
     @staticmethod
+    @takes(checkpoint=PATH, strict=FLAG)
     def load_objects(to_load: Mapping[str, Any], checkpoint: str | Path, strict: bool = True) -> None:
         """Loads a checkpoint into objects on any mesh, or on one process. Every rank calls it.
 
@@ -223,6 +230,7 @@ class Checkpoint(IgniteCheckpoint):
         load(folder, to_load, strict)
 
     @staticmethod
+    @takes(folder=PATH, strict=FLAG)
     def load_newest(to_load: Mapping[str, Any], folder: str | Path, strict: bool = True) -> Path | None:
         """Loads the newest checkpoint of a folder that is whole; a warning names those that are damaged.
 

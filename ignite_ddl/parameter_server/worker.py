@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_ddl.arguments import check_count, is_count, limit_in_seconds
+from ignite_ddl.arguments import MODULE, check_count, is_count, limit_in_seconds, one_of, takes
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.parameter_server.server import MODES
 from ignite_ddl.parameter_server.wire import LONGEST_SECONDS, Servers
@@ -109,6 +109,7 @@ class ParameterServer:
             assert torch.allclose(weight, training(0)[0], atol=1e-6)    # one process, the same script
     """
 
+    @takes(model=MODULE, mode=one_of(*MODES))
     def __init__(
         self,
         model: nn.Module,
@@ -319,8 +320,6 @@ def _check_arguments(optimizer: Any, mode: str, staleness: int | None, backup: i
             "optimizer should be a function that takes parameters and returns their optimizer, for example "
             f"lambda parameters: torch.optim.SGD(parameters, lr=0.1), but given {type(optimizer).__name__}"
         )
-    if mode not in MODES:
-        raise ValueError(f"mode should be one of {MODES}, but given {mode!r}")
     if mode == "bounded":
         if not is_count(staleness, least=0):
             raise ValueError(
@@ -334,7 +333,7 @@ def _check_arguments(optimizer: Any, mode: str, staleness: int | None, backup: i
                 f"backup should be between 1 and {max(1, workers - 1)} of {workers} workers with mode='backup', "
                 f"but given {backup!r}"
             )
-    elif backup != 0:
+    elif not is_count(backup, 0) or backup:
         raise ValueError(f"backup={backup!r} needs mode='backup', but given mode={mode!r}")
 
 

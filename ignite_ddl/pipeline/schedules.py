@@ -207,7 +207,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 NAME = one_of(*SCHEDULES)
-_ROWS = whole(most=10**9)  # whose divisors are tried
+ROWS = whole(most=10**9)  # whose divisors are tried
 
 
 def _known(schedule: str) -> Schedule:
@@ -345,7 +345,7 @@ def microbatches_for(rows: int, wanted: int, schedule: str, pp_size: int) -> tup
             assert microbatches_for(1, 4, "1f1b", pp_size=2) == (1, "gpipe")
     """
     known = _known(schedule)
-    check("rows", rows, _ROWS), check("wanted", wanted, COUNT)
+    check("rows", rows, ROWS), check("wanted", wanted, COUNT)
     tried = sorted(divisors(rows), key=lambda m: (abs(m - wanted), m))
     for m in tried:
         if suits(schedule, m, pp_size):
