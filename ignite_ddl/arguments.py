@@ -154,9 +154,8 @@ def shown(value: Any) -> str:
         text = "" if isinstance(value, str | bytes) and len(value) > 100 else repr(value)
     except Exception:
         text = ""
-    return (
-        text if text and len(text) < 120 and "\n" not in text and " at 0x" not in text else f"a {type(value).__name__}"
-    )
+    fits = 0 < len(text) < 120 and "\n" not in text and " at 0x" not in text
+    return text if fits else f"a {type(value).__name__}"
 
 
 def a(says: str, fits: type | tuple[type, ...] | Callable[[Any], Any]) -> Fits:
@@ -215,15 +214,11 @@ def number(least: float = -sys.float_info.max, most: float = sys.float_info.max,
             raise _More("" if math.isfinite(value) else ", which is not finite")
         return value
 
-    said = (
-        f"a number of at least {least:g}"
-        if above is None
-        else f"a number above {above:g}"
-        if above
-        else "a positive number"
-    )
-    said = f"a number from {least:g} to {most:g}" if most < 1e300 else said
-    return Fits("a number" if least < -1e300 and above is None else said, read)
+    if above is not None:
+        return Fits(f"a number above {above:g}" if above else "a positive number", read)
+    if most < 1e300:
+        return Fits(f"a number from {least:g} to {most:g}", read)
+    return Fits("a number" if least < -1e300 else f"a number of at least {least:g}", read)
 
 
 def seconds(longest: float = 1e9) -> Fits:

@@ -35,22 +35,24 @@ from ignite_ddl.mesh import Mesh, get_mesh
 __all__ = ["ShardedDataLoader", "auto_dataloader", "part", "without_rows"]
 
 
-_ROWS = or_none(
-    a("an iterable of rows", lambda value: hasattr(value, "__iter__") and not isinstance(value, str | type))
-)
+def _is_sampler(value: Any) -> bool:
+    no_row = isinstance(value, str | bytes | Mapping | type) or getattr(value, "ndim", 1) == 0
+    return hasattr(value, "__iter__") and not no_row
+
+
+def _is_dataset(value: Any) -> bool:
+    return isinstance(value, IterableDataset) or (hasattr(value, "__getitem__") and not isinstance(value, type))
+
+
+DATASET = a("a dataset, with __getitem__ and __len__, or an IterableDataset", _is_dataset)
 FITS = {
-    "dataset": a(
-        "a dataset, with __getitem__ and __len__, or an IterableDataset",
-        lambda value: (
-            isinstance(value, IterableDataset) or (hasattr(value, "__getitem__") and not isinstance(value, type))
-        ),
-    ),
+    "dataset": DATASET,
     "num_workers": whole(0, PROCESSES),
     "shuffle": or_none(FLAG),
     "timeout": AMOUNT,
     "generator": or_none(a("a torch.Generator", torch.Generator)),
     "prefetch_factor": or_none(COUNT),
-    **dict.fromkeys(("sampler", "batch_sampler"), _ROWS),
+    **dict.fromkeys(("sampler", "batch_sampler"), or_none(a("a sampler", _is_sampler))),
     **dict.fromkeys(("collate_fn", "worker_init_fn"), or_none(FUNCTION)),
     **dict.fromkeys(("drop_last", "pin_memory", "persistent_workers", "in_order"), FLAG),
 }
@@ -125,7 +127,7 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
     if kwargs.get("batch_sampler") is None:
         batch_size = check("batch_size", batch_size, BATCH_SIZE)
         if kwargs.get("sampler") is None and not isinstance(dataset, IterableDataset):
-            check("dataset", dataset, a(FITS["dataset"].says, lambda value: len(value) >= 0))
+            check("dataset", dataset, a(DATASET.says, lambda value: len(value) >= 0))
     workers = kwargs.get("num_workers", 0)
     if workers and idist.get_world_size() > 1:
         kwargs["num_workers"] = -(-workers // idist.get_nproc_per_node())

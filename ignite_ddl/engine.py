@@ -24,7 +24,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, Fits, a, having, number, takes
+from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
 from ignite_ddl.data import ShardedDataLoader, without_rows
 from ignite_ddl.divisor import DIVISOR, n_rows
 from ignite_ddl.guards import check_handler, check_optimizer

@@ -126,6 +126,10 @@ PLAUSIBLE = {
     "choice": set(),
     "few": WHOLE | {"0"},
     "amount or inf": REAL | {"0", "inf"},
+    "line": {"''"},
+    "point": {"an array", "a tensor"},
+    "drawn": {"[]", "()", "an array", "a tensor", "['x']", "a generator"},
+    "collection": EACH | {"{}", "a set"},
     "choices": {"[]", "()", "{}"},
     "names": {"[]", "()"},
     "function": CALLED,
@@ -135,10 +139,11 @@ PLAUSIBLE = {
     "given": {"{}", "{'x': 1}"},
     "object": set(),
     "any": set(HOSTILE),
+    "rows": {"a tensor"},
     "tensor": {"a tensor", "0-d tensor", "bool tensor", "nan tensor", "meta tensor"},
 }
 # A value that fits and fails later, in the user's own function or model, may raise what that raises.
-USERS_OWN = {"function", "model", "any", "tensor", "module", "given"}
+USERS_OWN = set("function model any tensor module given path rows divisor factory".split()) | {"one or each or function"}
 
 
 class Made:
@@ -346,33 +351,35 @@ BY_NAME_DRAWN = {
     "colour": ("choice", "#0072B2"),
     "colours": ("names", ["#0072B2"]),
     "edge": ("choice", "white"),
-    "linestyle": ("choice", "-"),
-    **dict.fromkeys(("width", "height", "size", "linewidth", "row", "columns", "base"), ("positive", 2)),
+    "linestyle": ("line", "-"),
+    **dict.fromkeys(("width", "height", "size", "row", "columns", "base"), ("positive", 2)),
+    "linewidth": ("amount", 2),
     **dict.fromkeys(("left", "top", "start", "end", "low", "high", "x", "y", "place", "scale"), ("number", 1.0)),
     "strength": ("share", 0.5),
     "bold": ("flag", False),
     "bare": ("flag", False),
     "upright": ("flag", False),
     "pad": ("number?", 3),
-    "names": ("names", ["a", "b"]),
+    "names": ("drawn", ["a", "b"]),
     "at": ("amounts", [1, 2]),
     "ratios": ("amounts", [1, 2]),
     "entries": ("choices", {"a": "#0072B2"}),
     "parts": ("names", [(1.0, "#0072B2", "a")]),
     "value": ("from 0", 5),
     "rank": ("from 0", 1),
-    "offset": ("object", (7, 0)),
+    "offset": ("point", (7, 0)),
     "predicted": ("dict", {"a": {1: 2, 2: 3}}),
     "measured": ("dict", {"a": {1: 2}}),
 }
 OWN_DRAWN = {
-    "arrow": {"start": ("object", (0, 0)), "end": ("object", (1, 1)), "colour": ("choice", "#555555")},
-    "note": {"at": ("object", (0, 0)), "colour": ("choice?", "#555555"), "text": ("shown", "t")},
+    "arrow": {"start": ("point", (0, 0)), "end": ("point", (1, 1)), "colour": ("choice", "#555555")},
+    "note": {"at": ("point", (0, 0)), "colour": ("choice?", "#555555"), "text": ("shown", "t")},
+    **dict.fromkeys(("tile", "stripes", "span"), dict.fromkeys(("width", "height", "row"), ("number", 1))),
     "heading": {"text": ("shown", "t")},
     "new_figure": {"columns": ("count", 1)},
     "new_drawing": {"columns": ("count", 1)},
-    "log_axis": {"base": ("positive", 10), "at": ("amounts", [1, 2])},
-    "span": {"row": ("number", 0)},
+    "log_axis": {"base": ("positive", 10), "at": ("collection", [1, 2])},
+
     "step_rows": {"panels": ("dict", {"a": {"b": PASSES}})},
     "bar": {"size": ("positive", 0.8)},
 }
@@ -417,8 +424,8 @@ case(
 case("ddl.auto_optim", ddl.auto_optim, optimizer=("object", OPTIMIZER))
 case(
     "ddl.check_parity", ddl.check_parity, model=("model", Made(layers)), plan=("dict?", PLAN),
-    batch=("object", (X, Y)), loss_fn=("function", F.mse_loss), dp=("count", 1), pp=("count", 2), tp=("count", 1),
-    **CUT, shard=("flag", False), steps=("count", 1), lr=("amount?", 0.1), max_norm=("positive?", 1.0),
+    batch=("rows", (X, Y)), loss_fn=("function", F.mse_loss), dp=("count", 1), pp=("count", 2), tp=("count", 1),
+    **CUT, shard=("flag", False), steps=("count", 1), lr=("amount?", 0.1), max_norm=("inf too?", 1.0),
     atol=("amount", 1e-10), timeout=("seconds", 60), smaller=("given?", None), trainer=("given?", None),
 )  # fmt: skip
 case(
@@ -446,7 +453,7 @@ def pushed(**given):
     server.push(**given)
 
 
-case("ParameterServer.push", pushed, gradients=("object?", None), rows=("from 0", 2))
+case("ParameterServer.push", pushed, gradients=("given?", None), rows=("from 0", 2))
 case(
     "ddl.Throughput", ddl.Throughput, flops=("positive?", 1e6), peak_flops=("positive?", 1e12), window=("count", 20)
 )
@@ -454,13 +461,14 @@ case("Throughput.attach", ddl.Throughput().attach, engine=("object", Made(lambda
 DATA = torch.utils.data.TensorDataset(X, Y)
 case(
     "ddl.auto_dataloader", ddl.auto_dataloader, dataset=("data", DATA), batch_size=("count", 2),
-    shuffle=("flag", False), sampler=("names?", None), batch_sampler=("names?", None), num_workers=("from 0", 0),
+    shuffle=("flag?", False), sampler=("sampler?", None), batch_sampler=("sampler?", None), num_workers=("from 0", 0),
     collate_fn=("function?", None), drop_last=("flag", False), timeout=("amount", 0), pin_memory=("flag", False),
     worker_init_fn=("function?", None), generator=("object?", None), prefetch_factor=("count?", None),
     persistent_workers=("flag", False),
 )  # fmt: skip
 SEQUENCES = {"[]", "[None]", "['x']", "()", "{}", "{'x': 1}", "''", "'x'", "a str", "a NUL", "a long str", "bytes"}
 PLAUSIBLE["data"] = SEQUENCES | {"an array", "a tensor", "a set"}
+PLAUSIBLE["sampler"] = EACH | {"[None]", "['x']", "a set", "a generator", "odd"}
 DIVISOR = ("divisor?", "rows")
 PLAUSIBLE |= {"divisor": CALLED, "device": set(), "scaler": PLAUSIBLE["flag"]}
 TRAINER = {
@@ -475,7 +483,7 @@ case(
     "ddl.create_supervised_trainer", ddl.create_supervised_trainer, model=("module", MODEL),
     optimizer=("object", OPTIMIZER), loss_fn=("function", F.mse_loss), **TRAINER,
     output_transform=("function?", Made(lambda: lambda *_: 0)), deterministic=("flag", False),
-    scaler=("scaler", False), gradient_accumulation_steps=("count", 1), max_norm=("positive?", 1.0),
+    scaler=("scaler", False), gradient_accumulation_steps=("count", 1), max_norm=("inf too?", 1.0),
     loss_divisor=DIVISOR, checks=("flag", True),
 )  # fmt: skip
 case(
@@ -503,7 +511,7 @@ case("ddl.full_state_dict", ddl.full_state_dict, model=("module", MODEL), on_ran
 case("ddl.load_full_state_dict", ddl.load_full_state_dict, model=("module", MODEL), state=("object", MODEL.state_dict()))
 case("ddl.layer_costs", ddl.layer_costs, model=("module", MODEL), x=("tensor", X), unit=("choice", "seconds"), repeats=("count", 2))
 case("ddl.report_hangs", ddl.report_hangs, after=("seconds", 60))
-case("ddl.trace_layers", ddl.trace_layers, model=("module", MODEL), x=("object", X), before=("object", ["2"]))
+case("ddl.trace_layers", ddl.trace_layers, model=("module", MODEL), x=("rows", X), before=("object", ["2"]))
 FOLDER = Path(tempfile.mkdtemp(prefix="ignite_ddl_arguments_"))
 case(
     "ddl.export_weights", ddl.export_weights, model=("module", MODEL), folder=("path", FOLDER / "weights"),
@@ -524,7 +532,7 @@ case(
 case("Checkpoint.load_newest", ddl.Checkpoint.load_newest, to_load=("object", SAVED), folder=("path", FOLDER), strict=("flag", True))
 case(
     "Checkpoint.save_on_signal", lambda **given: ddl.Checkpoint(SAVED, FOLDER).save_on_signal(**given),
-    trainer=("object", Made(lambda: Engine(lambda e, b: None))), signum=("choice", signal.SIGUSR2),
+    trainer=("object", Made(lambda: Engine(lambda e, b: None))), signum=("few", signal.SIGUSR2),
 )  # fmt: skip
 LAYOUT = ("object?", Replicate())
 case("ddl.Column", ddl.Column, units=("units?", 2), parts=("counts", 1), output_layouts=LAYOUT, input_layouts=LAYOUT,
@@ -575,9 +583,9 @@ def outcome(function, name, arguments, label, kind):
         with contextlib.suppress(Exception):
             text = str(error)
             told = arguments if fits else [name]  # what fits by itself may not suit another argument
-            if isinstance(error, ValueError) and any(re.search(rf"\b{one}\b", text) for one in told):
+            if isinstance(error, ValueError) and any(re.search(rf"\b(tensor_)?{one}\b", text) for one in told):
                 return ("fine", "") if len(text) < 2000 else ("long", text[:100])
-            if fits and kind in USERS_OWN and label != "None":
+            if label in PLAUSIBLE[kind] and kind in USERS_OWN:
                 return "fine", ""
             if isinstance(error, ValueError) and " should " in text:
                 return "unnamed", text

@@ -18,7 +18,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint as IgniteCheckpoint
 from ignite.handlers.checkpoint import BaseSaveHandler
 
-from ignite_ddl.arguments import COUNT, ENGINE, FLAG, FUNCTION, PATH, TEXT, Fits, one_of, takes
+from ignite_ddl.arguments import COUNT, ENGINE, FLAG, FUNCTION, PATH, TEXT, Fits, one_of, shown, takes
 from ignite_ddl.checkpoint.contents import Taken, load, merged, take
 from ignite_ddl.checkpoint.storage import (
     DamagedCheckpoint,
@@ -254,7 +254,7 @@ class Checkpoint(IgniteCheckpoint):
                 damages.append(str(error))
                 continue
             for damage in damages if idist.get_rank() == 0 else ():
-                warnings.warn(f"{damage}; loaded {path} instead", stacklevel=2)
+                warnings.warn(f"{damage}; loaded {path} instead", stacklevel=3)
             return path
         if damages:
             raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(damages)}")
@@ -346,7 +346,7 @@ class _OnSignal:
 
 def _checked(objects: Mapping[str, Any], argument: str = "to_save", method: str = "state_dict") -> Mapping[str, Any]:
     if not isinstance(objects, Mapping) or not objects or not all(isinstance(key, str) for key in objects):
-        raise ValueError(f"{argument} should be a dict of names to objects, but given {objects!r}")
+        raise ValueError(f"{argument} should be a dict of names to objects, but given {shown(objects)}")
     for key, thing in objects.items():
         if not hasattr(thing, method):
             raise ValueError(f"{argument}[{key!r}] should have a method {method}, but is a {type(thing).__name__}")

@@ -107,9 +107,10 @@ def _by_name(says: str, one: Fits, least: int = 1) -> Fits:
 _RECORD = having("a record", "rank", "kind", "name", "start", "end")
 _RECORDS = each(_RECORD, "records")
 _COLOUR, _LABEL = a("a colour of matplotlib", _is_colour), fits.TEXT | NUMBER
+_TICKS = Fits("numbers", lambda value: each(NUMBER, "").read(value if isinstance(value, str | bytes) else list(value)))
 _PART = a("", lambda value: len(value) == 3 and NUMBER.read(value[0]) is not None and _is_colour(value[1]))
 _POINT = each(NUMBER, "two numbers", 2, 2)
-_NUMBERS = "width height left top start end low high x y place size scale linewidth row pad"  # mostly
+_NUMBERS = "width height left top start end low high x y place size scale row pad"  # mostly
 FITS = {
     **dict.fromkeys(_NUMBERS.split(), NUMBER),
     **dict.fromkeys(("bold", "bare", "upright"), fits.FLAG),
@@ -123,6 +124,7 @@ FITS = {
     "text": _LABEL,
     "names": each(_LABEL, "names"),
     "strength": fits.SHARE,
+    "linewidth": fits.AMOUNT,
     "linestyle": fits.one_of("-", "--", "-.", ":", "solid", "dashed", "dashdot", "dotted", "none", ""),
 }
 _OF_A_FIGURE = FITS | dict.fromkeys(("width", "height"), POSITIVE) | {"columns": whole(most=100)}
@@ -223,7 +225,7 @@ def name_rows(axes: Axes, names: list[str], bare: bool = False) -> None:
         axes.tick_params(left=False)
 
 
-@takes(FITS, at=Fits("numbers", lambda value: [NUMBER.read(one) for one in value]), base=number(above=1))
+@takes(FITS, at=_TICKS, base=number(above=1))
 def log_axis(axes: Axes, at: Collection[float], base: int = 10) -> None:
     """A logarithmic horizontal axis with ticks at the given numbers alone, written in full."""
     axes.set_xscale("log", base=base)

@@ -33,7 +33,7 @@ import cloudpickle
 import ignite.distributed as idist
 import torch
 
-from ignite_ddl.arguments import PROCESSES, SECONDS, TEXT, WORLD, Fits, one_of, takes, whole
+from ignite_ddl.arguments import FUNCTION, PROCESSES, SECONDS, TEXT, WORLD, Fits, a, one_of, shown, takes, whole
 from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, torchrun_not_slurm
 from ignite_ddl.launch.hangs import Watch
 from ignite_ddl.launch.job import MARK, Job
@@ -126,7 +126,8 @@ class Parallel:
     """
 
     @takes(
-        nnodes=WORLD, node_rank=whole(0), master_addr=TEXT, init_method=TEXT, dp=AXIS, pp=AXIS, tp=AXIS,
+        nnodes=WORLD, node_rank=whole(0), init_method=TEXT, dp=AXIS, pp=AXIS, tp=AXIS,
+        master_addr=a("an address", lambda value: isinstance(value, str) and value.strip() and "\0" not in value),
         master_port=Fits("a port", lambda value: whole(1, 65535).read(int(value) if isinstance(value, str) else value)),
         timeout=SECONDS, group_timeout=SECONDS, servers=whole(0, PROCESSES), on_failure=one_of("raise", "continue"),
         **dict.fromkeys(("backend", "start_method"), TEXT),
@@ -190,11 +191,11 @@ class Parallel:
                     )
         elif self.backend not in idist.available_backends():
             raise ValueError(
-                f"backend should be one of {idist.available_backends()} or None, but given {self.backend!r}"
+                f"backend should be one of {idist.available_backends()} or None, but given {shown(self.backend)}"
             )
         if self.init_method is not None and (self.init_method.startswith("tcp://") or "://" not in self.init_method):
             raise ValueError(
-                f"init_method should be 'env://' or 'file://...', but given {self.init_method!r}: for tcp, set "
+                f"init_method should be 'env://' or 'file://...', but given {shown(self.init_method)}: for tcp, set "
                 "master_addr and master_port instead (idist cannot take the address from init_method)"
             )
 
@@ -237,7 +238,7 @@ class Parallel:
             )
         methods = [method for method in multiprocessing.get_all_start_methods() if method != "fork"]
         if self.start_method is not None and self.start_method not in methods:
-            raise ValueError(f"start_method should be one of {methods}, but given {self.start_method!r}")
+            raise ValueError(f"start_method should be one of {methods}, but given {shown(self.start_method)}")
 
     def _check_nodes(self, node_rank: int | None) -> None:
         if self.nnodes > 1 and node_rank is None:
@@ -297,6 +298,7 @@ class Parallel:
             with torchrun_not_slurm():
                 idist.finalize()
 
+    @takes(func=Fits("a function whose first argument is the local rank", FUNCTION.read))
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Runs ``func(local_rank, *args, **kwargs)`` on every rank and waits for all of them.
 
@@ -313,8 +315,6 @@ class Parallel:
             ValueError: if ``func`` or an argument cannot be sent to a rank; no process is started then.
             RankError: if a rank raises, dies, or does not finish within ``timeout``.
         """
-        if not callable(func):
-            raise ValueError(f"func should be a function whose first argument is the local rank, but given {func!r}")
         if self.nproc_per_node is None:
             with self._limited(), _told_who_waited():
                 return [func(idist.get_local_rank(), *args, **kwargs)]
@@ -510,7 +510,7 @@ def _inside_a_job() -> bool:
 @functools.cache  # once
 def _warn_about_spawn() -> None:
     message = "There is no forkserver on this platform: ranks are spawned, and each launch imports torch again."
-    warnings.warn(message, stacklevel=4)
+    warnings.warn(message, stacklevel=5)
 
 
 def _file_address(folder: str, name: str) -> str:

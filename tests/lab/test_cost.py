@@ -232,7 +232,7 @@ def test_tensor_parallel_is_four_all_reduces():
         (lambda: cost.zero_memory(-5, 4, 1), "n_parameters should be a number of at least 0, but given -5"),
         (lambda: cost.all_reduce_tree(2, math.nan, LINK), "n_bytes should be a number of at least 0, but given nan"),
         (lambda: cost.ddp_buckets([8, -8]), r"parameter_bytes should be a sequence of numbers.*\[8, -8\]"),
-        (lambda: cost.Link(0, 0), "bandwidth should be a number above 0, but given 0"),
+        (lambda: cost.Link(0, 0), "bandwidth should be a positive number, but given 0"),
         (lambda: cost.Link(math.nan, 1), "latency should be a number of at least 0, but given nan"),
         (lambda: cost.ddp_step(2, [1, 2], LINK, ready=[1]), "ready should have a time for each"),
         (lambda: cost.ddp_step(2, [1, 2], LINK, 1, 5, ready=[1, 6]), "backward_seconds=5 at most"),

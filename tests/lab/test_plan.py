@@ -217,7 +217,7 @@ def test_it_prints_and_draws():
         (lambda: Model(2, 30, 4, 10, 10), "heads should divide width=30, but given 4"),
         (lambda: Model(0, 32, 4, 10, 10), "layers should be a positive integer, but given 0"),
         (lambda: dataclasses.replace(HERE, overlap=2), "overlap should be a number from 0 to 1, but given 2"),
-        (lambda: dataclasses.replace(HERE, flops=0), "flops should be a number above 0"),
+        (lambda: dataclasses.replace(HERE, flops=0), "flops should be a positive number"),
         (
             lambda: Model.of(torch.nn.Linear(2, 2), 4),
             "module should have an nn.Embedding and equal blocks and a number of heads",

@@ -525,7 +525,7 @@ def test_without_failures_only_saving_costs():
 def test_a_run_that_would_not_end_is_refused():
     with pytest.raises(ValueError, match="so that the run would not end: save more often"):
         simulate.failures(1000, 1000, interval=60, save=1, restart=5, work=100)
-    with pytest.raises(ValueError, match="interval should be a number above 0, but given 0"):
+    with pytest.raises(ValueError, match="interval should be a positive number, but given 0"):
         simulate.failures(1, 1000, interval=0, save=1, restart=5, work=100)
     with pytest.raises(ValueError, match="order should be one of young, daly, but given"):
         cost.checkpoint_interval(1, 100, "first")
