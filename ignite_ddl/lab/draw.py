@@ -621,7 +621,7 @@ def schedules(panels: dict[str, list], title: str, unit: str = "ms", row: float 
     return on_any_page(figure)
 
 
-@takes(FITS, panels=_by_name("a dict from names to dicts of records", _by_name("", each(_RECORD, "", 1))))
+@takes(FITS, panels=_by_name("a dict from names to dicts of records", _by_name("", _RECORDS)))
 def step_rows(panels: dict[str, dict[str, list]], title: str) -> Figure:
     """Steps under each other on one axis of time: a panel a step, a row of boxes for whoever works in it.
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
-from ignite_ddl.arguments import MODULE, NAMES, takes
+from ignite_ddl.arguments import MODULE, NAMES, Fits, takes
 
 __all__ = ["TracedLayer", "trace_layers"]
 
 
-@takes(model=MODULE, before=NAMES)
+@takes(model=MODULE, before=Fits("a list of names of modules", NAMES.read))
 def trace_layers(model: nn.Module, x: Any, before: Sequence[str]) -> nn.Sequential:
     """Cuts any model that ``torch.export`` can trace into layers that ``ddl.auto_model`` can pipeline.
 

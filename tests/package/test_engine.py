@@ -44,7 +44,7 @@ def test_an_optimizer_of_another_model():
 def test_a_norm_to_clip_at(max_norm):
     model = nn.Linear(2, 1)
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(ValueError, match="max_norm should be positive"):
+    with pytest.raises(ValueError, match="max_norm should be a positive number"):
         ddl.clip_grad_norm_(model, max_norm)
     assert torch.equal(model.weight.grad, torch.ones(1, 2))
 
