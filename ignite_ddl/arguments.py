@@ -26,7 +26,6 @@ __all__ = [
     "MODULE",
     "NAMES",
     "NUMBER",
-    "NUMBERS",
     "OPTIMIZER",
     "PATH",
     "POSITIVE",
@@ -186,6 +185,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
+@functools.cache
 def whole(least: int = 1, most: int = 2**63 - 1, *, floats: bool = False) -> Fits:
     """Integers, those of numpy and torch too, but no bools; with ``floats`` also 4.0."""
 
@@ -206,10 +206,11 @@ def number(least: float = -sys.float_info.max, most: float = sys.float_info.max,
     """Real numbers, those of numpy and torch too, but neither bools nor NaN; infinite ones only with ``most`` = inf."""
 
     def read(value: Any) -> float:
-        value = _plain(value)
-        if not isinstance(value, Real):
-            raise TypeError
-        value = value if isinstance(value, int) and abs(value) < 2**63 else float(value)
+        if type(value) is not float:
+            value = _plain(value)
+            if not isinstance(value, Real):
+                raise TypeError
+            value = value if isinstance(value, int) and abs(value) < 2**63 else float(value)
         if not least <= value <= most or (above is not None and not value > above):
             raise _More("" if math.isfinite(value) else ", which is not finite")
         return value
@@ -264,13 +265,13 @@ def one_of(*known: Any) -> Fits:
     """One of a few names, or of a few integers."""
 
     def read(value: Any) -> Any:
-        return known[known.index(str(value) if isinstance(value, str) else operator.index(_plain(value)))]
+        return known[known.index(value if isinstance(value, str) else operator.index(_plain(value)))]
 
     return Fits(f"one of {', '.join(map(str, known))}", read)
 
 
-def each(fits: Fits, says: str, least: int = 0, most: int = 10**6) -> Fits:
-    """Lists, tuples, arrays and other rows of what fits, as a list; neither texts nor dicts nor sets."""
+def each(fits: Fits, says: str, least: int = 0, most: int = 10**7) -> Fits:
+    """Rows of what fits, such as lists, tuples, arrays, as a list; neither texts, dicts nor sets, nor what never ends."""
 
     def read(value: Any) -> list[Any]:
         if isinstance(value, str | bytes | bytearray | Mapping | Set):
@@ -308,9 +309,8 @@ def _is_path(value: Any) -> bool:
 
 FLAG = Fits("True or False", _flag)
 TEXT, PATH, FUNCTION = a("a string", str), a("a path", _is_path), a("a function", callable)
-OPTIMIZER = having("an optimizer", "param_groups", "step", "zero_grad")
+OPTIMIZER = having("an optimizer", "param_groups", "step")
 ENGINE = having("an Engine of Ignite", "add_event_handler", "state", "terminate")
 PROCESSES = 4096  # on one machine; more are a mistake
 MAPPING, MODULE, TENSOR = a("a dict", Mapping), _of_torch("an nn.Module", "nn.Module"), _of_torch("a tensor", "Tensor")
-NUMBERS, AMOUNTS = each(NUMBER, "a sequence of numbers"), each(AMOUNT, "a sequence of numbers of at least 0")
-NAMES = each(TEXT, "a sequence of strings")
+AMOUNTS, NAMES = each(AMOUNT, "a sequence of numbers of at least 0"), each(TEXT, "a sequence of strings")

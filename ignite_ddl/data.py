@@ -41,7 +41,8 @@ def _is_sampler(value: Any) -> bool:
 
 
 def _is_dataset(value: Any) -> bool:
-    return isinstance(value, IterableDataset) or (hasattr(value, "__getitem__") and not isinstance(value, type))
+    by_rows = hasattr(value, "__getitem__") or hasattr(value, "__getitems__")
+    return isinstance(value, IterableDataset) or (by_rows and not isinstance(value, type))
 
 
 DATASET = a("a dataset, with __getitem__ and __len__, or an IterableDataset", _is_dataset)

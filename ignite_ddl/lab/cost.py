@@ -81,7 +81,7 @@ class Link:
 
 
 # What fits the arguments of cost and simulate, by their names.
-_COUNT, _RANKS = whole(floats=True), whole(most=10**6, floats=True)
+WHOLE, _RANKS = whole(floats=True), whole(most=10**6, floats=True)
 _AMOUNTS = (
     "n_bytes weight_bytes input_bytes output_bytes gradient_bytes optimizer_bytes value_bytes mask_bytes "
     "activation_bytes first_bucket_bytes forward_seconds backward_seconds loss_seconds compute_seconds server_seconds "
@@ -91,12 +91,12 @@ _AMOUNTS = (
 FITS = {
     **dict.fromkeys(_AMOUNTS.split(), AMOUNT),
     **dict.fromkeys(("n_ranks", "n_workers", "n_servers", "n_chunks", "n_nodes"), _RANKS),
-    **dict.fromkeys(("n_microbatches", "batch_size", "batch_per_rank"), _COUNT),
+    **dict.fromkeys(("n_microbatches", "batch_size", "batch_per_rank"), WHOLE),
     **dict.fromkeys(("bucket_bytes", "parameter_bytes", "ready"), AMOUNTS),
     "link": a("a cost.Link", Link),
     "overlap": SHARE,
     "recompute": FLAG,
-    "rank": whole(0),
+    "rank": whole(0, floats=True),
 }
 
 

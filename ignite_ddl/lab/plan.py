@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, MODULE, POSITIVE, SHARE, TEXT, a, each, one_of, takes
 from ignite_ddl.lab import cost
-from ignite_ddl.lab.cost import FITS, RECOMPUTE, Link
+from ignite_ddl.lab.cost import FITS, RECOMPUTE, WHOLE, Link
 from ignite_ddl.pipeline.schedules import divisors
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 
 
 @takes(
-    **dict.fromkeys(("layers", "width", "heads", "vocabulary", "sequence"), COUNT),
+    **dict.fromkeys(("layers", "width", "heads", "vocabulary", "sequence"), WHOLE),
     **dict.fromkeys(("weight_bytes", "gradient_bytes", "optimizer_bytes", "value_bytes", "mask_bytes"), AMOUNT),
     **dict.fromkeys(("tied", "sequence_parallel"), FLAG),
 )
@@ -79,7 +79,7 @@ class Model:
             raise ValueError(f"heads should divide width={self.width}, but given {self.heads}")
 
     @classmethod
-    @takes(module=MODULE, sequence=COUNT)
+    @takes(module=MODULE, sequence=WHOLE)
     def of(cls, module: nn.Module, sequence: int, **given: Any) -> Model:
         """Describes a real model: an ``nn.Embedding``, equal blocks, and an attribute that counts the heads.
 
@@ -169,7 +169,7 @@ def _equal_children(module: nn.Module) -> list:
 
 
 @takes(
-    devices=FITS["n_ranks"], node=COUNT, flops=POSITIVE, best=POSITIVE, overlap=SHARE,
+    devices=FITS["n_ranks"], node=WHOLE, flops=POSITIVE, best=POSITIVE, overlap=SHARE,
     **dict.fromkeys(("memory", "half_width", "reserved"), AMOUNT), **dict.fromkeys(("inside", "between"), FITS["link"]),
 )  # fmt: skip
 @dataclass(frozen=True)
@@ -335,12 +335,12 @@ class Plan(NamedTuple):
         return table([self])
 
 
-_GIVEN = {"model": a("a plan.Model", Model), "cluster": a("a plan.Cluster", Cluster), "batch": COUNT}
+_GIVEN = {"model": a("a plan.Model", Model), "cluster": a("a plan.Cluster", Cluster), "batch": WHOLE}
 
 
 @takes(
-    _GIVEN, schedule=one_of(*SCHEDULES), zero=one_of(*range(4)), recompute=one_of(*RECOMPUTE), n_chunks=COUNT,
-    microbatches=COUNT, **dict.fromkeys(("dp", "pp", "tp"), COUNT),
+    _GIVEN, schedule=one_of(*SCHEDULES), zero=one_of(*range(4)), recompute=one_of(*RECOMPUTE), n_chunks=WHOLE,
+    microbatches=WHOLE, **dict.fromkeys(("dp", "pp", "tp"), WHOLE),
 )  # fmt: skip
 def predict(
     model: Model,

@@ -96,8 +96,8 @@ class Lognormal:
 
 
 @takes(
-    FITS, seconds=ONE_OR_EACH | FUNCTION, n_updates=whole(0, 10**8), mode=one_of("sync", "async", "bounded", "backup"),
-    staleness=whole(0), backup=whole(0),
+    FITS, seconds=ONE_OR_EACH | FUNCTION, n_updates=whole(0, 10**8, floats=True),
+    mode=one_of("sync", "async", "bounded", "backup"), staleness=whole(0, floats=True), backup=whole(0, floats=True),
 )  # fmt: skip
 def parameter_server(
     n_workers: int,
