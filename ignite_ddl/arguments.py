@@ -225,8 +225,10 @@ def number(least: float = -sys.float_info.max, most: float = sys.float_info.max,
 def seconds(longest: float = 1e9) -> Fits:
     """A time limit, also a ``timedelta``, as seconds; 1e9 are thirty years, which fit into nanosecond clocks."""
 
+    positive = number(above=0, most=math.inf)
+
     def read(value: Any) -> float:
-        value = POSITIVE.read(value.total_seconds() if isinstance(value, timedelta) else value)
+        value = positive.read(value.total_seconds() if isinstance(value, timedelta) else value)
         if value > longest:
             raise _More(f"; the longest is {longest:g}")
         return float(value)
@@ -271,7 +273,7 @@ def one_of(*known: Any) -> Fits:
 
 
 def each(fits: Fits, says: str, least: int = 0, most: int = 10**7) -> Fits:
-    """Rows of what fits, such as lists, tuples, arrays, as a list; neither texts, dicts nor sets, nor what never ends."""
+    """Rows of what fits, lists and arrays too, as a list; neither texts, dicts nor sets, nor what never ends."""
 
     def read(value: Any) -> list[Any]:
         if isinstance(value, str | bytes | bytearray | Mapping | Set):

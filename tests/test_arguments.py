@@ -701,6 +701,21 @@ def test_numbers_of_numpy_and_torch_are_numbers(name, monkeypatch):
                         function(**valid(arguments) | {argument: kind(number)})
 
 
+@pytest.mark.parametrize("name", TABLE)
+def test_none_fits_where_the_signature_says_so(name, monkeypatch):
+    function, arguments = TABLE[name]
+    with guarded(monkeypatch):
+        for one in inspect.signature(function).parameters.values():
+            if "None" in str(one.annotation) and one.name in arguments:
+                try:
+                    function(**valid(arguments) | {one.name: None})
+                except Reached:
+                    pass
+                except ValueError as error:
+                    if "with mode=" not in str(error):  # it may not suit another argument
+                        raise
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -18,7 +18,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint as IgniteCheckpoint
 from ignite.handlers.checkpoint import BaseSaveHandler
 
-from ignite_ddl.arguments import COUNT, ENGINE, FLAG, FUNCTION, PATH, TEXT, Fits, one_of, shown, takes
+from ignite_ddl.arguments import COUNT, ENGINE, FLAG, FUNCTION, PATH, TEXT, Fits, one_of, or_none, shown, takes
 from ignite_ddl.checkpoint.contents import Taken, load, merged, take
 from ignite_ddl.checkpoint.storage import (
     DamagedCheckpoint,
@@ -103,7 +103,7 @@ class Checkpoint(IgniteCheckpoint):
     runs_last = True  # of the handlers of an event: MeshEngine sees to it
 
     @takes(
-        save_handler=Fits("a folder", PATH.read), n_saved=COUNT,
+        save_handler=Fits("a folder", PATH.read), n_saved=or_none(COUNT),
         **dict.fromkeys(("filename_prefix", "score_name", "filename_pattern"), TEXT),
         **dict.fromkeys(("score_function", "global_step_transform"), FUNCTION),
         **dict.fromkeys(("include_self", "greater_or_equal", "asynchronous", "digests"), FLAG),
