@@ -33,7 +33,7 @@ import cloudpickle
 import ignite.distributed as idist
 import torch
 
-from ignite_ddl.arguments import FUNCTION, PROCESSES, SECONDS, TEXT, WORLD, Fits, a, one_of, shown, takes, whole
+from ignite_ddl.arguments import FUNCTION, PROCESSES, SECONDS, TEXT, WORLD, Fits, a, check, one_of, shown, takes, whole
 from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, torchrun_not_slurm
 from ignite_ddl.launch.hangs import Watch
 from ignite_ddl.launch.job import MARK, Job
@@ -298,7 +298,6 @@ class Parallel:
             with torchrun_not_slurm():
                 idist.finalize()
 
-    @takes(func=Fits("a function whose first argument is the local rank", FUNCTION.read))
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Runs ``func(local_rank, *args, **kwargs)`` on every rank and waits for all of them.
 
@@ -315,6 +314,7 @@ class Parallel:
             ValueError: if ``func`` or an argument cannot be sent to a rank; no process is started then.
             RankError: if a rank raises, dies, or does not finish within ``timeout``.
         """
+        check("func", func, Fits("a function whose first argument is the local rank", FUNCTION.read))
         if self.nproc_per_node is None:
             with self._limited(), _told_who_waited():
                 return [func(idist.get_local_rank(), *args, **kwargs)]
@@ -510,7 +510,7 @@ def _inside_a_job() -> bool:
 @functools.cache  # once
 def _warn_about_spawn() -> None:
     message = "There is no forkserver on this platform: ranks are spawned, and each launch imports torch again."
-    warnings.warn(message, stacklevel=5)
+    warnings.warn(message, stacklevel=4)
 
 
 def _file_address(folder: str, name: str) -> str:
