@@ -1,47 +1,318 @@
-"""Checks of arguments that several files share. Plain Python."""
+"""What fits an argument: declared in a table beside each public function, and checked before it runs. Plain Python."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
+import math
+import operator
+import os
+import sys
+from collections.abc import Callable, Mapping, Set
 from datetime import timedelta
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["check_count", "is_count", "limit_in_seconds"]
-_LONGEST_SECONDS = 1e9  # thirty years, which fits into nanosecond clocks
+__all__ = [
+    "AMOUNT",
+    "AMOUNTS",
+    "COUNT",
+    "ENGINE",
+    "FLAG",
+    "FUNCTION",
+    "INTEGER",
+    "MAPPING",
+    "MODULE",
+    "NAMES",
+    "NUMBER",
+    "OPTIMIZER",
+    "PATH",
+    "POSITIVE",
+    "PROCESSES",
+    "SECONDS",
+    "SHARE",
+    "TENSOR",
+    "TEXT",
+    "WORLD",
+    "Fits",
+    "a",
+    "check",
+    "check_count",
+    "each",
+    "having",
+    "is_count",
+    "limit_in_seconds",
+    "number",
+    "one_of",
+    "or_none",
+    "seconds",
+    "shown",
+    "takes",
+    "whole",
+]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def is_count(value: Any, least: int = 1) -> bool:
-    """Whether a value is an integer of at least ``least``, and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+class Fits(NamedTuple):
+    """What fits an argument; ``one | other`` fits what either fits.
+
+    Attributes:
+        says: what it is, after "should be".
+        read: takes a value and returns it as the function needs it: a plain int for an integer of numpy, a list for an
+            array. Raises an exception, whichever, for a value that does not fit.
+    """
+
+    says: str
+    read: Callable[[Any], Any]
+
+    def __or__(self, other: Fits) -> Fits:
+        def either(value: Any) -> Any:
+            try:
+                return self.read(value)
+            except Exception:
+                return other.read(value)
+
+        return Fits(f"{self.says}, or {other.says}", either)
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raises a ValueError unless ``value`` is an integer of at least ``least``.
+class _More(ValueError):
+    """What is wrong besides; said after what was given."""
+
+
+def check(name: str, value: Any, fits: Fits) -> Any:
+    """The value as the function needs it.
 
     Args:
         name: the argument's name, for the message.
         value: the argument's value.
-        least: the smallest valid number. Default: 1.
-    """
-    if not is_count(value, least):
-        fits = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(f"{name} should be {fits}, but given {value!r}")
-
-
-def limit_in_seconds(timeout: float | timedelta, name: str = "timeout") -> float:
-    """A time limit as a number of seconds.
-
-    Args:
-        timeout: seconds, or a ``timedelta``.
-        name: the argument's name, for the message.
+        fits: what fits.
 
     Raises:
-        ValueError: if it is not a positive number of seconds, or too long.
+        ValueError: if the value does not fit.
     """
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < seconds <= _LONGEST_SECONDS:
-        raise ValueError(
-            f"{name} should be a positive number of seconds, but given {timeout!r}"
-            + (f"; the longest is {_LONGEST_SECONDS:g}" if isinstance(seconds, Real) and seconds > 0 else "")
-        )
-    return float(seconds)
+    try:
+        return fits.read(value)
+    except Exception as error:
+        more = str(error) if isinstance(error, _More) else ""
+    raise ValueError(f"{name} should be {fits.says}, but given {shown(value)}{more}")
+
+
+def takes(*tables: Mapping[str, Fits], **own: Fits) -> Callable[[_Function], _Function]:
+    """Decorator of a function, or of a class for its ``__init__``: each argument that is given has to fit.
+
+    An argument whose default is None may also be None. What is not declared is not checked.
+
+    Args:
+        tables: names of arguments to what fits them, shared by several functions.
+        own: the same for this function alone.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.arguments import COUNT, takes
+
+            @takes(rows=COUNT)
+            def half(rows):
+                return rows // 2
+
+            assert half(8) == 4
+            try:
+                half(rows=0.5)
+            except ValueError as error:
+                assert str(error) == "rows should be a positive integer, but given 0.5"
+    """
+    table = dict(itertools.chain(*(one.items() for one in tables), own.items()))
+
+    def decorate(function: _Function) -> _Function:
+        if isinstance(function, type):
+            function.__init__ = decorate(function.__init__)
+            return function
+        parameters = inspect.signature(function).parameters.values()
+        names = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+        optional = {p.name for p in parameters if p.default is None}
+
+        def read(name: str, value: Any) -> Any:
+            fits = table.get(name)
+            return value if fits is None or (value is None and name in optional) else check(name, value, fits)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = [read(*one) for one in zip(names, args, strict=False)]
+            return function(*given, *args[len(given) :], **{name: read(name, value) for name, value in kwargs.items()})
+
+        return call
+
+    return decorate
+
+
+def shown(value: Any) -> str:
+    """For a message: the value where its text is short, else what it is."""
+    try:
+        text = "" if isinstance(value, str | bytes) and len(value) > 100 else repr(value)
+    except Exception:
+        text = ""
+    fits = 0 < len(text) < 120 and "\n" not in text and " at 0x" not in text
+    return text if fits else f"a {type(value).__name__}"
+
+
+def a(says: str, fits: type | tuple[type, ...] | Callable[[Any], Any]) -> Fits:
+    """Objects of a class, or of which a function is true."""
+    is_class = isinstance(fits, type | tuple)
+
+    def read(value: Any) -> Any:
+        if not (isinstance(value, fits) if is_class else fits(value)):
+            raise TypeError
+        return value
+
+    return Fits(says, read)
+
+
+def having(says: str, *attributes: str) -> Fits:
+    """Objects, but no classes, that have these attributes."""
+    return a(says, lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in attributes))
+
+
+# ------------------------------------------------------------------------------------------- numbers
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of numpy, or a tensor or an array without dims, as Python's number."""
+    value = value.item() if hasattr(value, "item") and value.ndim == 0 else value
+    if isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+@functools.cache
+def whole(least: int = 1, most: int = 2**63 - 1, *, floats: bool = False) -> Fits:
+    """Integers, those of numpy and torch too, but no bools; with ``floats`` also 4.0."""
+
+    def read(value: Any) -> int:
+        value = _plain(value)
+        n = int(value) if floats and isinstance(value, float) and value.is_integer() else operator.index(value)
+        if n < least or getattr(value, "ndim", 0):
+            raise ValueError
+        if n > most:
+            raise _More(f"; the largest is {most:,}")
+        return n
+
+    named = {1: "a positive integer", -(2**63): "an integer"}
+    return Fits(named.get(least, f"an integer of at least {least}"), read)
+
+
+def number(least: float = -sys.float_info.max, most: float = sys.float_info.max, above: float | None = None) -> Fits:
+    """Real numbers, those of numpy and torch too, but neither bools nor NaN; infinite ones only with ``most`` = inf."""
+
+    def read(value: Any) -> float:
+        if type(value) is not float:
+            value = _plain(value)
+            if not isinstance(value, Real):
+                raise TypeError
+            value = value if isinstance(value, int) and abs(value) < 2**63 else float(value)
+        if not least <= value <= most or (above is not None and not value > above):
+            raise _More("" if math.isfinite(value) else ", which is not finite")
+        return value
+
+    if above is not None:
+        return Fits(f"a number above {above:g}" if above else "a positive number", read)
+    if most < 1e300:
+        return Fits(f"a number from {least:g} to {most:g}", read)
+    return Fits("a number" if least < -1e300 else f"a number of at least {least:g}", read)
+
+
+def seconds(longest: float = 1e9) -> Fits:
+    """A time limit, also a ``timedelta``, as seconds; 1e9 are thirty years, which fit into nanosecond clocks."""
+
+    positive = number(above=0, most=math.inf)
+
+    def read(value: Any) -> float:
+        value = positive.read(value.total_seconds() if isinstance(value, timedelta) else value)
+        if value > longest:
+            raise _More(f"; the longest is {longest:g}")
+        return float(value)
+
+    return Fits("a positive number of seconds", read)
+
+
+COUNT, INTEGER = whole(), whole(-(2**63))
+WORLD = whole(most=10**6)  # where something is made for each of them
+NUMBER, AMOUNT, POSITIVE, SHARE = number(), number(0), number(above=0), number(0, 1)
+SECONDS = seconds()
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether a value is an integer of at least ``least``, and not a bool."""
+    try:
+        return whole(least).read(value) >= least
+    except Exception:
+        return False
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raises a ValueError unless ``value`` is an integer of at least ``least``."""
+    check(name, value, whole(least))
+
+
+def limit_in_seconds(timeout: float | timedelta, name: str = "timeout", longest: float = 1e9) -> float:
+    """A time limit as a number of seconds; raises a ValueError if it is not a positive one, or too long."""
+    return check(name, timeout, seconds(longest))
+
+
+# ------------------------------------------------------------------------------------------- all else
+
+
+def one_of(*known: Any) -> Fits:
+    """One of a few names, or of a few integers."""
+
+    def read(value: Any) -> Any:
+        return known[known.index(value if isinstance(value, str) else operator.index(_plain(value)))]
+
+    return Fits(f"one of {', '.join(map(str, known))}", read)
+
+
+def each(fits: Fits, says: str, least: int = 0, most: int = 10**7) -> Fits:
+    """Rows of what fits, lists and arrays too, as a list; neither texts, dicts nor sets, nor what never ends."""
+
+    def read(value: Any) -> list[Any]:
+        if isinstance(value, str | bytes | bytearray | Mapping | Set):
+            raise TypeError
+        value = value.tolist() if hasattr(value, "tolist") else value
+        found = [fits.read(one) for one in itertools.islice(value, most + 1)]
+        if not least <= len(found) <= most:
+            raise ValueError
+        return found
+
+    return Fits(says, read)
+
+
+def or_none(fits: Fits) -> Fits:
+    """Also None, where that is not the default."""
+    return Fits(f"{fits.says}, or None", lambda value: None if value is None else fits.read(value))
+
+
+def _of_torch(says: str, name: str) -> Fits:
+    """Objects of a class of torch, which is loaded where there is one."""
+    return a(says, lambda value: isinstance(value, operator.attrgetter(name)(sys.modules["torch"])))
+
+
+def _flag(value: Any) -> bool:
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ValueError
+    return bool(value)
+
+
+def _is_path(value: Any) -> bool:
+    path = os.fspath(value)
+    return isinstance(path, str) and 0 < len(path) <= 4096 and "\0" not in path
+
+
+FLAG = Fits("True or False", _flag)
+TEXT, PATH, FUNCTION = a("a string", str), a("a path", _is_path), a("a function", callable)
+OPTIMIZER = having("an optimizer", "param_groups", "step")
+ENGINE = having("an Engine of Ignite", "add_event_handler", "state", "terminate")
+PROCESSES = 4096  # on one machine; more are a mistake
+MAPPING, MODULE, TENSOR = a("a dict", Mapping), _of_torch("an nn.Module", "nn.Module"), _of_torch("a tensor", "Tensor")
+AMOUNTS, NAMES = each(AMOUNT, "a sequence of numbers of at least 0"), each(TEXT, "a sequence of strings")

@@ -30,11 +30,38 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
+from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, FUNCTION, PROCESSES, Fits, a, check, or_none, takes, whole
 from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = ["Pass", "ShardedDataLoader", "auto_dataloader", "part", "without_rows"]
 
 
+def _is_sampler(value: Any) -> bool:
+    no_row = isinstance(value, str | bytes | Mapping | type) or getattr(value, "ndim", 1) == 0
+    return hasattr(value, "__iter__") and not no_row
+
+
+def _is_dataset(value: Any) -> bool:
+    by_rows = hasattr(value, "__getitem__") or hasattr(value, "__getitems__")
+    return isinstance(value, IterableDataset) or (by_rows and not isinstance(value, type))
+
+
+DATASET = a("a dataset, with __getitem__ and __len__, or an IterableDataset", _is_dataset)
+FITS = {
+    "dataset": DATASET,
+    "num_workers": whole(0, PROCESSES),
+    "shuffle": or_none(FLAG),
+    "timeout": AMOUNT,
+    "generator": or_none(a("a torch.Generator", torch.Generator)),
+    "prefetch_factor": or_none(COUNT),
+    **dict.fromkeys(("sampler", "batch_sampler"), or_none(a("a sampler", _is_sampler))),
+    **dict.fromkeys(("collate_fn", "worker_init_fn"), or_none(FUNCTION)),
+    **dict.fromkeys(("drop_last", "pin_memory", "persistent_workers", "in_order"), FLAG),
+}
+BATCH_SIZE = Fits("the global batch size, a positive integer", COUNT.read)
+
+
+@takes(FITS)
 def auto_dataloader(dataset: Dataset, **kwargs: Any) -> ShardedDataLoader:
     """A ``DataLoader`` with the global batches of one process, split evenly over the dp axis; every rank calls it.
 
@@ -100,8 +127,10 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
     if kwargs.get("batch_sampler") is not None and ({"batch_size", "drop_last"} & set(kwargs)):
         raise ValueError("batch_sampler excludes batch_size and drop_last: it decides the batches")
     batch_size = kwargs.pop("batch_size", 1)
-    if kwargs.get("batch_sampler") is None and (not isinstance(batch_size, int) or batch_size < 1):
-        raise ValueError(f"batch_size should be the global batch size, a positive integer, but given {batch_size!r}")
+    if kwargs.get("batch_sampler") is None:
+        batch_size = check("batch_size", batch_size, BATCH_SIZE)
+        if kwargs.get("sampler") is None and not isinstance(dataset, IterableDataset):
+            check("dataset", dataset, a(DATASET.says, lambda value: len(value) >= 0))
     workers = kwargs.get("num_workers", 0)
     if workers and idist.get_world_size() > 1:
         kwargs["num_workers"] = -(-workers // idist.get_nproc_per_node())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ignite.distributed as idist
@@ -23,17 +24,17 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ignite_ddl.arguments import check_count
+from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
 from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
 from ignite_ddl.guards import check_handler, check_optimizer
-from ignite_ddl.loss_contract import divisor_of
+from ignite_ddl.loss_contract import DIVISOR, divisor_of
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.one_stage import OneStage, as_stages, call
 from ignite_ddl.pipeline.pipeline import Pipeline
 from ignite_ddl.pipeline.structure import n_rows, whole
-from ignite_ddl.precision import ScaledOptimizer, autocast_for, make_scaler
+from ignite_ddl.precision import AMP_MODE, ScaledOptimizer, autocast_for, make_scaler
 from ignite_ddl.step import TrainingStep
 from ignite_ddl.tensor.gradients import redistribute_gradient
 
@@ -63,6 +64,7 @@ class MeshEngine(Engine):
             the loader is not that of ``ddl.auto_dataloader``.
     """
 
+    @takes(process_function=FUNCTION)
     def __init__(self, process_function: Callable[[Engine, Any], Any]) -> None:
         super().__init__(process_function)
         self._process_function = functools.partial(self._process, process_function)
@@ -203,6 +205,24 @@ def _show_nothing(*_: Any) -> None:
     """In place of a progress bar."""
 
 
+def _is_device(value: Any) -> bool:
+    return isinstance(value, str | torch.device | int) and torch.device(value) is not None
+
+
+MAX_NORM = number(above=0, most=math.inf)  # inf: the norm alone
+FITS = {
+    "model": MODULE,
+    "optimizer": OPTIMIZER,
+    "device": a("a device", _is_device),
+    "amp_mode": AMP_MODE,
+    "loss_divisor": DIVISOR,
+    "max_norm": MAX_NORM,
+    **dict.fromkeys(("loss_fn", "prepare_batch", "model_transform", "output_transform", "model_fn"), FUNCTION),
+    **dict.fromkeys(("non_blocking", "deterministic", "checks", "last"), FLAG),
+}
+
+
+@takes(FITS, scaler=FLAG | having("a GradScaler", "scale", "step", "update"), gradient_accumulation_steps=COUNT)
 def create_supervised_trainer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -290,9 +310,6 @@ def create_supervised_trainer(
             assert first == second
             assert abs(first - training(0)) < 1e-5
     """
-    check_count("gradient_accumulation_steps", gradient_accumulation_steps)
-    if max_norm is not None:
-        _check_max_norm(max_norm)
     check_optimizer(optimizer, model)
     adapt_optimizer(optimizer, checks)
     device = idist.device() if device is None else device
@@ -336,6 +353,7 @@ def create_supervised_trainer(
     return trainer
 
 
+@takes(FITS, engine=a("the ddl.MeshEngine that runs the update function", MeshEngine), scale=NUMBER)
 def forward_backward(
     engine: MeshEngine,
     model: nn.Module,
@@ -399,10 +417,6 @@ def forward_backward(
                 first, second = parallel.run(training)
             assert first == second and abs(first - training(0)) < 1e-6
     """
-    if not isinstance(engine, MeshEngine):
-        raise ValueError(
-            f"engine should be the ddl.MeshEngine that runs the update function, but given a {type(engine).__name__}"
-        )
     step = engine.steps.get(id(model))
     if step is None:
         step = engine.steps[id(model)] = TrainingStep(model)
@@ -411,6 +425,11 @@ def forward_backward(
     return step(engine.rows, x, y, loss_fn, loss_divisor, scale, last, autocast=autocast)
 
 
+def _are_metrics(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(hasattr(metric, "attach") for metric in value.values())
+
+
+@takes(FITS, metrics=a("a dict from names to metrics", _are_metrics))
 def create_supervised_evaluator(
     model: nn.Module,
     metrics: dict[str, Metric] | None = None,
@@ -490,16 +509,12 @@ def _check_rows(x: Any) -> None:
         )
 
 
-def _check_max_norm(max_norm: float) -> None:
-    if not max_norm > 0:  # False for NaN, too
-        raise ValueError(f"max_norm should be positive, but given {max_norm!r}")
-
-
 def _output(stages: Pipeline | OneStage, transform: Callable[[], Any]) -> Any:
     # Plain tensors, as Ignite's metrics expect; only cut logits that output_transform returns are gathered.
     return stages.from_last_stage(whole(transform()) if stages.is_last else None)
 
 
+@takes(FITS)
 def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
     """Clips gradients by their global 2-norm over all ranks: every shard counts, and copies count once.
 
@@ -514,7 +529,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Op
     Raises:
         ValueError: if ``max_norm`` is not positive.
     """
-    _check_max_norm(max_norm)
     mesh = get_mesh()
     total = torch.zeros((), dtype=torch.float64, device=idist.device())
     cut = False

@@ -13,6 +13,7 @@ from ignite.handlers.base_logger import BaseWeightsHandler
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, guard_parts, refuse_pickling

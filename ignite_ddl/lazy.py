@@ -13,11 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ignite_ddl.arguments import a, takes
 from ignite_ddl.mesh import Mesh
 
 __all__ = ["Lazy", "LazyLayers", "empty_weights", "lazy", "materialize", "replace_module"]
 
 
+def _makes_layers(value: Any) -> bool:
+    return callable(value) and not isinstance(value, nn.Module)
+
+
+@takes(factory=a("a class of layers or a function that makes one", _makes_layers))
 def lazy(factory: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Lazy:
     """A layer that ``ddl.auto_model`` creates, for models that do not fit on one rank.
 
@@ -61,8 +67,6 @@ def lazy(factory: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Lazy:
             assert list(first) == ["0.weight", "1.weight"] and list(second) == ["2.weight", "3.weight"]
             assert second["3.weight"] == eager[3].weight.tolist()
     """
-    if not callable(factory) or isinstance(factory, nn.Module):
-        raise ValueError(f"factory should be a class of layers or a function that makes one, but given {factory!r}")
     return Lazy(factory, args, kwargs)
 
 

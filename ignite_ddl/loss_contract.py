@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_ddl.arguments import FUNCTION, Fits, check, one_of
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, unsharded_parameters
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.structure import concatenated, map_leaves, n_rows, some_rows, tensors_of
@@ -32,6 +33,7 @@ from ignite_ddl.tensor.loss import cross_entropy
 
 __all__ = ["Divisor", "LossContract", "divisor_of"]
 
+DIVISOR = Fits('"rows", "sum" or a function from targets to a number', (one_of("rows", "sum") | FUNCTION).read)
 IGNORED = -100  # torch's default of ignore_index
 _CLASSIFYING = (F.cross_entropy, F.nll_loss, cross_entropy)
 _PATIENCE = 16  # inconclusive checks in a row, after which this is said
@@ -128,11 +130,7 @@ def divisor_of(loss_fn: Callable, declared: str | Callable[[Any], Any] | None = 
             assert divisor_of(loss_fn).of(torch.tensor([0, 3, 1])) == 2
     """
     if declared is not None:
-        if declared not in ("rows", "sum") and not callable(declared):
-            raise ValueError(
-                f'loss_divisor should be "rows", "sum" or a function from targets to a number, but given {declared!r}'
-            )
-        return Divisor(declared, pads=True)
+        return Divisor(check("loss_divisor", declared, DIVISOR), pads=True)
     options: dict[str, Any] = {}
     function = loss_fn
     while isinstance(function, functools.partial):

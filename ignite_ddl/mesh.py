@@ -14,12 +14,13 @@ import ignite.distributed as idist
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ignite_ddl.arguments import is_count
+from ignite_ddl.arguments import COUNT, Fits, check, one_of
 from ignite_ddl.compat import quiet_warnings, wait_as_the_world
 
 __all__ = ["Mesh", "check_mesh", "get_mesh", "initialize_mesh"]
 
 AXES = ("pp", "dp", "tp")  # outermost first
+AXIS = Fits("a positive integer, or -1 for what is left", (COUNT | one_of(-1)).read)
 
 
 def check_mesh(world_size: int, dp: int = -1, pp: int = 1, tp: int = 1) -> dict[str, int]:
@@ -44,10 +45,7 @@ def check_mesh(world_size: int, dp: int = -1, pp: int = 1, tp: int = 1) -> dict[
 
             assert check_mesh(8, pp=2, tp=2) == {"pp": 2, "dp": 2, "tp": 2}
     """
-    sizes = {"pp": pp, "dp": dp, "tp": tp}
-    for name, size in sizes.items():
-        if not is_count(size) and size != -1:
-            raise ValueError(f"{name} should be a positive integer, or -1 for what is left, but given {size!r}")
+    sizes = {name: check(name, size, AXIS) for name, size in {"pp": pp, "dp": dp, "tp": tp}.items()}
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise ValueError(f"{' and '.join(free)} are -1, but only one axis can take what is left")

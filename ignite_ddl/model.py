@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_ddl.arguments import AMOUNTS, COUNT, FLAG, MODULE, OPTIMIZER, WORLD, a, each, takes
 from ignite_ddl.audit import remember
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over, replicate
 from ignite_ddl.guards import (
@@ -34,7 +35,7 @@ from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages
 from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.pipeline.pipeline import Pipeline, reshard, share_buffers
-from ignite_ddl.pipeline.schedules import microbatches_for
+from ignite_ddl.pipeline.schedules import NAME, ROWS, microbatches_for
 from ignite_ddl.pipeline.trace import TracedLayer
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.tensor.plan import apply_plan, check_plan
@@ -43,6 +44,18 @@ from ignite_ddl.tensor.random import share_random_stream
 __all__ = ["auto_model", "auto_optim", "check_model"]
 
 
+FITS = {
+    "model": MODULE,
+    "tensor_plan": a("a dict from globs of module names to styles", Mapping),
+    "schedule": NAME,
+    "n_microbatches": WORLD,
+    "split": each(COUNT, "a number of layers for each stage"),
+    "costs": AMOUNTS,
+    **dict.fromkeys(("dp", "pp", "tp"), WORLD),
+}
+
+
+@takes(FITS, shard=FLAG, mp_policy=a("a MixedPrecisionPolicy", MixedPrecisionPolicy))
 def auto_model(
     model: nn.Module,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
@@ -185,6 +198,7 @@ def _watched(model: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:
     return model
 
 
+@takes(FITS, batches=each(ROWS, "numbers of rows"))
 def check_model(
     model: nn.Module,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
@@ -350,6 +364,7 @@ def _copy_weights_of_rank_0(model: nn.Module) -> None:
             dist.broadcast(tensor, src=0)
 
 
+@takes(optimizer=OPTIMIZER, checks=FLAG)
 def auto_optim(optimizer: torch.optim.Optimizer, *, checks: bool = True, **kwargs: Any) -> torch.optim.Optimizer:
     """``idist.auto_optim``: the optimizer itself on gloo and NCCL, adapted on Horovod and XLA; every rank calls it.
 

@@ -35,14 +35,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
-from ignite_ddl.arguments import check_count
+from ignite_ddl.arguments import AMOUNT, FLAG, FUNCTION, MAPPING, MODULE, SECONDS, WORLD, or_none, shown, takes
 from ignite_ddl.data import auto_dataloader
-from ignite_ddl.engine import create_supervised_trainer
+from ignite_ddl.engine import MAX_NORM, create_supervised_trainer
 from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import LazyLayers, replace_module
 from ignite_ddl.loss_contract import divisor_of
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.model import auto_model, auto_optim, check_model
+from ignite_ddl.model import FITS, auto_model, auto_optim, check_model
 from ignite_ddl.state import whole_tensor
 from ignite_ddl.traceless import rows_may_depend
 
@@ -118,6 +118,10 @@ class ParityReport:
         return self.text
 
 
+@takes(
+    FITS, model=MODULE | FUNCTION, plan=or_none(FITS["tensor_plan"]), loss_fn=FUNCTION, shard=FLAG, steps=WORLD,
+    lr=AMOUNT, max_norm=MAX_NORM, atol=AMOUNT, timeout=SECONDS, smaller=MAPPING, trainer=MAPPING,
+)  # fmt: skip
 def check_parity(
     model: nn.Module | Callable[..., nn.Module],
     plan: Mapping[str, ParallelStyle] | None,
@@ -204,13 +208,11 @@ def check_parity(
             print(report)
     """
     mesh = {"dp": dp, "pp": pp, "tp": tp}
-    for name, value in {**mesh, "steps": steps}.items():
-        check_count(name, value)
     if smaller and isinstance(model, nn.Module):
         raise ValueError(f"smaller is for a function that makes the model, but given a {type(model).__name__}")
     leaves = tree_leaves(batch)
     if not all(isinstance(t, torch.Tensor) and t.ndim for t in leaves) or len({len(t) for t in leaves}) != 1:
-        shapes = tree_map(lambda t: tuple(t.shape) if isinstance(t, torch.Tensor) else t, batch)
+        shapes = shown(tree_map(lambda t: tuple(t.shape) if isinstance(t, torch.Tensor) else t, batch))
         raise ValueError(f"batch should hold tensors with a row for each sample, but given {shapes}")
     batch = tree_map(lambda t: t.detach().cpu().double() if t.is_floating_point() else t.cpu(), batch)
     cut = {"schedule": schedule, "n_microbatches": n_microbatches, "split": split, "costs": costs}

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 
+from ignite_ddl.arguments import Fits, check, one_of
 from ignite_ddl.mesh import get_mesh
 
 __all__ = ["AMP_MODES", "ScaledOptimizer", "autocast_for", "make_scaler"]
 AMP_MODES = {"amp": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AMP_MODE = Fits(f"None or one of {', '.join(AMP_MODES)}", one_of(*AMP_MODES).read)
 
 
 def autocast_for(amp_mode: str | None, device: str | torch.device) -> contextlib.AbstractContextManager:
@@ -31,9 +33,7 @@ def autocast_for(amp_mode: str | None, device: str | torch.device) -> contextlib
     """
     if amp_mode is None:
         return contextlib.nullcontext()  # not autocast(enabled=False): the user's own autocast stays on
-    if amp_mode not in AMP_MODES:
-        raise ValueError(f"amp_mode should be None or one of {', '.join(AMP_MODES)}, but given {amp_mode!r}")
-    return torch.autocast(torch.device(device).type, dtype=AMP_MODES[amp_mode])
+    return torch.autocast(torch.device(device).type, dtype=AMP_MODES[check("amp_mode", amp_mode, AMP_MODE)])
 
 
 def make_scaler(scaler: bool | GradScaler, amp_mode: str | None, device: str | torch.device) -> GradScaler | None:

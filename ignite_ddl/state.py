@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ignite_ddl.arguments import MAPPING, MODULE, Fits, check, takes, whole
 from ignite_ddl.compat import quiet_redistribution
 from ignite_ddl.lazy import materialize
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -35,6 +36,7 @@ __all__ = [
 WAIT_SECONDS = 60  # until every rank has called
 
 
+@takes(model=MODULE)
 def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, torch.Tensor]:
     """The state dict of the uncut model, on the CPU; every rank calls it.
 
@@ -52,8 +54,8 @@ def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, t
     """
     stages, mesh = as_stages(model), get_mesh()
     if on_rank is not None:
-        if not isinstance(on_rank, int) or not 0 <= on_rank < mesh.world_size:
-            raise ValueError(f"on_rank should be a rank below {mesh.world_size}, but given {on_rank!r}")
+        rank = Fits(f"a rank below {mesh.world_size}", whole(0, mesh.world_size - 1).read)
+        on_rank = check("on_rank", on_rank, rank)
         found: dict[str, Any] = {name: tensor for name, tensor in whole_tensors(model, on_rank) if tensor is not None}
         known = stages.full_shapes()
         if any(map(is_extra, known)):
@@ -120,6 +122,7 @@ def _wait_for_all(mesh: Mesh) -> None:
             ) from error
 
 
+@takes(model=MODULE, state=MAPPING)
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Loads a plain state dict into a cut model, in place; every rank calls it with the whole dict.
 

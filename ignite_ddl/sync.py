@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ignite_ddl.arguments import MODULE, takes
 from ignite_ddl.compat import recorded_calls
 from ignite_ddl.launch.report import UnlikeCalls, unlike_calls
 from ignite_ddl.mesh import get_mesh
@@ -41,6 +42,7 @@ class OutOfSync:
         return f"{self.name}: ranks {groups} differ by up to {self.difference:.3g}"
 
 
+@takes(model=MODULE)
 def check_in_sync(model: nn.Module) -> list[OutOfSync]:
     """Which weights or buffers differ between ranks that should hold the same, to the last bit; every rank calls it.
 

@@ -10,6 +10,7 @@ import torch
 from ignite.engine import Engine, Events
 from torch.utils._pytree import tree_leaves
 
+from ignite_ddl.arguments import ENGINE, POSITIVE, takes, whole
 from ignite_ddl.data import ShardedDataLoader
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import n_rows
@@ -54,16 +55,15 @@ class Throughput:
             assert 0 < metrics["mfu"] < 1
     """
 
+    @takes(flops=POSITIVE, peak_flops=POSITIVE, window=whole(most=10**6))
     def __init__(self, flops: float | None = None, peak_flops: float | None = None, window: int = 20) -> None:
         if (flops is None) != (peak_flops is None):
             raise ValueError(f"flops and peak_flops go together, but given {flops!r} and {peak_flops!r}")
-        for name, given in (("flops", flops), ("peak_flops", peak_flops), ("window", window)):
-            if given is not None and not given > 0:
-                raise ValueError(f"{name} should be positive, but given {given!r}")
         self.flops, self.peak_flops = flops, peak_flops
         # Of the last iterations: when each ended, its samples, its tokens.
         self._ends: deque[tuple[float, int, int]] = deque(maxlen=window + 1)
 
+    @takes(engine=ENGINE)
     def attach(self, engine: Engine) -> Throughput:
         """Measures the runs of a trainer.
 

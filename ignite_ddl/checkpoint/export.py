@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from ignite_ddl.arguments import COUNT, MODULE, PATH, Fits, takes
 from ignite_ddl.checkpoint.form import read
 from ignite_ddl.checkpoint.storage import agree, on_rank_0
 from ignite_ddl.state import load_full_state_dict, whole_tensors
@@ -22,6 +23,7 @@ __all__ = ["export_weights", "import_weights"]
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+@takes(model=MODULE, folder=PATH, max_shard_size=Fits("a positive number of bytes", COUNT.read))
 def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | None = None) -> list[Path]:
     """Writes the weights of the uncut model as safetensors; every rank calls it.
 
@@ -64,8 +66,6 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
                 torch.manual_seed(0)
                 assert torch.equal(plain[0].weight, torch.nn.Linear(3, 8).weight)
     """
-    if max_shard_size is not None and (not isinstance(max_shard_size, int) or max_shard_size < 1):
-        raise ValueError(f"max_shard_size should be a positive number of bytes, or None, but given {max_shard_size!r}")
     folder, parts, weight_map, total = Path(folder), [], {}, 0
     error: Exception | None = None
     batch: dict[str, torch.Tensor] = {}
@@ -118,6 +118,7 @@ def _name(folder: Path, parts: list[Path], weight_map: Mapping[str, int], total:
     return [folder / name for name in names]
 
 
+@takes(model=MODULE, folder=PATH)
 def import_weights(model: nn.Module, folder: str | Path) -> None:
     """Loads safetensors files into a model on any mesh, in place; every rank calls it and reads them tensor by tensor.
 

@@ -21,6 +21,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint as IgniteCheckpoint
 from ignite.handlers.checkpoint import BaseSaveHandler
 
+from ignite_ddl.arguments import COUNT, ENGINE, FLAG, FUNCTION, PATH, TEXT, Fits, one_of, or_none, shown, takes
 from ignite_ddl.checkpoint.contents import Taken, load, merged, take
 from ignite_ddl.checkpoint.form import RANDOM, VERSION, DamagedCheckpoint
 from ignite_ddl.checkpoint.owners import ENDINGS, check_free, own_runs
@@ -122,6 +123,12 @@ class Checkpoint(IgniteCheckpoint):
 
     runs_last = 2  # of the handlers of an event: MeshEngine sees to it
 
+    @takes(
+        save_handler=Fits("a folder", PATH.read), n_saved=or_none(COUNT),
+        **dict.fromkeys(("filename_prefix", "score_name", "filename_pattern"), TEXT),
+        **dict.fromkeys(("score_function", "global_step_transform"), FUNCTION),
+        **dict.fromkeys(("include_self", "greater_or_equal", "asynchronous", "digests"), FLAG),
+    )  # fmt: skip
     def __init__(
         self,
         to_save: Mapping[str, Any],
@@ -138,9 +145,6 @@ class Checkpoint(IgniteCheckpoint):
         asynchronous: bool = False,
         digests: bool = True,
     ) -> None:
-        if not isinstance(save_handler, str | Path) or not str(save_handler):
-            given = "an empty name" if save_handler == "" else f"a {type(save_handler).__name__}"
-            raise ValueError(f"save_handler should be a folder, but given {given}")
         self.folder, self.asynchronous, self.digests = Path(save_handler), asynchronous, digests
         super().__init__(
             _checked(to_save),
@@ -209,6 +213,7 @@ class Checkpoint(IgniteCheckpoint):
         self._write(name, {}, [])
         return self.folder / name
 
+    @takes(trainer=ENGINE, signum=Fits("a signal", one_of(*signal.valid_signals()).read))
     def save_on_signal(self, trainer: Engine, signum: int = signal.SIGTERM) -> None:
         """Saves after the iteration in which any rank gets a signal, and ends the run. Every rank calls it.
 
@@ -233,6 +238,7 @@ class Checkpoint(IgniteCheckpoint):
         return self.folder / self._saved[-1].filename if self._saved else None
 
     @staticmethod
+    @takes(checkpoint=PATH, strict=FLAG)
     def load_objects(to_load: Mapping[str, Any], checkpoint: str | Path, strict: bool = True) -> None:
         """Loads a checkpoint into objects on any mesh, or on one process. Every rank calls it.
 
@@ -262,6 +268,7 @@ class Checkpoint(IgniteCheckpoint):
         load(folder, to_load, strict)
 
     @staticmethod
+    @takes(folder=PATH, strict=FLAG)
     def load_newest(to_load: Mapping[str, Any], folder: str | Path, strict: bool = True) -> Path | None:
         """Loads the newest checkpoint of a folder that is whole; a warning names those that are damaged.
 
@@ -285,7 +292,7 @@ class Checkpoint(IgniteCheckpoint):
                 damages.append(str(error))
                 continue
             for damage in damages if idist.get_rank() == 0 else ():
-                warnings.warn(f"{damage}; loaded {path} instead", stacklevel=2)
+                warnings.warn(f"{damage}; loaded {path} instead", stacklevel=3)
             return path
         if damages:
             raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(damages)}")
@@ -390,7 +397,7 @@ class _OnSignal:
 
 def _checked(objects: Mapping[str, Any], argument: str = "to_save", method: str = "state_dict") -> Mapping[str, Any]:
     if not isinstance(objects, Mapping) or not objects or not all(isinstance(key, str) for key in objects):
-        raise ValueError(f"{argument} should be a dict of names to objects, but given {objects!r}")
+        raise ValueError(f"{argument} should be a dict of names to objects, but given {shown(objects)}")
     for key, thing in objects.items():
         if not hasattr(thing, method):
             raise ValueError(f"{argument}[{key!r}] should have a method {method}, but is a {type(thing).__name__}")

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ignite_ddl.arguments import check, one_of
+
 __all__ = ["Call", "Traffic", "count_bytes"]
 
 
@@ -106,6 +108,8 @@ class Traffic:
         Args:
             ops: names as in :attr:`Call.op`.
         """
+        for op in ops:
+            check("op", op, one_of(*_OPERATORS))
         return Traffic([call for call in self.calls if call.op in ops])
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ignite_ddl.lab.ranges import above_zero, at_least, checked, one_of, share
+from ignite_ddl.arguments import AMOUNT, AMOUNTS, FLAG, POSITIVE, SHARE, Fits, a, check, number, one_of, takes, whole
 
 __all__ = [
     "RESNET50_P100",
@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 
+@takes(latency=AMOUNT, bandwidth=number(above=0, most=math.inf))
 @dataclass(frozen=True)
 class Link:
     """The alpha-beta model of a network: a message of n bytes takes ``latency + n / bandwidth`` seconds.
@@ -73,20 +74,37 @@ class Link:
     latency: float
     bandwidth: float
 
-    def __post_init__(self) -> None:
-        at_least(0, latency=self.latency)
-        above_zero(bandwidth=self.bandwidth)
-
+    @takes(n_bytes=AMOUNT)
     def seconds(self, n_bytes: float) -> float:
         """The time of one message of ``n_bytes`` bytes."""
         return self.latency + n_bytes / self.bandwidth
+
+
+# What fits the arguments of cost and simulate, by their names.
+WHOLE, _RANKS = whole(floats=True), whole(most=10**6, floats=True)
+_AMOUNTS = (
+    "n_bytes weight_bytes input_bytes output_bytes gradient_bytes optimizer_bytes value_bytes mask_bytes "
+    "activation_bytes first_bucket_bytes forward_seconds backward_seconds loss_seconds compute_seconds server_seconds "
+    "transfer overhead save restart work interval mean_time learning_rate n_parameters n_samples "
+    "sequence hidden heads layers vocabulary"
+)
+FITS = {
+    **dict.fromkeys(_AMOUNTS.split(), AMOUNT),
+    **dict.fromkeys(("n_ranks", "n_workers", "n_servers", "n_chunks", "n_nodes"), _RANKS),
+    **dict.fromkeys(("n_microbatches", "batch_size", "batch_per_rank"), WHOLE),
+    **dict.fromkeys(("bucket_bytes", "parameter_bytes", "ready"), AMOUNTS),
+    "link": a("a cost.Link", Link),
+    "overlap": SHARE,
+    "recompute": FLAG,
+    "rank": whole(0, floats=True),
+}
 
 
 def when_full(bucket_bytes: Sequence[float], backward_seconds: float, ready: Sequence[float] | None) -> list[float]:
     """When each of DDP's buckets is full, in seconds from the start of backward; by default in proportion to bytes."""
     if ready is None:
         total, filled = sum(bucket_bytes), itertools.accumulate(bucket_bytes)
-        return [min(backward_seconds, backward_seconds * size / total) for size in filled]
+        return [min(backward_seconds, backward_seconds * size / (total or 1)) for size in filled]
     if len(ready) != len(bucket_bytes):
         raise ValueError(f"ready should have a time for each of {len(bucket_bytes)} buckets, but has {len(ready)}")
     times = [0, *ready, backward_seconds]
@@ -114,7 +132,7 @@ class Collective(NamedTuple):
 # --------------------------------------------------------------------------------------------- all-reduce
 
 
-@checked
+@takes(FITS)
 def all_reduce_naive(n_ranks: int, n_bytes: float, link: Link) -> Collective:
     """Each rank sends its whole buffer to every other rank: n - 1 messages per rank, one after the other.
 
@@ -141,7 +159,7 @@ def all_reduce_naive(n_ranks: int, n_bytes: float, link: Link) -> Collective:
     return Collective(others * link.seconds(n_bytes), [others] * n_ranks, [others * n_bytes] * n_ranks)
 
 
-@checked
+@takes(FITS)
 def all_reduce_tree(n_ranks: int, n_bytes: float, link: Link) -> Collective:
     """A reduction up a binomial tree and a broadcast down it: 2 ceil(log2 n) rounds with the whole buffer.
 
@@ -175,7 +193,7 @@ def all_reduce_tree(n_ranks: int, n_bytes: float, link: Link) -> Collective:
     return Collective(2 * rounds * link.seconds(n_bytes), messages, [m * n_bytes for m in messages])
 
 
-@checked
+@takes(FITS)
 def all_reduce_ring(n_ranks: int, n_bytes: float, link: Link) -> Collective:
     """A ring reduce-scatter and a ring all-gather, in chunks of n_bytes / n.
 
@@ -208,7 +226,7 @@ def _ring_bytes(n_ranks: int, n_bytes: float) -> float:
     return (n_ranks - 1) * n_bytes / n_ranks  # not (n_ranks - 1) * (n_bytes / n_ranks): whole numbers stay whole
 
 
-@checked
+@takes(FITS)
 def ring_pass(n_ranks: int, n_bytes: float, link: Link) -> Collective:
     """One pass of a ring: a reduce-scatter or an all-gather.
 
@@ -258,7 +276,7 @@ class MasterStep(NamedTuple):
     phases: dict[str, float]
 
 
-@checked
+@takes(FITS)
 def master_step(
     n_ranks: int,
     weight_bytes: float,
@@ -334,7 +352,7 @@ class ServerStep(NamedTuple):
     server_messages: int
 
 
-@checked
+@takes(FITS)
 def parameter_server_step(
     n_workers: int, weight_bytes: float, link: Link, n_servers: int = 1, compute_seconds: float = 0.0
 ) -> ServerStep:
@@ -390,7 +408,7 @@ class DDPStep(NamedTuple):
     exposed_seconds: float
 
 
-@checked
+@takes(FITS)
 def ddp_step(
     n_ranks: int,
     bucket_bytes: Sequence[float],
@@ -433,7 +451,7 @@ def ddp_step(
     return DDPStep(forward_seconds + end, sum(times), end - backward_seconds)
 
 
-@checked
+@takes(FITS, bucket_bytes=AMOUNT)
 def ddp_buckets(
     parameter_bytes: Sequence[int], bucket_bytes: int | None = None, first_bucket_bytes: int | None = None
 ) -> list[int]:
@@ -509,7 +527,7 @@ RESNET50_P100 = {
 }
 
 
-@checked
+@takes(FITS)
 def data_parallel_step(
     n_ranks: int,
     gradient_bytes: float,
@@ -547,18 +565,18 @@ def data_parallel_step(
             assert [step.batch_size for step in steps] == [8192, 32768]
             assert steps[1].share > 0.2 > steps[0].share
     """
-    share(overlap=overlap)
     compute = forward_seconds + backward_seconds
     ring = all_reduce_ring(n_ranks, gradient_bytes, link).seconds
     exposed = max(0.0, ring - overlap * backward_seconds)
     seconds = compute + exposed
-    return ScaledStep(n_ranks, n_ranks * batch_per_rank, seconds, exposed, exposed / seconds, compute / seconds)
+    shares = (exposed / seconds, compute / seconds) if seconds else (0.0, 1.0)
+    return ScaledStep(n_ranks, n_ranks * batch_per_rank, seconds, exposed, *shares)
 
 
 # ----------------------------------------------------------------------------------------- large batches
 
 
-@checked
+@takes(FITS, momentum=Fits("a number of at least 0, and below 1", number(0, math.nextafter(1, 0)).read))
 def noise_scale(learning_rate: float, batch_size: int, n_samples: int, momentum: float = 0.0) -> float:
     """The noise scale of SGD: g = learning_rate / (1 - momentum) (N / B - 1).
 
@@ -588,13 +606,11 @@ def noise_scale(learning_rate: float, batch_size: int, n_samples: int, momentum:
             g = cost.noise_scale(learning_rate=0.1, batch_size=100, n_samples=1000, momentum=0.9)
             assert abs(g - 9.0) < 1e-12
     """
-    at_least(batch_size, n_samples=n_samples)
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum should be from 0 up to but not 1, but given {momentum}")
+    check("n_samples", n_samples, number(batch_size))
     return learning_rate / (1 - momentum) * (n_samples / batch_size - 1)
 
 
-@checked
+@takes(FITS, new_learning_rate=POSITIVE)
 def batch_size_of_same_noise(batch_size: int, learning_rate: float, new_learning_rate: float, n_samples: int) -> float:
     """The batch size that has, at a new learning rate, the noise scale of the old batch size and learning rate.
 
@@ -622,7 +638,7 @@ def batch_size_of_same_noise(batch_size: int, learning_rate: float, new_learning
             # Decay the rate from 0.1 to 0.02 at batch size 64, or keep 0.1 and increase the batch size to:
             assert round(cost.batch_size_of_same_noise(64, 0.02, 0.1, n_samples=60_000)) == 319
     """
-    at_least(batch_size, n_samples=n_samples)
+    check("n_samples", n_samples, number(batch_size))
     return n_samples / (1 + learning_rate / new_learning_rate * (n_samples / batch_size - 1))
 
 
@@ -645,7 +661,7 @@ class ZeroMemory(NamedTuple):
     total: float
 
 
-@checked
+@takes(FITS, stage=one_of(*range(4)))
 def zero_memory(
     n_parameters: float,
     n_ranks: int,
@@ -680,7 +696,6 @@ def zero_memory(
             gigabytes = [cost.zero_memory(7.5e9, 64, stage).total / 1e9 for stage in range(4)]
             assert [round(x, 1) for x in gigabytes] == [120.0, 31.4, 16.6, 1.9]      # figure 1 of the paper
     """
-    one_of(range(4), stage=stage)
     sizes = [optimizer_bytes, gradient_bytes, weight_bytes]  # in the order in which they are sharded
     held = [n_parameters * size / (n_ranks if stage > place else 1) for place, size in enumerate(sizes)]
     optimizer, gradients, weights = held
@@ -690,7 +705,7 @@ def zero_memory(
 # ---------------------------------------------------------------------------------------- pipelines
 
 
-@checked
+@takes(FITS)
 def pipeline_bubble(n_ranks: int, n_microbatches: int, n_chunks: int = 1) -> float:
     """The share of a pipeline step in which a rank is idle: (p - 1) / (v m + p - 1).
 
@@ -718,7 +733,10 @@ def pipeline_bubble(n_ranks: int, n_microbatches: int, n_chunks: int = 1) -> flo
     return (n_ranks - 1) / (n_chunks * n_microbatches + n_ranks - 1)
 
 
-@checked
+@takes(
+    FITS, schedule=one_of("1f1b", "zb-h1", "zb-h2", "zb-v"),
+    **dict.fromkeys(("forward", "backward_input", "backward_weight"), AMOUNT),
+)  # fmt: skip
 def zero_bubble_seconds(
     n_ranks: int, forward: float, backward_input: float, backward_weight: float, schedule: str = "zb-h1"
 ) -> float:
@@ -764,12 +782,13 @@ def zero_bubble_seconds(
     if schedule == "zb-v" and not f == b == w:
         raise ValueError(f"zb-v has a closed form only where the three times are equal, but given {f}, {b}, {w}")
     idle = {"1f1b": f + b + w, "zb-h1": b + max(0, f - w), "zb-h2": max(0, f + b - 2 * w), "zb-v": 0}
-    if schedule not in idle:
-        raise ValueError(f"schedule should be one of {sorted(idle)}, but given {schedule!r}")
     return (n_ranks - 1) * idle[schedule]
 
 
-@checked
+_PEAKS = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+@takes(FITS, schedule=one_of(*_PEAKS))
 def pipeline_peak_activations(
     schedule: str, n_ranks: int, n_microbatches: int, rank: int = 0, n_chunks: int = 1
 ) -> int:
@@ -805,7 +824,7 @@ def pipeline_peak_activations(
             peaks = [cost.pipeline_peak_activations("1f1b", 4, 8, rank) for rank in range(4)]
             assert peaks == [4, 3, 2, 1]
     """
-    if rank not in range(n_ranks):
+    if rank >= n_ranks:
         raise ValueError(f"rank should be from 0 to {n_ranks - 1}, but given {rank}")
     if schedule.startswith("interleaved") and n_chunks > 1 and n_microbatches % n_ranks:
         raise ValueError(
@@ -824,15 +843,13 @@ def pipeline_peak_activations(
         "zbv": 2 * n_ranks,
         "dualpipev": 2 * n_ranks + 1,
     }
-    if schedule not in peaks:
-        raise ValueError(f"schedule should be one of {sorted(peaks)}, but given {schedule!r}")
     return peaks[schedule]
 
 
 # ------------------------------------------------------------------------------------- transformers
 
 
-@checked
+@takes(FITS)
 def tensor_parallel_bytes(batch_size: int, sequence: int, hidden: int, n_ranks: int, value_bytes: float = 2) -> float:
     """Bytes that each tensor-parallel rank sends for one transformer layer, forward and backward.
 
@@ -860,7 +877,7 @@ def tensor_parallel_bytes(batch_size: int, sequence: int, hidden: int, n_ranks: 
     return 4 * 2 * _ring_bytes(n_ranks, batch_size * sequence * hidden * value_bytes)
 
 
-@checked
+@takes(FITS)
 def transformer_parameters(hidden: int, layers: int, vocabulary: int, sequence: int) -> float:
     """Parameters of a GPT: 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)).
 
@@ -887,7 +904,7 @@ def transformer_parameters(hidden: int, layers: int, vocabulary: int, sequence: 
     return 12 * l * h * h + 13 * l * h + (v + s) * h
 
 
-@checked
+@takes(FITS)
 def transformer_flops(
     batch_size: int, sequence: int, hidden: int, layers: int, vocabulary: int, recompute: bool = False
 ) -> float:
@@ -925,7 +942,7 @@ def transformer_flops(
 RECOMPUTE = ("none", "selective", "full")  # of a layer's activations, in backward
 
 
-@checked
+@takes(FITS, hidden=POSITIVE, sequence_parallel=FLAG, recompute=one_of(*RECOMPUTE))
 def activation_bytes(
     batch_size: int,
     sequence: int,
@@ -971,7 +988,6 @@ def activation_bytes(
             kept = cost.activation_bytes(**gpt3, recompute="selective")
             assert round(1 - kept / whole, 2) == 0.7                            # "70 %" in the paper, section 5
     """
-    one_of(RECOMPUTE, recompute=recompute)
     sbh = sequence * batch_size * hidden
     if recompute == "full":
         return value_bytes * sbh
@@ -984,7 +1000,7 @@ def activation_bytes(
 # ------------------------------------------------------------------------------------------- failures
 
 
-@checked
+@takes(FITS, order=one_of("young", "daly"))
 def checkpoint_interval(save: float, mean_time: float, order: str = "young") -> float:
     """The time of work between two checkpoints with which the least time is lost.
 
@@ -1014,7 +1030,6 @@ def checkpoint_interval(save: float, mean_time: float, order: str = "young") -> 
             hours = 54 * 24 / 419                       # Llama 3: 419 failures in 54 days
             assert round(60 * cost.checkpoint_interval(save=1 / 60, mean_time=hours)) == 19     # minutes
     """
-    one_of(("young", "daly"), order=order)
     first = math.sqrt(2 * save * mean_time)
     if order == "young":
         return first
@@ -1023,7 +1038,7 @@ def checkpoint_interval(save: float, mean_time: float, order: str = "young") -> 
     return first * (1 + math.sqrt(save / (2 * mean_time)) / 3 + save / (18 * mean_time)) - save
 
 
-@checked
+@takes(FITS)
 def goodput(interval: float, save: float, restart: float, mean_time: float) -> float:
     """The share of all time that is work that counts, with a checkpoint after each ``interval`` of work.
 
@@ -1050,7 +1065,7 @@ def goodput(interval: float, save: float, restart: float, mean_time: float) -> f
             share = cost.goodput(interval=20, save=1, restart=5, mean_time=186)          # minutes
             assert round(share, 2) == 0.88
     """
-    if not interval or not mean_time:
+    if not interval or not mean_time or max(restart, interval + save) / mean_time > 700:  # exp has no larger numbers
         return 0.0
     per_interval = mean_time * math.exp(restart / mean_time) * math.expm1((interval + save) / mean_time)
     return interval / per_interval

@@ -6,8 +6,11 @@ matplotlib is imported when the first figure is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import ignite_ddl.arguments as fits
+from ignite_ddl.arguments import NUMBER, POSITIVE, Fits, a, each, having, number, takes, whole
 
 if TYPE_CHECKING:  # the course's figures name these types by this module
     from matplotlib.axes import Axes
@@ -81,9 +84,56 @@ _STYLE = {
 }
 
 
+# ------------------------------------------------------------------------------------------ what fits
+
+
+def _is_colour(value: Any) -> bool:
+    from matplotlib.colors import is_color_like
+
+    return is_color_like(value)
+
+
+def _by_name(says: str, one: Fits, least: int = 1) -> Fits:
+    """Dicts from names to what fits."""
+
+    def read(value: Any) -> dict:
+        if not isinstance(value, Mapping) or len(value) < least:
+            raise TypeError
+        return {name: one.read(inside) for name, inside in value.items()}
+
+    return Fits(says, read)
+
+
+_RECORD = having("a record", "rank", "kind", "name", "start", "end")
+_RECORDS = each(_RECORD, "records")
+_COLOUR, _LABEL = a("a colour of matplotlib", _is_colour), fits.TEXT | NUMBER
+_TICKS = Fits("numbers", lambda value: each(NUMBER, "").read(value if isinstance(value, str | bytes) else list(value)))
+_PART = a("", lambda value: len(value) == 3 and NUMBER.read(value[0]) is not None and _is_colour(value[1]))
+_POINT = each(NUMBER, "two numbers", 2, 2)
+_NUMBERS = "width height left top start end low high x y place size scale row pad"  # mostly
+FITS = {
+    **dict.fromkeys(_NUMBERS.split(), NUMBER),
+    **dict.fromkeys(("bold", "bare", "upright"), fits.FLAG),
+    **dict.fromkeys(("at", "offset"), _POINT),
+    **dict.fromkeys(("colour", "edge"), _COLOUR),
+    **dict.fromkeys(("title", "unit"), fits.TEXT),
+    "axes": having("matplotlib's Axes", "add_patch", "set_xlim"),
+    "figure": having("a Figure of matplotlib", "legend", "findobj", "axes"),
+    "records": Fits("records, or what has them", lambda value: _RECORDS.read(getattr(value, "records", value))),
+    "colours": each(_COLOUR, "colours of matplotlib", 1),
+    "text": _LABEL,
+    "names": each(_LABEL, "names"),
+    "strength": fits.SHARE,
+    "linewidth": fits.AMOUNT,
+    "linestyle": fits.one_of("-", "--", "-.", ":", "solid", "dashed", "dashdot", "dotted", "none", ""),
+}
+_OF_A_FIGURE = FITS | dict.fromkeys(("width", "height"), POSITIVE) | {"columns": whole(most=100)}
+
+
 # ------------------------------------------------------------------------------------------ figures and axes
 
 
+@takes(_OF_A_FIGURE)
 def new_figure(title: str, width: float = 7.0, height: float = 3.0, columns: int = 1, **kwargs) -> tuple[Figure, Axes]:
     """An empty figure in the course's style.
 
@@ -116,6 +166,7 @@ def new_figure(title: str, width: float = 7.0, height: float = 3.0, columns: int
     return figure, axes
 
 
+@takes(_OF_A_FIGURE)
 def new_drawing(title: str, width: float, height: float, columns: int = 1, **kwargs) -> tuple[Figure, Axes]:
     """:func:`new_figure` for a drawing: its axes show neither lines nor ticks."""
     figure, axes = new_figure(title, width, height, columns, **kwargs)
@@ -124,6 +175,7 @@ def new_drawing(title: str, width: float, height: float, columns: int = 1, **kwa
     return figure, axes
 
 
+@takes(_OF_A_FIGURE, ratios=each(POSITIVE, "positive numbers", 1))
 def stack(title: str, width: float, height: float, ratios: list[float]) -> tuple[Figure, list[Axes]]:
     """A figure with panels under each other that share their horizontal axis.
 
@@ -151,11 +203,13 @@ def _title(figure: Figure, title: str) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
+@takes(FITS)
 def heading(axes: Axes, text: str, bold: bool = False, pad: float | None = None) -> None:
     """A panel's title, smaller than the figure's."""
     axes.set_title(text, fontsize=10, fontweight="bold" if bold else "normal", loc="left", pad=pad)
 
 
+@takes(FITS)
 def name_rows(axes: Axes, names: list[str], bare: bool = False) -> None:
     """Names rows of height 1 on the vertical axis, the first at the top.
 
@@ -171,6 +225,7 @@ def name_rows(axes: Axes, names: list[str], bare: bool = False) -> None:
         axes.tick_params(left=False)
 
 
+@takes(FITS, at=_TICKS, base=number(above=1))
 def log_axis(axes: Axes, at: Collection[float], base: int = 10) -> None:
     """A logarithmic horizontal axis with ticks at the given numbers alone, written in full."""
     axes.set_xscale("log", base=base)
@@ -178,6 +233,7 @@ def log_axis(axes: Axes, at: Collection[float], base: int = 10) -> None:
     axes.minorticks_off()
 
 
+@takes(FITS)
 def log_ticks(axes: Axes, low: float, high: float) -> None:
     """Ticks at 1, 2 and 5 times powers of ten between two numbers, written in full, on the vertical axis."""
     steps = (tick * 10**power for power in range(-3, 7) for tick in (1, 2, 5))
@@ -186,6 +242,11 @@ def log_ticks(axes: Axes, low: float, high: float) -> None:
     axes.minorticks_off()
 
 
+@takes(
+    FITS,
+    entries=_by_name("a dict from names to colours, or a list of handles", _COLOUR, 0)
+    | each(having("", "get_label"), ""),
+)
 def key(figure: Figure, entries: dict | list) -> None:
     """The legend, in one line below the figure.
 
@@ -202,6 +263,7 @@ def key(figure: Figure, entries: dict | list) -> None:
     )  # fmt: skip
 
 
+@takes(FITS)
 def on_any_page(figure: Figure) -> Figure:
     """Takes away the ground, and draws in grey what has no colour of its own: it reads on light and on dark pages.
 
@@ -239,11 +301,13 @@ def on_any_page(figure: Figure) -> Figure:
 # ------------------------------------------------------------------------------------------ colours
 
 
+@takes(FITS)
 def ink_on(colour: str) -> str:
     """Black or white: what reads better on a colour."""
     return "#222222" if _lightness(colour) > 0.5 else "white"
 
 
+@takes(FITS)
 def ink(colour: str) -> str:
     """The colour as text that reads on white and on black: neither too light nor too dark."""
     light, parts = _lightness(colour), _parts(colour)
@@ -254,6 +318,7 @@ def ink(colour: str) -> str:
     return "#" + "".join(f"{int(part):02X}" for part in parts)
 
 
+@takes(FITS)
 def pale(colour: str, strength: float) -> str:
     """The colour on white: nearly white with a strength of 0, the colour itself with 1."""
     return "#" + "".join(f"{round(247 + (part - 247) * strength):02X}" for part in _parts(colour))
@@ -273,6 +338,7 @@ def _lightness(colour: str) -> float:
 # ------------------------------------------------------------------------------------------ shapes and words
 
 
+@takes(FITS)
 def tile(
     axes: Axes, left: float, top: float, width: float, height: float, colour: str, text="",
     edge: str = "white", linewidth: float = 1.2, linestyle: str = "-", **style,
@@ -301,6 +367,7 @@ def tile(
         axes.text(left + width / 2, top + height / 2, str(text), **style)
 
 
+@takes(FITS)
 def span(
     axes: Axes, row: int, start: float, end: float, colour: str, text="", height: float = 0.84,
     linewidth: float = 0.5, **style,
@@ -310,6 +377,7 @@ def span(
     tile(axes, start, row - height / 2, end - start, height, colour, text, linewidth=linewidth, **style)
 
 
+@takes(FITS, parts=each(_PART, "a length, a colour and a text for each part"), size=POSITIVE)
 def bar(axes: Axes, place: float, parts: list[tuple], size: float = 0.8, upright: bool = True, **look) -> float:
     """One bar, stacked from parts that start at 0.
 
@@ -337,6 +405,7 @@ def bar(axes: Axes, place: float, parts: list[tuple], size: float = 0.8, upright
     return end
 
 
+@takes(FITS)
 def stripes(
     axes: Axes, left: float, top: float, width: float, height: float, colours: list[str], upright: bool = False
 ) -> None:
@@ -349,17 +418,20 @@ def stripes(
             tile(axes, left, top + height * place / n, width, height / n, colour, edge="none")
 
 
+@takes(value=whole(0, floats=True))
 def ranks_in(value: int) -> list[int]:
     """The ranks whose number is in a sum, if rank r has put in 2 ** r."""
     return [rank for rank in range(len(RANK)) if int(value) >> rank & 1]
 
 
+@takes(FITS, start=_POINT, end=_POINT)
 def arrow(axes: Axes, start: tuple, end: tuple, colour: str = "#555555", **style) -> None:
     """An arrow between two points; ``style`` is for matplotlib's ``arrowprops``."""
     style = {"arrowstyle": "->", "color": colour, "linewidth": 1.4} | style
     axes.annotate("", end, start, arrowprops=style)
 
 
+@takes(FITS)
 def note(axes: Axes, text: str, at: tuple, offset: tuple = (7, 0), colour: str | None = None, **style) -> None:
     """A text beside a point, such as the name of a line at its end: bold and in the line's colour, if one is given.
 
@@ -377,12 +449,18 @@ def note(axes: Axes, text: str, at: tuple, offset: tuple = (7, 0), colour: str |
     axes.annotate(text, at, offset, textcoords="offset points", **style)
 
 
+@takes(FITS, rank=whole(0, len(RANK) - 1))
 def label_rank(axes: Axes, x: float, y: float, rank: int, **style) -> None:
     """Writes the name of a rank in bold letters, by default of its colour and with ``x`` as the text's right end."""
     style = {"fontsize": 9, "ha": "right", "va": "center", "color": ink(RANK[rank])} | style
     axes.text(x, y, f"rank {rank}", fontweight="bold", **style)
 
 
+@takes(
+    FITS,
+    predicted=_by_name("a dict from names to dicts of numbers", fits.MAPPING),
+    measured=_by_name("a dict from names to dicts of numbers", fits.MAPPING, 0),
+)
 def lines_and_marks(
     axes: Axes, predicted: dict[str, dict], measured: dict[str, dict], colours: list[str],
     scale: float = 1.0, offset: tuple = (7, 0),
@@ -418,6 +496,7 @@ def lines_and_marks(
 # ------------------------------------------------------------------------------------------ rows of spans
 
 
+@takes(FITS)
 def timeline(records, title: str = "What each rank did, measured") -> Figure:
     """A row for each rank, rank 0 at the top, time to the right: what it did when.
 
@@ -464,6 +543,7 @@ def timeline(records, title: str = "What each rank did, measured") -> Figure:
     return on_any_page(figure)
 
 
+@takes(FITS, panels=_by_name("a dict from names to records", _RECORDS), row=POSITIVE)
 def schedules(panels: dict[str, list], title: str, unit: str = "ms", row: float = 0.3) -> Figure:
     """Pipeline schedules under each other on one axis of time: a row a rank, a box a pass, its microbatch inside.
 
@@ -541,6 +621,7 @@ def schedules(panels: dict[str, list], title: str, unit: str = "ms", row: float 
     return on_any_page(figure)
 
 
+@takes(FITS, panels=_by_name("a dict from names to dicts of records", _by_name("", _RECORDS)))
 def step_rows(panels: dict[str, dict[str, list]], title: str) -> Figure:
     """Steps under each other on one axis of time: a panel a step, a row of boxes for whoever works in it.
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ignite_ddl.arguments import MODULE, takes
+
 __all__ = ["SavedBytes"]
 
 
@@ -35,6 +37,7 @@ class SavedBytes:
         (512, 0)
     """
 
+    @takes(model=MODULE)
     def __init__(self, model: nn.Module | None = None) -> None:
         weights = [] if model is None else [*model.parameters(), *model.buffers()]
         self._left_out = {_local(weight).untyped_storage().data_ptr() for weight in weights}

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, MODULE, POSITIVE, SHARE, TEXT, a, each, one_of, takes
 from ignite_ddl.lab import cost
-from ignite_ddl.lab.cost import RECOMPUTE, Link
-from ignite_ddl.lab.ranges import above_zero, at_least, one_of, share
+from ignite_ddl.lab.cost import FITS, RECOMPUTE, WHOLE, Link
+from ignite_ddl.pipeline.schedules import divisors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,6 +28,11 @@ __all__ = ["A100", "H100", "Cluster", "Model", "Plan", "figure", "plan", "predic
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 
 
+@takes(
+    **dict.fromkeys(("layers", "width", "heads", "vocabulary", "sequence"), WHOLE),
+    **dict.fromkeys(("weight_bytes", "gradient_bytes", "optimizer_bytes", "value_bytes", "mask_bytes"), AMOUNT),
+    **dict.fromkeys(("tied", "sequence_parallel"), FLAG),
+)
 @dataclass(frozen=True)
 class Model:
     """A GPT, and the numbers in which it is trained.
@@ -69,12 +75,11 @@ class Model:
     mask_bytes: float = 1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "vocabulary", "sequence"):
-            at_least(1, whole=True, **{name: getattr(self, name)})
         if self.width % self.heads:
             raise ValueError(f"heads should divide width={self.width}, but given {self.heads}")
 
     @classmethod
+    @takes(module=MODULE, sequence=WHOLE)
     def of(cls, module: nn.Module, sequence: int, **given: Any) -> Model:
         """Describes a real model: an ``nn.Embedding``, equal blocks, and an attribute that counts the heads.
 
@@ -163,6 +168,10 @@ def _equal_children(module: nn.Module) -> list:
     return max(groups.values(), key=len, default=[])
 
 
+@takes(
+    devices=FITS["n_ranks"], node=WHOLE, flops=POSITIVE, best=POSITIVE, overlap=SHARE,
+    **dict.fromkeys(("memory", "half_width", "reserved"), AMOUNT), **dict.fromkeys(("inside", "between"), FITS["link"]),
+)  # fmt: skip
 @dataclass(frozen=True)
 class Cluster:
     """Devices in nodes. Ranks fill node after node, so that tp peers are neighbours, then dp, then pp.
@@ -193,12 +202,6 @@ class Cluster:
     half_width: float = 0.0
     overlap: float = 0.0
     reserved: float = 0.0
-
-    def __post_init__(self) -> None:
-        at_least(1, whole=True, devices=self.devices, node=self.node)
-        at_least(0, memory=self.memory, half_width=self.half_width, reserved=self.reserved)
-        above_zero(flops=self.flops, best=self.best)
-        share(overlap=self.overlap)
 
     def efficiency(self, width: float) -> float:
         """Of compute, at a model's width."""
@@ -332,6 +335,13 @@ class Plan(NamedTuple):
         return table([self])
 
 
+_GIVEN = {"model": a("a plan.Model", Model), "cluster": a("a plan.Cluster", Cluster), "batch": WHOLE}
+
+
+@takes(
+    _GIVEN, schedule=one_of(*SCHEDULES), zero=one_of(*range(4)), recompute=one_of(*RECOMPUTE), n_chunks=WHOLE,
+    microbatches=WHOLE, **dict.fromkeys(("dp", "pp", "tp"), WHOLE),
+)  # fmt: skip
 def predict(
     model: Model,
     cluster: Cluster,
@@ -483,6 +493,11 @@ def predict(
     )  # fmt: skip
 
 
+@takes(
+    _GIVEN,
+    schedules=each(one_of(*SCHEDULES), f"some of {', '.join(SCHEDULES)}", least=1),
+    recompute=each(one_of(*RECOMPUTE), f"some of {', '.join(RECOMPUTE)}", least=1),
+)
 def plan(
     model: Model,
     cluster: Cluster,
@@ -522,10 +537,9 @@ def plan(
             plans = plan(model, Cluster(16, **A100), batch=128)
             assert plans[0].fits and not plans[-1].fits
     """
-    at_least(1, whole=True, batch=batch)
-    schedules, recompute, found = list(schedules), list(recompute), []
-    for tp in _divisors(cluster.devices):
-        for pp in _divisors(cluster.devices // tp):
+    found = []
+    for tp in divisors(cluster.devices):
+        for pp in divisors(cluster.devices // tp):
             dp = cluster.devices // tp // pp
             if model.heads % tp or pp > model.layers or batch % dp:
                 continue
@@ -558,26 +572,17 @@ def plan(
     return sorted(found, key=place)
 
 
-def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]
-
-
 def _checked(
     model: Model, cluster: Cluster, batch: int, dp: int, pp: int, tp: int, schedule: str, n_chunks: int | None,
     microbatches: int | None, zero: int, recompute: str,
 ) -> tuple[int, int]:  # fmt: skip
     """Refuses a plan that cannot be; returns the numbers of stages on each rank and of microbatches."""
-    at_least(1, whole=True, batch=batch, dp=dp, pp=pp, tp=tp)
     if dp * pp * tp > cluster.devices:
         raise ValueError(f"dp, pp and tp should be {cluster.devices} devices at most, but given {dp}, {pp} and {tp}")
     if model.heads % tp:
         raise ValueError(f"tp should divide {model.heads} heads, but given {tp}")
-    one_of(SCHEDULES, schedule=schedule)
-    one_of(range(4), zero=zero)
-    one_of(RECOMPUTE, recompute=recompute)
     own = 1 if schedule == "1f1b" else 2
     n_chunks = 1 if pp == 1 else own if n_chunks is None else n_chunks
-    at_least(1, whole=True, n_chunks=n_chunks)
     if schedule == "1f1b" and n_chunks > 1:
         raise ValueError(f"n_chunks should be 1 for 1f1b, but given {n_chunks}")
     if pp * n_chunks > model.layers:
@@ -585,7 +590,7 @@ def _checked(
     if batch % dp:
         raise ValueError(f"dp should divide batch={batch}, but given {dp}")
     count = batch // dp if microbatches is None else microbatches
-    if count < 1 or batch // dp % count:
+    if batch // dp % count:
         raise ValueError(f"microbatches should divide the {batch // dp} rows of a dp rank, but given {count}")
     if pp > 1 and (count < pp or (n_chunks > 1 and count % pp)):
         kind = "at least" if n_chunks == 1 else "a multiple of"
@@ -593,6 +598,7 @@ def _checked(
     return n_chunks, count
 
 
+@takes(plans=each(a("a Plan", Plan), "a list of plans"), n=COUNT)
 def table(plans: Sequence[Plan], n: int = 10) -> str:
     """The first ``n`` plans, a line each.
 
@@ -624,6 +630,7 @@ def _unit(plans: Sequence[Plan]) -> tuple[float, str]:
     return next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if most >= unit), (1e3, "kB"))
 
 
+@takes(plans=each(a("a Plan", Plan), "a list of plans, at least one", least=1), title=TEXT)
 def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory") -> Figure:
     """Seconds of a step against memory, a dot for each plan: colour is the mesh's pp, grey does not fit.
 

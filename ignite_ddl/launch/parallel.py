@@ -32,7 +32,7 @@ import cloudpickle
 import ignite.distributed as idist
 import torch
 
-from ignite_ddl.arguments import check_count, limit_in_seconds
+from ignite_ddl.arguments import FUNCTION, PROCESSES, SECONDS, TEXT, WORLD, Fits, a, check, one_of, shown, takes, whole
 from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, torchrun_not_slurm
 from ignite_ddl.launch.hangs import Watch
 from ignite_ddl.launch.job import MARK, Job
@@ -42,7 +42,7 @@ from ignite_ddl.launch.rank import run_here
 from ignite_ddl.launch.settings import Settings
 from ignite_ddl.launch.signals import Signals
 from ignite_ddl.launch.torchrun import address_in_torchrun, end_with_torchrun
-from ignite_ddl.mesh import check_mesh, initialize_mesh
+from ignite_ddl.mesh import AXIS, check_mesh, initialize_mesh
 
 __all__ = ["PRELOAD", "Parallel"]
 # Imported once by the forkserver instead of by each rank. Modules may be appended; if the forkserver is already
@@ -139,6 +139,14 @@ class Parallel:
             assert sums == [60, 60, 60, 60]
     """
 
+    @takes(
+        nnodes=WORLD, node_rank=whole(0), init_method=TEXT, dp=AXIS, pp=AXIS, tp=AXIS,
+        master_addr=a("an address", lambda value: isinstance(value, str) and value.strip() and "\0" not in value),
+        master_port=Fits("a port", lambda value: whole(1, 65535).read(int(value) if isinstance(value, str) else value)),
+        timeout=SECONDS, group_timeout=SECONDS, servers=whole(0, PROCESSES), on_failure=one_of("raise", "continue"),
+        **dict.fromkeys(("backend", "start_method"), TEXT),
+        **dict.fromkeys(("nproc_per_node", "threads_per_rank"), whole(most=PROCESSES)),
+    )  # fmt: skip
     def __init__(
         self,
         backend: str | None = None,
@@ -166,8 +174,7 @@ class Parallel:
         self.master_addr = master_addr
         self.master_port = master_port
         self.init_method = init_method
-        self.timeout = None if timeout is None else limit_in_seconds(timeout)
-        self.group_timeout = None if group_timeout is None else limit_in_seconds(group_timeout, "group_timeout")
+        self.timeout, self.group_timeout = timeout, group_timeout
         self.threads_per_rank = threads_per_rank
         self.start_method = start_method
         self.servers = servers
@@ -181,9 +188,6 @@ class Parallel:
         """Raises a ValueError for invalid arguments before any process is started."""
         self._check_backend(nnodes, node_rank)
         self._check_environment()
-        for name in ("nproc_per_node", "nnodes", "threads_per_rank"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
         if self.mesh_sizes:
             self.mesh_sizes = check_mesh(self._world_size(), **self.mesh_sizes)
         self._check_servers()
@@ -201,11 +205,11 @@ class Parallel:
                     )
         elif self.backend not in idist.available_backends():
             raise ValueError(
-                f"backend should be one of {idist.available_backends()} or None, but given {self.backend!r}"
+                f"backend should be one of {idist.available_backends()} or None, but given {shown(self.backend)}"
             )
-        if self.init_method is not None and self.init_method.startswith("tcp://"):
+        if self.init_method is not None and (self.init_method.startswith("tcp://") or "://" not in self.init_method):
             raise ValueError(
-                f"init_method should be 'env://' or 'file://...', but given {self.init_method!r}: for tcp, set "
+                f"init_method should be 'env://' or 'file://...', but given {shown(self.init_method)}: for tcp, set "
                 "master_addr and master_port instead (idist cannot take the address from init_method)"
             )
 
@@ -248,7 +252,7 @@ class Parallel:
             )
         methods = [method for method in multiprocessing.get_all_start_methods() if method != "fork"]
         if self.start_method is not None and self.start_method not in methods:
-            raise ValueError(f"start_method should be one of {methods}, but given {self.start_method!r}")
+            raise ValueError(f"start_method should be one of {methods}, but given {shown(self.start_method)}")
 
     def _check_nodes(self, node_rank: int | None) -> None:
         if self.nnodes > 1 and node_rank is None:
@@ -277,9 +281,6 @@ class Parallel:
             check_address(host, int(port), self.node_rank == 0, 0 if self.nnodes == 1 else RESOLVE_SECONDS)
 
     def _check_servers(self) -> None:
-        check_count("servers", self.servers, least=0)
-        if self.on_failure not in ("raise", "continue"):
-            raise ValueError(f"on_failure should be 'raise' or 'continue', but given {self.on_failure!r}")
         if self.on_failure == "continue" and self.servers == 0:
             raise ValueError(
                 "on_failure='continue' needs parameter servers, which can continue without a worker, "
@@ -350,8 +351,7 @@ class Parallel:
                 started then.
             RankError: if a rank raises, dies, or does not finish within ``timeout``.
         """
-        if not callable(func):
-            raise ValueError(f"func should be a function whose first argument is the local rank, but given {func!r}")
+        check("func", func, Fits("a function whose first argument is the local rank", FUNCTION.read))
         if self.nproc_per_node is None:
             with self._limited(), _told_who_waited():
                 return [run_here(func, (idist.get_local_rank(), *args), kwargs)]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_ddl.arguments import check_count, is_count, limit_in_seconds
+from ignite_ddl.arguments import MODULE, check_count, is_count, limit_in_seconds, one_of, shown, takes
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.parameter_server.server import MODES
 from ignite_ddl.parameter_server.wire import Servers
@@ -109,6 +109,7 @@ class ParameterServer:
             assert torch.allclose(weight, training(0)[0], atol=1e-6)    # one process, the same script
     """
 
+    @takes(model=MODULE, mode=one_of(*MODES))
     def __init__(
         self,
         model: nn.Module,
@@ -318,23 +319,21 @@ def _check_arguments(optimizer: Any, mode: str, staleness: int | None, backup: i
             "optimizer should be a function that takes parameters and returns their optimizer, for example "
             f"lambda parameters: torch.optim.SGD(parameters, lr=0.1), but given {type(optimizer).__name__}"
         )
-    if mode not in MODES:
-        raise ValueError(f"mode should be one of {MODES}, but given {mode!r}")
     if mode == "bounded":
         if not is_count(staleness, least=0):
             raise ValueError(
-                f"staleness should be a number of steps, 0 or more, with mode='bounded', but given {staleness!r}"
+                f"staleness should be a number of steps, 0 or more, with mode='bounded', but given {shown(staleness)}"
             )
     elif staleness is not None:
-        raise ValueError(f"staleness={staleness!r} needs mode='bounded', but given mode={mode!r}")
+        raise ValueError(f"staleness={shown(staleness)} needs mode='bounded', but given mode={mode!r}")
     if mode == "backup":
         if not is_count(backup) or 1 < workers <= backup:
             raise ValueError(
                 f"backup should be between 1 and {max(1, workers - 1)} of {workers} workers with mode='backup', "
-                f"but given {backup!r}"
+                f"but given {shown(backup)}"
             )
-    elif backup != 0:
-        raise ValueError(f"backup={backup!r} needs mode='backup', but given mode={mode!r}")
+    elif not is_count(backup, 0) or backup:
+        raise ValueError(f"backup={shown(backup)} needs mode='backup', but given mode={mode!r}")
 
 
 def _check_model(model: nn.Module) -> None:

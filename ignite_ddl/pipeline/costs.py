@@ -13,12 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ignite_ddl.arguments import MODULE, TENSOR, Fits, one_of, takes, whole
 from ignite_ddl.lazy import Lazy, LazyLayers, replace_module
 from ignite_ddl.pipeline.cut import named_layers
 
 __all__ = ["layer_costs"]
 
 
+UNIT = Fits('"flops" or "seconds"', one_of("flops", "seconds").read)
+
+
+@takes(model=MODULE, x=TENSOR, unit=UNIT, repeats=whole(most=10**6))
 def layer_costs(model: nn.Module, x: torch.Tensor, unit: str = "flops", repeats: int = 5) -> list[float]:
     """The cost of a forward and a backward pass of each layer, for ``ddl.auto_model(..., costs=)``.
 
@@ -52,8 +57,6 @@ def layer_costs(model: nn.Module, x: torch.Tensor, unit: str = "flops", repeats:
             assert first == 2 * (2 * 10 * 64 * 64)          # forward, and the weights' gradient: the input needs none
             assert second == 3 * (2 * 10 * 64 * 2)
     """
-    if unit not in ("flops", "seconds"):
-        raise ValueError(f'unit should be "flops" or "seconds", but given {unit!r}')
     layers = named_layers(model)
     box: list[Any] = [None]
     if unit == "flops" or idist.get_rank() == 0:

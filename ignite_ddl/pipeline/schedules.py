@@ -10,20 +10,24 @@ A schedule is an order of passes for each rank. Below, an order is a list of wor
 - ``F0+B1`` are two passes that should overlap.
 
 The orders are those of ``torch.distributed.pipelining``, which runs them; a test compares them for each rank. This
-file imports only the standard library, so that a web page can run it.
+file and what it imports need only the standard library, so that a web page can run it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+from ignite_ddl.arguments import COUNT, WORLD, check, one_of, whole
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "Schedule",
     "check_microbatches",
+    "divisors",
     "microbatches_for",
     "schedule_actions",
     "schedule_entries",
@@ -202,16 +206,12 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
+NAME = one_of(*SCHEDULES)
+ROWS = whole(most=10**9)  # whose divisors are tried
+
+
 def _known(schedule: str) -> Schedule:
-    if not isinstance(schedule, str) or schedule not in SCHEDULES:
-        raise ValueError(f"schedule should be one of {', '.join(SCHEDULES)}, but given {schedule!r}")
-    return SCHEDULES[schedule]
-
-
-def _at_least_1(**given: int) -> None:
-    for name, value in given.items():
-        if not value >= 1:
-            raise ValueError(f"{name} should be at least 1, but given {value}")
+    return SCHEDULES[check("schedule", schedule, NAME)]
 
 
 # ------------------------------------------------------------------------------------------- stages and microbatches
@@ -242,7 +242,7 @@ def stage_owners(schedule: str, n_ranks: int, n_chunks: int | None = None) -> li
     known = _known(schedule)
     own = known.stages_per_rank
     n_chunks = own if n_chunks is None else n_chunks
-    _at_least_1(n_ranks=n_ranks, n_chunks=n_chunks)
+    n_ranks, n_chunks = check("n_ranks", n_ranks, WORLD), check("n_chunks", n_chunks, WORLD)
     if n_chunks != own and (own == 1 or known.v_shaped):
         raise ValueError(f"schedule={schedule!r} has {own} stages on each rank, but given n_chunks={n_chunks}")
     ranks = list(range(n_ranks))
@@ -276,7 +276,7 @@ def suits(schedule: str, n_microbatches: int, n_ranks: int) -> bool:
             assert not suits("interleaved_1f1b", 9, n_ranks=4)
     """
     known = _known(schedule)
-    _at_least_1(n_ranks=n_ranks)
+    check("n_ranks", n_ranks, WORLD)
     if n_microbatches < max(1, known.least_per_rank * n_ranks):
         return False
     return not known.equal_rounds or n_microbatches % max(1, n_microbatches // n_ranks) == 0
@@ -301,13 +301,18 @@ def check_microbatches(schedule: str, n_microbatches: int, n_ranks: int) -> None
             check_microbatches("dualpipev", 8, n_ranks=4)
     """
     known = _known(schedule)
-    if isinstance(n_microbatches, bool) or not hasattr(n_microbatches, "__index__") or n_microbatches < 1:
-        raise ValueError(f"n_microbatches should be a positive integer, but given {n_microbatches!r}")
+    check("n_microbatches", n_microbatches, COUNT)
     if not suits(schedule, n_microbatches, n_ranks):
         raise ValueError(
             f"n_microbatches={n_microbatches} does not suit schedule={schedule!r} on pp={n_ranks}; "
             f"use a multiple of {max(1, known.least_per_rank) * n_ranks}"
         )
+
+
+def divisors(n: int) -> list[int]:
+    """In order."""
+    low = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
+    return low + [n // k for k in reversed(low) if k * k != n]
 
 
 def microbatches_for(rows: int, wanted: int, schedule: str, pp_size: int) -> tuple[int, str]:
@@ -340,10 +345,9 @@ def microbatches_for(rows: int, wanted: int, schedule: str, pp_size: int) -> tup
             assert microbatches_for(1, 4, "1f1b", pp_size=2) == (1, "gpipe")
     """
     known = _known(schedule)
-    _at_least_1(rows=rows, wanted=wanted)
-    divisors = [m for m in range(1, rows + 1) if rows % m == 0]
-    divisors.sort(key=lambda m: (abs(m - wanted), m))
-    for m in divisors:
+    check("rows", rows, ROWS), check("wanted", wanted, COUNT)
+    tried = sorted(divisors(rows), key=lambda m: (abs(m - wanted), m))
+    for m in tried:
         if suits(schedule, m, pp_size):
             return m, schedule
     if known.v_shaped:
@@ -351,7 +355,7 @@ def microbatches_for(rows: int, wanted: int, schedule: str, pp_size: int) -> tup
             f"a batch of {rows} rows cannot be cut into microbatches for schedule={schedule!r} on pp={pp_size}; "
             "use drop_last=True, another batch_size, or another schedule"
         )
-    return divisors[0], "gpipe" if known.stages_per_rank == 1 else "looped_bfs"
+    return tried[0], "gpipe" if known.stages_per_rank == 1 else "looped_bfs"
 
 
 # ------------------------------------------------------------------------------------------- who does what when

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
+from ignite_ddl.arguments import MODULE, NAMES, Fits, takes
+
 __all__ = ["TracedLayer", "trace_layers"]
 
 
+@takes(model=MODULE, before=Fits("a list of names of modules", NAMES.read))
 def trace_layers(model: nn.Module, x: Any, before: Sequence[str]) -> nn.Sequential:
     """Cuts any model that ``torch.export`` can trace into layers that ``ddl.auto_model`` can pipeline.
 
@@ -65,7 +68,7 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str]) -> nn.Sequenti
         )
     modules = dict(model.named_modules())
     unknown = [name for name in before if not name or name not in modules]
-    if isinstance(before, str) or not before or unknown:
+    if not before or unknown:
         raise ValueError(
             f"before should list names of modules of the model, but given {before!r}; it has "
             f"{', '.join(name for name in modules if name)}"

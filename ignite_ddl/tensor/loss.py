@@ -9,9 +9,17 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from ignite_ddl.arguments import INTEGER, SHARE, TENSOR, Fits, one_of, takes
+
 __all__ = ["cross_entropy"]
 
 
+REDUCTION = Fits('"mean", "sum" or "none"', one_of("mean", "sum", "none").read)
+
+
+@takes(
+    logits=TENSOR, target=TENSOR, ignore_index=INTEGER, reduction=REDUCTION, weight=TENSOR, label_smoothing=SHARE
+)  # fmt: skip
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -79,8 +87,6 @@ def cross_entropy(
                 f"{name} should be {fits} for logits that are cut by vocabulary, but given {given}: gather the logits "
                 "by Column(output_layouts=Replicate())"
             )
-    if reduction not in ("mean", "sum", "none"):  # torch raises too late to restore its own handlers
-        raise ValueError(f'reduction should be "mean", "sum" or "none", but given {reduction!r}')
     rows = logits.shape[:classes] + logits.shape[classes + 1 :]
     if target.shape != rows:
         raise ValueError(

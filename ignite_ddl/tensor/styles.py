@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from ignite_ddl.arguments import check_count
+from ignite_ddl.arguments import COUNT, FLAG, TEXT, a, check_count, each, or_none, takes, whole
 from ignite_ddl.tensor.random import draw_seed, random_stream
 
 __all__ = [
@@ -74,6 +74,10 @@ def _part(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x.chunk(mesh.size(), dim=dim)[mesh.get_local_rank()].contiguous()
 
 
+_LAYOUT = or_none(a("a placement such as Replicate() or Shard(1)", Placement))
+_FITS = {"input_layouts": _LAYOUT, "output_layouts": _LAYOUT, "use_local_output": FLAG, "dim": whole(-64, 64)}
+
+
 class Column(ColwiseParallel):
     """Each tp rank computes some of the outputs of a linear layer: its weight is cut along dim 0.
 
@@ -105,16 +109,11 @@ class Column(ColwiseParallel):
             plan = {"block*.attention.[qkv]": Column(units="n_heads"), "block*.attention.out": Row()}
     """
 
+    @takes(_FITS, units=COUNT | TEXT, parts=COUNT | each(COUNT, "a sequence of them"))
     def __init__(self, *, units: int | str | None = None, parts: int | Iterable[int] = 1, **kwargs: Any) -> None:
-        if units is not None and not isinstance(units, str):
-            check_count("units", units)
         self.parts = parts if isinstance(parts, int) else tuple(parts)
-        for n in (parts,) if isinstance(parts, int) else self.parts:
-            check_count("parts", n)
         if parts != 1 and (units is not None or kwargs):
             raise ValueError(f"parts={parts!r} excludes units and layouts: the output stays cut, part by part")
-        for argument in ("input_layouts", "output_layouts"):
-            _check_layout(self, argument, kwargs.get(argument))
         super().__init__(**kwargs)
         self.units = units
 
@@ -242,9 +241,8 @@ class Row(RowwiseParallel):
             plan = {"embed": Row(), "head": Column(output_layouts=Replicate())}      # both by vocabulary
     """
 
+    @takes(_FITS)
     def __init__(self, *, input_layouts: Placement | None = None, **kwargs: Any) -> None:
-        _check_layout(self, "input_layouts", input_layouts)
-        _check_layout(self, "output_layouts", kwargs.get("output_layouts"))
         super().__init__(input_layouts=input_layouts, **kwargs)
         self.whole_input_of_embeddings = input_layouts is None
 
@@ -321,8 +319,8 @@ class SharedInput(PrepareModuleInput):
             }
     """
 
+    @takes(_FITS)
     def __init__(self, *, input_layouts: Placement | None = None) -> None:
-        _check_layout(self, "input_layouts", input_layouts)
         super().__init__(input_layouts=input_layouts or Replicate(), desired_input_layouts=Replicate())
 
     def _prepare_input_fn(self, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
@@ -332,14 +330,6 @@ class SharedInput(PrepareModuleInput):
                 f"{type(inputs[0]).__name__ if inputs else 'keyword arguments only'}"
             )
         return (*super()._prepare_input_fn(inputs[:1], device_mesh), *inputs[1:])
-
-
-def _check_layout(style: ParallelStyle, argument: str, layout: Any) -> None:
-    if layout is not None and not isinstance(layout, Placement):
-        raise ValueError(
-            f"{argument} of {type(style).__name__} should be a placement such as Replicate() or Shard(1), but given "
-            f"{layout!r}"
-        )
 
 
 def _check_is_layer(style: ParallelStyle, name: str, module: nn.Module) -> None:
@@ -423,6 +413,7 @@ class InputChannels(ParallelStyle):
             assert abs(total - torch.nn.Conv2d(4, 8, 3)(torch.ones(1, 4, 5, 5)).sum().item()) < 1e-4
     """
 
+    @takes(whole_input=FLAG)
     def __init__(self, *, whole_input: bool = False) -> None:
         super().__init__()
         self.whole_input = whole_input
@@ -581,6 +572,7 @@ class SplitSequence(PrepareModuleOutput):
                 assert parallel.run(tokens_here) == [(2, 3, 4)] * 2
     """
 
+    @takes(_FITS)
     def __init__(self, *, dim: int = 1) -> None:
         super().__init__(output_layouts=Replicate(), desired_output_layouts=Shard(dim))
         self.dim = dim
@@ -637,6 +629,7 @@ class Sequence(SequenceParallel):
             }
     """
 
+    @takes(_FITS)
     def __init__(self, *, dim: int = 1) -> None:
         super().__init__(sequence_dim=dim, use_local_output=True)
 

@@ -215,9 +215,9 @@ def test_it_prints_and_draws():
             "batch should be divisible by the dp of a mesh of 7 devices",
         ),
         (lambda: Model(2, 30, 4, 10, 10), "heads should divide width=30, but given 4"),
-        (lambda: Model(0, 32, 4, 10, 10), "layers should be a whole number of at least 1, but given 0"),
-        (lambda: dataclasses.replace(HERE, overlap=2), "overlap should be a share"),
-        (lambda: dataclasses.replace(HERE, flops=0), "flops should be above 0"),
+        (lambda: Model(0, 32, 4, 10, 10), "layers should be a positive integer, but given 0"),
+        (lambda: dataclasses.replace(HERE, overlap=2), "overlap should be a number from 0 to 1, but given 2"),
+        (lambda: dataclasses.replace(HERE, flops=0), "flops should be a positive number"),
         (
             lambda: Model.of(torch.nn.Linear(2, 2), 4),
             "module should have an nn.Embedding and equal blocks and a number of heads",

@@ -704,9 +704,9 @@ def test_clocks_without_a_common_collective_start_together():
     ("call", "says"),
     [
         (lambda: Timeline().span("x", kind="computing").__enter__(), "kind should be one of .*but given"),
-        (lambda: Timeline().attach(3), "engine should be an ignite.engine.Engine, but given int"),
+        (lambda: Timeline().attach(3), "engine should be an ignite.engine.Engine, but given 3"),
         (lambda: Timeline.merge([made_up(0, "a", 1.0, 2.0)] * 2), r"different ranks, but given ranks \[0, 0\]"),
-        (lambda: Timeline.merge([3]), "one Timeline per rank, but given 3"),
+        (lambda: Timeline.merge([3]), "one Timeline per rank, in a list, but given .3."),
         (lambda: Timeline.merge(Timeline()), "one Timeline per rank, in a list, but given Timeline"),
         (lambda: Timeline.merge(None), "one Timeline per rank, in a list, but given None"),
         (lambda: Timeline.merge([Timeline.merge([made_up(0, "a", 1.0, 2.0)])]), "one Timeline per rank"),

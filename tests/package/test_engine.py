@@ -23,8 +23,8 @@ def trainer(model=None, **options):
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps should be a positive integer, .* given 0"),
         ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps should be .* given 1.5"),
         ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps should be .* given True"),
-        ({"max_norm": 0}, "max_norm should be positive, but given 0"),
-        ({"max_norm": float("nan")}, "max_norm should be positive, but given nan"),
+        ({"max_norm": 0}, "max_norm should be a positive number, but given 0"),
+        ({"max_norm": float("nan")}, "max_norm should be a positive number, but given nan"),
     ],
 )
 def test_arguments_that_do_not_fit(options, message):
@@ -44,7 +44,7 @@ def test_an_optimizer_of_another_model():
 def test_a_norm_to_clip_at(max_norm):
     model = nn.Linear(2, 1)
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(ValueError, match="max_norm should be positive"):
+    with pytest.raises(ValueError, match="max_norm should be a positive number"):
         ddl.clip_grad_norm_(model, max_norm)
     assert torch.equal(model.weight.grad, torch.ones(1, 2))
 

@@ -943,7 +943,7 @@ def test_bad_models():
     [
         ({"servers": -1}, "servers should be an integer of at least 0, but given -1"),
         ({"servers": True}, "servers should be an integer"),
-        ({"on_failure": "ignore"}, "on_failure should be 'raise' or 'continue', but given 'ignore'"),
+        ({"on_failure": "ignore"}, "on_failure should be one of raise, continue, but given 'ignore'"),
         ({"servers": 0, "on_failure": "continue"}, "on_failure='continue' needs parameter servers"),
         ({"nnodes": 2, "node_rank": 0}, "servers=1 needs ranks that are started on one machine, but given nnodes=2"),
     ],

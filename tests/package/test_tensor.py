@@ -126,11 +126,11 @@ def test_a_plan_that_does_not_fit(plan, tp_size, message):
 @pytest.mark.parametrize(
     ("style", "arguments", "message"),
     [
-        (ddl.Column, {"units": 0}, "units should be a positive integer, but given 0"),
-        (ddl.Column, {"units": 2.0}, "units should be a positive integer, but given 2.0"),
-        (ddl.Column, {"output_layouts": "replicate"}, "output_layouts of Column should be a placement"),
-        (ddl.Row, {"input_layouts": 1}, "input_layouts of Row should be a placement .* but given 1"),
-        (ddl.SharedInput, {"input_layouts": "whole"}, "input_layouts of SharedInput should be a"),
+        (ddl.Column, {"units": 0}, "units should be a positive integer, or a string, but given 0"),
+        (ddl.Column, {"units": 2.0}, "units should be a positive integer, or a string, but given 2.0"),
+        (ddl.Column, {"output_layouts": "replicate"}, "output_layouts should be a placement"),
+        (ddl.Row, {"input_layouts": 1}, "input_layouts should be a placement .* but given 1"),
+        (ddl.SharedInput, {"input_layouts": "whole"}, "input_layouts should be a placement"),
     ],
 )
 def test_arguments_of_a_style_that_do_not_fit(style, arguments, message):

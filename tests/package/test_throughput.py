@@ -41,5 +41,5 @@ def test_rows_of_all_dp_ranks_count_once(axes):
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="flops and peak_flops go together"):
         ddl.Throughput(flops=1e9)
-    with pytest.raises(ValueError, match="window should be positive, but given 0"):
+    with pytest.raises(ValueError, match="window should be a positive integer, but given 0"):
         ddl.Throughput(window=0)

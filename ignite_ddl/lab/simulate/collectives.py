@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from ignite_ddl.lab.cost import Link, when_full
-from ignite_ddl.lab.ranges import checked
-from ignite_ddl.lab.simulate.world import Event, Rank, Simulation, number_for_each, run
+from ignite_ddl.arguments import a, takes
+from ignite_ddl.lab.cost import FITS, Link, when_full
+from ignite_ddl.lab.simulate.world import ONE_OR_EACH, Event, Rank, Simulation, number_for_each, run
 
 __all__ = [
     "all_reduce_naive",
@@ -20,6 +20,10 @@ __all__ = [
 ]
 
 
+_FITS = FITS | dict.fromkeys(("enter", "slowdown", "compute_seconds"), ONE_OR_EACH)
+
+
+@takes(FITS, rank=a("a simulate.Rank", Rank), chunks=a("a list", list))
 def ring(rank: Rank, chunks: list, n_bytes: float, tag: Any = None) -> Generator:
     """A ring all-reduce inside a program: ``yield from ring(rank, chunks, n_bytes)``.
 
@@ -33,6 +37,8 @@ def ring(rank: Rank, chunks: list, n_bytes: float, tag: Any = None) -> Generator
         Generator: to ``yield from``.
     """
     n, right, left = rank.n_ranks, (rank.number + 1) % rank.n_ranks, (rank.number - 1) % rank.n_ranks
+    if len(chunks) != n:
+        raise ValueError(f"chunks should have one for each of {n} ranks, but has {len(chunks)}")
     for step in range(2 * (n - 1)):
         adds = step < n - 1  # reduce-scatter: send the partial sum; all-gather: send the complete chunk
         mine = (rank.number - step + (0 if adds else n)) % n
@@ -54,7 +60,7 @@ def _entered(
     return run(late, n_ranks, link)
 
 
-@checked
+@takes(_FITS)
 def all_reduce_naive(n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None) -> Simulation:
     """Each rank sends its whole buffer to every other rank; see ``cost.all_reduce_naive``.
 
@@ -86,7 +92,7 @@ def all_reduce_naive(n_ranks: int, n_bytes: float, link: Link, enter: Sequence[f
     return _entered(program, n_ranks, link, enter)
 
 
-@checked
+@takes(_FITS)
 def all_reduce_tree(n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None) -> Simulation:
     """A reduction up a binomial tree and a broadcast down it; see ``cost.all_reduce_tree``.
 
@@ -129,7 +135,7 @@ def all_reduce_tree(n_ranks: int, n_bytes: float, link: Link, enter: Sequence[fl
     return _entered(program, n_ranks, link, enter)
 
 
-@checked
+@takes(_FITS)
 def all_reduce_ring(n_ranks: int, n_bytes: float, link: Link, enter: Sequence[float] | None = None) -> Simulation:
     """A ring reduce-scatter and a ring all-gather; see ``cost.all_reduce_ring``.
 
@@ -159,7 +165,7 @@ def all_reduce_ring(n_ranks: int, n_bytes: float, link: Link, enter: Sequence[fl
     return _entered(program, n_ranks, link, enter)
 
 
-@checked
+@takes(_FITS)
 def master_step(
     n_ranks: int,
     weight_bytes: float,
@@ -224,7 +230,7 @@ def master_step(
     return run(lambda rank: worker(rank) if rank.number else master(rank), n_ranks, link, rendezvous=True)
 
 
-@checked
+@takes(_FITS)
 def parameter_server_step(
     n_workers: int, weight_bytes: float, link: Link, n_servers: int = 1, compute_seconds: float | Sequence[float] = 0.0
 ) -> Simulation:
@@ -274,7 +280,7 @@ def parameter_server_step(
     return run(lambda rank: worker(rank) if rank.number < n_workers else server(rank), n_workers + n_servers, link)
 
 
-@checked
+@takes(_FITS)
 def ddp_step(
     n_ranks: int,
     bucket_bytes: Sequence[float],

@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from ignite_ddl.lab.ranges import above_zero, at_least, checked
+from ignite_ddl.arguments import INTEGER, POSITIVE, takes
+from ignite_ddl.lab.cost import FITS
 
 __all__ = ["RunWithFailures", "failures"]
+
+_INTERVALS = 1e8  # each is played
 
 
 class RunWithFailures(NamedTuple):
@@ -35,7 +38,7 @@ class RunWithFailures(NamedTuple):
         return self.useful / self.seconds
 
 
-@checked
+@takes(FITS, interval=POSITIVE, node_mean_time=POSITIVE, seed=INTEGER)
 def failures(
     n_nodes: int, node_mean_time: float, interval: float, save: float, restart: float, work: float, seed: int = 0
 ) -> RunWithFailures:
@@ -73,14 +76,15 @@ def failures(
             )
             assert 0.9 < run.goodput < 1 and run.n_failures > 10
     """
-    at_least(1, whole=True, n_nodes=n_nodes)
-    above_zero(interval=interval, node_mean_time=node_mean_time)
     mean_time = node_mean_time / n_nodes
     if (interval + save + restart) / mean_time > 20:  # one attempt in 10 ** 8 would succeed
         raise ValueError(
-            f"a node fails every {mean_time:g} s on average, but restart, interval and save take "
-            f"{interval + save + restart:g} s together, so that the run would not end: save more often"
+            f"one of {n_nodes} nodes of node_mean_time={node_mean_time:g} fails every {mean_time:g} s on average, but "
+            f"restart, interval and save take {interval + save + restart:g} s together, so that the run would not end: "
+            "save more often"
         )
+    if work / interval > _INTERVALS:
+        raise ValueError(f"work should be {_INTERVALS:g} intervals of {interval:g} s at most, but given {work:g} s")
     chance = random.Random(seed)
     done = saving = lost = restarting = 0.0
     n_failures = 0

@@ -7,13 +7,18 @@ from collections.abc import Generator, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from ignite_ddl.lab.cost import Link
-from ignite_ddl.lab.ranges import checked
+from ignite_ddl.arguments import WORLD, each, number, takes
+from ignite_ddl.lab.cost import FITS, Link
 from ignite_ddl.lab.record import Record
-from ignite_ddl.lab.simulate.world import Rank, as_list, number_for_each, run
-from ignite_ddl.pipeline.schedules import SCHEDULES, Action, schedule_entries, stage_owners, suits
+from ignite_ddl.lab.simulate.world import ONE_OR_EACH, Rank, number_for_each, run
+from ignite_ddl.pipeline.schedules import NAME, SCHEDULES, Action, divisors, schedule_entries, stage_owners, suits
 
 __all__ = ["PipeDream", "Pipeline", "PipelinePlan", "best_pipelines", "pipedream", "pipeline"]
+_FITS = FITS | {
+    "schedule": NAME,
+    **dict.fromkeys(("n_microbatches", "batch_size"), WORLD),
+    **dict.fromkeys(("forward", "backward_input", "backward_weight"), ONE_OR_EACH),
+}
 _KINDS = {"F": "forward", "I": "backward", "B": "backward", "W": "backward_weight"}
 
 
@@ -46,7 +51,7 @@ class Pipeline(NamedTuple):
     actions: list[list[Action]]
 
 
-@checked
+@takes(_FITS)
 def pipeline(
     schedule: str,
     n_ranks: int,
@@ -101,7 +106,7 @@ def pipeline(
     entries = schedule_entries(schedule, n_ranks, n_microbatches, n_chunks)
     actions = [[action for entry in row for action in entry] for row in entries]
     given = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
-    times = [number_for_each(len(owners), **{name: as_list(seconds)}) for name, seconds in given.items()]
+    times = [number_for_each(len(owners), **{name: seconds}) for name, seconds in given.items()]
 
     def seconds(action: Action) -> float:
         f, i, w = (of_stage[action.stage] for of_stage in times)
@@ -181,7 +186,7 @@ class PipeDream(NamedTuple):
     stashed: list[int]
 
 
-@checked
+@takes(_FITS)
 def pipedream(
     n_ranks: int,
     n_microbatches: int,
@@ -262,7 +267,10 @@ class PipelinePlan(NamedTuple):
     peak_samples: float
 
 
-@checked
+@takes(
+    _FITS, schedules=each(NAME, f"some of {', '.join(SCHEDULES)}"), n_microbatches=each(WORLD, "positive integers"),
+    max_peak_samples=number(0, math.inf),
+)  # fmt: skip
 def best_pipelines(
     n_ranks: int,
     batch_size: int,
@@ -314,15 +322,14 @@ def best_pipelines(
             )
             assert plans[0].schedule == "1f1b" and plans[0].n_microbatches == 16
     """
-    divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
-    candidates = divisors if n_microbatches is None else list(n_microbatches)
-    if uneven := [count for count in candidates if count not in divisors]:
+    candidates = divisors(batch_size) if n_microbatches is None else n_microbatches
+    if uneven := [count for count in candidates if batch_size % count]:
         raise ValueError(f"n_microbatches should divide batch_size={batch_size}, but given {uneven[0]}")
-    measured = [as_list(given) for given in (forward, backward_input, backward_weight)]
+    measured = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     plans = []
     for schedule in schedules:
         n_chunks = len(stage_owners(schedule, n_ranks)) // n_ranks
-        parts = [_parts(given, n_ranks, n_chunks) for given in measured]
+        parts = [_parts(name, given, n_ranks, n_chunks) for name, given in measured.items()]
         for count in candidates:
             if not suits(schedule, count, n_ranks):
                 continue
@@ -336,10 +343,10 @@ def best_pipelines(
     return sorted(plans, key=lambda plan: (plan.seconds, plan.peak_samples, plan.n_microbatches))
 
 
-def _parts(given: float | Sequence[float], n_ranks: int, n_chunks: int) -> list[float]:
+def _parts(name: str, given: float | Sequence[float], n_ranks: int, n_chunks: int) -> list[float]:
     """Seconds of each stage, given those of the whole model or of 2 n_ranks parts."""
-    if not isinstance(given, Sequence):
+    if not isinstance(given, list):
         return [given / (n_ranks * n_chunks)] * (n_ranks * n_chunks)
     if len(given) != 2 * n_ranks:
-        raise ValueError(f"measured seconds should have 2 n_ranks = {2 * n_ranks} parts, but given {len(given)}")
-    return list(given) if n_chunks == 2 else [a + b for a, b in zip(given[::2], given[1::2], strict=True)]
+        raise ValueError(f"{name}, if measured, should have 2 n_ranks = {2 * n_ranks} parts, but given {len(given)}")
+    return given if n_chunks == 2 else [a + b for a, b in zip(given[::2], given[1::2], strict=True)]

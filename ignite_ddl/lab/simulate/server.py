@@ -8,8 +8,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ignite_ddl.lab.ranges import checked, one_of
-from ignite_ddl.lab.simulate.world import number_for_each
+from ignite_ddl.arguments import AMOUNT, FUNCTION, INTEGER, POSITIVE, check, one_of, takes, whole
+from ignite_ddl.lab.cost import FITS
+from ignite_ddl.lab.simulate.world import ONE_OR_EACH, number_for_each
 
 __all__ = ["Gradient", "Lognormal", "ServerRun", "parameter_server"]
 
@@ -79,10 +80,12 @@ class Lognormal:
             assert draw(3, 7) == simulate.Lognormal(median=1.0, sigma=0.1)(3, 7) != draw(3, 8)
     """
 
+    @takes(median=POSITIVE, sigma=AMOUNT, seed=INTEGER)
     def __init__(self, median: float, sigma: float, seed: int = 0) -> None:
         self.median, self.sigma, self.seed = median, sigma, seed
         self._drawn: dict[int, tuple[random.Random, list[float]]] = {}
 
+    @takes(worker=whole(0), step=whole(0, 10**8))
     def __call__(self, worker: int, step: int) -> float:
         if worker not in self._drawn:
             self._drawn[worker] = random.Random(f"{self.seed} {worker}"), []
@@ -92,7 +95,10 @@ class Lognormal:
         return drawn[step]
 
 
-@checked
+@takes(
+    FITS, seconds=ONE_OR_EACH | FUNCTION, n_updates=whole(0, 10**8, floats=True),
+    mode=one_of("sync", "async", "bounded", "backup"), staleness=whole(0, floats=True), backup=whole(0, floats=True),
+)  # fmt: skip
 def parameter_server(
     n_workers: int,
     seconds: float | Sequence[float] | Callable[[int, int], float],
@@ -133,7 +139,6 @@ def parameter_server(
             stale = simulate.parameter_server(**two, mode="async")
             assert stale.times == [1, 2, 3, 3] and [g.staleness for g in stale.updates] == [0, 0, 0, 3]
     """
-    one_of(("sync", "async", "bounded", "backup"), mode=mode)
     if (mode == "bounded") != (staleness is not None):
         raise ValueError(f"staleness={staleness} does not suit mode={mode!r}: 'bounded' needs 0 or more, others None")
     if backup >= n_workers or (backup and mode != "backup"):
@@ -152,7 +157,8 @@ def parameter_server(
 
     def pull(worker: int, now: float, since: float) -> None:
         pulls[worker] = (version, now, now - since)
-        heapq.heappush(heap, (now + compute_seconds(worker, steps[worker]), worker))
+        took = check("seconds", compute_seconds(worker, steps[worker]), AMOUNT)
+        heapq.heappush(heap, (now + took, worker))
 
     for worker in range(n_workers):
         pull(worker, 0.0, 0.0)

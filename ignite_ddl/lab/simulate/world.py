@@ -9,11 +9,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ignite_ddl.lab.cost import Link
-from ignite_ddl.lab.ranges import at_least, checked
+from ignite_ddl.arguments import AMOUNT, AMOUNTS, FLAG, FUNCTION, a, check, is_count, shown, takes
+from ignite_ddl.lab.cost import FITS, Link
 from ignite_ddl.lab.record import Record
 
 __all__ = ["Rank", "Simulation", "run"]
+
+ONE_OR_EACH = AMOUNT | AMOUNTS
+_GENERATOR = a("a function with a yield, which returns a generator", Generator)
 
 
 class Simulation(NamedTuple):
@@ -141,6 +144,7 @@ class _World:
     # programs
 
     def start(self, rank: int, body: Generator) -> _Program:
+        check("program", body, _GENERATOR)
         program = _Program(rank, body)
         self.programs.append(program)
         self.at(self.now, self.advance, program, None)
@@ -154,6 +158,8 @@ class _World:
             program.end.value = stop.value
             self.fire(program.end)
             return
+        if not isinstance(event, Event):
+            raise ValueError(f"program should yield what a method of its rank returns, but yielded {shown(event)}")
         program.since, program.waits_for = self.now, event
         if event.happened:
             self.at(self.now, self.resume, program)
@@ -191,7 +197,7 @@ class _World:
     # a rank's compute queue
 
     def compute(self, rank: int, seconds: float, name: str, kind: str, of: dict[str, int]) -> Event:
-        at_least(0, seconds=seconds)
+        seconds = check("seconds", seconds, AMOUNT)
         begin = max(self.now, self.busy_until[rank])
         end = self.busy_until[rank] = begin + seconds
         if seconds > 0:
@@ -205,8 +211,8 @@ class _World:
     def match(self, side: str, source: int, to: int, tag: Any) -> Event:
         """The message of the n-th send, or of the n-th receive, with this source, receiver and tag."""
         for name, rank in (("source", source), ("to", to)):
-            if rank not in range(self.n_ranks):
-                raise ValueError(f"{name} should be a rank from 0 to {self.n_ranks - 1}, but given {rank}")
+            if not is_count(rank, 0) or rank >= self.n_ranks:
+                raise ValueError(f"{name} should be a rank from 0 to {self.n_ranks - 1}, but given {shown(rank)}")
         self.counted[side, source, to, tag] += 1
         key = (source, to, tag, self.counted[side, source, to, tag])
         if key in self.matched:
@@ -216,7 +222,7 @@ class _World:
         return message
 
     def send(self, source: int, to: int, n_bytes: float, value: Any, tag: Any) -> Event:
-        at_least(0, n_bytes=n_bytes)
+        n_bytes = check("n_bytes", n_bytes, AMOUNT)
         message = self.match("sent", source, to, tag)
         message.n_bytes, message.value = n_bytes, value
         self.messages[source] += 1
@@ -255,7 +261,7 @@ class _World:
             self.try_sending(rank)
 
 
-@checked
+@takes(FITS, program=FUNCTION, rendezvous=FLAG)
 def run(program: Callable[[Rank], Generator], n_ranks: int, link: Link, rendezvous: bool = False) -> Simulation:
     """Simulates a program on every rank.
 
@@ -312,10 +318,3 @@ def number_for_each(n: int, **given: float | Sequence[float] | None) -> list[flo
     if len(each) != n:
         raise ValueError(f"{name} should have a number for each of {n}, but has {len(each)}")
     return each
-
-
-def as_list(value: Any) -> float | list[float]:
-    """A number as it is; a sequence, an array or a tensor of numbers as a list."""
-    if hasattr(value, "tolist"):  # of numpy or torch
-        value = value.tolist()
-    return list(value) if isinstance(value, Sequence) else value

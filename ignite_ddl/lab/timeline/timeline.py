@@ -29,12 +29,13 @@ import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events
 
-from ignite_ddl.lab.ranges import one_of
+from ignite_ddl.arguments import FLAG, PATH, TEXT, a, check, each, one_of, takes
 from ignite_ddl.lab.record import KINDS, PASSES, Record
 from ignite_ddl.lab.timeline.watch import Call, Recorder, now, unwatch, watch
 
 __all__ = ["Timeline", "bubble"]
 
+RECORDS = each(a("a Record", Record), "records")
 _JOIN_SECONDS = 1e-4  # a wait within this time after its call is merged with the call
 
 
@@ -85,6 +86,7 @@ class Timeline:
             assert timeline.totals()[1]["compute"] > 0.4
     """
 
+    @takes(synchronize=FLAG)
     def __init__(self, synchronize: bool = False) -> None:
         self.synchronize = synchronize and torch.accelerator.is_available()
         self.rank: int | None = 0  # None: merged
@@ -99,6 +101,7 @@ class Timeline:
 
     # ------------------------------------------------------------------------------------------- recording
 
+    @takes(engine=a("an ignite.engine.Engine", Engine), name=TEXT)
     def attach(self, engine: Engine, name: str = "step") -> Timeline:
         """Records an engine's runs: its data, its steps, its handlers, and collectives in any of them.
 
@@ -112,8 +115,6 @@ class Timeline:
         Returns:
             Timeline: itself.
         """
-        if not isinstance(engine, Engine):
-            raise ValueError(f"engine should be an ignite.engine.Engine, but given {type(engine).__name__}")
         number = len(self._names)
         self._names[number] = name
         append_mark, synchronize = self._marks.append, self.synchronize
@@ -170,6 +171,7 @@ class Timeline:
                 engine._event_handlers[event] = [entry, *others] if first else [*others, entry]
                 return
 
+    @takes(name=TEXT, kind=one_of(*KINDS))
     @contextlib.contextmanager
     def span(self, name: str, kind: str = "compute") -> Iterator[None]:
         """Records the ``with`` block, inside a step or anywhere.
@@ -189,7 +191,6 @@ class Timeline:
                 with timeline.span("tokenise", kind="data"):
                     ...
         """
-        one_of(KINDS, kind=kind)
         if not self._users:
             self._record_here()
         if self.synchronize:
@@ -379,13 +380,8 @@ class Timeline:
         Warns:
             UserWarning: if ranks recorded different numbers of collectives of a group, see :meth:`clear`.
         """
-        try:
-            timelines = list(timelines)
-        except TypeError:
-            raise ValueError(f"timelines should be one Timeline per rank, in a list, but given {timelines!r}") from None
-        for timeline in timelines:
-            if not isinstance(timeline, Timeline) or timeline.rank is None:
-                raise ValueError(f"timelines should be one Timeline per rank, but given {timeline!r}")
+        of_a_rank = a("", lambda timeline: isinstance(timeline, Timeline) and timeline.rank is not None)
+        timelines = check("timelines", timelines, each(of_a_rank, "one Timeline per rank, in a list"))
         ranks = [timeline.rank for timeline in timelines]
         if len(set(ranks)) < len(ranks):
             raise ValueError(f"timelines should be of different ranks, but given ranks {ranks}")
@@ -404,6 +400,7 @@ class Timeline:
         merged._loaded = _split_waits(spans, calls), calls
         return merged
 
+    @takes(path=PATH)
     def to_chrome(self, path: str | os.PathLike) -> Path:
         """Writes the timeline as a trace for https://ui.perfetto.dev or chrome://tracing.
 
@@ -513,6 +510,7 @@ class Timeline:
         return f"Timeline({len(spans)} spans of rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks)) or 'none'})"
 
 
+@takes(records=RECORDS)
 def bubble(records: Iterable[Record]) -> dict[int, float]:
     """The share of a pipeline step in which each rank does not compute.
 
