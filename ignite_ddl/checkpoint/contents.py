@@ -20,6 +20,7 @@ from ignite_ddl.data import ShardedDataLoader
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.pipeline.pipeline import share_buffers
+from ignite_ddl.replicas import check_replicas
 from ignite_ddl.state import Shard, local_state, set_extra_state, shard_of
 from ignite_ddl.tensor.random import draw_seed, random_states, set_random_states
 
@@ -69,6 +70,8 @@ def take(objects: Mapping[str, Any]) -> Taken:
     for model in models.values():  # DDP did so before the last forward pass, and that one changed them
         for stage in as_stages(model).local_stages():
             share_buffers(stage, get_mesh())
+    for model in models.values():
+        check_replicas(model)
     for key, model in models.items():
         tensors, saved_as, extra = local_state(model)
         for name, tensor in tensors.items():
@@ -260,6 +263,9 @@ def load(folder: Folder, objects: Mapping[str, Any], strict: bool = True) -> Non
         if key == resumed or not engine._is_done(engine.state):
             loader, models = objects.get(runs[key].get("reads")), [objects[name] for name in waiting]
             Resume(engine, runs[key], loader, *((again, models) if key == resumed else ([], [])))
+            for name, window in runs[key].get("windows", {}).items():
+                if id(objects.get(name)) in getattr(engine, "steps", {}):
+                    engine.steps[id(objects[name])].expected, engine.steps[id(objects[name])].counted = window
     if engines:
         again[0]()
         for key, model in objects.items():

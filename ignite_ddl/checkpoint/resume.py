@@ -43,6 +43,9 @@ def take_runs(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             run["reads"] = next((key for key, loader in loaders.items() if loader is state.dataloader), None)
             trains, running = bool(getattr(engine, "steps", {})), engine._dataloader_iter is not None
             run["weight"] = [trains, running, state.iteration]
+            steps = {id(step.model): step for step in getattr(engine, "steps", {}).values() if step.open}
+            windows = {key: steps[id(thing)] for key, thing in objects.items() if id(thing) in steps}
+            run["windows"] = {key: [step.expected, step.counted] for key, step in windows.items()}
         runs[name] = run
     return runs
 
