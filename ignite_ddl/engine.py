@@ -134,7 +134,7 @@ MAX_NORM = number(above=0, most=math.inf)  # inf: the norm alone
 FITS = {
     "model": MODULE,
     "optimizer": OPTIMIZER,
-    "device": a("a device", _is_device),
+    "device": a("a device of torch", _is_device),
     "amp_mode": AMP_MODE,
     "loss_divisor": DIVISOR,
     "max_norm": MAX_NORM,
