@@ -272,15 +272,16 @@ def one_of(*known: Any) -> Fits:
     return Fits(f"one of {', '.join(map(str, known))}", read)
 
 
-def each(fits: Fits, says: str, least: int = 0, most: int = 10**7) -> Fits:
+def each(fits: Fits, says: str, least: int = 0, most: int = sys.maxsize - 1) -> Fits:
     """Rows of what fits, lists and arrays too, as a list; neither texts, dicts nor sets, nor what never ends."""
 
     def read(value: Any) -> list[Any]:
         if isinstance(value, str | bytes | bytearray | Mapping | Set):
             raise TypeError
         value = value.tolist() if hasattr(value, "tolist") else value
-        found = [fits.read(one) for one in itertools.islice(value, most + 1)]
-        if not least <= len(found) <= most:
+        end = most if hasattr(value, "__len__") else min(most, 10**6)
+        found = [fits.read(one) for one in itertools.islice(value, end + 1)]
+        if not least <= len(found) <= end:
             raise ValueError
         return found
 
@@ -311,7 +312,7 @@ def _is_path(value: Any) -> bool:
 
 FLAG = Fits("True or False", _flag)
 TEXT, PATH, FUNCTION = a("a string", str), a("a path", _is_path), a("a function", callable)
-OPTIMIZER = having("an optimizer", "param_groups", "step")
+OPTIMIZER = having("an optimizer, with param_groups and step", "param_groups", "step")
 ENGINE = having("an Engine of Ignite", "add_event_handler", "state", "terminate")
 PROCESSES = 4096  # on one machine; more are a mistake
 MAPPING, MODULE, TENSOR = a("a dict", Mapping), _of_torch("an nn.Module", "nn.Module"), _of_torch("a tensor", "Tensor")

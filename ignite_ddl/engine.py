@@ -111,18 +111,18 @@ class MeshEngine(Engine):
             super()._setup_dataloader_iter()
 
     def _fire_event(self, event_name: Any, *args: Any, **kwargs: Any) -> None:
-        if event_name in (Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED):
+        if event_name is Events.GET_BATCH_COMPLETED or event_name is Events.ITERATION_STARTED:
             self._in_step = True
-        elif event_name == Events.ITERATION_COMPLETED:
+        elif event_name is Events.ITERATION_COMPLETED:
             self._in_step = False
-        elif event_name == Events.EPOCH_COMPLETED:
+        elif event_name is Events.EPOCH_COMPLETED:
             self._in_epoch = False
-        elif event_name == Events.TERMINATE_SINGLE_EPOCH:
+        elif event_name is Events.TERMINATE_SINGLE_EPOCH:
             self._in_epoch = self.should_terminate_single_epoch is True  # and not "skip_epoch_completed"
-        elif event_name == Events.STARTED:
+        elif event_name is Events.STARTED:
             self._in_step = self._in_epoch = False
             self._pass = self._dataloader_iter and self._pass
-        elif event_name == Events.EPOCH_STARTED:
+        elif event_name is Events.EPOCH_STARTED:
             iteration, done = self.state.iteration, self._init_iter  # of this epoch, in runs before
             if done is None and self._dataloader_iter is None:  # as Ignite is going to count them
                 done = iteration % (self.state.epoch_length or iteration + 1)
@@ -213,7 +213,7 @@ MAX_NORM = number(above=0, most=math.inf)  # inf: the norm alone
 FITS = {
     "model": MODULE,
     "optimizer": OPTIMIZER,
-    "device": a("a device", _is_device),
+    "device": a("a device of torch", _is_device),
     "amp_mode": AMP_MODE,
     "loss_divisor": DIVISOR,
     "max_norm": MAX_NORM,

@@ -35,7 +35,7 @@ class RunWithFailures(NamedTuple):
     @property
     def goodput(self) -> float:
         """The share of the time that is work that counts."""
-        return self.useful / self.seconds
+        return self.useful / self.seconds if self.seconds else 1.0
 
 
 @takes(FITS, interval=POSITIVE, node_mean_time=POSITIVE, seed=INTEGER)
