@@ -675,7 +675,7 @@ def test_the_table_has_every_public_name():
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", sorted(TABLE))
 def test_hostile_values(name, every, monkeypatch):
     """With every third value, which begin with another one for each argument; and with all."""
     function, arguments = TABLE[name]
@@ -688,7 +688,7 @@ def test_hostile_values(name, every, monkeypatch):
                 assert wrong is None, f"{name}({argument}={label}): {wrong}"
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", sorted(TABLE))
 def test_numbers_of_numpy_and_torch_are_numbers(name, monkeypatch):
     function, arguments = TABLE[name]
     with guarded(monkeypatch):
@@ -701,7 +701,7 @@ def test_numbers_of_numpy_and_torch_are_numbers(name, monkeypatch):
                         function(**valid(arguments) | {argument: kind(number)})
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", sorted(TABLE))
 def test_none_fits_where_the_signature_says_so(name, monkeypatch):
     function, arguments = TABLE[name]
     with guarded(monkeypatch):
