@@ -244,11 +244,10 @@ def create_supervised_trainer(
 ) -> MeshEngine:
     """Ignite's ``create_supervised_trainer`` on a mesh.
 
-    Requirements on a mesh: run the trainer on the loader of ``ddl.auto_dataloader`` itself, which knows the rows of
-    each rank (with a generator around it, losses would be means of means); ``loss_fn`` is a mean over rows, or
-    ``loss_divisor`` gives its divisor; under pp, each tensor of ``x`` and ``y`` has a row for each sample. BatchNorm
-    normalises over the rows of a dp rank or a microbatch and refuses a single row, as in DDP; its running statistics
-    are those of dp rank 0.
+    Requirements on a mesh: run the trainer on the loader of ``ddl.auto_dataloader`` itself; ``loss_fn`` is a mean over
+    rows, or ``loss_divisor`` gives its divisor; under pp, each tensor of ``x`` and ``y`` has a row for each sample. A
+    row of the output depends on that row of the input alone, but for BatchNorm, which normalises over the rows of a dp
+    rank or a microbatch and refuses a single row, as in DDP; its running statistics are those of dp rank 0.
 
     Args:
         model: what ``ddl.auto_model`` returned.
@@ -268,18 +267,21 @@ def create_supervised_trainer(
             one, give ``mp_policy`` to ``ddl.auto_model`` instead.
         scaler: whether to scale losses by a GradScaler, which is then ``engine.state.scaler``, or the GradScaler. All
             ranks skip a step if a gradient of any of them is not finite. Default: False.
-        gradient_accumulation_steps: iterations per optimizer step, default 1. Gradients are reduced over dp in the
-            last iteration, or under pp in each, because torch's schedules do so.
+        gradient_accumulation_steps: iterations per optimizer step, default 1. The gradient is that of one batch with
+            the rows of all of them, also on one process (Ignite's is the mean of their means); a loss that is a sum is
+            divided by their number, as in Ignite. Gradients are reduced over dp in the last iteration, or under pp in
+            each, because torch's schedules do so.
         model_fn: as in Ignite: takes the model and ``x``, returns the output. Not under pp.
         max_norm: clips the gradients that the optimizer steps, of all ranks, by their global 2-norm. Default None: no
             clipping. The norm before clipping is ``engine.state.grad_norm``.
         loss_divisor: the divisor of the loss of some rows: "rows", "sum" (no divisor), or a function from their targets
             to a number, such as ``lambda y: (y != 0).sum()``. Default None: torch's classification losses and
             ``ddl.cross_entropy`` are recognised with ``ignore_index``, ``weight`` and ``reduction``; another loss has
-            to be a mean over rows, which the first batch checks.
-        checks: whether the first step checks for errors that would otherwise be silent: ranks of a replica with
-            different rows, code that mixes cut features, dp ranks that call different modules, a loss that is not a
-            mean over rows. Default: True.
+            to be a mean over rows, which is checked by calling it with parts of a batch: until that was conclusive,
+            and in steps 1, 2, 4, 8, …, so other things that it does happen again. A loss that uses something else than
+            rows of the output, such as a loss that the model returns, has to be declared.
+        checks: whether steps check for errors that would otherwise be silent; :mod:`ignite_ddl.audit` lists them.
+            Default: True.
 
     Returns:
         MeshEngine: the trainer; its ``state.output``, the loss, is the same on every rank.

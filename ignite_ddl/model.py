@@ -99,7 +99,10 @@ def auto_model(
         kwargs: for ``idist.auto_model`` on a mesh that is data parallel only, such as ``find_unused_parameters``.
 
     Returns:
-        nn.Module: the model to train. With pp, train it by ``ddl.create_supervised_trainer``.
+        nn.Module: the model to train. With pp, train it by ``ddl.create_supervised_trainer``. Its parameters have the
+        names of the uncut model on every mesh; the keys of DDP's ``state_dict()`` begin with "module.", those of
+        ``ddl.full_state_dict(model)`` do not. What is changed later, such as a new head or a frozen layer under DDP,
+        would not reach the ranks' common gradients, and the next step refuses it.
 
     Raises:
         ValueError: if a key of the plan matches nothing, a module cannot be cut, or the mesh does not support the
