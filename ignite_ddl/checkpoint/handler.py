@@ -206,7 +206,8 @@ class Checkpoint(IgniteCheckpoint):
         """Saves after the iteration in which any rank gets a signal, and ends the run. Every rank calls it.
 
         Clusters send SIGTERM some seconds before they take a machine away. The checkpoint's name is "signal" and the
-        iteration; of these the newest is kept. Each iteration reduces one number over all ranks for it.
+        iteration, after ``filename_prefix``; of these the newest is kept. Each iteration reduces one number over all
+        ranks for it.
 
         Args:
             trainer: the engine to end.
@@ -367,10 +368,11 @@ class _OnSignal:
         if not idist.all_reduce(len(self.got)):
             return
         self.got.clear()
-        earlier = self.checkpoint.folder.glob("signal_*")
-        outdated = [path.name for path in earlier if re.fullmatch(r"signal_\d+", path.name)]
+        name = "signal_" if not self.checkpoint.filename_prefix else f"{self.checkpoint.filename_prefix}_signal_"
+        earlier = self.checkpoint.folder.glob("*signal_*")
+        outdated = [path.name for path in earlier if re.fullmatch(rf"{re.escape(name)}\d+", path.name)]
         self.checkpoint.wait()
-        self.checkpoint._write(f"signal_{engine.state.iteration}", {}, outdated)
+        self.checkpoint._write(f"{name}{engine.state.iteration}", {}, outdated)
         self.checkpoint.wait()
         engine.terminate()
 
