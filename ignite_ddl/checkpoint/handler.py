@@ -219,8 +219,8 @@ class Checkpoint(IgniteCheckpoint):
 
         Clusters send SIGTERM some seconds before they take a machine away. The process that started the ranks
         (``ddl.Parallel`` with ``nproc_per_node``) passes it on to them, waits until they have returned, and then ends
-        as by the signal. The checkpoint's name is "signal" and the iteration; of these the newest is kept. Each
-        iteration reduces one number over all ranks for it. When the run of ``ddl.Parallel`` ends, or outside of one
+        as by the signal. The checkpoint's name is "signal" and the iteration, after ``filename_prefix``; of these the
+        newest is kept. Each iteration reduces one number over all ranks for it. When the run of ``ddl.Parallel`` ends, or outside of one
         that of the trainer, the process has its own handler of the signal again.
 
         Args:
@@ -387,10 +387,11 @@ class _OnSignal:
         if not idist.all_reduce(self.got):
             return
         self.got = 0
-        earlier = self.checkpoint.folder.glob("signal_*")
-        outdated = [path.name for path in earlier if re.fullmatch(r"signal_\d+", path.name)]
+        name = "signal_" if not self.checkpoint.filename_prefix else f"{self.checkpoint.filename_prefix}_signal_"
+        earlier = self.checkpoint.folder.glob("*signal_*")
+        outdated = [path.name for path in earlier if re.fullmatch(rf"{re.escape(name)}\d+", path.name)]
         self.checkpoint.wait()
-        self.checkpoint._write(f"signal_{engine.state.iteration}", {}, outdated)
+        self.checkpoint._write(f"{name}{engine.state.iteration}", {}, outdated)
         self.checkpoint.wait()
         engine.terminate()
 

@@ -36,7 +36,7 @@ _OUR_FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|state\.json|SHA25
 _RENAMING = 1 << 32  # the byte that is locked while names change; those of runs are below
 _threads = threading.RLock()
 _runs: tuple[int, list[str]] = (0, [])  # of the process with this id
-_opened: dict[tuple[int, str], int] = {}  # never closed: that would drop all locks of this process in the file
+_opened: dict[tuple[int, str], int] = {}  # not closed: that would drop all locks of this process in the file
 _numbers = itertools.count()
 
 
@@ -60,10 +60,16 @@ def _lock(folder: Path, byte: int, how: int) -> bool | None:
             known = os.path.samestat(os.fstat(_opened[key]), os.stat(path))
         except (KeyError, OSError):
             known = False
-        if not known:
-            _opened[key] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            if not known:
+                _opened[key] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError:  # as where it belongs to somebody else
+            return None
+        if len(_opened) > 100:  # folders in one process: the first one is given up
+            os.close(_opened.pop(next(iter(_opened))))
+        file = _opened[key]
     try:
-        lockf(_opened[key], how, 1, byte)
+        lockf(file, how, 1, byte)
     except (BlockingIOError, PermissionError):
         return False
     except OSError:

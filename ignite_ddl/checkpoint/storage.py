@@ -375,10 +375,10 @@ def agree(error: Exception | None, group: dist.ProcessGroup | None = None, **sam
     """
     found = gathered((_carried(error), same), group)
     for rank, (pickled, _) in enumerate(found):
+        if pickled is not None and rank != (dist.get_rank() if dist.is_initialized() else 0):
+            error = pickle.loads(pickled)
+            error.add_note(f"This was found on rank {rank}.")
         if pickled is not None:
-            if error is None:
-                error = pickle.loads(pickled)
-                error.add_note(f"This was found on rank {rank}.")
             raise error
     for name, value in found[0][1].items():
         for rank, (_, there) in enumerate(found):

@@ -302,6 +302,13 @@ def unlike_calls(rank, folder):
     with pytest.raises(Exception, match=r"own error 7") as told:
         ddl.Checkpoint(things | {"failing": Failing()}, folder).save("x")
     assert (type(told.value).__name__, "Own" in str(told.value)) == (("RuntimeError", True), ("Own", False))[rank]
+
+    def fails_by_rank(self):
+        raise OSError("of rank 0") if rank == 0 else ValueError("of rank 1")
+
+    Failing.state_dict = fails_by_rank  # what is raised decides what ranks do next
+    with pytest.raises(OSError, match="of rank 0"):
+        ddl.Checkpoint({"failing": Failing()}, folder).save("x")
     some = dict(list(things.items())[: 4 - rank])
     with pytest.raises(
         ValueError, match=r"to_save should be the same on every rank, but is \['loader', 'model'.* on rank 0"
@@ -423,6 +430,13 @@ def test_two_handlers_of_one_process_save_under_one_name(tmp_path):
     second.wait()
     assert names_in(tmp_path) == ["same"]
     assert weights_in(tmp_path / "same") == [p.tolist() for p in model.parameters()]
+
+
+def test_many_folders_in_one_process(tmp_path):
+    before = len(os.listdir("/dev/fd"))
+    for number in range(120):
+        ddl.Checkpoint({"model": nn.Linear(1, 1)}, tmp_path / str(number)).save("a")
+    assert len(os.listdir("/dev/fd")) < before + 110
 
 
 def test_where_there_are_no_locks(tmp_path, monkeypatch):
@@ -853,14 +867,14 @@ def test_a_script_whose_last_write_fails_ends_with_an_error(how, tmp_path):
 # ----------------------------------------------------------------------------------------------- signals
 
 
-def terminated(rank, folder, load):
+def terminated(rank, folder, load, prefix=""):
     things, losses = small_run(gradient_accumulation_steps=2), []  # the third iteration is the first half of a step
     trainer = things["trainer"]
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
     if load:
         ddl.Checkpoint.load_newest(things, folder)
     elif folder:
-        ddl.Checkpoint(things, folder, asynchronous=True).save_on_signal(trainer)
+        ddl.Checkpoint(things, folder, prefix, asynchronous=True).save_on_signal(trainer)
 
         @trainer.on(Events.ITERATION_STARTED(once=3))
         def _():
@@ -879,6 +893,8 @@ def test_sigterm_on_one_rank_saves_on_all_and_ends_the_run(tmp_path):
     assert names_in(tmp_path) == ["signal_3", "signal_processing"]
     rest, _ = launch({"dp": 2}, terminated, tmp_path, True)
     assert first + rest == whole
+    launch({"dp": 2}, terminated, tmp_path, False, "[b]")  # another seed
+    assert names_in(tmp_path) == ["[b]_signal_3", "signal_3", "signal_processing"]
 
 
 # ----------------------------------------------------------------------- the suite: many faults, all compared
