@@ -220,8 +220,8 @@ class Checkpoint(IgniteCheckpoint):
         Clusters send SIGTERM some seconds before they take a machine away. The process that started the ranks
         (``ddl.Parallel`` with ``nproc_per_node``) passes it on to them, waits until they have returned, and then ends
         as by the signal. The checkpoint's name is "signal" and the iteration, after ``filename_prefix``; of these the
-        newest is kept. Each iteration reduces one number over all ranks for it. When the run of ``ddl.Parallel`` ends, or outside of one
-        that of the trainer, the process has its own handler of the signal again.
+        newest is kept. Each iteration reduces one number over all ranks for it. When the run of ``ddl.Parallel`` ends,
+        or outside of one that of the trainer, the process has its own handler of the signal again.
 
         Args:
             trainer: the engine to end.
