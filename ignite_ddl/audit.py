@@ -69,12 +69,9 @@ class Audit:
             )
         self.modules = ModulesInUse(stages.local_stages(), mesh)
         self.whole_weights = WholeWeights(mesh)
-        self.ran = self.runs_anywhere = known is None or known.sharded or mesh.dp_size == 1 or mesh.pp_size > 1
-        if not self.runs_anywhere:
-            model.register_forward_pre_hook(self._note_run)
-
-    def _note_run(self, *_: Any) -> None:
-        self.ran = True
+        self.ran = None if known is None or known.sharded or mesh.dp_size == 1 or mesh.pp_size > 1 else _Ran()
+        if self.ran is not None:
+            model.register_forward_pre_hook(self.ran)
 
     def begin(self, rows: tuple[int, int] | None, x: Any, y: Any) -> None:
         """Before the forward pass."""
@@ -89,7 +86,8 @@ class Audit:
         if rows is not None and self.mesh.pp_size > 1:
             _check_rows_are_in_dim_0(rows[0] or 1, x)
         self.first_x = x if self.step == 1 and self.mesh.dp_size > 1 and self.mesh.pp_size == 1 else None
-        self.ran = self.runs_anywhere
+        if self.ran is not None:
+            self.ran.said = False
         self.modules.begin()
 
     def modules_called(self) -> list[float]:
@@ -101,7 +99,7 @@ class Audit:
 
     def end(self, last: bool) -> None:
         """After the backward pass, before anything else is sent."""
-        if not self.ran:
+        if self.ran is not None and not self.ran.said:
             raise ValueError(
                 "the model should be called as a whole, model(x), but this step called only a method or a part of it, "
                 "past the wrapper that averages gradients over dp: let forward do it, perhaps chosen by an argument"
@@ -140,6 +138,15 @@ class Audit:
             self.whole_weights.check(self.model)
         if self.again:
             check_replicas(self.model)
+
+
+class _Ran:
+    """A hook that notes that the model was called as a whole; it can be copied and pickled with the model."""
+
+    said = False
+
+    def __call__(self, *_: Any) -> None:
+        self.said = True
 
 
 def shapes_of(y: Any, divisor: Divisor) -> list[float]:

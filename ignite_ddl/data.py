@@ -341,6 +341,8 @@ class Pass:
         with torch.random.fork_rng(devices=[], enabled=first is not None), _shared_random_stream(stream):
             self.iterator = loader.torch_iterator(self)
         loader.batch_sampler.plan = None
+        if stream is not None and first is None and reader is not loader.loops and loader.generator is None:
+            torch.empty((), dtype=torch.int64).random_()  # as in one process; a loop may be one rank's alone
         if first is not None and stream is not None:
             stream.set_state(drawn)
 

@@ -55,7 +55,7 @@ FITS = {
 }
 
 
-@takes(FITS, shard=FLAG, mp_policy=a("a MixedPrecisionPolicy", MixedPrecisionPolicy))
+@takes(FITS, shard=FLAG, checks=FLAG, mp_policy=a("a MixedPrecisionPolicy", MixedPrecisionPolicy))
 def auto_model(
     model: nn.Module,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,

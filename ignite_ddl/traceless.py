@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ignite_ddl.pipeline.structure import n_rows, some_rows, tensors_of
@@ -153,7 +154,7 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
 
     def outputs(rows: Any, seed: int) -> list[torch.Tensor]:
         with without_trace(stages, seed):
-            return [output.clone() for output in tensors_of(run(rows)) if output.ndim]
+            return [_local(output).clone() for output in tensors_of(run(rows)) if output.ndim]
 
     with torch.no_grad(), evaluating(stages):
         try:
@@ -171,6 +172,10 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
         if output.is_floating_point() and len(output) == each * last and _unlike(rows, of_part):
             return True
     return False
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _unlike(rows: torch.Tensor, alone: torch.Tensor) -> bool:

@@ -436,10 +436,10 @@ case("ddl.check_model (no pp)", ddl.check_model, model=("module", MODEL), tensor
      **{name: (kind, None if name != "schedule" else valid) for name, (kind, valid) in CUT.items()},
      batches=("counts", [8]))  # fmt: skip
 case(
-    "ddl.auto_model", ddl.auto_model, model=("module", Made(layers)), tensor_plan=("dict?", PLAN), **CUT,
+    "ddl.auto_model", ddl.auto_model, checks=("flag", True), model=("module", Made(layers)), tensor_plan=("dict?", PLAN), **CUT,
     shard=("flag", False), mp_policy=("object?", None),
 )  # fmt: skip
-case("ddl.auto_optim", ddl.auto_optim, optimizer=("object", OPTIMIZER))
+case("ddl.auto_optim", ddl.auto_optim, optimizer=("object", OPTIMIZER), checks=("flag", True))
 case(
     "ddl.check_parity", ddl.check_parity, model=("model", Made(layers)), plan=("dict?", PLAN),
     batch=("rows", (X, Y)), loss_fn=("function", F.mse_loss), dp=("count", 1), pp=("count", 2), tp=("count", 1),
@@ -513,7 +513,13 @@ case(
     model=("module", MODEL), x=("any", X), y=("any", Y), loss_fn=("function", F.mse_loss), loss_divisor=DIVISOR,
     scale=("number", 1.0), last=("flag", True), amp_mode=("choice?", None),
 )  # fmt: skip
-case("ddl.clip_grad_norm_", ddl.clip_grad_norm_, model=("module", MODEL), max_norm=("inf too", 1.0))
+case(
+    "ddl.clip_grad_norm_",
+    ddl.clip_grad_norm_,
+    model=("module", MODEL),
+    max_norm=("inf too", 1.0),
+    optimizer=("object?", None),
+)
 case("ddl.MeshEngine", ddl.MeshEngine, process_function=("function", Made(lambda: lambda engine, batch: None)))
 case(
     "ddl.cross_entropy", ddl.cross_entropy, logits=("tensor", torch.ones(4, 3)),

@@ -612,11 +612,11 @@ def test_peers_are_asked_once_and_in_few_bytes(local_rank):
         trainer.add_event_handler("ITERATION_COMPLETED", lambda: per_step.append(len(traffic.calls)))
         trainer.run(loader)
     # checksums of x and y; weights and biases of the norm, and the biases that Row and Column leave whole: their
-    # gradients, once, and their values in steps 1 and 2
+    # gradients, once, their values and the loss in steps 1 and 2
     asked = [call.put_in for call in traffic.calls if call.op == "all_gather"]
-    assert asked == [2 * 8, 4 * 16 * 8, 4 * 2 * 8, 2 * 8, 4 * 2 * 8]
+    assert asked == [2 * 8, 8, 4 * 16 * 8, 4 * 2 * 8, 2 * 8, 8, 4 * 2 * 8]
     first, second, third = per_step
-    assert third - second == second - first - 2 == first - 3
+    assert third - second == second - first - 3 == first - 4
 
 
 # ------------------------------------------------------------------------------------------------- random numbers
@@ -691,6 +691,7 @@ def test_ranks_of_a_replica_stay_alike_however_much_their_stages_draw():
         assert after.equal(ranks[0][1])
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(ranks[0][0])
+        torch.empty((), dtype=torch.int64).random_()  # the loader, as in one process
         for _ in range(3):  # batches: one number each
             draw_seed()
         assert torch.get_rng_state().equal(ranks[0][1])
