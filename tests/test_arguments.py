@@ -436,8 +436,8 @@ case("ddl.check_model (no pp)", ddl.check_model, model=("module", MODEL), tensor
      **{name: (kind, None if name != "schedule" else valid) for name, (kind, valid) in CUT.items()},
      batches=("counts", [8]))  # fmt: skip
 case(
-    "ddl.auto_model", ddl.auto_model, checks=("flag", True), model=("module", Made(layers)), tensor_plan=("dict?", PLAN), **CUT,
-    shard=("flag", False), mp_policy=("object?", None),
+    "ddl.auto_model", ddl.auto_model, model=("module", Made(layers)), tensor_plan=("dict?", PLAN), **CUT,
+    shard=("flag", False), checks=("flag", True), mp_policy=("object?", None),
 )  # fmt: skip
 case("ddl.auto_optim", ddl.auto_optim, optimizer=("object", OPTIMIZER), checks=("flag", True))
 case(
@@ -457,6 +457,7 @@ PLAUSIBLE |= {"host": {"'x'", "a str", "a long str"}, "port": WHOLE, "axis": WHO
 case("Parallel.run", ddl.Parallel().run, func=("function", Made(lambda: lambda rank: rank)))
 case("ddl.initialize_mesh", ddl.initialize_mesh, dp=("axis", 1), pp=("axis", 1), tp=("axis", 1))
 case("ddl.get_mesh", ddl.get_mesh)
+case("ddl.pickle_shards", ddl.pickle_shards)
 case(
     "ddl.ParameterServer", ddl.ParameterServer, model=("module", Made(layers)),
     optimizer=("function", Made(lambda: lambda p: torch.optim.SGD(p, lr=0.1))), mode=("choice", "bounded"),
