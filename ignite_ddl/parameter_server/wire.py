@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import pickle
 import socket
@@ -21,6 +22,8 @@ __all__ = ["Servers", "connect", "serve", "worker_ended"]
 _JOIN_SECONDS = 600.0  # limit of making a ParameterServer: workers come at different times, after loading data
 _SPARE_SECONDS = 2.0  # a server says itself that a limit has passed, and for whom it waits; this long it may take
 _LONGEST_SECONDS = 2e6  # 23 days: poll counts milliseconds in 32 bits
+_BUFFER = 2**17  # bytes: what is smaller is sent together
+_ALIGNED = 16  # bytes: where a tensor begins
 # numpy does not know all types: tensors go as if they were of another one that is as large.
 _OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _CUT_OFF = OSError, EOFError, pickle.UnpicklingError  # of a connection that ends, perhaps within a message
@@ -42,7 +45,7 @@ _numbers = itertools.count()  # on a worker: the numbers of its ParameterServers
 
 def connect(sockets: list[socket.socket]) -> None:
     """Called on a worker: its connections to the servers, in order."""
-    _servers[:] = [_Server(f"server{index}", each, each.makefile("rwb")) for index, each in enumerate(sockets)]
+    _servers[:] = [_Server(f"server{index}", each, each.makefile("rwb", _BUFFER)) for index, each in enumerate(sockets)]
 
 
 def serve(sockets: list[socket.socket]) -> None:
@@ -63,9 +66,9 @@ def worker_ended(worker: int, failed: str | None) -> str | None:
 
 
 def _serve(worker: socket.socket) -> None:
-    with contextlib.suppress(*_CUT_OFF), worker, worker.makefile("rwb") as file:
+    with contextlib.suppress(*_CUT_OFF), worker, worker.makefile("rwb", _BUFFER) as file:
         while True:
-            number, method, arguments = pickle.load(file)
+            number, method, arguments = _receive(file)
             with _shards_lock:
                 shard = _shards[number]
             try:
@@ -135,7 +138,7 @@ class Servers:
                 server.connection.settimeout(limit + _SPARE_SECONDS)
                 _send(server.file, (self._number, method, request))
             for server in asked:
-                answers.append(pickle.load(server.file))
+                answers.append(_receive(server.file))
         except BaseException as error:
             for one in asked:  # what they still send would be taken for the next answer
                 with contextlib.suppress(OSError):
@@ -149,7 +152,7 @@ class Servers:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes the numbers of a tensor as they are in memory; pickle copies large ones neither here nor there."""
+    """Leaves the numbers of tensors out: they are sent as they are in memory."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
@@ -158,10 +161,24 @@ class _Pickler(pickle.Pickler):
         return _tensor, (pickle.PickleBuffer(numbers), numbers.dtype, obj.dtype, tuple(obj.shape))
 
 
-def _tensor(numbers: bytearray, known: numpy.dtype, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(numpy.ndarray(shape, known, numbers)).view(dtype)
+def _tensor(numbers: numpy.ndarray, known: numpy.dtype, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(numbers.view(known).reshape(shape)).view(dtype)
 
 
 def _send(file: IO[bytes], message: Any) -> None:
-    _Pickler(file, 5).dump(message)
+    head, tensors = io.BytesIO(), []
+    _Pickler(head, 5, buffer_callback=lambda tensor: tensors.append(tensor.raw())).dump(message)
+    pickle.dump((head.getvalue(), list(map(len, tensors))), file)
+    for tensor in tensors:
+        file.write(tensor)
+        file.write(bytes(-len(tensor) % _ALIGNED))
     file.flush()
+
+
+def _receive(file: IO[bytes]) -> Any:
+    head, sizes = pickle.load(file)
+    places = [0, *itertools.accumulate(size + -size % _ALIGNED for size in sizes)]
+    numbers = numpy.empty(places[-1], numpy.uint8)  # one piece: numpy asks for huge pages, so it is there sooner
+    if file.readinto(numbers) < len(numbers):
+        raise EOFError("it ended within a message")
+    return pickle.loads(head, buffers=[numbers[at : at + size] for at, size in zip(places, sizes, strict=False)])
