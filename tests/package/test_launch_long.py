@@ -18,7 +18,7 @@ import ignite.distributed as idist
 import psutil
 import pytest
 import torch
-from ranks import alive, comes_true, parallel
+from ranks import comes_true, parallel
 
 import ignite_ddl as ddl
 from ignite_ddl.launch.rank import on_signal, wait_before_result
@@ -121,7 +121,7 @@ def test_kills_at_random_times_leave_nothing(victim):
                 found = servers_and_ranks(run.pid)
                 assert run.poll() is None, "".join(said[-30:])
             server, *ranks = found
-            seen |= {child.pid for child in family(run.pid)}
+            seen |= set(family(run.pid))
             before = len(said)
             with contextlib.suppress(psutil.NoSuchProcess):
                 {"a rank": draw.choice(ranks), "the server": server, "the parent": run}[victim].kill()
@@ -148,9 +148,16 @@ def goes_on(said, before):
     return comes_true(lambda: WHOLE in said[before + 1 :], within=60)
 
 
-def check_gone(pids, folder):
-    assert comes_true(lambda: not any(map(alive, pids)), within=20)
-    assert comes_true(lambda: not left(folder), within=20), left(folder)
+def check_gone(processes, folder):
+    assert comes_true(lambda: not any(map(runs, processes)), within=90), [p.as_dict() for p in processes if runs(p)]
+    assert comes_true(lambda: not left(folder), within=90), left(folder)
+
+
+def runs(process):
+    """Whether it is this process, and not another one with its number."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def command_of(process):

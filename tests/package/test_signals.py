@@ -21,6 +21,7 @@ import os, signal, sys, time
 import torch
 from ignite.engine import Events
 import ignite_ddl as ddl
+from ignite_ddl.launch.rank import on_signal
 
 folder, how, asked = sys.argv[1], sys.argv[2], sys.argv[3]
 
@@ -33,6 +34,8 @@ def training(local_rank):
     trainer = ddl.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
     everything = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader}
     ddl.Checkpoint.load_newest(everything, f"{folder}/saved")
+    heard = []
+    on_signal(signal.SIGTERM, lambda: heard.append(1))
     if asked != "uninterrupted":
         ddl.Checkpoint(everything, f"{folder}/saved").save_on_signal(trainer)
 
@@ -40,10 +43,8 @@ def training(local_rank):
     def _(engine):
         if asked == "wait" and engine.state.iteration == 3:
             open(f"{folder}/{os.getpid()}.pid", "w").close()
-            for _ in range(3000):
+            while not heard:
                 time.sleep(0.01)
-                if os.path.exists(f"{folder}/go on"):
-                    break
 
     trainer.run(loader, max_epochs=2)
     if ddl.get_mesh().rank == 0:
@@ -74,8 +75,6 @@ def test_sigterm_to_a_script_saves_and_the_resumed_run_is_bit_equal(tmp_path, ho
     run = subprocess.Popen(command(tmp_path, how, "wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert comes_true(lambda: len(pids(tmp_path)) == 1 + (how != "serial"), within=90)
     run.send_signal(signal.SIGTERM)
-    time.sleep(0.3)  # until it is passed on: a rank sees it after the iteration in which it is
-    (tmp_path / "go on").touch()
     if how == "serial":
         assert run.stdout.readline() == "returned [3]\n"
         run.send_signal(signal.SIGTERM)  # again the process's own
@@ -124,11 +123,14 @@ def asking(local_rank, folder, signum, who, seconds=30.0, leave=True):
     return got
 
 
-def sending(folder, count, *signums, pause=0.3):
-    """Signals to this process, once ``count`` ranks are there."""
+def sending(folder, count, *signums, pause=0.3, asked=True):
+    """Signals to this process, once ``count`` ranks are there, and it knows what they have asked for."""
+    before = signal.getsignal(signums[0])
 
     def send():
         comes_true(lambda: len(pids(folder)) == count, within=60)
+        if asked:
+            comes_true(lambda: signal.getsignal(signums[0]) != before, within=60)
         for signum in signums:
             time.sleep(pause)
             os.kill(os.getpid(), signum)
@@ -148,8 +150,8 @@ def test_what_ranks_ask_for_is_passed_on_to_them_and_then_to_the_handler_before(
 
 
 def test_what_nobody_asks_for_is_not_passed_on(heard, tmp_path):
-    thread = sending(tmp_path, 2, signal.SIGTERM)
-    assert parallel(2).run(asking, tmp_path, signal.SIGUSR1, (0, 1), 1.0) == [[], []]
+    thread = sending(tmp_path, 2, signal.SIGTERM, asked=False)
+    assert parallel(2).run(asking, tmp_path, signal.SIGUSR1, (0, 1), 3.0) == [[], []]
     thread.join()
     assert heard == [signal.SIGTERM]
 
@@ -200,10 +202,10 @@ def test_a_handler_that_the_function_sets_itself_stays(heard):
 def test_a_run_in_another_thread_leaves_the_handlers_alone(heard, tmp_path):
     results = []
     thread = threading.Thread(
-        target=lambda: results.append(parallel(2).run(asking, tmp_path, signal.SIGTERM, (0, 1), 1.0))
+        target=lambda: results.append(parallel(2).run(asking, tmp_path, signal.SIGTERM, (0, 1), 3.0))
     )
     thread.start()
-    sending(tmp_path, 2, signal.SIGTERM).join()
+    sending(tmp_path, 2, signal.SIGTERM, asked=False).join()
     thread.join()
     assert results == [[[], []]]
     assert heard == [signal.SIGTERM]
