@@ -151,7 +151,8 @@ def divisor_of(loss_fn: Callable, declared: str | Callable[[Any], Any] | None = 
 
 
 def _ignores(y: Any, ignore_index: int) -> bool:
-    return isinstance(y, torch.Tensor) and not y.is_floating_point() and bool((y == ignore_index).any())
+    whole_numbers = isinstance(y, torch.Tensor) and y.dtype in (torch.int64, torch.int32, torch.int16)
+    return whole_numbers and bool((y == ignore_index).any())
 
 
 def _counted(y: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor | int:
@@ -186,12 +187,13 @@ class LossContract:
         self.seen: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
         self.kept: list[tuple[Any, Any]] = []  # of steps before, until there are two rows
 
-    def begin(self) -> None:
-        """Starts a step."""
+    def begin(self, y: Any) -> None:
+        """Starts a step; one with targets of -100, which torch's losses ignore by default, is always checked."""
         self.calls += 1
         again = self.calls & (self.calls - 1) == 0
         waits = not self.agreed and self.inconclusive < _PATIENCE
-        self.looks = self.mesh.dp_size * self.mesh.pp_size > 1 and (again or waits)
+        ignores = not self.divisor.certain and any(_ignores(tensor, IGNORED) for tensor in tensors_of(y))
+        self.looks = self.mesh.dp_size * self.mesh.pp_size > 1 and (again or waits or ignores)
         self.seen = []
 
     def look(self, loss: torch.Tensor, output: Any, y: Any, since: int) -> None:

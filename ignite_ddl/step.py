@@ -93,7 +93,7 @@ class TrainingStep:
         if self.audit is not None:
             with autocast:
                 self.audit.begin(rows, x, y)
-            contract.begin()
+            contract.begin(y)
         weight = self._weight(contract, rows, here, window) * scale / (window or 1)
 
         def loss_of(output: Any, target: Any) -> torch.Tensor:
@@ -244,7 +244,13 @@ def _explained() -> Iterator[None]:
 def _loss(loss_fn: Callable, output: Any, y: Any, contract: LossContract) -> torch.Tensor:
     """Calls the loss function; torch's own losses fail on cut logits, or return a DTensor."""
     if callable(contract.divisor.kind) and contract.divisor.of(y) == 0:  # a mean of nothing is NaN
-        return sum(tensor.sum() * 0.0 for tensor in tensors_of(output))
+        tensors = [tensor for tensor in tensors_of(output) if tensor.ndim and tensor.is_floating_point()]
+        if not tensors and any(not tensor.isfinite().all() for tensor in tensors_of(output)):
+            raise ValueError(
+                "the model returns a loss that is not finite where none of a rank's targets count: let it return its "
+                "output, and compute the loss in loss_fn"
+            )
+        return sum(tensor.sum() * 0.0 for tensor in tensors or tensors_of(output))
     advice = (
         "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn; a term of the weights cannot be "
         "computed from cut ones: use weight_decay, or compute it in a layer"

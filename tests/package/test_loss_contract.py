@@ -89,6 +89,15 @@ def test_padding_that_comes_later_is_found_and_declared_padding_is_right(axes):
     assert_right(partial(late, divisor=lambda y: (y != 0).sum()), **axes)
 
 
+def test_ignored_targets_are_looked_at_in_whatever_step_they_come():
+    classes = torch.randint(7, (22,), generator=torch.Generator().manual_seed(1))
+    classes[12:14] = -100  # in step 3, on one rank
+    wrapped = {"loss_fn": lambda o, y: F.cross_entropy(o, y), "data": (X, classes)}
+    refused(partial(trained, **wrapped), NO_MEAN, dp=2)
+    assert_right(partial(trained, **wrapped, divisor=lambda y: (y != -100).sum()), dp=2)
+    assert_right(partial(trained, loss_fn=F.cross_entropy, data=(X, classes)), dp=2)
+
+
 def test_one_row_a_rank_is_joined_with_the_next():
     refused(partial(trained, loss_fn=summed, rows=2), NO_MEAN, dp=2)
     assert_right(partial(trained, rows=2), dp=2)
@@ -152,6 +161,18 @@ def test_what_the_model_computes_of_a_loss_has_to_be_declared():
 
     refused(partial(judged, divisor=None), "uses a number without rows", dp=2)
     assert_right(partial(judged, divisor=lambda y: (y != 0).sum()), dp=2)
+
+
+def test_a_rank_whose_targets_all_are_padding():
+    empty = PADDED.clone()
+    empty[6:9] = 0  # rank 0's rows of the second batch: its mean over nothing is NaN
+
+    def judged(local_rank):
+        options = {"prepare_batch": lambda batch, device, non_blocking: (tuple(batch), batch[1])}
+        divisor = lambda y: (y != 0).sum()  # noqa: E731
+        return trained(0, Judged, lambda o, y: o["loss"], (TOKENS, empty), divisor, **options)
+
+    assert_right(judged, dp=2)
 
 
 @dataclass
