@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import Divisor, LossContract
-from ignite_ddl.mesh import Mesh
+from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.pipeline import reshard
 from ignite_ddl.pipeline.structure import tensors_of
 from ignite_ddl.regions import check_regions_once
@@ -62,7 +62,7 @@ class Audit:
         self.step, self.again, self.first_x = 0, True, None
         known = _remembered(model)
         foreign = known is None and not isinstance(model, DistributedDataParallel | FSDPModule)
-        if foreign and any(p.requires_grad for p in model.parameters()):
+        if foreign and mesh.dp_size > 1 and any(p.requires_grad for p in model.parameters()):
             raise ValueError(
                 "model should be what ddl.auto_model returned, whose gradients are averaged over ranks, but this "
                 f"{type(model).__name__} is not: model = ddl.auto_model(model)"
@@ -231,8 +231,8 @@ def _remembered(model: nn.Module) -> _Fingerprint | None:
 
 def check_unchanged(model: nn.Module) -> None:
     """Raises a ValueError if a model was changed since ``ddl.auto_model``, so that gradients would not be reduced."""
-    known = _remembered(model)
-    if known is None:
+    known, mesh = _remembered(model), get_mesh()
+    if known is None or mesh.dp_size * mesh.pp_size == 1:  # over tp alone, torch reduces what is cut in its own layers
         return
     if not known.same_places():
         reshard(model)  # FSDP2 puts unsharded parameters in the places of others
@@ -247,9 +247,9 @@ def check_unchanged(model: nn.Module) -> None:
             )
     for name, parameter, dtype, trained, hooked in known.parameters:  # hooked by a style of the plan
         name = name.removeprefix("module.") if known.by_ddp else name
-        if parameter.dtype is not dtype:
+        if known.by_ddp and parameter.dtype is not dtype:
             raise ValueError(
-                f"{name!r} was {dtype} when ddl.auto_model made the model ready for its ranks, and is "
+                f"{name!r} was {dtype} when ddl.auto_model wrapped the model in DDP, whose buffers keep that, and is "
                 f"{parameter.dtype}: change the dtype before"
             )
         if known.by_ddp and parameter.requires_grad is not trained:
@@ -260,7 +260,7 @@ def check_unchanged(model: nn.Module) -> None:
                 "the trainer anew"
             )
         if not hooked and _has_hooks(parameter):
-            check_parameter_hooks([(name, parameter)])
+            check_parameter_hooks([(name, parameter)], mesh, known.by_ddp)
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:

@@ -78,15 +78,46 @@ def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
             )
 
 
-def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuses parameters with hooks, which would see a rank's own gradient, or be lost if the parameter is cut."""
+def check_parameter_hooks(
+    parameters: Iterable[tuple[str, nn.Parameter]], mesh: Mesh, by_ddp: bool, before: bool = False
+) -> None:
+    """Refuses hooks of parameters that would get another gradient than in one process, or none.
+
+    DDP and a pipeline call a hook with the gradient of this rank's rows or of a microbatch, so it has to be linear;
+    FSDP2 and ``replicate`` do not call it, or, if it runs after the gradient was accumulated, with the average.
+
+    Args:
+        parameters: names to parameters.
+        mesh: the mesh.
+        by_ddp: whether DDP averages gradients.
+        before: whether the model is going to be cut, which would lose hooks. Default: False.
+    """
     for name, parameter in parameters:
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        hooks = list((parameter._backward_hooks or {}).values())
+        after = bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+        if by_ddp or (mesh.pp_size > 1 and mesh.dp_size == 1):
+            refused = after or not all(_is_linear(hook, parameter) for hook in hooks)
+        else:
+            refused = bool(hooks) and mesh.dp_size > 1
+        if refused or before and not by_ddp and (hooks or after):
             raise ValueError(
                 f"{name!r} has a hook, which would get this rank's gradient instead of the average over ranks, or not "
                 "run on shards: change p.grad between ddl.forward_backward and the optimizer's step, or in "
                 "optimizer.register_step_pre_hook"
             )
+
+
+def _is_linear(hook: Callable, parameter: nn.Parameter) -> bool:
+    """Whether the average of what a hook makes of gradients is what it makes of their average."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        one, other = torch.randn_like(local), 3 * torch.randn_like(local)
+        try:
+            first, second, both = (hook(g.clone()) for g in (one, other, one + other))
+            found = [g if made is None else made for g, made in ((one, first), (other, second), (one + other, both))]
+            return torch.allclose(found[0] + found[1], found[2], rtol=1e-3, atol=1e-3)
+        except Exception:
+            return False
 
 
 def hand_on_attributes(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
@@ -139,13 +170,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
             "optimizer holds a weight that was frozen when ddl.auto_model took its model, so that nothing averages its "
             "gradient over ranks: unfreeze it before ddl.auto_model"
         )
-    if any(hasattr(p, _TRAINED) for p in of_model):
+    if any(hasattr(p, _TRAINED) for p in of_model) and get_mesh().dp_size * get_mesh().pp_size > 1:
         alone = next((p for p in stepped if p.numel() and p.requires_grad and not hasattr(p, _TRAINED)), None)
         if alone is not None:
             raise ValueError(
                 f"optimizer holds a weight of shape {tuple(alone.shape)} of no model from ddl.auto_model, so that "
-                "nothing averages its gradient over ranks: make it part of the model, or of one that goes through "
-                "ddl.auto_model as well"
+                "nothing averages its gradient over ranks: make it part of the model before ddl.auto_model (heads, "
+                "adapters and dtypes are changed there), or of one that goes through ddl.auto_model as well"
             )
 
 

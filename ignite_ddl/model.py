@@ -139,7 +139,7 @@ def auto_model(
         check_layers(model, mesh, for_ddp)
     styles, cut = _check(model, tensor_plan, mesh.pp_size, mesh.tp_size, schedule, n_microbatches, split, costs)
     if mesh.world_size > 1:
-        check_parameter_hooks(model.named_parameters())
+        check_parameter_hooks(model.named_parameters(), mesh, for_ddp, before=True)
     if not for_ddp:
         _copy_weights_of_rank_0(model)  # except those of lazy layers
 

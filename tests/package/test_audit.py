@@ -72,7 +72,11 @@ def hooked(model):
 
 
 def accumulating(model):
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.1, 0.1))
+    model[0].weight.register_post_accumulate_grad_hook(halved)
+
+
+def halved(parameter):
+    parameter.grad.mul_(0.5)
 
 
 def frozen(model):
@@ -117,7 +121,7 @@ def late(local_rank, **options):
 
 def test_changes_between_steps_are_refused():
     refused(late, "something added or replaced '2.weight' after ddl.auto_model", dp=2)
-    refused(partial(late, tensor_plan=PLAN), "something added or replaced '2.weight'", tp=2)
+    refused(partial(late, tensor_plan=PLAN), "something added or replaced '2.weight'", dp=2, tp=2)
     refused(partial(late, shard=True), "something added or replaced '2.weight'", dp=2)
 
 
@@ -129,8 +133,14 @@ def frozen_in_place(model):
     frozen(model)
 
 
+def doubled(model):
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+
+
 def test_changes_that_change_no_gradient_are_right():
     assert_right(partial(trained, change=activation), dp=2)
+    assert_right(partial(trained, change=doubled), dp=2)  # linear, so it commutes with the average
+    assert_right(partial(trained, change=accumulating, shard=True), dp=2)
     assert_right(partial(trained, change=frozen_in_place, shard=True), dp=2)
 
 
