@@ -15,7 +15,7 @@ file                                    what it uses
 ``engine.py``                           Ignite's ``_prepare_batch``, the default of a public argument, and the order of
                                         an engine's handlers
 ``state.py``                            ``DTensor.__create_chunk_list__``, the protocol of torch's DCP
-``checkpoint/storage.py``               names in DCP's ``.metadata``: ``_StorageInfo``, ``_MEM_FORMAT_ENCODING``
+``checkpoint/form.py``                  DCP's ``_StorageInfo``; of the standard library ``pickle._Unpickler``
 ``checkpoint/handler.py``               how Ignite's Checkpoint sets up its states and file names
 ``metrics.py``                          idist's ``_model``, ``_NativeDistModel``: a group instead of the world
 ``pipeline/stage.py``                   ``PipelineStage``: its call of a stage, its first message
