@@ -200,6 +200,7 @@ class _Fingerprint:
 
     def __init__(self, model: nn.Module, sharded: bool) -> None:
         self.by_ddp, self.sharded = isinstance(model, DistributedDataParallel), sharded
+        self.finds_unused = self.by_ddp and (model.find_unused_parameters or model.static_graph)
         self.note(model)
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -252,7 +253,7 @@ def check_unchanged(model: nn.Module) -> None:
                 f"{name!r} was {dtype} when ddl.auto_model wrapped the model in DDP, whose buffers keep that, and is "
                 f"{parameter.dtype}: change the dtype before"
             )
-        if known.by_ddp and parameter.requires_grad is not trained:
+        if known.by_ddp and parameter.requires_grad is not trained and not (trained and known.finds_unused):
             raise ValueError(
                 f"{name!r} was {'' if trained else 'not '}trained when ddl.auto_model wrapped the model in DDP, which "
                 f"{'waits for' if trained else 'does not average'} its gradient: pass shard=True to ddl.auto_model, "
@@ -271,7 +272,7 @@ def _check_new_places(model: nn.Module, known: _Fingerprint) -> None:
     before = {id(p): name for name, p, _, trained, _ in known.parameters if trained}
     after = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     new, gone = ([names[i] for i in names if i not in others] for names, others in ((after, before), (before, after)))
-    if new or gone and known.by_ddp:
+    if new or gone and known.by_ddp and not known.finds_unused:
         name = (new or gone)[0].removeprefix("module." if known.by_ddp else "")
         what = f"added or replaced {name!r}" if new else f"took away {name!r}"
         raise ValueError(

@@ -72,13 +72,14 @@ class Divisor:
         """Whether these targets may hold padding that does not count, so that ranks may pad to other lengths."""
         return bool(self.pads(y) if callable(self.pads) else self.pads)
 
-    def here(self, rows: tuple[int, int] | None, x: Any, y: Any) -> float | None:
+    def here(self, rows: tuple[int, int] | None, x: Any, y: Any, first: bool = False) -> float | None:
         """The divisor of this rank's part of a batch; None if there is none, or nobody knows.
 
         Args:
             rows: the numbers of rows of the batch here and on all dp ranks; None if the loader does not say.
             x: the inputs here.
             y: their targets.
+            first: whether to refuse targets whose rows may be in dim 1. Default: False.
         """
         if self.kind == "sum":
             return None
@@ -88,16 +89,16 @@ class Divisor:
             return self.of(y)
         if rows is None:  # of a loader that does not say
             return float(n_rows(y if tensors_of(y) else x))
-        return float(rows[0] if self.certain else _rows_counted(rows[0], x, y))
+        return float(rows[0] if self.certain else _rows_counted(rows[0], x, y, first))
 
 
-def _rows_counted(dealt: int, x: Any, y: Any) -> int:
+def _rows_counted(dealt: int, x: Any, y: Any, strict: bool) -> int:
     """The rows of a batch: those that the loader has dealt, or those that collate_fn has made of them."""
     tensors = [tensor for tensor in tensors_of(y) or tensors_of(x) if tensor.ndim]
     if not tensors or len(tensors[0]) == dealt or (isinstance(y, list | tuple) and len(y) == dealt):
         return dealt
     first = tensors[0]
-    if any(len(tensor) != len(first) for tensor in tensors) or first.ndim > 1 and first.shape[1] == dealt:
+    if strict and (any(len(tensor) != len(first) for tensor in tensors) or first.ndim > 1 and first.shape[1] == dealt):
         raise ValueError(
             f"targets should have a row for each of the {dealt} rows that this rank was dealt, but have shape "
             f"{tuple(first.shape)}: if dim 1 counts rows, "

@@ -89,7 +89,7 @@ class TrainingStep:
         contract, autocast = self._contract(loss_fn, loss_divisor), autocast or contextlib.nullcontext()
         if rows is None and self.mesh.dp_size == 1:  # a loader of another library
             rows = (n_rows(y if tensors_of(y) else x),) * 2
-        here = contract.divisor.here(rows, x, y)
+        here = contract.divisor.here(rows, x, y, self.mesh.dp_size > 1 and not contract.calls)
         if self.audit is not None:
             with autocast:
                 self.audit.begin(rows, x, y)
@@ -117,11 +117,6 @@ class TrainingStep:
             with autocast:
                 self.audit.end(last)  # before the next collective, which would meet DDP's on a peer that waits
         loss, total = self._end_reduction(*reduction, contract)
-        if window is None and contract.divisor.kind == "rows" and rows is not None and total != rows[1]:
-            raise ValueError(
-                f"this batch should have the {rows[1]} rows that the loader dealt, but collate_fn made {total:g} of "
-                "them: pass loss_divisor=len, or another function from targets to the divisor of the loss"
-            )
         self.open, self.counted = not last, self.counted + total
         if last:
             self._finish(window, loss)
@@ -149,8 +144,8 @@ class TrainingStep:
         if here is None:
             empty = rows is not None and rows[0] == 0
             return (0.0 if empty else float(dp)) if contract.divisor.kind == "sum" else 1.0
-        by_rows = contract.divisor.kind == "rows"
-        total = float(rows[1]) if by_rows and rows is not None else None
+        dealt = contract.divisor.kind == "rows" and rows is not None and (window or contract.divisor.certain)
+        total = float(rows[1]) if dealt else None
         if total is None and (window is None or contract.density is None):
             summed = torch.tensor(here, dtype=torch.float64, device=idist.device())
             if dp > 1:

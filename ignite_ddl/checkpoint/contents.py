@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ignite_ddl.checkpoint.form import RANDOM
 from ignite_ddl.checkpoint.gradients import GRADIENTS, load_gradients, match_gradients, take_gradients
 from ignite_ddl.checkpoint.resume import Resume, load_engine, load_loader, resumed_engine, take_runs
-from ignite_ddl.checkpoint.storage import Folder, agree, gathered
+from ignite_ddl.checkpoint.storage import Folder, agree
 from ignite_ddl.checkpoint.values import decoded, encoded
 from ignite_ddl.data import ShardedDataLoader
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -224,9 +224,9 @@ def load(folder: Folder, objects: Mapping[str, Any], strict: bool = True) -> Non
         found |= {key: {"names": held, "missing": []} for key, (held, _, _) in new_states.items()}
     except Exception as raised:
         error = raised
-    agree(error)
-    agree(_what_is_left(folder, found, gathered(found, None), strict))
+    of_ranks = agree(error, value=found)
     try:
+        _check_the_rest(folder, of_ranks, strict)
         folder.check(targets)
     except Exception as raised:
         error = raised
@@ -345,26 +345,21 @@ def _check_tensor(folder: Folder, saved: str, key: str, name: str, tensor: torch
             )
 
 
-def _what_is_left(
-    folder: Folder, mine: Mapping[str, Any], all_ranks: list[dict[str, Any]], strict: bool
-) -> Exception | None:
-    """An error where a model or an optimizer has other names than the checkpoint."""
-    if not strict:
-        return None
-    for key in mine:
-        has = {name for of_rank in all_ranks for name in of_rank[key]["names"]}
-        lacks = sorted({name for of_rank in all_ranks for name in of_rank[key]["missing"]})
+def _check_the_rest(folder: Folder, of_ranks: list[dict[str, Any]], strict: bool) -> None:
+    """Raises where a model or an optimizer of all ranks has other names than the checkpoint."""
+    for key in of_ranks[0] if strict else ():
+        has = {name for of_rank in of_ranks for name in of_rank[key]["names"]}
+        lacks = sorted({name for of_rank in of_ranks for name in of_rank[key]["missing"]})
         if key in folder.content["models"]:
             saved = set(folder.content["models"][key]["names"])
         else:
             saved = {name for group in folder.content["optimizers"][key]["groups"] for name in group["names"]}
         besides = sorted(saved - has)
         if lacks or besides:
-            return ValueError(
+            raise ValueError(
                 f"{folder.path} should have the names of to_load[{key!r}], but lacks {_few(lacks)} and has "
                 f"{_few(besides)} besides; strict=False loads what both have"
             )
-    return None
 
 
 def _few(names: list[str]) -> str:

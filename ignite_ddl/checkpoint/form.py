@@ -11,10 +11,10 @@ import pickle
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -190,7 +190,7 @@ def read_metadata(folder: Path, sums: str, state: Mapping[str, Any]) -> Metadata
         place = {key: at[key] for key in ("relative_path", "offset", "length")}
         _check([index["fqn"], *place.values()], (str, str, int, int), METADATA)
         index = MetadataIndex(index["fqn"], index["offset"].size())
-        stored[index] = SimpleNamespace(**place, transform_descriptors=None)
+        stored[index] = _StorageInfo(**place)
     for name, there in root["state_dict_metadata"]:
         chunks = [ChunkStorageMetadata(chunk["offsets"].size(), chunk["sizes"].size()) for chunk in there["chunks"]]
         dtype, size = there["properties"].values[0], there["size"].size()

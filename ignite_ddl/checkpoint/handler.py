@@ -335,18 +335,20 @@ class Checkpoint(IgniteCheckpoint):
                 taken = taken.copy()
         except Exception as raised:
             error = raised
-        agree(error, self._group)
+        parts = agree(error, self._group, taken and taken.own)
         if not self.asynchronous:
-            self._complete(name, taken, metadata, outdated)
+            self._complete(name, taken, parts, metadata, outdated)
             return
         background = ThreadPoolExecutor(1, "ddl.Checkpoint")  # the interpreter waits for it before it ends
-        self._in_background = background.submit(self._complete, name, taken, metadata, outdated)
+        self._in_background = background.submit(self._complete, name, taken, parts, metadata, outdated)
         background.shutdown(wait=False)
         _in_background.add(self._in_background)
         wait_before_result(_wait_for_all)
 
-    def _complete(self, name: str, taken: Taken, metadata: Mapping[str, Any], outdated: list[str]) -> None:
-        def content(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    def _complete(
+        self, name: str, taken: Taken, parts: list[Any], metadata: Mapping[str, Any], outdated: list[str]
+    ) -> None:
+        def content() -> dict[str, Any]:
             newest = max((at for at in times_saved(self.folder).values() if at < math.inf), default=0)
             return {
                 "saved_ns": max(time.time_ns(), newest + 1),
@@ -357,7 +359,7 @@ class Checkpoint(IgniteCheckpoint):
                 **merged(parts, self.mesh),
             }
 
-        write(self.folder / name, taken.shards, content, taken.own, self._group, self.digests, outdated)
+        write(self.folder / name, taken.shards, content, self._group, self.digests, outdated)
 
 
 class _Writes(BaseSaveHandler):

@@ -59,7 +59,7 @@ from ignite_ddl.checkpoint.form import (
 from ignite_ddl.checkpoint.owners import begin, put, remove, sync_folder
 from ignite_ddl.state import Shard
 
-__all__ = ["Folder", "agree", "gathered", "on_rank_0", "times_saved", "whole_checkpoints", "write"]
+__all__ = ["Folder", "agree", "on_rank_0", "times_saved", "whole_checkpoints", "write"]
 
 _BLOCK = 1 << 20
 
@@ -70,8 +70,7 @@ _BLOCK = 1 << 20
 def write(
     folder: Path,
     shards: Mapping[str, Shard],
-    content: Callable[[list[Any]], dict[str, Any]],
-    own: Any,
+    content: Callable[[], dict[str, Any]],
     group: dist.ProcessGroup | None,
     digests: bool = True,
     outdated: Sequence[str] = (),
@@ -81,8 +80,7 @@ def write(
     Args:
         folder: where, on a file system that all ranks see. One of that name is replaced.
         shards: what this rank holds of each tensor, by name. Of parts that several ranks hold one is written.
-        content: makes what goes into ``state.json`` of what all ranks have in ``own``; called on rank 0.
-        own: what rank 0 has to know of this rank.
+        content: makes what goes into ``state.json``; called on rank 0.
         group: a group of all ranks, for objects; None on a serial run.
         digests: whether to take a CRC-32 of each part that is written.
         outdated: names of checkpoints beside it, which are removed once this one is complete.
@@ -91,8 +89,8 @@ def write(
         OSError: on every rank, if any rank cannot write; what was written is removed.
         ValueError: if a rank does not see the folder, or ``content`` refuses what ranks have.
     """
-    parts, state = gathered(own, group), {}
-    saving = on_rank_0(lambda: state.update(content(parts)) or begin(folder), group)
+    state: dict[str, Any] = {}
+    saving = on_rank_0(lambda: state.update(content()) or begin(folder), group)
     seen = saving.is_dir()
     agree(None if seen else ValueError(f"{folder.parent} should be a folder that all ranks see"), group)
     try:
@@ -353,40 +351,40 @@ class _LoadPlanner(DefaultLoadPlanner):
 # --------------------------------------------------------------------------------------------- together
 
 
-def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What every rank has, in rank order."""
-    if not dist.is_initialized():
-        return [value]
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, value, group=group)
-    return parts
-
-
-def agree(error: Exception | None, group: dist.ProcessGroup | None = None, **same: Any) -> None:
+def agree(error: Exception | None, group: dist.ProcessGroup | None = None, value: Any = None, **same: Any) -> list[Any]:
     """Raises on every rank what any rank has found.
 
     Args:
         error: what this rank has found; None: nothing.
         group: a group of all ranks. Default: the world.
+        value: what all ranks get to know of this one.
         same: what has to be the same on all ranks, by the name of the argument that it comes from.
+
+    Returns:
+        list: each rank's ``value``, in rank order.
 
     Raises:
         ValueError: if that differs.
     """
-    found = gathered((_carried(error), same), group)
-    for rank, (pickled, _) in enumerate(found):
+    mine = _carried(error), same, value
+    found: list[Any] = [mine]
+    if dist.is_initialized():
+        found *= dist.get_world_size(group)
+        dist.all_gather_object(found, mine, group=group)
+    for rank, (pickled, *_) in enumerate(found):
         if pickled is not None and rank != (dist.get_rank() if dist.is_initialized() else 0):
             error = pickle.loads(pickled)
             error.add_note(f"This was found on rank {rank}.")
         if pickled is not None:
             raise error
-    for name, value in found[0][1].items():
-        for rank, (_, there) in enumerate(found):
-            if there[name] != value:
+    for name, first in found[0][1].items():
+        for rank, (_, there, _) in enumerate(found):
+            if there[name] != first:
                 raise ValueError(
-                    f"{name} should be the same on every rank, but is {value!r} on rank 0 and {there[name]!r} on rank "
+                    f"{name} should be the same on every rank, but is {first!r} on rank 0 and {there[name]!r} on rank "
                     f"{rank}"
                 )
+    return [value for *_, value in found]
 
 
 def on_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
