@@ -89,7 +89,8 @@ class TrainingStep:
         contract, autocast = self._contract(loss_fn, loss_divisor), autocast or contextlib.nullcontext()
         if rows is None and self.mesh.dp_size == 1:  # a loader of another library
             rows = (n_rows(y if tensors_of(y) else x),) * 2
-        here = contract.divisor.here(rows, x, y, self.mesh.dp_size > 1 and not contract.calls)
+        strict = self.audit is not None and self.mesh.dp_size > 1 and not contract.calls
+        here = contract.divisor.here(rows, x, y, strict)
         if self.audit is not None:
             with autocast:
                 self.audit.begin(rows, x, y)
