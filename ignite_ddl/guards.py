@@ -58,14 +58,11 @@ def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
             raise ValueError(
                 f"{name!r} is an nn.SyncBatchNorm, which torch runs on GPUs only: use nn.BatchNorm or nn.GroupNorm"
             )
-        if (
-            mesh.dp_size > 1
-            and getattr(module, "max_norm", None)
-            and isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        ):
+        embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if mesh.dp_size > 1 and embeds and module.max_norm is not None:
             raise ValueError(
-                f"{name!r} has max_norm={module.max_norm}, by which each rank would rescale the vectors of its own words "
-                "in place: rescale all after the optimizer's step, on every rank"
+                f"{name!r} has max_norm={module.max_norm}, by which each rank would rescale the vectors of its own "
+                "words in place: rescale all of them after the optimizer's step, on every rank"
             )
         if mesh.dp_size * mesh.pp_size > 1 and getattr(module, "scale_grad_by_freq", False):
             raise ValueError(
