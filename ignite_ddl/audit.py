@@ -81,8 +81,9 @@ class Audit:
         if self.again:
             _check_values(self.model)
             _check_same_rows(x, y, self.mesh)
-            for stage in self.stages.local_stages() if self.mesh.tp_size > 1 else ():
-                check_regions_once(stage, trains=True)
+            stages = self.stages.local_stages() if self.mesh.tp_size > 1 else []
+            for stage in stages:
+                check_regions_once(stage, trains=self.stages.is_last and stage is stages[-1])
         if rows is not None and self.mesh.pp_size > 1:
             _check_rows_are_in_dim_0(rows[0] or 1, x)
         self.first_x = x if self.step == 1 and self.mesh.dp_size > 1 and self.mesh.pp_size == 1 else None

@@ -439,6 +439,8 @@ def reference(case):
     if case.model in DROPPING and case.tp > 1:
         _draw_by_tp_rank(case, model)
     while done < STEPS:
+        if case.tp * case.pp > 1:
+            streams[:] = map(_after_a_draw, streams)  # by the loader, when a pass begins
         seen = []
         for x, y in loader:
             seen.append(len(x))
@@ -468,6 +470,13 @@ def reference(case):
 # ------------------------------------------------------------------------------- one process, replaying the rule
 
 FIRST_SEED = 7  # every rank seeds itself with this and its rank: auto_model has to make a replica's ranks alike
+
+
+def _after_a_draw(state):
+    generator = torch.Generator()
+    generator.set_state(state)
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
+    return generator.get_state()
 
 
 def _seeded(seed):

@@ -71,6 +71,8 @@ def part_of_input(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _part(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     mesh = module.weight.device_mesh["tp"]
     dim = x.ndim + 1 - module.weight.ndim if isinstance(module, _CONVOLUTIONS) else -1
+    if x.shape[dim] == module.weight.to_local().shape[1 - dim_of_outputs(module)]:  # of a stage that begins here
+        return x
     return x.chunk(mesh.size(), dim=dim)[mesh.get_local_rank()].contiguous()
 
 
