@@ -43,6 +43,8 @@ def check_regions_once(stage: nn.Module, trains: bool = False) -> None:
         with unobserved():
             _check(module, args, kwargs, trains)
 
+    if hasattr(stage, "_orig_mod"):  # of torch.compile, whose graph would be made anew for the check
+        return
     skip_region_check(stage)
     if any(isinstance(parameter, DTensor) for parameter in stage.parameters()):
         stage._region_check = stage.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
