@@ -12,14 +12,13 @@ from ignite_ddl.engine import (
     create_supervised_trainer,
     forward_backward,
 )
-from ignite_ddl.launch import HangReport, Parallel, RankError, UnlikeCalls, report_hangs
+from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import empty_weights, lazy
 from ignite_ddl.mesh import Mesh, get_mesh, initialize_mesh
 from ignite_ddl.model import auto_model, auto_optim, check_model
 from ignite_ddl.pipeline.costs import layer_costs
 from ignite_ddl.pipeline.trace import trace_layers
 from ignite_ddl.state import full_state_dict, load_full_state_dict
-from ignite_ddl.sync import OutOfSync, check_in_sync, check_same_calls
 from ignite_ddl.tensor import (
     Column,
     InputChannels,
@@ -86,16 +85,15 @@ tpu.repair_ignite()  # without torch_xla: nothing
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ParameterServer":  # imported when it is asked for: most runs have none
-        from ignite_ddl.parameter_server import ParameterServer
-
-        return ParameterServer
+    """Imports what most runs never use when it is asked for."""
     if name in ("Checkpoint", "export_weights", "import_weights"):
-        from ignite_ddl import checkpoint
-
-        return getattr(checkpoint, name)
-    if name in ("ParityReport", "check_parity"):
-        from ignite_ddl import parity
-
-        return getattr(parity, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from ignite_ddl import checkpoint as room
+    elif name in ("HangReport", "OutOfSync", "UnlikeCalls", "check_in_sync", "check_same_calls", "report_hangs"):
+        from ignite_ddl import diagnose as room
+    elif name == "ParameterServer":
+        from ignite_ddl import parameter_server as room
+    elif name in ("ParityReport", "check_parity"):  # the one door up the stair: nothing below calls them
+        from ignite_ddl.lab import parity as room
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(room, name)

@@ -9,7 +9,6 @@ file                                    what it uses
 ``tpu.py``                              Ignite's XLA classes, with torch_xla 2.7 to 2.9
 ``data.py``                             ``torch.utils._pytree``, as most of the following; ``DataLoader._get_iterator``,
                                         an Ignite engine's ``_dataloader_iter``
-``parity.py``                           ``torch.utils._pytree``
 ``loss_contract.py``                    ``nn``'s ``_Loss``, the base of its losses; the numbers of autograd's nodes
 ``replicas.py``                         ``_NormBase``, ``nn.Module._non_persistent_buffers_set``
 ``traceless.py``                        ``_NormBase``, ``nn.Module._buffers``
@@ -38,6 +37,8 @@ file                                    what it uses
 ``course/memory.py``                    ``torch.distributed._tools.mem_tracker.MemTracker``
 ``course/ranks.py``                     torch's dispatch mode
 ``throughput.py``                       ``torch.utils._pytree``
+``diagnose/calls.py``                   torch's flight recorder and its store, ``distributed_c10d._world``
+``lab/parity.py``                       ``torch.utils._pytree``
 ======================================  ===============================================================
 """
 
@@ -49,7 +50,6 @@ import importlib.abc
 import importlib.machinery
 import logging
 import os
-import pickle
 import sys
 import warnings
 import weakref
@@ -75,17 +75,14 @@ __all__ = [
     "address_for_ignite",
     "attach_metrics_over",
     "called_by_ignites_checkpoint",
-    "calls_counted",
     "guard_parts",
     "hide_gpus_if_too_few",
     "is_part",
-    "job_store",
     "local_gradients",
     "newest_node",
     "pickle_shards",
     "quiet_redistribution",
     "quiet_warnings",
-    "recorded_calls",
     "refuse_pickling",
     "repair_torchvision",
     "replicate",
@@ -373,60 +370,6 @@ def address_for_ignite(init_method: str, rank: int, world_size: int) -> str:
     if init_method.startswith("env") or "env" not in init_method or "rank=" in init_method:
         return init_method
     return f"{init_method}{'&' if '?' in init_method else '?'}rank={rank}&world_size={world_size}"
-
-
-def recorded_calls(newest: int | None = None) -> list[dict[str, Any]]:
-    """The collectives that this rank has called, oldest first, as torch's flight recorder has them.
-
-    With ``newest`` only so many, those that are not done, and the last one of each group.
-    It records gloo's and NCCL's; of gloo's it has no sends and receives, its states and times are not set, and only
-    ``retired`` says whether a call is done. The recorder is on by default (``TORCH_FR_BUFFER_SIZE``, 0: off).
-    """
-    from torch.distributed.distributed_c10d import _world
-
-    try:
-        entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace()).get("entries", [])
-    except Exception:  # another build, another version: then a report has the stacks alone
-        return []
-    last = {entry["process_group"][0]: entry for entry in entries}
-    if newest is not None:
-        old = [e for e in entries[:-newest] if not e["retired"] or last[e["process_group"][0]] is e]
-        entries = old + entries[-newest:]
-    members = {
-        group.group_name: sorted(ranks)
-        for group, ranks in dict(_world.pg_group_ranks).items()
-        if isinstance(group, torch.distributed.ProcessGroup)
-    }
-    return [
-        {
-            "group": entry["process_group"][0],
-            "ranks": members.get(entry["process_group"][0], []),
-            "number": entry["collective_seq_id"],
-            "operation": entry["profiling_name"].partition(":")[2],
-            "sizes": ", ".join(
-                f"{dtype}{sizes}" for dtype, sizes in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
-            ),
-            "done": entry["retired"],
-            "frames": [(frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"]],
-        }
-        for entry in entries
-        if not entry["is_p2p"]
-    ]
-
-
-def calls_counted() -> bytes:
-    """Changes with each collective that this rank calls or completes; cheap, unlike :func:`recorded_calls`."""
-    try:
-        return torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=False)
-    except Exception:
-        return b""
-
-
-def job_store() -> torch.distributed.Store:
-    """The store by which the ranks of the job have met, by a connection of its own, for another thread."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store().clone()
 
 
 def tell_ignite_nproc(nproc: int) -> None:

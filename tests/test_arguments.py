@@ -31,7 +31,6 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 import ignite_ddl as ddl
-from ignite_ddl import parity
 from ignite_ddl.lab import (
     SavedBytes,
     Timeline,
@@ -41,6 +40,7 @@ from ignite_ddl.lab import (
     count_bytes,
     draw,
     memory,
+    parity,
     plan,
     simulate,
     timeline,

@@ -7,15 +7,16 @@ import json
 import sys
 import threading
 import time
+from typing import Any
 
 import torch.distributed as dist
 
 from ignite_ddl.arguments import limit_in_seconds
-from ignite_ddl.compat import calls_counted, job_store, recorded_calls
-from ignite_ddl.launch.report import NEWEST, hang_report
-from ignite_ddl.launch.stacks import own_stack, waits_in
+from ignite_ddl.diagnose.calls import calls_counted, job_store, recorded_calls
+from ignite_ddl.diagnose.report import NEWEST, hang_report
+from ignite_ddl.diagnose.stacks import own_stack, waits_in
 
-__all__ = ["Watch", "report_hangs"]
+__all__ = ["Watch", "answer", "report_hangs"]
 PATIENCE = 12.0  # seconds for which the others' parts are waited for; on a busy machine a part takes several
 
 
@@ -62,6 +63,11 @@ def report_hangs(after: float) -> None:
         atexit.register(watch.over.set)  # runs first
 
 
+def answer(thread: int) -> dict[str, Any]:
+    """What a report asks of a rank: where this thread of it is, and its newest collectives."""
+    return {"stack": own_stack(thread), "calls": recorded_calls(NEWEST)}
+
+
 class Watch:
     """One rank's watch over a thread; ``name`` is where the ranks of this watch meet in the store."""
 
@@ -96,8 +102,7 @@ class Watch:
         """
         key = f"{self.name}/{self.number}"
         self.number += 1
-        part = {"stack": own_stack(self.thread), "calls": recorded_calls(NEWEST)}
-        self.store.set(f"{key}/{self.rank}", json.dumps(part))
+        self.store.set(f"{key}/{self.rank}", json.dumps(answer(self.thread)))
         if self.store.add(key, 1) > 1:
             return
         deadline, others = time.monotonic() + PATIENCE, range(self.world_size)

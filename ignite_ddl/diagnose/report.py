@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ignite_ddl.diagnose.stacks import Frame, frames_of, place_of, user_frame, waits_in
 from ignite_ddl.launch.job import label
-from ignite_ddl.launch.stacks import Frame, frames_of, place_of, user_frame, waits_in
 
 __all__ = ["NEWEST", "Call", "HangReport", "UnlikeCalls", "hang_report", "unlike_calls"]
 NEWEST = 200  # calls of each rank that a report is made of: a step of most models
@@ -107,7 +107,7 @@ def hang_report(stacks: Mapping[int, str], records: Mapping[int, Sequence[Mappin
 
     Args:
         stacks: of each rank, the most recent call first; "" of a rank that has returned.
-        records: of each rank that could say so, what ``compat.recorded_calls`` returned there.
+        records: of each rank that could say so, what ``diagnose.calls.recorded_calls`` returned there.
     """
     stands = {rank: next((call for call in calls if not call["done"]), None) for rank, calls in records.items()}
     awaited: dict[tuple, int] = {}

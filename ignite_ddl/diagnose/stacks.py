@@ -31,7 +31,7 @@ __all__ = [
 ]
 Frame = tuple[str, int, str]  # file, line, function
 _PACKAGE = str(Path(__file__).parents[1])
-_RANK = str(Path(__file__).with_name("rank.py"))
+_RANK = str(Path(_PACKAGE, "launch/rank.py"))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LIBRARIES = (_PACKAGE, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
@@ -49,7 +49,7 @@ def read_stack(path: Path) -> str:
 def of_main_thread(stack: Path) -> bool:
     """Whether these are the main thread's: where that blocks all signals, another one gets ours."""
     text = stack.read_text(errors="replace") if stack.exists() else ""
-    return text.rstrip().endswith("...") or any(f" in {name}" in text for name in ("rank_main", "server_main"))
+    return text.rstrip().endswith("...") or any(f" in {name}" in text for name in ("rank_main", "companion_main"))
 
 
 def own_stack(thread: int) -> str:

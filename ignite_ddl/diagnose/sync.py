@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ignite_ddl.arguments import MODULE, takes
-from ignite_ddl.compat import recorded_calls
-from ignite_ddl.launch.report import UnlikeCalls, unlike_calls
+from ignite_ddl.diagnose.calls import recorded_calls
+from ignite_ddl.diagnose.report import UnlikeCalls, unlike_calls
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.state import local_state, shard_of

@@ -1,6 +1,6 @@
 """Compares a model on a mesh with the same model in one process, and finds the first number that differs.
 
-As a command, ``python -m ignite_ddl.parity module:factory --dp 2 --tp 2``: ``factory()`` returns the first four
+As a command, ``python -m ignite_ddl.lab.parity module:factory --dp 2 --tp 2``: ``factory()`` returns the first four
 arguments of :func:`check_parity`, ``(model, plan, batch, loss_fn)``, or a dict of its arguments by name. The exit
 code is 0 if all numbers are equal, 1 if a number differs or the loss does not move, 2 if the model or an argument is
 refused, 3 if a run fails.
@@ -225,7 +225,7 @@ def check_parity(
             found = parallel.run(_on_a_rank, job, folder)
         except RankError as error:
             files = re.findall(r'File "([^"]+)", line', error.traceback)  # the last one raised it
-            ours = files and Path(files[-1]).is_relative_to(Path(__file__).parent)
+            ours = files and Path(files[-1]).is_relative_to(Path(__file__).parents[1])
             if ours and isinstance(error.exception, ValueError):
                 raise error.exception from None
             raise
@@ -522,8 +522,8 @@ def _hint(job: _Job, different: list[Number]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command ``python -m ignite_ddl.parity``; returns its exit code."""
-    parser = argparse.ArgumentParser("python -m ignite_ddl.parity", description=__doc__.split("\n\n")[1])
+    """The command ``python -m ignite_ddl.lab.parity``; returns its exit code."""
+    parser = argparse.ArgumentParser("python -m ignite_ddl.lab.parity", description=__doc__.split("\n\n")[1])
     parser.add_argument("factory", help="module:function")
     numbers = ("dp", "pp", "tp", "n-microbatches", "steps", "lr", "max-norm", "atol", "timeout")
     for name in (*numbers, "schedule", "split"):
@@ -558,6 +558,6 @@ def _value(text: str) -> Any:
 
 
 if __name__ == "__main__":
-    from ignite_ddl.parity import main as command  # ranks import this name, not __main__
+    from ignite_ddl.lab.parity import main as command  # ranks import this name, not __main__
 
     sys.exit(command())

@@ -21,7 +21,7 @@ class RankError(RuntimeError):
     """Raised when a rank fails; carries the traceback of the first rank that failed.
 
     Attributes:
-        rank: the global rank that failed first, or the name of a parameter server, such as "server0".
+        rank: the global rank that failed first, or the name of a companion, such as "server0".
         summary: one line that says what happened.
         traceback: the rank's traceback as text; after a timeout, the stacks of all ranks.
         exception: the exception itself if it could be sent back, else None.
@@ -73,7 +73,7 @@ class Job:
     mesh_sizes: dict[str, int]
     start_method: str | None
     settings: Settings
-    servers: int = 0
+    companions: int = 0  # processes beside the ranks
     sources: dict[str, list[str]] = field(default_factory=dict)
 
 

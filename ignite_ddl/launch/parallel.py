@@ -34,7 +34,7 @@ import torch
 
 from ignite_ddl.arguments import FUNCTION, PROCESSES, SECONDS, TEXT, WORLD, Fits, a, check, one_of, shown, takes, whole
 from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, torchrun_not_slurm
-from ignite_ddl.launch.hangs import Watch
+from ignite_ddl.launch.companions import check_companions
 from ignite_ddl.launch.job import MARK, Job
 from ignite_ddl.launch.meeting import RESOLVE_SECONDS, Meeting, check_address, check_file, file_of
 from ignite_ddl.launch.parent import GRACE_SECONDS, Launch, folder_of_a_run
@@ -61,6 +61,7 @@ PRELOAD = [
     "ignite.metrics",
     "ignite.handlers",
     "ignite_ddl",
+    "ignite_ddl.diagnose",  # a rank that hangs should not have to read files to say where
     "ignite_ddl.pipeline.stage",
 ]
 
@@ -190,7 +191,8 @@ class Parallel:
         self._check_environment()
         if self.mesh_sizes:
             self.mesh_sizes = check_mesh(self._world_size(), **self.mesh_sizes)
-        self._check_servers()
+        joins = self.nproc_per_node is None and self.backend is not None and _inside_a_job()
+        check_companions(self.servers, self.on_failure, joins, self.nnodes)
         if self.nproc_per_node is not None:
             self._check_start()
             self._check_nodes(node_rank)
@@ -280,19 +282,6 @@ class Parallel:
                 )
             check_address(host, int(port), self.node_rank == 0, 0 if self.nnodes == 1 else RESOLVE_SECONDS)
 
-    def _check_servers(self) -> None:
-        if self.on_failure == "continue" and self.servers == 0:
-            raise ValueError(
-                "on_failure='continue' needs parameter servers, which can continue without a worker, "
-                "but given servers=0"
-            )
-        joins = self.nproc_per_node is None and self.backend is not None and _inside_a_job()
-        if self.servers and (joins or self.nnodes > 1):
-            raise ValueError(
-                f"servers={self.servers} needs ranks that are started on one machine, but given "
-                + (f"nnodes={self.nnodes}" if self.nnodes > 1 else "a job to join; set nproc_per_node")
-            )
-
     def _world_size(self) -> int:
         if self.nproc_per_node is not None:
             return self.nnodes * self.nproc_per_node
@@ -375,6 +364,8 @@ class Parallel:
             return
         thread = threading.get_ident()
 
+        from ignite_ddl.diagnose.hangs import Watch
+
         watch = torch.distributed.is_initialized() and Watch(self.timeout, thread, "ignite_ddl/timeout")
 
         def end() -> None:
@@ -433,7 +424,7 @@ class Parallel:
             mesh_sizes=self.mesh_sizes,
             start_method=multiprocessing.get_start_method(allow_none=True),
             settings=Settings(),
-            servers=self.servers,
+            companions=self.servers,
             sources=_cell_sources(),
         )
 
@@ -479,10 +470,10 @@ def _check_folder() -> None:
         ) from None
 
 
-def _check_files(nproc: int, servers: int) -> None:
+def _check_files(nproc: int, companions: int) -> None:
     """Checks the limit of open files: pipes to each rank here, and in a rank a socket to each other rank.
 
-    While they start, also both ends of each connection between a rank and a parameter server.
+    While they start, also both ends of each connection between a rank and a companion.
     """
     try:
         import resource
@@ -490,8 +481,8 @@ def _check_files(nproc: int, servers: int) -> None:
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     here = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 16
-    count = nproc + servers
-    needed = max(here + 4 * count + 2 * nproc * servers + 16, count + 40)
+    count = nproc + companions
+    needed = max(here + 4 * count + 2 * nproc * companions + 16, count + 40)
     if limit < needed:
         raise ValueError(
             f"{count} ranks and servers need about {needed} open files a process, but at most {limit} are allowed: "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
 import shutil
@@ -24,12 +23,11 @@ from typing import Any
 
 import cloudpickle
 
-from ignite_ddl.launch.job import ASK_STACK, Job, RankError, kill_who_left, label
+from ignite_ddl.launch.companions import names_of
+from ignite_ddl.launch.job import Job, RankError, kill_who_left, label
 from ignite_ddl.launch.output import Output
-from ignite_ddl.launch.rank import rank_main, server_main
-from ignite_ddl.launch.report import HangReport, hang_report
+from ignite_ddl.launch.rank import companion_main, rank_main
 from ignite_ddl.launch.signals import SIGNAL_SECONDS, Signals, name_of
-from ignite_ddl.launch.stacks import frames_of, interrupted, name_cells, of_main_thread, read_stack, who_is_missing
 
 __all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS", "folder_of_a_run"]
 POLL_SECONDS = 0.05  # how often the ranks' output is read
@@ -48,13 +46,13 @@ _starting = threading.Lock()
 
 @dataclass
 class _Rank:
-    rank: int | str  # the name of a parameter server
+    rank: int | str  # the name of a companion
     process: multiprocessing.process.BaseProcess
     reports: connection.Connection  # the rank's result or exception comes through here, once
     release: connection.Connection  # closing it lets the rank close its process group
-    ready: bool = False  # of a parameter server: workers can reach it
+    ready: bool = False  # of a companion: ranks can reach it
     signals: list[int] = field(default_factory=list)  # that it wants passed on
-    asked: int = 0  # of a parameter server: lost workers about which it has not answered yet
+    asked: int = 0  # of a companion: lost ranks about which it has not answered yet
     done: bool = False
     result: Any = None
 
@@ -68,7 +66,7 @@ class _Failure:
     traceback: str = ""
     exception: BaseException | None = None
     exitcode: int | None = None
-    report: HangReport | None = None
+    report: Any = None  # after a timeout, a HangReport
 
     def with_note(self, note: str) -> _Failure:
         return replace(self, traceback=f"{self.traceback}\n{note}".lstrip())
@@ -87,13 +85,13 @@ class Launch:
         self.context = context
         self.signals = signals
         self.patience: float | None = None  # until when ranks may run on after a signal
-        self.go_on = go_on  # whether to continue without failed workers, if the parameter servers can
+        self.go_on = go_on  # whether to continue without failed ranks, if the companions can
         self.ranks: list[_Rank] = []
-        self.servers: list[_Rank] = []
+        self.companions: list[_Rank] = []
         self.failures: list[_Failure] = []
-        self.lost: list[_Failure] = []  # workers without which the run continues
+        self.lost: list[_Failure] = []  # ranks without which the run continues
         self.said = 0  # how many of them have been printed
-        names = [job.first_rank + i for i in range(job.nproc)] + [f"server{i}" for i in range(job.servers)]
+        names = [job.first_rank + i for i in range(job.nproc)] + names_of(job.companions)
         self.output = Output(Path(job.folder), names)
 
     def run(self, payload: bytes) -> list[Any]:
@@ -106,7 +104,9 @@ class Launch:
                 self._wait_for_exit()
         except KeyboardInterrupt:
             running = [rank for rank in self.ranks if not rank.done]
-            raise interrupted(self._stacks(running)) from None
+            from ignite_ddl.diagnose import ask
+
+            raise ask.interrupted(self.job, running) from None
         finally:
             self._stop()
             self.output.show(all_of_it=True)
@@ -115,19 +115,19 @@ class Launch:
         return [rank.result for rank in self.ranks]
 
     def _start_all(self, payload: bytes) -> None:
-        nproc, servers = range(self.job.nproc), range(self.job.servers)
+        nproc, companions = range(self.job.nproc), names_of(self.job.companions)
         with contextlib.ExitStack() as opened:  # here only: a process that ends is an end of file at the other end
-            # Each worker's connection to each server. They have no name or port: nobody else can connect.
-            pairs = [[socket.socketpair() for _ in servers] for _ in nproc]
+            # Each rank's connection to each companion. They have no name or port: nobody else can connect.
+            pairs = [[socket.socketpair() for _ in companions] for _ in nproc]
             for end in itertools.chain(*itertools.chain(*pairs)):
                 opened.enter_context(end)
             for local_rank in nproc:
                 ends = [mine for mine, _ in pairs[local_rank]]
                 rank = self.job.first_rank + local_rank
                 self.ranks.append(self._start(rank, rank_main, local_rank, payload, ends))
-            for index in servers:
+            for index, name in enumerate(companions):
                 ends = [of_rank[index][1] for of_rank in pairs]
-                self.servers.append(self._start(f"server{index}", server_main, index, ends))
+                self.companions.append(self._start(name, companion_main, name, ends))
 
     def _start(self, rank: int | str, main: Callable, *args: Any) -> _Rank:
         reports, rank_reports = self.context.Pipe(duplex=False)
@@ -148,17 +148,17 @@ class Launch:
         """Waits until every rank has reported, one has failed, or time is up."""
         while True:
             running = [rank for rank in self.ranks if not rank.done]
-            if not running and not any(server.asked for server in self.servers):
+            if not running and not any(each.asked for each in self.companions):
                 return
             now = time.monotonic()
             if self.failures and now > min(f.when for f in self.failures) + GRACE_SECONDS:
                 return
             if deadline is not None and now > deadline:
-                self._report_timeout(running or self.servers)
+                self._report_timeout(running or self.companions)
                 return
             if self.signals.came and not self._pass_on(running):
                 return
-            running = [server for server in self.servers if not server.done] + running
+            running = [each for each in self.companions if not each.done] + running
             handles = [handle for rank in running for handle in (rank.reports, rank.process.sentinel)]
             ready = connection.wait(handles, timeout=POLL_SECONDS)
             for rank in running:
@@ -194,8 +194,7 @@ class Launch:
         except (EOFError, OSError):
             rank.process.join(5 * GRACE_SECONDS)  # on a busy machine, the exit code comes late
             code = rank.process.exitcode
-            stack = self._stack(rank) if code in _CRASHES else ""
-            where = f"It was here (most recent call first):\n{name_cells(stack)}" if stack else ""
+            where = self._where_it_crashed(rank) if code in _CRASHES else ""
             summary = _how_it_ended(code)
             if code == _ABORT and self._met_unlike_sizes(rank):
                 summary += _UNLIKE_SIZES
@@ -206,12 +205,12 @@ class Launch:
             advice = "Return numbers, tensors, or containers of them."
             summary = f"returned what cannot be unpickled here: {said}. {advice}"
             message = {"summary": summary, "when": time.monotonic()}
-        if "can_go_on" in message:  # from a server: when workers can reach it, and after each lost worker
+        if "can_go_on" in message:  # from a companion: when ranks can reach it, and after each lost rank
             rank.done, rank.asked, rank.ready = False, rank.asked - rank.ready, True
             if not message["can_go_on"]:
                 why = message["why_not"]
                 self.failures += [failure.with_note(why) for failure in self.lost]
-            elif not self.failures and not any(server.asked for server in self.servers):
+            elif not self.failures and not any(each.asked for each in self.companions):
                 self._say_who_is_lost()
         elif "signal" in message:
             rank.done = False
@@ -220,8 +219,10 @@ class Launch:
                 self.signals.handle(message["signal"])
         elif "result" in message:
             rank.result = message["result"]
-            self._tell_servers(rank.rank, None)
+            self._tell_companions(rank.rank, None)
         else:
+            from ignite_ddl.diagnose.stacks import name_cells
+
             message["traceback"] = name_cells(message.get("traceback", ""))
             exception = message.pop("exception", None)
             with contextlib.suppress(BaseException):  # some exceptions cannot be unpickled
@@ -229,8 +230,8 @@ class Launch:
             self._fail(_Failure(rank=rank.rank, died=False, **message))
 
     def _fail(self, failure: _Failure) -> None:
-        """Ends the run, or asks the servers whether it can continue without a worker."""
-        alive = len(self.lost) + 1 < len(self.ranks) and all(server.ready for server in self.servers)
+        """Ends the run, or asks the companions whether it can continue without a rank."""
+        alive = len(self.lost) + 1 < len(self.ranks) and all(each.ready for each in self.companions)
         if not self.go_on or self.failures or isinstance(failure.rank, str):
             self.failures.append(failure)
         elif not alive:
@@ -241,82 +242,37 @@ class Launch:
             rank.result = failure.error()
             # Else it would wait for its release, and collectives of the others would wait for it.
             _kill(rank.process)
-            self._tell_servers(failure.rank, failure.summary)
+            self._tell_companions(failure.rank, failure.summary)
 
     def _say_who_is_lost(self) -> None:
         for failure in self.lost[self.said :]:
             print(f"{label(failure.rank)} {failure.summary}; the others go on", file=sys.stderr, flush=True)
         self.said = len(self.lost)
 
-    def _tell_servers(self, rank: int, failed: str | None) -> None:
-        """Tells the servers that a worker has returned or failed, so that nobody waits for it."""
-        for server in self.servers:
-            server.asked += failed is not None
-            with contextlib.suppress(OSError):  # the server has ended, which is noticed elsewhere
-                server.release.send((rank, failed))
+    def _tell_companions(self, rank: int, failed: str | None) -> None:
+        """Tells the companions that a rank has returned or failed, so that nobody waits for it."""
+        for each in self.companions:
+            each.asked += failed is not None
+            with contextlib.suppress(OSError):  # it has ended, which is noticed elsewhere
+                each.release.send((rank, failed))
 
     def _report_timeout(self, running: list[_Rank]) -> None:
-        names = ", ".join(str(rank.rank) for rank in running)
-        finished = ", ".join(str(rank.rank) for rank in self.ranks if rank.done) or "none"
-        for rank in self.ranks:  # also those that have returned
-            with contextlib.suppress(OSError):
-                rank.release.send_bytes(b"which calls?")
-        stacks = self._stacks(running)
-        report = self._hang_report(stacks) if self.ranks else None
-        returned = [rank.rank for rank in self.ranks if rank.done]
-        missing, why = who_is_missing(stacks, returned, report.missing if report else ())
-        lines = [f"Not finished: {names}. Finished: {finished}.{why}"]
-        for note in sorted(Path(self.job.folder).glob("*.waits")):
-            lines.append(f"rank {note.stem} {note.read_text(errors='replace')}.")
-        if report:
-            lines.append(f"\n{report}")
-        for rank, stack in stacks.items():
-            lines += [f"\n{label(rank)} was here (most recent call first):", stack]
+        from ignite_ddl.diagnose import ask
+
+        missing, text, report = ask.why_late(self.job, self.ranks, running)
         summary = f"did not finish within {self.job.timeout:g} s"
-        text = name_cells("\n".join(lines))
         self.failures.append(_Failure(missing, time.monotonic(), False, summary, text, report=report))
 
-    def _hang_report(self, stacks: dict[int | str, str]) -> HangReport:
-        """From the ranks' stacks and what those say that still can."""
-        deadline = time.monotonic() + 5 * GRACE_SECONDS
-        files = {rank.rank: Path(self.job.folder) / f"{rank.rank}.calls" for rank in self.ranks}
-        while time.monotonic() < deadline and not all(file.exists() for file in files.values()):
-            time.sleep(POLL_SECONDS)
-        answers = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
-        for rank, answer in answers.items():
-            if rank in stacks and not frames_of(stacks[rank]):  # it blocks our signal, or has taken it
-                stacks[rank] = answer["stack"] or stacks[rank]
-        records = {rank: answer["calls"] for rank, answer in answers.items()}
-        return hang_report({rank: stacks.get(rank, "") for rank in files}, records)
+    def _where_it_crashed(self, rank: _Rank) -> str:
+        from ignite_ddl.diagnose.stacks import name_cells, read_stack
 
-    def _stacks(self, running: list[_Rank]) -> dict[int | str, str]:
-        if ASK_STACK is None:
-            return {rank.rank: "  (not known on this platform)" for rank in running}
-        for rank in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.process.pid, ASK_STACK)
-        deadline = time.monotonic() + 5 * GRACE_SECONDS  # on a busy machine
-        time.sleep(GRACE_SECONDS)
-        file = {rank.rank: Path(self.job.folder) / f"{rank.rank}.stack" for rank in running}
-        while time.monotonic() < deadline and not all(map(of_main_thread, file.values())):
-            time.sleep(POLL_SECONDS)
-        said = {rank.rank: of_main_thread(file[rank.rank]) and self._stack(rank) for rank in running}
-        return {rank.rank: said[rank.rank] or self._why_silent(rank) for rank in running}
-
-    def _why_silent(self, rank: _Rank) -> str:
-        """What can be known of a rank that did not write its stack."""
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
-                return "  (stopped, by SIGSTOP or a debugger)"
-        return "  (unable to answer)" if (Path(self.job.folder) / f"{rank.rank}.stack").exists() else "  (starting)"
+        stack = read_stack(Path(self.job.folder) / f"{rank.rank}.stack")
+        return f"It was here (most recent call first):\n{name_cells(stack)}" if stack else ""
 
     def _met_unlike_sizes(self, rank: _Rank) -> bool:
         """Whether gloo, which aborts then, got a tensor of another size than expected."""
         said = (Path(self.job.folder) / f"{rank.rank}.stderr").read_text(errors="replace")
         return "Received data size doesn't match expected size" in said
-
-    def _stack(self, rank: _Rank) -> str:
-        return read_stack(Path(self.job.folder) / f"{rank.rank}.stack")
 
     def _first_failure(self) -> RankError:
         # Peers of a dead rank fail too, on their broken connections: the dead rank is the cause.
@@ -335,17 +291,17 @@ class Launch:
         return first.error()
 
     def _wait_for_exit(self) -> None:
-        for rank in self.ranks + self.servers:
+        for rank in self.ranks + self.companions:
             rank.release.close()
         deadline = time.monotonic() + EXIT_SECONDS
-        for rank in self.ranks + self.servers:
+        for rank in self.ranks + self.companions:
             rank.process.join(max(0.0, deadline - time.monotonic()))
 
     def _stop(self) -> None:
-        for rank in self.ranks + self.servers:
+        for rank in self.ranks + self.companions:
             _kill(rank.process)
-        pids = [rank.process.pid for rank in self.ranks + self.servers]
-        for rank in self.ranks + self.servers:
+        pids = [rank.process.pid for rank in self.ranks + self.companions]
+        for rank in self.ranks + self.companions:
             rank.process.join()
             rank.process.close()
             for pipe in (rank.reports, rank.release):

@@ -27,21 +27,14 @@ import cloudpickle
 import ignite.distributed as idist
 import torch
 
-from ignite_ddl.compat import (
-    address_for_ignite,
-    hide_gpus_if_too_few,
-    recorded_calls,
-    repair_torchvision,
-    tell_ignite_nproc,
-)
+from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, repair_torchvision, tell_ignite_nproc
+from ignite_ddl.launch.companions import kind
 from ignite_ddl.launch.job import ASK_STACK, MARK, Job, kill_who_left
 from ignite_ddl.launch.meeting import Meeting
-from ignite_ddl.launch.report import NEWEST
 from ignite_ddl.launch.signals import Signals
-from ignite_ddl.launch.stacks import own_stack
 from ignite_ddl.mesh import initialize_mesh
 
-__all__ = ["give_back_signals", "on_signal", "rank_main", "run_here", "server_main", "wait_before_result"]
+__all__ = ["companion_main", "give_back_signals", "on_signal", "rank_main", "run_here", "wait_before_result"]
 
 
 class _Run:
@@ -116,7 +109,7 @@ def rank_main(
     job: Job,
     local_rank: int,
     payload: bytes,
-    servers: list[socket.socket],
+    companions: list[socket.socket],
     reports: connection.Connection,
     release: connection.Connection,
 ) -> None:
@@ -142,10 +135,8 @@ def rank_main(
         idist.initialize(job.backend, init_method=init_method, **limit)
         if job.mesh_sizes:
             initialize_mesh(**job.mesh_sizes)
-        if servers:
-            from ignite_ddl.parameter_server import wire  # here: most runs have none
-
-            wire.connect(servers)
+        if companions:
+            kind().connect(companions)
         job.settings.apply(meeting and meeting.seed)
         result = run_here(func, (local_rank, *args), kwargs, lambda ask: reports.send_bytes(cloudpickle.dumps(ask)))
         message = _pack_result(result)
@@ -162,22 +153,20 @@ def rank_main(
             idist.finalize()
 
 
-def server_main(
-    job: Job, index: int, workers: list[socket.socket], reports: connection.Connection, release: connection.Connection
+def companion_main(
+    job: Job, name: str, ranks: list[socket.socket], reports: connection.Connection, release: connection.Connection
 ) -> None:
-    """Runs a parameter server, which is not a rank: it answers the workers until the parent closes the pipe."""
-    _redirect_output(job, f"server{index}")
+    """Runs a companion, which answers the ranks until the parent closes the pipe."""
+    _redirect_output(job, name)
     _die_with_parent(job.folder)
     try:
         _set_up(job, {})
-        from ignite_ddl.parameter_server import wire
-
-        wire.serve(workers)
+        kind().serve(ranks)
         reports.send({"can_go_on": True})
         with contextlib.suppress(EOFError):
             while True:
-                worker, failed = release.recv()
-                why_not = wire.worker_ended(worker, failed)
+                rank, failed = release.recv()
+                why_not = kind().worker_ended(rank, failed)
                 if failed is not None:
                     reports.send({"can_go_on": why_not is None, "why_not": why_not})
     except BaseException as error:
@@ -244,8 +233,9 @@ def _die_with_parent(
         while parent.sentinel not in connection.wait(waits):
             try:
                 release.recv_bytes()
-                answer = {"calls": recorded_calls(NEWEST), "stack": own_stack(threading.main_thread().ident)}
-                Path(f"{calls}.new").write_text(json.dumps(answer))
+                from ignite_ddl.diagnose.hangs import answer
+
+                Path(f"{calls}.new").write_text(json.dumps(answer(threading.main_thread().ident)))
                 os.replace(f"{calls}.new", calls)  # complete, or not there
             except (EOFError, OSError):
                 released.set()

@@ -9,7 +9,7 @@ from packaging.version import Version
 from torch import nn
 
 import ignite_ddl as ddl
-from ignite_ddl.parity import main
+from ignite_ddl.lab.parity import main
 
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 

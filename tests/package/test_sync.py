@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import ignite_ddl as ddl
-from ignite_ddl.launch.report import unlike_calls
+from ignite_ddl.diagnose.report import unlike_calls
 
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 
