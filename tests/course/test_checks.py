@@ -25,7 +25,7 @@ from ignite_ddl.course.checks.ch10 import _buckets
 from ignite_ddl.course.checks.ch13 import _arrivals, _n_of
 from ignite_ddl.course.orders import most_kept, play, read
 from ignite_ddl.lab import cost
-from ignite_ddl.pipeline.schedules import schedule_actions
+from ignite_ddl.lab.orders import schedule_actions
 
 CHECKS = "ignite_ddl.course.checks.ch{}"  # module of chapter NN
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"

@@ -1,4 +1,4 @@
-"""The table of pipeline schedules against torch's own classes, and alone, as a web page runs it."""
+"""The pipeline schedules and their orders against torch's own classes, and alone, as a web page runs the table."""
 
 import contextlib
 import gc
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules
 
+from ignite_ddl.lab import orders
 from ignite_ddl.pipeline import schedules as table
 from ignite_ddl.pipeline.schedules import SCHEDULES
 
@@ -55,7 +56,7 @@ def test_each_ranks_order_is_torchs(name, v, numbers):
     fitting = [(p, m) for p, m in numbers if table.suits(name, m, p)]
     assert len(fitting) > len(numbers) / 3
     for p, m in fitting:
-        ours = table.schedule_entries(name, p, m, v)
+        ours = orders.schedule_entries(name, p, m, v)
         assert ours == list(plans_of_torch(name, p, m, v)), f"{name} on {p} ranks, {m} microbatches"
 
 
@@ -105,7 +106,7 @@ def test_the_order_of_a_loop_is_that_of_torchs_loop(name, monkeypatch):
     for p, m in SOME:
         if not table.suits(name, m, p):
             continue
-        ours, loop = table.schedule_actions(name, p, m), made_by_torch(name, p, m)
+        ours, loop = orders.schedule_actions(name, p, m), made_by_torch(name, p, m)
         loop._internal_losses, loop._check_inputs = [], lambda *args, m=m: ([()] * m, [()] * m)
         for method in ("_maybe_get_loss", "_maybe_compute_loss", "_update_losses", "_initialize_stage"):
             setattr(loop, method, _none)
@@ -128,7 +129,7 @@ def test_numbers_are_refused_exactly_where_torchs_constructor_refuses(name, monk
             table.check_microbatches(name, m, p)
             continue
         with pytest.raises(ValueError, match=f"n_microbatches={m} does not suit schedule='{name}' on pp={p}") as info:
-            table.schedule_actions(name, p, m)
+            orders.schedule_actions(name, p, m)
         advised = int(str(info.value).rpartition(" ")[2])
         assert all(table.suits(name, n * advised, p) for n in range(1, 9))
 
@@ -141,11 +142,11 @@ def test_numbers_are_refused_exactly_where_torchs_constructor_refuses(name, monk
         (lambda: table.stage_owners("1f1b", 0), "n_ranks should be a positive integer, but given 0"),
         (lambda: table.stage_owners("looped_bfs", 2, 0), "n_chunks should be a positive integer, but given 0"),
         (lambda: table.stage_owners("zbv", 2, 3), "schedule='zbv' has 2 stages on each rank, but given n_chunks=3"),
-        (lambda: table.schedule_actions("1f1b", 2, 4, 2), "has 1 stages on each rank, but given n_chunks=2"),
+        (lambda: orders.schedule_actions("1f1b", 2, 4, 2), "has 1 stages on each rank, but given n_chunks=2"),
         (lambda: table.suits("1f1b", 4, 0), "n_ranks should be a positive integer, but given 0"),
-        (lambda: table.schedule_actions("gpipe", 2, 0), "n_microbatches should be a positive integer, but given 0"),
-        (lambda: table.schedule_actions("gpipe", 2, 2.0), "n_microbatches should be a positive integer, but given 2.0"),
-        (lambda: table.schedule_actions("gpipe", 2, True), "n_microbatches should be a positive integer"),
+        (lambda: orders.schedule_actions("gpipe", 2, 0), "n_microbatches should be a positive integer, but given 0"),
+        (lambda: orders.schedule_actions("gpipe", 2, 2.0), "n_microbatches should be .* integer, but given 2.0"),
+        (lambda: orders.schedule_actions("gpipe", 2, True), "n_microbatches should be a positive integer"),
         (lambda: table.microbatches_for(0, 4, "1f1b", 2), "rows should be a positive integer, but given 0"),
         (lambda: table.microbatches_for(4, 4, "1f1b", 0), "n_ranks should be a positive integer, but given 0"),
         (lambda: table.microbatches_for(4, 0, "1f1b", 2), "wanted should be a positive integer, but given 0"),
@@ -169,7 +170,7 @@ spec = importlib.util.spec_from_file_location("table", sys.argv[1])
 table = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(table)
 for name in table.SCHEDULES:
-    print(name, sum(map(len, table.schedule_actions(name, 4, 8))), *table.microbatches_for(16, 5, name, 2))
+    print(name, *table.microbatches_for(16, 5, name, 2))
 others = {name.partition(".")[0] for name, module in sys.modules.items() if module} - sys.stdlib_module_names
 assert others <= {"__main__", "ignite_ddl"}, others
 """
@@ -180,5 +181,5 @@ def test_the_file_runs_where_there_is_no_torch():
         [sys.executable, "-I", "-S", "-c", ALONE, table.__file__], capture_output=True, text=True, timeout=60
     )
     assert ran.returncode == 0, ran.stderr
-    counts = [f"{name} {sum(map(len, table.schedule_actions(name, 4, 8)))} 4 {name}" for name in SCHEDULES]
+    counts = [f"{name} 4 {name}" for name in SCHEDULES]
     assert ran.stdout.splitlines() == counts

@@ -4,7 +4,7 @@ import weakref
 
 from ignite_ddl.course.exercises import Hint, exercise
 from ignite_ddl.course.orders import most_kept, play, read
-from ignite_ddl.pipeline.schedules import schedule_actions
+from ignite_ddl.lab.orders import schedule_actions
 
 
 class _Weights:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from ignite_ddl.arguments import WORLD, each, number, takes
 from ignite_ddl.lab.cost import FITS, Link
+from ignite_ddl.lab.orders import Action, schedule_entries
 from ignite_ddl.lab.record import Record
 from ignite_ddl.lab.simulate.world import ONE_OR_EACH, Rank, number_for_each, run
-from ignite_ddl.pipeline.schedules import NAME, SCHEDULES, Action, divisors, schedule_entries, stage_owners, suits
+from ignite_ddl.pipeline.schedules import NAME, SCHEDULES, divisors, stage_owners, suits
 
 __all__ = ["PipeDream", "Pipeline", "PipelinePlan", "best_pipelines", "pipedream", "pipeline"]
 _FITS = FITS | {
