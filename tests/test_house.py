@@ -40,6 +40,22 @@ def test_the_stair_only_goes_down(name):
     assert not above
 
 
+def test_one_door_goes_up_the_stair():
+    """``ddl.check_parity`` and its report are the lab's; nothing on the ground floor uses them."""
+    above = {name for name in IMPORTS["ignite_ddl"] if storey(name) != "package"}
+    assert above == {"ignite_ddl.lab", "ignite_ddl.lab.parity"}
+    named = [name for name, path in FILES.items() if storey(name) == "package" and "check_parity" in path.read_text()]
+    assert named == ["ignite_ddl"]
+
+
+def test_launch_knows_companions_and_not_what_they_do():
+    hook = "ignite_ddl.launch.companions"
+    launch = [name for name in FILES if name.startswith("ignite_ddl.launch")]
+    assert [name for name in launch if any("parameter_server" in other for other in IMPORTS[name])] == [hook]
+    text = {name: re.sub(r'"""(?s:.*?)"""', "", FILES[name].read_text()) for name in launch}
+    assert [name for name in text if re.search("(?i)parameter.?server", text[name])] == [hook]
+
+
 def test_no_two_files_import_each_other_whatever_way_round():
     defining = {name: set(IMPORTS[name]) for name in FILES}
     path, done = [], set()
@@ -78,7 +94,7 @@ def test_importing_the_package_loads_the_ground_floor_alone_and_opens_no_gpu():
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
     assert loaded.pop() == loaded.pop() == "False"
-    unwanted = ("ignite_ddl.lab", "ignite_ddl.course", "ignite_ddl.parameter_server", "ignite_ddl.parity")
+    unwanted = ("ignite_ddl.lab", "ignite_ddl.course", "ignite_ddl.parameter_server", "ignite_ddl.diagnose")
     assert not [name for name in loaded if name.startswith(unwanted)]
     assert "ignite_ddl.model" in loaded
 

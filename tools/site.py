@@ -105,11 +105,9 @@ def package_for_the_page(target: Path, root: Path = ROOT) -> None:
         archive.write(root / "docs/site/planner.py", "planner.py")
         for folder in ("", "lab/", "pipeline/"):
             archive.writestr(f"ignite_ddl/{folder}__init__.py", "")
-        files = (
-            "arguments.py lab/cost.py lab/orders.py lab/plan.py lab/record.py lab/simulate/*.py pipeline/schedules.py"
-        )
+        files = "arguments lab/cost lab/orders lab/plan lab/record lab/simulate/* pipeline/schedules"
         for pattern in files.split():
-            for path in sorted((root / "ignite_ddl").glob(pattern)):
+            for path in sorted((root / "ignite_ddl").glob(f"{pattern}.py")):
                 archive.write(path, str(path.relative_to(root)))
 
 
