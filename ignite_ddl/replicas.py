@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
@@ -14,17 +16,18 @@ from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.state import local_state
 
-__all__ = ["check_replicas", "own_statistics"]
+__all__ = ["check_replicas", "digest", "own_statistics"]
 
 _CUDA_TOLERANCE = 0.01  # over tp: its kernels may add in another order on each rank; not run on several GPUs yet
+_CHUNK = 2**20  # words that are summed at once, so that large weights take little memory beside themselves
 
 
 def check_replicas(model: nn.Module) -> None:
     """Raises a ValueError if weights or buffers differ on ranks that should hold the same; every rank calls it.
 
     Compared are copies over dp, what is replicated over tp, and weights that stages share. BatchNorm's running
-    statistics are those of a dp rank's own rows until the next forward pass, and are left out over dp. A digest is the
-    sum and the sum of absolute values, in float64: equal to the last bit on a CPU.
+    statistics are those of a dp rank's own rows until the next forward pass, and are left out over dp. On a CPU they
+    have to be equal to the last bit.
 
     Args:
         model: what ``ddl.auto_model`` returned, or a plain module that each rank has.
@@ -34,23 +37,18 @@ def check_replicas(model: nn.Module) -> None:
         return
     tensors, _, _ = local_state(model)
     _compare_caches(model, tensors)
-    left_out = own_statistics(model)
     for axis, group in (("dp", mesh.dp_group), ("tp", mesh.tp_group)):
         if mesh.sizes[axis] > 1:
-            alike = {
-                name: tensor
-                for name, tensor in tensors.items()
-                if not _is_cut(tensor, axis) and not (axis == "dp" and id(tensor) in left_out)
-            }
-            _compare(list(alike), [_digest(tensor) for tensor in alike.values()], axis, group)
-    shared = as_stages(model).shared_names()
-    if shared:
-        held = [[_digest(tensors[name]) for name in names if name in tensors] for names in shared]
-        for names, digests in zip(shared, held, strict=True):
-            if any(not torch.equal(digest, digests[0]) for digest in digests[1:]):
-                _raise(names[0], "pp")
-        nowhere = torch.full((2,), torch.nan, dtype=torch.float64, device=idist.device())
-        _compare([names[0] for names in shared], [d[0] if d else nowhere for d in held], "pp", mesh.pp_group)
+            left_out = own_statistics(model) if axis == "dp" else set()
+            alike = {n: t for n, t in tensors.items() if not _is_cut(t, axis) and id(t) not in left_out}
+            _compare(alike, axis, group)
+    shared: dict[str, torch.Tensor | None] = {}
+    for names in as_stages(model).shared_names():
+        held = [tensors[name] for name in names if name in tensors]
+        if len({digest(tensor) for tensor in held}) > 1:
+            _raise(names[0], "pp")
+        shared[names[0]] = held[0] if held else None
+    _compare(shared, "pp", mesh.pp_group)
 
 
 def _compare_caches(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
@@ -59,11 +57,11 @@ def _compare_caches(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
     caches = {name: b for name, b in model.named_buffers() if id(b) not in known} if mesh.dp_size > 1 else {}
     if not any(True for module in model.modules() if module._non_persistent_buffers_set):
         return
-    digests = {(name, tuple(b.shape)): _digest(b).tolist() for name, b in caches.items()}
+    digests = {(name, tuple(b.shape)): digest(b) for name, b in caches.items()}
     peers: list[dict] = [{} for _ in range(mesh.dp_size)]
     dist.all_gather_object(peers, digests, group=mesh.dp_group)
     for key in digests:
-        if any(str(peer.get(key, digests[key])) != str(digests[key]) for peer in peers):
+        if any(peer.get(key, digests[key]) != digests[key] for peer in peers):
             _raise(key[0], "dp")
 
 
@@ -84,27 +82,40 @@ def _is_cut(tensor: torch.Tensor, axis: str) -> bool:
     return any(name == axis and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True))
 
 
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    local = torch.view_as_real(local) if local.is_complex() else local
-    local = local if local.is_floating_point() else local.double()
-    total, size = local.sum(dtype=torch.float64), torch.linalg.vector_norm(local, 1, dtype=torch.float64)
-    return torch.stack([total, size]).to(idist.device())
+def digest(tensor: torch.Tensor) -> int:
+    """64 bits that depend on each bit of what this rank holds, and on its place; the same for any number of threads."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    octets = local.detach().contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % 8:  # where words of 8 octets cannot begin
+        octets = octets.clone()
+    end = len(octets) // 8 * 8
+    odd = torch.arange(1, 2 * min(_CHUNK, max(8, end // 8)), 2, device=octets.device)  # so that no change is lost
+    total = torch.zeros((), dtype=torch.int64, device=octets.device)
+    for words in (*octets[:end].view(torch.int64).split(_CHUNK), octets[end:].to(torch.int64)):
+        total = total * 31 + (words * odd[: len(words)]).sum()
+    return int(total)
 
 
-def _compare(names: list[str], digests: list[torch.Tensor], axis: str, group: dist.ProcessGroup) -> None:
-    if not names:
+def _compare(tensors: Mapping[str, torch.Tensor | None], axis: str, group: dist.ProcessGroup) -> None:
+    """Raises for the first name that differs; None of what is not on this rank."""
+    if not tensors:
         return
-    here = torch.stack(digests)
+    numbers = [[0, 0] if tensor is None else [1, digest(tensor)] for tensor in tensors.values()]
+    here = torch.tensor(numbers, device=idist.device())
     peers = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
     dist.all_gather(peers, here, group=group)
-    peers = torch.stack(peers).cpu()  # (ranks, names, 2); NaN where a stage does not hold the weight
-    tolerance = _CUDA_TOLERANCE if axis == "tp" and here.device.type == "cuda" else 0.0
-    for name, values in zip(names, peers.unbind(1), strict=True):
-        known = values if axis != "pp" else values[~values.isnan().any(dim=1)]
-        same = torch.isclose(known, known[:1], rtol=tolerance, atol=0.0, equal_nan=True)
-        if len(known) and not same.all():
+    for (name, tensor), of_ranks in zip(tensors.items(), torch.stack(peers, 1).tolist(), strict=True):
+        differs = len({number for there, number in of_ranks if there}) > 1
+        if differs and not (axis == "tp" and here.device.type == "cuda" and _nearly(tensor, group)):
             _raise(name, axis)
+
+
+def _nearly(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
+    peers = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(peers, local, group=group)
+    first = peers[0].double()
+    return all((peer.double() - first).norm() <= _CUDA_TOLERANCE * first.norm() for peer in peers)
 
 
 def _raise(name: str, axis: str) -> None:

@@ -15,12 +15,10 @@ from ignite_ddl.diagnose.calls import recorded_calls
 from ignite_ddl.diagnose.report import UnlikeCalls, unlike_calls
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.one_stage import as_stages
+from ignite_ddl.replicas import digest, own_statistics
 from ignite_ddl.state import local_state, shard_of
 
 __all__ = ["OutOfSync", "check_in_sync", "check_same_calls"]
-
-_OF_OWN_ROWS = tuple(getattr(nn, f"{kind}Norm{n}d") for kind in ("Batch", "Instance") for n in (1, 2, 3))
-_CHUNK = 2**20  # numbers that are summed at once, so that large weights take little memory beside themselves
 
 
 @dataclass(frozen=True)
@@ -84,24 +82,22 @@ def check_in_sync(model: nn.Module) -> list[OutOfSync]:
         return []
     held: dict[tuple, tuple[str, torch.Tensor]] = {}
     tensors, saved_as, _ = local_state(model)
-    own_rows = {
-        id(buffer) for layer in model.modules() if isinstance(layer, _OF_OWN_ROWS) for buffer in layer.buffers()
-    }
+    left_out = own_statistics(model)
     saved = {id(tensor) for tensor in tensors.values()}
     everything = [(saved_as[name], None, tensor) for name, tensor in tensors.items()]
     for name, buffer in as_stages(model).plain_module().named_buffers():
         if id(buffer) not in saved:  # under pp, these names are this stage's
             everything.append((name, mesh.pp_rank, buffer))
     for name, stage, tensor in everything:
-        alone = mesh.dp_rank if id(tensor) in own_rows else None
+        alone = mesh.dp_rank if id(tensor) in left_out else None
         for offsets, piece in shard_of(tensor).pieces:
             held[name, stage, alone, offsets, tuple(piece.shape)] = name, piece
     everyone: list[dict[tuple, int]] = [{} for _ in range(mesh.world_size)]
-    dist.all_gather_object(everyone, {key: _digest(piece) for key, (_, piece) in held.items()})
+    dist.all_gather_object(everyone, {key: digest(piece) for key, (_, piece) in held.items()})
     by_value: dict[tuple, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, digests in enumerate(everyone):
-        for key, digest in digests.items():
-            by_value[key][digest].append(rank)
+        for key, number in digests.items():
+            by_value[key][number].append(rank)
     found: dict[str, list[tuple[tuple, float]]] = defaultdict(list)
     for key in sorted((key for key, groups in by_value.items() if len(groups) > 1), key=repr):
         groups = sorted(tuple(ranks) for ranks in by_value[key].values())
@@ -146,18 +142,6 @@ def check_same_calls() -> list[UnlikeCalls]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, recorded_calls())
     return unlike_calls(dict(enumerate(everyone)))
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    """64 bits that depend on each bit and its place."""
-    flat = tensor.detach().contiguous().view(-1)
-    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    flat = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for number, chunk in enumerate(flat.split(_CHUNK)):
-        places = torch.arange(1, len(chunk) + 1, device=flat.device) * 2654435761 + number
-        total = total * 31 + (chunk.to(torch.int64) * places).sum()
-    return int(total)
 
 
 def _difference(mine: torch.Tensor | None, root: int) -> float:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import ignite_ddl as ddl
 from ignite_ddl.diagnose.report import unlike_calls
+from ignite_ddl.replicas import check_replicas
 
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 
@@ -68,6 +69,19 @@ def test_a_weight_that_stages_share_is_compared(local_rank):
     if local_rank == 1:
         next(p for p in model.parameters() if p.ndim == 2).data[0, 0] = torch.nan
     assert ddl.check_in_sync(model) == [ddl.OutOfSync("0.weight", ((0,), (1,)), torch.inf)]
+
+
+@on_each_rank(dp=2)
+def test_numbers_that_have_changed_places_are_found_with_and_without_a_trainer(local_rank):
+    """Their sum, and that of their absolute values, is what it was."""
+    model = ddl.auto_model(net())
+    check_replicas(model)
+    if local_rank == 1:
+        weight = model.module[0].weight.data
+        weight.copy_(weight.flip(0))
+    assert [one.name for one in ddl.check_in_sync(model)] == ["0.weight"]
+    with pytest.raises(ValueError, match=r"'0.weight' should be the same on all dp ranks"):
+        check_replicas(model)
 
 
 def test_one_process_is_in_sync_with_itself():
