@@ -1,6 +1,7 @@
 """Model parallelism for PyTorch-Ignite: name a mesh, keep the Engine, the metrics and the handlers."""
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING
 
 from ignite_ddl import tpu
 from ignite_ddl.compat import pickle_shards
@@ -84,16 +85,27 @@ __all__ = [
 tpu.repair_ignite()  # without torch_xla: nothing
 
 
-def __getattr__(name: str) -> Any:
-    """Imports what most runs never use when it is asked for."""
-    if name in ("Checkpoint", "export_weights", "import_weights"):
-        from ignite_ddl import checkpoint as room
-    elif name in ("HangReport", "OutOfSync", "UnlikeCalls", "check_in_sync", "check_same_calls", "report_hangs"):
-        from ignite_ddl import diagnose as room
-    elif name == "ParameterServer":
-        from ignite_ddl import parameter_server as room
-    elif name in ("ParityReport", "check_parity"):  # the one door up the stair: nothing below calls them
-        from ignite_ddl.lab import parity as room
-    else:
+_LATE = {  # imported when they are asked for: most runs have no server and do not hang, and DCP takes its time
+    **dict.fromkeys(("Checkpoint", "export_weights", "import_weights"), "checkpoint"),
+    **dict.fromkeys(("HangReport", "OutOfSync", "UnlikeCalls"), "diagnose"),
+    **dict.fromkeys(("check_in_sync", "check_same_calls", "report_hangs"), "diagnose"),
+    **dict.fromkeys(("ParityReport", "check_parity"), "lab.parity"),  # the one door up the stair
+    "ParameterServer": "parameter_server",
+}
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from ignite_ddl.checkpoint import Checkpoint, export_weights, import_weights
+    from ignite_ddl.diagnose import HangReport, OutOfSync, UnlikeCalls, check_in_sync, check_same_calls, report_hangs
+    from ignite_ddl.lab.parity import ParityReport, check_parity
+    from ignite_ddl.parameter_server import ParameterServer
+else:  # unseen by type checkers, for which a __getattr__ would make any name right
+
+    def __getattr__(name):
+        if name in _LATE:
+            return getattr(importlib.import_module(f"ignite_ddl.{_LATE[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(room, name)

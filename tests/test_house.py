@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import ignite_ddl
+
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {
     str(path.relative_to(ROOT)).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
@@ -43,7 +45,9 @@ def test_the_stair_only_goes_down(name):
 def test_one_door_goes_up_the_stair():
     """``ddl.check_parity`` and its report are the lab's; for all other files the stair is tested above."""
     above = {name for name in IMPORTS["ignite_ddl"] if storey(name) != "package"}
-    assert above == {"ignite_ddl.lab", "ignite_ddl.lab.parity"}
+    assert above == {"ignite_ddl.lab.parity"}
+    late = {f"ignite_ddl.{room}" for room in ignite_ddl._LATE.values()}
+    assert late <= IMPORTS["ignite_ddl"] and {room for room in late if storey(room) != "package"} == above
 
 
 def test_launch_knows_companions_and_not_what_they_do():
