@@ -1,4 +1,4 @@
-"""The house has three storeys and a stair that only goes down: course uses lab uses the package."""
+"""The house has three storeys and a stair that only goes down; the page that leads through it shows what there is."""
 
 import ast
 import re
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import ignite_ddl
 
@@ -150,3 +151,36 @@ def test_each_private_name_of_torch_and_ignite_is_in_compat_or_listed_there():
     for path in FILES.values():
         private = [name for name in private_names(path) if re.search(r"\._(?!_)", name)]
         assert not private or str(path.relative_to(ROOT / "ignite_ddl")) in listed, (path.name, private)
+
+
+PAGE = (ROOT / "docs/how_it_works.md").read_text()
+
+
+def defined(file, name):
+    """The source of a function, a class or a table of a file."""
+    text = file.read_text()
+    scope = ast.parse(text)
+    for part in name.split("."):
+        found = [n for n in scope.body if part == getattr(n, "name", None)]
+        found += [n for n in scope.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == part]
+        assert found, f"{file.name} has no {name}"
+        scope = found[0]
+    return ast.get_source_segment(text, scope)
+
+
+def test_how_it_works_names_what_there_is():
+    named = re.findall(r"`([\w/]+\.py)`: `([\w.]+)`", PAGE)
+    assert len(named) > 20
+    for file, name in named:
+        defined(ROOT / "ignite_ddl" / file, name)
+    for path in re.findall(r"`([\w/]+(?:\.py|/))`", PAGE):
+        assert (ROOT / path).exists() or (ROOT / "ignite_ddl" / path).exists(), path
+
+
+def test_how_it_works_shows_code_as_it_is():
+    blocks = re.findall(r"```python\n# (\S+\.py): ([\w.]+)\n(.*?)```", PAGE, re.S)
+    assert len(blocks) == PAGE.count("```python")
+    for file, name, code in blocks:
+        base = Path(torch.__file__).parents[1] if file.startswith("torch/") else ROOT
+        source = defined(base / file, name)
+        assert [line for line in code.splitlines() if line not in source.splitlines()] == [], file
