@@ -45,11 +45,11 @@ def check_in_sync(model: nn.Module) -> list[OutOfSync]:
     """Which weights or buffers differ between ranks that should hold the same, to the last bit; every rank calls it.
 
     Compared are weights and buffers: copies over dp, those that are whole on each tp rank, and weights that several
-    stages share; of a weight that is sharded, the same parts. One kind may differ over dp, and is compared between the
-    tp peers of a dp rank alone: the running statistics of BatchNorm and InstanceNorm layers, which are those of each dp
-    rank's own rows from one forward pass to the next, for which all take dp rank 0's (as DDP does). Any other buffer
-    that a forward pass changes by this rank's rows is reported, since dp rank 0's then replaces it. Ranks exchange a
-    number for each tensor, and tensors only where these differ.
+    stages share; of a weight that is sharded, the same parts. What may differ over dp is compared between the tp peers
+    of a dp rank alone: parameters that DDP was told to ignore, and the running statistics of BatchNorm and InstanceNorm
+    layers, which are those of each dp rank's own rows from one forward pass to the next, for which all take dp rank 0's
+    (as DDP does). Any other buffer that a forward pass changes by this rank's rows is reported, since dp rank 0's then
+    replaces it. Ranks exchange a number for each tensor, and tensors only where these differ.
 
     Args:
         model: what ``ddl.auto_model`` returned, or a plain module that each rank has.
