@@ -30,7 +30,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, FUNCTION, PROCESSES, Fits, a, check, or_none, takes, whole
+from ignite_ddl.arguments import AMOUNT, COUNT, ENGINE, FLAG, FUNCTION, PROCESSES, Fits, a, check, or_none, takes, whole
 from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = ["Pass", "ShardedDataLoader", "auto_dataloader", "part", "without_rows"]
@@ -39,6 +39,13 @@ __all__ = ["Pass", "ShardedDataLoader", "auto_dataloader", "part", "without_rows
 def _is_sampler(value: Any) -> bool:
     no_row = isinstance(value, str | bytes | Mapping | type) or getattr(value, "ndim", 1) == 0
     return hasattr(value, "__iter__") and not no_row
+
+
+def _is_state(value: Any) -> bool:
+    numbers = value.get("next", 0), value["epoch"], value["batches"], value["rows"]
+    states = [value[name] for name in ("stream", "generator", "generator_now") if value.get(name) is not None]
+    plain = isinstance(value["seed"], int | None) and all(isinstance(one, int) and one >= 0 for one in numbers)
+    return plain and all(isinstance(one, torch.Tensor) and one.dtype == torch.uint8 for one in states)
 
 
 def _is_dataset(value: Any) -> bool:
@@ -193,6 +200,7 @@ class ShardedDataLoader(DataLoader):
         self._workers_of = weakref.ref(of)
         return super().__iter__()
 
+    @takes(epoch=whole(0))
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next pass's shuffling, of loops and engines, which otherwise advances by itself."""
         self.first_epoch = epoch
@@ -201,6 +209,7 @@ class ShardedDataLoader(DataLoader):
         if self.loops.resumed is not None and self.loops.resumed["epoch"] != epoch:
             self.loops.resumed = None
 
+    @takes(engine=ENGINE, new_pass=FLAG)
     def state_dict(self, engine: Any = None, new_pass: bool = False) -> dict[str, Any] | None:
         """Where a pass is: what another loader needs to go on from there.
 
@@ -225,6 +234,7 @@ class ShardedDataLoader(DataLoader):
         state = {"generator": now, "generator_now": now, "seed": getattr(sampler, "seed", None)}
         return state | reader.state_dict(current, new_pass)
 
+    @takes(state=a("of state_dict of a loader of ddl.auto_dataloader", _is_state), engine=ENGINE)
     def load_state_dict(self, state: Mapping[str, Any], engine: Any = None) -> None:
         """Lets the next pass go on where the one of :meth:`state_dict` was. The mesh may be another one.
 

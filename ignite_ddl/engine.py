@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import ignite.distributed as idist
@@ -46,6 +46,8 @@ __all__ = [
     "forward_backward",
     "in_a_step",
 ]
+_DATA = a("batches: a loader, or what can be iterated over", lambda value: hasattr(type(value), "__iter__") or (
+    hasattr(type(value), "__getitem__") and not isinstance(value, type)))  # fmt: skip
 
 
 class MeshEngine(Engine):
@@ -87,10 +89,17 @@ class MeshEngine(Engine):
                 return without_rows(process_function(engine, batches.filler))
             return process_function(engine, batch)
 
-    def run(self, *args: Any, **kwargs: Any) -> State:
+    @takes(data=_DATA, max_epochs=COUNT, max_iters=COUNT, epoch_length=COUNT)
+    def run(
+        self,
+        data: Iterable | None = None,
+        max_epochs: int | None = None,
+        max_iters: int | None = None,
+        epoch_length: int | None = None,
+    ) -> State:
         """As in Ignite. A run that was loaded and is complete ends at once, where Ignite would begin it anew."""
         try:
-            return super().run(*args, **kwargs)
+            return super().run(data, max_epochs, max_iters, epoch_length)
         except BaseException:
             self._internal_run_generator = None  # with which Ignite's next run would return at once
             raise
@@ -98,6 +107,7 @@ class MeshEngine(Engine):
             if self._pass is not None and self._dataloader_iter is None:
                 self._pass.close()
 
+    @takes(data=_DATA)
     def set_data(self, data: Any) -> None:
         """As in Ignite."""
         self.state.dataloader = data

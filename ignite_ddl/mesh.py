@@ -14,7 +14,7 @@ import ignite.distributed as idist
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ignite_ddl.arguments import COUNT, Fits, check, one_of
+from ignite_ddl.arguments import COUNT, Fits, check, one_of, whole
 from ignite_ddl.compat import quiet_warnings, wait_as_the_world
 
 __all__ = ["Mesh", "check_mesh", "get_mesh", "initialize_mesh"]
@@ -95,12 +95,15 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The position of a global rank on each axis."""
+        rank = check("rank", rank, whole(0, self.world_size - 1))
         pp, rest = divmod(rank, self.dp_size * self.tp_size)
         dp, tp = divmod(rest, self.tp_size)
         return {"pp": pp, "dp": dp, "tp": tp}
 
     def rank_at(self, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
         """The global rank at a position of the grid."""
+        at = {"pp": pp, "dp": dp, "tp": tp}
+        pp, dp, tp = (check(axis, place, whole(0, self.sizes[axis] - 1)) for axis, place in at.items())
         return (pp * self.dp_size + dp) * self.tp_size + tp
 
     def __repr__(self) -> str:

@@ -21,11 +21,11 @@ from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint as IgniteCheckpoint
 from ignite.handlers.checkpoint import BaseSaveHandler
 
-from ignite_ddl.arguments import COUNT, ENGINE, FLAG, FUNCTION, PATH, TEXT, Fits, one_of, or_none, shown, takes
+from ignite_ddl.arguments import COUNT, ENGINE, FLAG, FUNCTION, MAPPING, PATH, TEXT, Fits, one_of, or_none, shown, takes
 from ignite_ddl.checkpoint.contents import Taken, load, merged, take
 from ignite_ddl.checkpoint.form import RANDOM, VERSION, DamagedCheckpoint
 from ignite_ddl.checkpoint.owners import ENDINGS, check_free, own_runs
-from ignite_ddl.checkpoint.storage import Folder, agree, on_rank_0, times_saved, whole_checkpoints, write
+from ignite_ddl.checkpoint.storage import Folder, agree, is_alone, on_rank_0, times_saved, whole_checkpoints, write
 from ignite_ddl.data import ShardedDataLoader
 from ignite_ddl.launch.rank import give_back_signals, on_signal, wait_before_result
 from ignite_ddl.mesh import get_mesh
@@ -86,8 +86,9 @@ class Checkpoint(IgniteCheckpoint):
         replaced, and hidden folders that end in ``.saving`` stay until you remove them.
 
         Outside of ``ddl.Parallel.run`` Python waits at its end for what is written in the background; if that fails,
-        it prints the error and ends with the exit status 120. Call :meth:`wait` before ``idist.finalize()`` or the end
-        of ``idist.Parallel``: without the process group several ranks cannot complete a checkpoint.
+        it prints the error and ends with the exit status 120, which torchrun reports as a failed rank. Call
+        :meth:`wait` before ``idist.finalize()`` or the end of ``idist.Parallel``: without the process group several
+        ranks cannot complete a checkpoint, and it is such an error.
 
     Examples:
         .. code-block:: python
@@ -167,6 +168,7 @@ class Checkpoint(IgniteCheckpoint):
         if self.score_function is not None:
             self.score_function = self._common_score(self.score_function)
 
+    @takes(engine=ENGINE)
     def __call__(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
         """Saves, if the score or the step is better than those that are kept. Every rank calls it."""
         self.wait()
@@ -219,9 +221,11 @@ class Checkpoint(IgniteCheckpoint):
 
         Clusters send SIGTERM some seconds before they take a machine away. The process that started the ranks
         (``ddl.Parallel`` with ``nproc_per_node``) passes it on to them, waits until they have returned, and then ends
-        as by the signal. The checkpoint's name is "signal" and the iteration, after ``filename_prefix``; of these the
-        newest is kept. Each iteration reduces one number over all ranks for it. When the run of ``ddl.Parallel`` ends,
-        or outside of one that of the trainer, the process has its own handler of the signal again.
+        as by the signal; so does a notebook's kernel that gets SIGTERM. Jupyter's stop, restart and shut-down
+        interrupt the cell instead: they save with ``signum=signal.SIGINT``. The checkpoint's name is "signal" and the
+        iteration, after ``filename_prefix``; of these the newest is kept. Each iteration reduces one number over all
+        ranks for it. When the run of ``ddl.Parallel`` ends, or outside of one that of the trainer, the process has its
+        own handler of the signal again.
 
         Args:
             trainer: the engine to end.
@@ -298,6 +302,7 @@ class Checkpoint(IgniteCheckpoint):
             raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(damages)}")
         return None
 
+    @takes(load_kwargs=MAPPING)
     def reload_objects(
         self, to_load: Mapping[str, Any], load_kwargs: Mapping[str, Any] | None = None, **filename_components: Any
     ) -> None:
@@ -305,6 +310,8 @@ class Checkpoint(IgniteCheckpoint):
         pattern = self._get_filename_pattern(filename_components.get("global_step"))
         name = next(iter(self.to_save)) if len(self.to_save) == 1 else "checkpoint"
         parts = {"name": name, "score": None, "global_step": None} | filename_components
+        if unknown := sorted(filename_components.keys() - {"name", "score", "global_step"}):
+            raise ValueError(f"{unknown[0]} should be name, score or global_step, the parts of a name of a checkpoint")
         found = pattern.format(filename_prefix=self.filename_prefix, score_name=self.score_name, **parts)
         self.load_objects(to_load, self.folder / found, **(load_kwargs or {}))
 
@@ -359,7 +366,11 @@ class Checkpoint(IgniteCheckpoint):
                 **merged(parts, self.mesh),
             }
 
-        write(self.folder / name, taken.shards, content, self._group, self.digests, outdated)
+        try:
+            write(self.folder / name, taken.shards, content, self._group, self.digests, outdated)
+        except BaseException:
+            is_alone(self._group)  # raises if the group has gone meanwhile: then that is why
+            raise
 
 
 class _Writes(BaseSaveHandler):

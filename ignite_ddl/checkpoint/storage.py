@@ -59,7 +59,7 @@ from ignite_ddl.checkpoint.form import (
 from ignite_ddl.checkpoint.owners import begin, put, remove, sync_folder
 from ignite_ddl.state import Shard
 
-__all__ = ["Folder", "agree", "on_rank_0", "times_saved", "whole_checkpoints", "write"]
+__all__ = ["Folder", "agree", "is_alone", "on_rank_0", "times_saved", "whole_checkpoints", "write"]
 
 _BLOCK = 1 << 20
 
@@ -90,6 +90,7 @@ def write(
         ValueError: if a rank does not see the folder, or ``content`` refuses what ranks have.
     """
     state: dict[str, Any] = {}
+    first = is_alone(group) or dist.get_rank() == 0
     saving = on_rank_0(lambda: state.update(content()) or begin(folder), group)
     seen = saving.is_dir()
     agree(None if seen else ValueError(f"{folder.parent} should be a folder that all ranks see"), group)
@@ -103,7 +104,7 @@ def write(
         state["digests"] = writer.digests
         on_rank_0(lambda: _complete(folder, saving, state, outdated), group)
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        if group is None or dist.get_rank() == 0:
+        if first:
             with contextlib.suppress(OSError):
                 remove(saving)
         if not isinstance(error, CheckpointException | OSError):
@@ -368,7 +369,7 @@ def agree(error: Exception | None, group: dist.ProcessGroup | None = None, value
     """
     mine = _carried(error), same, value
     found: list[Any] = [mine]
-    if dist.is_initialized():
+    if not is_alone(group):
         found *= dist.get_world_size(group)
         dist.all_gather_object(found, mine, group=group)
     for rank, (pickled, *_) in enumerate(found):
@@ -389,7 +390,7 @@ def agree(error: Exception | None, group: dist.ProcessGroup | None = None, value
 
 def on_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     """What a function returns or raises on rank 0, on every rank."""
-    if not dist.is_initialized():
+    if is_alone(group):
         return function()
     box, error = [None, None], None
     if dist.get_rank() == 0:
@@ -401,6 +402,16 @@ def on_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None) -> A
     if error is not None or box[1] is not None:
         raise error or pickle.loads(box[1])
     return pickle.loads(box[0])
+
+
+def is_alone(group: dist.ProcessGroup | None) -> bool:
+    """Whether this process is the only one; without its group a rank would take itself for one that is alone."""
+    if group is not None and not dist.is_initialized():
+        raise OSError(
+            "the process group has been destroyed, and without it ranks cannot complete a checkpoint: call "
+            "Checkpoint.wait() before idist.finalize(), or before the end of idist.Parallel"
+        )
+    return not dist.is_initialized()
 
 
 def _carried(error: Exception | None) -> bytes | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, MODULE, POSITIVE, SHARE, TEXT, a, each, one_of, takes
+from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, MODULE, POSITIVE, SHARE, TEXT, a, each, one_of, takes, whole
 from ignite_ddl.lab import cost
 from ignite_ddl.lab.cost import FITS, RECOMPUTE, WHOLE, Link
 from ignite_ddl.pipeline.schedules import divisors
@@ -142,6 +142,7 @@ class Model:
         own = cost.transformer_parameters(self.width, self.layers, self.vocabulary, self.sequence)
         return own + (not self.tied) * self.vocabulary * self.width
 
+    @takes(pp=COUNT, tp=COUNT, layers=whole(0))
     def parameters_on(self, pp: int, tp: int, layers: int) -> float:
         """Parameters that a rank of the fuller of the first and the last stage holds.
 
@@ -203,10 +204,12 @@ class Cluster:
     overlap: float = 0.0
     reserved: float = 0.0
 
+    @takes(width=POSITIVE)
     def efficiency(self, width: float) -> float:
         """Of compute, at a model's width."""
         return self.best * width / (width + self.half_width)
 
+    @takes(n_ranks=COUNT, apart=COUNT)
     def link(self, n_ranks: int, apart: int) -> Link:
         """The network of a group of ranks that are ``apart`` ranks from each other."""
         return self.inside if n_ranks * apart <= self.node else self.between

@@ -17,6 +17,7 @@ import time
 import zlib
 from pathlib import Path
 
+import ignite.distributed as idist
 import pytest
 import torch
 import torch.nn.functional as F
@@ -815,6 +816,24 @@ def test_the_error_of_the_last_write_is_the_runs_error(ranks, tmp_path, monkeypa
     assert names_in(tmp_path) == []
 
 
+def leaving_the_group(rank, folder):
+    """The function of ``idist.Parallel`` returns so, while the last checkpoint is written."""
+    checkpoint = ddl.Checkpoint({"model": ddl.auto_model(net(), shard=True)}, folder, asynchronous=True)
+    fsync, left = os.fsync, threading.Event()
+    os.fsync = lambda file: (left.wait(), fsync(file))
+    checkpoint.save("last")
+    idist.finalize()
+    left.set()
+    for call in (checkpoint.wait, lambda: checkpoint.save("later")):
+        with pytest.raises(OSError, match=r"call Checkpoint.wait\(\) before idist.finalize\(\)"):
+            call()
+
+
+def test_without_the_process_group_nothing_is_completed_and_the_cure_is_named(tmp_path):
+    launch({"dp": 2}, leaving_the_group, tmp_path)
+    assert names_in(tmp_path) == []
+
+
 def test_what_could_not_be_written_is_not_the_last_checkpoint(tmp_path, monkeypatch):
     checkpoint = ddl.Checkpoint({"model": net()}, tmp_path, asynchronous=True)
     trainer = small_run()["trainer"]
@@ -862,6 +881,38 @@ def test_a_script_whose_last_write_fails_ends_with_an_error(how, tmp_path):
     assert ("last could not be written" in done.stderr) == (how == "fails"), done.stderr
     assert done.stdout.split("\n")[:2] == ["the end of the script", "at the exit"]
     assert names_in(tmp_path) == ["first", "last"][: 1 + (how == "writes")]
+
+
+A_JOB = """
+import os, sys
+import ignite.distributed as idist, torch, ignite_ddl as ddl
+def training(local_rank, folder, what):
+    checkpoint = ddl.Checkpoint({"model": ddl.auto_model(torch.nn.Linear(2, 2))}, folder, asynchronous=True)
+    fsync = os.fsync
+    def full(file):
+        if what == "fails" and idist.get_rank() == 0:
+            raise OSError(28, "No space left on device")
+        fsync(file)
+    os.fsync = full
+    checkpoint.save("last")
+    if what == "waits":
+        checkpoint.wait()
+with (idist if sys.argv[3] == "idist" else ddl).Parallel("gloo") as parallel:
+    parallel.run(training, *sys.argv[1:3])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "what"), [("ddl", "fails"), ("idist", "fails"), ("idist", "waits")])
+def test_a_job_of_torchrun_whose_last_write_fails_ends_with_an_error(launcher, what, tmp_path):
+    script, saved = tmp_path / "job.py", tmp_path / "saved"
+    script.write_text(A_JOB)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*torchrun, script, saved, what, launcher], capture_output=True, text=True, timeout=120)
+    assert (done.returncode == 0) == (what == "waits"), done.stderr
+    assert names_in(saved) == ["last"] * (what == "waits")
+    if what == "fails":  # what was first: idist.Parallel does not wait
+        assert "No space left on device" in done.stderr or "before idist.finalize()" in done.stderr, done.stderr
 
 
 # ----------------------------------------------------------------------------------------------- signals

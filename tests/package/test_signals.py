@@ -98,6 +98,61 @@ def test_sigterm_to_a_script_saves_and_the_resumed_run_is_bit_equal(tmp_path, ho
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*results, strict=True))
 
 
+IN_A_CELL = """
+import os, signal, time
+import torch
+from ignite.engine import Events
+import ignite_ddl as ddl
+
+def training(local_rank, folder, signum):
+    data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
+    loader = ddl.auto_dataloader(data, batch_size=4)
+    model = ddl.auto_model(torch.nn.Linear(3, 1))
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+    things = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader}
+    ddl.Checkpoint(things, folder + "/saved").save_on_signal(trainer, signum)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def _(engine):
+        open(f"{folder}/{os.getpid()}.pid", "w").close()
+        time.sleep(0.5)
+
+    trainer.run(loader, max_epochs=10)
+    return trainer.state.iteration
+"""
+
+
+@pytest.mark.slow
+def test_signals_to_a_kernel_save_and_then_interrupt_the_cell_or_end_the_kernel(tmp_path):
+    from jupyter_client.manager import start_new_kernel
+
+    def run(signum, send):
+        (folder := tmp_path / str(signum)).mkdir()
+        cell = f"print('returned', ddl.Parallel('gloo', 2).run(training, {str(folder)!r}, {signum}))"
+        asked = client.execute(cell)
+        assert comes_true(lambda: len(pids(folder)) == 2, within=90)
+        send()
+        assert comes_true(lambda: gone(pids(folder)), within=60)
+        saved = [path.name for path in (folder / "saved").glob("[!.]*")]
+        assert len(saved) == 1
+        assert saved[0].startswith("signal_")
+        return asked
+
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        client.execute_interactive(IN_A_CELL, timeout=90, output_hook=lambda message: None)
+        asked = run(signal.SIGINT, manager.interrupt_kernel)  # what the stop button does
+        while (reply := client.get_shell_msg(timeout=60))["parent_header"].get("msg_id") != asked:
+            pass
+        assert reply["content"].get("ename") == "KeyboardInterrupt"
+        run(signal.SIGTERM, lambda: os.kill(manager.provisioner.pid, signal.SIGTERM))
+        assert comes_true(lambda: manager.provisioner.process.poll() == -signal.SIGTERM, within=30)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
 @pytest.fixture
 def heard():
     """What reaches this process's own handlers, which it has again after each run."""

@@ -100,11 +100,11 @@ class Rank:
 
     def fire(self, event: Event) -> None:
         """Resumes the programs that wait for ``event``."""
-        self._world.fire(event)
+        self._world.fire(check("event", event, a("an event of this rank", Event)))
 
     def background(self, body: Generator) -> Event:
         """Starts another program on this rank, such as its communication; ``yield`` the event to wait for its end."""
-        return self._world.start(self.number, body).end
+        return self._world.start(self.number, check("body", body, _GENERATOR)).end
 
 
 class _World:
