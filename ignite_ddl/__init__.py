@@ -1,6 +1,7 @@
 """Model parallelism for PyTorch-Ignite: name a mesh, keep the Engine, the metrics and the handlers."""
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING
 
 from ignite_ddl import tpu
 from ignite_ddl.compat import pickle_shards
@@ -85,17 +86,24 @@ __all__ = [
 tpu.repair_ignite()  # without torch_xla: nothing
 
 
-def __getattr__(name: str) -> Any:
-    if name == "ParameterServer":  # imported when it is asked for: most runs have none
-        from ignite_ddl.parameter_server import ParameterServer
+_LATE = {  # imported when they are asked for: most runs have no server, and torch's DCP takes its time
+    "ParameterServer": "parameter_server",
+    **dict.fromkeys(("Checkpoint", "export_weights", "import_weights"), "checkpoint"),
+    **dict.fromkeys(("ParityReport", "check_parity"), "parity"),
+}
 
-        return ParameterServer
-    if name in ("Checkpoint", "export_weights", "import_weights"):
-        from ignite_ddl import checkpoint
 
-        return getattr(checkpoint, name)
-    if name in ("ParityReport", "check_parity"):
-        from ignite_ddl import parity
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
-        return getattr(parity, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+if TYPE_CHECKING:
+    from ignite_ddl.checkpoint import Checkpoint, export_weights, import_weights
+    from ignite_ddl.parameter_server import ParameterServer
+    from ignite_ddl.parity import ParityReport, check_parity
+else:  # unseen by type checkers, for which a __getattr__ would make any name right
+
+    def __getattr__(name):
+        if name in _LATE:
+            return getattr(importlib.import_module(f"ignite_ddl.{_LATE[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

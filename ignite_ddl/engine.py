@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import ignite.distributed as idist
@@ -87,10 +87,17 @@ class MeshEngine(Engine):
                 return without_rows(process_function(engine, batches.filler))
             return process_function(engine, batch)
 
-    def run(self, *args: Any, **kwargs: Any) -> State:
+    @takes()
+    def run(
+        self,
+        data: Iterable[Any] | None = None,
+        max_epochs: int | None = None,
+        max_iters: int | None = None,
+        epoch_length: int | None = None,
+    ) -> State:
         """As in Ignite. A run that was loaded and is complete ends at once, where Ignite would begin it anew."""
         try:
-            return super().run(*args, **kwargs)
+            return super().run(data, max_epochs, max_iters, epoch_length)
         except BaseException:
             self._internal_run_generator = None  # with which Ignite's next run would return at once
             raise
