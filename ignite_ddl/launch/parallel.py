@@ -45,7 +45,8 @@ from ignite_ddl.launch.torchrun import address_in_torchrun, end_with_torchrun
 from ignite_ddl.mesh import AXIS, check_mesh, initialize_mesh
 
 __all__ = ["PRELOAD", "Parallel"]
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 # Imported once by the forkserver instead of by each rank. Modules may be appended; if the forkserver is already
 # running, the ranks import them.
 PRELOAD = [

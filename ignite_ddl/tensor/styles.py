@@ -261,9 +261,7 @@ class Row(RowwiseParallel):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        super().__init__(
-            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
-        )
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         self.whole_input_of_embeddings = input_layouts is None
 
     def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
