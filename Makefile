@@ -39,7 +39,7 @@ setup:  ## make or refresh .venv (PYTHON=python3.12; CONSTRAINTS= for the newest
 
 lab: setup  ## open your copy of the course, workbook/, in JupyterLab (LAB_ARGS=--no-browser)
 	@$(BIN)/python tools/workbook.py
-	JUPYTER_CONFIG_PATH="$(CURDIR)/tools/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" \
+	@JUPYTER_CONFIG_PATH="$(CURDIR)/tools/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" \
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/workbook/00_start_here.ipynb \
 	--LabApp.workspaces_dir="$(CURDIR)/workbook/.lab" $(ROOT) $(LAB_ARGS)
 

@@ -65,7 +65,7 @@ class MeshEngine(Engine):
     """
 
     @takes(process_function=FUNCTION)
-    def __init__(self, process_function: Callable[[Engine, Any], Any]) -> None:
+    def __init__(self, process_function: Callable[[MeshEngine, Any], Any]) -> None:
         super().__init__(process_function)
         self._process_function = functools.partial(self._process, process_function)
         self.rows: tuple[int, int] | None = None

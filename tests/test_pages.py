@@ -26,7 +26,7 @@ def blocks():
             yield pytest.param(block, id=f"{page} {n}", marks=larger)
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", list(blocks()))
 def test_a_block_of_code_runs(block, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     space = {"__name__": "__main__"}  # functions of a script or a cell: they travel by value

@@ -46,6 +46,7 @@ with ddl.empty_weights():
 server = ddl.ParameterServer(nn.Linear(3, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1), mode="async")
 server.pull()
 rows = ddl.auto_dataloader(torch.arange(10), batch_size=4)
+engine = ddl.MeshEngine(step)
 paths = [str(path) for path in ddl.export_weights(lazy, "folder")]
 
 ddl.auto_modle(lazy)  # wrong: no such name
@@ -63,7 +64,7 @@ ddl.Row(unit=2)  # wrong
 ddl.check_parity(lazy, None, batch, nn.functional.mse_loss, dq=2)  # wrong
 ddl.lazy(nn.Linear, 8, 8, biass=False)  # wrong
 ddl.Checkpoint({}, "folder", n_save=2)  # wrong
-ddl.MeshEngine(step).run(rows, max_epoch=2)  # wrong
+engine.run(rows, max_epoch=2)  # wrong
 parallel.run(training, "fast")  # wrong
 parallel.run(training, 0.1, epoch=2)  # wrong
 names: list[str] = parallel.run(training, 0.1)  # wrong

@@ -49,7 +49,7 @@ def with_keywords():
             yield pytest.param(thing, max((p.name for p in named), key=lambda name: (len(name), name)), id=name)
 
 
-@pytest.mark.parametrize(("function", "keyword"), with_keywords())
+@pytest.mark.parametrize(("function", "keyword"), list(with_keywords()))
 def test_a_misspelt_keyword_is_named_with_the_nearest_right_one(function, keyword):
     wrong = keyword[:-2] + keyword[-1] if len(keyword) > 2 else keyword + keyword[-1]
     with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got .* '{wrong}'\. Did you mean '{keyword}'\?$"):
