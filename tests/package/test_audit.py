@@ -76,7 +76,10 @@ def slightly_hooked(model):
 
 
 def hooked_in_place(model):
-    model[0].weight.register_hook(lambda gradient: [gradient.clamp_(-10, 10)] and None)
+    def clip(gradient):
+        gradient.clamp_(-10, 10)
+
+    model[0].weight.register_hook(clip)
 
 
 def accumulating(model):
