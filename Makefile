@@ -14,7 +14,7 @@ PYODIDE = 314.0.7
 TPU_ARGS ?=
 BENCHMARKS_ARGS ?=
 # Scripts of `make test-all` beyond `make test`: tests/extra_<name>.sh
-EXTRAS = tpu huggingface slurm browser site
+EXTRAS = tpu huggingface types release slurm browser site
 
 # `make PYTHON=python3.12` wants that version in .venv; plain `make` keeps the version that is there.
 CHOSEN = $(if $(filter file,$(origin PYTHON)),,--chosen)
@@ -39,7 +39,7 @@ setup:  ## make or refresh .venv (PYTHON=python3.12; CONSTRAINTS= for the newest
 
 lab: setup  ## open your copy of the course, workbook/, in JupyterLab (LAB_ARGS=--no-browser)
 	@$(BIN)/python tools/workbook.py
-	JUPYTER_CONFIG_PATH="$(CURDIR)/tools/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" \
+	@JUPYTER_CONFIG_PATH="$(CURDIR)/tools/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" \
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/workbook/00_start_here.ipynb \
 	--LabApp.workspaces_dir="$(CURDIR)/workbook/.lab" $(ROOT) $(LAB_ARGS)
 

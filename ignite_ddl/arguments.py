@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import itertools
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Set
 from datetime import timedelta
 from numbers import Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 __all__ = [
     "AMOUNT",
@@ -102,7 +103,9 @@ def check(name: str, value: Any, fits: Fits) -> Any:
 def takes(*tables: Mapping[str, Fits], **own: Fits) -> Callable[[_Function], _Function]:
     """Decorator of a function, or of a class for its ``__init__``: each argument that is given has to fit.
 
-    An argument whose default is None may also be None. What is not declared is not checked.
+    An argument whose default is None may also be None. What is not declared is not checked. A keyword that the function
+    does not have is a TypeError with the nearest one that it has, where Python would name the wrong one alone; what
+    ``**kwargs: Unpack[T]`` takes are the keys of the TypedDict ``T``.
 
     Args:
         tables: names of arguments to what fits them, shared by several functions.
@@ -131,6 +134,8 @@ def takes(*tables: Mapping[str, Fits], **own: Fits) -> Callable[[_Function], _Fu
             return function
         parameters = inspect.signature(function).parameters.values()
         names = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+        known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        rest = next((p for p in parameters if p.kind == p.VAR_KEYWORD), None)
         optional = {p.name for p in parameters if p.default is None}
 
         def read(name: str, value: Any) -> Any:
@@ -139,12 +144,26 @@ def takes(*tables: Mapping[str, Fits], **own: Fits) -> Callable[[_Function], _Fu
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if not kwargs.keys() <= known and (rest is None or "Unpack[" in str(rest.annotation)):
+                _check_names(function, kwargs, known, rest)
             given = [read(*one) for one in zip(names, args, strict=False)]
             return function(*given, *args[len(given) :], **{name: read(name, value) for name, value in kwargs.items()})
 
         return call
 
     return decorate
+
+
+def _check_names(function: Callable, given: Mapping[str, Any], known: set[str], rest: Any) -> None:
+    if rest is not None:
+        (more,) = get_args(get_type_hints(function)[rest.name])
+        known = known | set(more.__annotations__)
+    for name in [name for name in given if name not in known]:
+        near = difflib.get_close_matches(name, known, 1)
+        raise TypeError(
+            f"{function.__qualname__.removesuffix('.__init__')}() got an unexpected keyword argument {name!r}"
+            + (f". Did you mean {near[0]!r}?" if near else f"; it has {', '.join(sorted(known))}")
+        )
 
 
 def shown(value: Any) -> str:

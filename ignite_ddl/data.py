@@ -8,9 +8,9 @@ import sys
 import weakref
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
 import ignite.distributed as idist
@@ -65,11 +65,41 @@ FITS = {
     **dict.fromkeys(("collate_fn", "worker_init_fn"), or_none(FUNCTION)),
     **dict.fromkeys(("drop_last", "pin_memory", "persistent_workers", "in_order"), FLAG),
 }
+
+
+class _Rows(Protocol):
+    """A list, a tensor, and whatever else has rows."""
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+    def __len__(self) -> int: ...
+
+
+class LoaderOptions(TypedDict, total=False):
+    """The keyword arguments of torch's ``DataLoader``."""
+
+    batch_size: int
+    shuffle: bool | None
+    sampler: Iterable[Any] | None
+    batch_sampler: Iterable[Any] | None
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    pin_memory: bool
+    drop_last: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
+
+
 BATCH_SIZE = Fits("the global batch size, a positive integer", COUNT.read)
 
 
 @takes(FITS)
-def auto_dataloader(dataset: Dataset, **kwargs: Any) -> ShardedDataLoader:
+def auto_dataloader(dataset: Dataset[Any] | _Rows, **kwargs: Unpack[LoaderOptions]) -> ShardedDataLoader:
     """A ``DataLoader`` with the global batches of one process, split evenly over the dp axis; every rank calls it.
 
     Each dp rank gets a contiguous part of every global batch; tp and pp peers get the same rows. No rows are padded or

@@ -67,7 +67,7 @@ class MeshEngine(Engine):
     """
 
     @takes(process_function=FUNCTION)
-    def __init__(self, process_function: Callable[[Engine, Any], Any]) -> None:
+    def __init__(self, process_function: Callable[[MeshEngine, Any], Any]) -> None:
         super().__init__(process_function)
         self._process_function = functools.partial(self._process, process_function)
         self.rows: tuple[int, int] | None = None
@@ -92,7 +92,7 @@ class MeshEngine(Engine):
     @takes(data=_DATA, max_epochs=COUNT, max_iters=COUNT, epoch_length=COUNT)
     def run(
         self,
-        data: Iterable | None = None,
+        data: Iterable[Any] | None = None,
         max_epochs: int | None = None,
         max_iters: int | None = None,
         epoch_length: int | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec
 
 import ignite.distributed as idist
 import torch
@@ -17,6 +17,7 @@ from ignite_ddl.arguments import a, takes
 from ignite_ddl.mesh import Mesh
 
 __all__ = ["Lazy", "LazyLayers", "empty_weights", "lazy", "materialize", "replace_module"]
+P = ParamSpec("P")
 
 
 def _makes_layers(value: Any) -> bool:
@@ -24,7 +25,7 @@ def _makes_layers(value: Any) -> bool:
 
 
 @takes(factory=a("a class of layers or a function that makes one", _makes_layers))
-def lazy(factory: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Lazy:
+def lazy(factory: Callable[P, nn.Module], *args: P.args, **kwargs: P.kwargs) -> Lazy:
     """A layer that ``ddl.auto_model`` creates, for models that do not fit on one rank.
 
     Every rank creates every layer, one at a time, from rank 0's random stream, and keeps its part. So the weights are

@@ -14,7 +14,7 @@ import ignite.distributed as idist
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ignite_ddl.arguments import COUNT, Fits, check, one_of, whole
+from ignite_ddl.arguments import COUNT, Fits, check, one_of, takes, whole
 from ignite_ddl.compat import quiet_warnings, wait_as_the_world
 
 __all__ = ["Mesh", "check_mesh", "get_mesh", "initialize_mesh"]
@@ -125,6 +125,7 @@ _mesh: Mesh | None = None
 _made_for: dist.ProcessGroup | None = None  # the mesh's world: a new job needs a new mesh
 
 
+@takes()
 def initialize_mesh(dp: int = -1, pp: int = 1, tp: int = 1) -> Mesh:
     """Makes the mesh dp × pp × tp of the running job; every rank calls it once, with the same numbers.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import ignite.distributed as idist
 import torch
@@ -55,6 +55,31 @@ FITS = {
 }
 
 
+class DDPOptions(TypedDict, total=False):
+    """What ``idist.auto_model`` takes for torch's ``DistributedDataParallel``."""
+
+    sync_bn: bool
+    device_ids: Any
+    output_device: Any
+    dim: int
+    broadcast_buffers: bool | None
+    init_sync: bool
+    process_group: Any
+    bucket_cap_mb: float | None
+    find_unused_parameters: bool
+    check_reduction: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    delay_all_reduce_named_params: Any
+    param_to_hook_all_reduce: Any
+    mixed_precision: Any
+    device_mesh: Any
+    skip_all_reduce_unused_params: bool
+    bucket_cap_mb_list: list[int] | None
+    batched_grad_copy: bool
+    forward_sync_buffers: bool | None
+
+
 @takes(FITS, shard=FLAG, checks=FLAG, mp_policy=a("a MixedPrecisionPolicy", MixedPrecisionPolicy))
 def auto_model(
     model: nn.Module,
@@ -67,7 +92,7 @@ def auto_model(
     shard: bool = False,
     mp_policy: MixedPrecisionPolicy | None = None,
     checks: bool = True,
-    **kwargs: Any,
+    **kwargs: Unpack[DDPOptions],
 ) -> nn.Module:
     """Cuts a model for the mesh; the weights are those of rank 0, which are those of one process.
 
@@ -368,7 +393,7 @@ def _copy_weights_of_rank_0(model: nn.Module) -> None:
 
 
 @takes(optimizer=OPTIMIZER, checks=FLAG)
-def auto_optim(optimizer: torch.optim.Optimizer, *, checks: bool = True, **kwargs: Any) -> torch.optim.Optimizer:
+def auto_optim(optimizer: torch.optim.Optimizer, *, checks: bool = True) -> torch.optim.Optimizer:
     """``idist.auto_optim``: the optimizer itself on gloo and NCCL, adapted on Horovod and XLA; every rank calls it.
 
     Where the model is cut, small weights are stepped for a moment, cut and whole, by another optimizer of the same
@@ -382,7 +407,6 @@ def auto_optim(optimizer: torch.optim.Optimizer, *, checks: bool = True, **kwarg
         optimizer: an optimizer of the parameters of the model that :func:`auto_model` returned.
         checks: whether to refuse an optimizer that does not do the same to parts of a model as to the whole, or of
             which that cannot be found out. Default: True.
-        kwargs: those of ``idist.auto_optim``.
 
     Returns:
         torch.optim.Optimizer: the optimizer to step.
@@ -393,4 +417,4 @@ def auto_optim(optimizer: torch.optim.Optimizer, *, checks: bool = True, **kwarg
     """
     check_optimizer(optimizer)
     adapt_optimizer(optimizer, checks)
-    return idist.auto_optim(optimizer, **kwargs)
+    return idist.auto_optim(optimizer)

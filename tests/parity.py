@@ -775,6 +775,9 @@ class Outcomes:
 def main(words_of_lines):
     torch.set_num_threads(1)
     cases = [case for case in all_cases() if all(word in case.line for word in words_of_lines)]
+    if not cases:
+        print(f"no case has {' and '.join(words_of_lines)} in its line; all lines: make parity", file=sys.stderr)
+        return 2
     print(f"   {'mesh':15} {'model':13} {'schedule':29} {'trap':47}  {'  '.join(f'{c:>8.8}' for c in COLUMNS)}")
     start, outcomes = time.perf_counter(), []
     for mesh, group in by_mesh(cases).items():
@@ -783,12 +786,13 @@ def main(words_of_lines):
             print(outcome, flush=True)
     compared = [o for o in outcomes if o.errors is not None and not o.case.wrong]
     worst = max((max(o.errors.values()) for o in compared), default=0.0)
-    wrong = min((max(o.errors.values()) for o in outcomes if o.errors and o.case.wrong), default=float("nan"))
+    wrong = [max(o.errors.values()) for o in outcomes if o.errors and o.case.wrong]
+    off = f"wrong variants off by at least {min(wrong):.1e}; " if wrong else ""
     failed = [o for o in outcomes if not o.passed]
     print(
         f"{len(outcomes)} cases in {time.perf_counter() - start:.0f} s: {len(compared)} compared, worst error "
-        f"{worst:.1e} (allowed {TOLERANCE:.0e}); {sum(bool(o.case.refused) for o in outcomes)} refused; wrong "
-        f"variants off by at least {wrong:.1e}; {len(failed)} not as expected"
+        f"{worst:.1e} (allowed {TOLERANCE:.0e}); {sum(bool(o.case.refused) for o in outcomes)} refused; {off}"
+        f"{len(failed)} not as expected"
     )
     return 1 if failed else 0
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -236,6 +237,44 @@ def test_ci_run_is_what_the_workflow_runs():
     lines = (ROOT / ".ci/run").read_text().splitlines()
     assert [line for line in lines if line.startswith("make")] == ["make lint", "make test"]
     assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+# The release; tests/extra_release.sh builds and installs it
+
+
+def test_the_readmes_links_lead_somewhere_from_outside_of_the_repository(monkeypatch):
+    given = {}
+    monkeypatch.setattr("setuptools.setup", given.update)
+    runpy.run_path(str(ROOT / "setup.py"))
+    text, readme = given["long_description"], (ROOT / "README.md").read_text()
+    links = re.findall(r"(!?)\[[^\]\n]*\]\(([^)]+)\)", text)
+    base, release = PROJECT["urls"]["Repository"], f"v{PROJECT['version']}"
+    assert len(links) == len(re.findall(r"\]\([^)]+\)", readme)) > 30
+    assert all(link.startswith(("https://", "#")) for _, link in links)
+    assert f"({base}/blob/{release}/notebooks/00_start_here.ipynb)" in text
+    assert [link for picture, link in links if picture] == [
+        f"{base}/raw/{release}/docs/images/data_and_model_parallel.png"
+    ]
+    code = re.compile(r"^```.*?^```", re.M | re.S)
+    assert code.findall(text) == code.findall(readme)
+
+
+def test_what_says_who_and_where_says_the_same():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    [who] = [author["name"] for author in citation["authors"]]
+    assert [author["name"] for author in PROJECT["authors"]] == [who]
+    assert f"Copyright (c) 2026, {who.replace('The', 'the')}\n" in (ROOT / "LICENSE").read_text()
+    assert citation["license"] == PROJECT["license"] == "BSD-3-Clause"
+    assert all(url.startswith(PROJECT["urls"]["Repository"]) for url in PROJECT["urls"].values())
+
+
+def test_publishing_keeps_no_secret_and_is_said_to_be_untried():
+    text = (ROOT / ".github/workflows/publish.yml").read_text()
+    publish = yaml.safe_load(text)
+    assert set(publish[True]["push"]) == {"tags"}
+    assert publish["jobs"]["publish"]["permissions"] == {"contents": "read", "id-token": "write"}
+    assert "secrets." not in text
+    assert "Never run yet" in text
 
 
 # Set-up: in a tree of its own, with pip left out unless a test says so

@@ -386,3 +386,23 @@ def test_the_workflow_writes_the_branch(checkout):
         git("fetch", "-q", "--force", "origin", "workbook-v0.1.0:copies")
         assert git("ls-tree", "--name-only", "copies").split() == ["00_start.ipynb", NAME, "README.md"]
         assert git("rev-list", "--count", "copies").strip() == "1"
+
+
+# --- what the reader is told and asked
+
+
+def test_chapters_that_are_renewed_are_named_once(checkout):
+    checkout.course(OLD)
+    assert checkout.refresh() == []
+    checkout.course(CHANGED)
+    assert checkout.refresh() == [f"new in the course, in chapters that you had not changed: {NAME}"]
+    assert checkout.refresh() == []
+
+
+def test_a_copy_says_of_its_language_what_the_kernel_says(checkout):
+    """Else JupyterLab writes it, and asks whether to save a chapter that was only looked at."""
+    kernel = pytest.importorskip("ipykernel.ipkernel")
+    checkout.course(OLD)
+    checkout.refresh()
+    copied = json.loads((checkout.workbook / NAME).read_text())
+    assert copied["metadata"]["language_info"] == kernel.IPythonKernel.language_info

@@ -131,7 +131,7 @@ def install(constraints):
     command = [VENV_PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["-c", constraints] if constraints else ["--upgrade", "--upgrade-strategy", "eager"]
     done = subprocess.run(
-        command + ["-e", ".[course,lab,test]"],
+        command + ["--config-settings", "editable_mode=compat", "-e", ".[course,lab,test]"],  # seen by type checkers
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

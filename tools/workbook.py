@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import os
+import platform
 import re
 import sys
 import tomllib
@@ -28,6 +29,17 @@ COPIED = ".copied.json"
 LAYOUT = ".lab"  # JupyterLab's layout of this folder: `make lab` names it as LabApp.workspaces_dir
 COLAB = "https://colab.research.google.com/github"
 
+# What the kernel of this Python writes into a notebook that it opens: without it JupyterLab would ask to save a chapter
+# that was only looked at.
+LANGUAGE = {
+    "codemirror_mode": {"name": "ipython", "version": 3},
+    "file_extension": ".py",
+    "mimetype": "text/x-python",
+    "name": "python",
+    "nbconvert_exporter": "python",
+    "pygments_lexer": "ipython3",
+    "version": platform.python_version(),
+}
 WHOSE = """\
 > **This copy is yours.** Write, run and save here. The course's own chapters stay in `notebooks/`, with outputs.
 >
@@ -132,6 +144,7 @@ class Workbook:
             raise SystemExit(f"{folder.name} is a file: rename it, the copies of the chapters go there")
         self.copied = self._read_copied()
         self.notes: list[str] = []
+        self.renewed: list[str] = []
 
     def _read_copied(self) -> dict[str, str]:
         # Without a record each file counts as the reader's, which loses nothing.
@@ -156,6 +169,8 @@ class Workbook:
             self._refresh(name, notebook)
         for name in [name for name in self.copied if chapter_of(name) not in course]:
             self._leave(name)
+        if self.renewed:
+            self.notes.insert(0, f"new in the course, in chapters that you had not changed: {', '.join(self.renewed)}")
         write(self.folder / COPIED, json.dumps(self.copied, indent=1, sort_keys=True) + "\n")
         return self.notes
 
@@ -203,6 +218,8 @@ class Workbook:
         """Copies a chapter over one that is not touched; the reader's outputs stay where no cell differs."""
         path = self.folder / name
         if not path.exists() or digest_of(path) != wanted:
+            if path.exists() and name == chapter_of(name):
+                self.renewed.append(name)
             write(path, dumps(notebook))
         self.copied[name] = wanted
 
@@ -232,6 +249,8 @@ def refresh(root: Path = ROOT) -> list[str]:
         what the reader should know, a line each.
     """
     course = chapters(root / "notebooks")
+    for notebook in course.values():
+        notebook["metadata"]["language_info"] = LANGUAGE
     first = next(iter(course.values()))
     first["cells"].insert(0, whose_copy())
     notes = Workbook(root / "workbook").refresh(course)

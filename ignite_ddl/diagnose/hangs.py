@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ignite_ddl.arguments import limit_in_seconds
+from ignite_ddl.arguments import limit_in_seconds, takes
 from ignite_ddl.diagnose.calls import calls_counted, job_store, recorded_calls
 from ignite_ddl.diagnose.report import NEWEST, hang_report
 from ignite_ddl.diagnose.stacks import own_stack, waits_in
@@ -20,6 +20,7 @@ __all__ = ["Watch", "answer", "report_hangs"]
 PATIENCE = 12.0  # seconds for which the others' parts are waited for; on a busy machine a part takes several
 
 
+@takes()
 def report_hangs(after: float) -> None:
     """Prints a report when this job stands: which rank is in which collective, who never came, where each rank is.
 

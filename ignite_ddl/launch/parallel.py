@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import cloudpickle
 import ignite.distributed as idist
@@ -45,6 +45,8 @@ from ignite_ddl.launch.torchrun import address_in_torchrun, end_with_torchrun
 from ignite_ddl.mesh import AXIS, check_mesh, initialize_mesh
 
 __all__ = ["PRELOAD", "Parallel"]
+P = ParamSpec("P")
+T = TypeVar("T")
 # Imported once by the forkserver instead of by each rank. Modules may be appended; if the forkserver is already
 # running, the ranks import them.
 PRELOAD = [
@@ -321,7 +323,7 @@ class Parallel:
             with torchrun_not_slurm():
                 idist.finalize()
 
-    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, func: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Runs ``func(local_rank, *args, **kwargs)`` on every rank and waits for all of them.
 
         Args:

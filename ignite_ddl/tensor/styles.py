@@ -7,7 +7,7 @@ import contextvars
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -80,6 +80,12 @@ _LAYOUT = or_none(a("a placement such as Replicate() or Shard(1)", Placement))
 _FITS = {"input_layouts": _LAYOUT, "output_layouts": _LAYOUT, "use_local_output": FLAG, "dim": whole(-64, 64)}
 
 
+class _Layouts(TypedDict, total=False):
+    input_layouts: Placement | None
+    output_layouts: Placement | None
+    use_local_output: bool
+
+
 class Column(ColwiseParallel):
     """Each tp rank computes some of the outputs of a linear layer: its weight is cut along dim 0.
 
@@ -112,7 +118,9 @@ class Column(ColwiseParallel):
     """
 
     @takes(_FITS, units=COUNT | TEXT, parts=COUNT | each(COUNT, "a sequence of them"))
-    def __init__(self, *, units: int | str | None = None, parts: int | Iterable[int] = 1, **kwargs: Any) -> None:
+    def __init__(
+        self, *, units: int | str | None = None, parts: int | Iterable[int] = 1, **kwargs: Unpack[_Layouts]
+    ) -> None:
         self.parts = parts if isinstance(parts, int) else tuple(parts)
         if parts != 1 and (units is not None or kwargs):
             raise ValueError(f"parts={parts!r} excludes units and layouts: the output stays cut, part by part")
@@ -231,8 +239,10 @@ class Row(RowwiseParallel):
     trainer cuts it.)
 
     Args:
-        kwargs: ``input_layouts``, ``output_layouts``, ``use_local_output`` of torch's ``RowwiseParallel``. By
-            default, the input of a linear layer is cut along its last dim, and that of an embedding is whole.
+        input_layouts: as in torch's ``RowwiseParallel``. By default, the input of a linear layer is cut along its last
+            dim, and that of an embedding is whole.
+        output_layouts: as in torch's ``RowwiseParallel``.
+        use_local_output: as in torch's ``RowwiseParallel``. Default: True.
 
     Examples:
         .. code-block:: python
@@ -244,8 +254,14 @@ class Row(RowwiseParallel):
     """
 
     @takes(_FITS)
-    def __init__(self, *, input_layouts: Placement | None = None, **kwargs: Any) -> None:
-        super().__init__(input_layouts=input_layouts, **kwargs)
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         self.whole_input_of_embeddings = input_layouts is None
 
     def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:

@@ -71,6 +71,17 @@ def hooked(model):
     model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
 
 
+def slightly_hooked(model):
+    model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def hooked_in_place(model):
+    def clip(gradient):
+        gradient.clamp_(-10, 10)
+
+    model[0].weight.register_hook(clip)
+
+
 def accumulating(model):
     model[0].weight.register_post_accumulate_grad_hook(halved)
 
@@ -100,6 +111,8 @@ NO_MODEL = "optimizer holds a weight of shape .* of no model from ddl.auto_model
         (adapter, NO_MODEL, {"shard": True}),
         (in_float32, "'0.weight' was torch.float64 .* and is torch.float16", {}),
         (hooked, "'0.weight' has a hook", {}),
+        (slightly_hooked, "'0.weight' has a hook", {}),
+        (hooked_in_place, "'0.weight' has a hook", {}),
         (accumulating, "'0.weight' has a hook", {}),
         (frozen, "'0.weight' was trained when ddl.auto_model wrapped the model in DDP", {}),
         (seeded, "'0.weight' should be the same on all dp ranks", {}),
