@@ -76,6 +76,7 @@ __all__ = [
     "attach_metrics_over",
     "called_by_ignites_checkpoint",
     "calls_counted",
+    "flatten_dims",
     "guard_parts",
     "hide_gpus_if_too_few",
     "is_part",
@@ -104,6 +105,11 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     from torch.distributed._composable.replicate_with_fsdp import replicate  # here: a slow import
 
     return replicate(module, mesh=mesh)
+
+
+def flatten_dims(mesh: DeviceMesh, dims: Sequence[str], name: str) -> None:
+    """Makes ``mesh[name]`` the mesh of one dim that several dims are together; private, torch 2.11 to 2.15."""
+    mesh[tuple(dims)]._flatten(name)
 
 
 def _fsdp_parameters(model: nn.Module) -> dict[int, Any]:

@@ -44,9 +44,9 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, how: Mapping[str, Any] | 
 
 def fully_shard(module: nn.Module, mesh: Mesh, how: Mapping[str, Any]) -> None:
     """Shards a module's weights over dp (FSDP2); arguments as in :func:`apply_data_parallel`."""
-    for unit in _gathered_alone(module):
-        fsdp.fully_shard(unit, mesh=mesh.device_mesh["dp"], **how)
-    fsdp.fully_shard(module, mesh=mesh.device_mesh["dp"], **how)  # the remaining parameters
+    for unit in [*_gathered_alone(module), module]:  # the last one has the remaining parameters
+        fsdp.fully_shard(unit, mesh=mesh.dp_mesh, **how)
+    module._keeps_weights = not how["reshard_after_forward"] and mesh.pp_size == 1  # read by gradient_sync
 
 
 _LISTS = nn.Sequential | nn.ModuleList | nn.ModuleDict

@@ -10,7 +10,7 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,7 +29,7 @@ from ignite_ddl.guards import (
     refuse_whole_states,
 )
 from ignite_ddl.lazy import LazyLayers, materialize
-from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.mesh import Mesh, get_mesh, sizes_alone
 from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages
@@ -51,11 +51,14 @@ FITS = {
     "n_microbatches": WORLD,
     "split": each(COUNT, "a number of layers for each stage"),
     "costs": AMOUNTS,
-    **dict.fromkeys(("dp", "pp", "tp"), WORLD),
+    **dict.fromkeys(("dp", "pp", "tp", "dp_replicate", "dp_shard"), WORLD),
 }
 
 
-@takes(FITS, shard=FLAG, checks=FLAG, mp_policy=a("a MixedPrecisionPolicy", MixedPrecisionPolicy))
+@takes(
+    FITS, mp_policy=a("a MixedPrecisionPolicy", MixedPrecisionPolicy),
+    **dict.fromkeys(("shard", "checks", "reshard_after_forward", "offload"), FLAG),
+)  # fmt: skip
 def auto_model(
     model: nn.Module,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
@@ -64,8 +67,10 @@ def auto_model(
     n_microbatches: int | None = None,
     split: Sequence[int] | None = None,
     costs: Sequence[float] | None = None,
-    shard: bool = False,
+    shard: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | None = None,
+    offload: bool = False,
     checks: bool = True,
     **kwargs: Any,
 ) -> nn.Module:
@@ -85,15 +90,21 @@ def auto_model(
         split: layers per stage, default balanced by ``costs``. Used with pp.
         costs: the cost of each layer, in any unit, for example from ``ddl.layer_costs``; the same on every rank.
             Default: its number of parameters. Used with pp.
-        shard: shard parameters, gradients and optimizer state over dp (FSDP2). Default False. Each unit is gathered
-            before its forward and backward pass and freed after it. A unit is a transformer block (an element of an
-            ``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict`` that has a sibling of the same shapes), or a
-            module that contains no such list. Tied weights, and parameters of the model itself, are one more unit,
-            which is gathered for the whole forward pass. Do not read a weight without calling its unit: it is sharded
-            then.
+        shard: shard parameters, gradients and optimizer state over dp (FSDP2), or, on a mesh that was given dp_shard,
+            over that (HSDP). Default: whether dp_shard was given and is more than 1; another value is refused then.
+            Each unit is gathered before its forward and backward pass and freed after it. A unit is a transformer
+            block (an element of an ``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict`` that has a sibling of
+            the same shapes), or a module that contains no such list. Tied weights, and parameters of the model
+            itself, are one more unit, which is gathered for the whole forward pass. Do not read a weight without
+            calling its unit: it is sharded then.
         mp_policy: with ``shard=True``, the dtypes in which FSDP2 gathers weights and reduces gradients, and that of
             activations: ``torch.distributed.fsdp.MixedPrecisionPolicy``. Without ranks over which to shard, it has no
             effect. Default: those of the parameters.
+        reshard_after_forward: with sharded weights, whether they are freed between the forward and the backward pass
+            (ZeRO-3). With False they are gathered once for both (ZeRO-2), and stay whole until the optimizer steps
+            where gradients are accumulated. Default: True, under pp False.
+        offload: with sharded weights, whether this rank's part of them, of gradients and of the optimizer's state are
+            in the CPU's memory, where the optimizer steps (``CPUOffloadPolicy``). Default: False.
         checks: whether the first forward pass, in training or not, checks the code between layers that are cut over
             tp, and, under pp, that layers keep no state from one pass to the next. Default: True.
         kwargs: for ``idist.auto_model`` on a mesh that is data parallel only, such as ``find_unused_parameters``.
@@ -129,7 +140,8 @@ def auto_model(
             assert held == 64                                   # of the first layer's 128 weights
             assert abs(cut - model(torch.ones(1, 8)).sum().item()) < 1e-5
     """
-    layout = _check(model, tensor_plan, (schedule, n_microbatches, split, costs), shard, mp_policy, checks, ddp=kwargs)
+    stages, fsdp = (schedule, n_microbatches, split, costs), (mp_policy, reshard_after_forward, offload)
+    layout = _check(model, tensor_plan, stages, shard, fsdp, checks, ddp=kwargs)
     _materialise(model, layout)
     return _protect(_shard(model, layout), layout)
 
@@ -158,25 +170,51 @@ def _check(
     model: nn.Module,
     tensor_plan: Mapping[str, ParallelStyle] | None,
     stages: tuple,
-    shard: bool,
-    mp_policy: MixedPrecisionPolicy | None,
+    shard: bool | None,
+    fsdp: tuple,
     checks: bool,
     ddp: dict[str, Any],
 ) -> _Layout:
     """Decides everything, and refuses what the mesh does not support, without making, changing or sending anything."""
     mesh = get_mesh()
+    shard = _shards(mesh, shard)
     by_ddp = mesh.dp_size == mesh.world_size and not (shard and mesh.world_size > 1)
     if ddp and not by_ddp:
         raise ValueError(f"{', '.join(ddp)} are for DDP, but the mesh is {mesh!r}, shard={shard}: leave them out")
-    if mp_policy is not None and not shard:
-        raise ValueError("mp_policy is for shard=True: give amp_mode to ddl.create_supervised_trainer instead")
     if mesh.world_size > 1:
         check_layers(model, mesh, by_ddp)
         check_parameter_hooks(model.named_parameters(), mesh, by_ddp, before=True)
     styles, cut = _check_cut(model, tensor_plan, mesh.pp_size, mesh.tp_size, stages)
-    # Under pp, weights stay gathered until the backward pass ends: one gather per batch, not per microbatch.
-    fsdp = {"reshard_after_forward": mesh.pp_size == 1, "mp_policy": mp_policy or MixedPrecisionPolicy()}
-    return _Layout(mesh, styles, cut, shard, fsdp, checks, ddp if by_ddp else None)
+    return _Layout(mesh, styles, cut, shard, _for_fsdp(mesh, shard, *fsdp), checks, ddp if by_ddp else None)
+
+
+def _shards(mesh: Mesh, shard: bool | None) -> bool:
+    """Whether weights are sharded over dp: as the mesh says, if it was given dp_shard, else as ``shard``."""
+    if mesh.dp_shard_size is None or mesh.dp_size == 1:
+        return bool(shard)
+    if shard is not None and shard != (mesh.dp_shard_size > 1):
+        raise ValueError(
+            f"shard should be left out, or {not shard}, where the mesh was given dp_shard={mesh.dp_shard_size}, but "
+            f"given {shard}: the mesh says over how many of the {mesh.dp_size} dp ranks weights are sharded"
+        )
+    return mesh.dp_shard_size > 1
+
+
+def _for_fsdp(
+    mesh: Mesh, shard: bool, mp_policy: MixedPrecisionPolicy | None, reshard: bool | None, offload: bool
+) -> dict[str, Any]:
+    """The arguments of torch's ``fully_shard``."""
+    given = {"mp_policy": mp_policy, "reshard_after_forward": reshard, "offload": offload or None}
+    for name, value in given.items() if not shard else ():
+        if value is not None:
+            other = ": give amp_mode to ddl.create_supervised_trainer instead" if name == "mp_policy" else ""
+            raise ValueError(f"{name} is for shard=True{other}")
+    return {
+        # Under pp, weights stay gathered until the backward pass ends: one gather per batch, not per microbatch.
+        "reshard_after_forward": mesh.pp_size == 1 if reshard is None else reshard,
+        "mp_policy": mp_policy or MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy(),
+    }
 
 
 def _check_cut(
@@ -275,9 +313,11 @@ def check_model(
     model: nn.Module,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
     *,
-    dp: int = 1,
+    dp: int | None = None,
     pp: int = 1,
     tp: int = 1,
+    dp_replicate: int | None = None,
+    dp_shard: int | None = None,
     schedule: str = "1f1b",
     n_microbatches: int | None = None,
     split: Sequence[int] | None = None,
@@ -289,9 +329,11 @@ def check_model(
     Args:
         model: the model, which is not changed.
         tensor_plan: as in :func:`auto_model`.
-        dp: size of the mesh's data-parallel axis.
+        dp: size of the mesh's data-parallel axis. Default: dp_replicate × dp_shard.
         pp: number of pipeline ranks.
         tp: number of ranks that share each layer.
+        dp_replicate: number of replicas of the model over dp. Default: 1, or what dp_shard leaves of dp.
+        dp_shard: number of dp ranks that share the weights of a replica, in the same way.
         schedule: as in :func:`auto_model`.
         n_microbatches: as in :func:`auto_model`.
         split: as in :func:`auto_model`.
@@ -315,6 +357,7 @@ def check_model(
             except ValueError as error:
                 assert "a model of 3 layers cannot be cut into 4 stages" in str(error)
     """
+    dp = sizes_alone(dp, pp, tp, dp_replicate, dp_shard)["dp"]
     _, cut = _check_cut(model, tensor_plan, pp, tp, (schedule, n_microbatches, split, costs))
     if cut is not None:
         for rows in batches:
