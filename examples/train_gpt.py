@@ -3,6 +3,7 @@
     python train_gpt.py                                        # one process, about a minute
     python train_gpt.py --ranks 8 --dp 2 --pp 2 --tp 2         # eight processes on this machine
     torchrun --nproc_per_node 8 train_gpt.py --plan auto       # the planner chooses the mesh
+    torchrun --nproc_per_node 8 train_gpt.py --dp-shard 4      # HSDP: two replicas, each sharded over four ranks
     srun -n 8 python train_gpt.py --dp 2 --pp 2 --tp 2
 
 Each trains the same model on the same rows. With --checkpoints FOLDER the run is saved, and --resume goes on from

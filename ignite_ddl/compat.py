@@ -76,7 +76,7 @@ __all__ = [
     "attach_metrics_over",
     "called_by_ignites_checkpoint",
     "calls_counted",
-    "flatten_dims",
+    "flattened",
     "guard_parts",
     "hide_gpus_if_too_few",
     "is_part",
@@ -107,9 +107,9 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return replicate(module, mesh=mesh)
 
 
-def flatten_dims(mesh: DeviceMesh, dims: Sequence[str], name: str) -> None:
-    """Makes ``mesh[name]`` the mesh of one dim that several dims are together; private, torch 2.11 to 2.15."""
-    mesh[tuple(dims)]._flatten(name)
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A mesh of one dim with the ranks of all dims of a mesh; private, torch 2.11 to 2.15."""
+    return mesh._flatten(name)
 
 
 def _fsdp_parameters(model: nn.Module) -> dict[int, Any]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ignite_ddl.arguments import COUNT, Fits, check, one_of
-from ignite_ddl.compat import flatten_dims, quiet_warnings, wait_as_the_world
+from ignite_ddl.compat import flattened, quiet_warnings, wait_as_the_world
 
 __all__ = ["Mesh", "check_mesh", "get_mesh", "initialize_mesh", "sizes_alone"]
 
@@ -105,8 +105,8 @@ class Mesh:
     Attributes:
         sizes: the sizes of pp, dp and tp, by name.
         rank: this process's global rank.
-        device_mesh: torch's ``DeviceMesh`` with the axes "pp", "dp", "tp"; None on a serial run. With HSDP, "dp" is
-            the flattened mesh of the axes "dp_replicate" and "dp_shard".
+        device_mesh: torch's ``DeviceMesh`` with the axes "pp", "dp", "tp"; None on a serial run. With HSDP, it has
+            "dp_replicate" and "dp_shard" instead of "dp", which torch then knows as these two flattened.
         groups: the process group of each axis through this rank; None on a serial run.
         dp_shard_size: number of dp ranks that share the weights of a replica; None where neither dp_replicate nor
             dp_shard was given, so that ``shard`` of :func:`auto_model` decides.
@@ -213,14 +213,14 @@ def initialize_mesh(
         _mesh, _made_for = Mesh(sizes, 0, None, dict.fromkeys(AXES), shard), None
         return _mesh
     quiet_warnings()
-    axes = {"pp": sizes["pp"], "dp": sizes["dp"], "tp": sizes["tp"]}
-    hybrid = shard is not None and shard > 1 and replicas > 1
-    if hybrid:
-        axes = {"pp": sizes["pp"], "dp_replicate": replicas, "dp_shard": shard, "tp": sizes["tp"]}
+    hybrid = shard not in (None, 1, sizes["dp"])
+    dp = {"dp_replicate": replicas, "dp_shard": shard} if hybrid else {"dp": sizes["dp"]}
+    axes = {"pp": sizes["pp"], **dp, "tp": sizes["tp"]}
     device_mesh = init_device_mesh(idist.device().type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    meshes = {axis: device_mesh[axis] for axis in axes}
     if hybrid:
-        flatten_dims(device_mesh, DP_AXES, "dp")
-    groups = {axis: wait_as_the_world(device_mesh[axis].get_group()) for axis in dict.fromkeys((*axes, *AXES))}
+        meshes["dp"] = flattened(device_mesh[DP_AXES], "dp")
+    groups = {axis: wait_as_the_world(mesh.get_group()) for axis, mesh in meshes.items()}
     _mesh, _made_for = Mesh(sizes, dist.get_rank(), device_mesh, groups, shard), dist.group.WORLD
     return _mesh
 
