@@ -3,6 +3,7 @@
     python train_gpt.py                                        # one process, about a minute
     python train_gpt.py --ranks 8 --dp 2 --pp 2 --tp 2         # eight processes on this machine
     torchrun --nproc_per_node 8 train_gpt.py --plan auto       # the planner chooses the mesh
+    torchrun --nproc_per_node 8 train_gpt.py --dp-shard 4      # HSDP: two replicas, each sharded over four ranks
     srun -n 8 python train_gpt.py --dp 2 --pp 2 --tp 2
 
 Each trains the same model on the same rows. With --checkpoints FOLDER the run is saved, and --resume goes on from
@@ -121,9 +122,11 @@ def make_parser():
     add("--dp", type=int, default=-1, help="data-parallel ranks, default -1: all that pp and tp leave")
     add("--pp", type=int, default=1, help="pipeline ranks, default 1")
     add("--tp", type=int, default=1, help="ranks that share each layer, default 1")
+    add("--dp-replicate", type=int, help="HSDP: replicas of the model, over which gradients are averaged")
+    add("--dp-shard", type=int, help="HSDP: data-parallel ranks over which the weights of a replica are sharded")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline, default 1f1b")
     add("--microbatches", type=count, help="of the pipeline, default one per stage")
-    add("--shard", action="store_true", help="shard weights and optimizer over dp (FSDP2)")
+    add("--shard", action="store_true", default=None, help="shard weights and optimizer over dp (FSDP2)")
     add("--plan", choices=["auto"], help="let ignite_ddl.lab.plan choose the six above for the ranks at hand")
     add("--backend", default="gloo", help="default gloo; nccl for one GPU per rank, which we have not tried")
     add("--amp-mode", choices=AMP_MODES, help="mixed precision by autocast, such as bfloat16")
@@ -184,7 +187,7 @@ def main():
         if args.plan:
             whole = ddl.Parallel(backend=args.backend, nproc_per_node=args.ranks, dp=-1)
             choose(args, whole.mesh_sizes["dp"])
-        mesh = {"dp": args.dp, "pp": args.pp, "tp": args.tp}
+        mesh = {name: getattr(args, name) for name in ("dp", "pp", "tp", "dp_replicate", "dp_shard")}
         parallel = ddl.Parallel(backend=args.backend, nproc_per_node=args.ranks, **mesh)
         check(args, parallel.mesh_sizes)
     except (ValueError, OSError) as error:

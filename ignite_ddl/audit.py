@@ -236,6 +236,8 @@ def check_unchanged(model: nn.Module) -> None:
     known, mesh = _remembered(model), get_mesh()
     if known is None or mesh.dp_size * mesh.pp_size == 1:  # over tp alone, torch reduces what is cut in its own layers
         return
+    if getattr(model, "_holds_weights", False):  # FSDP2's whole ones, until the optimizer steps
+        return
     if not known.same_places():
         reshard(model)  # FSDP2 puts unsharded parameters in the places of others
         if not known.same_places():

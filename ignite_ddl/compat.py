@@ -75,6 +75,7 @@ __all__ = [
     "address_for_ignite",
     "attach_metrics_over",
     "called_by_ignites_checkpoint",
+    "flattened",
     "guard_parts",
     "hide_gpus_if_too_few",
     "is_part",
@@ -101,6 +102,11 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     from torch.distributed._composable.replicate_with_fsdp import replicate  # here: a slow import
 
     return replicate(module, mesh=mesh)
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A mesh of one dim with the ranks of all dims of a mesh; private, torch 2.11 to 2.15."""
+    return mesh._flatten(name)
 
 
 def _fsdp_parameters(model: nn.Module) -> dict[int, Any]:

@@ -1,22 +1,23 @@
-"""A model on a mesh: first all arguments are checked without communication, then the layers are made and cut."""
+"""A model on a mesh, in four phases: check (nothing is sent), materialise, shard, protect."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import AMOUNTS, COUNT, FLAG, MODULE, OPTIMIZER, WORLD, a, each, takes
 from ignite_ddl.audit import remember
-from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over, replicate
+from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over
+from ignite_ddl.data_parallel import apply_data_parallel, fully_shard
 from ignite_ddl.guards import (
     check_layers,
     check_optimizer,
@@ -25,16 +26,15 @@ from ignite_ddl.guards import (
     mark_trained,
     refuse_copies,
     refuse_ignites_checkpoint,
-    refuse_second_derivatives,
     refuse_whole_states,
 )
 from ignite_ddl.lazy import LazyLayers, materialize
-from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.mesh import Mesh, get_mesh, sizes_alone
 from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages
 from ignite_ddl.pipeline.one_stage import as_stages
-from ignite_ddl.pipeline.pipeline import Pipeline, reshard, share_buffers
+from ignite_ddl.pipeline.pipeline import Pipeline
 from ignite_ddl.pipeline.schedules import NAME, ROWS, microbatches_for
 from ignite_ddl.pipeline.trace import TracedLayer
 from ignite_ddl.regions import check_regions_once
@@ -51,7 +51,7 @@ FITS = {
     "n_microbatches": WORLD,
     "split": each(COUNT, "a number of layers for each stage"),
     "costs": AMOUNTS,
-    **dict.fromkeys(("dp", "pp", "tp"), WORLD),
+    **dict.fromkeys(("dp", "pp", "tp", "dp_replicate", "dp_shard"), WORLD),
 }
 
 
@@ -80,7 +80,10 @@ class DDPOptions(TypedDict, total=False):
     forward_sync_buffers: bool | None
 
 
-@takes(FITS, shard=FLAG, checks=FLAG, mp_policy=a("a MixedPrecisionPolicy", MixedPrecisionPolicy))
+@takes(
+    FITS, mp_policy=a("a MixedPrecisionPolicy", MixedPrecisionPolicy),
+    **dict.fromkeys(("shard", "checks", "reshard_after_forward", "offload"), FLAG),
+)  # fmt: skip
 def auto_model(
     model: nn.Module,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
@@ -89,8 +92,10 @@ def auto_model(
     n_microbatches: int | None = None,
     split: Sequence[int] | None = None,
     costs: Sequence[float] | None = None,
-    shard: bool = False,
+    shard: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | None = None,
+    offload: bool = False,
     checks: bool = True,
     **kwargs: Unpack[DDPOptions],
 ) -> nn.Module:
@@ -110,15 +115,21 @@ def auto_model(
         split: layers per stage, default balanced by ``costs``. Used with pp.
         costs: the cost of each layer, in any unit, for example from ``ddl.layer_costs``; the same on every rank.
             Default: its number of parameters. Used with pp.
-        shard: shard parameters, gradients and optimizer state over dp (FSDP2). Default False. Each unit is gathered
-            before its forward and backward pass and freed after it. A unit is a transformer block (an element of an
-            ``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict`` that has a sibling of the same shapes), or a
-            module that contains no such list. Tied weights, and parameters of the model itself, are one more unit,
-            which is gathered for the whole forward pass. Do not read a weight without calling its unit: it is sharded
-            then.
+        shard: shard parameters, gradients and optimizer state over dp (FSDP2), or, on a mesh that was given dp_shard,
+            over that (HSDP). Default: whether dp_shard was given and is more than 1; another value is refused then.
+            Each unit is gathered before its forward and backward pass and freed after it. A unit is a transformer
+            block (an element of an ``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict`` that has a sibling of
+            the same shapes), or a module that contains no such list. Tied weights, and parameters of the model
+            itself, are one more unit, which is gathered for the whole forward pass. Do not read a weight without
+            calling its unit: it is sharded then.
         mp_policy: with ``shard=True``, the dtypes in which FSDP2 gathers weights and reduces gradients, and that of
             activations: ``torch.distributed.fsdp.MixedPrecisionPolicy``. Without ranks over which to shard, it has no
             effect. Default: those of the parameters.
+        reshard_after_forward: with sharded weights, whether they are freed between the forward and the backward pass
+            (ZeRO-3). With False they are gathered once for both (ZeRO-2), and stay whole until the optimizer steps
+            where gradients are accumulated. Default: True, under pp False.
+        offload: with sharded weights, whether this rank's part of them, of gradients and of the optimizer's state are
+            in the CPU's memory, where the optimizer steps (``CPUOffloadPolicy``). Default: False.
         checks: whether the first forward pass, in training or not, checks the code between layers that are cut over
             tp, and, under pp, that layers keep no state from one pass to the next. Default: True.
         kwargs: for ``idist.auto_model`` on a mesh that is data parallel only, such as ``find_unused_parameters``.
@@ -154,76 +165,172 @@ def auto_model(
             assert held == 64                                   # of the first layer's 128 weights
             assert abs(cut - model(torch.ones(1, 8)).sum().item()) < 1e-5
     """
-    mesh = get_mesh()
-    for_ddp = mesh.dp_size == mesh.world_size and not (shard and mesh.world_size > 1)
-    if kwargs and not for_ddp:
-        raise ValueError(f"{', '.join(kwargs)} are for DDP, but the mesh is {mesh!r}, shard={shard}: leave them out")
-    if mp_policy is not None and not shard:
-        raise ValueError("mp_policy is for shard=True: give amp_mode to ddl.create_supervised_trainer instead")
-    if mesh.world_size > 1:
-        check_layers(model, mesh, for_ddp)
-    styles, cut = _check(model, tensor_plan, mesh.pp_size, mesh.tp_size, schedule, n_microbatches, split, costs)
-    if mesh.world_size > 1:
-        check_parameter_hooks(model.named_parameters(), mesh, for_ddp, before=True)
-    if not for_ddp:
-        _copy_weights_of_rank_0(model)  # except those of lazy layers
+    stages, fsdp = (schedule, n_microbatches, split, costs), (mp_policy, reshard_after_forward, offload)
+    layout = _check(model, tensor_plan, stages, shard, fsdp, checks, ddp=kwargs)
+    _materialise(model, layout)
+    return _protect(_shard(model, layout), layout)
 
-    def stages_with(name: str) -> int:
+
+@dataclass
+class _Layout:
+    """What the first phase has decided, for the others."""
+
+    mesh: Mesh
+    styles: dict[str, ParallelStyle]
+    cut: Cut | None
+    shard: bool
+    fsdp: dict[str, Any]
+    checks: bool
+    ddp: dict[str, Any] | None  # arguments of DDP; None: dp is left to FSDP2 or replicate
+
+    def stages_with(self, name: str) -> int:
         """The number of this rank's stages that hold the module of that name."""
-        if cut is None:
+        if self.cut is None:
             return 1
-        own = (cut.layers[stage] for stage in cut.stages_of(mesh.pp_rank))
+        own = (self.cut.layers[stage] for stage in self.cut.stages_of(self.mesh.pp_rank))
         return sum(any(f"{name}.".startswith(f"{layer}.") for layer in layers) for layers in own)
 
-    for names in LazyLayers(model).make(mesh, is_held=stages_with):
-        alone = sum(map(stages_with, names)) == 1  # else it is copied before it is sharded
-        _cut_layer(model, names, styles, mesh, shard and alone, mp_policy)
-    if for_ddp:
-        materialize(model)  # with NaN: DDP sends weights when it wraps
-        if mesh.world_size > 1:
-            mark_trained(model.parameters(), frozen_too=False)
-        if mesh.world_size > 1 and not any(p.requires_grad for p in model.parameters()):
-            _copy_weights_of_rank_0(model)  # DDP refuses it
-            return model
-        return _watched(_with_plain_names(idist.auto_model(model, **kwargs)), mesh, shard)
-    if mesh.tp_size * mesh.pp_size > 1:
-        share_random_stream(mesh)
-    whole = dict(model.named_parameters(remove_duplicate=False))
-    if cut is not None:
-        model = Pipeline(model, cut, mesh, shard, checks)
-    if mesh.tp_size > 1:
-        apply_plan(model, styles, mesh.device_mesh["tp"])
-    for stage in as_stages(model).local_stages():
-        _over_dp(stage, mesh, shard, mp_policy)
-        refuse_copies(stage)
-        if checks and mesh.tp_size > 1:
-            check_regions_once(stage)
-    hand_on_attributes(whole, model)
-    for stage in as_stages(model).local_stages():
-        averaged = mesh.dp_size == 1 or any(p.requires_grad for p in stage.parameters())
-        mark_trained(stage.parameters(), frozen_too=averaged)
-    if mesh.tp_size * mesh.pp_size > 1:
-        attach_metrics_over(over_data_parallel)
-    refuse_ignites_checkpoint(model)
-    refuse_whole_states(model)
-    return _watched(model, mesh, shard)
 
-
-def _with_plain_names(model: nn.Module) -> nn.Module:
-    """DDP's parameters by their names in the uncut model, as on every other mesh, without "module."."""
-    if isinstance(model, DistributedDataParallel):
-        model.named_parameters, model.named_buffers = model.module.named_parameters, model.module.named_buffers
-    return model
-
-
-def _watched(model: nn.Module, mesh: Mesh, shard: bool) -> nn.Module:
-    """Notes what the model is now: later changes would not reach what reduces its gradients."""
+def _check(
+    model: nn.Module,
+    tensor_plan: Mapping[str, ParallelStyle] | None,
+    stages: tuple,
+    shard: bool | None,
+    fsdp: tuple,
+    checks: bool,
+    ddp: dict[str, Any],
+) -> _Layout:
+    """Decides everything, and refuses what the mesh does not support, without making, changing or sending anything."""
+    mesh = get_mesh()
+    shard = _shards(mesh, shard)
+    by_ddp = mesh.dp_size == mesh.world_size and not (shard and mesh.world_size > 1)
+    if ddp and not by_ddp:
+        raise ValueError(f"{', '.join(ddp)} are for DDP, but the mesh is {mesh!r}, shard={shard}: leave them out")
     if mesh.world_size > 1:
-        for parameter in model.parameters():
-            setattr(parameter, BELONGS_TO_A_MODEL, True)
-        MODELS.add(model)
-        remember(model, shard)
+        check_layers(model, mesh, by_ddp)
+        check_parameter_hooks(model.named_parameters(), mesh, by_ddp, before=True)
+    styles, cut = _check_cut(model, tensor_plan, mesh.pp_size, mesh.tp_size, stages)
+    return _Layout(mesh, styles, cut, shard, _for_fsdp(mesh, shard, *fsdp), checks, ddp if by_ddp else None)
+
+
+def _shards(mesh: Mesh, shard: bool | None) -> bool:
+    """Whether weights are sharded over dp: as the mesh says, if it was given dp_shard, else as ``shard``."""
+    if mesh.dp_shard_size is None or mesh.dp_size == 1:
+        return bool(shard)
+    if shard is not None and shard != (mesh.dp_shard_size > 1):
+        raise ValueError(
+            f"shard should be left out, or {not shard}, where the mesh was given dp_shard={mesh.dp_shard_size}, but "
+            f"given {shard}: the mesh says over how many of the {mesh.dp_size} dp ranks weights are sharded"
+        )
+    return mesh.dp_shard_size > 1
+
+
+def _for_fsdp(
+    mesh: Mesh, shard: bool, mp_policy: MixedPrecisionPolicy | None, reshard: bool | None, offload: bool
+) -> dict[str, Any]:
+    """The arguments of torch's ``fully_shard``."""
+    given = {"mp_policy": mp_policy, "reshard_after_forward": reshard, "offload": offload or None}
+    for name, value in given.items() if not shard else ():
+        if value is not None:
+            other = ": give amp_mode to ddl.create_supervised_trainer instead" if name == "mp_policy" else ""
+            raise ValueError(f"{name} is for shard=True{other}")
+    return {
+        # Under pp, weights stay gathered until the backward pass ends: one gather per batch, not per microbatch.
+        "reshard_after_forward": mesh.pp_size == 1 if reshard is None else reshard,
+        "mp_policy": mp_policy or MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy(),
+    }
+
+
+def _check_cut(
+    model: nn.Module, tensor_plan: Mapping[str, ParallelStyle] | None, pp_size: int, tp_size: int, stages: tuple
+) -> tuple[dict[str, ParallelStyle], Cut | None]:
+    """The style of each module, and the stages."""
+    if tp_size > 1 and any(isinstance(module, TracedLayer) for module in model.modules()):
+        raise ValueError(
+            "a model from ddl.trace_layers cannot be cut over tp, since tracing leaves operations in place of modules: "
+            "use pp and dp, or make the model an nn.Sequential"
+        )
+    with LazyLayers(model).shapes_only():
+        styles = check_plan(model, tensor_plan or {}, tp_size)
+        return styles, cut_into_stages(model, pp_size, *stages) if pp_size > 1 else None
+
+
+def _materialise(model: nn.Module, layout: _Layout) -> None:
+    """Gives every rank rank 0's weights, and makes lazy layers, each sharded before the next one takes memory."""
+    if layout.ddp is None:
+        _copy_weights_of_rank_0(model)  # except those of lazy layers
+    for names in LazyLayers(model).make(layout.mesh, is_held=layout.stages_with):
+        _shard_lazy_layer(model, names, layout)
+    if layout.ddp is not None:
+        materialize(model)  # with NaN: DDP sends weights when it wraps, if it has something to train
+        if layout.mesh.world_size > 1 and not _trains(model):
+            _copy_weights_of_rank_0(model)
+
+
+def _shard_lazy_layer(model: nn.Module, names: list[str], layout: _Layout) -> None:
+    layer = model.get_submodule(names[0])
+    layer.to(idist.device())
+    whole = dict(layer.named_parameters(remove_duplicate=False))
+    if layout.mesh.tp_size > 1:
+        holder = nn.Module()
+        for name in names:
+            add_submodule(holder, name, layer)
+        inside = tuple(f"{name}." for name in names)
+        own = {name: layout.styles.pop(name) for name in list(layout.styles) if f"{name}.".startswith(inside)}
+        apply_plan(holder, own, layout.mesh.device_mesh["tp"])
+    alone = sum(map(layout.stages_with, names)) == 1  # else it is copied before it is sharded
+    if layout.shard and alone and layout.mesh.dp_size > 1 and any(True for _ in layer.parameters()):
+        fully_shard(layer, layout.mesh, layout.fsdp)
+    hand_on_attributes(whole, layer)
+
+
+def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
+    """Leaves each rank its part: its stages (pp), its part of their layers (tp), its rows or weights (dp)."""
+    if layout.ddp is not None:  # which refuses a model that trains nothing
+        return idist.auto_model(model, **layout.ddp) if layout.mesh.world_size == 1 or _trains(model) else model
+    if layout.mesh.tp_size * layout.mesh.pp_size > 1:
+        share_random_stream(layout.mesh)
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    if layout.cut is not None:
+        model = Pipeline(model, layout.cut, layout.mesh, layout.shard, layout.checks)
+    if layout.mesh.tp_size > 1:
+        apply_plan(model, layout.styles, layout.mesh.device_mesh["tp"])
+    for stage in as_stages(model).local_stages():
+        apply_data_parallel(stage, layout.mesh, layout.fsdp if layout.shard else None)
+    hand_on_attributes(whole, model)
     return model
+
+
+def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
+    """Notes what the model is now, so that what would train, save or copy it wrongly is refused."""
+    if layout.mesh.world_size == 1:
+        return model
+    if layout.ddp is not None:
+        mark_trained(model.parameters(), frozen_too=False)
+        if not _trains(model):
+            return model
+        if isinstance(model, DistributedDataParallel):  # names as on every other mesh, without "module."
+            model.named_parameters, model.named_buffers = model.module.named_parameters, model.module.named_buffers
+    else:
+        for stage in as_stages(model).local_stages():
+            refuse_copies(stage)
+            mark_trained(stage.parameters(), frozen_too=layout.mesh.dp_size == 1 or _trains(stage))
+            if layout.checks and layout.mesh.tp_size > 1:
+                check_regions_once(stage)
+        if layout.mesh.tp_size * layout.mesh.pp_size > 1:
+            attach_metrics_over(over_data_parallel)
+        refuse_ignites_checkpoint(model)
+        refuse_whole_states(model)
+    for parameter in model.parameters():
+        setattr(parameter, BELONGS_TO_A_MODEL, True)
+    MODELS.add(model)
+    remember(model, layout.shard)  # later changes would not reach what reduces its gradients
+    return model
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
 
 
 @takes(FITS, batches=each(ROWS, "numbers of rows"))
@@ -231,9 +338,11 @@ def check_model(
     model: nn.Module,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
     *,
-    dp: int = 1,
+    dp: int | None = None,
     pp: int = 1,
     tp: int = 1,
+    dp_replicate: int | None = None,
+    dp_shard: int | None = None,
     schedule: str = "1f1b",
     n_microbatches: int | None = None,
     split: Sequence[int] | None = None,
@@ -245,9 +354,11 @@ def check_model(
     Args:
         model: the model, which is not changed.
         tensor_plan: as in :func:`auto_model`.
-        dp: size of the mesh's data-parallel axis.
+        dp: size of the mesh's data-parallel axis. Default: dp_replicate × dp_shard.
         pp: number of pipeline ranks.
         tp: number of ranks that share each layer.
+        dp_replicate: number of replicas of the model over dp. Default: 1, or what dp_shard leaves of dp.
+        dp_shard: number of dp ranks that share the weights of a replica, in the same way.
         schedule: as in :func:`auto_model`.
         n_microbatches: as in :func:`auto_model`.
         split: as in :func:`auto_model`.
@@ -271,116 +382,12 @@ def check_model(
             except ValueError as error:
                 assert "a model of 3 layers cannot be cut into 4 stages" in str(error)
     """
-    _, cut = _check(model, tensor_plan, pp, tp, schedule, n_microbatches, split, costs)
+    dp = sizes_alone(dp, pp, tp, dp_replicate, dp_shard)["dp"]
+    _, cut = _check_cut(model, tensor_plan, pp, tp, (schedule, n_microbatches, split, costs))
     if cut is not None:
         for rows in batches:
             for here in {rows // dp, -(-rows // dp)} - {0}:  # of a dp rank
                 microbatches_for(here, cut.n_microbatches, schedule, pp)
-
-
-def _check(
-    model: nn.Module,
-    tensor_plan: Mapping[str, ParallelStyle] | None,
-    pp_size: int,
-    tp_size: int,
-    schedule: str,
-    n_microbatches: int | None,
-    split: Sequence[int] | None,
-    costs: Sequence[float] | None,
-) -> tuple[dict[str, ParallelStyle], Cut | None]:
-    """The first phase: decides and checks everything, without making, changing or sending anything."""
-    if tp_size > 1 and any(isinstance(module, TracedLayer) for module in model.modules()):
-        raise ValueError(
-            "a model from ddl.trace_layers cannot be cut over tp, since tracing leaves operations in place of modules: "
-            "use pp and dp, or make the model an nn.Sequential"
-        )
-    with LazyLayers(model).shapes_only():
-        styles = check_plan(model, tensor_plan or {}, tp_size)
-        cut = cut_into_stages(model, pp_size, schedule, n_microbatches, split, costs) if pp_size > 1 else None
-    return styles, cut
-
-
-def _cut_layer(
-    model: nn.Module,
-    names: list[str],
-    styles: dict[str, ParallelStyle],
-    mesh: Mesh,
-    shard: bool,
-    mp_policy: MixedPrecisionPolicy | None,
-) -> None:
-    """Cuts a layer that was just made, before the next one takes memory."""
-    layer = model.get_submodule(names[0])
-    layer.to(idist.device())
-    whole = dict(layer.named_parameters(remove_duplicate=False))
-    if mesh.tp_size > 1:
-        holder = nn.Module()
-        for name in names:
-            add_submodule(holder, name, layer)
-        inside = tuple(f"{name}." for name in names)
-        own = {name: styles.pop(name) for name in list(styles) if f"{name}.".startswith(inside)}
-        apply_plan(holder, own, mesh.device_mesh["tp"])
-    if shard and mesh.dp_size > 1 and any(True for _ in layer.parameters()):
-        _fully_shard(layer, mesh, mp_policy)
-    hand_on_attributes(whole, layer)
-
-
-def _over_dp(module: nn.Module, mesh: Mesh, shard: bool, mp_policy: MixedPrecisionPolicy | None) -> nn.Module:
-    if mesh.dp_size == 1:
-        return module
-    if mesh.pp_size == 1:  # a Pipeline does it itself, once per batch
-        module.register_forward_pre_hook(lambda root, _: share_buffers(root, mesh))
-    if not any(p.requires_grad for p in module.parameters()):
-        return module
-    if shard:
-        refuse_second_derivatives(module, type(module).__name__)
-        return _resharded_after_evaluation(_fully_shard(module, mesh, mp_policy))
-    # Not DistributedDataParallel, which loses parameters of models with DTensors and of pipelines.
-    return _resharded_after_evaluation(replicate(module, mesh.device_mesh["dp"]))
-
-
-def _fully_shard(module: nn.Module, mesh: Mesh, mp_policy: MixedPrecisionPolicy | None) -> nn.Module:
-    # Under pp, weights stay gathered until the backward pass ends: one gather per batch, not per microbatch.
-    how = {"mesh": mesh.device_mesh["dp"], "reshard_after_forward": mesh.pp_size == 1}
-    how["mp_policy"] = mp_policy or MixedPrecisionPolicy()
-    for unit in _gathered_alone(module):
-        fully_shard(unit, **how)
-    return fully_shard(module, **how)  # the remaining parameters
-
-
-def _resharded_after_evaluation(module: nn.Module) -> nn.Module:
-    """Frees FSDP2's unsharded parameters, which it keeps without a backward pass, for an optimizer made later."""
-    if get_mesh().pp_size == 1:  # a Pipeline does it itself, after its last microbatch
-        module.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else reshard(root))
-    return module
-
-
-_LISTS = nn.Sequential | nn.ModuleList | nn.ModuleDict
-
-
-def _gathered_alone(root: nn.Module) -> list[nn.Module]:
-    """The modules that FSDP2 gathers one at a time, by the rule that :func:`auto_model` states."""
-    passed, units = [root], []
-    for module in passed:  # the list grows meanwhile
-        shapes = {child: tuple(p.shape for p in child.parameters()) for child in module.children()}
-        alike = Counter(shapes.values() if isinstance(module, _LISTS) else ())
-        for child in (child for child in shapes if shapes[child]):
-            block = alike[shapes[child]] > 1 and not isinstance(child, _LISTS)
-            made_late = isinstance(child, FSDPModule)  # a lazy layer, already sharded
-            known = units if block or made_late or not _holds_layers(child) else passed
-            if child not in known:
-                known.append(child)
-    # A weight that is tied across units has to be gathered for all of them: it belongs to the root.
-    holders = Counter(id(p) for unit in units for p in unit.parameters())
-    holders.update(id(p) for module in passed for p in module.parameters(recurse=False))
-    return [
-        unit
-        for unit in units
-        if not isinstance(unit, FSDPModule) and all(holders[id(p)] == 1 for p in unit.parameters())
-    ]
-
-
-def _holds_layers(module: nn.Module) -> bool:
-    return any(isinstance(m, _LISTS) and any(True for _ in m.parameters()) for m in module.modules())
 
 
 def _copy_weights_of_rank_0(model: nn.Module) -> None:

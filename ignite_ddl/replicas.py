@@ -37,10 +37,17 @@ def check_replicas(model: nn.Module) -> None:
         return
     tensors, _, _ = local_state(model)
     _compare_caches(model, tensors)
-    for axis, group in (("dp", mesh.dp_group), ("tp", mesh.tp_group)):
-        if mesh.sizes[axis] > 1:
-            left_out = own_statistics(model) if axis == "dp" else set()
-            alike = {n: t for n, t in tensors.items() if not _is_cut(t, axis) and id(t) not in left_out}
+    left_out = own_statistics(model)
+    for axis in ("dp", "dp_replicate", "tp") if mesh.hybrid else ("dp", "tp"):
+        group = mesh.groups[axis]
+        if dist.get_world_size(group) > 1:
+            alike = {
+                name: tensor
+                for name, tensor in tensors.items()
+                if not _is_cut(tensor, axis) and not (axis == "dp" and id(tensor) in left_out)
+            }
+            if axis == "dp_replicate":  # the others have been compared over dp
+                alike = {name: tensor for name, tensor in alike.items() if _is_cut(tensor, "dp")}
             _compare(alike, axis, group)
     shared: dict[str, torch.Tensor | None] = {}
     for names in as_stages(model).shared_names():
@@ -78,8 +85,8 @@ def own_statistics(model: nn.Module) -> set[int]:
 def _is_cut(tensor: torch.Tensor, axis: str) -> bool:
     if not isinstance(tensor, DTensor):
         return False
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return any(name == axis and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True))
+    names, axes = tensor.device_mesh.mesh_dim_names or (), (axis, "dp_shard" if axis == "dp" else axis)
+    return any(name in axes and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True))
 
 
 def digest(tensor: torch.Tensor) -> int:

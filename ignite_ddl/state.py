@@ -188,7 +188,8 @@ def whole_tensor(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torc
         like: the parameter that ``tensor`` is the gradient of. Default: ``tensor`` itself.
     """
     with quiet_redistribution():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if isinstance(whole := tensor, DTensor):
+            whole = tensor.to(tensor.device_mesh.device_type).full_tensor()  # of offloaded weights, too
     whole = whole.detach().cpu()
     order = getattr(tensor if like is None else like, ROW_ORDER, None)
     return whole.clone() if order is None else torch.empty_like(whole).index_copy_(0, order, whole)

@@ -190,6 +190,9 @@ class Case:
     n_microbatches: int | None = None
     split: tuple[int, ...] | None = None
     shard: bool = False
+    replicas: int = 1  # with more than one, dp is dp_replicate × dp_shard
+    reshard: bool | None = None
+    offload: bool = False
     rows: int = 16
     batch_size: int = 8
     shuffle: bool = True
@@ -202,13 +205,15 @@ class Case:
     slow: bool = False  # of the cases that are tests: not in `make test`, but in `make test-all`
 
     @property
-    def mesh(self) -> tuple[int, int, int]:
-        return self.dp, self.pp, self.tp
+    def mesh(self) -> tuple[int, int, int, int]:
+        return self.dp, self.pp, self.tp, self.replicas
 
     @property
     def line(self) -> str:
         mesh = " × ".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1)
-        how = [self.schedule] * (self.pp > 1) + ["shard"] * self.shard
+        how = [self.schedule] * (self.pp > 1) + ["shard"] * self.shard + ["offload"] * self.offload
+        how += [f"{self.replicas} replicas"] * (self.replicas > 1)
+        how += ["reshard" if self.reshard else "no reshard"] * (self.reshard is not None)
         return f"{mesh or 'serial':15} {self.model:13} {' '.join(how):29} {self.trap}"
 
 
@@ -252,6 +257,10 @@ def test_cases():
         Case("tied, uneven, accumulation", dp=2, pp=2, tp=2, model="gpt tied", schedule="interleaved_1f1b",
              shard=True, accumulation=2, **slow, **UNEVEN),
         Case("one row fewer in the last batch", dp=2, pp=2, schedule="1f1b", shard=True, rows=15),
+        Case("tied, ranks without rows, accumulation", dp=4, replicas=2, model="gpt tied", max_norm=0.1,
+             accumulation=2, **NO_ROWS),
+        Case("uneven, accumulation", dp=2, model="gpt tied", shard=True, reshard=False, accumulation=2, **UNEVEN),
+        Case("uneven, accumulation, max_norm", dp=2, shard=True, offload=True, accumulation=2, max_norm=0.1, **UNEVEN),
         *schedule_cases(),
     ]  # fmt: skip
 
@@ -291,6 +300,18 @@ def all_cases():
     def add(trap, **kwargs):
         cases.append(Case(trap, **kwargs))
 
+    for axes in ({}, {"tp": 2}, {"pp": 2}):
+        for reshard in (False, True):
+            both = {"dp": 4, "replicas": 2, "reshard": reshard, **axes}
+            add("tied, uneven, max_norm", model="gpt tied", max_norm=0.1, **both, **UNEVEN)
+            add("ranks without rows, accumulation", accumulation=2, **both, **NO_ROWS)
+            add("first layer frozen, uneven", frozen=FIRST_LAYER, **both, **UNEVEN)
+            add("tied, accumulation", dp=2, model="gpt tied", shard=True, reshard=reshard, accumulation=4, **axes)
+            add("uneven, max_norm", dp=2, shard=True, reshard=reshard, offload=True, max_norm=0.1, **axes, **UNEVEN)
+    for schedule in ("interleaved_1f1b", "interleaved_zero_bubble", "zbv"):
+        add("tied, uneven", dp=4, replicas=2, pp=2, model="gpt tied", schedule=schedule, **UNEVEN)
+    for model in ("cnn", "lab gpt seq", "dropout seq", "shared weights"):
+        add("uneven, max_norm", dp=4, replicas=2, tp=2, model=model, max_norm=0.1, **UNEVEN)
     add("uneven, max_norm, accumulation", model="gpt tied", max_norm=0.1, accumulation=2, **UNEVEN)
     for shard in (False, True):
         for dp in (2, 4):
@@ -633,7 +654,8 @@ def _cut(case, model):
     plan = MODELS[case.model][3]
     if case.wrong == "no ShardedRandom":
         plan = {name: style for name, style in plan.items() if not name.endswith((".mix", ".dropout"))}
-    return ddl.auto_model(model, plan, shard=case.shard, **options)
+    options |= {"shard": case.shard or None, "reshard_after_forward": case.reshard, "offload": case.offload}
+    return ddl.auto_model(model, plan, **options)
 
 
 def each_alone(attempt, *args, **kwargs):
@@ -725,10 +747,18 @@ def judge(case, results):
 
 
 def launch(mesh, cases):
-    dp, pp, tp = mesh
+    dp, pp, tp, replicas = mesh
     if dp * pp * tp == 1:
         return [[result] for result in ddl.Parallel().run(run_on_rank, cases)[0]]
-    parallel = ddl.Parallel("gloo", dp * pp * tp, dp=dp, pp=pp, tp=tp, timeout=ALONE + EACH * len(cases))
+    parallel = ddl.Parallel(
+        "gloo",
+        dp * pp * tp,
+        dp=dp,
+        pp=pp,
+        tp=tp,
+        dp_replicate=replicas if replicas > 1 else None,
+        timeout=ALONE + EACH * len(cases),
+    )
     return list(zip(*parallel.run(run_on_rank, cases), strict=True))
 
 
@@ -748,7 +778,7 @@ def run(mesh, cases):
 
 
 def by_mesh(cases):
-    groups: dict[tuple[int, int, int], list[Case]] = {}
+    groups: dict[tuple[int, int, int, int], list[Case]] = {}
     for case in cases:
         groups.setdefault(case.mesh, []).append(case)
     return dict(sorted(groups.items(), key=lambda item: (item[0][0] * item[0][1] * item[0][2], item[0])))

@@ -96,10 +96,14 @@ def test_eight_ranks_print_the_losses_of_one_process_and_another_mesh_goes_on(on
 
 
 @pytest.mark.slow
-def test_torchrun_joins_unchanged_on_the_mesh_of_the_planner(one_process):
-    torchrun = "-m torch.distributed.run --standalone --nproc_per_node 2"
-    out, _ = run(torchrun, SCRIPT, TINY, "--plan auto")
-    assert re.search("mesh dp=. × pp=. × tp=., 2 ranks", out)
+@pytest.mark.parametrize(("ranks", "options", "mesh"), [
+    (2, "--plan auto", "mesh dp=. × pp=. × tp=., 2 ranks"),
+    (4, "--dp-shard 2", r"mesh dp=4 \(dp_replicate=2 × dp_shard=2\) × pp=1 × tp=1, 4 ranks"),
+])  # fmt: skip
+def test_torchrun_joins_unchanged_on_a_mesh_of_the_planner_or_of_hsdp(one_process, ranks, options, mesh):
+    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}"
+    out, _ = run(torchrun, SCRIPT, TINY, options)
+    assert re.search(mesh, out)
     assert out.count("a sample:") == 1
     assert same(out, slice(None), one_process)
 

@@ -41,7 +41,7 @@ from ignite_ddl.engine import MAX_NORM, create_supervised_trainer
 from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import LazyLayers, replace_module
 from ignite_ddl.loss_contract import divisor_of
-from ignite_ddl.mesh import get_mesh
+from ignite_ddl.mesh import DP_AXES, get_mesh, sizes_alone
 from ignite_ddl.model import FITS, auto_model, auto_optim, check_model
 from ignite_ddl.state import whole_tensor
 from ignite_ddl.traceless import rows_may_depend
@@ -119,7 +119,8 @@ class ParityReport:
 
 
 @takes(
-    FITS, model=MODULE | FUNCTION, plan=or_none(FITS["tensor_plan"]), loss_fn=FUNCTION, shard=FLAG, steps=WORLD,
+    FITS, model=MODULE | FUNCTION, plan=or_none(FITS["tensor_plan"]), loss_fn=FUNCTION, steps=WORLD,
+    **dict.fromkeys(("shard", "reshard_after_forward", "offload"), FLAG),
     lr=AMOUNT, max_norm=MAX_NORM, atol=AMOUNT, timeout=SECONDS, smaller=MAPPING, trainer=MAPPING,
 )  # fmt: skip
 def check_parity(
@@ -128,14 +129,18 @@ def check_parity(
     batch: Any,
     loss_fn: Callable[[Any, Any], torch.Tensor],
     *,
-    dp: int = 1,
+    dp: int | None = None,
     pp: int = 1,
     tp: int = 1,
+    dp_replicate: int | None = None,
+    dp_shard: int | None = None,
     schedule: str = "1f1b",
     n_microbatches: int | None = None,
     split: Sequence[int] | None = None,
     costs: Sequence[float] | None = None,
-    shard: bool = False,
+    shard: bool | None = None,
+    reshard_after_forward: bool | None = None,
+    offload: bool = False,
     steps: int = 3,
     lr: float | None = None,
     max_norm: float | None = None,
@@ -161,14 +166,18 @@ def check_parity(
         batch: the global batch, ``(x, y)`` or what the trainer's ``prepare_batch`` takes: tensors in tuples, lists
             and dicts, with a row for each sample.
         loss_fn: a function from the output and the targets of some rows to their mean loss.
-        dp: size of the mesh's data-parallel axis. Default: 1.
+        dp: size of the mesh's data-parallel axis. Default: dp_replicate × dp_shard.
         pp: number of pipeline ranks. Default: 1.
         tp: number of ranks that share each layer. Default: 1.
+        dp_replicate: as in ``ddl.Parallel``. Default: 1, or what dp_shard leaves of dp.
+        dp_shard: as in ``ddl.Parallel``. Default: 1, or what dp_replicate leaves of dp.
         schedule: as in ``ddl.auto_model``, like the next four arguments. Default: "1f1b".
         n_microbatches: microbatches per batch. Default: the number of stages.
         split: layers per stage. Default: balanced by ``costs``.
         costs: what each layer costs, in any unit. Default: its number of parameters.
-        shard: whether weights are sharded over dp. Default: False.
+        shard: as in ``ddl.auto_model``, like the next two arguments. Default: whether dp_shard is more than 1.
+        reshard_after_forward: whether whole weights are freed between the passes. Default: True, under pp False.
+        offload: whether sharded weights are in the CPU's memory. Default: False.
         steps: number of steps. Default: 3.
         lr: the learning rate. Default: the first step changes the weights by 1 % of their norm.
         max_norm: clips the gradients by their global norm. Default: no clipping.
@@ -207,7 +216,8 @@ def check_parity(
             assert not report.equal and report.first.name == "loss"
             print(report)
     """
-    mesh = {"dp": dp, "pp": pp, "tp": tp}
+    sizes = sizes_alone(dp, pp, tp, dp_replicate, dp_shard)
+    mesh = {name: sizes[name] for name in ("dp", "pp", "tp", *DP_AXES) if name in sizes}
     if smaller and isinstance(model, nn.Module):
         raise ValueError(f"smaller is for a function that makes the model, but given a {type(model).__name__}")
     leaves = tree_leaves(batch)
@@ -216,11 +226,12 @@ def check_parity(
         raise ValueError(f"batch should hold tensors with a row for each sample, but given {shapes}")
     batch = tree_map(lambda t: t.detach().cpu().double() if t.is_floating_point() else t.cpu(), batch)
     cut = {"schedule": schedule, "n_microbatches": n_microbatches, "split": split, "costs": costs}
+    shard = {"shard": shard, "reshard_after_forward": reshard_after_forward, "offload": offload}
     job = _Job(model, plan, batch, loss_fn, mesh, cut, shard, steps, max_norm, smaller or {}, trainer or {})
     with tempfile.TemporaryDirectory(prefix="ignite_ddl_parity_", ignore_cleanup_errors=True) as folder:
         reference = _in_one_process(job, lr)
         torch.save(reference, Path(folder) / "reference.pt")
-        parallel = Parallel("gloo", dp * pp * tp, **mesh, timeout=timeout, threads_per_rank=1)
+        parallel = Parallel("gloo", sizes["dp"] * pp * tp, **mesh, timeout=timeout, threads_per_rank=1)
         try:
             found = parallel.run(_on_a_rank, job, folder)
         except RankError as error:
@@ -242,7 +253,7 @@ class _Job:
     loss_fn: Callable
     mesh: dict[str, int]
     cut: dict[str, Any]
-    shard: bool
+    shard: dict[str, Any]
     steps: int
     max_norm: float | None
     smaller: Mapping[str, Any]
@@ -435,7 +446,7 @@ def _on_a_rank(local_rank: int, job: _Job, folder: str) -> list[tuple]:
         found.append((error, name, rank, kind, step, factor))  # sent by value, Number would be another class
 
     with _comparable(), rows_may_depend():
-        model = auto_model(job.make_model(), job.plan, **job.cut, shard=job.shard)
+        model = auto_model(job.make_model(), job.plan, **job.cut, **job.shard)
         optimizer = auto_optim(SGD(model.parameters(), lr=reference["lr"]))
         trainer = create_supervised_trainer(model, optimizer, job.loss_fn, max_norm=job.max_norm, **job.trainer)
         trainer.logger.setLevel(logging.CRITICAL)  # an error is raised
@@ -454,7 +465,7 @@ def _report(job: _Job, reference: dict[str, Any], numbers: list[Number], atol: f
     different = [number for number in numbers if not number.error <= atol]
     first, worst, dead = next(iter(different), None), max(numbers), reference["dead"]
     cut = {name: value for name, value in job.cut.items() if value and job.mesh["pp"] > 1}
-    settings = job.mesh | ({"shard": True} if job.shard else {}) | cut
+    settings = job.mesh | {name: value for name, value in job.shard.items() if value} | cut
     lines = [
         f"{' '.join(f'{k}={v}' for k, v in settings.items())} compared with one process, SGD in float64, "
         f"lr={reference['lr']:.3g}",
@@ -488,7 +499,7 @@ def _report(job: _Job, reference: dict[str, Any], numbers: list[Number], atol: f
 
 def _hint(job: _Job, different: list[Number]) -> str:
     """What a difference usually means, by the first number that has it."""
-    first, (dp, pp, tp) = different[0], job.mesh.values()
+    first, (dp, pp, tp) = different[0], (job.mesh[axis] for axis in ("dp", "pp", "tp"))
     if first.rank < 0:
         return "no rank holds this weight"
     if math.isinf(first.error):
@@ -525,10 +536,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command ``python -m ignite_ddl.lab.parity``; returns its exit code."""
     parser = argparse.ArgumentParser("python -m ignite_ddl.lab.parity", description=__doc__.split("\n\n")[1])
     parser.add_argument("factory", help="module:function")
-    numbers = ("dp", "pp", "tp", "n-microbatches", "steps", "lr", "max-norm", "atol", "timeout")
+    axes = ("dp", "pp", "tp", "dp-replicate", "dp-shard")
+    numbers = (*axes, "n-microbatches", "steps", "lr", "max-norm", "atol", "timeout")
     for name in (*numbers, "schedule", "split"):
         parser.add_argument(f"--{name}", type=_value, metavar="2,2" if name == "split" else None)
-    parser.add_argument("--shard", action="store_true", default=None)
+    for name in ("shard", "offload"):
+        parser.add_argument(f"--{name}", action="store_true", default=None)
+    parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction)
     parser.add_argument("--smaller", nargs="+", metavar="NAME=VALUE", help="for the model's own factory")
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     try:

@@ -290,8 +290,9 @@ class Plan(NamedTuple):
             "auto_dataloader", "auto_model" and "create_supervised_trainer".
 
         Raises:
-            ValueError: if ``ddl`` has no such plan: it shards all (``zero=3``) where gradients are not accumulated,
-                and under pp the optimizer (``zero=1``).
+            ValueError: if ``ddl`` has no such plan: where gradients are not accumulated it shards weights (``zero=3``)
+                or keeps them between the passes (``zero=2``); while they are accumulated, as under pp, gradients stay
+                whole, and so do weights (``zero=1``).
 
         Examples:
             .. code-block:: python
@@ -308,15 +309,15 @@ class Plan(NamedTuple):
                 assert given["create_supervised_trainer"] == {"gradient_accumulation_steps": 4}
         """
         accumulated = self.microbatches if self.pp == 1 else 1
-        sharded = 1 if self.pp > 1 else 3
-        if self.zero not in (0, sharded):
-            raise ValueError(f"zero should be 0 or {sharded} under pp={self.pp} for ddl, but is {self.zero}")
-        if self.zero and accumulated > 1:
+        alone = self.pp == 1 and accumulated == 1  # else ddl keeps whole gradients while it accumulates them
+        if self.zero not in ((0, 2, 3) if alone else (0, 1)):
             raise ValueError(
-                f"microbatches should be 1 with zero=3 for ddl, which keeps whole gradients while it accumulates them, "
-                f"but is {accumulated}"
+                f"zero should be {'0, 2 or 3' if alone else '0 or 1'} under pp={self.pp} with "
+                f"microbatches={self.microbatches} for ddl, but is {self.zero}"
             )
         auto_model: dict[str, Any] = {"shard": self.zero > 0}
+        if self.zero in (1, 2) and self.pp == 1:
+            auto_model["reshard_after_forward"] = False
         if self.dp > 1 and self.pp * self.tp == 1 and not self.zero:
             auto_model["gradient_as_bucket_view"] = True  # of DDP, whose buckets are else a second copy
         if self.pp > 1:
@@ -473,7 +474,8 @@ def predict(
         "activations": activations,
         "buffers": buffers + (pp > 1) * (2 * v - 1) * m * value / split,
     }
-    if dp > 1 and pp * tp > 1 and zero < 2:  # a second copy of the weights: replicate's whole, FSDP2's shard
+    # A second copy of the weights: replicate's whole, or FSDP2's shard of what stays whole.
+    if dp > 1 and (zero in (1, 2) or pp * tp > 1 and not zero):
         memory["buffers"] += held * model.weight_bytes / (dp if zero else 1)
     if m == 1:  # gradients come while activations go
         memory["gradients"] = max(0.0, states.gradients - activations)

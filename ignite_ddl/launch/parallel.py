@@ -106,6 +106,10 @@ class Parallel:
         dp: size of the mesh's data-parallel axis; -1: the ranks that pp and tp leave. See :mod:`ignite_ddl.mesh`.
         pp: number of pipeline ranks.
         tp: number of ranks that share each layer. Without dp, pp and tp, the job is data parallel.
+        dp_replicate: HSDP: number of replicas of the model. Their ranks' gradients are averaged, so it suits slower
+            links, as between machines. -1 or left out with ``dp_shard``: what is left; dp is dp_replicate × dp_shard.
+        dp_shard: HSDP: number of dp ranks, which are neighbours, over which ``ddl.auto_model`` shards the weights of a
+            replica. -1 or left out with ``dp_replicate``: what is left.
         timeout: seconds (or a ``timedelta``) that a run may take once its processes have started. After that, every
             rank is stopped and the error shows the stack of each, and in its ``report`` which rank was in which
             collective (:class:`HangReport`). In a joined job, this process prints its stack, one rank the report,
@@ -143,7 +147,8 @@ class Parallel:
     """
 
     @takes(
-        nnodes=WORLD, node_rank=whole(0), init_method=TEXT, dp=AXIS, pp=AXIS, tp=AXIS,
+        nnodes=WORLD, node_rank=whole(0), init_method=TEXT, dp=AXIS, pp=AXIS, tp=AXIS, dp_replicate=AXIS,
+        dp_shard=AXIS,
         master_addr=a("an address", lambda value: isinstance(value, str) and value.strip() and "\0" not in value),
         master_port=Fits("a port", lambda value: whole(1, 65535).read(int(value) if isinstance(value, str) else value)),
         timeout=SECONDS, group_timeout=SECONDS, servers=whole(0, PROCESSES), on_failure=one_of("raise", "continue"),
@@ -163,6 +168,8 @@ class Parallel:
         dp: int | None = None,
         pp: int | None = None,
         tp: int | None = None,
+        dp_replicate: int | None = None,
+        dp_shard: int | None = None,
         timeout: float | timedelta | None = None,
         group_timeout: float | timedelta | None = None,
         threads_per_rank: int | None = None,
@@ -182,7 +189,7 @@ class Parallel:
         self.start_method = start_method
         self.servers = servers
         self.on_failure = on_failure
-        sizes = {"dp": dp, "pp": pp, "tp": tp}
+        sizes = {"dp": dp, "pp": pp, "tp": tp, "dp_replicate": dp_replicate, "dp_shard": dp_shard}
         self.mesh_sizes = {name: size for name, size in sizes.items() if size is not None}
         self._joined = False
         self._check(nnodes, node_rank)

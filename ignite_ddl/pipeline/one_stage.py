@@ -113,4 +113,7 @@ def gradient_sync(stages: list[nn.Module], sync: bool) -> Iterator[None]:
                 stack.enter_context(stage.no_sync())
             elif isinstance(stage, FSDPModule):
                 stage.set_requires_gradient_sync(sync)
+                if getattr(stage, "_keeps_weights", False):  # until the optimizer steps
+                    stage.set_reshard_after_backward(sync)
+                    stage._holds_weights = not sync
         yield

@@ -35,6 +35,8 @@ MESHES = {
     "dp2 pp2 shard": ({"dp": 2, "pp": 2}, True),
     "dp2 pp2 tp2": ({"dp": 2, "pp": 2, "tp": 2}, False),
     "dp2 pp2 tp2 shard": ({"dp": 2, "pp": 2, "tp": 2}, True),
+    "hsdp": ({"dp_replicate": 2, "dp_shard": 2}, None),
+    "hsdp tp2": ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, None),
 }
 
 
@@ -202,7 +204,8 @@ def _go_on(run):
 
 
 QUICK = ("dp2 tp2 shard", "pp2")  # chapter 21 goes on from pp and dropout on other meshes
-PAIRS = [(a, b) for a in MESHES for b in MESHES if "one" not in a + b and (a, b) != QUICK]
+PAIRS = [(a, b) for a in MESHES for b in MESHES if "one" not in a + b and "hsdp" not in a + b and (a, b) != QUICK]
+PAIRS += [("hsdp", "dp2 tp2 shard"), ("dp3 shard", "hsdp"), ("hsdp", "pp2"), ("dp2 pp2 tp2 shard", "hsdp tp2")]
 SCHEDULES = {("pp2 tp2", "dp3 shard"): "zbv", ("dp2 pp2 shard", "tp2"): "interleaved_1f1b"}
 
 
@@ -408,7 +411,9 @@ def test_all_ranks_refuse_what_one_refuses(rank, tmp_path):
 class Journal:
     """A run over 10 batches an epoch, the last of one row, that writes down what it does and saves on the way."""
 
-    def __init__(self, folder, accumulate=1, shard=False, dropout=0.0, plan=None, script=None, data=None, **options):
+    def __init__(
+        self, folder, accumulate=1, shard=None, dropout=0.0, plan=None, script=None, data=None, reshard=None, **options
+    ):
         torch.manual_seed(3)
         if options.get("generator"):
             options = options | {"generator": torch.Generator().manual_seed(9)}
@@ -416,7 +421,7 @@ class Journal:
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 2)).double()
         self.data = data or TensorDataset(torch.randn(28, 4).double(), torch.randn(28, 2).double())
         self.loader = ddl.auto_dataloader(self.data, **({"batch_size": 3, "shuffle": True} | options))
-        self.model = ddl.auto_model(model, plan, shard=shard)
+        self.model = ddl.auto_model(model, plan, shard=shard, reshard_after_forward=reshard)
         self.optimizer = ddl.auto_optim(torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9))
         self.trainer = ddl.create_supervised_trainer(
             self.model, self.optimizer, F.mse_loss, gradient_accumulation_steps=accumulate
@@ -508,6 +513,9 @@ POINTS = (at(6, 10, 20), Events.EPOCH_COMPLETED)
         ({"dp": 2, "tp": 2}, {"accumulate": 4, "plan": True, "dropout": 0.3}),
         ({"dp": 2, "tp": 2}, {"accumulate": 4, "plan": True, "shard": True}),
         ({"dp": 2, "pp": 2}, {"accumulate": 4, "shard": True}), ({"dp": 2, "pp": 2}, {"accumulate": 4}),
+        ({"dp": 2}, {"accumulate": 4, "shard": True, "reshard": False}),
+        ({"dp_replicate": 2, "dp_shard": 2}, {"accumulate": 4, "reshard": False}),
+        ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"accumulate": 4, "plan": True}),
     ))
 ])  # fmt: skip
 def test_a_run_goes_on(mesh, options, tmp_path):

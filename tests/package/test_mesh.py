@@ -10,7 +10,8 @@ from hypothesis import given, strategies as st
 from ranks import TIMEOUT, mesh_of, on_each_rank, run
 
 import ignite_ddl as ddl
-from ignite_ddl.mesh import AXES, check_mesh
+from ignite_ddl.mesh import AXES, check_mesh, sizes_alone
+from ignite_ddl.replicas import check_replicas
 
 axis = st.integers(1, 5)
 
@@ -31,6 +32,12 @@ axis = st.integers(1, 5)
         (8, {"pp": 3}, "dp=-1 should take what is left of 8 ranks, .*pp=3.*: 3 does not divide 8"),
         (8, {"dp": 2, "tp": 2}, "the number of ranks, 8, but given dp=2, pp=1, tp=2: 4"),
         (4, {"dp": 2, "pp": 2, "tp": 2}, "the number of ranks, 4, but given dp=2, pp=2, tp=2: 8"),
+        (8, {"dp_shard": 0}, "dp_shard should be a positive integer, or -1 .* but given 0"),
+        (8, {"dp_replicate": -1, "dp_shard": -1}, "dp_replicate and dp_shard are -1, but only one axis"),
+        (8, {"dp_replicate": 3}, "dp_shard=-1 should take what is left of 8 ranks, .*: 3 does not divide 8"),
+        (8, {"dp_replicate": 2, "dp_shard": 3}, "dp_replicate × dp_shard × pp × tp should be the number of ranks, 8,"),
+        (8, {"dp": 4, "dp_replicate": 2, "dp_shard": 4, "tp": 2}, "should be dp, 4, but .*dp_shard=4: 8"),
+        (8, {"dp": 8, "dp_replicate": 3}, "dp_shard=-1 should take what is left of dp=8, .*: 3 does not divide 8"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_argument_and_the_value(world, given, message):
@@ -47,9 +54,24 @@ def test_a_free_axis_takes_what_the_others_leave(dp, pp, tp):
         assert check_mesh(world, **(sizes | {free: -1})) == sizes
 
 
+@given(replicas=axis, shard=axis, pp=axis, tp=axis)
+def test_dp_is_what_its_two_axes_make_it(replicas, shard, pp, tp):
+    world, both = replicas * shard * pp * tp, {"dp_replicate": replicas, "dp_shard": shard}
+    sizes = {"pp": pp, "dp": replicas * shard, "tp": tp}
+    for dp in ({}, {"dp": replicas * shard}, {"dp": -1}):
+        for given_parts in (both, {"dp_replicate": replicas}, {"dp_shard": shard}):
+            assert check_mesh(world, pp=pp, tp=tp, **dp, **given_parts) == sizes | both
+    assert check_mesh(world, pp=pp, tp=tp, dp_shard=-1) == sizes | {"dp_replicate": 1, "dp_shard": sizes["dp"]}
+    assert sizes_alone(None, pp, tp, **both) == sizes | both
+
+
 def test_parallel_refuses_before_anything_starts():
     with pytest.raises(ValueError, match="the number of ranks, 4, but given dp=3"):
         ddl.Parallel("gloo", 4, dp=3)
+    with pytest.raises(ValueError, match="dp_replicate × dp_shard should be dp, 4, but given"):
+        ddl.Parallel("gloo", 4, dp=4, dp_replicate=2, dp_shard=4)
+    with pytest.raises(ValueError, match="dp_replicate × dp_shard should be dp, 2, but given"):
+        ddl.check_model(torch.nn.Linear(2, 2), dp=2, dp_replicate=2, dp_shard=2)
     with pytest.raises(ValueError, match="the number of ranks, 1, but given dp=1, pp=1, tp=2"):
         ddl.Parallel(dp=1, tp=2)
 
@@ -145,3 +167,43 @@ def test_every_axis_waits_as_long_as_the_world(local_rank):
     for group in (dist.group.WORLD, *ddl.get_mesh().groups.values()):
         limit = group._get_backend(torch.device("cpu")).options._timeout
         assert limit.total_seconds() == TIMEOUT + 60
+
+
+# ------------------------------------------------------------------------------------------------ dp as two axes
+
+
+@on_each_rank(dp_replicate=2, dp_shard=2)
+def test_hsdp_shards_within_a_replica_and_compares_replicas(rank):
+    mesh = ddl.get_mesh()
+    assert repr(mesh) == f"Mesh(dp=4, dp_shard=2, pp=1, tp=1, rank={rank})"
+    assert str(mesh).startswith("mesh dp=4 (dp_replicate=2 × dp_shard=2) × pp=1 × tp=1, 4 ranks")
+    ranks = {name: dist.get_process_group_ranks(group) for name, group in mesh.groups.items()}
+    assert ranks == {"pp": [rank], "dp": [0, 1, 2, 3], "tp": [rank], "dp_replicate": [rank % 2, rank % 2 + 2],
+                     "dp_shard": [rank // 2 * 2, rank // 2 * 2 + 1]}  # fmt: skip
+    with pytest.raises(ValueError, match="shard should be left out, or True, where .* dp_shard=2, but given False"):
+        ddl.auto_model(torch.nn.Linear(4, 4), shard=False)
+    model = ddl.auto_model(torch.nn.Linear(4, 4))
+    assert [str(placement) for placement in model.weight.placements] == ["R", "S(0)"]
+    assert ddl.full_state_dict(model)["weight"].shape == (4, 4)
+    check_replicas(model)
+    assert ddl.check_in_sync(model) == []
+    if rank == 3:  # the other replica's copy of this half is rank 1's
+        with torch.no_grad():
+            model.weight.to_local()[0, 0] += 1
+    assert str(ddl.check_in_sync(model)[0]) == "weight: ranks 1 | 3 differ by up to 1"
+    if rank % 2:
+        with pytest.raises(ValueError, match="'weight' should be the same on all dp_replicate ranks"):
+            check_replicas(model)
+    else:
+        check_replicas(model)
+
+
+@on_each_rank(dp_replicate=4)
+def test_replicas_alone_are_ddp(rank):
+    with pytest.raises(ValueError, match="shard should be left out, or False, where .* dp_shard=1, but given True"):
+        ddl.auto_model(torch.nn.Linear(4, 4), shard=True)
+    with pytest.raises(ValueError, match="offload is for shard=True"):
+        ddl.auto_model(torch.nn.Linear(4, 4), offload=True)
+    with pytest.raises(ValueError, match="reshard_after_forward is for shard=True"):
+        ddl.auto_model(torch.nn.Linear(4, 4), reshard_after_forward=False)
+    assert isinstance(ddl.auto_model(torch.nn.Linear(4, 4)), torch.nn.parallel.DistributedDataParallel)

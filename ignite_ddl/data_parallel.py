@@ -1,0 +1,78 @@
+"""What data parallelism does with a module: torch's ``replicate`` or FSDP2, around each unit that is gathered alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FSDPModule
+
+from ignite_ddl.compat import replicate
+from ignite_ddl.guards import refuse_second_derivatives
+from ignite_ddl.mesh import Mesh
+from ignite_ddl.pipeline.pipeline import reshard, share_buffers
+
+__all__ = ["fully_shard", "apply_data_parallel"]
+
+
+def apply_data_parallel(module: nn.Module, mesh: Mesh, how: Mapping[str, Any] | None) -> None:
+    """Lets the dp ranks of a stage share its rows, and with ``how`` its weights, too.
+
+    Args:
+        module: a stage of this rank.
+        mesh: the mesh.
+        how: arguments of torch's ``fully_shard``; None: each rank keeps all weights of the stage.
+    """
+    if mesh.dp_size == 1:
+        return
+    if mesh.pp_size == 1:  # a Pipeline does it itself, once per batch
+        module.register_forward_pre_hook(lambda root, _: share_buffers(root, mesh))
+    if not any(p.requires_grad for p in module.parameters()):
+        return
+    if how is None:  # not DistributedDataParallel, which loses parameters of models with DTensors and of pipelines
+        replicate(module, mesh.device_mesh["dp"])
+    else:
+        refuse_second_derivatives(module, type(module).__name__)
+        fully_shard(module, mesh, how)
+    if mesh.pp_size == 1:  # without a backward pass, FSDP2 keeps whole weights, which an optimizer made later would get
+        module.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else reshard(root))
+
+
+def fully_shard(module: nn.Module, mesh: Mesh, how: Mapping[str, Any]) -> None:
+    """Shards a module's weights over dp (FSDP2); arguments as in :func:`apply_data_parallel`."""
+    for unit in [*_gathered_alone(module), module]:  # the last one has the remaining parameters
+        fsdp.fully_shard(unit, mesh=mesh.dp_mesh, **how)
+    module._keeps_weights = not how["reshard_after_forward"] and mesh.pp_size == 1  # read by gradient_sync
+
+
+_LISTS = nn.Sequential | nn.ModuleList | nn.ModuleDict
+
+
+def _gathered_alone(root: nn.Module) -> list[nn.Module]:
+    """The modules that FSDP2 gathers one at a time, by the rule that ``ddl.auto_model`` states."""
+    passed, units = [root], []
+    for module in passed:  # the list grows meanwhile
+        shapes = {child: tuple(p.shape for p in child.parameters()) for child in module.children()}
+        alike = Counter(shapes.values() if isinstance(module, _LISTS) else ())
+        for child in (child for child in shapes if shapes[child]):
+            block = alike[shapes[child]] > 1 and not isinstance(child, _LISTS)
+            made_late = isinstance(child, FSDPModule)  # a lazy layer, already sharded
+            known = units if block or made_late or not _holds_layers(child) else passed
+            if child not in known:
+                known.append(child)
+    # A weight that is tied across units has to be gathered for all of them: it belongs to the root.
+    holders = Counter(id(p) for unit in units for p in unit.parameters())
+    holders.update(id(p) for module in passed for p in module.parameters(recurse=False))
+    return [
+        unit
+        for unit in units
+        if not isinstance(unit, FSDPModule) and all(holders[id(p)] == 1 for p in unit.parameters())
+    ]
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    return any(isinstance(m, _LISTS) and any(True for _ in m.parameters()) for m in module.modules())
