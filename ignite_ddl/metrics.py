@@ -17,10 +17,12 @@ import ignite.distributed.utils as idist_utils
 import torch
 import torch.distributed as dist
 from ignite.distributed.comp_models.native import _NativeDistModel
-from ignite.metrics import GpuInfo, Metric, RunningAverage
+from ignite.exceptions import NotComputableError
+from ignite.metrics import GpuInfo, Loss, Metric, RunningAverage
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.compat import wait_as_the_world
+from ignite_ddl.loss_contract import Divisor, divisor_of
 from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = ["data_parallel_view", "over_data_parallel"]
@@ -167,15 +169,21 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     counts_rows = not inside and not isinstance(metric, (RunningAverage, GpuInfo))
     methods = {name: getattr(metric, name) for name in _METHODS}
     had_rows = False
+    batches = _batches_of(metric)
 
     def reset() -> None:
         nonlocal had_rows
         had_rows = False
+        if batches is not None:
+            batches.losses.clear()
         methods["reset"]()
 
     def update(output: Any) -> None:
         nonlocal had_rows
-        if counts_rows and _without_rows(output):
+        empty = counts_rows and _without_rows(output)
+        if batches is not None:
+            batches.note(output, empty)
+        if empty:
             return
         had_rows = True
         methods["update"](output)
@@ -183,11 +191,13 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     def compute() -> Any:
         if not counts_rows:
             return methods["compute"]()
+        if batches is not None and (mesh or get_mesh()).dp_size > 1:
+            return batches.compute(mesh or get_mesh())
         return _compute_on_ranks_with_rows(methods["compute"], had_rows, mesh or get_mesh())
 
     def load_state_dict(state: Mapping) -> None:
-        nonlocal had_rows
-        had_rows = True  # assumed: the state does not say
+        nonlocal had_rows, batches
+        had_rows, batches = True, None  # assumed: the state does not say
         methods["load_state_dict"](state)
 
     ours = {"reset": reset, "update": update, "compute": compute, "load_state_dict": load_state_dict}
@@ -202,6 +212,39 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     for inner in inside:
         over_data_parallel(inner, mesh)
     return metric
+
+
+class _Batches:
+    """What Ignite's Loss has seen, batch by batch, of a loss that is no mean over rows: it adds up over ranks."""
+
+    def __init__(self, metric: Loss, divisor: Divisor) -> None:
+        self.metric, self.divisor = metric, divisor
+        self.losses: list[torch.Tensor] = []  # of each batch: the loss times its divisor, the divisor, the rows
+
+    def note(self, output: Any, empty: bool) -> None:
+        numbers: list[Any] = [0.0, 0.0, 0.0]
+        if not empty:
+            y_pred, y, *options = output
+            loss = self.metric._loss_fn(y_pred, y, **(options[0] if options else {})).detach()
+            counted = self.divisor.of(y) if callable(self.divisor.kind) else 1.0
+            numbers = [loss * counted if counted else 0.0, counted, self.metric._batch_size(y)]
+        self.losses.append(torch.stack([torch.as_tensor(n, dtype=torch.float64, device="cpu") for n in numbers]))
+
+    def compute(self, mesh: Mesh) -> float:
+        if not self.losses:
+            raise NotComputableError("Loss must have at least one example before it can be computed.")
+        losses = torch.stack(self.losses).to(idist_utils.device())
+        dist.all_reduce(losses, group=mesh.dp_group)
+        total, counted, rows = losses.unbind(1)
+        loss = total / counted if callable(self.divisor.kind) else total
+        return float((loss * rows).sum() / rows.sum())
+
+
+def _batches_of(metric: Metric) -> _Batches | None:
+    if type(metric) is not Loss:
+        return None
+    divisor = divisor_of(metric._loss_fn)
+    return _Batches(metric, divisor) if callable(divisor.kind) or divisor.kind == "sum" else None
 
 
 _METHODS = ("reset", "update", "compute", "state_dict", "load_state_dict")

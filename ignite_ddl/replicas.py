@@ -14,7 +14,7 @@ from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.state import local_state
 
-__all__ = ["check_replicas", "own_statistics"]
+__all__ = ["check_replicas", "digest", "own_statistics"]
 
 _CUDA_TOLERANCE = 0.01  # over tp: its kernels may add in another order on each rank; not run on several GPUs yet
 
@@ -42,10 +42,10 @@ def check_replicas(model: nn.Module) -> None:
                 for name, tensor in tensors.items()
                 if not _is_cut(tensor, axis) and not (axis == "dp" and id(tensor) in left_out)
             }
-            _compare(list(alike), [_digest(tensor) for tensor in alike.values()], axis, group)
+            _compare(list(alike), [digest(tensor) for tensor in alike.values()], axis, group)
     shared = as_stages(model).shared_names()
     if shared:
-        held = [[_digest(tensors[name]) for name in names if name in tensors] for names in shared]
+        held = [[digest(tensors[name]) for name in names if name in tensors] for names in shared]
         for names, digests in zip(shared, held, strict=True):
             if any(not torch.equal(digest, digests[0]) for digest in digests[1:]):
                 _raise(names[0], "pp")
@@ -59,7 +59,7 @@ def _compare_caches(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
     caches = {name: b for name, b in model.named_buffers() if id(b) not in known} if mesh.dp_size > 1 else {}
     if not any(True for module in model.modules() if module._non_persistent_buffers_set):
         return
-    digests = {(name, tuple(b.shape)): _digest(b).tolist() for name, b in caches.items()}
+    digests = {(name, tuple(b.shape)): digest(b).tolist() for name, b in caches.items()}
     peers: list[dict] = [{} for _ in range(mesh.dp_size)]
     dist.all_gather_object(peers, digests, group=mesh.dp_group)
     for key in digests:
@@ -84,7 +84,7 @@ def _is_cut(tensor: torch.Tensor, axis: str) -> bool:
     return any(name == axis and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True))
 
 
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
+def digest(tensor: torch.Tensor) -> torch.Tensor:
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     local = torch.view_as_real(local) if local.is_complex() else local
     local = local if local.is_floating_point() else local.double()
