@@ -148,6 +148,10 @@ class Audit:
             check_replicas(self.model)
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _try_backward_hooks(module: nn.Module) -> None:
     """Asks, in this step, whether a module's backward hooks are linear: they get gradients of a part of the rows."""
     for hooks in (module._backward_hooks, module._backward_pre_hooks):
@@ -159,7 +163,9 @@ def _try_backward_hooks(module: nn.Module) -> None:
                 if made is not None:
                     twice = hook(module, *tree_map(lambda g: 2 * g if isinstance(g, torch.Tensor) else g, grads))
                     pairs = zip(tree_leaves(made), tree_leaves(twice), strict=True)
-                    if any(isinstance(g, torch.Tensor) and not torch.allclose(2 * g, h) for g, h in pairs):
+                    if any(
+                        isinstance(g, torch.Tensor) and not torch.allclose(2 * _local(g), _local(h)) for g, h in pairs
+                    ):
                         raise ValueError(
                             f"a backward hook of a {type(module).__name__} should be linear in gradients (not clamp or "
                             "normalise them), since on this mesh it gets those of a rank's rows or of a microbatch, "
@@ -270,11 +276,7 @@ def _warn_of_draws(model: nn.Module) -> None:
     if before is None or torch.equal(before, torch.get_rng_state()):
         return
     for p, known in own:
-        if (
-            p.numel() > 2
-            and not torch.equal(digest(p), known)
-            and len((p.detach().to_local() if isinstance(p, DTensor) else p.detach()).unique()) > 2
-        ):
+        if not torch.equal(digest(p), known) and len(_local(p.detach()).unique()) > 2:  # one or two: a constant
             name = next(name for name, other in model.named_parameters() if other is p)
             warnings.warn(
                 f"{name!r} was changed after ddl.auto_model. If it was initialised with random numbers, each stage of "
