@@ -163,9 +163,7 @@ def _try_backward_hooks(module: nn.Module) -> None:
                 if made is not None:
                     twice = hook(module, *tree_map(lambda g: 2 * g if isinstance(g, torch.Tensor) else g, grads))
                     pairs = zip(tree_leaves(made), tree_leaves(twice), strict=True)
-                    if any(
-                        isinstance(g, torch.Tensor) and not torch.allclose(2 * _local(g), _local(h)) for g, h in pairs
-                    ):
+                    if not all(g is None or torch.allclose(2 * _local(g), _local(h)) for g, h in pairs):
                         raise ValueError(
                             f"a backward hook of a {type(module).__name__} should be linear in gradients (not clamp or "
                             "normalise them), since on this mesh it gets those of a rank's rows or of a microbatch, "

@@ -145,7 +145,7 @@ def _view(mesh: Mesh, ranks: Sequence[int] | None = None) -> Iterator[None]:
 
 
 def on_this_rank(owner: Any, handler: Callable) -> Callable:
-    """A method of Ignite's that sums over the world what is the same on every rank, by itself here; put in its place."""
+    """A method of Ignite's that sums over the world what every rank has alike: here it sees this rank alone."""
 
     @functools.wraps(handler)
     def alone(*args: Any, **kwargs: Any) -> Any:
