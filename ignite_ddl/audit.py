@@ -22,6 +22,7 @@ The code between cut layers is checked in a model's first forward pass (``region
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from typing import Any
 
@@ -30,8 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import Divisor, LossContract
@@ -39,7 +41,8 @@ from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.pipeline import reshard
 from ignite_ddl.pipeline.structure import tensors_of
 from ignite_ddl.regions import check_regions_once
-from ignite_ddl.replicas import check_replicas
+from ignite_ddl.replicas import check_replicas, digest
+from ignite_ddl.state import AS_MADE
 from ignite_ddl.tensor.gradients import WholeWeights
 from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other
 
@@ -80,10 +83,14 @@ class Audit:
         check_unchanged(self.model)
         if self.again:
             _check_values(self.model)
+            _warn_of_draws(self.model)
             _check_same_rows(x, y, self.mesh)
             stages = self.stages.local_stages() if self.mesh.tp_size > 1 else []
             for stage in stages:
                 check_regions_once(stage, trains=self.stages.is_last and stage is stages[-1])
+            if self.mesh.dp_size * self.mesh.pp_size > 1:
+                for module in self.model.modules():
+                    _try_backward_hooks(module)
         if rows is not None and self.mesh.pp_size > 1:
             _check_rows_are_in_dim_0(rows[0] or 1, x)
         self.first_x = x if self.step == 1 and self.mesh.dp_size > 1 and self.mesh.pp_size == 1 else None
@@ -139,6 +146,32 @@ class Audit:
             self.whole_weights.check(self.model)
         if self.again:
             check_replicas(self.model)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _try_backward_hooks(module: nn.Module) -> None:
+    """Asks, in this step, whether a module's backward hooks are linear: they get gradients of a part of the rows."""
+    for hooks in (module._backward_hooks, module._backward_pre_hooks):
+        for key, hook in list(hooks.items()):
+
+            def tried(module: nn.Module, *grads: Any, hooks=hooks, key=key, hook=hook) -> Any:
+                hooks[key] = hook
+                made = hook(module, *grads)
+                if made is not None:
+                    twice = hook(module, *tree_map(lambda g: 2 * g if isinstance(g, torch.Tensor) else g, grads))
+                    pairs = zip(tree_leaves(made), tree_leaves(twice), strict=True)
+                    if not all(g is None or torch.allclose(2 * _local(g), _local(h)) for g, h in pairs):
+                        raise ValueError(
+                            f"a backward hook of a {type(module).__name__} should be linear in gradients (not clamp or "
+                            "normalise them), since on this mesh it gets those of a rank's rows or of a microbatch, "
+                            "times another factor: change p.grad between ddl.forward_backward and the optimizer's step"
+                        )
+                return made
+
+            hooks[key] = tried
 
 
 class _Ran:
@@ -225,6 +258,31 @@ class _Fingerprint:
 def remember(model: nn.Module, sharded: bool) -> None:
     """Notes a model as it is, for :func:`check_unchanged`."""
     model._fingerprint = _Fingerprint(model, sharded)
+    if get_mesh().pp_size > 1:
+        own = [(p, digest(p)) for p in model.parameters() if not p.is_meta]
+        setattr(model, AS_MADE, (torch.get_rng_state(), own))
+        model.register_load_state_dict_post_hook(_was_loaded)
+
+
+def _was_loaded(model: nn.Module, *_: Any) -> None:
+    vars(model).pop(AS_MADE, None)
+
+
+def _warn_of_draws(model: nn.Module) -> None:
+    """Stages that draw initial values each for themselves draw others than one process, which nothing else shows."""
+    before, own = vars(model).pop(AS_MADE, (None, ()))
+    if before is None or torch.equal(before, torch.get_rng_state()):
+        return
+    for p, known in own:
+        if digest(p) != known and len(_local(p.detach()).unique()) > 2:  # one or two: a constant
+            name = next(name for name, other in model.named_parameters() if other is p)
+            warnings.warn(
+                f"{name!r} was changed after ddl.auto_model. If it was initialised with random numbers, each stage of "
+                "the pipeline has drawn its own, and not those of one process: initialise before ddl.auto_model. If "
+                "it was loaded or computed, this is as it should be",
+                stacklevel=2,
+            )
+            return
 
 
 def _remembered(model: nn.Module) -> _Fingerprint | None:

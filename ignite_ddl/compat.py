@@ -65,8 +65,9 @@ from ignite.metrics import Metric
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.library import Library
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "BELONGS_TO_A_MODEL",
@@ -211,7 +212,8 @@ def guard_parts(model: nn.Module, whole: bool) -> None:
     """Makes torch refuse to take what one rank holds of a cut model for the whole of it.
 
     Refused are pickling a DTensor that is cut, reading a number off one (torch gives this rank's part), and
-    ``torch.nn.utils``'s norm of gradients of a part of the model, whose ``clip_grad_value_`` is right.
+    ``torch.nn.utils``'s norm of gradients of a part of the model, whose ``clip_grad_value_`` is right. Random numbers
+    for a DTensor are a part of those of the whole tensor, and what torch cannot compute with one is said in our words.
 
     Args:
         model: a cut model.
@@ -229,13 +231,29 @@ def guard_parts(model: nn.Module, whole: bool) -> None:
     for name in ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__"):
         setattr(DTensor, name, _refusing_parts(getattr(torch.Tensor, name)))
     DTensor.__reduce_ex__ = _reduce_ex
+    for name in _IN_PLACE:
+        setattr(DTensor, name, _in_our_words(getattr(torch.Tensor, name)))
+    dispatcher, aten = DTensor._op_dispatcher, torch.ops.aten
+    for name in _REFUSALS & set(dir(dispatcher)):
+        setattr(dispatcher, name, _in_our_words(getattr(dispatcher, name)))
+    drawn = [getattr(aten, name).default for name in ("uniform_", "normal_", "exponential_", "rand_like", "randn_like")]
+    for operator in (*drawn, aten.bernoulli_.float, aten.randint_like.default, aten.randint_like.low_dtype):
+        known = dispatcher._custom_op_handlers.get(operator)
+        dispatcher._custom_op_handlers[operator] = functools.partial(_draw_whole, known)
     from torch.nn.utils import clip_grad
 
     # What a script has imported before is guarded, too: torch's functions look this one up when they are called.
     group = clip_grad._group_tensors_by_device_and_dtype
 
     def guarded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if sys._getframe(1).f_code.co_name == "_get_total_norm":
+        caller = sys._getframe(1).f_code.co_name
+        if caller == "clip_grad_value_":  # whose foreach takes no list of DTensors and others
+            found: dict[Any, Any] = {}
+            for is_cut in (True, False):
+                own = [[t for t in tensors[0] if isinstance(t, DTensor) is is_cut]]
+                found |= {(device, (of, is_cut)): lists for (device, of), lists in group(own, *args, **kwargs).items()}
+            return found
+        if caller == "_get_total_norm":
             models = [model for part in _PARTS if (model := part()) is not None]
             parts = {id(tensor) for model in models for p in model.parameters() for tensor in (p, p.grad)}
             if any(id(tensor) in parts for tensor in tensors[0]):
@@ -246,6 +264,60 @@ def guard_parts(model: nn.Module, whole: bool) -> None:
         return group(tensors, *args, **kwargs)
 
     clip_grad._group_tensors_by_device_and_dtype = guarded
+
+
+# Methods of the dispatcher of DTensors that refuse operators, private, torch 2.13; and what scripts write weights with.
+_REFUSALS = {"_propagate_op_sharding_dispatch_slow_path", "unwrap_to_op_info"}
+_IN_PLACE = ("add_", "sub_", "mul_", "div_", "copy_", "lerp_", "fill_diagonal_", "masked_fill_", "index_fill_")
+_IN_PLACE += ("index_copy_", "scatter_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
+
+
+class PartError(ValueError):
+    """torch cannot compute something with a weight or gradient that is cut over ranks."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(
+            f"torch cannot compute this with a weight or gradient that is cut over ranks, a DTensor "
+            f"({str(error).splitlines()[0][:200].rstrip('.!')}): change weights before ddl.auto_model, or change the "
+            "state of ddl.full_state_dict(model) and give it to ddl.load_full_state_dict on every rank; to compute "
+            "with a whole weight, take p.full_tensor() on every rank"
+        )
+
+    def __reduce__(self) -> Any:
+        return ValueError, self.args
+
+
+def _in_our_words(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, PartError) or not any(_of_auto_model(leaf) for leaf in tree_leaves(args)):
+                raise
+            raise PartError(error) from error
+
+    return explained
+
+
+def _of_auto_model(value: Any) -> bool:
+    mesh = value if isinstance(value, DeviceMesh) else value.device_mesh if isinstance(value, DTensor) else None
+    return mesh is not None and mesh in _MESHES
+
+
+def _draw_whole(known: Callable | None, operator: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Draws for all of a DTensor, of which each rank takes its part: the numbers of one process with the same seed."""
+    tensor = args[0]
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    if tensor.device_mesh not in _MESHES:
+        ours = handlers.pop(operator)
+        try:
+            return operator(*args, **kwargs) if known is None else known(operator, args, kwargs)
+        finally:
+            handlers[operator] = ours
+    whole = operator(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args[1:], **kwargs)
+    part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    return tensor.copy_(part) if operator._schema.is_mutable else part
 
 
 def is_part(tensor: torch.Tensor) -> bool:
@@ -272,7 +344,7 @@ def _refusing_parts(read: Callable) -> Callable:
         if is_part(tensor):
             raise ValueError(
                 "this number is computed from this rank's part of a weight or gradient that is cut over ranks: call "
-                "full_tensor() before, on every rank"
+                "full_tensor() before, on every rank (and initialise weights before ddl.auto_model)"
             )
         return read(tensor)
 

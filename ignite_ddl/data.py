@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import warnings
 import weakref
 import zlib
 from array import array
@@ -16,6 +17,7 @@ from weakref import WeakKeyDictionary
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import (
     BatchSampler,
@@ -31,6 +33,7 @@ from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_ddl.arguments import AMOUNT, COUNT, ENGINE, FLAG, FUNCTION, PROCESSES, Fits, a, check, or_none, takes, whole
+from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = ["Pass", "ShardedDataLoader", "auto_dataloader", "part", "without_rows"]
@@ -201,7 +204,6 @@ class ShardedDataLoader(DataLoader):
             weight 0 so that its peers do not wait; else None.
     """
 
-    rows: tuple[int, int] = (0, 0)
     filler: Any = None
     stream: torch.Generator | None = None  # the random stream of transforms with which each reader begins
 
@@ -211,6 +213,12 @@ class ShardedDataLoader(DataLoader):
         self.loops = _Reader(self)  # for loops and plain engines
         self.readers: WeakKeyDictionary[Any, _Reader] = WeakKeyDictionary()  # by engine
         self._workers_of: weakref.ref[Pass] | None = None  # the pass that has the persistent workers
+        self._rows, self._weighs = (0, 0), False  # whether somebody has asked for the numbers of rows
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        self._weighs = True
+        return self._rows
 
     def __iter__(self) -> Pass:
         return Pass(self, self.loops)
@@ -344,7 +352,9 @@ class Pass:
         self.rows, self.filler = (here, in_all), None
         if here == 0:
             self.filler, batch = batch, without_rows(batch)
-        self.loader.rows, self.loader.filler = self.rows, self.filler
+        self.loader._rows, self.loader.filler = self.rows, self.filler
+        if self.reader is self.loader.loops:
+            _note_loop(self.loader)
         return batch
 
     def position(self) -> dict[str, Any]:
@@ -428,6 +438,34 @@ class Pass:
         if self.ended and self.reader.epoch == self.epoch:
             self.reader.epoch, self.reader.stream = self.epoch + 1, self.stream
         return batch, here, in_all
+
+
+_UNEVEN: list[weakref.ref] = []  # the loader that a loop or a plain engine has read last, if ranks had unlike rows
+_watches = False
+
+
+def _note_loop(loader: ShardedDataLoader) -> None:
+    """Warns, once, where an optimizer then steps with an average over ranks that is not the average over rows."""
+    global _watches
+    _UNEVEN[:] = [weakref.ref(loader)] if loader._rows[1] % get_mesh().dp_size else []
+    if _UNEVEN and not _watches:
+        _watches = True
+        register_optimizer_step_pre_hook(_warn_of_uneven_rows)
+
+
+def _warn_of_uneven_rows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    loader = _UNEVEN[0]() if _UNEVEN else None
+    stepped = (p for group in optimizer.param_groups for p in group["params"])
+    if loader is not None and not loader._weighs and any(hasattr(p, BELONGS_TO_A_MODEL) for p in stepped):
+        loader._weighs = True  # said once
+        here, in_all = loader._rows
+        warnings.warn(
+            f"this rank has {here} of the batch's {in_all} rows, so the average of gradients over ranks is not that of "
+            "one process, which counts each row once: let ddl.create_supervised_trainer, or ddl.forward_backward in a "
+            "ddl.MeshEngine, compute them, take a batch_size and drop_last=True by which all ranks have the same "
+            "number of rows, or weight each rank's loss by loader.rows",
+            stacklevel=2,
+        )
 
 
 def without_rows(batch: Any) -> Any:

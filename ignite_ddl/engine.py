@@ -16,6 +16,7 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events, State, _prepare_batch
+from ignite.handlers import FastaiLRFinder
 from ignite.handlers.base_logger import BaseOutputHandler
 from ignite.handlers.tqdm_logger import ProgressBar
 from ignite.metrics import Metric
@@ -29,7 +30,7 @@ from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
 from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.loss_contract import DIVISOR, divisor_of
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.metrics import over_data_parallel
+from ignite_ddl.metrics import on_this_rank, over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.one_stage import OneStage, as_stages, call
 from ignite_ddl.pipeline.pipeline import Pipeline
@@ -156,6 +157,8 @@ class MeshEngine(Engine):
         owner = getattr(handler, "__self__", None)
         if isinstance(owner, Metric):
             over_data_parallel(owner)
+        if isinstance(owner, FastaiLRFinder) and handler == owner._log_lr_and_loss:
+            handler = on_this_rank(owner, handler)
         # Handlers of ProgressBar.attach; the user's own handlers of the bar run on every rank.
         draws = isinstance(handler, BaseOutputHandler) and any(isinstance(arg, ProgressBar) for arg in args)
         if draws and idist.get_rank() > 0:

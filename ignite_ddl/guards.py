@@ -223,6 +223,11 @@ def of_the_whole(name: str) -> ValueError:
 class PartOfAState(OrderedDict):
     """A state dict of what this rank holds; pickling it is refused, copying it is not."""
 
+    def items(self) -> Any:
+        if str(sys._getframe(1).f_globals.get("__name__")).startswith("safetensors"):
+            refuse_pickling()
+        return super().items()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         copying = refuse_pickling()
         plain = self if copying else OrderedDict(self)  # which torch.load knows
@@ -334,7 +339,7 @@ def explain_errors(module: nn.Module, advice: str) -> None:
         if error is not None and advice not in advice_of(error):
             error.add_note(advice)
 
-    module.register_forward_hook(explain, always_call=True)
+    module.register_forward_hook(_Hook(explain), always_call=True)
 
 
 def advice_of(error: BaseException) -> list[str]:

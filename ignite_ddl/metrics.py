@@ -17,13 +17,15 @@ import ignite.distributed.utils as idist_utils
 import torch
 import torch.distributed as dist
 from ignite.distributed.comp_models.native import _NativeDistModel
-from ignite.metrics import GpuInfo, Metric, RunningAverage
+from ignite.exceptions import NotComputableError
+from ignite.metrics import GpuInfo, Loss, Metric, RunningAverage
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.compat import wait_as_the_world
+from ignite_ddl.loss_contract import LossContract, divisor_of
 from ignite_ddl.mesh import Mesh, get_mesh
 
-__all__ = ["data_parallel_view", "over_data_parallel"]
+__all__ = ["data_parallel_view", "on_this_rank", "over_data_parallel"]
 
 
 class _DataParallelModel(_NativeDistModel):
@@ -142,6 +144,19 @@ def _view(mesh: Mesh, ranks: Sequence[int] | None = None) -> Iterator[None]:
         idist_utils._model = before
 
 
+def on_this_rank(owner: Any, handler: Callable) -> Callable:
+    """A method of Ignite's that sums over the world what every rank has alike: here it sees this rank alone."""
+
+    @functools.wraps(handler)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        mesh = get_mesh()
+        with _view(mesh, [mesh.rank]):
+            return handler(*args, **kwargs)
+
+    setattr(owner, handler.__name__, alone)
+    return alone
+
+
 def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     """Makes a metric reduce over the data-parallel group, in place, and returns it.
 
@@ -167,15 +182,21 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     counts_rows = not inside and not isinstance(metric, (RunningAverage, GpuInfo))
     methods = {name: getattr(metric, name) for name in _METHODS}
     had_rows = False
+    batches = _batches_of(metric)
 
     def reset() -> None:
         nonlocal had_rows
         had_rows = False
+        if batches is not None:
+            batches.losses.clear()
         methods["reset"]()
 
     def update(output: Any) -> None:
         nonlocal had_rows
-        if counts_rows and _without_rows(output):
+        empty = counts_rows and _without_rows(output)
+        if batches is not None:
+            batches.note(output, empty)
+        if empty:
             return
         had_rows = True
         methods["update"](output)
@@ -183,11 +204,13 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     def compute() -> Any:
         if not counts_rows:
             return methods["compute"]()
+        if batches is not None and not batches.adds_up and (mesh or get_mesh()).dp_size > 1:
+            return batches.compute(mesh or get_mesh())
         return _compute_on_ranks_with_rows(methods["compute"], had_rows, mesh or get_mesh())
 
     def load_state_dict(state: Mapping) -> None:
-        nonlocal had_rows
-        had_rows = True  # assumed: the state does not say
+        nonlocal had_rows, batches
+        had_rows, batches = True, None  # assumed: the state does not say
         methods["load_state_dict"](state)
 
     ours = {"reset": reset, "update": update, "compute": compute, "load_state_dict": load_state_dict}
@@ -202,6 +225,58 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     for inner in inside:
         over_data_parallel(inner, mesh)
     return metric
+
+
+class _Batches:
+    """What Ignite's Loss has seen, batch by batch: it takes losses for means over rows, and some are not."""
+
+    def __init__(self, metric: Loss) -> None:
+        self.metric, self.divisor = metric, divisor_of(metric._loss_fn)
+        self.adds_up = not callable(self.divisor.kind) and self.divisor.kind != "sum"  # over ranks, by Ignite
+        self.losses: list[torch.Tensor] = []  # of each batch: the loss times its divisor, the divisor, the rows
+        self.updates = 0
+
+    def note(self, output: Any, empty: bool) -> None:
+        if get_mesh().dp_size == 1:
+            return
+        numbers: list[Any] = [0.0, 0.0, 0.0]
+        y_pred, y, *options = output
+        loss_fn = functools.partial(self.metric._loss_fn, **(options[0] if options else {}))
+        if self.adds_up:
+            self.updates += not empty
+            if not empty and self.updates & (self.updates - 1) == 0:
+                self._check_mean(loss_fn, y_pred, y)
+            return
+        if not empty:
+            loss = loss_fn(y_pred, y).detach()
+            counted = self.divisor.of(y) if callable(self.divisor.kind) else 1.0
+            numbers = [loss * counted if counted else 0.0, counted, self.metric._batch_size(y)]
+        self.losses.append(torch.stack([torch.as_tensor(n, dtype=torch.float64, device="cpu") for n in numbers]))
+
+    def _check_mean(self, loss_fn: Callable, y_pred: Any, y: Any) -> None:
+        contract = LossContract(loss_fn, self.divisor, get_mesh(), None)
+        contract.seen = [(y_pred, y)]
+        try:
+            contract.compare()
+        except ValueError as error:
+            raise ValueError(
+                "Ignite's Loss adds up means over rows, but loss_fn seems to give something else, such as a weighted "
+                "mean, so that ranks cannot be added up: give it torch's loss itself, with weight, ignore_index or "
+                "reduction (torch.nn.CrossEntropyLoss(weight=...)), by which it is known what it divides by"
+            ) from error
+
+    def compute(self, mesh: Mesh) -> float:
+        if not self.losses:
+            raise NotComputableError("Loss must have at least one example before it can be computed.")
+        losses = torch.stack(self.losses).to(idist_utils.device())
+        dist.all_reduce(losses, group=mesh.dp_group)
+        total, counted, rows = losses.unbind(1)
+        loss = total / counted if callable(self.divisor.kind) else total
+        return float((loss * rows).sum() / rows.sum())
+
+
+def _batches_of(metric: Metric) -> _Batches | None:
+    return _Batches(metric) if type(metric) is Loss else None
 
 
 _METHODS = ("reset", "update", "compute", "state_dict", "load_state_dict")

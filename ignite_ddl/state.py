@@ -22,6 +22,7 @@ from ignite_ddl.pipeline.pipeline import share_buffers
 from ignite_ddl.tensor.styles import ROW_ORDER
 
 __all__ = [
+    "AS_MADE",
     "Shard",
     "full_state_dict",
     "is_extra",
@@ -33,6 +34,7 @@ __all__ = [
     "whole_tensors",
 ]
 
+AS_MADE = "_as_made"  # on a pipeline: digests of its weights, until some are loaded; see audit.py
 WAIT_SECONDS = 60  # until every rank has called
 
 
@@ -158,6 +160,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     for name, shape in known.items():
         if shape != (given := shape_of(found[name])):
             raise ValueError(f"state[{name!r}] should have shape {shape}, but has {given}")
+    vars(model).pop(AS_MADE, None)
     with torch.no_grad():
         for name, target in targets.items():
             _assign(target, state[found[name]])  # a function, so that one whole tensor is alive at a time

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.audit import N_SHAPES, Audit, shapes_of
-from ignite_ddl.compat import newest_node
+from ignite_ddl.compat import PartError, newest_node
 from ignite_ddl.guards import advice_of
 from ignite_ddl.loss_contract import LossContract, divisor_of, key_of
 from ignite_ddl.mesh import get_mesh
@@ -253,7 +253,7 @@ def _loss(loss_fn: Callable, output: Any, y: Any, contract: LossContract) -> tor
     )
     try:
         loss = loss_fn(output, y)
-    except RuntimeError as error:
+    except (RuntimeError, PartError) as error:
         if "mixed torch.Tensor and DTensor" in str(error):
             raise ValueError(f"loss_fn should take what the model returns, but fails on a DTensor: {advice}") from error
         raise

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.pipeline.structure import n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.random import random_stream
@@ -45,6 +46,12 @@ class _Kept:
             if name not in now or name not in self.values or not _same(now[name], self.values[name][1]):
                 return name
         return None
+
+    def has_rows(self, n: int) -> bool:
+        """Whether something that a forward pass has changed has a row for each of the n rows: a hidden state."""
+        now, before = self._state(), self.values
+        changed = [v for k, v in now.items() if k not in before or not _same(v, before[k][1])]
+        return any(isinstance(leaf, torch.Tensor) and n in leaf.shape for leaf in tree_leaves(changed))
 
     def restore(self) -> None:
         for name in self._state().keys() - self.values.keys():
@@ -86,12 +93,12 @@ def _modules(stages: Iterable[nn.Module]) -> dict[str, nn.Module]:
 
 
 @contextlib.contextmanager
-def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[None]:
+def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_Kept]]:
     """Inside, what these modules' forward passes change is put back at the end; random numbers are others'."""
     kept = [_Kept(held) for module in _modules(stages).values() for held in (module._buffers, vars(module))]
     try:
         with random_stream(seed):
-            yield
+            yield kept
     finally:
         for of_module in kept:
             of_module.restore()
@@ -152,9 +159,14 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
     few, last = (some_rows(x, slice(_FEW), n), min(n, _FEW)) if alike else (x, n)
     part = slice(last - max(1, last // 3), None)
 
+    carried = False  # rows' own state from call to call, which other rows would take for theirs
+
     def outputs(rows: Any, seed: int) -> list[torch.Tensor]:
-        with without_trace(stages, seed):
-            return [_local(output).clone() for output in tensors_of(run(rows)) if output.ndim]
+        nonlocal carried
+        with without_trace(stages, seed) as kept:
+            found = [_local(output).clone() for output in tensors_of(run(rows)) if output.ndim]
+            carried = carried or any(of_module.has_rows(n_rows(rows)) for of_module in kept)
+            return found
 
     with torch.no_grad(), evaluating(stages):
         try:
@@ -164,7 +176,7 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
             return False
     own = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in _modules(stages).values())
     draws = any(not torch.equal(one, other) for one, other in zip(together, again, strict=True))
-    if own or draws or n < 2 or not alike:
+    if own or draws or carried or n < 2 or not alike:
         return False
     for output, of_part in zip(together, alone, strict=False):
         each = len(output) // last  # such as a row for each token

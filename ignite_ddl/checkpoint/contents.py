@@ -21,7 +21,7 @@ from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.one_stage import as_stages
 from ignite_ddl.pipeline.pipeline import share_buffers
 from ignite_ddl.replicas import check_replicas
-from ignite_ddl.state import Shard, local_state, set_extra_state, shard_of
+from ignite_ddl.state import AS_MADE, Shard, local_state, set_extra_state, shard_of
 from ignite_ddl.tensor.random import draw_seed, random_states, set_random_states
 
 __all__ = ["Taken", "load", "merged", "take"]
@@ -312,6 +312,7 @@ def _match_model(
 ) -> dict[str, Any]:
     """Adds what this rank reads of a model to ``targets``, and the names of its tensors to ``names``."""
     tensors, _, extra = local_state(model)
+    vars(model).pop(AS_MADE, None)
     of_model = folder.content["models"][key]
     apart: dict[int, str] = {}
     missing = []

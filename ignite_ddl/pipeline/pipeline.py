@@ -233,9 +233,9 @@ class Pipeline(nn.Module):
         except AttributeError:
             own = vars(self).get("_cut")
             ranks = own.owners_of(name) if own is not None else []
-            if not ranks:
+            if not ranks or self._mesh.pp_rank in ranks:
                 raise
-            raise AttributeError(
+            raise ValueError(
                 f"{name!r} is on pp rank {', '.join(map(str, ranks))}, and this is pp rank {self._mesh.pp_rank}: "
                 "under pp each rank has its own stages only; change the model before ddl.auto_model"
             ) from None
