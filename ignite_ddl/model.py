@@ -33,8 +33,9 @@ from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages
-from ignite_ddl.pipeline.one_stage import as_stages
-from ignite_ddl.pipeline.pipeline import Pipeline, reshard, share_buffers
+from ignite_ddl.pipeline.local_stages import stages_of
+from ignite_ddl.pipeline.over_dp import reshard, share_buffers
+from ignite_ddl.pipeline.pipeline import Pipeline
 from ignite_ddl.pipeline.schedules import NAME, ROWS, microbatches_for
 from ignite_ddl.pipeline.trace import TracedLayer
 from ignite_ddl.regions import check_regions_once
@@ -168,13 +169,14 @@ def auto_model(
         model = Pipeline(model, cut, mesh, shard, checks)
     if mesh.tp_size > 1:
         apply_plan(model, styles, mesh.device_mesh["tp"])
-    for stage in as_stages(model).local_stages():
+    stages = stages_of(model).local_stages()
+    for stage in stages:
         _over_dp(stage, mesh, shard, mp_policy)
         refuse_copies(stage)
         if checks and mesh.tp_size > 1:
             check_regions_once(stage)
     hand_on_attributes(whole, model)
-    for stage in as_stages(model).local_stages():
+    for stage in stages:
         averaged = mesh.dp_size == 1 or any(p.requires_grad for p in stage.parameters())
         mark_trained(stage.parameters(), frozen_too=averaged)
     if mesh.tp_size * mesh.pp_size > 1:

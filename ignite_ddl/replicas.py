@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.one_stage import as_stages
+from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.state import local_state
 
 __all__ = ["check_replicas", "own_statistics"]
@@ -43,7 +43,7 @@ def check_replicas(model: nn.Module) -> None:
                 if not _is_cut(tensor, axis) and not (axis == "dp" and id(tensor) in left_out)
             }
             _compare(list(alike), [_digest(tensor) for tensor in alike.values()], axis, group)
-    shared = as_stages(model).shared_names()
+    shared = stages_of(model).shared_names()
     if shared:
         held = [[_digest(tensors[name]) for name in names if name in tensors] for names in shared]
         for names, digests in zip(shared, held, strict=True):
