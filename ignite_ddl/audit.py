@@ -35,15 +35,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import Divisor, LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline.pipeline import reshard
 from ignite_ddl.pipeline.structure import tensors_of
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest
 from ignite_ddl.state import AS_MADE
-from ignite_ddl.tensor.gradients import WholeWeights
+from ignite_ddl.tensor.gradients import ReplicatedWeights
 from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other
 
 __all__ = ["N_SHAPES", "Audit", "check_unchanged", "remember", "shapes_of"]
@@ -71,7 +71,7 @@ class Audit:
                 f"{type(model).__name__} is not: model = ddl.auto_model(model)"
             )
         self.modules = ModulesInUse(stages.local_stages(), mesh)
-        self.whole_weights = WholeWeights(mesh)
+        self.whole_weights = ReplicatedWeights(mesh)
         self.ran = None if known is None or known.sharded or mesh.dp_size == 1 or mesh.pp_size > 1 else _Ran()
         if self.ran is not None:
             model.register_forward_pre_hook(self.ran)

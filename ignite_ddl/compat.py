@@ -27,8 +27,12 @@ file                                    what it uses
 ``pipeline/stage.py``                   ``PipelineStage``: its call of a stage, its first message
 ``pipeline/structure.py``               ``torch.utils._pytree``
 ``pipeline/pipeline.py``                ``torch.utils._pytree``
+``pipeline/local_stages.py``            ``torch.utils._pytree``
+``pipeline/batch_schedules.py``         ``torch.utils._pytree``
 ``pipeline/trace.py``                   ``torch.distributed.pipelining.Pipe._from_traced``, ``torch.utils._pytree``
-``tensor/styles.py``                    ``ParallelStyle._apply``, which every style overrides, ``nn``'s ``_NormBase``
+``tensor/linear.py``                    ``ParallelStyle._apply``, which every style overrides, as in the next two
+``tensor/sequence.py``                  and ``SequenceParallel._replicate_module_fn``
+``tensor/inside.py``                    and ``nn``'s ``_NormBase``
 ``tensor/loss.py``                      ``DTensor._spec``
 ``lab/bytes.py``                        torch's dispatch mode, the names of its collectives' operators
 ``lab/timeline/watch.py``               process groups, ``Work``, DDP, pipeline stages, torch's dispatcher

@@ -32,9 +32,8 @@ from ignite_ddl.loss_contract import DIVISOR, divisor_of
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import on_this_rank, over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
-from ignite_ddl.pipeline.one_stage import OneStage, as_stages, call
-from ignite_ddl.pipeline.pipeline import Pipeline
-from ignite_ddl.pipeline.structure import n_rows, whole
+from ignite_ddl.pipeline.local_stages import Stages, call, stages_of
+from ignite_ddl.pipeline.structure import full_tensors, n_rows
 from ignite_ddl.precision import AMP_MODE, ScaledOptimizer, autocast_for, make_scaler
 from ignite_ddl.step import TrainingStep
 from ignite_ddl.tensor.gradients import redistribute_gradient
@@ -491,7 +490,7 @@ def create_supervised_evaluator(
                 assert parallel.run(evaluation) == [0.4] * 4               # 4 of the 10 rows are of class 0
     """
     device = idist.device() if device is None else device
-    stages = as_stages(model, model_fn)
+    stages = stages_of(model, model_fn)
     autocast = autocast_for(amp_mode, device)
 
     def evaluate(engine: MeshEngine, batch: Any) -> Any:
@@ -524,9 +523,9 @@ def _check_rows(x: Any) -> None:
         )
 
 
-def _output(stages: Pipeline | OneStage, transform: Callable[[], Any]) -> Any:
+def _output(stages: Stages, transform: Callable[[], Any]) -> Any:
     # Plain tensors, as Ignite's metrics expect; only cut logits that output_transform returns are gathered.
-    return stages.from_last_stage(whole(transform()) if stages.is_last else None)
+    return stages.from_last_stage(full_tensors(transform()) if stages.is_last else None)
 
 
 @takes(FITS)
@@ -548,7 +547,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Op
     total = torch.zeros((), dtype=torch.float64, device=idist.device())
     cut = False
     gradients = []
-    stages = as_stages(model)
+    stages = stages_of(model)
     stepped = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.grad is None or (stepped is not None and id(parameter) not in stepped):

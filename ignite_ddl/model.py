@@ -33,7 +33,7 @@ from ignite_ddl.mesh import Mesh, get_mesh, sizes_alone
 from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages
-from ignite_ddl.pipeline.one_stage import as_stages
+from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.pipeline import Pipeline
 from ignite_ddl.pipeline.schedules import NAME, ROWS, microbatches_for
 from ignite_ddl.pipeline.trace import TracedLayer
@@ -296,7 +296,7 @@ def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
         model = Pipeline(model, layout.cut, layout.mesh, layout.shard, layout.checks)
     if layout.mesh.tp_size > 1:
         apply_plan(model, layout.styles, layout.mesh.device_mesh["tp"])
-    for stage in as_stages(model).local_stages():
+    for stage in stages_of(model).local_stages():
         apply_data_parallel(stage, layout.mesh, layout.fsdp if layout.shard else None)
     hand_on_attributes(whole, model)
     return model
@@ -313,7 +313,7 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
         if isinstance(model, DistributedDataParallel):  # names as on every other mesh, without "module."
             model.named_parameters, model.named_buffers = model.module.named_parameters, model.module.named_buffers
     else:
-        for stage in as_stages(model).local_stages():
+        for stage in stages_of(model).local_stages():
             refuse_copies(stage)
             mark_trained(stage.parameters(), frozen_too=layout.mesh.dp_size == 1 or _trains(stage))
             if layout.checks and layout.mesh.tp_size > 1:

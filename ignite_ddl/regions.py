@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.compat import unobserved
+from ignite_ddl.data_parallel import reshard
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.pipeline import reshard
 from ignite_ddl.pipeline.structure import map_leaves, some_rows, tensors_of
-from ignite_ddl.tensor.styles import part_of_input, region_ends, whole_between_layers
+from ignite_ddl.tensor.layers import full_between_layers, local_input, region_ends
 from ignite_ddl.traceless import evaluating, without_trace
 
 __all__ = ["check_regions_once", "skip_region_check"]
@@ -64,7 +64,7 @@ def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any], trains: bool) 
     for given in filter(None, (few, [args, kwargs])):  # all rows where code counts on their number
         try:
             found = _run(stage, *given)
-            with whole_between_layers():
+            with full_between_layers():
                 known = _run(stage, *given)
             break
         except Exception as raised:
@@ -106,7 +106,7 @@ def _run(stage: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, tor
     def note(name: str) -> Any:
         def hook(module: nn.Module, given: tuple) -> None:
             if given and isinstance(given[0], torch.Tensor):
-                found.setdefault(name, part_of_input(module, given[0]).clone())
+                found.setdefault(name, local_input(module, given[0]).clone())
 
         return hook
 

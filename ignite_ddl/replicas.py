@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.one_stage import as_stages
+from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.state import local_state
 
 __all__ = ["check_replicas", "digest", "own_statistics"]
@@ -50,7 +50,7 @@ def check_replicas(model: nn.Module) -> None:
                 alike = {name: tensor for name, tensor in alike.items() if _is_cut(tensor, "dp")}
             _compare(alike, axis, group)
     shared: dict[str, torch.Tensor | None] = {}
-    for names in as_stages(model).shared_names():
+    for names in stages_of(model).shared_names():
         held = [tensors[name] for name in names if name in tensors]
         if len({digest(tensor) for tensor in held}) > 1:
             _raise(names[0], "pp")

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ignite_ddl.arguments import MAPPING, MODULE, Fits, check, takes, whole
 from ignite_ddl.compat import quiet_redistribution
+from ignite_ddl.data_parallel import share_buffers
 from ignite_ddl.lazy import materialize
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline.one_stage import as_stages
-from ignite_ddl.pipeline.pipeline import share_buffers
-from ignite_ddl.tensor.styles import ROW_ORDER
+from ignite_ddl.pipeline.local_stages import stages_of
+from ignite_ddl.tensor.layers import ROW_ORDER
 
 __all__ = [
     "AS_MADE",
@@ -54,7 +54,7 @@ def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, t
     Raises:
         ValueError: if ``on_rank`` is no rank, or some rank does not call it within 60 s.
     """
-    stages, mesh = as_stages(model), get_mesh()
+    stages, mesh = stages_of(model), get_mesh()
     if on_rank is not None:
         rank = Fits(f"a rank below {mesh.world_size}", whole(0, mesh.world_size - 1).read)
         on_rank = check("on_rank", on_rank, rank)
@@ -85,7 +85,7 @@ def whole_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, tor
     Yields:
         tuple: a name of the uncut model, and the tensor on the CPU of ``on_rank``; None on the other ranks.
     """
-    stages, mesh = as_stages(model), get_mesh()
+    stages, mesh = stages_of(model), get_mesh()
     _wait_for_all(mesh)
     for stage in stages.local_stages():
         share_buffers(stage, mesh)
@@ -135,7 +135,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     Raises:
         ValueError: if a name is missing, unknown, or has another shape.
     """
-    stages, mesh = as_stages(model), get_mesh()
+    stages, mesh = stages_of(model), get_mesh()
     materialize(model)
     targets, saved_as, extra = local_state(model)
     shapes = stages.full_shapes()  # of every stage, so that all ranks refuse alike
@@ -170,7 +170,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 def set_extra_state(model: nn.Module, name: str, value: Any) -> None:
     """Gives a module of the model what its ``get_extra_state`` has returned under ``name``."""
-    as_stages(model).plain_module().get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+    stages_of(model).plain_module().get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
@@ -254,7 +254,7 @@ def local_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, st
         tuple: names in the uncut model to tensors, DTensors where they are cut; the name under which each of them is
         saved, which is the first one of a tied weight; and names to what is no tensor (``get_extra_state``).
     """
-    stages = as_stages(model)
+    stages = stages_of(model)
     state = stages.plain_module().state_dict(keep_vars=True)
     tensors = {name: value for name, value in state.items() if not is_extra(name)}
     across = {name: names[0] for names in stages.shared_names() for name in names}

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from ignite_ddl.audit import N_SHAPES, Audit, shapes_of
 from ignite_ddl.compat import PartError, newest_node
+from ignite_ddl.data_parallel import gradient_sync
 from ignite_ddl.guards import advice_of
 from ignite_ddl.loss_contract import LossContract, divisor_of, key_of
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.one_stage import as_stages, call, gradient_sync
+from ignite_ddl.pipeline.local_stages import call, stages_of
 from ignite_ddl.pipeline.structure import n_rows, tensors_of
 from ignite_ddl.tensor.gradients import redistribute_gradient
 
@@ -51,7 +52,7 @@ class TrainingStep:
         model_fn: Callable[[nn.Module, Any], Any] = call,
     ) -> None:
         self.model, self.transform, self.checks = model, transform, checks
-        self.mesh, self.stages = get_mesh(), as_stages(model, model_fn)
+        self.mesh, self.stages = get_mesh(), stages_of(model, model_fn)
         self.audit = Audit(model, self.stages, self.mesh) if checks and self.mesh.world_size > 1 else None
         self.contracts: dict[Any, LossContract] = {}
         self.open = False
@@ -104,16 +105,13 @@ class TrainingStep:
                 contract.look(loss, output, target, since)
             return loss
 
-        reduction: tuple[torch.Tensor, dist.Work | None]
-
-        def reduce(loss: torch.Tensor | None) -> None:
-            nonlocal reduction
-            with autocast:
-                reduction = self._start_reduction(loss, here, rows, y, contract)
-
         share = contract.divisor.share
         with gradient_sync(self.stages.local_stages(), last), _explained():
-            output = self.stages.step(x, y, loss_of, self.transform, share, weight, autocast, reduce)
+            output, loss = self.stages.forward(x, y, loss_of, self.transform, share, weight, autocast)
+            detached = None if loss is None else loss.detach()
+            with autocast:  # it overlaps the backward pass
+                reduction = self._start_reduction(detached, here, rows, y, contract)
+            self.stages.backward(loss, weight)
         if self.audit is not None:
             with autocast:
                 self.audit.end(last)  # before the next collective, which would meet DDP's on a peer that waits

@@ -43,7 +43,7 @@ from ignite_ddl import model as ddl_model
 from ignite_ddl.course import CNN, GPT, MLP
 from ignite_ddl.course.gpt import Attention, Embedding, Head
 from ignite_ddl.data import part
-from ignite_ddl.tensor.gradients import WholeWeights
+from ignite_ddl.tensor.gradients import ReplicatedWeights
 
 TOLERANCE = 1e-12  # never loosened
 CLEARLY_WRONG = 1e-3  # what a wrong variant must exceed, so that the comparison is seen to be able to fail
@@ -613,7 +613,7 @@ def train(case):
                 engine.terminate()
 
     # The trainer would not go on with gradients that differ on tp ranks.
-    unasked = mock.patch.object(WholeWeights, "check") if case.wrong else contextlib.nullcontext()
+    unasked = mock.patch.object(ReplicatedWeights, "check") if case.wrong else contextlib.nullcontext()
     with unasked:  # a loader that ddl does not know has no rows to weight by
         trainer.run(list(loader) if case.wrong == "unweighted mean" else loader, max_epochs=10**6)
     weights = {plain(n): whole(p) for n, p in model.named_parameters()}

@@ -17,9 +17,9 @@ from ignite_ddl.checkpoint.resume import Resume, load_engine, load_loader, resum
 from ignite_ddl.checkpoint.storage import Folder, agree
 from ignite_ddl.checkpoint.values import decoded, encoded
 from ignite_ddl.data import ShardedDataLoader
+from ignite_ddl.data_parallel import share_buffers
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline.one_stage import as_stages
-from ignite_ddl.pipeline.pipeline import share_buffers
+from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.replicas import check_replicas
 from ignite_ddl.state import AS_MADE, Shard, local_state, set_extra_state, shard_of
 from ignite_ddl.tensor.random import draw_seed, random_states, set_random_states
@@ -68,7 +68,7 @@ def take(objects: Mapping[str, Any]) -> Taken:
     names: dict[int, str] = {}  # of parameters, by id
     models = {key: thing for key, thing in objects.items() if isinstance(thing, nn.Module)}
     for model in models.values():  # DDP did so before the last forward pass, and that one changed them
-        for stage in as_stages(model).local_stages():
+        for stage in stages_of(model).local_stages():
             share_buffers(stage, get_mesh())
     for model in models.values():
         check_replicas(model)

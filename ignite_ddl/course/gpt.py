@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ignite_ddl.arguments import check_count
 from ignite_ddl.course.models import _check_counts, _layers_at
-from ignite_ddl.pipeline.structure import whole
-from ignite_ddl.tensor.styles import Column, Row, Sequence, ShardedRandom, SharedInput, SplitSequence
+from ignite_ddl.pipeline.structure import full_tensors
+from ignite_ddl.tensor import Column, Row, Sequence, ShardedRandom, SharedInput, SplitSequence
 
 
 class Embedding(nn.Module):
@@ -216,7 +216,7 @@ def generate(model, ids, n, temperature=1.0, seed=0, length=None):
     training = model.training
     model.eval()
     for _ in range(n):
-        logits = whole(model(ids[None, -length:].to(idist.device())))[0, -1]  # (V,), after the last token
+        logits = full_tensors(model(ids[None, -length:].to(idist.device())))[0, -1]  # (V,), after the last token
         chances = (logits.double().cpu() / temperature).softmax(0)
         ids = torch.cat([ids, torch.multinomial(chances, 1, generator=draws)])
     model.train(training)

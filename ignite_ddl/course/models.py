@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from ignite_ddl.arguments import check_count
-from ignite_ddl.tensor.styles import Column, InputChannels, OutputChannels, Row
+from ignite_ddl.tensor import Column, InputChannels, OutputChannels, Row
 
 
 class MLP(nn.Sequential):

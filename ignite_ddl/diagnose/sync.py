@@ -14,7 +14,7 @@ from ignite_ddl.arguments import MODULE, takes
 from ignite_ddl.diagnose.calls import recorded_calls
 from ignite_ddl.diagnose.report import UnlikeCalls, unlike_calls
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.one_stage import as_stages
+from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.replicas import digest, own_statistics
 from ignite_ddl.state import local_state, shard_of
 
@@ -85,7 +85,7 @@ def check_in_sync(model: nn.Module) -> list[OutOfSync]:
     left_out = own_statistics(model)
     saved = {id(tensor) for tensor in tensors.values()}
     everything = [(saved_as[name], None, tensor) for name, tensor in tensors.items()]
-    for name, buffer in as_stages(model).plain_module().named_buffers():
+    for name, buffer in stages_of(model).plain_module().named_buffers():
         if id(buffer) not in saved:  # under pp, these names are this stage's
             everything.append((name, mesh.pp_rank, buffer))
     for name, stage, tensor in everything:

@@ -84,15 +84,15 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"{kind}.pipeline_layers leaves out {', '.join(left_out)}: no stage would hold them; put them into layers"
         )
     layers = [(name, modules[name]) for name in names]
-    _check_called_in_a_row(model, layers)
+    _check_sequential(model, layers)
     return layers
 
 
-def _check_called_in_a_row(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
+def _check_sequential(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
     """Refuses a ``forward`` that does more than call its layers: a pipeline would leave that out."""
     for dtype, ndim in itertools.product((torch.float32, torch.long), (2, 3, 4)):
         try:
-            problem = _what_else_it_does(model, layers, torch.zeros([2] * ndim, dtype=dtype))
+            problem = _find_other_work(model, layers, torch.zeros([2] * ndim, dtype=dtype))
         except Exception as error:  # perhaps because of this shape
             problem = f"it could not be tried ({str(error).splitlines()[0] if str(error) else error!r})"
             continue
@@ -105,7 +105,7 @@ def _check_called_in_a_row(model: nn.Module, layers: list[tuple[str, nn.Module]]
     )
 
 
-def _what_else_it_does(model: nn.Module, layers: list[tuple[str, nn.Module]], x: torch.Tensor) -> str | None:
+def _find_other_work(model: nn.Module, layers: list[tuple[str, nn.Module]], x: torch.Tensor) -> str | None:
     """Calls ``forward`` with stand-ins for the layers: each expects the unchanged output of the one before."""
     passed, problems = [x], []
 
@@ -145,7 +145,7 @@ class Cut:
         layers: for each stage, the names of its layers.
         shared: for each parameter that several stages hold, its names; the first one is in the earliest stage.
         stage_of: the stage of each parameter, by name.
-        shapes: the shapes in the whole model's state dict, in its order.
+        shapes: the shapes in the full model's state dict, in its order.
     """
 
     schedule: str
@@ -247,7 +247,7 @@ def check_trains(cut: Cut, stage: int, module: nn.Module) -> None:
 
 
 def sequential(layers: Sequence[tuple[str, nn.Module]]) -> nn.Module:
-    """The layers of a stage, called one after the other, each under its name in the whole model."""
+    """The layers of a stage, called one after the other, each under its name in the full model."""
     if any("." in name for name, _ in layers):
         return NamedSequential(layers)
     return nn.Sequential(OrderedDict(layers))

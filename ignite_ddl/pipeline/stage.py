@@ -81,8 +81,8 @@ class Stage(PipelineStage):
         with random_stream(seed), self.autocast:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def forward_maybe_with_nosync(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        output = self.submod(self.takes.structure.unflatten(given))
+    def forward_maybe_with_nosync(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output = self.submod(self.takes.structure.unflatten(inputs))
         tensors, structure = flatten(output, self.name)
         shapes, expected = (tuple((t.shape, t.dtype) for t in of) for of in (tensors, self.returns.tensors))
         if structure != self.returns.structure or shapes != expected:
@@ -91,11 +91,11 @@ class Stage(PipelineStage):
                 f"since its neighbour expects them, but returned {_say(structure, shapes)} after "
                 f"{_say(self.returns.structure, expected)}: pad, or return what varies as a tensor"
             )
-        return tuple(self._sendable(tensor, given) for tensor in tensors)
+        return tuple(self._sendable(tensor, inputs) for tensor in tensors)
 
-    def _sendable(self, tensor: torch.Tensor, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _sendable(self, tensor: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Without gaps in memory, as after attention; and, for torch's backward pass, no input and no view."""
-        passed_on = any(tensor is one for one in given)
+        passed_on = any(tensor is one for one in inputs)
         if passed_on or (self.split_backward and tensor._is_view()):  # such as a Linear's output for 3-D input
             return tensor.clone(memory_format=torch.contiguous_format)
         return tensor.contiguous()

@@ -17,13 +17,13 @@ __all__ = [
     "check_rows",
     "concatenated",
     "flatten",
+    "full_tensors",
     "joined",
     "map_leaves",
     "n_rows",
     "rows_of",
     "some_rows",
     "tensors_of",
-    "whole",
 ]
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
@@ -134,7 +134,7 @@ def joined(parts: Sequence[Any]) -> Any:
     return tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], torch.Tensor) else leaves[0], *parts)
 
 
-def whole(tree: Any) -> Any:
+def full_tensors(tree: Any) -> Any:
     """The same values with each DTensor gathered; its ranks call it together."""
     return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree)
 

@@ -1,4 +1,4 @@
-"""Layers for a model that is no row of layers, such as a U-Net: by torch's tracing front end for pipelines."""
+"""Layers for a model that is not sequential, such as a U-Net: by torch's tracing front end for pipelines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str]) -> nn.Sequenti
         before: names of modules, each called once, in the order of their calls: a layer begins with the call of each.
 
     Returns:
-        nn.Sequential: the layers, ``len(before) + 1``; also the whole model, on one process and on any mesh without tp.
+        nn.Sequential: the layers, ``len(before) + 1``; also the full model, in one process and on any mesh without tp.
 
     Raises:
         ValueError: if the model cannot be traced, ``x`` has fewer than two rows, or the model does not call the modules
@@ -80,16 +80,16 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str]) -> nn.Sequenti
         for module, training in was:
             module.training = training
     layers = [TracedLayer({mode: trace.parts[i] for mode, trace in traces.items()}) for i in range(len(before) + 1)]
-    own = dict(_tensors_of(model))
+    known = dict(_tensors_of(model))
     used = {name for layer in layers for name in layer.uses}
     names_of: dict[int, list[str]] = {}
-    for name, tensor in own.items():
+    for name, tensor in known.items():
         names_of.setdefault(id(tensor), []).append(name)
     kept = model.state_dict()
-    unused = [name for name, tensor in own.items() if name in kept and used.isdisjoint(names_of[id(tensor)])]
+    unused = [name for name, tensor in known.items() if name in kept and used.isdisjoint(names_of[id(tensor)])]
     for i, layer in enumerate(layers):
         for name in [*layer.uses, *(unused if i == 0 else ())]:
-            _register(layer, name, own[name], name in kept)
+            _register(layer, name, known[name], name in kept)
     layers[0].takes = _kinds(leaves)
     return nn.Sequential(*layers).train(model.training)
 
@@ -105,13 +105,13 @@ class _Part:
         self.inputs: list[str] | None = None  # of the first layer
         self.outputs: tuple[Any, TreeSpec] | None = None  # of the last layer
 
-    def __call__(self, given: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    def __call__(self, values: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         if self.inputs is not None:
-            given = dict(zip(self.inputs, tree_leaves(given), strict=True))
-        arguments = [given[a.name] if isinstance(a, torch.fx.Node) else a for a in self.arguments]
-        own = {name: tensors[name] for name in self.uses}
-        result = torch.func.functional_call(self.graph, own, tuple(arguments))
-        known = dict(given)
+            values = dict(zip(self.inputs, tree_leaves(values), strict=True))
+        arguments = [values[a.name] if isinstance(a, torch.fx.Node) else a for a in self.arguments]
+        weights = {name: tensors[name] for name in self.uses}
+        result = torch.func.functional_call(self.graph, weights, tuple(arguments))
+        known = dict(values)
         for name, place in self.gives.items():
             known[name] = result if place is None else result[place]
         if self.outputs is None:
@@ -124,7 +124,7 @@ class _Trace:
     """A model's operations in one mode, in parts."""
 
     def __init__(self, model: nn.Module, x: Any, before: Sequence[str]) -> None:
-        from torch.distributed.pipelining import Pipe, pipe_split  # here, since the import takes a second
+        from torch.distributed.pipelining import Pipe, pipe_split  # a slow import
 
         calls: list[str] = []
 
@@ -144,8 +144,8 @@ class _Trace:
             first = str(error).strip().splitlines()[0]
             raise ValueError(
                 f"torch.export cannot trace {type(model).__name__}, since its forward depends on values of tensors or "
-                f"on the number of rows, or does what export does not know ({first}): make it a row of layers instead, "
-                "an nn.Sequential"
+                f"on the number of rows, or does what export does not know ({first}): make it an nn.Sequential "
+                "instead"
             ) from error
         finally:
             for hook in hooks:
@@ -164,7 +164,7 @@ def _parts(graph: torch.fx.GraphModule, out_spec: TreeSpec, model: nn.Module) ->
     calls = [node for node in nodes if node.op == "call_module"]
     inputs = [node.name for node in nodes if node.op == "placeholder"]
     [output] = [node.args[0] for node in nodes if node.op == "output"]
-    own = dict(_tensors_of(model))
+    tensors = dict(_tensors_of(model))
     read = [{a.name for a in call.args if isinstance(a, torch.fx.Node)} for call in calls]
     read.append({a.name for a in tree_leaves(output) if isinstance(a, torch.fx.Node)})
     parts, known = [], dict.fromkeys(inputs)
@@ -174,10 +174,10 @@ def _parts(graph: torch.fx.GraphModule, out_spec: TreeSpec, model: nn.Module) ->
         known |= dict.fromkeys(gives)
         later = set().union(*read[i + 1 :])
         operations = getattr(graph, call.target)
-        uses = [name for name, _ in _tensors_of(operations) if name in own]  # the others are constants
+        uses = [name for name, _ in _tensors_of(operations) if name in tensors]  # the others are constants
         for name in uses:  # it gets the layer's at each call, and keeps none
-            empty, (prefix, _, last) = torch.empty_like(own[name], device="meta"), name.rpartition(".")
-            kept = nn.Parameter(empty, False) if isinstance(own[name], nn.Parameter) else empty
+            empty, (prefix, _, last) = torch.empty_like(tensors[name], device="meta"), name.rpartition(".")
+            kept = nn.Parameter(empty, False) if isinstance(tensors[name], nn.Parameter) else empty
             setattr(operations.get_submodule(prefix), last, kept)
         parts.append(_Part(operations, uses, list(call.args), gives, [n for n in known if n in later]))
     parts[0].inputs, parts[-1].outputs = inputs, (tree_leaves(output), out_spec)
@@ -194,10 +194,10 @@ class TracedLayer(nn.Module):
         self._parts = parts  # in a dict: the graphs' own parameters are not registered
         self.uses = list(dict.fromkeys(name for part in parts.values() for name in part.uses))
 
-    def forward(self, given: Any) -> Any:
+    def forward(self, value: Any) -> Any:
         if self.takes is not None:
-            _check_input(given, self.takes)
-        return self._parts[self.training](given, dict(_tensors_of(self)))
+            _check_input(value, self.takes)
+        return self._parts[self.training](value, dict(_tensors_of(self)))
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -205,8 +205,8 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
-def _check_input(given: Any, takes: list[Any]) -> None:
-    found = _kinds(tree_leaves(given))
+def _check_input(value: Any, takes: list[Any]) -> None:
+    found = _kinds(tree_leaves(value))
     if found != takes:
         raise ValueError(
             f"the input of a model from ddl.trace_layers should have rows of {takes}, as when it was traced, but given "

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from ignite_ddl.mesh import Mesh
 
-__all__ = ["WholeWeights", "layout_of", "redistribute_gradient"]
+__all__ = ["ReplicatedWeights", "layout_of", "redistribute_gradient"]
 
 
-class WholeWeights:
+class ReplicatedWeights:
     """Checks once for each replicated weight that all tp peers have the same gradient.
 
     Gradients differ if the ranks' parts of features, heads, channels or tokens share the weight, or if the ranks saw
@@ -43,13 +43,13 @@ class WholeWeights:
         asked = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and name not in self.agreed and not _is_cut_over_tp(parameter)
+            if parameter.requires_grad and name not in self.agreed and not _is_sharded_over_tp(parameter)
         }
         if not asked:
             return
-        here = torch.stack([_digest(parameter.grad) for parameter in asked.values()])
-        peers = [torch.empty_like(here) for _ in range(self.mesh.tp_size)]
-        dist.all_gather(peers, here, group=self.mesh.tp_group)
+        digests = torch.stack([_digest(parameter.grad) for parameter in asked.values()])
+        peers = [torch.empty_like(digests) for _ in range(self.mesh.tp_size)]
+        dist.all_gather(peers, digests, group=self.mesh.tp_group)
         peers = torch.stack(peers).cpu()  # (tp, weights, 16)
         sizes = peers[..., 8:].norm(dim=2).amax(dim=0)
         differences = (peers - peers[0]).norm(dim=2).amax(dim=0)
@@ -67,7 +67,7 @@ class WholeWeights:
                     )
 
 
-def _is_cut_over_tp(parameter: torch.Tensor) -> bool:
+def _is_sharded_over_tp(parameter: torch.Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()

@@ -29,7 +29,7 @@ def cross_entropy(
     weight: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """``F.cross_entropy``, also of logits that are cut by vocabulary over tp ranks, without gathering them.
+    """``F.cross_entropy``, also of logits that are sharded by vocabulary over tp ranks, without gathering them.
 
     Cut logits come from a head with ``Column(use_local_output=False)``. Three numbers per row are reduced over tp: the
     largest logit, the sum of exponentials, and the logit of the target (Shoeybi et al. 2019, "Megatron-LM", section 3).
@@ -38,19 +38,19 @@ def cross_entropy(
     logits are converted to float32. Whole logits are passed to ``F.cross_entropy``.
 
     Args:
-        logits: scores of shape (N, C) or (N, C, ...); a DTensor cut along the classes, or a plain tensor.
+        logits: scores of shape (N, C) or (N, C, ...); a DTensor sharded along the classes, or a plain tensor.
         target: class indices of shape (N,) or (N, ...), the same on all tp peers.
         ignore_index: the target to ignore, default -100.
         reduction: "mean" (default), "sum" or "none".
-        weight: a weight for each class. For whole logits only.
-        label_smoothing: default 0.0. For whole logits only.
+        weight: a weight for each class. For full logits only.
+        label_smoothing: default 0.0. For full logits only.
 
     Returns:
-        Tensor: the loss, a plain tensor that is the same on all tp peers; float32 for cut logits in half precision.
+        Tensor: the loss, a plain tensor that is the same on all tp peers; float32 for sharded logits in half precision.
 
     Raises:
-        ValueError: if logits are cut, but not along the classes; if ``target``, ``weight`` or ``label_smoothing`` is
-            not supported for cut logits; or if ``target`` has another shape. Nothing is sent then.
+        ValueError: if logits are sharded, but not along the classes; if ``target``, ``weight`` or ``label_smoothing``
+            is not supported for sharded logits; or if ``target`` has another shape. Nothing is sent then.
 
     Examples:
         .. code-block:: python
@@ -98,10 +98,10 @@ def cross_entropy(
         if len(outside):
             raise ValueError(f"target should be below the {logits.shape[classes]} classes, but has {int(outside[0])}")
     options = {"ignore_index": ignore_index, "reduction": reduction}
-    return _CutCrossEntropy.apply(logits.to_local(), logits._spec, target, options)
+    return _ShardedCrossEntropy.apply(logits.to_local(), logits._spec, target, options)
 
 
-class _CutCrossEntropy(torch.autograd.Function):
+class _ShardedCrossEntropy(torch.autograd.Function):
     """Computes the gradient in forward: torch's ``loss_parallel`` would have to enclose the backward pass too."""
 
     @staticmethod

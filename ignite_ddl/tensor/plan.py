@@ -12,17 +12,11 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
 from ignite_ddl.guards import explain_errors, refuse_second_derivatives
+from ignite_ddl.tensor.convolution import InputChannels, OutputChannels
 from ignite_ddl.tensor.gradients import layout_of
-from ignite_ddl.tensor.styles import (
-    Column,
-    InputChannels,
-    OutputChannels,
-    ShardedRandom,
-    SharedWeight,
-    dim_of_outputs,
-    is_by_channel,
-    stays_cut,
-)
+from ignite_ddl.tensor.inside import ShardedRandom, SharedWeight, is_by_channel
+from ignite_ddl.tensor.layers import dim_of_outputs
+from ignite_ddl.tensor.linear import leaves_output_sharded
 
 __all__ = ["apply_plan", "check_plan"]
 
@@ -31,7 +25,7 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
     """Checks a plan, and returns the style of each module that it names.
 
     Args:
-        model: the whole model.
+        model: the full model.
         plan: globs of module names to styles; ``*`` and ``[...]`` as in ``fnmatch``, matched separately between the
             dots. If two keys match a module, the later one is used.
         tp_size: number of tp ranks.
@@ -40,8 +34,8 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
         dict: full module names to styles.
 
     Raises:
-        ValueError: if ``plan`` is not a dict from names to styles, a key matches no module, a style cannot cut a
-            module into ``tp_size`` parts, or a module or weight with several names would be cut in two ways.
+        ValueError: if ``plan`` is not a dict from names to styles, a key matches no module, a style cannot divide a
+            module into ``tp_size`` parts, or a module or weight with several names would be sharded in two ways.
     """
     if not isinstance(plan, Mapping) or not all(isinstance(key, str) for key in plan):
         raise ValueError(f"tensor_plan should be a dict from globs of module names to styles, but given {plan!r}")
@@ -75,25 +69,25 @@ def _is_parametrized(module: nn.Module) -> bool:
 
 
 def _check_channels(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> None:
-    """Refuses weights of single channels in a cut region of an ``nn.Sequential``, whose order of layers is known."""
+    """Refuses weights of single channels in a sharded region of an ``nn.Sequential``, whose order is known."""
     for name, module in modules.items():
         if type(module).forward is not nn.Sequential.forward:
             continue
-        cut_by = ""
+        sharded_by = ""
         for child_name, child in module.named_children():
             full_name = f"{name}.{child_name}" if name else child_name
             style = styles.get(full_name)
             if style is not None and not isinstance(style, ShardedRandom | SharedWeight):
-                cut_by = full_name if isinstance(style, OutputChannels) or stays_cut(style) else ""
-            elif cut_by and is_by_channel(child):
+                sharded_by = full_name if isinstance(style, OutputChannels) or leaves_output_sharded(style) else ""
+            elif sharded_by and is_by_channel(child):
                 raise ValueError(
-                    f"{full_name!r} is a {type(child).__name__} of all channels, but {cut_by!r} before it leaves each "
-                    "rank some of them, and no style cuts it: leave its neighbours out of tensor_plan"
+                    f"{full_name!r} is a {type(child).__name__} of all channels, but {sharded_by!r} before it leaves "
+                    "each rank some of them, and no style cuts it: leave its neighbours out of tensor_plan"
                 )
 
 
 def _check_agreement(model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> None:
-    """Refuses a plan that cuts a module or a weight with several names in two ways."""
+    """Refuses a plan that shards a module or a weight with several names in two ways."""
     of_module: dict[int, tuple[str, ParallelStyle]] = {}
     for name, style in styles.items():
         first, before = of_module.setdefault(id(modules[name]), (name, style))
@@ -103,14 +97,14 @@ def _check_agreement(model: nn.Module, modules: Mapping[str, nn.Module], styles:
             )
     for names in _shared_parameters(model):
         owners = [name.rpartition(".") for name in names]
-        cuts = []
+        layouts = []
         for owner, _, attribute in owners:
             _, style = of_module.get(id(modules[owner]), (owner, None))
-            cuts.append(_cut_of(style, modules[owner], attribute))
-        _check_same(names, cuts)
+            layouts.append(_planned_layout(style, modules[owner], attribute))
+        _check_same(names, layouts)
 
 
-def _cut_of(style: ParallelStyle | None, module: nn.Module, attribute: str) -> str | None:
+def _planned_layout(style: ParallelStyle | None, module: nn.Module, attribute: str) -> str | None:
     """The layout that a style gives to a parameter; None if the style is unknown."""
     is_weight = attribute == "weight"
     outputs = dim_of_outputs(module) if is_weight else 0
@@ -118,25 +112,25 @@ def _cut_of(style: ParallelStyle | None, module: nn.Module, attribute: str) -> s
         dim = outputs
     elif isinstance(style, RowwiseParallel | InputChannels):
         dim = 1 - outputs if is_weight else None
-    elif style is None or type(style).__module__ in (Column.__module__, ColwiseParallel.__module__):
+    elif style is None or type(style).__module__.startswith((f"{__package__}.", ColwiseParallel.__module__)):
         dim = None
     else:
         return None
     return "replicated" if dim is None else f"(Shard(dim={dim}),)"
 
 
-def _check_same(names: list[str], cuts: list[str | None]) -> None:
-    for cut in cuts[1:]:
-        if None not in (cut, cuts[0]) and cut != cuts[0]:
+def _check_same(names: list[str], layouts: list[str | None]) -> None:
+    for layout in layouts[1:]:
+        if None not in (layout, layouts[0]) and layout != layouts[0]:
             raise ValueError(
-                f"tensor_plan cuts the shared weight {names[0]!r} in two ways: {cuts[0]} and {cut}; give its "
+                f"tensor_plan cuts the shared weight {names[0]!r} in two ways: {layouts[0]} and {layout}; give its "
                 "modules styles that agree"
             )
 
 
 def _wanted_input(style: ParallelStyle) -> str:
-    cut = isinstance(style, RowwiseParallel | InputChannels) and not getattr(style, "whole_input", False)
-    return "this rank's part of the features or channels" if cut else "whole, as in the uncut model"
+    sharded = isinstance(style, RowwiseParallel | InputChannels) and not getattr(style, "whole_input", False)
+    return "this rank's part of the features or channels" if sharded else "whole, as in the uncut model"
 
 
 def _matches(name: str, key: str) -> bool:
@@ -155,14 +149,14 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
         tp_mesh: the tp axis of the ``DeviceMesh``.
 
     Raises:
-        ValueError: if two modules share a weight, and styles unknown to :func:`check_plan` cut it differently.
+        ValueError: if two modules share a weight, and styles unknown to :func:`check_plan` shard it differently.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     shared = _shared_parameters(model)
-    cut = set()  # a module with several names is cut once
+    applied = set()  # a module with several names is sharded once
     for name, style in styles.items():
-        if name in modules and id(modules[name]) not in cut:
-            cut.add(id(modules[name]))
+        if name in modules and id(modules[name]) not in applied:
+            applied.add(id(modules[name]))
             parallelize_module(modules[name], tp_mesh, style)
             refuse_second_derivatives(modules[name], name)
             explain_errors(
@@ -170,7 +164,7 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
                 f"This was in {name!r}, which tensor_plan cuts with {type(style).__name__}: its input should be "
                 f"{_wanted_input(style)}; name the layers before it in the plan too, or leave this one out.",
             )
-    for parent, inside in _takers_apart(modules, styles).items():
+    for parent, inside in _readers_of_shards(modules, styles).items():
         explain_errors(
             modules[parent],
             f"This was in {parent or 'the model'!r}, which gets a rank's part of the outputs of {', '.join(inside)}, "
@@ -186,7 +180,7 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
                     f"This was in {name!r}, a {type(module).__name__} of all channels, which sees some of them where "
                     "the convolution before it is cut: leave its neighbours out of tensor_plan.",
                 )
-    for names in shared:  # torch makes a new parameter in each cut module: tie them again
+    for names in shared:  # torch makes a new parameter in each sharded module: tie them again
         owners = [(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
         first = getattr(*owners[0])
         for owner, attribute in owners[1:]:
@@ -194,14 +188,14 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
             setattr(owner, attribute, first)
 
 
-def _takers_apart(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, list[str]]:
-    """The modules whose own code sees what a Column leaves cut, and the names of these inside."""
+def _readers_of_shards(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, list[str]]:
+    """The modules whose code sees what a Column leaves sharded, and the names of these inside."""
     found: dict[str, list[str]] = {}
     for name, style in styles.items():
-        parent, _, own = name.rpartition(".")
+        parent, _, child = name.rpartition(".")
         known = name and name in modules and parent in modules
-        if known and stays_cut(style) and type(modules[parent]).forward is not nn.Sequential.forward:
-            found.setdefault(parent, []).append(own)
+        if known and leaves_output_sharded(style) and type(modules[parent]).forward is not nn.Sequential.forward:
+            found.setdefault(parent, []).append(child)
     return found
 
 

@@ -8,7 +8,7 @@ The rule, which is the same on every device:
 2. *Replicated regions*, which are all modules except those of 3, draw from it: the same numbers on all tp peers, and
    those of one process.
 3. *Sharded regions*, which are the modules that the plan names as :class:`ShardedRandom` or :class:`Sequence`, draw
-   from a stream of their own on each tp rank: at each call in training, a number n is drawn from the replica's stream,
+   from a stream for each tp rank: at each call in training, a number n is drawn from the replica's stream,
    and the module draws from a stream seeded with n + r on tp rank r.
 4. Under pp, a number n is drawn from the replica's stream for each batch; the forward pass of microbatch m on stage s
    draws from a stream seeded with n + 2²⁰·s + m, to which 2 and 3 apply.

@@ -21,6 +21,7 @@ from ignite_ddl.course import on_ranks
 from ignite_ddl.lab import Timeline, bubble
 from ignite_ddl.lab.record import KINDS, PASSES, Record
 from ignite_ddl.lab.timeline import watch
+from ignite_ddl.pipeline.local_stages import stages_of
 
 DELAY = 0.06  # seconds of a sleep; on a loaded machine one takes longer, never shorter
 SLACK = 0.5  # what a loaded machine may add to the delays of a test; nothing may be below them
@@ -510,7 +511,7 @@ def pipeline(local_rank):
     timeline = Timeline().attach(trainer)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), timeline.clear)  # the first step builds stages
     if local_rank == 0:
-        for stage in model.local_stages():
+        for stage in stages_of(model).local_stages():
             stage.register_forward_pre_hook(lambda *_: time.sleep(DELAY))
     trainer.run([(torch.randn(4, 8), torch.randn(4, 8))] * 3)
     return timeline

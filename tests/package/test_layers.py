@@ -18,6 +18,7 @@ import ignite_ddl as ddl
 from ignite_ddl.course import CNN, Delay
 from ignite_ddl.lazy import Lazy
 from ignite_ddl.pipeline.cut import named_layers
+from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.schedules import SCHEDULES
 
 
@@ -104,11 +105,11 @@ def test_the_stages_of_a_model_with_dots_in_its_names():
     held = [dict(rank.named_parameters()) for rank in ranks]
     assert sorted(n for part in held for n in part) == sorted(n for n, _ in net.named_parameters())
     assert all(part[n] is net.get_parameter(n) for part in held for n in part)
-    assert list(ranks[0].full_shapes()) == list(net.state_dict())
+    assert list(stages_of(ranks[0]).full_shapes()) == list(net.state_dict())
     ids = torch.tensor([[0, 3], [4, 1]])
     x = ids
     for s in range(4):
-        x = ranks[s % 2]._stages[s](x)
+        x = stages_of(ranks[s % 2]).stages[s](x)
     assert torch.equal(x, net(ids))
 
 

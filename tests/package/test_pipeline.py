@@ -13,6 +13,7 @@ from torch import nn
 
 import ignite_ddl as ddl
 from ignite_ddl.pipeline.cut import balance
+from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for, stage_owners, suits
 from ignite_ddl.pipeline.stage import SENDS_ANY_DTYPE
 
@@ -162,7 +163,7 @@ def test_each_rank_holds_its_stages_only_under_the_names_of_the_whole_model(sche
         for name, parameter in part.items():
             assert torch.equal(parameter, whole.get_parameter(name))
             assert owners[ranks[rank]._cut.stage_of[name]] == rank
-        assert list(ranks[rank].full_shapes()) == list(whole.state_dict())
+        assert list(stages_of(ranks[rank]).full_shapes()) == list(whole.state_dict())
         assert ranks[rank].is_last == (rank == owners[-1])
     starts = list(itertools.accumulate([0, *sizes(ranks[0])]))
     for stage, owner in enumerate(owners):
@@ -173,7 +174,7 @@ def test_each_rank_holds_its_stages_only_under_the_names_of_the_whole_model(sche
 @pytest.mark.parametrize("rank", [0, 1])
 def test_layers_may_be_called_as_a_pipeline_calls_its_own_things(rank):
     names = ["mesh", "local", "owners", "schedule", "shared", "shapes", "stages", "module", "split", "stage_of",
-             "_order", "order"]  # fmt: skip
+             "_order", "order", "step", "counts", "local_stages", "shared_names", "plain_module"]  # fmt: skip
     odd = nn.Sequential(OrderedDict([(name, nn.Linear(2, 2)) for name in names]))
     odd.add_module("layers", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))  # as Llama's
     pipeline = pipeline_of(odd, mesh_of(2, rank))
@@ -208,8 +209,8 @@ def test_a_layer_that_is_there_twice_is_run_twice():
     act = nn.Tanh()
     model = nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act)
     assert sum(sizes(pipeline_of(model, mesh_of(2)))) == 4
-    stage = pipeline_of(model, mesh_of(2, 1), split=[1, 3])._stages[1]
-    assert len(stage) == 3
+    pipeline = pipeline_of(model, mesh_of(2, 1), split=[1, 3])
+    assert len(stages_of(pipeline).stages[1]) == 3
 
 
 def test_weights_that_stages_share_are_found_by_name():
@@ -218,7 +219,7 @@ def test_weights_that_stages_share_are_found_by_name():
     for rank in range(2):
         pipeline = pipeline_of(model, mesh_of(2, rank))
         assert pipeline._cut.shared == [["layer0.2.bias", "layer7.2.bias"]]
-        assert [pipeline.counts(f"layer{i}.2.bias") for i in (0, 7)] == [True, False]
+        assert [stages_of(pipeline).counts(f"layer{i}.2.bias") for i in (0, 7)] == [True, False]
     assert pipeline_of(layers(), mesh_of(2))._cut.shared == []
 
 
@@ -243,7 +244,7 @@ def test_forward_only_equals_the_whole_model_on_every_schedule(local_rank):
             with pytest.raises(ValueError, match="use ddl.create_supervised_trainer, or ddl.forward_backward"):
                 pipeline.train()(x).sum().backward()
             assert (output - expected).abs().max() < 1e-14
-        assert pipeline.from_last_stage(ddl.get_mesh().pp_rank) == pipeline._cut.owners[-1]
+        assert stages_of(pipeline).from_last_stage(ddl.get_mesh().pp_rank) == pipeline._cut.owners[-1]
 
 
 @on_each_rank(pp=2)
@@ -285,7 +286,9 @@ def test_train_step(local_rank, schedule, name, n):
             pipeline.train_step(part, part, summed)
         for parameter, p in pipeline.named_parameters():
             assert (p.grad - times * whole.get_parameter(parameter).grad).abs().max() < 1e-11
-    made = {rows: (type(s).__name__, s._n_microbatches) for (rows, *_), (s, _) in pipeline._schedules.items()}
+    made = {
+        rows: (type(s).__name__, s._n_microbatches) for (rows, *_), (s, _) in stages_of(pipeline).schedules.made.items()
+    }
     assert made == {6: (name, 2), 3: (name, n)}
 
 
@@ -321,12 +324,12 @@ def words():
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 @on_each_rank(pp=2)
 def test_rows_may_be_of_another_length_in_each_batch(local_rank, schedule):
-    ddl.pipeline.pipeline._SCHEDULES_KEPT = 2
+    ddl.pipeline.batch_schedules._KEPT = 2
     pipeline = ddl.auto_model(words(), schedule=schedule, n_microbatches=4)
     for length in (6, 4, 6, 5, 4):
         x = torch.randint(9, (8, length), generator=torch.Generator().manual_seed(length))
         assert gap(pipeline, words(), x, torch.zeros(8, 4, dtype=torch.double)) < 1e-12
-    kept = [re.search(r"\(8, (\d)\)", shapes)[1] for _, shapes, _ in pipeline._schedules]
+    kept = [re.search(r"\(8, (\d)\)", shapes)[1] for _, shapes, _ in stages_of(pipeline).schedules.made]
     assert kept == ["5", "4"]
 
 
@@ -557,7 +560,7 @@ def copies(local_rank):
     [weight] = [p for name, p in pipeline.named_parameters() if name.endswith("weight")]
     for n in range(20):
         weight.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(4 * n + local_rank))
-        pipeline.sum_shared_gradients()
+        stages_of(pipeline).sum_shared_gradients()
         with torch.no_grad():
             weight -= 0.1 * weight.grad
     return weight.detach()

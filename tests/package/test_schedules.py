@@ -14,6 +14,7 @@ from ignite_ddl.course import Delay
 from ignite_ddl.lab import SavedBytes, Timeline, bubble, simulate
 from ignite_ddl.lab.cost import pipeline_bubble
 from ignite_ddl.lab.record import PASSES
+from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
 
 
@@ -73,7 +74,7 @@ def trained_with_statistics(schedule):
     for i, rows in enumerate(BATCHES):
         x = batch(i, rows)
         _, loss = model.train_step(x, x.tanh(), lambda output, target: (output - target).square().sum())
-        losses.append(model.from_last_stage(None if loss is None else loss.item()))
+        losses.append(stages_of(model).from_last_stage(None if loss is None else loss.item()))
     gradients, buffers = {n: p.grad for n, p in model.named_parameters()}, dict(model.named_buffers())
     model.eval()
     return [len(names) for names in model._cut.layers], losses, gradients, buffers, model(batch(9, 3))

@@ -1,0 +1,171 @@
+"""torch's schedules for the batches of a pipeline: each is for one shape, so one is set up for each shape."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map
+
+from ignite_ddl.data_parallel import reshard
+from ignite_ddl.mesh import Mesh
+from ignite_ddl.pipeline.cut import Cut, check_trains
+from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
+from ignite_ddl.pipeline.structure import Structure, joined, rows_of
+from ignite_ddl.pipeline.transfer import Transfer
+from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other, state_that_grows, without_trace
+
+__all__ = ["BatchSchedules", "MicrobatchLoss"]
+_KEPT = 16  # schedules of a pipeline; each holds receive buffers
+
+
+class MicrobatchLoss:
+    """The loss of the current batch: torch needs a loss when a schedule is made, but its weights differ by batch.
+
+    torch cuts targets that are one tensor: it gets row numbers.
+    """
+
+    def __init__(self, autocast: contextlib.AbstractContextManager, structure: Structure) -> None:
+        self.loss_fn: Callable | None = None
+        self.y: Any = None
+        self.autocast, self.structure = autocast, structure
+
+    def __call__(self, output: tuple[torch.Tensor, ...], rows: torch.Tensor) -> torch.Tensor:
+        with self.autocast:
+            return self.loss_fn(self.structure.unflatten(output), rows_of(self.y, int(rows[0]), int(rows[-1]) + 1))
+
+
+class BatchSchedules:
+    """The schedules of a pipeline by shape of the batch, alike on all pp ranks.
+
+    Args:
+        cut: the stages.
+        mesh: the mesh.
+        stages: those of this rank, by number.
+        transfer: the messages between stages.
+        sharded: whether the stages are sharded over dp.
+        checks: whether to refuse layers that keep a state from one forward pass to the next.
+    """
+
+    def __init__(
+        self, cut: Cut, mesh: Mesh, stages: dict[int, nn.Module], transfer: Transfer, sharded: bool, checks: bool
+    ) -> None:
+        self.cut, self.mesh, self.stages, self.transfer = cut, mesh, stages, transfer
+        self.sharded, self.checks = sharded, checks
+        self.made: dict[tuple, tuple[Any, MicrobatchLoss]] = {}  # the last one used at the end
+        self.trained: dict[int, bool] = {}  # whether a stage had trainable weights when schedules were set up
+
+    def forget(self) -> None:
+        """Makes the next step set up its schedule again."""
+        self.made.clear()
+        self.trained = {}
+
+    def is_new(self, key: tuple) -> bool:
+        """Whether to set up a schedule. That runs the stages, so where FSDP2 gathers, all dp peers have to do it."""
+        new = key not in self.made
+        if self.sharded:
+            # A last batch may have 32 rows on one dp rank, a known shape, and 31 on another.
+            on_any = torch.tensor(float(new), device=idist.device())
+            dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=self.mesh.dp_group)
+            new = bool(on_any)
+            if new:
+                self.made.pop(key, None)
+        return new
+
+    def get(
+        self, key: tuple, x: Any, rows: int, autocast: contextlib.AbstractContextManager
+    ) -> tuple[Any, MicrobatchLoss]:
+        """The schedule for batches like ``x``, of ``rows`` rows."""
+        self._check_as_set_up()
+        if key in self.made:
+            self.made[key] = self.made.pop(key)
+            return self.made[key]
+        self._check_gradients()
+        self.trained = {s: _trains(stage) for s, stage in self.stages.items()}
+        if len(self.made) == _KEPT:
+            del self.made[next(iter(self.made))]
+        self.made[key] = self._make(x, rows, autocast)
+        return self.made[key]
+
+    def _check_as_set_up(self) -> None:
+        for s, trained in self.trained.items():
+            if _trains(self.stages[s]) != trained:
+                raise ValueError(
+                    f"{self.cut.describe(s)} had {'' if trained else 'no '}weights to train when its schedule was set "
+                    "up: after freezing or unfreezing a stage, call the model's forget_schedules() on every rank"
+                )
+
+    def _check_gradients(self) -> None:
+        for s, stage in self.stages.items():
+            check_trains(self.cut, s, stage)
+            if self.mesh.dp_size > 1 and not isinstance(stage, FSDPModule) and _trains(stage):
+                raise ValueError(
+                    f"{self.cut.describe(s)} was frozen when the model was cut, so that nothing averages its gradients "
+                    "over dp: freeze it after ddl.auto_model"
+                )
+
+    def _make(self, x: Any, rows: int, autocast: contextlib.AbstractContextManager) -> tuple[Any, MicrobatchLoss]:
+        # Imported now, since importing torch's schedules takes a second.
+        from torch.distributed.pipelining import schedules
+
+        from ignite_ddl.pipeline.stage import Stage
+
+        n, name = microbatches_for(rows, self.cut.n_microbatches, self.cut.schedule, self.mesh.pp_size)
+        known, n_stages = SCHEDULES[name], len(self.cut.owners)
+        interfaces = self._interfaces(rows_of(x, 0, rows // n), autocast)
+        place = n_stages, idist.device(), self.mesh.pp_group
+        stages = [
+            Stage(module, self.cut.describe(s), s, *place, *interfaces[s], autocast, known.split_backward)
+            for s, module in self.stages.items()
+        ]
+        loss = MicrobatchLoss(autocast, interfaces[max(interfaces)][1].structure)
+        make = getattr(schedules, known.torch_class)
+        return make(stages if known.stages_per_rank > 1 else stages[0], n, loss_fn=loss, scale_grads=False), loss
+
+    def _interfaces(self, x: Any, autocast: contextlib.AbstractContextManager) -> dict[int, tuple[Any, Any]]:
+        """What each stage takes and returns, which torch has to know before it sends: by a microbatch, forward."""
+        from ignite_ddl.pipeline.stage import Interface
+
+        found = {}
+
+        def run(s: int, value: Any) -> Any:
+            value = tree_map(_leaf, value)
+            output = self.stages[s](value)
+            if self.checks and rows_depend_on_each_other(self.stages[s], value, [self.stages[s]]):
+                raise ValueError(ROWS_DEPEND)
+            name = self.cut.describe(s)
+            found[s] = Interface.of(value, name), Interface.of(output, name)
+            if s + 1 == len(self.cut.owners):
+                joined([output])  # refuses what has no rows, before anything is computed in vain
+            return output
+
+        stages, grown = list(self.stages.values()), []
+        with without_trace(stages), torch.enable_grad(), autocast:
+            self.transfer.pass_through([x], run)
+            if self.checks:  # a cache is made in the first pass, a state changes in each
+                with state_that_grows(stages, grown):
+                    self.transfer.pass_through([x], run)
+        if grown:
+            raise ValueError(
+                f"forward changes {grown[0]!r}, but under pp it runs once for each microbatch, not once for a batch: "
+                "keep such state out of forward, use dp and tp only, or pass checks=False to ddl.auto_model if no "
+                "number depends on it"
+            )
+        self.checks = False  # once is enough
+        for stage in stages:
+            reshard(stage)
+        return found
+
+
+def _trains(stage: nn.Module) -> bool:
+    return any(p.requires_grad for p in stage.parameters())
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value

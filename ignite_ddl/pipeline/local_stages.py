@@ -1,0 +1,277 @@
+"""How engines, state and checks use a model, partitioned over pp or not: as the stages that this rank holds."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+from ignite_ddl.data_parallel import reshard, share_buffers
+from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.pipeline.batch_schedules import BatchSchedules
+from ignite_ddl.pipeline.cut import Cut
+from ignite_ddl.pipeline.schedules import SCHEDULES
+from ignite_ddl.pipeline.structure import check_rows, flatten, joined, n_rows, rows_of
+from ignite_ddl.pipeline.transfer import Transfer
+from ignite_ddl.tensor.random import draw_seed, random_stream
+
+__all__ = ["OneStage", "PipelineStages", "Stages", "call", "stages_of"]
+
+
+def call(model: nn.Module, x: Any) -> Any:
+    """Ignite's default ``model_fn``."""
+    return model(x)
+
+
+class OneStage:
+    """A model that is not partitioned over pp, as one stage; the methods are those of :class:`PipelineStages`, too.
+
+    Args:
+        model: any module.
+        model_fn: takes the model and ``x``, returns the output. Default: calls the model.
+
+    Attributes:
+        is_last: whether this rank holds the last stage, which computes outputs and losses.
+    """
+
+    is_last = True
+
+    def __init__(self, model: nn.Module, model_fn: Callable[[nn.Module, Any], Any] = call) -> None:
+        self.model, self.model_fn = model, model_fn
+
+    def forward(
+        self,
+        x: Any,
+        y: Any,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        transform: Callable[[Any], Any],
+        share: Callable[[Any, Any], float],
+        weight: float,
+        autocast: contextlib.AbstractContextManager,
+    ) -> tuple[Any, torch.Tensor | None]:
+        """Forward and loss of one batch; a pipeline, whose schedule mixes the passes, runs backward, too.
+
+        Args:
+            x: this dp rank's rows.
+            y: their targets.
+            loss_fn: takes transformed outputs and targets of some rows, returns their loss.
+            transform: a function of the model's output, applied before ``loss_fn``.
+            share: takes the targets of a microbatch and of the batch, returns the weight of the microbatch's loss.
+            weight: factor of the loss in the backward pass.
+            autocast: the context of forward passes and losses.
+
+        Returns:
+            tuple: the transformed output and the loss of all rows, without ``weight``, for :meth:`backward`; None and
+            None on a rank without the last stage.
+        """
+        with autocast:
+            output = transform(self.model_fn(self.model, x))
+            return output, loss_fn(output, y)
+
+    def backward(self, loss: torch.Tensor | None, weight: float) -> None:
+        """The backward pass, if :meth:`forward` has not run it."""
+        (loss * weight).backward()
+
+    def forward_only(self, x: Any) -> Any:
+        """The output for all rows on the rank with the last stage, None elsewhere."""
+        return self.model_fn(self.model, x)
+
+    def from_last_stage(self, value: Any) -> Any:
+        """Sends a value from the rank with the last stage to its pp peers."""
+        return value
+
+    def reduce_loss(self, parts: torch.Tensor) -> dist.Work:
+        """Starts to sum ``parts`` over the ranks that have losses of different rows."""
+        return dist.all_reduce(parts, group=get_mesh().dp_group, async_op=True)
+
+    def sum_shared_gradients(self) -> None:
+        """Sums the gradients of weights that several stages share."""
+
+    def counts(self, name: str) -> bool:
+        """Whether a parameter of this rank counts in a norm: not if an earlier stage has it too."""
+        return True
+
+    def local_stages(self) -> list[nn.Module]:
+        """This rank's stages."""
+        return [self.model]
+
+    def plain_module(self) -> nn.Module:
+        """The module whose names are those of the uncut model."""
+        module = self.model
+        while isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod"):  # torch.compile's
+            module = module._orig_mod if hasattr(module, "_orig_mod") else module.module
+        return module
+
+    def full_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes in the uncut model's state dict."""
+        state = self.plain_module().state_dict()
+        return {name: tuple(t.shape) if isinstance(t, torch.Tensor) else () for name, t in state.items()}
+
+    def shared_names(self) -> list[list[str]]:
+        """Groups of names of one weight that several stages hold."""
+        return []
+
+    def gather_stages(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """The entries of all stages, in the order of the uncut model's state dict."""
+        return entries
+
+
+class PipelineStages:
+    """This rank's stages of a pipeline; :class:`OneStage` describes the methods.
+
+    Args:
+        module: the :class:`~ignite_ddl.pipeline.pipeline.Pipeline`.
+        cut: all stages.
+        mesh: the mesh.
+        stages: those of this rank, by number.
+        sharded: whether they are going to be sharded over dp.
+        checks: whether to refuse layers that keep a state from one forward pass to the next.
+    """
+
+    def __init__(
+        self, module: nn.Module, cut: Cut, mesh: Mesh, stages: dict[int, nn.Module], sharded: bool, checks: bool
+    ) -> None:
+        self.module, self.cut, self.mesh, self.stages = module, cut, mesh, stages
+        self.is_last = cut.owners[-1] == mesh.pp_rank
+        self.transfer = Transfer(cut, mesh)
+        self.schedules = BatchSchedules(cut, mesh, stages, self.transfer, sharded, checks)
+        self.from_last_stage, self.gather_stages = self.transfer.from_last_stage, self.transfer.gather
+
+    def train_step(
+        self, x: Any, y: Any, loss_fn: Callable, autocast: contextlib.AbstractContextManager | None = None
+    ) -> tuple[Any, torch.Tensor | None]:
+        """See :meth:`ignite_ddl.pipeline.pipeline.Pipeline.train_step`."""
+        rows = check_rows(x, y)
+        tensors, structure = flatten(tree_map(_contiguous, x), "x")
+        shapes = repr((structure, [(tuple(t.shape), t.dtype) for t in tensors]))
+        key = rows, shapes, getattr(autocast, "fast_dtype", None)
+        new = self.schedules.is_new(key)
+        schedule, loss = self.schedules.get(key, x, rows, autocast or contextlib.nullcontext())
+        self._share_buffers()
+        loss.loss_fn, loss.y = loss_fn, y
+        losses: list[torch.Tensor] | None = [] if self.is_last else None
+        # torch clears gradients in the first step of a schedule: keep those of gradient accumulation.
+        kept = [(p, p.grad) for p in self.module.parameters() if p.grad is not None] if new else []
+        for parameter, _ in kept:
+            parameter.grad = None
+        # All ranks draw one number from their common stream: it stays common whatever the stages draw.
+        with random_stream(draw_seed()), _explained(self.cut.schedule):
+            output = schedule.step(
+                *(tensors if 0 in self.stages else ()),
+                target=torch.arange(rows) if self.is_last else None,
+                losses=losses,
+            )
+        for parameter, grad in kept:
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        if not self.is_last:
+            return None, None
+        return loss.structure.unflatten(output), torch.stack(losses).sum().detach()
+
+    def forward(
+        self,
+        x: Any,
+        y: Any,
+        loss_fn: Callable,
+        transform: Callable,
+        share: Callable,
+        weight: float,
+        autocast: contextlib.AbstractContextManager,
+    ) -> tuple[Any, torch.Tensor | None]:
+        def weighted(output: Any, target: Any) -> torch.Tensor:
+            return loss_fn(transform(output), target) * (share(target, y) * weight)
+
+        output, loss = self.train_step(x, y, weighted, autocast)
+        return (None, None) if loss is None else (transform(output), loss / weight if weight else loss)
+
+    def backward(self, loss: torch.Tensor | None, weight: float) -> None:
+        """Does nothing: the schedule has run it."""
+
+    def forward_only(self, x: Any) -> Any:
+        self._share_buffers()
+        with torch.no_grad():
+            rows = n_rows(x)
+            n = min(self.cut.n_microbatches, max(1, rows))
+            microbatches = [rows_of(x, *ends) for ends in itertools.pairwise(rows * i // n for i in range(n + 1))]
+            outputs = self.transfer.pass_through(microbatches, lambda s, value: self.stages[s](value))
+        for stage in self.local_stages():
+            reshard(stage)
+        return joined(outputs) if outputs else None
+
+    def _share_buffers(self) -> None:
+        for stage in self.local_stages():
+            share_buffers(stage, self.mesh)
+
+    def reduce_loss(self, parts: torch.Tensor) -> dist.Work:
+        """Over the world; of tp peers, which have the same values, only the first counts."""
+        if self.mesh.tp_rank != 0:
+            parts.zero_()
+        return dist.all_reduce(parts, async_op=True)
+
+    def sum_shared_gradients(self) -> None:
+        if self.cut.shared:
+            self.transfer.sum_shared_gradients(dict(self.module.named_parameters()))
+
+    def counts(self, name: str) -> bool:
+        return not any(name in names[1:] for names in self.cut.shared)
+
+    def local_stages(self) -> list[nn.Module]:
+        return list(self.stages.values())
+
+    def plain_module(self) -> nn.Module:
+        return self.module
+
+    def full_shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.cut.shapes
+
+    def shared_names(self) -> list[list[str]]:
+        return self.cut.shared
+
+
+Stages = OneStage | PipelineStages
+
+
+def stages_of(model: nn.Module, model_fn: Callable[[nn.Module, Any], Any] = call) -> Stages:
+    """The stages that ``ddl.auto_model`` has made of a model under pp; any other model is one stage.
+
+    Raises:
+        ValueError: if a ``model_fn`` is given for a pipeline, whose schedule calls the stages, or a pipeline has been
+            compiled.
+    """
+    stages = getattr(model, "_local_stages", None)
+    if not isinstance(stages, PipelineStages):
+        return OneStage(model, model_fn)
+    if stages.module is not model:  # of torch.compile
+        raise ValueError(
+            "a pipeline cannot be compiled as a whole: compile its layers before ddl.auto_model, for example "
+            "nn.Sequential(*(torch.compile(layer) for layer in model))"
+        )
+    if model_fn is not call:
+        raise ValueError("model_fn cannot be given under pp, where the schedule calls the stages: leave it out")
+    return stages
+
+
+@contextlib.contextmanager
+def _explained(schedule: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "failed to run forward" in str(error) and error.__cause__ is not None:
+            raise error.__cause__ from None  # torch hides what a layer has raised behind the shapes of its input
+        if SCHEDULES[schedule].split_backward and "backward through the graph a second time" in str(error):
+            raise RuntimeError(
+                f"schedule={schedule!r} computes the gradients of weights separately from those of a stage's input, "
+                "and torch cannot do that here: a stage of this rank uses some weight both with its input and "
+                "without it, as w in tanh(linear(x * w)) + w; use '1f1b' or 'interleaved_1f1b'"
+            ) from error
+        raise
+
+
+def _contiguous(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
