@@ -9,8 +9,10 @@ import ast
 import base64
 import copy
 import functools
+import io
 import math
 import re
+import tokenize
 from pathlib import Path
 
 import nbformat
@@ -18,10 +20,12 @@ import pytest
 from loading import ROOT, load
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
 
+from ignite_ddl.course import guess as guesses_of_readers
+
 tools = load("tools/notebooks.py")
 
 TAGS = {
-    *("setup", "exercise", "check", "solution", "hide-input", "parameters"),
+    *("setup", "imports", "score", "exercise", "check", "solution", "hide-input", "parameters"),
     *("raises-exception", "nbval-ignore-output", "nbval-skip"),
 }
 UNCHECKED = {"nbval-ignore-output", "nbval-skip"}
@@ -78,9 +82,9 @@ def prose(text):
 
 
 def minutes_to_read(chapter):
-    """Words / 130 + lines of code to be read / 12, without exercises and sources, rounded up to five (DESIGN.md)."""
+    """Words / 130 + lines of code to be read / 12, without exercises and sources, rounded up to five."""
     text = "\n\n".join(cell.split("### Exercise")[0].split("## Sources")[0] for cell in chapter.markdown)
-    apart = {"setup", "exercise", "check", "solution"}
+    apart = {"setup", "imports", "score", "exercise", "check", "solution"}
     read = [cell.source for cell in chapter.code if apart.isdisjoint(tools.tags(cell))]
     n_words = len(re.findall(r"\w[\w'’-]*", prose(text)))
     n_lines = sum(bool(line.strip()) for source in read for line in source.split("\n"))
@@ -122,17 +126,18 @@ def opening(chapter):
         yield "objectives", f"'You will be able to:' is followed by {count} points, not 2 to 5"
     if chapter.tagged("setup") != [1] or chapter.at(1).cell_type != "code":
         yield "setup", "the second cell, and only it, has the tag setup"
+    first = next((cell for cell in chapter.code[1:] if "from ignite_ddl.course import" in cell.source), None)
+    if first is None or "imports" not in tools.tags(first) or not first.source.startswith("# @title Imports"):
+        yield "imports", "the cell that imports has no tag imports, or does not start with '# @title Imports'"
 
 
 def body(chapter):
-    if not any(re.search(r"^guess\w* = ", cell.source, re.MULTILINE) for cell in chapter.code):
-        yield "guess", "no cell stores the reader's guess (a name that starts with guess)"
     own = [cell for cell in chapter.code if "solution" not in tools.tags(cell)]
     count = sum(any(isinstance(node, ast.Assert) for node in ast.walk(tree(cell))) for cell in own)
     if count < 3:
         yield "asserts", f"{count} cells assert a claim of the chapter, 3 are the least"
-    if not 12 <= len(chapter.code) <= 35:
-        yield "number_of_cells", f"{len(chapter.code)} code cells, not 12 to 35"
+    if not 12 <= len(chapter.code) <= 40:
+        yield "number_of_cells", f"{len(chapter.code)} code cells, not 12 to 40"
     if (minutes := minutes_to_read(chapter)) > 40:
         yield "too_long", f"{minutes} minutes to read, 40 are the most"
     lines = [cell.source.count("\n") + 1 for cell in chapter.code]
@@ -147,6 +152,91 @@ def body(chapter):
     for link in [link for text in chapter.markdown for link in LINK.findall(text)]:
         if link not in known:
             yield "links", f"there is no {link}"
+
+
+def asked(cell):
+    """The names of the guesses that a cell asks for: ``guess_rows = None``."""
+    nodes = [node for node in tree(cell).body if isinstance(node, ast.Assign)]
+    names = [name.id for node in nodes for target in node.targets for name in ast.walk(target) if hasattr(name, "id")]
+    return [name for name in names if name.startswith("guess")]
+
+
+def score_calls(cell):
+    calls = [node for node in ast.walk(tree(cell)) if isinstance(node, ast.Call)]
+    return [call for call in calls if getattr(call.func, "id", "") == "score"]
+
+
+def judged(cell):
+    """What ``score`` has stored with a cell's outputs: name, answer, unit, within and mistakes of each guess."""
+    stored = [output.get("metadata", {}).get("text/plain", {}).get("score") for output in cell.get("outputs", [])]
+    return [record for record in stored if record]
+
+
+def told(cell):
+    """Comments, asserts and texts to be shown: what a reader sees before the cell has run."""
+    for token in tokenize.generate_tokens(io.StringIO(cell.source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+    for node in ast.walk(tree(cell)):
+        if isinstance(node, ast.keyword) and node.arg in ("alt", "title") and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
+
+
+def gives_away(text, answer):
+    """Whether a text holds an answer; of numbers those with two digits, as one digit stands everywhere."""
+    if isinstance(answer, bool) or not isinstance(answer, (int, float, str)):
+        return False
+    if isinstance(answer, str):
+        return re.search(rf"\b{re.escape(answer)}\b", text) is not None and " or " not in text
+    numbers = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
+    return abs(answer) >= 10 and any(abs(number - answer) <= 0.005 * abs(answer) for number in numbers)
+
+
+def guesses(chapter):
+    """Each is judged, not given away, and counted at the end."""
+    names = [name for cell in chapter.code for name in asked(cell)]
+    if not names or len(set(names)) < len(names):
+        yield "guess", "no cell stores the reader's guess (a name that starts with guess), or two have one name"
+    scored = [ast.unparse(call.args[0]) for cell in chapter.code for call in score_calls(cell)]
+    if sorted(scored) != sorted(names):
+        yield "guess", f"each is scored once: asked {sorted(names)}, scored {sorted(scored)}"
+    for index, cell in enumerate(chapter.cells):
+        if cell.cell_type != "code":
+            continue
+        calls, records = score_calls(cell), judged(cell)
+        if {record["name"] for record in records} != {ast.unparse(call.args[0]) for call in calls}:
+            yield "guess_is_judged", f"cell {index} stores {[record['name'] for record in records]}: execute it"
+        if asked(cell) and any(isinstance(node, ast.Assert) for node in tree(cell).body):
+            yield "given_away", f"an assert stands in cell {index}, which asks; it belongs into the next cell"
+        if asked(cell) and any(keyword.arg == "mistakes" for call in calls for keyword in call.keywords):
+            yield "given_away", f"cell {index} asks, and its hints tell; score in the next cell, with the tag score"
+        for call in calls:
+            answer = call.args[1]
+            if isinstance(answer, (ast.Constant, ast.JoinedStr)):
+                yield "given_away", f"cell {index} scores against {ast.unparse(answer)!r}, which nothing has computed"
+        for record in records:
+            yield from judgement(index, record)
+            for text in told(cell) if asked(cell) else ():
+                if gives_away(text, record["answer"]):
+                    yield "given_away", f"cell {index} asks, and tells {record['answer']!r}: {text!r}"
+    shown = "".join(output.get("text", "") for output in chapter.code[-1].outputs)
+    if chapter.code[-1].source != "tally()" or not shown.startswith(f"0 of {len(names)}\n"):
+        yield "tally", f"the last code cell is not `tally()`, or does not show that there are {len(names)} guesses"
+
+
+def judgement(index, record):
+    """The answer as a guess is right, and what is known as a mistake is not."""
+    answer, unit, within = record["answer"], record["unit"], record["within"]
+    answer = set(answer) if record["any_order"] else answer
+    if (verdict := guesses_of_readers.judge(answer, answer, unit, within)[0]) != "right":
+        yield "judgement", f"the answer of cell {index} as a guess is {verdict}"
+    if isinstance(answer, str) and (len(answer.split()) > 3 or re.search(r"\d \w|about", answer)):
+        yield "given_away", f"cell {index} scores against a sentence: {answer!r}"
+    for value, hint in record["mistakes"]:
+        mistakes = {tuple(value) if isinstance(value, list) else value: hint}
+        verdict, said = guesses_of_readers.judge(value, answer, unit, within, mistakes)
+        if verdict not in ("close", "off") or not said.endswith(hint):
+            yield "judgement", f"the mistake {value} of cell {index} is judged: {said}"
 
 
 def ending(chapter):
@@ -233,6 +323,8 @@ def the_file(chapter):
         # nbval obeys such comments too, and no rule would count them.
         if cell.cell_type == "code" and re.search(r"^\s*#\s*(NBVAL|PYTEST_VALIDATE)_", cell.source, re.M):
             yield "tags", f"a comment for nbval stands in cell {index}: use the tag"
+        if "score" in tags and (not cell.source.startswith("# @title Your guess\n") or not score_calls(cell)):
+            yield "tags", f"cell {index} has the tag score, but does not begin with '# @title Your guess' and score"
         if "nbval-skip" in tags and not re.search(r"gpu|cuda|nccl|tpu|xla", cell.source, re.IGNORECASE):
             yield "skips", f"cell {index} has nbval-skip but needs no GPU or TPU"
     ignored = sum(not UNCHECKED.isdisjoint(tools.tags(cell)) for cell in chapter.code)
@@ -246,7 +338,7 @@ def the_file(chapter):
 
 def problems(notebook, path, paths):
     chapter = Chapter(notebook, path, paths)
-    parts = (opening, body, ending, exercises, figures, the_file)
+    parts = (opening, body, guesses, ending, exercises, figures, the_file)
     return [problem for part in parts for problem in part(chapter)]
 
 
@@ -295,6 +387,13 @@ def picture(alt, png=b"\x89PNG, as far as a rule looks"):
     return new_output("display_data", data=data, metadata={"image/png": {"alt": alt}})
 
 
+def scored(name, answer, mistakes=()):
+    """What ``score`` displays."""
+    record = {"name": name, "answer": answer, "unit": "", "within": None, "mistakes": list(mistakes)}
+    metadata = {"text/plain": {"score": record | {"any_order": False}}}
+    return new_output("display_data", data={"text/plain": "no guess yet"}, metadata=metadata)
+
+
 @functools.cache
 def good_chapter(path=PATHS[1]):
     """The skeleton that `tools/notebooks.py new` writes, with the outputs that a run would store."""
@@ -308,6 +407,10 @@ def good_chapter(path=PATHS[1]):
             cell.outputs = [picture(ALT)]
         elif "print(" in cell.source:
             cell.outputs = [stream("4 rows\n")]
+        elif cell.source == "tally()":
+            cell.outputs = [stream("0 of 2\nno guesses yet\n")]
+        for call in score_calls(cell):
+            cell.outputs = [scored(ast.unparse(call.args[0]), 10, [[12, "All?"]])]
     for later in [other for other in PATHS if other > path][:1]:
         last = notebook.cells[-1]
         last.source = last.source.replace("what comes after this.", f"[{later.stem}]({later.name})")
@@ -371,7 +474,12 @@ BROKEN = {  # a rule, and a change that breaks it
     "minutes": replace(0, "**5 minutes**", "**10 minutes**"),
     "objectives": replace(0, "\n- say why it matters.", ""),
     "setup": on("setup", lambda cell: cell.metadata.tags.clear()),
+    "imports": on("imports", lambda cell: cell.metadata.tags.remove("imports")),
     "guess": everywhere("guess", "hope"),
+    "guess_is_judged": code("guess_more = None\nscore(guess_more, rows)"),
+    "given_away": code("guess_more = None  # 10 is right\nscore(guess_more, rows)", outputs=[scored("guess_more", 10)]),
+    "judgement": code("score(guess_more, rows)", outputs=[scored("guess_more", 10, [[10, "Not ten."]])]),
+    "tally": lambda notebook: notebook.cells.pop(-2),
     "asserts": everywhere("^assert (?!checks)", "test = "),
     "number_of_cells": code("print(1)", "parameters", times=30),
     "too_long": text("word " * 5200),

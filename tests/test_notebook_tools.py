@@ -176,7 +176,7 @@ def test_run_writes_a_page_and_leaves_the_notebook(checkout, capsys):
     assert "01_small.html" in capsys.readouterr().out
     page = (checkout / "build" / "01_small.html").read_text()
     assert 'alt="Two &lt;bars&gt;."' in page
-    assert page.count("<summary>Solution</summary>") == 1
+    assert page.count("<summary>Solution: x</summary>") == 1
 
 
 def test_a_page_asks_nothing_of_the_network(checkout):

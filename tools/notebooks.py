@@ -31,6 +31,7 @@ NAME = "ignite-ddl"
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 COLAB = "https://colab.research.google.com"
 BADGE = "[![Open in Colab]("
+FOLDED = {"solution", "imports", "score"}  # tags of cells whose source is folded
 # What only a front end needs; everything else in a cell's metadata stays.
 TRANSIENT = ("execution", "ExecuteTime", "collapsed", "scrolled", "trusted", "colab", "id", "outputId", "vscode")
 # A folder that names a machine or its user, and the place where pip puts packages.
@@ -128,7 +129,7 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
         for key in TRANSIENT:
             cell.metadata.pop(key, None)
         if cell.cell_type == "code":
-            _fold_solution(cell)
+            _fold(cell)
             cell.outputs = [output for output in map(_normalise_output, cell.outputs) if output]
             _alt_for_the_site(cell)
     return notebook
@@ -145,12 +146,17 @@ def _normalise_id(cell: NotebookNode, index: int, seen: set[str]) -> None:
     cell["id"] = wanted
 
 
-def _fold_solution(cell: NotebookNode) -> None:
-    """A cell tagged ``solution`` is folded in Jupyter, Colab and the site: the author writes one tag."""
-    if "solution" in tags(cell):
+def _fold(cell: NotebookNode) -> None:
+    """A cell of one of these tags is folded in Jupyter, Colab and the site: the author writes one tag."""
+    if FOLDED & set(tags(cell)):
         cell.metadata.tags = [*tags(cell), *({"hide-input"} - set(tags(cell)))]
         cell.metadata.jupyter = {"source_hidden": True}
         cell.metadata.cellView = "form"
+
+
+def title(cell: NotebookNode) -> str:
+    """What stands on the fold of a cell: its first line, in Colab's form, ``# @title Imports``."""
+    return cell.source.split("\n")[0].removeprefix("# @title ")
 
 
 def _normalise_output(output: NotebookNode) -> NotebookNode | None:
@@ -334,10 +340,11 @@ def to_html(notebook: NotebookNode, title: str) -> str:
     alts = [alt_text(output) for cell in notebook.cells for output in images(cell)]
     for image, alt in zip(page.select(".jp-OutputArea-output img[src^='data:image/png']"), alts, strict=True):
         image["alt"] = alt
-    for source in page.select(".celltag_hide-input > .jp-Cell-inputWrapper"):
+    titles = [title(cell) for cell in notebook.cells if "hide-input" in tags(cell)]
+    for source, text in zip(page.select(".celltag_hide-input > .jp-Cell-inputWrapper"), titles, strict=True):
         details = source.wrap(page.new_tag("details"))
         details.insert(0, page.new_tag("summary"))
-        details.summary.string = "Solution"
+        details.summary.string = text
     return str(page)
 
 
@@ -438,7 +445,7 @@ def to_text(path: Path, text: Path) -> None:
     notebook = normalise(read(path))
     for cell in notebook.cells:
         cell.metadata.pop("mystnb", None)
-        if "solution" in tags(cell):
+        if FOLDED & set(tags(cell)):
             cell.metadata = nbformat.from_dict({"tags": [tag for tag in tags(cell) if tag != "hide-input"]})
     notebook.metadata["jupytext"] = {"cell_metadata_filter": "all", "notebook_metadata_filter": "-all"}
     text.parent.mkdir(parents=True, exist_ok=True)
@@ -522,7 +529,9 @@ markdown
 
 What is where, before any code.
 ---
-code
+code imports
+# @title Imports
+from ignite_ddl.course import score, tally
 from ignite_ddl.course.checks import chNN as checks
 from ignite_ddl.course.figures import show
 from ignite_ddl.lab import draw
@@ -541,10 +550,13 @@ markdown
 A question with a number as its answer: how many rows does rank 3 hold?
 ---
 code
-guess_rows = 2  # your guess, in rows
+guess_rows = None  # your guess, in rows
+
+print(f"a batch of {sum(rows)} rows on {len(rows)} ranks")
 ---
-code
-print(f"your guess: {guess_rows}, rank 3 holds {rows[3]}")
+code score
+# @title Your guess
+score(guess_rows, rows[3], " rows", mistakes={sum(rows): "That is what all four hold together."})
 assert rows[3] == 2
 ---
 markdown
@@ -583,11 +595,13 @@ markdown
 Break it: the same cell with the one change that goes wrong.
 ---
 code
-guess_total = 10  # your guess, in rows
----
-code
+guess_total = None  # your guess: rows on all ranks together
+
 total = sum(rows)
-print(f"your guess: {guess_total}, the four ranks hold {total}")
+---
+code score
+# @title Your guess
+score(guess_total, total, " rows", mistakes={4 * rows[0]: "Do all ranks hold as much as rank 0?"})
 assert total == 10
 ---
 code
@@ -625,6 +639,9 @@ def largest_shard_solution(n_rows: int, world_size: int) -> int:
 
 
 assert checks.largest_shard(largest_shard_solution)
+---
+code
+tally()
 ---
 markdown
 ## What to remember

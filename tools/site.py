@@ -17,7 +17,7 @@ from pathlib import Path
 from nbformat import NotebookNode
 
 sys.path.insert(0, str(Path(__file__).parent))  # not so where another file imports this one
-from notebooks import BADGE, ROOT, chapters, dumps, read, repository, stamp_text, tags
+from notebooks import BADGE, FOLDED, ROOT, chapters, dumps, read, repository, stamp_text, tags, title
 
 SITE = ROOT / "docs" / "site"
 BUILD = ROOT / "build"
@@ -29,8 +29,8 @@ BUILD = ROOT / "build"
 def for_the_site(notebook: NotebookNode) -> NotebookNode:
     """Folds what a reader should ask for, and drops what only a front end needs. Works in place.
 
-    Folded are solutions, and the outputs from a guess to its score. The set-up cell goes; Colab's badge, a picture of
-    another host, becomes a link.
+    Folded are solutions, imports, and what comes out from a guess to its score. The set-up cell goes; Colab's badge, a
+    picture of another host, becomes a link.
     """
     open_guesses = set()
     for cell in notebook.cells:
@@ -42,8 +42,11 @@ def for_the_site(notebook: NotebookNode) -> NotebookNode:
             open_guesses |= set(names.split(", "))
         if "setup" in tags(cell):
             cell.metadata.tags = [*tags(cell), "remove-cell"]
-        elif "solution" in tags(cell):
-            _prompt(cell, cell.source.splitlines()[0].removeprefix("# @title "))
+        elif "score" in tags(cell):
+            cell.metadata.tags = ["hide-cell"]
+            _prompt(cell, "Guess first, then look")
+        elif FOLDED & set(tags(cell)):
+            _prompt(cell, title(cell))
         elif (scored or open_guesses) and cell.outputs:
             cell.metadata.tags = [*tags(cell), "hide-output"]
             _prompt(cell, "Guess first, then look")

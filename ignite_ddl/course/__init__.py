@@ -8,7 +8,7 @@ from ignite_ddl.course.data import CLASSES, fashion_mnist, fashion_mnist_tensors
 from ignite_ddl.course.delay import Delay
 from ignite_ddl.course.examples import example
 from ignite_ddl.course.gpt import GPT, generate
-from ignite_ddl.course.guess import score
+from ignite_ddl.course.guess import score, tally
 from ignite_ddl.course.line import SlowLine
 from ignite_ddl.course.loaders import loader_traps
 from ignite_ddl.course.machine import describe_machine
@@ -58,6 +58,7 @@ __all__ = [
     "score",
     "sharded_step",
     "steps_by_hand",
+    "tally",
     "time_pipeline",
     "time_server_step",
     "time_steps",
