@@ -1,0 +1,1 @@
+"""Context parallel: each rank holds a part of every sequence."""

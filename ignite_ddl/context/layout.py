@@ -1,0 +1,55 @@
+"""Which tokens of a sequence a cp rank holds: chunk r from the front and chunk r from the back.
+
+Under a causal mask the last token attends to all others and the first to itself alone. So a sequence is cut into
+2 P chunks of equal length, and rank r holds chunks r and 2 P - 1 - r: each rank has the same number of pairs of
+tokens to compute (Llama 3, arXiv 2407.21783, section 3.3.2). The order serves attention without a mask as well.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["check_length", "local_positions", "natural_order", "shard_sequence"]
+
+
+def check_length(length: int, size: int) -> None:
+    """Raises if a sequence of this length cannot be cut into two chunks for each of ``size`` ranks."""
+    if length % (2 * size):
+        raise ValueError(
+            f"the sequence should have a multiple of 2 × cp = {2 * size} tokens, but has {length}: pad it to "
+            f"{-(-length // (2 * size)) * 2 * size}, with targets that the loss ignores"
+        )
+
+
+def local_positions(length: int, rank: int, size: int, device: torch.device | None = None) -> torch.Tensor:
+    """The positions in the full sequence of the tokens that a cp rank holds.
+
+    Args:
+        length: tokens of the full sequence.
+        rank: the cp rank.
+        size: number of cp ranks.
+        device: where the result stands, default the CPU.
+
+    Returns:
+        torch.Tensor: ``length / size`` integers, ascending.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.context.layout import local_positions
+
+            assert local_positions(8, rank=1, size=2).tolist() == [2, 3, 4, 5]
+    """
+    check_length(length, size)
+    chunks = torch.arange(length, device=device).view(2 * size, -1)
+    return chunks[[rank, 2 * size - 1 - rank]].flatten() if size > 1 else chunks.flatten()
+
+
+def natural_order(length: int, size: int, device: torch.device | None = None) -> torch.Tensor:
+    """Where each token of the full sequence stands when the parts of ranks 0, 1, ... are laid side by side."""
+    return torch.cat([local_positions(length, rank, size, device) for rank in range(size)]).argsort()
+
+
+def shard_sequence(tensor: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+    """The part of a tensor that a cp rank holds, cut along ``dim``."""
+    return tensor.index_select(dim, local_positions(tensor.shape[dim], rank, size, tensor.device))
