@@ -426,7 +426,7 @@ def _check_name(name: Any, argument: str) -> None:
     if not plain or "\\" in name or len(name.encode()) > 200 or name.casefold().endswith(ENDINGS):
         raise ValueError(
             f"{argument} should be a plain visible name of at most 200 bytes, without slashes and control characters, "
-            f"dots and spaces at its ends, and the endings {', '.join(ENDINGS)}, but given {name!r:.300}"
+            f"dots and spaces at its ends, and the endings {', '.join(ENDINGS)}, but given {shown(name)}"
         )
 
 
