@@ -335,7 +335,7 @@ class Checkpoint(IgniteCheckpoint):
                 check_free(self.folder / name)
         except Exception as raised:
             error = raised
-        agree(error, self._group, name=str(name), to_save=sorted(objects))
+        agree(error, self._group, name=name if isinstance(name, str) else shown(name), to_save=sorted(objects))
         try:
             taken = take(objects)
             if self.asynchronous:
