@@ -326,7 +326,7 @@ def _flag(value: Any) -> bool:
 
 def _is_path(value: Any) -> bool:
     path = os.fspath(value)
-    return isinstance(path, str) and 0 < len(path) <= 4096 and "\0" not in path
+    return isinstance(path, str) and 0 < len(os.fsencode(path)) <= 4096 and "\0" not in path
 
 
 FLAG = Fits("True or False", _flag)

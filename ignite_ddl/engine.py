@@ -46,8 +46,14 @@ __all__ = [
     "forward_backward",
     "in_a_step",
 ]
-_DATA = a("batches: a loader, or what can be iterated over", lambda value: hasattr(type(value), "__iter__") or (
-    hasattr(type(value), "__getitem__") and not isinstance(value, type)))  # fmt: skip
+
+
+def _is_data(value: Any) -> bool:
+    kind, rows = type(value), getattr(value, "ndim", 1) and not isinstance(value, type)
+    return bool(rows) and (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__"))
+
+
+_DATA = a("batches: a loader, or what can be iterated over", _is_data)
 
 
 class MeshEngine(Engine):

@@ -46,6 +46,7 @@ from ignite_ddl.lab import (
     timeline,
 )  # fmt: skip
 from ignite_ddl.lab.record import Record
+from ignite_ddl.lab.simulate import world
 from ignite_ddl.pipeline.schedules import divisors
 
 SECONDS = 5  # of a call
@@ -302,6 +303,20 @@ def ring_in_a_program(**given):
 case("simulate.ring", ring_in_a_program, chunks=("object", Made(lambda: [1, 2])), n_bytes=("amount", 8), tag=("any", 0))
 case("Lognormal()", lambda **given: simulate.Lognormal(1, 1)(**given), worker=("from 0", 0), step=("from 0", 1))
 
+
+def firing(**given):
+    def program(rank):
+        rank.fire(**given)
+        yield rank.compute(1.0)
+
+    simulate.run(program, 1, LINK)
+
+
+case("Rank.fire", firing, event=("object", Made(world.Event)))
+case("Rank.background", in_a_program("background"), body=("body", Made(lambda: (pause for pause in ()))))
+PLAUSIBLE["body"] = {"a generator"}
+USERS_OWN.add("body")
+
 GPT = plan.Model(layers=4, width=64, heads=4, vocabulary=100, sequence=16)
 CLUSTER = plan.Cluster(4, **plan.A100)
 PLANS = plan.plan(GPT, CLUSTER, 8, schedules=["1f1b"], recompute=["none"])
@@ -325,6 +340,9 @@ case(
     inside=("object", LINK), between=("object", LINK), node=("count", 8), best=("positive", 0.5),
     half_width=("amount", 1.0), overlap=("share", 0.5), reserved=("amount", 0.0),
 )  # fmt: skip
+case("plan.Model.parameters_on", GPT.parameters_on, pp=("count", 1), tp=("count", 1), layers=("from 0", 4))
+case("plan.Cluster.efficiency", CLUSTER.efficiency, width=("positive", 64))
+case("plan.Cluster.link", CLUSTER.link, n_ranks=("count", 2), apart=("count", 1))
 case(
     "plan.predict", plan.predict, model=("object", GPT), cluster=("object", CLUSTER), batch=("count", 8),
     **dict.fromkeys(("dp", "tp"), ("count", 1)), pp=("count", 2), schedule=("choice", "1f1b"), n_chunks=("count?", 1),
@@ -575,6 +593,47 @@ case(
     "Checkpoint.save_on_signal", lambda **given: ddl.Checkpoint(SAVED, FOLDER).save_on_signal(**given),
     trainer=ENGINE, signum=("few", signal.SIGUSR2),
 )  # fmt: skip
+case(
+    "Checkpoint()", lambda **given: ddl.Checkpoint(SAVED, FOLDER / "own", global_step_transform=lambda *_: 1)(**given),
+    engine=ENGINE,
+)  # fmt: skip
+case("Checkpoint.save", lambda **given: ddl.Checkpoint(SAVED, FOLDER / "own").save(**given), name=("path", "x"))
+case(
+    "Checkpoint.reload_objects", lambda **given: ddl.Checkpoint(SAVED, FOLDER).reload_objects(SAVED, **given),
+    load_kwargs=("choices?", {}), name=("object", "one"),
+)  # fmt: skip
+
+PLAUSIBLE["batches"] = set(HOSTILE) & {
+    *STRINGS, *EACH, "bytes", "[None]", "['x']", "{}", "{'x': 1}", "a set", "a generator", "odd",
+}  # fmt: skip
+USERS_OWN.add("batches")
+RUNNING = {
+    "data": ("batches?", [1, 2]), "max_epochs": ("count?", 1), "max_iters": ("count?", None),
+    "epoch_length": ("count?", 1),
+}  # fmt: skip
+case("MeshEngine.run", lambda **given: ddl.MeshEngine(lambda engine, batch: None).run(**given), **RUNNING)
+case(
+    "MeshEngine.set_data", lambda **given: ddl.MeshEngine(lambda engine, batch: None).set_data(**given),
+    data=("batches", [1]),
+)  # fmt: skip
+
+
+def rows_of(method):
+    return lambda **given: getattr(ddl.auto_dataloader(DATA, batch_size=2), method)(**given)
+
+
+case("loader.set_epoch", rows_of("set_epoch"), epoch=("from 0", 1))
+case(
+    "loader.state_dict", rows_of("state_dict"), engine=("object?", Made(lambda: Engine(lambda e, b: None))),
+    new_pass=("flag", False),
+)  # fmt: skip
+case(
+    "loader.load_state_dict", rows_of("load_state_dict"), state=("object", Made(rows_of("state_dict"))),
+    engine=("object?", Made(lambda: Engine(lambda e, b: None))),
+)  # fmt: skip
+case("Mesh.coordinates", lambda **given: ddl.get_mesh().coordinates(**given), rank=("place", 0))
+case("Mesh.rank_at", lambda **given: ddl.get_mesh().rank_at(**given), **dict.fromkeys(("dp", "pp", "tp"), ("place", 0)))
+PLAUSIBLE["place"] = {"0"}
 LAYOUT = ("object?", Replicate())
 case("ddl.Column", ddl.Column, units=("units?", 2), parts=("counts", 1), output_layouts=LAYOUT, input_layouts=LAYOUT,
      use_local_output=("flag", True))  # fmt: skip

@@ -108,7 +108,10 @@ def dumped(state: Mapping[str, Any]) -> bytes:
     Raises:
         ValueError: if it would not read that.
     """
-    raw = json.dumps(state, ensure_ascii=False).encode()
+    try:
+        raw = json.dumps(state, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"to_save should have names and texts that UTF-8 can hold, but {error}") from error
     if not _fits(raw):
         raise ValueError(f"to_save should have less state beside weights: it makes a {STATE} of {len(raw):,} bytes")
     check_state(state)

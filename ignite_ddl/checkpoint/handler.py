@@ -335,7 +335,7 @@ class Checkpoint(IgniteCheckpoint):
                 check_free(self.folder / name)
         except Exception as raised:
             error = raised
-        agree(error, self._group, name=str(name), to_save=sorted(objects))
+        agree(error, self._group, name=name if isinstance(name, str) else shown(name), to_save=sorted(objects))
         try:
             taken = take(objects)
             if self.asynchronous:
@@ -426,7 +426,7 @@ def _check_name(name: Any, argument: str) -> None:
     if not plain or "\\" in name or len(name.encode()) > 200 or name.casefold().endswith(ENDINGS):
         raise ValueError(
             f"{argument} should be a plain visible name of at most 200 bytes, without slashes and control characters, "
-            f"dots and spaces at its ends, and the endings {', '.join(ENDINGS)}, but given {name!r:.300}"
+            f"dots and spaces at its ends, and the endings {', '.join(ENDINGS)}, but given {shown(name)}"
         )
 
 

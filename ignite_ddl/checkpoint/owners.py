@@ -104,6 +104,11 @@ def check_free(path: Path) -> None:
     Raises:
         FileExistsError: if there is something that is no checkpoint, or one of another run that is alive.
     """
+    if _is_checkpoint(path.parent):
+        raise FileExistsError(
+            f"save_handler should be a folder of checkpoints, but {path.parent} is one: what is saved in it would be "
+            "removed with it"
+        )
     for there in filter(os.path.lexists, (path, path.with_name(path.name + REPLACED))):
         why = "is there already, and is no checkpoint" if not _is_checkpoint(there) else None
         if why or _is_of_another(there):

@@ -12,40 +12,48 @@ from torch.distributed.tensor import DTensor
 __all__ = ["decoded", "encoded"]
 
 
-def encoded(value: Any, where: str) -> Any:
+_DEEPEST = 100  # containers in containers, so that neither a damaged file nor a list of itself takes all of the stack
+
+
+def encoded(value: Any, where: str, deepest: int = _DEEPEST) -> Any:
     """A value as JSON can hold it: containers keep their kind, tensors their bits.
 
     Raises:
-        ValueError: if there is anything but numbers, strings, tensors and lists, tuples and dicts of them.
+        ValueError: if there is anything but numbers, strings, tensors and lists, tuples and dicts of them, or these
+            are more than 100 deep.
     """
-    if value is None or isinstance(value, bool | int | float | str):
+    if hasattr(value, "item") and not isinstance(value, torch.Tensor) and getattr(value, "ndim", None) == 0:
+        value = value.item()  # NumPy's numbers
+    if value is None or isinstance(value, bool | float | str) or (isinstance(value, int) and abs(value) < 10**4000):
         return value
-    if isinstance(value, torch.Tensor):
+    if not deepest:
+        raise ValueError(f"{where[:200]}… should be at most {_DEEPEST} containers deep")
+    deepest -= 1
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_quantized):
         whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().contiguous()
         data = base64.b64encode(whole.reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
         return {"tensor": data, "dtype": str(whole.dtype).removeprefix("torch."), "shape": list(whole.shape)}
     if isinstance(value, Mapping):
-        return {"dict": [[encoded(k, where), encoded(v, f"{where}.{k}")] for k, v in value.items()]}
+        pairs = value.items()
+        return {"dict": [[encoded(k, where, deepest), encoded(v, f"{where}.{k}", deepest)] for k, v in pairs]}
     if isinstance(value, list):
-        return [encoded(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [encoded(item, f"{where}[{i}]", deepest) for i, item in enumerate(value)]
     if isinstance(value, tuple):
-        return {"tuple": [encoded(item, f"{where}[{i}]") for i, item in enumerate(value)]}
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # NumPy's numbers
-        return value.item()
+        return {"tuple": [encoded(item, f"{where}[{i}]", deepest) for i, item in enumerate(value)]}
     raise ValueError(
-        f"{where} should be numbers, strings, tensors, or lists, tuples and dicts of them, so that loading executes "
+        f"{where} should be numbers, strings, dense tensors, or lists, tuples and dicts of them, so that loading runs "
         f"nothing, but is a {type(value).__name__}"
     )
 
 
-def decoded(value: Any, deepest: int = 100) -> Any:
+def decoded(value: Any, deepest: int = _DEEPEST) -> Any:
     """What :func:`encoded` was given.
 
     Raises:
         Exception: of any type, if it was something else, or containers in containers more than 100 deep.
     """
     if not deepest:
-        raise ValueError("containers are nested more than 100 deep")
+        raise ValueError(f"containers are nested more than {_DEEPEST} deep")
     if isinstance(value, list):
         return [decoded(item, deepest - 1) for item in value]
     if not isinstance(value, dict):

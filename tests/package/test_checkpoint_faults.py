@@ -18,6 +18,7 @@ import zlib
 from pathlib import Path
 
 import ignite.distributed as idist
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -229,6 +230,52 @@ def test_what_is_outdated_is_removed_only_if_it_is_a_checkpoint(precious, tmp_pa
     assert all(after[path] == content for path, content in before.items() if "first" not in str(path))
     precious._write("second", {}, ["second"])
     assert contents(tmp_path / "second")
+
+
+def test_nothing_is_saved_in_a_checkpoint(precious, tmp_path):
+    """It would be removed with it."""
+    with pytest.raises(OSError, match="save_handler should be a folder of checkpoints, but .*first is one"):
+        ddl.Checkpoint({"model": net()}, tmp_path / "first").save("second")
+    assert not (tmp_path / "first" / "second").exists()
+
+
+class Odd:
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"a": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["a"]
+
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else 1
+
+
+(A_CIRCLE := []).append(A_CIRCLE)
+NO_JSON = {"deep": nested(120), "circle": A_CIRCLE, "complex": numpy.complex128(1j), "time": numpy.datetime64("2026"),
+           "digits": 10**5000, "sparse": torch.eye(2).to_sparse(), "meta": torch.ones(2, device="meta")}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NO_JSON)
+def test_a_state_that_could_not_be_loaded_is_not_saved(what, tmp_path):
+    checkpoint = ddl.Checkpoint({"model": net(), "own": Odd(NO_JSON[what])}, tmp_path)
+    with pytest.raises(ValueError, match=r"^own\.a.* should be "):
+        checkpoint.save("x")
+    checkpoint.to_save["own"].value = nested(90)
+    checkpoint.save("x")
+    ddl.Checkpoint.load_objects(checkpoint.to_save, tmp_path / "x")
+    assert names_in(tmp_path) == ["x"]
+
+
+def test_texts_that_no_file_can_hold(tmp_path):
+    for to_save in ({"own": Odd("\ud800")}, {"\ud800": Odd(1), "own": Odd(1)}):
+        with pytest.raises(ValueError, match="to_save should have names and texts that UTF-8 can hold"):
+            ddl.Checkpoint(to_save, tmp_path).save("x")
+    with pytest.raises(ValueError, match="save_handler should be a folder"):
+        ddl.Checkpoint({"own": Odd(1)}, "\ud800")
 
 
 def test_on_a_file_system_without_upper_case(precious, tmp_path, monkeypatch):
@@ -819,9 +866,10 @@ def test_the_error_of_the_last_write_is_the_runs_error(ranks, tmp_path, monkeypa
 def leaving_the_group(rank, folder):
     """The function of ``idist.Parallel`` returns so, while the last checkpoint is written."""
     checkpoint = ddl.Checkpoint({"model": ddl.auto_model(net(), shard=True)}, folder, asynchronous=True)
-    fsync, left = os.fsync, threading.Event()
-    os.fsync = lambda file: (left.wait(), fsync(file))
+    fsync, begun, left = os.fsync, threading.Event(), threading.Event()
+    os.fsync = lambda file: (begun.set(), left.wait(), fsync(file))
     checkpoint.save("last")
+    begun.wait()  # no rank is in a collective
     idist.finalize()
     left.set()
     for call in (checkpoint.wait, lambda: checkpoint.save("later")):
