@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import AMOUNTS, COUNT, FLAG, MODULE, OPTIMIZER, WORLD, a, each, takes
 from ignite_ddl.audit import remember
-from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over, replicate
+from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over, replicate, unsharded_parameters
 from ignite_ddl.guards import (
     check_layers,
     check_optimizer,
@@ -310,7 +310,17 @@ def _over_dp(module: nn.Module, mesh: Mesh, shard: bool, mp_policy: MixedPrecisi
         refuse_second_derivatives(module, type(module).__name__)
         return _resharded_after_evaluation(_fully_shard(module, mesh, mp_policy))
     # Not DistributedDataParallel, which loses parameters of models with DTensors and of pipelines.
-    return _resharded_after_evaluation(replicate(module, mesh.device_mesh["dp"]))
+    module = _resharded_after_evaluation(replicate(module, mesh.device_mesh["dp"]))
+    module.register_forward_pre_hook(_refuse_inference_mode, prepend=True)
+    return module
+
+
+def _refuse_inference_mode(module: nn.Module, *_: Any) -> None:
+    if torch.is_inference_mode_enabled() and not unsharded_parameters(module):
+        raise ValueError(
+            "the first forward pass of this model cannot run in torch.inference_mode, where torch's replicate cannot "
+            "make its weights: use torch.no_grad, as ddl.create_supervised_evaluator does"
+        )
 
 
 def _fully_shard(module: nn.Module, mesh: Mesh, mp_policy: MixedPrecisionPolicy | None) -> nn.Module:
