@@ -245,19 +245,13 @@ def guard_parts(model: nn.Module, whole: bool) -> None:
         known = dispatcher._custom_op_handlers.get(operator)
         dispatcher._custom_op_handlers[operator] = functools.partial(_draw_whole, known)
     from torch.nn.utils import clip_grad
+    from torch.optim import swa_utils
 
     # What a script has imported before is guarded, too: torch's functions look this one up when they are called.
     group = clip_grad._group_tensors_by_device_and_dtype
 
     def guarded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1).f_code.co_name
-        if caller == "clip_grad_value_":  # whose foreach takes no list of DTensors and others
-            found: dict[Any, Any] = {}
-            for is_cut in (True, False):
-                own = [[t for t in tensors[0] if isinstance(t, DTensor) is is_cut]]
-                found |= {(device, (of, is_cut)): lists for (device, of), lists in group(own, *args, **kwargs).items()}
-            return found
-        if caller == "_get_total_norm":
+        if sys._getframe(1).f_code.co_name == "_get_total_norm":
             models = [model for part in _PARTS if (model := part()) is not None]
             parts = {id(tensor) for model in models for p in model.parameters() for tensor in (p, p.grad)}
             if any(id(tensor) in parts for tensor in tensors[0]):
@@ -265,9 +259,22 @@ def guard_parts(model: nn.Module, whole: bool) -> None:
                     "torch.nn.utils computes the norm of this rank's part of a model that is cut over ranks: call "
                     "ddl.clip_grad_norm_(model, max_norm), or pass max_norm to ddl.create_supervised_trainer"
                 )
-        return group(tensors, *args, **kwargs)
+            return group(tensors, *args, **kwargs)
+        return _each_kind_alone(group, tensors, *args, **kwargs)
 
     clip_grad._group_tensors_by_device_and_dtype = guarded
+    swa_utils._group_tensors_by_device_and_dtype = functools.partial(_each_kind_alone, group)
+
+
+def _each_kind_alone(group: Callable, tensors: Sequence[Sequence[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+    """torch's groups for foreach operators, which take no list of DTensors and others."""
+    found: dict[Any, Any] = {}
+    for is_cut in (True, False):
+        chosen = [i for i, tensor in enumerate(tensors[0]) if isinstance(tensor, DTensor) is is_cut]
+        if chosen:
+            groups = group([[of[i] for i in chosen] for of in tensors], *args, **kwargs)
+            found |= {(device, (dtype, is_cut)): lists for (device, dtype), lists in groups.items()}
+    return found
 
 
 # Methods of the dispatcher of DTensors that refuse operators, private, torch 2.13; and what scripts write weights with.

@@ -48,7 +48,7 @@ class _Kept:
         return None
 
     def has_rows(self, n: int) -> bool:
-        """Whether something that a forward pass has changed has a row for each of the n rows: a hidden state."""
+        """Whether something that a forward pass has changed has a row for each of n rows, as a hidden state has."""
         now, before = self._state(), self.values
         changed = [v for k, v in now.items() if k not in before or not _same(v, before[k][1])]
         return any(isinstance(leaf, torch.Tensor) and n in leaf.shape for leaf in tree_leaves(changed))

@@ -18,7 +18,12 @@ Block = tuple[torch.Tensor, torch.Tensor]  # output, and the logarithm of the su
 
 
 def block_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, visible: torch.Tensor | None, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    visible: torch.Tensor | None,
+    scale: float,
 ) -> Block:
     """Attention of ``query`` to one block of keys.
 

@@ -78,7 +78,7 @@ class Ring:
         return self.mask.visible(*positions, *documents)
 
     def send_on(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[dist.Work]]:
-        """Starts to send ``tensor`` to the next rank and to receive the previous rank's: where it will be, and the work."""
+        """Starts an exchange: to the next rank goes ``tensor``, from the previous rank comes what is returned."""
         if self.size == 1:
             return tensor, []
         received = torch.empty_like(tensor)
@@ -98,12 +98,11 @@ def ring(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shared: Ri
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, pair: torch.Tensor, shared: Ring) -> torch.Tensor:
-        ctx.shared, local = shared, pair
+        ctx.shared = shared
         dtype = torch.promote_types(query.dtype, torch.float32)  # blocks are summed in float32 or better
         output: torch.Tensor = torch.zeros_like(query, dtype=dtype)
         merged: Block = output, output.new_full(query.shape[:-1], float("-inf"))
-        for source, pair in _visits(pair, shared):
-            key, value = pair
+        for source, (key, value) in _visits(pair, shared):
             for rows, columns, causal, visible in shared.pairs(source, query.shape[2]):
                 part = query[:, :, rows], key[:, :, columns], value[:, :, columns]
                 block = block_forward(*part, causal, visible, shared.scale)
@@ -111,7 +110,7 @@ class _RingAttention(torch.autograd.Function):
                 for whole, new in zip(merged, merge(before, (block[0].to(dtype), block[1].to(dtype))), strict=True):
                     whole[:, :, rows] = new
         output, logsumexp = merged[0].to(query.dtype), merged[1]
-        ctx.save_for_backward(query, local, output, logsumexp)
+        ctx.save_for_backward(query, pair, output, logsumexp)
         return output
 
     @staticmethod
@@ -122,8 +121,7 @@ class _RingAttention(torch.autograd.Function):
         dtype = torch.promote_types(query.dtype, torch.float32)  # gradients of keys and values travel in this dtype
         of_query = torch.zeros_like(query, dtype=dtype)
         of_pair, works, added = torch.zeros_like(pair, dtype=dtype), [], None
-        for source, pair in _visits(pair, shared):
-            key, value = pair
+        for source, (key, value) in _visits(pair, shared):
             sent, added = added, torch.zeros_like(pair, dtype=dtype)  # what is being sent has to stay
             for rows, columns, causal, visible in shared.pairs(source, query.shape[2]):
                 part = query[:, :, rows], key[:, :, columns], value[:, :, columns]
