@@ -63,24 +63,24 @@ def check_mesh(
     other = 1 if -1 in (dp_replicate, dp_shard) else -1
     parts = {name: given.get(name, other) for name in DP_AXES if not given.keys().isdisjoint(DP_AXES)}
     if not parts or "dp" in given:
-        sizes = _filled({axis: given.get(axis, -1) for axis in AXES}, world_size, "the number of ranks", " ranks")
+        sizes = _filled({axis: given.get(axis, -1) for axis in AXES}, world_size, "the number of ranks")
         return sizes | (_filled(parts, sizes["dp"], "dp") if parts else {})
-    of_world = {"pp": given["pp"], **parts, "tp": given["tp"]}
-    sizes = _filled(of_world, world_size, "the number of ranks", " ranks")
-    return {"pp": sizes.pop("pp"), "dp": sizes["dp_replicate"] * sizes["dp_shard"], "tp": sizes.pop("tp"), **sizes}
+    sizes = _filled({"pp": pp, **parts, "tp": tp}, world_size, "the number of ranks")
+    return {"pp": sizes["pp"], "dp": sizes["dp_replicate"] * sizes["dp_shard"]} | sizes
 
 
-def _filled(sizes: dict[str, int], total: int, name: str, unit: str = "") -> dict[str, int]:
+def _filled(sizes: dict[str, int], total: int, name: str) -> dict[str, int]:
+    """The sizes, whose product should be ``total``, with the one that is -1 filled in."""
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise ValueError(f"{' and '.join(free)} are -1, but only one axis can take what is left")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     given = ", ".join(f"{axis}={sizes[axis]}" for axis in sorted(sizes))
-    alone = "; nproc_per_node says how many ranks to start" if unit and total == 1 else ""
+    alone = "; nproc_per_node says how many ranks to start" if total == 1 and name != "dp" else ""
     if free and total % fixed:
         raise ValueError(
-            f"{free[0]}=-1 should take what is left of {f'{total}{unit}' if unit else f'{name}={total}'}, but given "
-            f"{given}: {fixed} does not divide {total}{alone}"
+            f"{free[0]}=-1 should take what is left of {f'{total} ranks' if name != 'dp' else f'dp={total}'}, but "
+            f"given {given}: {fixed} does not divide {total}{alone}"
         )
     if not free and fixed != total:
         product = " × ".join(sorted(sizes))
