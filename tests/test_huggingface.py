@@ -3,6 +3,7 @@
 It runs where transformers is installed: tests/extra_huggingface.sh, part of `make test-all`.
 """
 
+import functools
 import importlib.util
 import logging
 import re
@@ -23,14 +24,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: bash tests/extra_huggingface.sh"
 )
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_llama.py"
-BLOCK = "model.layers.*."
-PLAN = {
-    BLOCK + "self_attn.[qkv]_proj": ddl.Column(),
-    BLOCK + "self_attn.o_proj": ddl.Row(),
-    BLOCK + "mlp.gate_proj": ddl.Column(),
-    BLOCK + "mlp.up_proj": ddl.Column(),
-    BLOCK + "mlp.down_proj": ddl.Row(),
-}
 
 
 def lines_of(*arguments):
@@ -90,8 +83,8 @@ def loaded(local_rank, folder, tied, options):
     [
         ({"dp": 2}, {}),
         ({"dp": 2}, {"shard": True}),
-        ({"tp": 2}, {"tensor_plan": PLAN}),
-        ({"dp": 2, "tp": 2}, {"tensor_plan": PLAN, "shard": True}),
+        ({"tp": 2}, {"tensor_plan": "auto"}),
+        ({"dp": 2, "tp": 2}, {"tensor_plan": "auto", "shard": True}),
     ],
     ids=["dp2", "dp2 shard", "tp2", "dp2 x tp2 shard"],
 )
@@ -121,13 +114,53 @@ def generated(local_rank, options):
 
 @pytest.mark.parametrize(
     ("axes", "options"),
-    [({"dp": 2}, {}), ({"dp": 2}, {"shard": True}), ({"tp": 2}, {"tensor_plan": PLAN})],
+    [({"dp": 2}, {}), ({"dp": 2}, {"shard": True}), ({"tp": 2}, {"tensor_plan": "auto"})],
     ids=["dp2", "dp2 shard", "tp2"],
 )
 def test_generate_of_transformers_gives_the_tokens_of_one_process(axes, options):
     alone = generated(0, {})
     with ddl.Parallel("gloo", nproc_per_node=2, threads_per_rank=1, timeout=100, **axes) as parallel:
         assert parallel.run(generated, options) == [alone, alone]
+
+
+def causal(kind, **options):
+    """A small model of a family, its weights random."""
+    import_torchvision()
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+    config = getattr(transformers, f"{kind}Config")(**sizes | options)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def cross_entropy(output, y):
+    return F.cross_entropy(output.logits.flatten(0, 1), y.flatten())
+
+
+IDS = torch.randint(64, (8, 9), generator=torch.Generator().manual_seed(1))
+BATCH = IDS[:, :-1].contiguous(), IDS[:, 1:].contiguous()
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=["tp2", "dp2 x tp2"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Phi", "Phi3"])
+def test_a_model_of_transformers_has_the_numbers_of_one_process_under_its_plan(kind, axes):
+    options = {"num_key_value_heads": 4 if kind == "Phi3" else 2, "head_dim": 8}
+    report = ddl.check_parity(functools.partial(causal, kind, **options), "auto", BATCH, cross_entropy, **axes)
+    assert report.equal, report
+    assert report.worst.error < 1e-12
+
+
+def test_a_plan_of_experts_is_refused_by_name():
+    model = causal("Mixtral", num_local_experts=2)
+    with pytest.raises(ValueError, match="the plan of MixtralForCausalLM has .*'moe_tp_experts' for 'model.layers"):
+        ddl.check_model(model, "auto", tp=2)
+
+
+def test_the_plan_of_a_llama_says_where_a_pipeline_is_cut():
+    layers = ddl.trace_layers(Logits(causal("Llama")), {"input_ids": BATCH[0]}, before="auto")
+    assert len(layers) == 5  # the embedding, two blocks, the norm, the head
+    ddl.check_model(layers, pp=4)
 
 
 class Logits(torch.nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from typing import Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,17 +18,20 @@ from ignite_ddl.tensor.gradients import layout_of
 from ignite_ddl.tensor.inside import ShardedRandom, SharedWeight, is_by_channel
 from ignite_ddl.tensor.layers import dim_of_outputs
 from ignite_ddl.tensor.linear import leaves_output_sharded
+from ignite_ddl.tensor.model_plans import plan_of_model
 
 __all__ = ["apply_plan", "check_plan"]
 
 
-def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
+def check_plan(
+    model: nn.Module, plan: Mapping[str, ParallelStyle] | Literal["auto"], tp_size: int
+) -> dict[str, ParallelStyle]:
     """Checks a plan, and returns the style of each module that it names.
 
     Args:
         model: the full model.
         plan: globs of module names to styles; ``*`` and ``[...]`` as in ``fnmatch``, matched separately between the
-            dots. If two keys match a module, the later one is used.
+            dots. If two keys match a module, the later one is used. "auto": :func:`plan_of_model`.
         tp_size: number of tp ranks.
 
     Returns:
@@ -37,6 +41,8 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
         ValueError: if ``plan`` is not a dict from names to styles, a key matches no module, a style cannot divide a
             module into ``tp_size`` parts, or a module or weight with several names would be sharded in two ways.
     """
+    if plan == "auto":
+        plan = plan_of_model(model)
     if not isinstance(plan, Mapping) or not all(isinstance(key, str) for key in plan):
         raise ValueError(f"tensor_plan should be a dict from globs of module names to styles, but given {plan!r}")
     modules = dict(model.named_modules(remove_duplicate=False))
