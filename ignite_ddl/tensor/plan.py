@@ -170,7 +170,7 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
                 f"This was in {name!r}, which tensor_plan cuts with {type(style).__name__}: its input should be "
                 f"{_wanted_input(style)}; name the layers before it in the plan too, or leave this one out.",
             )
-    for parent, inside in _readers_of_shards(modules, styles).items():
+    for parent, inside in _consumers_of_shards(modules, styles).items():
         explain_errors(
             modules[parent],
             f"This was in {parent or 'the model'!r}, which gets a rank's part of the outputs of {', '.join(inside)}, "
@@ -194,7 +194,7 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
             setattr(owner, attribute, first)
 
 
-def _readers_of_shards(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, list[str]]:
+def _consumers_of_shards(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, list[str]]:
     """The modules whose code sees what a Column leaves sharded, and the names of these inside."""
     found: dict[str, list[str]] = {}
     for name, style in styles.items():

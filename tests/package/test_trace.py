@@ -1,4 +1,4 @@
-"""Models that are no row of layers, cut by torch's tracing front end; each of its traps is right here, or refused."""
+"""Models that are not sequential, cut by torch's tracing front end; each of its traps is right here, or refused."""
 
 import copy
 
