@@ -5,8 +5,8 @@
     torchrun --nproc_per_node 8 train_llama.py --tp 2 --shard  # four copies of two ranks each, sharded by FSDP2
     python train_llama.py --load FOLDER                        # go on from a folder of safetensors
 
-The model is transformers' own, from a configuration: nothing is downloaded, and not a line of it is changed. What cuts
-it is PLAN. It needs `pip install transformers`. Each mesh gives the losses of one process.
+The model is transformers' own, from a configuration: nothing is downloaded, and not a line of it is changed. It
+brings its tensor plan along. It needs `pip install transformers`. Each mesh gives the losses of one process.
 """
 
 import argparse
@@ -19,15 +19,6 @@ from ignite.engine import Events
 
 import ignite_ddl as ddl
 from ignite_ddl.course import CharacterText, import_torchvision
-
-BLOCK = "model.layers.*."
-PLAN = {
-    BLOCK + "self_attn.[qkv]_proj": ddl.Column(),  # each rank computes some of the heads
-    BLOCK + "self_attn.o_proj": ddl.Row(),  # and adds up what they give
-    BLOCK + "mlp.gate_proj": ddl.Column(),
-    BLOCK + "mlp.up_proj": ddl.Column(),
-    BLOCK + "mlp.down_proj": ddl.Row(),
-}
 
 
 def new_model(args):
@@ -64,10 +55,10 @@ def training(local_rank, args):
     if args.load:
         with ddl.empty_weights():  # no rank ever holds more than its part and one tensor
             model = new_model(args)
-        model = ddl.auto_model(model, PLAN, shard=args.shard)
+        model = ddl.auto_model(model, "auto", shard=args.shard)
         ddl.import_weights(model, args.load)
     else:
-        model = ddl.auto_model(new_model(args), PLAN, shard=args.shard)
+        model = ddl.auto_model(new_model(args), "auto", shard=args.shard)
     optimizer = ddl.auto_optim(torch.optim.AdamW(model.parameters(), lr=args.lr))
     trainer = ddl.create_supervised_trainer(
         model, optimizer, bits_per_character, model_transform=logits_of, amp_mode=args.amp, max_norm=1.0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import ignite.distributed as idist
 import torch
@@ -46,7 +47,10 @@ __all__ = ["auto_model", "auto_optim", "check_model"]
 
 FITS = {
     "model": MODULE,
-    "tensor_plan": a("a dict from globs of module names to styles", Mapping),
+    "tensor_plan": a(
+        'a dict from globs of module names to styles, or "auto"',
+        lambda plan: isinstance(plan, Mapping) or plan == "auto",
+    ),
     "schedule": NAME,
     "n_microbatches": WORLD,
     "split": each(COUNT, "a number of layers for each stage"),
@@ -86,7 +90,7 @@ class DDPOptions(TypedDict, total=False):
 )  # fmt: skip
 def auto_model(
     model: nn.Module,
-    tensor_plan: Mapping[str, ParallelStyle] | None = None,
+    tensor_plan: Mapping[str, ParallelStyle] | Literal["auto"] | None = None,
     *,
     schedule: str = "1f1b",
     n_microbatches: int | None = None,
@@ -109,7 +113,10 @@ def auto_model(
         model: any module; where the mesh has a pp axis, an ``nn.Sequential`` or a module whose attribute
             ``pipeline_layers`` lists the names of its layers, in order; for others see :func:`trace_layers`. Layers
             may be ``ddl.lazy``.
-        tensor_plan: globs of module names to styles, see :mod:`ignite_ddl.tensor`. Checked on every mesh.
+        tensor_plan: globs of module names to styles, see :mod:`ignite_ddl.tensor`; or "auto": the plan that a model of
+            Hugging Face's transformers brings along (``base_model_tp_plan``), of which a style without a counterpart
+            (of experts, or of multi-head latent attention) is refused. Checked on every mesh. Default None: every tp
+            rank has all weights; a mesh with a tp axis then warns, unless the plan is ``{}``.
         schedule: a name of ``ignite_ddl.pipeline.schedules.SCHEDULES``, default "1f1b". Used with pp.
         n_microbatches: microbatches per batch, default the number of stages. Used with pp.
         split: layers per stage, default balanced by ``costs``. Used with pp.
@@ -193,7 +200,7 @@ class _Layout:
 
 def _check(
     model: nn.Module,
-    tensor_plan: Mapping[str, ParallelStyle] | None,
+    tensor_plan: Mapping[str, ParallelStyle] | Literal["auto"] | None,
     stages: tuple,
     shard: bool | None,
     fsdp: tuple,
@@ -243,13 +250,23 @@ def _for_fsdp(
 
 
 def _check_cut(
-    model: nn.Module, tensor_plan: Mapping[str, ParallelStyle] | None, pp_size: int, tp_size: int, stages: tuple
+    model: nn.Module,
+    tensor_plan: Mapping[str, ParallelStyle] | Literal["auto"] | None,
+    pp_size: int,
+    tp_size: int,
+    stages: tuple,
 ) -> tuple[dict[str, ParallelStyle], Cut | None]:
     """The style of each module, and the stages."""
     if tp_size > 1 and any(isinstance(module, TracedLayer) for module in model.modules()):
         raise ValueError(
             "a model from ddl.trace_layers cannot be cut over tp, since tracing leaves operations in place of modules: "
             "use pp and dp, or make the model an nn.Sequential"
+        )
+    if tp_size > 1 and tensor_plan is None and idist.get_rank() == 0:
+        warnings.warn(
+            f"the mesh has tp={tp_size}, but tensor_plan is None: every tp rank computes the full model; give a plan, "
+            'or tensor_plan="auto" for a model of transformers, or tensor_plan={} if that is meant',
+            stacklevel=5,
         )
     with LazyLayers(model).shapes_only():
         styles = check_plan(model, tensor_plan or {}, tp_size)
@@ -336,7 +353,7 @@ def _trains(module: nn.Module) -> bool:
 @takes(FITS, batches=each(ROWS, "numbers of rows"))
 def check_model(
     model: nn.Module,
-    tensor_plan: Mapping[str, ParallelStyle] | None = None,
+    tensor_plan: Mapping[str, ParallelStyle] | Literal["auto"] | None = None,
     *,
     dp: int | None = None,
     pp: int = 1,

@@ -16,7 +16,7 @@ from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.state import local_state
 
-__all__ = ["check_replicas", "digest", "own_statistics"]
+__all__ = ["check_replicas", "digest", "dp_local_statistics"]
 
 _CUDA_TOLERANCE = 0.01  # over tp: its kernels may add in another order on each rank; not run on several GPUs yet
 _CHUNK = 2**20  # words that are summed at once, so that large weights take little memory beside themselves
@@ -37,7 +37,7 @@ def check_replicas(model: nn.Module) -> None:
         return
     tensors, _, _ = local_state(model)
     _compare_caches(model, tensors)
-    left_out = own_statistics(model)
+    left_out = dp_local_statistics(model)
     for axis in ("dp", "dp_replicate", "tp") if mesh.hybrid else ("dp", "tp"):
         group = mesh.groups[axis]
         if dist.get_world_size(group) > 1:
@@ -72,7 +72,7 @@ def _compare_caches(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
             _raise(key[0], "dp")
 
 
-def own_statistics(model: nn.Module) -> set[int]:
+def dp_local_statistics(model: nn.Module) -> set[int]:
     """The ids of tensors that differ between dp ranks by a stated rule: running statistics, DDP's ignored ones."""
     found = {id(b) for m in model.modules() if isinstance(m, _NormBase) for b in m.buffers(recurse=False)}
     if isinstance(model, DistributedDataParallel):

@@ -3,6 +3,7 @@
 It runs where transformers is installed: tests/extra_huggingface.sh, part of `make test-all`.
 """
 
+import functools
 import importlib.util
 import logging
 import re
@@ -23,14 +24,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: bash tests/extra_huggingface.sh"
 )
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_llama.py"
-BLOCK = "model.layers.*."
-PLAN = {
-    BLOCK + "self_attn.[qkv]_proj": ddl.Column(),
-    BLOCK + "self_attn.o_proj": ddl.Row(),
-    BLOCK + "mlp.gate_proj": ddl.Column(),
-    BLOCK + "mlp.up_proj": ddl.Column(),
-    BLOCK + "mlp.down_proj": ddl.Row(),
-}
 
 
 def lines_of(*arguments):
@@ -90,8 +83,8 @@ def loaded(local_rank, folder, tied, options):
     [
         ({"dp": 2}, {}),
         ({"dp": 2}, {"shard": True}),
-        ({"tp": 2}, {"tensor_plan": PLAN}),
-        ({"dp": 2, "tp": 2}, {"tensor_plan": PLAN, "shard": True}),
+        ({"tp": 2}, {"tensor_plan": "auto"}),
+        ({"dp": 2, "tp": 2}, {"tensor_plan": "auto", "shard": True}),
     ],
     ids=["dp2", "dp2 shard", "tp2", "dp2 x tp2 shard"],
 )
@@ -121,13 +114,47 @@ def generated(local_rank, options):
 
 @pytest.mark.parametrize(
     ("axes", "options"),
-    [({"dp": 2}, {}), ({"dp": 2}, {"shard": True}), ({"tp": 2}, {"tensor_plan": PLAN})],
+    [({"dp": 2}, {}), ({"dp": 2}, {"shard": True}), ({"tp": 2}, {"tensor_plan": "auto"})],
     ids=["dp2", "dp2 shard", "tp2"],
 )
 def test_generate_of_transformers_gives_the_tokens_of_one_process(axes, options):
     alone = generated(0, {})
     with ddl.Parallel("gloo", nproc_per_node=2, threads_per_rank=1, timeout=100, **axes) as parallel:
         assert parallel.run(generated, options) == [alone, alone]
+
+
+def causal(kind, **options):
+    """A small model of a family, its weights random."""
+    import_torchvision()
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+    config = getattr(transformers, f"{kind}Config")(**sizes | options)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def cross_entropy(output, y):
+    return F.cross_entropy(output.logits.flatten(0, 1), y.flatten())
+
+
+IDS = torch.randint(64, (8, 9), generator=torch.Generator().manual_seed(1))
+BATCH = IDS[:, :-1].contiguous(), IDS[:, 1:].contiguous()
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=["tp2", "dp2 x tp2"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Phi", "Phi3"])
+def test_a_model_of_transformers_has_the_numbers_of_one_process_under_its_plan(kind, axes):
+    options = {"num_key_value_heads": 4 if kind == "Phi3" else 2, "head_dim": 8}
+    report = ddl.check_parity(functools.partial(causal, kind, **options), "auto", BATCH, cross_entropy, **axes)
+    assert report.equal, report
+    assert report.worst.error < 1e-12
+
+
+def test_a_plan_of_experts_is_refused_by_name():
+    model = causal("Mixtral", num_local_experts=2)
+    with pytest.raises(ValueError, match="the plan of MixtralForCausalLM has .*'moe_tp_experts' for 'model.layers"):
+        ddl.check_model(model, "auto", tp=2)
 
 
 class Logits(torch.nn.Module):
@@ -139,20 +166,31 @@ class Logits(torch.nn.Module):
         return self.model(**x, use_cache=False).logits
 
 
-def traced(local_rank, n_ranks):
-    """Losses of three steps of transformers' T5 in a pipeline: an encoder and a decoder with one embedding."""
+def t5():
+    """An encoder and a decoder with one embedding, an input, and where a pipeline begins layers."""
     import_torchvision()
     from transformers import T5Config, T5ForConditionalGeneration
 
-    torch.manual_seed(0)
     config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0)
-    model = Logits(T5ForConditionalGeneration(config).double())
-    ids = torch.randint(1, 50, (10, 9), generator=torch.Generator().manual_seed(1))
-    x = {"input_ids": ids[:, :8], "attention_mask": (ids[:, :8] > 5).long(), "decoder_input_ids": ids[:, :8]}
+    ids = torch.randint(1, 50, (10, 8), generator=torch.Generator().manual_seed(1))
+    x = {"input_ids": ids, "attention_mask": (ids > 5).long(), "decoder_input_ids": ids}
+    before = ["model.encoder.block.1", "model.decoder.block.0", "model.decoder.block.1"]
+    return T5ForConditionalGeneration(config), x, before
+
+
+def llama():
+    """Its own plan has five layers: the embedding, two blocks, the norm, the head."""
+    return causal("Llama"), {"input_ids": torch.cat(BATCH)[:10]}, "auto"
+
+
+def traced(local_rank, make, n_ranks):
+    """Losses of three steps of a model of transformers in a pipeline."""
+    torch.manual_seed(0)
+    model, x, before = make()
+    model = Logits(model.double())
+    targets = x["input_ids"].roll(-1, 1)
     if n_ranks > 1:
-        first = {name: tensor[:2] for name, tensor in x.items()}
-        before = ["model.encoder.block.1", "model.decoder.block.0", "model.decoder.block.1"]
-        model = ddl.trace_layers(model, first, before)
+        model = ddl.trace_layers(model, {name: tensor[:2] for name, tensor in x.items()}, before)
     pipeline = ddl.auto_model(model, schedule="interleaved_1f1b", n_microbatches=4)
     optimizer = ddl.auto_optim(torch.optim.SGD(pipeline.parameters(), lr=0.1))
     losses, engine = [], ddl.MeshEngine(lambda engine, batch: None)
@@ -160,15 +198,16 @@ def traced(local_rank, n_ranks):
         optimizer.zero_grad()
         part = {name: tensor[rows] for name, tensor in x.items()}
         _, loss = ddl.forward_backward(
-            engine, pipeline, part, ids[rows, 1:], lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
+            engine, pipeline, part, targets[rows], lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
         )
         optimizer.step()
         losses.append(loss.item())
     return losses
 
 
-def test_a_t5_is_traced_and_trained_in_a_pipeline():
-    alone = traced(0, 1)
+@pytest.mark.parametrize("make", [t5, llama])
+def test_a_model_is_traced_and_trained_in_a_pipeline(make):
+    alone = traced(0, make, 1)
     with ddl.Parallel("gloo", nproc_per_node=2, pp=2, threads_per_rank=1, timeout=200) as parallel:
-        for losses in parallel.run(traced, 2):
+        for losses in parallel.run(traced, make, 2):
             assert losses == pytest.approx(alone, abs=1e-12)

@@ -204,7 +204,12 @@ HEAD = (
     "a Linear is, without `parts=`. Weights of single channels between "
     "two layers that are cut (BatchNorm, GroupNorm, `nn.PReLU(C)`) have no style: an error. One weight that all "
     "heads or features share (`nn.PReLU()`, a norm of each head) is a `SharedWeight()`; the trainer says so where a "
-    "plan forgets it.\n"
+    "plan forgets it.\n\n"
+    '`tensor_plan="auto"` takes the plan that a model of Hugging Face\'s transformers brings along '
+    "(`base_model_tp_plan`): its `colwise` is a `Column()`, `rowwise` and `embedding_rowwise` a `Row()`, "
+    "`colwise_gather_output` and `embedding_colwise` a `Column(output_layouts=Replicate())`, `rowwise_split_input` a "
+    "`Row(input_layouts=Replicate())`, `packed_colwise` a `Column(parts=2)`, `replicated_with_grad_allreduce` a "
+    "`SharedWeight()`. A plan with another style, such as those of experts, is refused.\n"
 )
 
 

@@ -15,7 +15,7 @@ from ignite_ddl.diagnose.calls import recorded_calls
 from ignite_ddl.diagnose.report import UnlikeCalls, unlike_calls
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
-from ignite_ddl.replicas import digest, own_statistics
+from ignite_ddl.replicas import digest, dp_local_statistics
 from ignite_ddl.state import local_state, shard_of
 
 __all__ = ["OutOfSync", "check_in_sync", "check_same_calls"]
@@ -82,7 +82,7 @@ def check_in_sync(model: nn.Module) -> list[OutOfSync]:
         return []
     held: dict[tuple, tuple[str, torch.Tensor]] = {}
     tensors, saved_as, _ = local_state(model)
-    left_out = own_statistics(model)
+    left_out = dp_local_statistics(model)
     saved = {id(tensor) for tensor in tensors.values()}
     everything = [(saved_as[name], None, tensor) for name, tensor in tensors.items()]
     for name, buffer in stages_of(model).plain_module().named_buffers():

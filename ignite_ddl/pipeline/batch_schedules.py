@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager as Context
 from typing import Any
 
 import ignite.distributed as idist
@@ -31,7 +31,7 @@ class MicrobatchLoss:
     torch cuts targets that are one tensor: it gets row numbers.
     """
 
-    def __init__(self, autocast: contextlib.AbstractContextManager, structure: Structure) -> None:
+    def __init__(self, autocast: Context, structure: Structure) -> None:
         self.loss_fn: Callable | None = None
         self.y: Any = None
         self.autocast, self.structure = autocast, structure
@@ -78,9 +78,7 @@ class BatchSchedules:
                 self.made.pop(key, None)
         return new
 
-    def get(
-        self, key: tuple, x: Any, rows: int, autocast: contextlib.AbstractContextManager
-    ) -> tuple[Any, MicrobatchLoss]:
+    def get(self, key: tuple, x: Any, rows: int, autocast: Context) -> tuple[Any, MicrobatchLoss]:
         """The schedule for batches like ``x``, of ``rows`` rows."""
         self._check_as_set_up()
         if key in self.made:
@@ -110,7 +108,7 @@ class BatchSchedules:
                     "over dp: freeze it after ddl.auto_model"
                 )
 
-    def _make(self, x: Any, rows: int, autocast: contextlib.AbstractContextManager) -> tuple[Any, MicrobatchLoss]:
+    def _make(self, x: Any, rows: int, autocast: Context) -> tuple[Any, MicrobatchLoss]:
         # Imported now, since importing torch's schedules takes a second.
         from torch.distributed.pipelining import schedules
 
@@ -128,7 +126,7 @@ class BatchSchedules:
         make = getattr(schedules, known.torch_class)
         return make(stages if known.stages_per_rank > 1 else stages[0], n, loss_fn=loss, scale_grads=False), loss
 
-    def _interfaces(self, x: Any, autocast: contextlib.AbstractContextManager) -> dict[int, tuple[Any, Any]]:
+    def _interfaces(self, x: Any, autocast: Context) -> dict[int, tuple[Any, Any]]:
         """What each stage takes and returns, which torch has to know before it sends: by a microbatch, forward."""
         from ignite_ddl.pipeline.stage import Interface
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager as Context
 from typing import Any
 
 import torch
@@ -47,14 +48,7 @@ class OneStage:
         self.model, self.model_fn = model, model_fn
 
     def forward(
-        self,
-        x: Any,
-        y: Any,
-        loss_fn: Callable[[Any, Any], torch.Tensor],
-        transform: Callable[[Any], Any],
-        share: Callable[[Any, Any], float],
-        weight: float,
-        autocast: contextlib.AbstractContextManager,
+        self, x: Any, y: Any, loss_fn: Callable, transform: Callable, share: Callable, weight: float, autocast: Context
     ) -> tuple[Any, torch.Tensor | None]:
         """Forward and loss of one batch; a pipeline, whose schedule mixes the passes, runs backward, too.
 
@@ -145,7 +139,7 @@ class PipelineStages:
         self.from_last_stage, self.gather_stages = self.transfer.from_last_stage, self.transfer.gather
 
     def train_step(
-        self, x: Any, y: Any, loss_fn: Callable, autocast: contextlib.AbstractContextManager | None = None
+        self, x: Any, y: Any, loss_fn: Callable, autocast: Context | None = None
     ) -> tuple[Any, torch.Tensor | None]:
         """See :meth:`ignite_ddl.pipeline.pipeline.Pipeline.train_step`."""
         rows = check_rows(x, y)
@@ -175,14 +169,7 @@ class PipelineStages:
         return loss.structure.unflatten(output), torch.stack(losses).sum().detach()
 
     def forward(
-        self,
-        x: Any,
-        y: Any,
-        loss_fn: Callable,
-        transform: Callable,
-        share: Callable,
-        weight: float,
-        autocast: contextlib.AbstractContextManager,
+        self, x: Any, y: Any, loss_fn: Callable, transform: Callable, share: Callable, weight: float, autocast: Context
     ) -> tuple[Any, torch.Tensor | None]:
         def weighted(output: Any, target: Any) -> torch.Tensor:
             return loss_fn(transform(output), target) * (share(target, y) * weight)

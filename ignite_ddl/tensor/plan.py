@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from typing import Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,17 +18,20 @@ from ignite_ddl.tensor.gradients import layout_of
 from ignite_ddl.tensor.inside import ShardedRandom, SharedWeight, is_by_channel
 from ignite_ddl.tensor.layers import dim_of_outputs
 from ignite_ddl.tensor.linear import leaves_output_sharded
+from ignite_ddl.tensor.model_plans import plan_of_model
 
 __all__ = ["apply_plan", "check_plan"]
 
 
-def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
+def check_plan(
+    model: nn.Module, plan: Mapping[str, ParallelStyle] | Literal["auto"], tp_size: int
+) -> dict[str, ParallelStyle]:
     """Checks a plan, and returns the style of each module that it names.
 
     Args:
         model: the full model.
         plan: globs of module names to styles; ``*`` and ``[...]`` as in ``fnmatch``, matched separately between the
-            dots. If two keys match a module, the later one is used.
+            dots. If two keys match a module, the later one is used. "auto": :func:`plan_of_model`.
         tp_size: number of tp ranks.
 
     Returns:
@@ -37,6 +41,8 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
         ValueError: if ``plan`` is not a dict from names to styles, a key matches no module, a style cannot divide a
             module into ``tp_size`` parts, or a module or weight with several names would be sharded in two ways.
     """
+    if plan == "auto":
+        plan = plan_of_model(model)
     if not isinstance(plan, Mapping) or not all(isinstance(key, str) for key in plan):
         raise ValueError(f"tensor_plan should be a dict from globs of module names to styles, but given {plan!r}")
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -164,7 +170,7 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
                 f"This was in {name!r}, which tensor_plan cuts with {type(style).__name__}: its input should be "
                 f"{_wanted_input(style)}; name the layers before it in the plan too, or leave this one out.",
             )
-    for parent, inside in _readers_of_shards(modules, styles).items():
+    for parent, inside in _consumers_of_shards(modules, styles).items():
         explain_errors(
             modules[parent],
             f"This was in {parent or 'the model'!r}, which gets a rank's part of the outputs of {', '.join(inside)}, "
@@ -188,7 +194,7 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
             setattr(owner, attribute, first)
 
 
-def _readers_of_shards(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, list[str]]:
+def _consumers_of_shards(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, list[str]]:
     """The modules whose code sees what a Column leaves sharded, and the names of these inside."""
     found: dict[str, list[str]] = {}
     for name, style in styles.items():

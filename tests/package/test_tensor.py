@@ -6,6 +6,7 @@ Whole models under plans, trained on meshes, are in parity.py.
 import contextlib
 import itertools
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,69 @@ def test_a_plan_that_does_not_fit(plan, tp_size, message):
     layers["block0"].attention.scale = 0.5
     with pytest.raises(ValueError, match=message):
         check_plan(layers, plan, tp_size)
+
+
+class Config:
+    base_model_tp_plan = {
+        "block*.attention.q": "colwise",
+        "block*.attention.k": "colwise_gather_output",
+        "block*.attention.out": "rowwise",
+        "block*.mlp.experts": "moe_tp_experts",  # of another model: this one has none
+    }
+    base_model_pp_plan = {"embed": None, "blocks": None, "norm": None}
+
+
+class OfTransformers(nn.Module):
+    """As a model of transformers: a base model and a head, and a plan of strings."""
+
+    base_model_prefix = "model"
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.model, self.head = Config(), model(), nn.Linear(8, 10)
+
+
+def test_auto_is_the_plan_of_the_model():
+    whole = OfTransformers()
+    styles = check_plan(whole, "auto", 2)
+    kinds = {name: type(style) for name, style in styles.items()}
+    assert kinds == {
+        f"model.block{i}.attention.{name}": kind
+        for i in range(2) for name, kind in (("q", ddl.Column), ("k", ddl.Column), ("out", ddl.Row))
+    }  # fmt: skip
+    assert styles["model.block1.attention.k"].output_layouts == (Replicate(),)
+    whole._tp_plan = {"head": "packed_colwise", "model.block*.norm": "replicate"}
+    styles = check_plan(whole, "auto", 1)
+    assert (styles["head"].parts, list(styles)) == (2, ["head"])
+    assert list(check_plan(nn.Sequential(whole), "auto", 1)) == ["0.head"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({}, 'tensor_plan="auto" takes the plan of the model, its base_model_tp_plan, but ModuleDict has none'),
+        (
+            {"block0": "mla_kv_a_proj", "head": "all_reduce"},
+            "has 'mla_kv_a_proj' for 'block0', 'all_reduce' for 'head'",
+        ),
+        ({"head.weight": "packed_colwise"}, "'head.weight', which matches no module"),  # a parameter
+    ],
+)
+def test_a_plan_of_a_model_that_is_refused(plan, message):
+    layers = model()
+    layers.base_model_tp_plan = plan
+    with pytest.raises(ValueError, match=message):
+        ddl.check_model(layers, "auto", tp=2)
+
+
+def test_a_tp_axis_without_a_plan_warns():
+    with pytest.warns(UserWarning, match="the mesh has tp=2, but tensor_plan is None") as caught:
+        ddl.check_model(model(), tp=2)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ddl.check_model(model(), {}, tp=2)
+        ddl.check_model(model())
 
 
 @pytest.mark.parametrize(
