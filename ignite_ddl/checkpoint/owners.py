@@ -27,7 +27,7 @@ try:
 except ImportError:  # Windows
     LOCK_EX, LOCK_NB, LOCK_UN, lockf = 0, 0, 0, None
 
-__all__ = ["ENDINGS", "begin", "check_free", "own_runs", "put", "remove", "sync_folder"]
+__all__ = ["ENDINGS", "begin", "check_free", "run_numbers", "put", "remove", "sync_folder"]
 
 SAVING, REPLACED, REMOVED = ENDINGS = ".saving", ".replaced", ".removed"  # of names that are on their way
 _OWNERS, _RUNS = ".owners", "IGNITE_DDL_RUNS"
@@ -40,8 +40,8 @@ _opened: dict[tuple[int, str], int] = {}  # not closed: that would drop all lock
 _numbers = itertools.count()
 
 
-def own_runs() -> list[str]:
-    """The numbers of this run, as the last one, and of the processes that started it: theirs is its own, too."""
+def run_numbers() -> list[str]:
+    """The numbers of the processes that started this run, whose checkpoints are its too, and last the run's."""
     global _runs
     with _threads:
         if _runs[0] != os.getpid():
@@ -79,7 +79,7 @@ def _lock(folder: Path, byte: int, how: int) -> bool | None:
 
 def _is_alive(folder: Path, run: str) -> bool | None:
     """Whether a run is alive; None: nobody knows."""
-    free = run != own_runs()[-1] and _lock(folder, int(run, 16), LOCK_EX | LOCK_NB)
+    free = run != run_numbers()[-1] and _lock(folder, int(run, 16), LOCK_EX | LOCK_NB)
     if free:
         _lock(folder, int(run, 16), LOCK_UN)
     return free if free is None else not free
@@ -95,7 +95,9 @@ def _is_of_another(path: Path) -> bool:
         run = str(read_state(path)[1]["run"])
     except Exception:  # damaged, or of a time before there were numbers
         return False
-    return run not in own_runs() and re.fullmatch("[0-9a-f]{8}", run) is not None and bool(_is_alive(path.parent, run))
+    return (
+        run not in run_numbers() and re.fullmatch("[0-9a-f]{8}", run) is not None and bool(_is_alive(path.parent, run))
+    )
 
 
 def check_free(path: Path) -> None:
@@ -112,14 +114,14 @@ def check_free(path: Path) -> None:
 
 
 def _hidden(path: Path, ending: str) -> Path:
-    return path.with_name(f".{path.name}.{next(_numbers)}.{own_runs()[-1]}{ending}")
+    return path.with_name(f".{path.name}.{next(_numbers)}.{run_numbers()[-1]}{ending}")
 
 
 def begin(path: Path) -> Path:
     """Makes the hidden folder for what is written, and removes what runs that are dead have left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Again with each save: whoever reads all files of the folder in this process has dropped it.
-    _lock(path.parent, int(own_runs()[-1], 16), LOCK_EX)
+    _lock(path.parent, int(run_numbers()[-1], 16), LOCK_EX)
     for left in path.parent.iterdir():
         found = _ON_ITS_WAY.fullmatch(left.name)
         if found and _is_alive(path.parent, found[1]) is False:
@@ -134,7 +136,7 @@ def put(saving: Path, path: Path, outdated: Sequence[str]) -> None:
     """Gives a complete checkpoint its name, in the place of one that has it, and removes those that are outdated."""
     replaced = path.with_name(path.name + REPLACED)  # no hidden name: it counts until the new one is there
     gone = []
-    with _alone(path.parent):
+    with _locked_names(path.parent):
         check_free(path)
         if path.exists():
             if replaced.exists():
@@ -163,7 +165,7 @@ def remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked_names(folder: Path) -> Iterator[None]:
     """No other thread or process changes names in the folder meanwhile."""
     with _threads:
         _lock(folder, _RENAMING, LOCK_EX)

@@ -21,15 +21,14 @@ def encoded(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
-        whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().contiguous()
-        data = base64.b64encode(whole.reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
-        return {"tensor": data, "dtype": str(whole.dtype).removeprefix("torch."), "shape": list(whole.shape)}
+        full = (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().contiguous()
+        data = base64.b64encode(full.reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
+        return {"tensor": data, "dtype": str(full.dtype).removeprefix("torch."), "shape": list(full.shape)}
     if isinstance(value, Mapping):
         return {"dict": [[encoded(k, where), encoded(v, f"{where}.{k}")] for k, v in value.items()]}
-    if isinstance(value, list):
-        return [encoded(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"tuple": [encoded(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, list | tuple):
+        items = [encoded(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # NumPy's numbers
         return value.item()
     raise ValueError(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl.checkpoint import contents
+from ignite_ddl.checkpoint import snapshot
 from ignite_ddl.checkpoint.values import decoded, encoded
 from ignite_ddl.data import ShardedDataLoader
 
@@ -380,7 +380,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
 
 def test_what_cannot_be_loaded_is_refused(saved, tmp_path):
     run = Run()
-    with pytest.raises(ValueError, match="has no such thing of that name; it has 'model', 'optimizer', 'trainer'"):
+    with pytest.raises(ValueError, match="has none of that name; it has 'model', 'optimizer', 'trainer'"):
         ddl.Checkpoint.load_objects({"net": run.model}, saved)
     with pytest.raises(ValueError, match="to_load should have the loader, too, as 'loader'"):
         ddl.Checkpoint.load_objects({"trainer": run.trainer}, saved)
@@ -616,7 +616,7 @@ def test_a_checkpoint_without_runs_goes_on(monkeypatch, tmp_path):
         return state_dict(loader, whole.trainer) | {"digest": ..., "order": 1, "next": ..., "generator_now": ...}
 
     with monkeypatch.context() as patch:
-        patch.setattr(contents, "take_runs", lambda objects: {})
+        patch.setattr(snapshot, "capture_runs", lambda kinds: {})
         patch.setattr(ShardedDataLoader, "state_dict", lambda self: {k: v for k, v in written_then(self).items()
                                                                      if v is not ...})  # fmt: skip
         whole.trainer.add_event_handler(at(3, 16), Last(whole.save))
