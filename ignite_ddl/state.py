@@ -42,7 +42,7 @@ def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, t
 
     Args:
         model: what :func:`auto_model` returned.
-        on_rank: the only rank that gets it, tensor by tensor, so that the others never hold the whole model.
+        on_rank: the only rank that gets it, tensor by tensor, so that the others never hold the full model.
             Default None: all ranks get it.
 
     Returns:
@@ -99,7 +99,7 @@ def full_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, torc
 
 
 def _shared_state(stages: Any, mesh: Mesh) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """This rank's state dict, tensors and extra state apart, once all ranks have come; buffers are dp rank 0's."""
+    """As :func:`_split`, once all ranks have called; with the buffers of dp rank 0."""
     _wait_for_all(mesh)
     for stage in stages.local_stages():
         share_buffers(stage, mesh)  # DDP did so before the last forward pass, and that one changed them
@@ -162,7 +162,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 
 def _names_in(state: Mapping[str, Any], shapes: Mapping[str, Any], first_names: Mapping[str, str]) -> dict[str, str]:
-    """The name in ``state`` of each tensor of the uncut model: of a tied weight one that is there.
+    """The name in ``state`` of each tensor of the uncut model: of a tied weight any of its names.
 
     Raises:
         ValueError: if names are missing or unmatched.

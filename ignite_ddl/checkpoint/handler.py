@@ -33,7 +33,7 @@ from ignite_ddl.launch.rank import give_back_signals, on_signal, wait_before_res
 from ignite_ddl.mesh import get_mesh
 
 __all__ = ["Checkpoint"]
-_in_background: set[Future] = set()  # of all checkpoints, until somebody has waited for it
+_in_background: set[Future] = set()  # writes of all checkpoints that nobody has waited for
 
 
 class Checkpoint(IgniteCheckpoint):
@@ -43,7 +43,7 @@ class Checkpoint(IgniteCheckpoint):
     taken after all other handlers of its event, and holds, next to ``to_save``, the random states of each rank. With
     the trainer and the loader in ``to_save`` a run goes on from any iteration as if it had not been interrupted: on
     the same mesh with the same rows, random numbers and losses; on another one with the same rows, and with the same
-    losses if no random number depends on the mesh. It is the trainer's place in the loader that counts, whoever else
+    losses if no random number depends on the mesh. The position is that of the trainer in the loader, whatever else
     reads the loader; without a trainer, that of the ``for`` loop over it: save inside the loop.
 
     A run that goes on fires STARTED, and in mid-epoch EPOCH_STARTED, again; what was loaded is loaded once more after
@@ -78,13 +78,13 @@ class Checkpoint(IgniteCheckpoint):
             the trainer but not the loader that it runs on (when saving), or an object that cannot be saved; if ranks
             save different things.
         OSError: on every rank, where any of them cannot write, or where something is in the way: only checkpoints are
-            replaced or removed, and none of another run that is alive. The checkpoints before are whole.
+            replaced or removed, and none of another run that is alive. Earlier checkpoints stay complete.
 
     Note:
         A run owns the names under which it has saved, until the process of its rank 0 ends: other runs cannot replace
         or remove them. The next one can, and clears away what a killed run has left. The folder's file ``.owners``
         carries the locks for this (POSIX locks, which NFS passes on between machines unless it is mounted with
-        ``nolock``). Where there are none, as on Windows, nobody knows who is alive: a checkpoint of the same name is
+        ``nolock``). Where there are none, as on Windows, it is unknown which runs are alive: a checkpoint of the same name is
         replaced, and hidden folders that end in ``.saving`` stay until you remove them.
 
         Outside of ``ddl.Parallel.run`` Python waits at its end for what is written in the background; if that fails,
@@ -359,7 +359,7 @@ class Checkpoint(IgniteCheckpoint):
 
 
 class _Writes(BaseSaveHandler):
-    """What Ignite's Checkpoint calls: to remove first, then to save; here the new one is complete before."""
+    """Ignite calls ``remove`` before it saves; here the old checkpoint is removed once the new one is complete."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint, self.outdated = checkpoint, []

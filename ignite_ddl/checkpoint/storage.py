@@ -8,7 +8,7 @@
         state.json                     what is no tensor, and a CRC-32 of each part of the shards' files
         SHA256SUMS                     digests of the two files above, as ``sha256sum -c`` reads them; written last
 
-The folder is written under a hidden name and renamed when it is complete, so whoever finds it finds all of it.
+The folder is written under a hidden name and renamed when it is complete, so a folder that is found is complete.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils.serialization import config
 
 from ignite_ddl.checkpoint.form import (
     METADATA,
@@ -163,7 +164,8 @@ class _Writer(dcp.FileSystemWriter):
         return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
-        results = super().write_data(plan, planner).wait()
+        with config.patch("save.compute_crc32", not self.with_digests):  # not two of the same bytes
+            results = super().write_data(plan, planner).wait()
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._with_digests(results))
         return done
@@ -251,8 +253,8 @@ class Folder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not os.path.lexists(self.path / SUMS):
-            there = "has no file SHA256SUMS" if self.path.is_dir() else "does not exist"
-            raise ValueError(f"checkpoint should be a folder that ddl.Checkpoint wrote, but {self.path} {there}")
+            why = "has no file SHA256SUMS" if self.path.is_dir() else "does not exist"
+            raise ValueError(f"checkpoint should be a folder that ddl.Checkpoint wrote, but {self.path} {why}")
         with self._damages():
             sums, self.content = read_state(self.path)
             if type(version := self.content.get("version", 1)) is not int or version < 1:
