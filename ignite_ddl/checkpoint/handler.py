@@ -84,8 +84,8 @@ class Checkpoint(IgniteCheckpoint):
         A run owns the names under which it has saved, until the process of its rank 0 ends: other runs cannot replace
         or remove them. The next one can, and clears away what a killed run has left. The folder's file ``.owners``
         carries the locks for this (POSIX locks, which NFS passes on between machines unless it is mounted with
-        ``nolock``). Where there are none, as on Windows, it is unknown which runs are alive: a checkpoint of the same name is
-        replaced, and hidden folders that end in ``.saving`` stay until you remove them.
+        ``nolock``). Where there are none, as on Windows, it is unknown which runs are alive: a checkpoint of the same
+        name is replaced, and hidden folders that end in ``.saving`` stay until you remove them.
 
         Outside of ``ddl.Parallel.run`` Python waits at its end for what is written in the background; if that fails,
         it prints the error and ends with the exit status 120. Call :meth:`wait` before ``idist.finalize()`` or the end

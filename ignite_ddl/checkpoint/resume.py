@@ -59,7 +59,7 @@ def _progress(engine: Engine) -> dict[str, Any]:
     done = state.iteration % (state.epoch_length or state.iteration + 1)
     if done and engine._dataloader_iter is None and isinstance(state.dataloader, ShardedDataLoader):
         raise ValueError(
-            "a run of Ignite's own Engine that was left in mid-epoch has lost its position in the loader: save in one of "
+            "a run of Ignite's own Engine that was left in mid-epoch has lost its place in the loader: save in one of "
             "its handlers, or run a ddl.MeshEngine"
         )
     ended = done == 0 and last == Events.ITERATION_COMPLETED
