@@ -340,6 +340,33 @@ def test_a_model_that_ties_less_or_more(saved, tmp_path):
         ddl.Checkpoint.load_objects({"model": ddl.auto_model(net())}, tmp_path / "untied")
 
 
+class Number:
+    """An object with a state."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+def with_numbers(rank, folder):
+    model = ddl.auto_model(net())
+    ddl.Checkpoint({"model": model, "number": Number(rank)}, folder).save("x")
+
+
+def test_a_state_by_rank_is_refused_on_another_mesh_before_anything_changes(tmp_path):
+    launch({"dp": 2}, with_numbers, tmp_path)
+    model = ddl.auto_model(net())
+    before = model.norm.bias.data.fill_(7.0).clone()
+    with pytest.raises(ValueError, match="'number'. had another state on each rank"):
+        ddl.Checkpoint.load_objects({"model": model, "number": Number(2)}, tmp_path / "x")
+    assert torch.equal(model.norm.bias, before)
+
+
 def test_other_optimizers_are_refused(saved):
     run = Run()
     one_group = torch.optim.Adam([p for p in run.model.parameters() if p.requires_grad])
