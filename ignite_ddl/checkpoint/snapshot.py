@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ignite_ddl.tensor.random import random_states
 __all__ = ["Snapshot", "capture", "groups_by_name", "merge"]
 
 
+@dataclass
 class Snapshot:
     """What one rank gives to a checkpoint.
 
@@ -33,15 +35,12 @@ class Snapshot:
         state: all the rest, ready for JSON, which rank 0 merges and writes.
     """
 
-    def __init__(self) -> None:
-        self.shards: dict[str, Shard] = {}
-        self.state: dict[str, Any] = {"models": {}, "optimizers": {}, "objects": {}, "loaders": []}
+    shards: dict[str, Shard]
+    state: dict[str, Any]
 
     def copy(self) -> Snapshot:
         """The same, in memory that training does not change."""
-        copied = Snapshot()
-        copied.shards, copied.state = {name: shard.copy() for name, shard in self.shards.items()}, self.state
-        return copied
+        return Snapshot({name: shard.copy() for name, shard in self.shards.items()}, self.state)
 
 
 def capture(objects: Mapping[str, Any]) -> Snapshot:
@@ -54,28 +53,27 @@ def capture(objects: Mapping[str, Any]) -> Snapshot:
     Raises:
         ValueError: if an optimizer holds a parameter of no model, or a state cannot be written as JSON.
     """
-    kinds, mesh, snapshot = Kinds.of(objects), get_mesh(), Snapshot()
+    kinds, mesh = Kinds.of(objects), get_mesh()
     for model in kinds.models.values():  # DDP did so before the last forward pass, and that one changed them
         for stage in as_stages(model).local_stages():
             share_buffers(stage, mesh)
     for model in kinds.models.values():
         check_replicas(model)
+    shards: dict[str, Shard] = {}
     names: dict[int, str] = {}  # of parameters, by id
-    for key, model in kinds.models.items():
-        snapshot.state["models"][key] = _capture_model(key, model, names, snapshot.shards)
-    for key, optimizer in kinds.optimizers.items():
-        snapshot.state["optimizers"][key] = _capture_optimizer(key, optimizer, names, snapshot.shards)
+    models = {key: _capture_model(key, model, names, shards) for key, model in kinds.models.items()}
+    optimizers = {key: _capture_optimizer(key, each, names, shards) for key, each in kinds.optimizers.items()}
     runs = capture_runs(kinds)
     states = {key: other.state_dict() for key, other in (kinds.engines | kinds.others).items()}
     for key, loader in kinds.loaders.items():
         positions = (run["positions"][key] for run in runs.values() if key in run["positions"])
         states[key] = next(positions, None) or loader.state_dict()
     states |= {RANDOM: random_states(), RUNS: runs}
-    if gradients := capture_gradients(kinds, snapshot.shards, mesh):
+    if gradients := capture_gradients(kinds, shards, mesh):
         states[GRADIENTS] = gradients
-    snapshot.state["objects"] = {key: encoded(state, key) for key, state in states.items()}
-    snapshot.state["loaders"] = list(kinds.loaders)
-    return snapshot
+    encoded_states = {key: encoded(state, key) for key, state in states.items()}
+    everything = {"models": models, "optimizers": optimizers, "objects": encoded_states, "loaders": list(kinds.loaders)}
+    return Snapshot(shards, everything)
 
 
 def _capture_model(key: str, model: nn.Module, names: dict[int, str], shards: dict[str, Shard]) -> dict[str, Any]:
