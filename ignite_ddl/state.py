@@ -30,8 +30,8 @@ __all__ = [
     "local_state",
     "set_extra_state",
     "shard_of",
-    "whole_tensor",
-    "whole_tensors",
+    "full_tensor",
+    "full_tensors",
 ]
 
 AS_MADE = "_as_made"  # on a pipeline: digests of its weights, until some are loaded; see audit.py
@@ -44,7 +44,7 @@ def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, t
 
     Args:
         model: what :func:`auto_model` returned.
-        on_rank: the only rank that gets it, tensor by tensor, so that the others never hold the whole model.
+        on_rank: the only rank that gets it, tensor by tensor, so that the others never hold the full model.
             Default None: all ranks get it.
 
     Returns:
@@ -58,16 +58,13 @@ def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, t
     if on_rank is not None:
         rank = Fits(f"a rank below {mesh.world_size}", whole(0, mesh.world_size - 1).read)
         on_rank = check("on_rank", on_rank, rank)
-        found: dict[str, Any] = {name: tensor for name, tensor in whole_tensors(model, on_rank) if tensor is not None}
+        found: dict[str, Any] = {name: tensor for name, tensor in full_tensors(model, on_rank) if tensor is not None}
         known = stages.full_shapes()
         if any(map(is_extra, known)):
             found |= stages.gather_stages(local_state(model)[2])
         return {name: found[name] for name in known} if mesh.rank == on_rank else {}
-    _wait_for_all(mesh)
-    for stage in stages.local_stages():
-        share_buffers(stage, mesh)  # DDP did so before the last forward pass, and that one changed them
-    state = stages.plain_module().state_dict(keep_vars=True)
-    return stages.gather_stages({n: value if is_extra(n) else whole_tensor(value) for n, value in state.items()})
+    tensors, extra = _shared_state(stages, mesh)
+    return stages.gather_stages({name: full_tensor(tensor) for name, tensor in tensors.items()} | extra)
 
 
 def is_extra(name: str) -> bool:
@@ -75,7 +72,7 @@ def is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def whole_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
+def full_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Gathers the tensors of the uncut model's state dict one by one; every rank iterates to the end.
 
     Args:
@@ -86,30 +83,44 @@ def whole_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, tor
         tuple: a name of the uncut model, and the tensor on the CPU of ``on_rank``; None on the other ranks.
     """
     stages, mesh = stages_of(model), get_mesh()
-    _wait_for_all(mesh)
-    for stage in stages.local_stages():
-        share_buffers(stage, mesh)
-    state = {n: t for n, t in stages.plain_module().state_dict(keep_vars=True).items() if not is_extra(n)}
-    dtypes: list[dict[str, torch.dtype]] = [{name: tensor.dtype for name, tensor in state.items()}]
-    if mesh.pp_size > 1:
-        dtypes = [{} for _ in range(mesh.pp_size)]
-        dist.all_gather_object(dtypes, {name: t.dtype for name, t in state.items()}, group=mesh.pp_group)
-    there = mesh.coordinates(on_rank)
+    tensors, _ = _shared_state(stages, mesh)
+    dtypes = _over_stages({name: tensor.dtype for name, tensor in tensors.items()}, mesh)
     for name, shape in stages.full_shapes().items():
         if is_extra(name):
             continue
-        owner = next(pp for pp, names in enumerate(dtypes) if name in names) if mesh.pp_size > 1 else there["pp"]
-        whole = None
-        if mesh.pp_rank == owner or mesh.pp_size == 1:
-            whole = whole_tensor(state[name])
-        sender = mesh.rank_at(**(there | {"pp": owner}))
+        owner = next(pp for pp, names in enumerate(dtypes) if name in names)
+        full = full_tensor(tensors[name]) if mesh.pp_rank == owner else None
+        sender = mesh.rank_at(**(mesh.coordinates(on_rank) | {"pp": owner}))
         if sender != on_rank and mesh.rank == sender:
-            dist.send(whole.to(idist.device()), on_rank)
+            dist.send(full.to(idist.device()), on_rank)
         if sender != on_rank and mesh.rank == on_rank:
-            whole = torch.empty(shape, dtype=dtypes[owner][name], device=idist.device())
-            dist.recv(whole, sender)
-            whole = whole.cpu()
-        yield name, whole if mesh.rank == on_rank else None
+            full = torch.empty(shape, dtype=dtypes[owner][name], device=idist.device())
+            dist.recv(full, sender)
+            full = full.cpu()
+        yield name, full if mesh.rank == on_rank else None
+
+
+def _shared_state(stages: Any, mesh: Mesh) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """As :func:`_split`, once all ranks have called; with the buffers of dp rank 0."""
+    _wait_for_all(mesh)
+    for stage in stages.local_stages():
+        share_buffers(stage, mesh)  # DDP did so before the last forward pass, and that one changed them
+    return _split(stages)
+
+
+def _split(stages: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """This rank's state dict: tensors, and what modules' ``get_extra_state`` returns."""
+    state = stages.plain_module().state_dict(keep_vars=True)
+    tensors = {name: value for name, value in state.items() if not is_extra(name)}
+    return tensors, {name: value for name, value in state.items() if name not in tensors}
+
+
+def _over_stages(value: dict[str, Any], mesh: Mesh) -> list[dict[str, Any]]:
+    """The value of each pp rank."""
+    values = [value] * mesh.pp_size
+    if mesh.pp_size > 1:
+        dist.all_gather_object(values, value, group=mesh.pp_group)
+    return values
 
 
 def _wait_for_all(mesh: Mesh) -> None:
@@ -126,7 +137,7 @@ def _wait_for_all(mesh: Mesh) -> None:
 
 @takes(model=MODULE, state=MAPPING)
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Loads a plain state dict into a cut model, in place; every rank calls it with the whole dict.
+    """Loads a plain state dict into a cut model, in place; every rank calls it with the full dict.
 
     Args:
         model: what :func:`auto_model` returned, also of a model made in :func:`empty_weights`.
@@ -139,33 +150,38 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     materialize(model)
     targets, saved_as, extra = local_state(model)
     shapes = stages.full_shapes()  # of every stage, so that all ranks refuse alike
-    known = {name: shape for name, shape in shapes.items() if not is_extra(name)}
-    of_files = hasattr(state, "shape_of")  # which have tensors only
-    parts = [saved_as]
-    if mesh.pp_size > 1:
-        parts = [{} for _ in range(mesh.pp_size)]
-        dist.all_gather_object(parts, saved_as, group=mesh.pp_group)
-    first = {name: as_name for part in parts for name, as_name in part.items()}
-    tied: dict[str, str] = {}  # a weight's first name to one of its names in state
-    for name in known:
-        if name in state:
-            tied.setdefault(first.get(name, name), name)
-    found = {name: name if name in state else tied.get(first.get(name, name)) for name in known}
-    missing = sorted(name for name, in_state in found.items() if in_state is None)
-    missing += sorted(set() if of_files else shapes.keys() - known.keys() - set(state))
-    unknown = sorted(set(state) - set(shapes))
-    if missing or unknown:
-        raise ValueError(f"state should have the model's names, but lacks {missing} and has {unknown} besides")
+    first_names = {name: first for part in _over_stages(saved_as, mesh) for name, first in part.items()}
+    names = _names_in(state, shapes, first_names)
     shape_of = getattr(state, "shape_of", lambda name: tuple(state[name].shape))
-    for name, shape in known.items():
-        if shape != (given := shape_of(found[name])):
-            raise ValueError(f"state[{name!r}] should have shape {shape}, but has {given}")
+    for name, in_state in names.items():
+        if shapes[name] != (given := shape_of(in_state)):
+            raise ValueError(f"state[{name!r}] should have shape {shapes[name]}, but has {given}")
     vars(model).pop(AS_MADE, None)
     with torch.no_grad():
         for name, target in targets.items():
-            _assign(target, state[found[name]])  # a function, so that one whole tensor is alive at a time
+            _assign(target, state[names[name]])  # a function, so that one full tensor is alive at a time
     for name in set(extra) & set(state):
         set_extra_state(model, name, state[name])
+
+
+def _names_in(state: Mapping[str, Any], shapes: Mapping[str, Any], first_names: Mapping[str, str]) -> dict[str, str]:
+    """The name in ``state`` of each tensor of the uncut model: of a tied weight any of its names.
+
+    Raises:
+        ValueError: if names are missing or unmatched.
+    """
+    tensors = [name for name in shapes if not is_extra(name)]
+    tied: dict[str, str] = {}  # a weight's first name to one of its names in state
+    for name in filter(state.__contains__, tensors):
+        tied.setdefault(first_names.get(name, name), name)
+    found = {name: name if name in state else tied.get(first_names.get(name, name)) for name in tensors}
+    missing = sorted(name for name, in_state in found.items() if in_state is None)
+    if not hasattr(state, "shape_of"):  # files have tensors only
+        missing += sorted(shapes.keys() - set(tensors) - set(state))
+    unmatched = sorted(set(state) - set(shapes))
+    if missing or unmatched:
+        raise ValueError(f"state should have the model's names, but lacks {missing} and has {unmatched} besides")
+    return found
 
 
 def set_extra_state(model: nn.Module, name: str, value: Any) -> None:
@@ -174,7 +190,7 @@ def set_extra_state(model: nn.Module, name: str, value: Any) -> None:
 
 
 def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies this rank's part of a whole tensor."""
+    """Copies this rank's part of a full tensor."""
     value = value.to(target.device, target.dtype)
     if hasattr(target, ROW_ORDER):
         value = value[getattr(target, ROW_ORDER).to(value.device)]
@@ -183,19 +199,20 @@ def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
     target.copy_(value)
 
 
-def whole_tensor(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """A copy of the whole tensor on the CPU, in the uncut model's order of rows; its ranks call it together.
+def full_tensor(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy of the full tensor on the CPU, in the uncut model's order of rows; its ranks call it together.
 
     Args:
         tensor: a parameter or a buffer, or the gradient of a parameter.
         like: the parameter that ``tensor`` is the gradient of. Default: ``tensor`` itself.
     """
     with quiet_redistribution():
-        if isinstance(whole := tensor, DTensor):
-            whole = tensor.to(tensor.device_mesh.device_type).full_tensor()  # of offloaded weights, too
-    whole = whole.detach().cpu()
+        full = tensor
+        if isinstance(tensor, DTensor):
+            full = tensor.to(tensor.device_mesh.device_type).full_tensor()  # of offloaded weights, too
+    full = full.detach().cpu()
     order = getattr(tensor if like is None else like, ROW_ORDER, None)
-    return whole.clone() if order is None else torch.empty_like(whole).index_copy_(0, order, whole)
+    return full.clone() if order is None else torch.empty_like(full).index_copy_(0, order, full)
 
 
 @dataclass(frozen=True)
@@ -203,9 +220,9 @@ class Shard:
     """This rank's part of a tensor, by its place in the tensor of one process.
 
     Attributes:
-        size: of the whole tensor.
+        size: of the full tensor.
         dtype: of the tensor.
-        pieces: pairs of offsets in the whole tensor and a view of this rank's values. Usually one; none where this
+        pieces: pairs of offsets in the full tensor and a view of this rank's values. Usually one; none where this
             rank holds nothing; several where ``Column(parts=)`` has reordered the rows.
     """
 
@@ -213,8 +230,13 @@ class Shard:
     dtype: torch.dtype
     pieces: list[tuple[tuple[int, ...], torch.Tensor]]
 
+    @classmethod
+    def full(cls, tensor: torch.Tensor) -> Shard:
+        """Of a tensor that one rank holds, and no other."""
+        return cls(tuple(tensor.shape), tensor.dtype, [((0,) * tensor.ndim, tensor)])
+
     def copy(self) -> Shard:
-        """The same values in CPU memory of their own."""
+        """The same values in new CPU memory."""
         return Shard(self.size, self.dtype, [(at, piece.to("cpu", copy=True)) for at, piece in self.pieces])
 
 
@@ -222,11 +244,11 @@ def shard_of(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Shard:
     """This rank's part of a parameter, a buffer, or an optimizer's state of a parameter.
 
     Args:
-        tensor: a plain tensor, which this rank holds whole, or a DTensor.
+        tensor: a plain tensor, which this rank holds in full, or a DTensor.
         like: the parameter that ``tensor`` is the state of. Default: ``tensor`` itself.
 
     Returns:
-        Shard: with views of ``tensor``'s own memory: writing into them changes it.
+        Shard: with views of ``tensor``'s memory: writing into them changes it.
     """
     order = getattr(tensor if like is None else like, ROW_ORDER, None)
     offsets: tuple[int, ...] = (0,) * tensor.ndim
@@ -255,12 +277,11 @@ def local_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, st
         saved, which is the first one of a tied weight; and names to what is no tensor (``get_extra_state``).
     """
     stages = stages_of(model)
-    state = stages.plain_module().state_dict(keep_vars=True)
-    tensors = {name: value for name, value in state.items() if not is_extra(name)}
-    across = {name: names[0] for names in stages.shared_names() for name in names}
+    tensors, extra = _split(stages)
+    over_stages = {name: names[0] for names in stages.shared_names() for name in names}
     first: dict[int, str] = {}
     saved_as = {}
     for name, tensor in tensors.items():
-        own = first.setdefault(id(tensor), name)
-        saved_as[name] = across.get(name, across.get(own, own))
-    return tensors, saved_as, {name: value for name, value in state.items() if name not in tensors}
+        local = first.setdefault(id(tensor), name)
+        saved_as[name] = over_stages.get(name, over_stages.get(local, local))
+    return tensors, saved_as, extra

@@ -16,7 +16,7 @@ from torch import nn
 from ignite_ddl.arguments import COUNT, MODULE, PATH, Fits, takes
 from ignite_ddl.checkpoint.form import read
 from ignite_ddl.checkpoint.storage import agree, on_rank_0
-from ignite_ddl.state import load_full_state_dict, whole_tensors
+from ignite_ddl.state import full_tensors, load_full_state_dict
 
 __all__ = ["export_weights", "import_weights"]
 
@@ -84,7 +84,7 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
                 error = raised if isinstance(raised, OSError) else OSError(f"{path} could not be written: {raised}")
         batch, held = {}, 0
 
-    for name, tensor in whole_tensors(model):
+    for name, tensor in full_tensors(model):
         if tensor is None:  # this is not rank 0
             continue
         size = tensor.numel() * tensor.element_size()

@@ -29,7 +29,8 @@ __all__ = ["DamagedCheckpoint", "check_state", "digest_line", "dumped", "opened"
 
 SUMS, STATE, METADATA = "SHA256SUMS", "state.json", ".metadata"
 VERSION = 1  # of all of this; a state.json that says none has it, too
-RANDOM = "random states"  # the name under which they are saved beside the objects
+# The names under which these are saved beside the objects.
+RANDOM, RUNS, GRADIENTS = "random states", "runs of engines", "gradients that wait"
 _LONGEST, _MOST = 1 << 28, 1 << 24  # bytes of state.json, and values in it
 
 
@@ -136,13 +137,13 @@ def read_state(folder: Path) -> tuple[str, dict[str, Any]]:
 # ----------------------------------------------------------------------------------------- .metadata
 
 
-class _Thing:
-    """Stands for an instance of a class of torch, of which nothing is called."""
+class _Instance:
+    """In place of an instance of a class of torch, of which nothing is called."""
 
-    def __new__(cls, *args: Any) -> _Thing:
-        thing = super().__new__(cls)
-        thing.values = args
-        return thing
+    def __new__(cls, *args: Any) -> _Instance:
+        instance = super().__new__(cls)
+        instance.values = args
+        return instance
 
     def __setstate__(self, state: Any) -> None:
         self.values = state
@@ -178,40 +179,51 @@ class _Unpickler(pickle._Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if module.startswith("torch.distributed.checkpoint.") or name in ("Size", "_get_layout"):
-            return _Thing
+            return _Instance
         raise ValueError(f"{METADATA} holds {module}.{name}, which is not loaded: it could run any code")
 
 
 def read_metadata(folder: Path, sums: str, state: Mapping[str, Any]) -> Metadata:
     """Where which part of which tensor is, if it is what was written, and fits to ``state.json``."""
-    parts = {(file, at): length for file, of_file in state["digests"].items() for at, length, _ in of_file}
-    raw = read(folder / METADATA, (1 << 16) + 2048 * len(parts))
+    lengths = {(file, at): length for file, parts in state["digests"].items() for at, length, _ in parts}
+    raw = read(folder / METADATA, (1 << 16) + 2048 * len(lengths))
     if not sums.endswith(digest_line(METADATA, raw)):
         raise DamagedCheckpoint(f"{folder} is damaged: {METADATA} is not what was written")
     root, stored, tensors = _Unpickler(io.BytesIO(raw)).load(), {}, {}
-    for index, at in root["storage_data"]:
-        place = {key: at[key] for key in ("relative_path", "offset", "length")}
+    for index, info in root["storage_data"]:
+        place = {key: info[key] for key in ("relative_path", "offset", "length")}
         _check([index["fqn"], *place.values()], (str, str, int, int), METADATA)
-        index = MetadataIndex(index["fqn"], index["offset"].size())
-        stored[index] = _StorageInfo(**place)
-    for name, there in root["state_dict_metadata"]:
-        chunks = [ChunkStorageMetadata(chunk["offsets"].size(), chunk["sizes"].size()) for chunk in there["chunks"]]
-        dtype, size = there["properties"].values[0], there["size"].size()
-        _check([name, dtype], (str, torch.dtype), METADATA)
-        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
-        inside = all(o + n <= whole for c in chunks for o, n, whole in zip(c.offsets, c.sizes, size, strict=True))
-        numels = [math.prod(chunk.sizes) for chunk in chunks]
-        if not inside or sum(numels) != math.prod(size) or len({c.offsets for c in chunks}) < len(chunks):
-            raise ValueError(f"{METADATA} does not say where all of {name!r} is")
-        for chunk, numel in zip(chunks, numels, strict=True):
+        stored[MetadataIndex(index["fqn"], index["offset"].size())] = _StorageInfo(**place)
+    for name, saved in root["state_dict_metadata"]:
+        tensors[name] = _tensor(name, saved)
+        for chunk in tensors[name].chunks:
             at = stored[MetadataIndex(name, chunk.offsets)]
-            if parts[at.relative_path, at.offset] != at.length or at.length < numel * dtype.itemsize or at.offset < 0:
+            n_bytes = math.prod(chunk.sizes) * tensors[name].properties.dtype.itemsize
+            if lengths[at.relative_path, at.offset] != at.length or at.length < n_bytes or at.offset < 0:
                 raise ValueError(f"{METADATA} and {STATE} have other places for {name!r}")
-    named = {f"{key}.{of['saved_as'].get(n, n)}" for key, of in state["models"].items() for n in of["names"]}
-    for key, of in state["optimizers"].items():
-        named |= {f"{key}.{name}.{part}" for name, values in of["states"].items() for part in values["tensors"]}
-        if not {name for group in of["groups"] for name in group["names"]} <= set(of["states"]):
-            raise ValueError(f"{STATE} lacks states of {key!r}")
-    if lacking := sorted(named - set(tensors)):
+    if lacking := sorted(_names(state) - set(tensors)):
         raise ValueError(f"{METADATA} lacks {lacking[0]!r}, which {STATE} names")
     return Metadata(tensors, storage_data=stored)
+
+
+def _tensor(name: str, saved: _Instance) -> TensorStorageMetadata:
+    """A tensor whose chunks fill it, each at another place."""
+    dtype, size = saved["properties"].values[0], saved["size"].size()
+    _check([name, dtype], (str, torch.dtype), METADATA)
+    chunks = [ChunkStorageMetadata(chunk["offsets"].size(), chunk["sizes"].size()) for chunk in saved["chunks"]]
+    inside = all(o + n <= full for c in chunks for o, n, full in zip(c.offsets, c.sizes, size, strict=True))
+    numel = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if not inside or numel != math.prod(size) or len({c.offsets for c in chunks}) < len(chunks):
+        raise ValueError(f"{METADATA} does not say where all of {name!r} is")
+    return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+
+
+def _names(state: Mapping[str, Any]) -> set[str]:
+    """Of all tensors that ``state.json`` says there are."""
+    names = {f"{key}.{of['saved_as'].get(n, n)}" for key, of in state["models"].items() for n in of["names"]}
+    for key, optimizer in state["optimizers"].items():
+        in_groups = {name for group in optimizer["groups"] for name in group["names"]}
+        if not in_groups <= set(optimizer["states"]):
+            raise ValueError(f"{STATE} lacks states of {key!r}")
+        names |= {f"{key}.{name}.{part}" for name, of in optimizer["states"].items() for part in of["tensors"]}
+    return names

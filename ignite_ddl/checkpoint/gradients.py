@@ -1,4 +1,4 @@
-"""Gradients that wait for a later batch: a checkpoint inside a window of gradient accumulation keeps them by rank."""
+"""Gradients of an open window of gradient accumulation, which a checkpoint inside the window keeps by rank."""
 
 from __future__ import annotations
 
@@ -6,51 +6,52 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from ignite.engine import Engine
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard as Cut
 
+from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.compat import local_gradients, set_local_gradients
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.state import Shard, local_state
 
-__all__ = ["GRADIENTS", "load_gradients", "match_gradients", "take_gradients"]
-
-GRADIENTS = "gradients that wait"  # the name under which their layouts are saved beside the objects
+__all__ = ["apply_gradients", "capture_gradients", "plan_gradients"]
 
 
-def take_gradients(objects: Mapping[str, Any], shards: dict[str, Shard], mesh: Mesh) -> dict[str, Any]:
+def capture_gradients(kinds: Kinds, shards: dict[str, Shard], mesh: Mesh) -> dict[str, Any]:
     """Adds this rank's gradients of open windows to ``shards``; returns their layouts by model and name."""
-    engines = [thing for thing in objects.values() if isinstance(thing, Engine)]
-    steps = [step for engine in engines for step in getattr(engine, "steps", {}).values()]
-    waiting = [step.model for step in steps if step.open]
-    waiting += [model for engine in engines for model in getattr(getattr(engine, "resume", None), "waiting", ())]
-    parameters = {id(parameter) for model in waiting for parameter in model.parameters()}
-    layouts: dict[str, Any] = {}
-    for key, model in objects.items():
-        if not isinstance(model, nn.Module) or not any(id(p) in parameters for p in model.parameters()):
+    accumulating: list[nn.Module] = []
+    for engine in kinds.engines.values():
+        accumulating += [step.model for step in getattr(engine, "steps", {}).values() if step.open]
+        accumulating += getattr(getattr(engine, "resume", None), "accumulating", ())
+    parameters = {id(parameter) for model in accumulating for parameter in model.parameters()}
+    return {
+        key: _capture_model(key, model, shards, mesh)
+        for key, model in kinds.models.items()
+        if any(id(parameter) in parameters for parameter in model.parameters())
+    }
+
+
+def _capture_model(key: str, model: nn.Module, shards: dict[str, Shard], mesh: Mesh) -> dict[str, Any]:
+    found, layouts = local_gradients(model), {}
+    for name, tensor in local_state(model)[0].items():
+        gradient, unsharded = found.pop(id(tensor), (None, False))
+        if gradient is None:
             continue
-        found, layouts[key] = local_gradients(model), {}
-        for name, tensor in local_state(model)[0].items():
-            gradient, unsharded = found.pop(id(tensor), (None, False))
-            if gradient is None:
-                continue
-            placements = None
-            if isinstance(gradient, DTensor):
-                placements = [_written(placement) for placement in gradient.placements]
-                gradient = gradient.to_local()
-            local = gradient.detach().clone()
-            dtype = str(local.dtype).removeprefix("torch.")
-            layouts[key][name] = [list(local.shape), dtype, placements, unsharded]
-            if local.numel():
-                shards[_name(mesh, key, name)] = _shard(local)
+        placements = None
+        if isinstance(gradient, DTensor):
+            placements = [_encoded(placement) for placement in gradient.placements]
+            gradient = gradient.to_local()
+        local = gradient.detach().clone()
+        layouts[name] = [list(local.shape), str(local.dtype).removeprefix("torch."), placements, unsharded]
+        if local.numel():
+            shards[_name(mesh, key, name)] = Shard.full(local)
     return layouts
 
 
-def match_gradients(
-    folder: Any, models: Mapping[str, nn.Module], layouts: Any, mesh: Mesh, targets: dict[str, tuple[str, Shard]]
+def plan_gradients(
+    folder: Any, models: Mapping[str, nn.Module], layouts: Any, mesh: Mesh, reads: dict[str, tuple[str, Shard]]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Adds what this rank reads to ``targets``; returns the empty tensors that are filled.
+    """Adds what this rank reads to ``reads``; returns the empty tensors that are filled.
 
     Raises:
         ValueError: if the mesh is another one, or the model is not loaded.
@@ -70,16 +71,16 @@ def match_gradients(
         for name, (shape, dtype, _, _) in names.items():
             local = gradients[key][name] = torch.empty(shape, dtype=getattr(torch, dtype))
             if local.numel():
-                targets[_name(mesh, key, name)] = (_name(mesh, key, name), _shard(local))
+                reads[_name(mesh, key, name)] = (_name(mesh, key, name), Shard.full(local))
     return gradients
 
 
-def load_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor], layouts: Mapping[str, Any]) -> None:
+def apply_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor], layouts: Mapping[str, Any]) -> None:
     """Gives a model the gradients of its open window, and removes others."""
     tensors, given = local_state(model)[0], {}
     for name, local in gradients.items():
         *_, placements, unsharded = layouts[name]
-        given[id(tensors[name])] = local, placements and [_read(text) for text in placements], unsharded
+        given[id(tensors[name])] = local, placements and [_decoded(each) for each in placements], unsharded
     set_local_gradients(model, given)
 
 
@@ -87,18 +88,14 @@ def _name(mesh: Mesh, key: str, name: str) -> str:
     return f"gradients of rank {mesh.rank}.{key}.{name}"
 
 
-def _shard(local: torch.Tensor) -> Shard:
-    return Shard(tuple(local.shape), local.dtype, [((0,) * local.ndim, local)])
-
-
-def _written(placement: Any) -> str | int:
+def _encoded(placement: Any) -> str | int:
     """A placement as JSON: the dim of a Shard, the operation of a Partial, or an empty string."""
     if isinstance(placement, Cut):
         return placement.dim
     return placement.reduce_op if isinstance(placement, Partial) else ""
 
 
-def _read(written: str | int) -> Any:
-    if isinstance(written, int):
-        return Cut(written)
-    return Partial(written) if written else Replicate()
+def _decoded(encoded: str | int) -> Any:
+    if isinstance(encoded, int):
+        return Cut(encoded)
+    return Partial(encoded) if encoded else Replicate()

@@ -22,16 +22,27 @@ from ignite.handlers import Checkpoint as IgniteCheckpoint
 from ignite.handlers.checkpoint import BaseSaveHandler
 
 from ignite_ddl.arguments import COUNT, ENGINE, FLAG, FUNCTION, MAPPING, PATH, TEXT, Fits, one_of, or_none, shown, takes
-from ignite_ddl.checkpoint.contents import Taken, load, merged, take
 from ignite_ddl.checkpoint.form import RANDOM, VERSION, DamagedCheckpoint
-from ignite_ddl.checkpoint.owners import ENDINGS, check_free, own_runs
-from ignite_ddl.checkpoint.storage import Folder, agree, is_alone, on_rank_0, times_saved, whole_checkpoints, write
+from ignite_ddl.checkpoint.kinds import Kinds
+from ignite_ddl.checkpoint.loading import load
+from ignite_ddl.checkpoint.owners import ENDINGS, check_free, run_numbers
+from ignite_ddl.checkpoint.snapshot import Snapshot, capture, merge
+from ignite_ddl.checkpoint.storage import (
+    Folder,
+    agree,
+    attempt,
+    complete_checkpoints,
+    is_alone,
+    on_rank_0,
+    times_saved,
+    write,
+)
 from ignite_ddl.data import ShardedDataLoader
 from ignite_ddl.launch.rank import give_back_signals, on_signal, wait_before_result
 from ignite_ddl.mesh import get_mesh
 
 __all__ = ["Checkpoint"]
-_in_background: set[Future] = set()  # of all checkpoints, until somebody has waited for it
+_in_background: set[Future] = set()  # writes of all checkpoints that nobody has waited for
 
 
 class Checkpoint(IgniteCheckpoint):
@@ -41,7 +52,7 @@ class Checkpoint(IgniteCheckpoint):
     taken after all other handlers of its event, and holds, next to ``to_save``, the random states of each rank. With
     the trainer and the loader in ``to_save`` a run goes on from any iteration as if it had not been interrupted: on
     the same mesh with the same rows, random numbers and losses; on another one with the same rows, and with the same
-    losses if no random number depends on the mesh. It is the trainer's place in the loader that counts, whoever else
+    losses if no random number depends on the mesh. The position is that of the trainer in the loader, whatever else
     reads the loader; without a trainer, that of the ``for`` loop over it: save inside the loop.
 
     A run that goes on fires STARTED, and in mid-epoch EPOCH_STARTED, again; what was loaded is loaded once more after
@@ -76,14 +87,14 @@ class Checkpoint(IgniteCheckpoint):
             the trainer but not the loader that it runs on (when saving), or an object that cannot be saved; if ranks
             save different things.
         OSError: on every rank, where any of them cannot write, or where something is in the way: only checkpoints are
-            replaced or removed, and none of another run that is alive. The checkpoints before are whole.
+            replaced or removed, and none of another run that is alive. Earlier checkpoints stay complete.
 
     Note:
         A run owns the names under which it has saved, until the process of its rank 0 ends: other runs cannot replace
         or remove them. The next one can, and clears away what a killed run has left. The folder's file ``.owners``
         carries the locks for this (POSIX locks, which NFS passes on between machines unless it is mounted with
-        ``nolock``). Where there are none, as on Windows, nobody knows who is alive: a checkpoint of the same name is
-        replaced, and hidden folders that end in ``.saving`` stay until you remove them.
+        ``nolock``). Where there are none, as on Windows, it is unknown which runs are alive: a checkpoint of the same
+        name is replaced, and hidden folders that end in ``.saving`` stay until you remove them.
 
         Outside of ``ddl.Parallel.run`` Python waits at its end for what is written in the background; if that fails,
         it prints the error and ends with the exit status 120, which torchrun reports as a failed rank. Call
@@ -147,8 +158,9 @@ class Checkpoint(IgniteCheckpoint):
         digests: bool = True,
     ) -> None:
         self.folder, self.asynchronous, self.digests = Path(save_handler), asynchronous, digests
+        _check_objects(to_save, "to_save", "state_dict")
         super().__init__(
-            _checked(to_save),
+            to_save,
             _Writes(self),
             filename_prefix,
             score_function,
@@ -161,7 +173,7 @@ class Checkpoint(IgniteCheckpoint):
         )
         _check_names(self)
         self.mesh = get_mesh()
-        # Its own, on gloo: in the background it would meet training's collectives, and NCCL moves no objects.
+        # A separate group, on gloo: in the background it would meet training's collectives, and NCCL moves no objects.
         self._group = dist.new_group(backend="gloo") if self.mesh.world_size > 1 else None
         self._in_background: Future | None = None
         self._waits_at_the_end = False
@@ -179,8 +191,8 @@ class Checkpoint(IgniteCheckpoint):
             raise
         if self.asynchronous and not self._waits_at_the_end:
             self._waits_at_the_end = True
-            trainers = [thing for thing in self.to_save.values() if isinstance(thing, Engine)]
-            (trainers or [engine])[0].add_event_handler(Events.COMPLETED | Events.TERMINATE, self.wait)
+            trainer = next(iter(Kinds.of(self.to_save).engines.values()), engine)
+            trainer.add_event_handler(Events.COMPLETED | Events.TERMINATE, self.wait)
 
     def wait(self, *_: Any) -> None:
         """Waits until what is written in the background is complete.
@@ -198,7 +210,7 @@ class Checkpoint(IgniteCheckpoint):
         self._before = list(self._saved)
 
     def save(self, name: str) -> Path:
-        """Saves under a name of your own, whatever the score, and removes nothing. Every rank calls it.
+        """Saves under a given name, whatever the score, and removes nothing. Every rank calls it.
 
         Args:
             name: of the new folder in this checkpoint's folder. A checkpoint of that name is replaced, unless another
@@ -259,16 +271,12 @@ class Checkpoint(IgniteCheckpoint):
                 checkpoint, or one that a later ignite_ddl has saved in a format that this one does not know.
             DamagedCheckpoint: a ValueError: if something is missing, or not what was written. The message names it.
         """
-        folder, error = None, None
-        try:
-            folder = Folder(checkpoint)
-            _checked(to_load, "to_load", "load_state_dict")
-        except Exception as raised:
-            error = raised
-        same = (
-            {} if error else {"checkpoint": (folder.path.name, folder.content["saved_ns"]), "to_load": sorted(to_load)}
-        )
-        agree(error, **same)
+        _, error = attempt(_check_objects, to_load, "to_load", "load_state_dict")
+        folder, unreadable = attempt(Folder, checkpoint)
+        same = {}
+        if not (error or unreadable):
+            same = {"checkpoint": (folder.path.name, folder.content["saved_ns"]), "to_load": sorted(to_load)}
+        agree(unreadable or error, **same)
         load(folder, to_load, strict)
 
     @staticmethod
@@ -287,7 +295,7 @@ class Checkpoint(IgniteCheckpoint):
         Raises:
             ValueError: as in :meth:`load_objects`, or if all checkpoints are damaged.
         """
-        candidates = on_rank_0(lambda: whole_checkpoints(Path(folder)), None)
+        candidates = on_rank_0(lambda: complete_checkpoints(Path(folder)), None)
         damages = []
         for path in candidates:
             try:
@@ -327,54 +335,51 @@ class Checkpoint(IgniteCheckpoint):
 
     def _write(self, name: str, metadata: Mapping[str, Any], outdated: list[str]) -> None:
         objects = dict(self.to_save) | ({"checkpointer": self} if self.include_self else {})
-        taken, error = None, None
-        try:
-            _check_name(name, "name")
-            _check_loader(objects)
-            if idist.get_rank() == 0:
-                check_free(self.folder / name)
-        except Exception as raised:
-            error = raised
+        _, error = attempt(self._check, name, objects)
         agree(error, self._group, name=name if isinstance(name, str) else shown(name), to_save=sorted(objects))
-        try:
-            taken = take(objects)
-            if self.asynchronous:
-                taken = taken.copy()
-        except Exception as raised:
-            error = raised
-        parts = agree(error, self._group, taken and taken.own)
+        snapshot, error = attempt(self._capture, objects)
+        states = agree(error, self._group, snapshot and snapshot.state)
         if not self.asynchronous:
-            self._complete(name, taken, parts, metadata, outdated)
+            self._complete(name, snapshot, states, metadata, outdated)
             return
         background = ThreadPoolExecutor(1, "ddl.Checkpoint")  # the interpreter waits for it before it ends
-        self._in_background = background.submit(self._complete, name, taken, parts, metadata, outdated)
+        self._in_background = background.submit(self._complete, name, snapshot, states, metadata, outdated)
         background.shutdown(wait=False)
         _in_background.add(self._in_background)
         wait_before_result(_wait_for_all)
 
+    def _check(self, name: str, objects: Mapping[str, Any]) -> None:
+        _check_name(name, "name")
+        _check_loaders(Kinds.of(objects))
+        if idist.get_rank() == 0:
+            check_free(self.folder / name)
+
+    def _capture(self, objects: Mapping[str, Any]) -> Snapshot:
+        return capture(objects).copy() if self.asynchronous else capture(objects)
+
     def _complete(
-        self, name: str, taken: Taken, parts: list[Any], metadata: Mapping[str, Any], outdated: list[str]
+        self, name: str, snapshot: Snapshot, states: list[Any], metadata: Mapping[str, Any], outdated: list[str]
     ) -> None:
         def content() -> dict[str, Any]:
             newest = max((at for at in times_saved(self.folder).values() if at < math.inf), default=0)
             return {
                 "saved_ns": max(time.time_ns(), newest + 1),
                 "version": VERSION,
-                "run": own_runs()[-1],
+                "run": run_numbers()[-1],
                 "torch": torch.__version__,
                 "metadata": dict(metadata),
-                **merged(parts, self.mesh),
+                **merge(states, self.mesh),
             }
 
         try:
-            write(self.folder / name, taken.shards, content, self._group, self.digests, outdated)
+            write(self.folder / name, snapshot.shards, content, self._group, self.digests, outdated)
         except BaseException:
             is_alone(self._group)  # raises if the group has gone meanwhile: then that is why
             raise
 
 
 class _Writes(BaseSaveHandler):
-    """What Ignite's Checkpoint calls: to remove first, then to save; here the new one is complete before."""
+    """Ignite calls ``remove`` before it saves; here the old checkpoint is removed once the new one is complete."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint, self.outdated = checkpoint, []
@@ -409,15 +414,14 @@ class _OnSignal:
         engine.terminate()
 
 
-def _checked(objects: Mapping[str, Any], argument: str = "to_save", method: str = "state_dict") -> Mapping[str, Any]:
+def _check_objects(objects: Mapping[str, Any], argument: str, method: str) -> None:
     if not isinstance(objects, Mapping) or not objects or not all(isinstance(key, str) for key in objects):
         raise ValueError(f"{argument} should be a dict of names to objects, but given {shown(objects)}")
-    for key, thing in objects.items():
-        if not hasattr(thing, method):
-            raise ValueError(f"{argument}[{key!r}] should have a method {method}, but is a {type(thing).__name__}")
+    for key, value in objects.items():
+        if not hasattr(value, method):
+            raise ValueError(f"{argument}[{key!r}] should have a method {method}, but is a {type(value).__name__}")
         if "." in key or key == RANDOM:
             raise ValueError(f"{argument} should have names without dots, and not {RANDOM!r}, but given {key!r}")
-    return objects
 
 
 def _check_name(name: Any, argument: str) -> None:
@@ -431,7 +435,7 @@ def _check_name(name: Any, argument: str) -> None:
 
 
 def _check_names(checkpoint: Checkpoint) -> None:
-    """Those that a checkpoint gets from its arguments."""
+    """Checks the names that a checkpoint gets from its arguments."""
     prefix, score_name, objects = checkpoint.filename_prefix, checkpoint.score_name, list(checkpoint.to_save)
     name = objects[0] if len(objects) == 1 else "checkpoint"
     _check_name(name, "the name in to_save")
@@ -447,7 +451,7 @@ def _check_names(checkpoint: Checkpoint) -> None:
 
 
 def _wait_for_all() -> None:
-    """Waits for what is written in the background, and raises the first error that nobody has been told."""
+    """Waits for what is written in the background, and raises the first error that was not raised yet."""
     pending = list(_in_background)
     _in_background.clear()
     for future in [*wait_for(pending).done]:
@@ -456,17 +460,17 @@ def _wait_for_all() -> None:
 
 @atexit.register
 def _fail_at_exit() -> None:
-    """The interpreter has waited for all threads; it shows what flushing raises, and ends with the status 120."""
+    """Lets Python end with status 120, as it does where flushing raises; it has waited for all threads before."""
     for future in _in_background:
         if future.done() and future.exception():  # in a process that was forked meanwhile it is not done
             sys.stdout.flush()
             sys.stdout.flush = future.result
 
 
-def _check_loader(objects: Mapping[str, Any]) -> None:
-    for key, thing in objects.items():
-        loader = getattr(getattr(thing, "state", None), "dataloader", None) if isinstance(thing, Engine) else None
-        if isinstance(loader, ShardedDataLoader) and not any(loader is other for other in objects.values()):
+def _check_loaders(kinds: Kinds) -> None:
+    for key, engine in kinds.engines.items():
+        loader = engine.state.dataloader
+        if isinstance(loader, ShardedDataLoader) and not any(loader is known for known in kinds.loaders.values()):
             raise ValueError(
                 f"to_save should have the loader of {key!r}, too, say as 'loader': without it a resumed run reads "
                 "other rows"

@@ -1,11 +1,11 @@
-"""Whose a checkpoint is. Only checkpoints are replaced or removed, and none of another run that is alive.
+"""Which run owns a checkpoint. Only checkpoints are replaced or removed, and none of another run that is alive.
 
-Each run that saves into a folder has a number, which stands in its checkpoints and in the names of what is on its way.
+Each run that saves into a folder has a number. Its checkpoints hold it, and so do the names of its temporary folders.
 As long as the run's rank 0 lives, it locks the byte of that number in the folder's file ``.owners``, by ``lockf``: a
 ``flock`` would survive in a forked DataLoader worker. The system drops the lock with the process. On NFS and other
 network file systems that holds where they pass locks on between machines; a run on another machine seems dead
-otherwise. Where there are no locks at all (Windows), nobody knows who lives: what is on its way is then left alone,
-and a checkpoint of the same name is replaced.
+otherwise. Where there are no locks at all (Windows), it is unknown which runs are alive: temporary folders are left
+alone, and a checkpoint of the same name is replaced.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ try:
 except ImportError:  # Windows
     LOCK_EX, LOCK_NB, LOCK_UN, lockf = 0, 0, 0, None
 
-__all__ = ["ENDINGS", "begin", "check_free", "own_runs", "put", "remove", "sync_folder"]
+__all__ = ["ENDINGS", "begin", "check_free", "run_numbers", "put", "remove", "sync_folder"]
 
-SAVING, REPLACED, REMOVED = ENDINGS = ".saving", ".replaced", ".removed"  # of names that are on their way
+SAVING, REPLACED, REMOVED = ENDINGS = ".saving", ".replaced", ".removed"  # of temporary folders
 _OWNERS, _RUNS = ".owners", "IGNITE_DDL_RUNS"
-_ON_ITS_WAY = re.compile(r"\..+\.([0-9a-f]{8})\.(?:saving|removed)", re.DOTALL)
+_TEMPORARY = re.compile(r"\..+\.([0-9a-f]{8})\.(?:saving|removed)", re.DOTALL)
 _OUR_FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|state\.json|SHA256SUMS")
 _RENAMING = 1 << 32  # the byte that is locked while names change; those of runs are below
 _threads = threading.RLock()
@@ -40,8 +40,8 @@ _opened: dict[tuple[int, str], int] = {}  # not closed: that would drop all lock
 _numbers = itertools.count()
 
 
-def own_runs() -> list[str]:
-    """The numbers of this run, as the last one, and of the processes that started it: theirs is its own, too."""
+def run_numbers() -> list[str]:
+    """The numbers of the processes that started this run, whose checkpoints are its too, and last the run's."""
     global _runs
     with _threads:
         if _runs[0] != os.getpid():
@@ -51,7 +51,7 @@ def own_runs() -> list[str]:
 
 
 def _lock(folder: Path, byte: int, how: int) -> bool | None:
-    """Locks a byte, or unlocks it. False: another process has it. None: there are no locks here."""
+    """Locks a byte, or unlocks it. False: another process has it. None: locks do not work in this folder."""
     if lockf is None:
         return None
     path, key = folder / _OWNERS, (os.getpid(), os.path.realpath(folder))
@@ -63,7 +63,7 @@ def _lock(folder: Path, byte: int, how: int) -> bool | None:
         try:
             if not known:
                 _opened[key] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except OSError:  # as where it belongs to somebody else
+        except OSError:  # as where another user owns it
             return None
         if len(_opened) > 100:  # folders in one process: the first one is given up
             os.close(_opened.pop(next(iter(_opened))))
@@ -78,8 +78,8 @@ def _lock(folder: Path, byte: int, how: int) -> bool | None:
 
 
 def _is_alive(folder: Path, run: str) -> bool | None:
-    """Whether a run is alive; None: nobody knows."""
-    free = run != own_runs()[-1] and _lock(folder, int(run, 16), LOCK_EX | LOCK_NB)
+    """Whether a run is alive; None: unknown."""
+    free = run != run_numbers()[-1] and _lock(folder, int(run, 16), LOCK_EX | LOCK_NB)
     if free:
         _lock(folder, int(run, 16), LOCK_UN)
     return free if free is None else not free
@@ -89,13 +89,15 @@ def _is_checkpoint(path: Path) -> bool:
     return not path.is_symlink() and (path / SUMS).is_file() and (path / STATE).is_file()
 
 
-def _is_of_another(path: Path) -> bool:
-    """Whether another run has written a checkpoint, and is alive."""
+def _is_of_live_run(path: Path) -> bool:
+    """Whether another run that is alive has written a checkpoint."""
     try:
         run = str(read_state(path)[1]["run"])
-    except Exception:  # damaged, or of a time before there were numbers
+    except Exception:  # damaged, or saved before runs had numbers
         return False
-    return run not in own_runs() and re.fullmatch("[0-9a-f]{8}", run) is not None and bool(_is_alive(path.parent, run))
+    return (
+        run not in run_numbers() and re.fullmatch("[0-9a-f]{8}", run) is not None and bool(_is_alive(path.parent, run))
+    )
 
 
 def check_free(path: Path) -> None:
@@ -109,24 +111,24 @@ def check_free(path: Path) -> None:
             f"save_handler should be a folder of checkpoints, but {path.parent} is one: what is saved in it would be "
             "removed with it"
         )
-    for there in filter(os.path.lexists, (path, path.with_name(path.name + REPLACED))):
-        why = "is there already, and is no checkpoint" if not _is_checkpoint(there) else None
-        if why or _is_of_another(there):
+    for found in filter(os.path.lexists, (path, path.with_name(path.name + REPLACED))):
+        why = "is there already, and is no checkpoint" if not _is_checkpoint(found) else None
+        if why or _is_of_live_run(found):
             why = why or "was saved by another run that is still alive"
-            raise FileExistsError(f"{there} {why}, so that it is not replaced: take another name, or another folder")
+            raise FileExistsError(f"{found} {why}, so that it is not replaced: take another name, or another folder")
 
 
 def _hidden(path: Path, ending: str) -> Path:
-    return path.with_name(f".{path.name}.{next(_numbers)}.{own_runs()[-1]}{ending}")
+    return path.with_name(f".{path.name}.{next(_numbers)}.{run_numbers()[-1]}{ending}")
 
 
 def begin(path: Path) -> Path:
     """Makes the hidden folder for what is written, and removes what runs that are dead have left."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Again with each save: whoever reads all files of the folder in this process has dropped it.
-    _lock(path.parent, int(own_runs()[-1], 16), LOCK_EX)
+    # With each save: closing any other descriptor of the file in this process drops the lock.
+    _lock(path.parent, int(run_numbers()[-1], 16), LOCK_EX)
     for left in path.parent.iterdir():
-        found = _ON_ITS_WAY.fullmatch(left.name)
+        found = _TEMPORARY.fullmatch(left.name)
         if found and _is_alive(path.parent, found[1]) is False:
             with contextlib.suppress(OSError):
                 remove(left)
@@ -137,9 +139,9 @@ def begin(path: Path) -> Path:
 
 def put(saving: Path, path: Path, outdated: Sequence[str]) -> None:
     """Gives a complete checkpoint its name, in the place of one that has it, and removes those that are outdated."""
-    replaced = path.with_name(path.name + REPLACED)  # no hidden name: it counts until the new one is there
+    replaced = path.with_name(path.name + REPLACED)  # not hidden: it is valid until the new one has its name
     gone = []
-    with _alone(path.parent):
+    with _locked_names(path.parent):
         check_free(path)
         if path.exists():
             if replaced.exists():
@@ -148,27 +150,27 @@ def put(saving: Path, path: Path, outdated: Sequence[str]) -> None:
         saving.rename(path)
         sync_folder(path.parent)
         for old in (replaced, *map(path.with_name, outdated)):
-            if _is_checkpoint(old) and not old.samefile(path) and not _is_of_another(old):
+            if _is_checkpoint(old) and not old.samefile(path) and not _is_of_live_run(old):
                 gone.append(old.rename(_hidden(old, REMOVED)))
     for old in gone:
         remove(old)
 
 
 def remove(path: Path) -> None:
-    """Removes what stands under a hidden name of ours. All that is ever removed is removed here.
+    """Removes a temporary folder of ours; nothing else removes anything.
 
     Raises:
         FileExistsError: if it holds anything else than a checkpoint, or files of an incomplete one.
     """
     with contextlib.suppress(FileNotFoundError):  # another one removes it, too
         of_one = not path.is_symlink() and all(_OUR_FILES.fullmatch(name) for name in os.listdir(path))
-        if not _ON_ITS_WAY.fullmatch(path.name) or not (of_one or _is_checkpoint(path)):
+        if not _TEMPORARY.fullmatch(path.name) or not (of_one or _is_checkpoint(path)):
             raise FileExistsError(f"{path} is no checkpoint, so that it is not removed")
         shutil.rmtree(path)
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked_names(folder: Path) -> Iterator[None]:
     """No other thread or process changes names in the folder meanwhile."""
     with _threads:
         _lock(folder, _RENAMING, LOCK_EX)

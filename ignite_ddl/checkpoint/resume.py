@@ -4,50 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ignite.distributed as idist
 from ignite.engine import Engine, Events
 
+from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.values import encoded
 from ignite_ddl.data import Pass, ShardedDataLoader
 from ignite_ddl.engine import MeshEngine, in_a_step
 
-__all__ = ["Resume", "load_engine", "load_loader", "resumed_engine", "take_runs"]
+__all__ = ["Resume", "capture_runs", "load_engine", "load_loader", "resumed_engine"]
 
 
-def take_runs(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def capture_runs(kinds: Kinds) -> dict[str, dict[str, Any]]:
     """Where each engine is in its run, and where it is in each loader, by their names.
 
     Raises:
         ValueError: in the middle of a step.
     """
-    loaders = {key: thing for key, thing in objects.items() if isinstance(thing, ShardedDataLoader)}
-    runs = {}
-    for name, engine in objects.items():
-        if not isinstance(engine, Engine):
-            continue
-        state, waiting = engine.state, getattr(engine, "resume", None)
-        if isinstance(state.dataloader, Pass):
-            raise ValueError(
-                f"{name!r} should run on the loader itself, so that it can go on, not on an iterator over it"
-            )
-        run = dict(waiting.run) if waiting else _progress(engine) | {"metrics": _encodable(state.metrics)}
-        if not waiting and (run["ended"] or state.epoch_length is None):  # EPOCH_COMPLETED may be next
+    return {name: _capture_run(name, engine, kinds) for name, engine in kinds.engines.items()}
+
+
+def _capture_run(name: str, engine: Engine, kinds: Kinds) -> dict[str, Any]:
+    state, resume = engine.state, getattr(engine, "resume", None)
+    if isinstance(state.dataloader, Pass):
+        raise ValueError(f"{name!r} should run on the loader itself, so that it can go on, not on an iterator over it")
+    if resume:  # it was loaded, and has not run since
+        run = dict(resume.run)
+    else:
+        steps = getattr(engine, "steps", {})
+        open_steps = {key: steps[id(model)] for key, model in kinds.models.items() if id(model) in steps}
+        run = _progress(engine) | {
+            "metrics": _encodable(state.metrics),
+            "reads": next((key for key, loader in kinds.loaders.items() if loader is state.dataloader), None),
+            "weight": [bool(steps), engine._dataloader_iter is not None, state.iteration],
+            "windows": {key: [step.expected, step.counted] for key, step in open_steps.items() if step.open},
+        }
+        if run["ended"] or state.epoch_length is None:  # EPOCH_COMPLETED may be next
             run |= _encodable({"output": state.output})
-        ends = bool(engine.should_terminate_single_epoch)
-        places = {key: loader.state_dict(engine, new_pass=ends) for key, loader in loaders.items()}
-        run["positions"] = {key: place for key, place in places.items() if place is not None}
-        if not waiting:
-            run["reads"] = next((key for key, loader in loaders.items() if loader is state.dataloader), None)
-            trains, running = bool(getattr(engine, "steps", {})), engine._dataloader_iter is not None
-            run["weight"] = [trains, running, state.iteration]
-            steps = {id(step.model): step for step in getattr(engine, "steps", {}).values() if step.open}
-            windows = {key: steps[id(thing)] for key, thing in objects.items() if id(thing) in steps}
-            run["windows"] = {key: [step.expected, step.counted] for key, step in windows.items()}
-        runs[name] = run
-    return runs
+    new_pass = bool(engine.should_terminate_single_epoch)
+    positions = {key: loader.state_dict(engine, new_pass=new_pass) for key, loader in kinds.loaders.items()}
+    return run | {"positions": {key: position for key, position in positions.items() if position is not None}}
 
 
 def _progress(engine: Engine) -> dict[str, Any]:
@@ -77,9 +76,9 @@ def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def resumed_engine(objects: Mapping[str, Any], runs: Mapping[str, Any]) -> str | None:
+def resumed_engine(engines: Mapping[str, Engine], runs: Mapping[str, Any]) -> str | None:
     """The engine whose run goes on: one that trains, rather one that was running, and no evaluator."""
-    trainers = [key for key, thing in objects.items() if isinstance(thing, Engine) and not hasattr(thing, "repeats")]
+    trainers = [key for key, engine in engines.items() if not hasattr(engine, "repeats")]
     return max(trainers, key=lambda key: runs.get(key, {}).get("weight", []), default=None)
 
 
@@ -88,7 +87,7 @@ def load_engine(engine: Engine, state: dict[str, Any], run: dict[str, Any] | Non
     known = state["epoch_length"] is not None  # otherwise Ignite 0.5.5 refuses the state
     engine.load_state_dict(state if known else state | {"iteration": 0})
     engine.state.iteration = state["iteration"]
-    if run is None:  # a checkpoint of before
+    if run is None:  # a checkpoint of an earlier ignite_ddl
         done = state["iteration"] % state["epoch_length"] if known else state["iteration"]
         run = {"epoch": engine.state.epoch + bool(done), "iterations": done, "begun": done > 0, "ended": False}
     engine.state.epoch = run["epoch"] - (run["begun"] and not run["ended"])
@@ -103,14 +102,14 @@ def load_loader(
     engines: Mapping[str, Engine],
     runs: Mapping[str, Any],
 ) -> None:
-    """Hands each position to who was there: a MeshEngine, or the next loop."""
-    places = [(engine, runs[name].get("positions", {}).get(key)) for name, engine in engines.items() if name in runs]
-    places = [(engine, place) for engine, place in places if place is not None]
-    if not runs and engines:
-        places = [(next(iter(engines.values())), state)]
-    for engine, place in places or [(None, state)]:
+    """Gives each position to the reader that had it: a MeshEngine, or the next loop."""
+    found = {name: runs[name].get("positions", {}).get(key) for name in engines if name in runs}
+    positions = [(engines[name], position) for name, position in found.items() if position is not None]
+    if engines and not runs:
+        positions = [(next(iter(engines.values())), state)]
+    for engine, position in positions or [(None, state)]:
         reader = engine if isinstance(engine, MeshEngine) else None
-        loader.load_state_dict(place, reader)
+        loader.load_state_dict(position, reader)
         if moved:
             loader.reseed(reader)
 
@@ -119,64 +118,81 @@ class Resume:
     """What happens again when a loaded run goes on, since Ignite begins it as it begins a new one.
 
     Ignite fires STARTED, and in mid-epoch EPOCH_STARTED, once more: their handlers may reset what was loaded (running
-    averages, schedulers, seeds), so it is loaded again after them. An EPOCH_COMPLETED that was still to come is fired
+    averages, schedulers, seeds), so it is set again after them. An EPOCH_COMPLETED that was still to come is fired
     after STARTED. A run that is complete does nothing but STARTED and COMPLETED, where Ignite would begin it anew.
 
     Args:
         engine: the engine, loaded.
-        run: where it is, of :func:`take_runs`.
+        run: where it is, of :func:`capture_runs`.
         loader: the loader that it has to run on; None: any.
-        again: functions that load the states.
-        waiting: models that have gradients of an open window.
+        apply_resettable: sets the states that those handlers may reset. Default None: none.
+        accumulating: models that have gradients of an open window of gradient accumulation.
     """
-
-    runs_last = 1  # before a checkpoint
 
     def __init__(
         self,
         engine: Engine,
         run: dict[str, Any],
         loader: ShardedDataLoader | None,
-        again: list[Callable[[], Any]],
-        waiting: list[Any],
+        apply_resettable: Callable[[], None] | None = None,
+        accumulating: Sequence[Any] = (),
     ) -> None:
-        self.run, self.loader, self.again, self.waiting = run, loader, again, waiting
+        self.run, self.loader, self.apply_resettable, self.accumulating = run, loader, apply_resettable, accumulating
         self.iteration = engine.state.iteration
         for step in getattr(engine, "steps", {}).values():
-            step.open = any(step.model is model for model in waiting)
+            step.open = any(step.model is model for model in accumulating)
         engine.resume = self
-        engine.add_event_handler(Events.STARTED, self, True)
-        engine.add_event_handler(Events.EPOCH_STARTED, self, False)
+        engine.add_event_handler(Events.STARTED, self._after_started)
+        engine.add_event_handler(Events.EPOCH_STARTED, self._after_epoch_started)
         left = engine._internal_run_generator
         if engine.interrupt_resume_enabled and (left is None or left.gi_frame is None):
             engine._internal_run_generator = engine._internal_run_as_gen()
 
-    def __call__(self, engine: Engine, started: bool) -> None:
-        if engine.resume is not self:
+    def _after_started(self, engine: Engine) -> None:
+        if not self._is_waiting(engine):
             return
-        run, state = self.run, engine.state
-        if state.iteration != self.iteration:  # the user has set max_epochs to None: a new run
-            engine.resume = None
-            if isinstance(state.dataloader, ShardedDataLoader):
-                state.dataloader.readers.pop(engine, None)
+        self._set_again(engine)
+        state, run = engine.state, self.run
+        if run["begun"] and not run["ended"]:
+            engine._init_iter = run["iterations"]  # EPOCH_STARTED comes
             return
-        if self.loader is not None and state.dataloader is not self.loader:
-            raise ValueError(f"run should get the loader that the interrupted run was reading, {run['reads']!r}")
-        for load in self.again:
-            load()
-        state.metrics.update(run.get("metrics", {}))
-        state.output = run.get("output")
-        in_mid_epoch = run["begun"] and not run["ended"]
-        if started:
-            engine._init_iter = run["iterations"] if in_mid_epoch else 0
-            if in_mid_epoch:
-                return
-        engine.resume, self.again = None, []
-        if run["begun"] and run["ended"]:
-            engine.fire_event(Events.EPOCH_COMPLETED)
-        elif started and engine._is_done(state) and idist.get_rank() == 0:
+        engine._init_iter = 0
+        self._finish(engine)
+        if not run["begun"] and engine._is_done(state) and idist.get_rank() == 0:
             warnings.warn(
                 f"the run that was loaded is complete after {state.epoch} epochs and {state.iteration} iterations: "
                 "nothing is left to do; give a larger max_epochs, or set state.max_epochs to None to begin anew",
                 stacklevel=2,
             )
+
+    def _after_epoch_started(self, engine: Engine) -> None:
+        if self._is_waiting(engine):
+            self._set_again(engine)
+            self._finish(engine)
+
+    _after_started.runs_last = _after_epoch_started.runs_last = 1  # before a checkpoint
+
+    def _is_waiting(self, engine: Engine) -> bool:
+        """Whether this is the run that was loaded, and it has not gone on yet."""
+        if engine.resume is not self:
+            return False
+        if engine.state.iteration == self.iteration:
+            return True
+        engine.resume = None  # the user has set max_epochs to None: a new run
+        if isinstance(engine.state.dataloader, ShardedDataLoader):
+            engine.state.dataloader.readers.pop(engine, None)
+        return False
+
+    def _set_again(self, engine: Engine) -> None:
+        state = engine.state
+        if self.loader is not None and state.dataloader is not self.loader:
+            raise ValueError(f"run should get the loader that the interrupted run was reading, {self.run['reads']!r}")
+        if self.apply_resettable is not None:
+            self.apply_resettable()
+        state.metrics.update(self.run.get("metrics", {}))
+        state.output = self.run.get("output")
+
+    def _finish(self, engine: Engine) -> None:
+        engine.resume = self.apply_resettable = None
+        if self.run["begun"] and self.run["ended"]:
+            engine.fire_event(Events.EPOCH_COMPLETED)

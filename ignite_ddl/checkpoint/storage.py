@@ -8,13 +8,14 @@
         state.json                     what is no tensor, and a CRC-32 of each part of the shards' files
         SHA256SUMS                     digests of the two files above, as ``sha256sum -c`` reads them; written last
 
-The folder is written under a hidden name and renamed when it is complete, so whoever finds it finds all of it.
+The folder is written under a hidden name and renamed when it is complete, so a folder that is found is complete.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import pickle
@@ -38,10 +39,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils.serialization import config
 
 from ignite_ddl.checkpoint.form import (
     METADATA,
@@ -59,7 +61,7 @@ from ignite_ddl.checkpoint.form import (
 from ignite_ddl.checkpoint.owners import begin, put, remove, sync_folder
 from ignite_ddl.state import Shard
 
-__all__ = ["Folder", "agree", "is_alone", "on_rank_0", "times_saved", "whole_checkpoints", "write"]
+__all__ = ["Folder", "agree", "attempt", "complete_checkpoints", "is_alone", "on_rank_0", "times_saved", "write"]
 
 _BLOCK = 1 << 20
 
@@ -92,10 +94,8 @@ def write(
     state: dict[str, Any] = {}
     first = is_alone(group) or dist.get_rank() == 0
     saving = on_rank_0(lambda: state.update(content()) or begin(folder), group)
-    seen = saving.is_dir()
-    agree(None if seen else ValueError(f"{folder.parent} should be a folder that all ranks see"), group)
+    writer = _Writer(saving, digests)
     try:
-        writer = _Writer(saving, digests)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that one process is one process
             dcp.save(
@@ -107,11 +107,13 @@ def write(
         if first:
             with contextlib.suppress(OSError):
                 remove(saving)
-        if not isinstance(error, CheckpointException | OSError):
-            raise
         rank, cause = 0, error
         if isinstance(error, CheckpointException):
             rank, (cause, _) = next(iter(error.failures.items()))
+        if not isinstance(error, CheckpointException | OSError):
+            raise
+        if isinstance(cause, ValueError):
+            raise cause from error
         raise OSError(
             f"{folder} could not be written (rank {rank}: {cause}); the checkpoints before it are whole"
         ) from error
@@ -156,18 +158,28 @@ class _Writer(dcp.FileSystemWriter):
         self.with_digests = with_digests
         self.digests: dict[str, list[list[Any]]] = {}  # by file; known on rank 0 in the end
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As torch's, which makes the folder where this rank does not see it."""
+        if not Path(self.path).is_dir():
+            raise ValueError(f"{Path(self.path).parent} should be a folder that all ranks see")
+        return super().prepare_local_plan(plan)
+
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
-        results = super().write_data(plan, planner).wait()
+        with config.patch("save.compute_crc32", not self.with_digests):  # not two of the same bytes
+            results = super().write_data(plan, planner).wait()
         done: Future[list[WriteResult]] = Future()
-        done.set_result([self._with_digest(result) for result in results])
+        done.set_result(self._with_digests(results))
         return done
 
-    def _with_digest(self, result: WriteResult) -> _Result:
-        at = result.storage_data
-        if not self.with_digests:
-            return _Result(result.index, result.size_in_bytes, at)
-        with open(Path(self.path) / at.relative_path, "rb") as file:
-            return _Result(result.index, result.size_in_bytes, at, _crc_of(file, at.offset, at.length))
+    def _with_digests(self, results: list[WriteResult]) -> list[_Result]:
+        found = []
+        for path, of_file in itertools.groupby(results, key=lambda result: result.storage_data.relative_path):
+            with open(Path(self.path) / path, "rb") as file:
+                for result in of_file:
+                    at = result.storage_data
+                    digest = _crc_of(file, at.offset, at.length) if self.with_digests else ""
+                    found.append(_Result(result.index, result.size_in_bytes, at, digest))
+        return found
 
     def finish(self, metadata: Metadata, results: list[list[_Result]]) -> None:
         for result in (result for of_rank in results for result in of_rank):
@@ -211,7 +223,7 @@ class _SavePlanner(DefaultSavePlanner):
 # --------------------------------------------------------------------------------------------- reading
 
 
-def whole_checkpoints(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder that were written to their end, the newest first. Their bytes are not checked."""
     return [path for path, _ in sorted(times_saved(folder).items(), key=lambda item: item[1], reverse=True)]
 
@@ -242,8 +254,8 @@ class Folder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not os.path.lexists(self.path / SUMS):
-            there = "has no file SHA256SUMS" if self.path.is_dir() else "does not exist"
-            raise ValueError(f"checkpoint should be a folder that ddl.Checkpoint wrote, but {self.path} {there}")
+            why = "has no file SHA256SUMS" if self.path.is_dir() else "does not exist"
+            raise ValueError(f"checkpoint should be a folder that ddl.Checkpoint wrote, but {self.path} {why}")
         with self._damages():
             sums, self.content = read_state(self.path)
             if type(version := self.content.get("version", 1)) is not int or version < 1:
@@ -275,46 +287,43 @@ class Folder:
         """Size and dtype of each tensor, by name."""
         return self.metadata.state_dict_metadata
 
-    def check(self, targets: Mapping[str, tuple[str, Shard]]) -> None:
+    def check(self, reads: Mapping[str, tuple[str, Shard]]) -> _LoadPlanner:
         """Compares the digests of what is going to be read.
 
         Args:
-            targets: as in :meth:`read`.
+            reads: any key to the name of a tensor of the checkpoint and the shard of it that is filled.
+
+        Returns:
+            what :meth:`read` takes.
 
         Raises:
             DamagedCheckpoint: naming the file and the tensor whose bytes differ, are missing, or end too early.
         """
         digests = {(file, at): digest for file, parts in self.content["digests"].items() for at, _, digest in parts}
         with self._damages():
-            needed = {
-                (at.relative_path, at.offset, at.length): name
-                for name, at in ((i.storage_index.fqn, self.metadata.storage_data[i.storage_index]) for i in
-                                 _LoadPlanner(targets).items(self.metadata))
-            }  # fmt: skip
-            for (name_of_file, offset, length), name in sorted(needed.items()):
-                if Path(name_of_file).name != name_of_file:
-                    raise DamagedCheckpoint(f"{self.path} is damaged: it names the file {name_of_file!r} outside of it")
-                with opened(self.path / name_of_file) as file:
-                    if os.fstat(file.fileno()).st_size < offset + length:
-                        raise DamagedCheckpoint(f"{self.path} is damaged: {name_of_file} ends before {name!r} does")
-                    digest = digests[name_of_file, offset]
-                    if digest and _crc_of(file, offset, length) != digest:
-                        raise DamagedCheckpoint(
-                            f"{self.path} is damaged: {name!r} in {name_of_file} is not what was written"
-                        )
+            planner = _LoadPlanner(reads, self.metadata)
+            found = ((item.storage_index.fqn, self.metadata.storage_data[item.storage_index]) for item in planner.items)
+            parts = {(at.relative_path, at.offset, at.length): name for name, at in found}
+            for file_name, of_file in itertools.groupby(sorted(parts), key=lambda part: part[0]):
+                if Path(file_name).name != file_name:
+                    raise DamagedCheckpoint(f"{self.path} is damaged: it names the file {file_name!r} outside of it")
+                with opened(self.path / file_name) as file:
+                    for part in of_file:
+                        self._check_part(file, part, parts[part], digests[part[:2]])
+        return planner
 
-    def read(self, targets: Mapping[str, tuple[str, Shard]]) -> None:
-        """Reads tensors in place; every rank of the job calls it.
+    def _check_part(self, file: BinaryIO, part: tuple[str, int, int], name: str, digest: str) -> None:
+        file_name, offset, length = part
+        if os.fstat(file.fileno()).st_size < offset + length:
+            raise DamagedCheckpoint(f"{self.path} is damaged: {file_name} ends before {name!r} does")
+        if digest and _crc_of(file, offset, length) != digest:
+            raise DamagedCheckpoint(f"{self.path} is damaged: {name!r} in {file_name} is not what was written")
 
-        Args:
-            targets: what this rank reads: any key to the name of a tensor of the checkpoint and the shard of it that
-                is filled.
-        """
+    def read(self, planner: _LoadPlanner) -> None:
+        """Reads tensors in place: each rank what :meth:`check` has checked on it, without meeting the others."""
         with warnings.catch_warnings(), self._damages():
-            warnings.simplefilter("ignore")  # that one process is one process, and that ranks have other names
-            reader = _Reader(self.path, self.metadata)
-            alone = not dist.is_initialized()
-            dcp.load({}, storage_reader=reader, planner=_LoadPlanner(targets), no_dist=alone)
+            warnings.simplefilter("ignore")  # that this is one process
+            dcp.load({}, storage_reader=_Reader(self.path, self.metadata), planner=planner, no_dist=True)
 
 
 class _Reader(dcp.FileSystemReader):
@@ -328,25 +337,21 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """What each rank has to read. A tensor may be read into several places, by keys of their own."""
+    """What this rank has to read. A tensor may be read into several places, which have different keys."""
 
-    def __init__(self, targets: Mapping[str, tuple[str, Shard]]) -> None:
+    def __init__(self, reads: Mapping[str, tuple[str, Shard]], metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.targets = targets
-
-    def items(self, metadata: Metadata) -> list[ReadItem]:
-        found = []
-        for key, (name, shard) in self.targets.items():
+        self.reads, self.items = reads, []
+        for key, (name, shard) in reads.items():
             chunks = [ChunkStorageMetadata(torch.Size(at), piece.size()) for at, piece in shard.pieces]
             for item in create_read_items_for_chunk_list(name, metadata.state_dict_metadata[name], chunks):
-                found.append(dataclasses.replace(item, dest_index=dataclasses.replace(item.dest_index, fqn=key)))
-        return found
+                self.items.append(dataclasses.replace(item, dest_index=dataclasses.replace(item.dest_index, fqn=key)))
 
     def create_local_plan(self) -> LoadPlan:
-        return LoadPlan(self.items(self.metadata))
+        return LoadPlan(self.items)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return dict(self.targets[index.fqn][1].pieces)[tuple(index.offset)]
+        return dict(self.reads[index.fqn][1].pieces)[tuple(index.offset)]
 
 
 # --------------------------------------------------------------------------------------------- together
@@ -367,41 +372,49 @@ def agree(error: Exception | None, group: dist.ProcessGroup | None = None, value
     Raises:
         ValueError: if that differs.
     """
-    mine = _carried(error), same, value
-    found: list[Any] = [mine]
+    from_this_rank = _carried(error), same, value
+    found: list[Any] = [from_this_rank]
     if not is_alone(group):
         found *= dist.get_world_size(group)
-        dist.all_gather_object(found, mine, group=group)
-    for rank, (pickled, *_) in enumerate(found):
-        if pickled is not None and rank != (dist.get_rank() if dist.is_initialized() else 0):
-            error = pickle.loads(pickled)
+        dist.all_gather_object(found, from_this_rank, group=group)
+    for rank, (carried, *_) in enumerate(found):
+        if carried is None:
+            continue
+        if dist.is_initialized() and rank != dist.get_rank():
+            error = pickle.loads(carried)
             error.add_note(f"This was found on rank {rank}.")
-        if pickled is not None:
-            raise error
+        raise error
     for name, first in found[0][1].items():
-        for rank, (_, there, _) in enumerate(found):
-            if there[name] != first:
+        for rank, (_, given, _) in enumerate(found):
+            if given[name] != first:
                 raise ValueError(
-                    f"{name} should be the same on every rank, but is {first!r} on rank 0 and {there[name]!r} on rank "
+                    f"{name} should be the same on every rank, but is {first!r} on rank 0 and {given[name]!r} on rank "
                     f"{rank}"
                 )
     return [value for *_, value in found]
+
+
+def attempt(function: Callable, *args: Any) -> tuple[Any, Exception | None]:
+    """What a function returns, and what it raises, for :func:`agree`."""
+    try:
+        return function(*args), None
+    except Exception as error:
+        return None, error
 
 
 def on_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     """What a function returns or raises on rank 0, on every rank."""
     if is_alone(group):
         return function()
-    box, error = [None, None], None
+    error, message = None, [None]
     if dist.get_rank() == 0:
-        try:
-            box[0] = pickle.dumps(function())
-        except Exception as raised:
-            error, box[1] = raised, _carried(raised)
-    dist.broadcast_object_list(box, src=0, group=group)
-    if error is not None or box[1] is not None:
-        raise error or pickle.loads(box[1])
-    return pickle.loads(box[0])
+        result, error = attempt(lambda: pickle.dumps(function()))
+        message = [(result, _carried(error))]
+    dist.broadcast_object_list(message, src=0, group=group)
+    ((result, carried),) = message
+    if carried is not None:
+        raise error or pickle.loads(carried)
+    return pickle.loads(result)
 
 
 def is_alone(group: dist.ProcessGroup | None) -> bool:
@@ -415,7 +428,7 @@ def is_alone(group: dist.ProcessGroup | None) -> bool:
 
 
 def _carried(error: Exception | None) -> bytes | None:
-    """An exception for other ranks: one that cannot travel is told by its type and message."""
+    """An exception for other ranks; of one that cannot be pickled, its kind and message."""
     if error is None:
         return None
     said = "".join(traceback.format_exception_only(error)).strip()
@@ -423,9 +436,5 @@ def _carried(error: Exception | None) -> bytes | None:
         pickled = cloudpickle.dumps(error)
         if "".join(traceback.format_exception_only(pickle.loads(pickled))).strip() == said:
             return pickled
-    kind = next(
-        kind
-        for kind in (DamagedCheckpoint, OSError, ValueError, RuntimeError)
-        if isinstance(error, kind) or kind is RuntimeError
-    )
-    return pickle.dumps(kind(said))
+    kinds = (DamagedCheckpoint, OSError, ValueError)
+    return pickle.dumps(next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)(said))

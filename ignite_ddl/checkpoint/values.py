@@ -30,16 +30,15 @@ def encoded(value: Any, where: str, deepest: int = _DEEPEST) -> Any:
         raise ValueError(f"{where[:200]}… should be at most {_DEEPEST} containers deep")
     deepest -= 1
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_quantized):
-        whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().contiguous()
-        data = base64.b64encode(whole.reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
-        return {"tensor": data, "dtype": str(whole.dtype).removeprefix("torch."), "shape": list(whole.shape)}
+        full = (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().contiguous()
+        data = base64.b64encode(full.reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
+        return {"tensor": data, "dtype": str(full.dtype).removeprefix("torch."), "shape": list(full.shape)}
     if isinstance(value, Mapping):
         pairs = value.items()
         return {"dict": [[encoded(k, where, deepest), encoded(v, f"{where}.{k}", deepest)] for k, v in pairs]}
-    if isinstance(value, list):
-        return [encoded(item, f"{where}[{i}]", deepest) for i, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"tuple": [encoded(item, f"{where}[{i}]", deepest) for i, item in enumerate(value)]}
+    if isinstance(value, list | tuple):
+        items = [encoded(item, f"{where}[{i}]", deepest) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
     raise ValueError(
         f"{where} should be numbers, strings, dense tensors, or lists, tuples and dicts of them, so that loading runs "
         f"nothing, but is a {type(value).__name__}"

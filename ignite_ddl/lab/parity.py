@@ -43,7 +43,7 @@ from ignite_ddl.lazy import LazyLayers, replace_module
 from ignite_ddl.loss_contract import divisor_of
 from ignite_ddl.mesh import DP_AXES, get_mesh, sizes_alone
 from ignite_ddl.model import FITS, auto_model, auto_optim, check_model
-from ignite_ddl.state import whole_tensor
+from ignite_ddl.state import full_tensor
 from ignite_ddl.traceless import rows_may_depend
 
 __all__ = ["Number", "ParityReport", "Step", "check_parity"]
@@ -277,7 +277,7 @@ class _Job:
             for name, parameter in _named(model):
                 if parameter.requires_grad:
                     grad = parameter.grad
-                    grad = torch.zeros(parameter.shape) if grad is None else whole_tensor(grad, parameter)
+                    grad = torch.zeros(parameter.shape) if grad is None else full_tensor(grad, parameter)
                     record(state.iteration, "gradient", name, grad)
 
         def record_loss(_: Engine) -> None:
@@ -291,7 +291,7 @@ class _Job:
         trainer.add_event_handler(Events.ITERATION_COMPLETED, record_loss)
         trainer.run(loader, max_epochs=self.steps)
         for name, parameter in _named(model):
-            record(self.steps, "weight", name, whole_tensor(parameter))
+            record(self.steps, "weight", name, full_tensor(parameter))
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

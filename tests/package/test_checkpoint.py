@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl.checkpoint import contents
+from ignite_ddl.checkpoint import snapshot
 from ignite_ddl.checkpoint.values import decoded, encoded
 from ignite_ddl.data import ShardedDataLoader
 
@@ -343,6 +343,33 @@ def test_a_model_that_ties_less_or_more(saved, tmp_path):
         ddl.Checkpoint.load_objects({"model": ddl.auto_model(net())}, tmp_path / "untied")
 
 
+class Number:
+    """An object with a state."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+def with_numbers(rank, folder):
+    model = ddl.auto_model(net())
+    ddl.Checkpoint({"model": model, "number": Number(rank)}, folder).save("x")
+
+
+def test_a_state_by_rank_is_refused_on_another_mesh_before_anything_changes(tmp_path):
+    launch({"dp": 2}, with_numbers, tmp_path)
+    model = ddl.auto_model(net())
+    before = model.norm.bias.data.fill_(7.0).clone()
+    with pytest.raises(ValueError, match="'number'. had another state on each rank"):
+        ddl.Checkpoint.load_objects({"model": model, "number": Number(2)}, tmp_path / "x")
+    assert torch.equal(model.norm.bias, before)
+
+
 def test_other_optimizers_are_refused(saved):
     run = Run()
     one_group = torch.optim.Adam([p for p in run.model.parameters() if p.requires_grad])
@@ -383,7 +410,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
 
 def test_what_cannot_be_loaded_is_refused(saved, tmp_path):
     run = Run()
-    with pytest.raises(ValueError, match="has no such thing of that name; it has 'model', 'optimizer', 'trainer'"):
+    with pytest.raises(ValueError, match="has none of that name; it has 'model', 'optimizer', 'trainer'"):
         ddl.Checkpoint.load_objects({"net": run.model}, saved)
     with pytest.raises(ValueError, match="to_load should have the loader, too, as 'loader'"):
         ddl.Checkpoint.load_objects({"trainer": run.trainer}, saved)
@@ -624,7 +651,7 @@ def test_a_checkpoint_without_runs_goes_on(monkeypatch, tmp_path):
         return state_dict(loader, whole.trainer) | {"digest": ..., "order": 1, "next": ..., "generator_now": ...}
 
     with monkeypatch.context() as patch:
-        patch.setattr(contents, "take_runs", lambda objects: {})
+        patch.setattr(snapshot, "capture_runs", lambda kinds: {})
         patch.setattr(ShardedDataLoader, "state_dict", lambda self: {k: v for k, v in written_then(self).items()
                                                                      if v is not ...})  # fmt: skip
         whole.trainer.add_event_handler(at(3, 16), Last(whole.save))

@@ -1,0 +1,311 @@
+"""Loading a checkpoint in three steps: plan what this rank reads, check it on all ranks, apply it.
+
+Nothing is changed before all of it is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from ignite_ddl.checkpoint.form import GRADIENTS, RANDOM, RUNS
+from ignite_ddl.checkpoint.gradients import apply_gradients, plan_gradients
+from ignite_ddl.checkpoint.kinds import Kinds
+from ignite_ddl.checkpoint.resume import Resume, load_engine, load_loader, resumed_engine
+from ignite_ddl.checkpoint.snapshot import groups_by_name
+from ignite_ddl.checkpoint.storage import Folder, agree, attempt
+from ignite_ddl.checkpoint.values import decoded
+from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.state import AS_MADE, Shard, local_state, set_extra_state, shard_of
+from ignite_ddl.tensor.random import draw_seed, set_random_states
+
+__all__ = ["load"]
+
+
+def load(folder: Folder, objects: Mapping[str, Any], strict: bool = True) -> None:
+    """Loads objects from a checkpoint; every rank calls it.
+
+    Args:
+        folder: the checkpoint.
+        objects: some or all of those that were saved, by the same names.
+        strict: whether models have to have all names of the checkpoint and no others. Default: True.
+
+    Raises:
+        ValueError: if names, shapes, dtypes or parameter groups differ.
+        DamagedCheckpoint: if what is needed is not what was written.
+    """
+    found, error = attempt(plan, folder, objects)
+    names = agree(error, value=found and found.names)
+    _, error = attempt(check, found, names, strict)
+    agree(error)
+    apply(found)
+
+
+@dataclass
+class Plan:
+    """What this rank loads.
+
+    Attributes:
+        folder: the checkpoint.
+        kinds: the objects.
+        mesh: the mesh.
+        reads: any key to the name of a tensor in the checkpoint and the shard that is filled with it.
+        names: of each model and optimizer this rank's names, and those that the checkpoint lacks.
+        states: of each optimizer the new state of each parameter.
+        gradients: of each model with an open window of gradient accumulation the gradients, by name.
+        layouts: of these gradients.
+        checked: what ``reads`` makes :meth:`Folder.read` do, once its digests have been compared.
+    """
+
+    folder: Folder
+    kinds: Kinds
+    mesh: Mesh
+    reads: dict[str, tuple[str, Shard]] = field(default_factory=dict)
+    names: dict[str, tuple[list[str], list[str]]] = field(default_factory=dict)
+    states: dict[str, dict[torch.Tensor, dict[str, Any]]] = field(default_factory=dict)
+    gradients: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    layouts: dict[str, Any] = field(default_factory=dict)
+    checked: Any = None
+
+    def state_of(self, key: str, on_any_mesh: bool = False) -> tuple[Any, bool]:
+        """An object's state on this rank, and whether it is that of another dp rank."""
+        state = self.folder.content["objects"][key]
+        if "all" in state:
+            return decoded(state["all"]), False
+        saved_on = Mesh(self.folder.content["mesh"], 0, None, {})
+        if saved_on.sizes == self.mesh.sizes:
+            return decoded(state["by_rank"][self.mesh.rank]), False
+        if not on_any_mesh:
+            raise ValueError(
+                f"to_load[{key!r}] had another state on each rank of {saved_on.sizes}, so that it cannot be loaded on "
+                f"{self.mesh}: leave it out of to_load"
+            )
+        replica = self.mesh.dp_rank % saved_on.dp_size
+        return decoded(state["by_rank"][saved_on.rank_at(dp=replica)]), self.mesh.dp_rank >= saved_on.dp_size
+
+
+# ----------------------------------------------------------------------------------------------- 1. plan
+
+
+def plan(folder: Folder, objects: Mapping[str, Any]) -> Plan:
+    """What this rank reads, and into which tensors; nothing is read yet."""
+    kinds = Kinds.of(objects)
+    _check_kinds(folder, kinds)
+    found = Plan(folder, kinds, get_mesh())
+    if kinds.engines and GRADIENTS in folder.content["objects"]:
+        found.layouts, _ = found.state_of(GRADIENTS, on_any_mesh=True)
+        found.gradients = plan_gradients(folder, kinds.models, found.layouts, found.mesh, found.reads)
+    saved_as: dict[int, str] = {}  # of tensors, by id
+    for key, model in kinds.models.items():
+        found.names[key] = _plan_model(found, key, model, saved_as)
+    for key, optimizer in kinds.optimizers.items():
+        found.names[key], found.states[key] = _plan_optimizer(found, key, optimizer, saved_as)
+    for key in kinds.engines | kinds.others:
+        found.state_of(key)  # or raises, before anything is changed
+    return found
+
+
+def _check_kinds(folder: Folder, kinds: Kinds) -> None:
+    content = folder.content
+    others = {key: state for key, state in content["objects"].items() if key not in (RANDOM, RUNS, GRADIENTS)}
+    known = [key for saved in (content["models"], content["optimizers"], others) for key in saved]
+    for given, saved in (
+        (kinds.models, content["models"]),
+        (kinds.optimizers, content["optimizers"]),
+        (kinds.engines | kinds.loaders | kinds.others, others),
+    ):
+        for key, value in given.items():
+            if key not in saved:
+                raise ValueError(
+                    f"to_load[{key!r}] is a {type(value).__name__}, but {folder.path} has none of that name; it has "
+                    f"{', '.join(map(repr, known))}"
+                )
+    if kinds.engines and content["loaders"] and not kinds.loaders:
+        raise ValueError(
+            f"to_load should have the loader, too, as {content['loaders'][0]!r}: without it a resumed trainer reads "
+            "other rows"
+        )
+    for key, engine in kinds.engines.items():
+        if engine._dataloader_iter is not None:
+            raise ValueError(f"to_load[{key!r}] is running: load it before the run, or leave it out of to_load")
+
+
+def _plan_model(found: Plan, key: str, model: nn.Module, saved_as: dict[int, str]) -> tuple[list[str], list[str]]:
+    """Adds what this rank reads of a model; returns its names, and those that the checkpoint lacks."""
+    folder, tensors = found.folder, local_state(model)[0]
+    first_names = folder.content["models"][key]["saved_as"]
+    of_model: dict[int, str] = {}
+    missing = []
+    for name, tensor in tensors.items():
+        saved = f"{key}.{first_names.get(name, name)}"
+        if saved not in folder.tensors:
+            missing.append(name)
+            continue
+        if of_model.setdefault(id(tensor), saved) != saved:
+            raise ValueError(
+                f"to_load[{key!r}] ties {name!r} to another weight, but {folder.path} has two weights there: untie "
+                "them, or load with a model that does not tie them"
+            )
+        if id(tensor) not in saved_as:
+            _check_tensor(folder, saved, key, name, tensor)
+            saved_as[id(tensor)] = saved
+            found.reads[f"{key}.{name}"] = (saved, shard_of(tensor))
+    return list(tensors), missing
+
+
+def _check_tensor(folder: Folder, saved: str, key: str, name: str, tensor: torch.Tensor) -> None:
+    in_folder = folder.tensors[saved]
+    for what, given, expected in (
+        ("shape", tuple(in_folder.size), tuple(tensor.shape)),
+        ("dtype", in_folder.properties.dtype, tensor.dtype),
+    ):
+        if given != expected:
+            raise ValueError(
+                f"to_load[{key!r}]: {name!r} has the {what} {expected}, but in {folder.path} it has {given}"
+            )
+
+
+def _plan_optimizer(
+    found: Plan, key: str, optimizer: torch.optim.Optimizer, saved_as: Mapping[int, str]
+) -> tuple[tuple[list[str], list[str]], dict[torch.Tensor, dict[str, Any]]]:
+    """Adds what this rank reads of an optimizer; returns its names, and the states that reading fills."""
+    folder = found.folder
+    saved_groups = folder.content["optimizers"][key]["groups"]
+    if len(saved_groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"to_load[{key!r}] should have {len(saved_groups)} parameter groups, as in {folder.path}, but has "
+            f"{len(optimizer.param_groups)}"
+        )
+    states: dict[torch.Tensor, dict[str, Any]] = {}
+    names: list[str] = []
+    groups = groups_by_name("to_load", key, optimizer, saved_as, "load the optimizer together with its model")
+    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        if unknown := next((name for name, _ in group if name not in saved["names"]), None):
+            raise ValueError(
+                f"to_load[{key!r}] has {unknown!r} in parameter group {number}, but in {folder.path} that group has "
+                f"{_few(saved['names'])}"
+            )
+        options = decoded(saved["options"])
+        on_device = options.get("capturable") or options.get("fused")
+        for name, parameter in group:
+            states[parameter] = _plan_state(found, key, name, parameter, on_device)
+            names.append(name)
+    return (names, []), states
+
+
+def _plan_state(found: Plan, key: str, name: str, parameter: torch.Tensor, on_device: bool) -> dict[str, Any]:
+    saved = found.folder.content["optimizers"][key]["states"][name]
+    state = {part: decoded(value) for part, value in saved["values"].items()}
+    if on_device and isinstance(state.get("step"), torch.Tensor):
+        state["step"] = state["step"].to(parameter.device)  # as torch's load_state_dict does
+    for part in saved["tensors"]:
+        in_folder = f"{key}.{name}.{part}"
+        state[part] = _empty_state(parameter, found.folder.tensors[in_folder])
+        found.reads[f"{in_folder}.{id(parameter)}"] = (in_folder, shard_of(state[part], parameter))
+    return state
+
+
+def _empty_state(parameter: torch.Tensor, saved: Any) -> torch.Tensor:
+    """For a state of a parameter: cut as the parameter is, if it has the parameter's shape."""
+    size, dtype = tuple(saved.size), saved.properties.dtype
+    if size == tuple(parameter.shape):
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    if not isinstance(parameter, DTensor):
+        return torch.empty(size, dtype=dtype, device=parameter.device)
+    local = torch.empty(size, dtype=dtype, device=parameter.to_local().device)
+    mesh = parameter.device_mesh
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+# ---------------------------------------------------------------------------------------------- 2. check
+
+
+def check(found: Plan, of_ranks: list[dict[str, tuple[list[str], list[str]]]], strict: bool) -> None:
+    """Raises where all ranks together have other names than the checkpoint, or bytes are not what was written."""
+    for key in found.names if strict else ():
+        names = {name for of_rank in of_ranks for name in of_rank[key][0]}
+        missing = sorted({name for of_rank in of_ranks for name in of_rank[key][1]})
+        unmatched = sorted(_saved_names(found.folder, key) - names)
+        if missing or unmatched:
+            raise ValueError(
+                f"{found.folder.path} should have the names of to_load[{key!r}], but lacks {_few(missing)} and has "
+                f"{_few(unmatched)} besides; strict=False loads what both have"
+            )
+    found.checked = found.folder.check(found.reads)
+
+
+def _saved_names(folder: Folder, key: str) -> set[str]:
+    if key in folder.content["models"]:
+        return set(folder.content["models"][key]["names"])
+    return {name for group in folder.content["optimizers"][key]["groups"] for name in group["names"]}
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more if names else "none"
+
+
+# ---------------------------------------------------------------------------------------------- 3. apply
+
+
+def apply(found: Plan) -> None:
+    """Reads the tensors and sets the states; what a run's first events may reset is set again after them."""
+    _, error = attempt(found.folder.read, found.checked)
+    agree(error)
+    for key, model in found.kinds.models.items():
+        vars(model).pop(AS_MADE, None)
+        extra = found.folder.content["models"][key]["extra"]
+        for name in local_state(model)[2]:
+            if name in extra:
+                set_extra_state(model, name, decoded(extra[name]))
+    for key, optimizer in found.kinds.optimizers.items():
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            optimizer.state.pop(parameter, None)
+            if state := found.states[key].get(parameter):
+                optimizer.state[parameter] = state
+    _apply_runs(found)
+    _apply_resettable(found)  # random states after all that may draw
+    if found.kinds.engines:
+        for key, model in found.kinds.models.items():
+            apply_gradients(model, found.gradients.get(key, {}), found.layouts.get(key, {}))
+
+
+def _apply_resettable(found: Plan) -> None:
+    """Sets what handlers of STARTED and EPOCH_STARTED may reset: :class:`Resume` calls it again after them."""
+    for key, optimizer in found.kinds.optimizers.items():
+        for group, saved in zip(optimizer.param_groups, found.folder.content["optimizers"][key]["groups"], strict=True):
+            group.update(decoded(saved["options"]))
+    for key, other in found.kinds.others.items():
+        other.load_state_dict(found.state_of(key)[0])
+    if found.kinds.engines:
+        state, of_another_rank = found.state_of(RANDOM, on_any_mesh=True)
+        set_random_states(state)
+        if of_another_rank:
+            torch.manual_seed(draw_seed() + found.mesh.dp_rank)
+
+
+def _apply_runs(found: Plan) -> None:
+    """Puts loaders and engines where they were; the trainer goes on from there."""
+    kinds, has_runs = found.kinds, RUNS in found.folder.content["objects"]
+    saved = found.state_of(RUNS, on_any_mesh=True)[0] if has_runs else {}
+    for key, loader in kinds.loaders.items():
+        load_loader(key, loader, *found.state_of(key, on_any_mesh=True), kinds.engines, saved)
+    runs = {key: load_engine(engine, found.state_of(key)[0], saved.get(key)) for key, engine in kinds.engines.items()}
+    trainer = resumed_engine(kinds.engines, saved)
+    for key, engine in kinds.engines.items():
+        loader = kinds.loaders.get(runs[key].get("reads"))
+        if key == trainer:
+            accumulating = [kinds.models[name] for name in found.gradients]
+            Resume(engine, runs[key], loader, lambda: _apply_resettable(found), accumulating)
+        elif not engine._is_done(engine.state):
+            Resume(engine, runs[key], loader)
+        else:
+            continue
+        for name, (expected, counted) in runs[key].get("windows", {}).items():
+            if step := getattr(engine, "steps", {}).get(id(kinds.models.get(name))):
+                step.expected, step.counted = expected, counted

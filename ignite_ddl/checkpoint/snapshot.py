@@ -1,0 +1,196 @@
+"""What goes into a checkpoint: the state of objects as tensors and as JSON."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ignite_ddl.checkpoint.form import GRADIENTS, RANDOM, RUNS
+from ignite_ddl.checkpoint.gradients import capture_gradients
+from ignite_ddl.checkpoint.kinds import Kinds
+from ignite_ddl.checkpoint.resume import capture_runs
+from ignite_ddl.checkpoint.values import encoded
+from ignite_ddl.data_parallel import share_buffers
+from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.pipeline.local_stages import stages_of
+from ignite_ddl.replicas import check_replicas
+from ignite_ddl.state import Shard, local_state, shard_of
+from ignite_ddl.tensor.random import random_states
+
+__all__ = ["Snapshot", "capture", "groups_by_name", "merge"]
+
+
+@dataclass
+class Snapshot:
+    """What one rank gives to a checkpoint.
+
+    Attributes:
+        shards: its parts of tensors, by name.
+        state: all the rest, ready for JSON, which rank 0 merges and writes.
+    """
+
+    shards: dict[str, Shard]
+    state: dict[str, Any]
+
+    def copy(self) -> Snapshot:
+        """The same, in memory that training does not change."""
+        return Snapshot({name: shard.copy() for name, shard in self.shards.items()}, self.state)
+
+
+def capture(objects: Mapping[str, Any]) -> Snapshot:
+    """Reads the state of this rank's objects; every rank calls it. Nothing is copied or written yet.
+
+    Args:
+        objects: models, optimizers, and whatever has a ``state_dict()`` of numbers, strings, small tensors and
+            containers of them, by name.
+
+    Raises:
+        ValueError: if an optimizer holds a parameter of no model, or a state cannot be written as JSON.
+    """
+    kinds, mesh = Kinds.of(objects), get_mesh()
+    for model in kinds.models.values():  # DDP did so before the last forward pass, and that one changed them
+        for stage in stages_of(model).local_stages():
+            share_buffers(stage, mesh)
+    for model in kinds.models.values():
+        check_replicas(model)
+    shards: dict[str, Shard] = {}
+    names: dict[int, str] = {}  # of parameters, by id
+    models = {key: _capture_model(key, model, names, shards) for key, model in kinds.models.items()}
+    optimizers = {key: _capture_optimizer(key, each, names, shards) for key, each in kinds.optimizers.items()}
+    runs = capture_runs(kinds)
+    states = {key: other.state_dict() for key, other in (kinds.engines | kinds.others).items()}
+    for key, loader in kinds.loaders.items():
+        positions = (run["positions"][key] for run in runs.values() if key in run["positions"])
+        states[key] = next(positions, None) or loader.state_dict()
+    states |= {RANDOM: random_states(), RUNS: runs}
+    if gradients := capture_gradients(kinds, shards, mesh):
+        states[GRADIENTS] = gradients
+    encoded_states = {key: encoded(state, key) for key, state in states.items()}
+    everything = {"models": models, "optimizers": optimizers, "objects": encoded_states, "loaders": list(kinds.loaders)}
+    return Snapshot(shards, everything)
+
+
+def _capture_model(key: str, model: nn.Module, names: dict[int, str], shards: dict[str, Shard]) -> dict[str, Any]:
+    tensors, saved_as, extra = local_state(model)
+    for name, tensor in tensors.items():
+        saved = f"{key}.{saved_as[name]}"
+        names.setdefault(id(tensor), saved)
+        shards.setdefault(saved, shard_of(tensor))
+    return {
+        "names": list(tensors),
+        "saved_as": {name: first for name, first in saved_as.items() if name != first},
+        "extra": {name: encoded(value, f"{key}.{name}") for name, value in extra.items()},
+    }
+
+
+def _capture_optimizer(
+    key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], shards: dict[str, Shard]
+) -> dict[str, Any]:
+    groups: list[dict[str, Any]] = []
+    states: dict[str, Any] = {}
+    by_name = groups_by_name("to_save", key, optimizer, names, "add its model to to_save")
+    for group, parameters in zip(optimizer.param_groups, by_name, strict=True):
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append({"names": [name for name, _ in parameters], "options": encoded(options, key)})
+        for name, parameter in parameters:
+            state = states[name] = {"tensors": [], "values": {}}
+            for part, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    _check_layout(key, name, part, value, parameter)
+                    state["tensors"].append(part)
+                    shards.setdefault(f"{key}.{name}.{part}", shard_of(value, parameter))
+                else:
+                    state["values"][part] = encoded(value, f"{key}: {part} of {name}")
+    return {"groups": groups, "states": states}
+
+
+def groups_by_name(
+    argument: str, key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], cure: str
+) -> list[list[tuple[str, torch.Tensor]]]:
+    """The parameters of each group with the names under which they are saved.
+
+    Args:
+        argument: what the error names.
+        key: the optimizer's name in it.
+        optimizer: the optimizer.
+        names: names of all models' tensors, by id.
+        cure: how the error ends.
+
+    Raises:
+        ValueError: if a parameter is of no model.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        # A stage without weights has an empty parameter.
+        unknown = next((p for p in group["params"] if id(p) not in names and p.numel()), None)
+        if unknown is not None:
+            raise ValueError(
+                f"{argument}[{key!r}] holds a parameter of shape {tuple(unknown.shape)} of no model in {argument}: "
+                f"{cure}"
+            )
+        groups.append([(names[id(p)], p) for p in group["params"] if id(p) in names])
+    return groups
+
+
+def _check_layout(key: str, name: str, part: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.shape != parameter.shape:
+        raise ValueError(
+            f"to_save[{key!r}] keeps {part!r} of {name!r} as a plain tensor of shape {tuple(value.shape)}, though the "
+            f"parameter is cut: which part of it that is cannot be known. Take an optimizer that keeps DTensors, as "
+            "torch's own do"
+        )
+
+
+def merge(parts: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
+    """The ``Snapshot.state`` of all ranks as one, as ``state.json`` holds it.
+
+    Raises:
+        ValueError: if ranks have parameter groups of different numbers.
+    """
+    first = parts[0]
+    return {
+        "mesh": dict(mesh.sizes),
+        "models": {key: _merge_models([part["models"][key] for part in parts]) for key in first["models"]},
+        "optimizers": {
+            key: _merge_optimizers(key, [part["optimizers"][key] for part in parts]) for key in first["optimizers"]
+        },
+        "objects": {key: _merge_objects([part["objects"][key] for part in parts]) for key in first["objects"]},
+        "loaders": first["loaders"],
+    }
+
+
+def _merge_models(models: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "names": _without_duplicates(model["names"] for model in models),
+        "saved_as": {name: first for model in models for name, first in model["saved_as"].items()},
+        "extra": {name: value for model in models for name, value in model["extra"].items()},
+    }
+
+
+def _merge_optimizers(key: str, optimizers: list[dict[str, Any]]) -> dict[str, Any]:
+    counts = [len(optimizer["groups"]) for optimizer in optimizers]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"to_save[{key!r}] should have the same parameter groups on every rank, in one order, but has "
+            f"{counts} of them: give a rank without such parameters an empty group"
+        )
+    groups = [
+        {"names": _without_duplicates(group["names"] for group in of_ranks), "options": of_ranks[0]["options"]}
+        for of_ranks in zip(*(optimizer["groups"] for optimizer in optimizers), strict=True)
+    ]
+    states = {name: state for optimizer in optimizers for name, state in optimizer["states"].items()}
+    return {"groups": groups, "states": states}
+
+
+def _merge_objects(states: list[Any]) -> dict[str, Any]:
+    return {"all": states[0]} if all(state == states[0] for state in states) else {"by_rank": states}
+
+
+def _without_duplicates(lists: Iterable[list[str]]) -> list[str]:
+    return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
