@@ -594,7 +594,7 @@ case(
     trainer=ENGINE, signum=("few", signal.SIGUSR2),
 )  # fmt: skip
 case(
-    "Checkpoint()", lambda **given: ddl.Checkpoint(SAVED, FOLDER / "own", global_step_transform=lambda *_: 1)(**given),
+    "Checkpoint()", lambda **given: ddl.Checkpoint(SAVED, FOLDER / "own", score_function=lambda _: 1)(**given),
     engine=ENGINE,
 )  # fmt: skip
 case("Checkpoint.save", lambda **given: ddl.Checkpoint(SAVED, FOLDER / "own").save(**given), name=("path", "x"))
