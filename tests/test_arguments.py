@@ -599,7 +599,8 @@ case(
 )  # fmt: skip
 case("Checkpoint.save", lambda **given: ddl.Checkpoint(SAVED, FOLDER / "own").save(**given), name=("path", "x"))
 case(
-    "Checkpoint.reload_objects", lambda **given: ddl.Checkpoint(SAVED, FOLDER).reload_objects(SAVED, **given),
+    "Checkpoint.reload_objects",
+    lambda **given: ddl.Checkpoint(SAVED, FOLDER, filename_pattern="{name}").reload_objects(SAVED, **given),
     load_kwargs=("choices?", {}), name=("object", "one"),
 )  # fmt: skip
 
