@@ -594,12 +594,13 @@ case(
     trainer=ENGINE, signum=("few", signal.SIGUSR2),
 )  # fmt: skip
 case(
-    "Checkpoint()", lambda **given: ddl.Checkpoint(SAVED, FOLDER / "own", global_step_transform=lambda *_: 1)(**given),
+    "Checkpoint()", lambda **given: ddl.Checkpoint(SAVED, FOLDER / "own", score_function=lambda _: 1)(**given),
     engine=ENGINE,
 )  # fmt: skip
 case("Checkpoint.save", lambda **given: ddl.Checkpoint(SAVED, FOLDER / "own").save(**given), name=("path", "x"))
 case(
-    "Checkpoint.reload_objects", lambda **given: ddl.Checkpoint(SAVED, FOLDER).reload_objects(SAVED, **given),
+    "Checkpoint.reload_objects",
+    lambda **given: ddl.Checkpoint(SAVED, FOLDER, filename_pattern="{name}").reload_objects(SAVED, **given),
     load_kwargs=("choices?", {}), name=("object", "one"),
 )  # fmt: skip
 
