@@ -22,7 +22,9 @@ def blocks():
     for page in ("README.md", "docs/coming_from.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
         for n, block in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)):
-            larger = pytest.mark.slow if "nproc_per_node=8" in block else ()
+            larger = (
+                pytest.mark.slow if "nproc_per_node=8" in block or ".compile(" in block else ()
+            )  # dynamo takes its time
             yield pytest.param(block, id=f"{page} {n}", marks=larger)
 
 
