@@ -22,7 +22,7 @@ The code between cut layers is checked in a model's first forward pass (``region
 What cannot be seen, and differs from one process without an error:
 
 - rows that are mixed before the model, as in mixup over the whole batch, a norm by statistics of the batch, or padding
-  that a ``torch.utils.data.DistributedSampler`` adds: give whole batches to ``ddl.auto_dataloader``, mix in the dataset;
+  that a ``DistributedSampler`` adds: give whole batches to ``ddl.auto_dataloader``, mix in the dataset;
 - random numbers for rows that dp ranks draw each for its own (:mod:`ignite_ddl.tensor.random` has the rules), and seeds
   of each rank for an initialisation of weights that ``shard=True`` cuts;
 - a number that a script computes from what a rank has, as if it were everything: the loss or output of its rows in an
@@ -32,8 +32,8 @@ What cannot be seen, and differs from one process without an error:
   rows times the number of dp ranks; backward hooks of modules are asked;
 - a loss that is a mean over rows in steps 1, 2, 4, 8, … and another thing only between them;
 - a sequence as long as the batch, in targets with rows in dim 1;
-- a pipeline's stages that draw initial values after ``ddl.auto_model``: this is warned of, as is a loop of your own whose
-  ranks have unlike numbers of rows.
+- initial values that a pipeline's stages draw after ``ddl.auto_model``, and a loop of your own whose ranks have unlike
+  numbers of rows: both are warned of.
 """
 
 from __future__ import annotations
