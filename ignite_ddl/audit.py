@@ -265,6 +265,7 @@ class _Fingerprint:
         self.places = [(d, name, value) for d in dicts for name, value in d.items()]
         self.attributes = len(vars(model))
         self.parameters = [(name, p, p.dtype, p.requires_grad, _has_hooks(p)) for name, p in model.named_parameters()]
+        self.strides = [(name, p, p.stride()) for name, p in model.named_parameters() if p.ndim > 3]
 
     def same_places(self) -> bool:
         """Looks in the modules' own dicts: walking through the model takes 20 times as long."""
@@ -320,6 +321,12 @@ def check_unchanged(model: nn.Module) -> None:
         if misplaced is not None:
             raise ValueError(
                 f"{misplaced!r} was set on DDP's wrapper, where the model does not see it: set it on model.module"
+            )
+    for name, parameter, stride in known.strides:
+        if parameter.stride() != stride:
+            raise ValueError(
+                f"{name!r} has got another memory format since ddl.auto_model, whose buffers of gradients keep the one "
+                "it had: leave out model.to(memory_format=...), and give it to inputs alone"
             )
     for name, parameter, dtype, trained, hooked in known.parameters:  # hooked by a style of the plan
         name = name.removeprefix("module.") if known.by_ddp else name
