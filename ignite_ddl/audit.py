@@ -18,6 +18,22 @@ replicas              weights and buffers that should be equal on ranks, and are
 ====================  ==================================================================  ============================
 
 The code between cut layers is checked in a model's first forward pass (``regions.py``), losses by ``loss_contract.py``.
+
+What cannot be seen, and differs from one process without an error:
+
+- rows that are mixed before the model, as in mixup over the whole batch, a norm by statistics of the batch, or padding
+  that a ``DistributedSampler`` adds: give whole batches to ``ddl.auto_dataloader``, mix in the dataset;
+- random numbers for rows that dp ranks draw each for its own (:mod:`ignite_ddl.tensor.random` has the rules), and seeds
+  of each rank for an initialisation of weights that ``shard=True`` cuts;
+- a number that a script computes from what a rank has, as if it were everything: the loss or output of its rows in an
+  engine of its own, a metric such as ``Average`` of them, a maximum that a hook logs; under pp sums, norms and names of
+  ``model.parameters()`` and ``model.state_dict()``, which are those of its stages;
+- an ``autograd.Function`` whose backward is not linear (a clamped gradient), since a rank's gradients are those of its
+  rows times the number of dp ranks; backward hooks of modules are asked;
+- a loss that is a mean over rows in steps 1, 2, 4, 8, … and another thing only between them;
+- a sequence as long as the batch, in targets with rows in dim 1;
+- initial values that a pipeline's stages draw after ``ddl.auto_model``, and a loop of your own whose ranks have unlike
+  numbers of rows: both are warned of.
 """
 
 from __future__ import annotations
@@ -249,6 +265,7 @@ class _Fingerprint:
         self.places = [(d, name, value) for d in dicts for name, value in d.items()]
         self.attributes = len(vars(model))
         self.parameters = [(name, p, p.dtype, p.requires_grad, _has_hooks(p)) for name, p in model.named_parameters()]
+        self.strides = [(name, p, p.stride()) for name, p in model.named_parameters() if p.ndim > 3]
 
     def same_places(self) -> bool:
         """Looks in the modules' own dicts: walking through the model takes 20 times as long."""
@@ -306,6 +323,12 @@ def check_unchanged(model: nn.Module) -> None:
         if misplaced is not None:
             raise ValueError(
                 f"{misplaced!r} was set on DDP's wrapper, where the model does not see it: set it on model.module"
+            )
+    for name, parameter, stride in known.strides:
+        if parameter.stride() != stride:
+            raise ValueError(
+                f"{name!r} has got another memory format since ddl.auto_model, whose buffers of gradients keep the one "
+                "it had: leave out model.to(memory_format=...), and give it to inputs alone"
             )
     for name, parameter, dtype, trained, hooked in known.parameters:  # hooked by a style of the plan
         name = name.removeprefix("module.") if known.by_ddp else name

@@ -53,6 +53,12 @@ def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
             "model has been given to ddl.auto_model before, or has been cut or wrapped by other means: give it as it "
             "was before that"
         )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ValueError(
+                f"{name!r} has no shape yet, since its layer is lazy: call the model with a batch once before "
+                "ddl.auto_model, or give the layer its sizes"
+            )
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and idist.device().type == "cpu":
             raise ValueError(

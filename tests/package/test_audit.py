@@ -1,11 +1,14 @@
 """Changes after ddl.auto_model, replicas that drift, and forward passes of our own: found, or without a trace."""
 
+import warnings
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Events
+from ignite.handlers import FastaiLRFinder
+from ignite.metrics import Loss
 from ranks import on, on_each_rank, trainer_of
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -317,3 +320,243 @@ def test_state_in_forward_is_refused_under_pp():
     refused(of(spectral), "forward changes '0.parametrizations.weight", pp=2)
     assert_right(of(partial(Cached, 8, 8)), pp=2)
     assert_right(of(spectral), dp=2)
+
+
+# --- what scripts do with weights after auto_model, and beside the trainer
+
+
+def initialised(model):
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.kaiming_normal_(module.weight)
+            nn.init.uniform_(module.bias)
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"), [({"dp": 2}, {"shard": True}), ({"tp": 2}, {"tensor_plan": PLAN})], ids=["shard", "tp2"]
+)
+def test_random_numbers_for_cut_weights_are_those_of_one_process(axes, options):
+    assert_right(partial(trained, change=initialised, **options), **axes)
+
+
+def said(local_rank, function, *args, **kwargs):
+    """Whether this rank has warned of something in the words of this package."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function(local_rank, *args, **kwargs)
+    return [str(warning.message)[:60] for warning in caught if "ddl." in str(warning.message)]
+
+
+def filled(model):
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.1)
+    torch.rand(1)
+
+
+def loaded(model):
+    ddl.load_full_state_dict(model, mlp().state_dict())
+
+
+def draws_of_stages(local_rank):
+    return [len(said(local_rank, trained, change)) for change in (initialised, filled, loaded)]
+
+
+def test_stages_that_draw_their_own_numbers_are_warned_of():
+    assert on(draws_of_stages, pp=2) == [[1, 0, 0]] * 2
+
+
+def write(model, how):
+    with torch.no_grad():
+        how(model[0].weight)
+
+
+@on_each_rank(dp=2)
+def test_what_torch_cannot_do_with_cut_weights_is_said_in_our_words(local_rank):
+    model = ddl.auto_model(mlp(), shard=True)
+    for how in (
+        lambda w: w.fill_diagonal_(1.0),
+        lambda w: w.mul_(torch.ones(16, 8, dtype=torch.float64)),
+        lambda w: w.__setitem__(1, 0.0),
+        lambda w: w.renorm(2, 0, 1.0),
+        nn.init.trunc_normal_,
+    ):
+        with pytest.raises(ValueError, match="cut over ranks"):
+            write(model, how)
+    write(model, lambda w: w.clamp_(-0.1, 0.1))
+
+
+@on_each_rank(pp=2)
+def test_a_layer_of_another_stage(local_rank):
+    model = ddl.auto_model(mlp())
+    there, here = ("2", "0") if local_rank == 0 else ("0", "2")
+    assert isinstance(getattr(model, here), nn.Linear)
+    assert not hasattr(model, "nothing")
+    with pytest.raises(ValueError, match=f"'{there}' is on pp rank {1 - local_rank}"):
+        getattr(model, there)
+
+
+def plain_loop(local_rank, rows, weighs=False):
+    model = ddl.auto_model(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = ddl.auto_dataloader(TensorDataset(X[:12], Y[:12]), batch_size=rows)
+    for x, y in loader:
+        optimizer.zero_grad()
+        weight = 2 * loader.rows[0] / loader.rows[1] if weighs else 1.0
+        (weight * F.mse_loss(model(x), y)).backward()
+        optimizer.step()
+
+
+def loops(local_rank):
+    return [len(said(local_rank, plain_loop, *args)) for args in ((4,), (5,), (5, True))]
+
+
+def test_a_loop_on_uneven_rows_is_warned_of_once():
+    assert on(loops, dp=2) == [[0, 1, 0]] * 2
+
+
+def backward_hook(model, clamps=False):
+    model[1].register_full_backward_hook(lambda _, g, __: (g[0].clamp(-0.001, 0.001) if clamps else 2 * g[0],))
+
+
+def test_a_backward_hook_that_is_not_linear_is_refused():
+    assert_right(partial(trained, change=backward_hook), dp=2)
+    refused(
+        partial(trained, change=partial(backward_hook, clamps=True)), "backward hook of a Tanh should be linear", dp=2
+    )
+
+
+class Carries(nn.Module):
+    """A hidden state for each row, which the next batch goes on with."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru, self.h = nn.GRUCell(8, 4), None
+
+    def forward(self, x):
+        if self.h is not None and len(self.h) != len(x):
+            self.h = None
+        h = self.gru(x, self.h)
+        self.h = h.detach()
+        return h
+
+
+def test_a_state_that_rows_carry_is_right():
+    assert_right(partial(trained, make=Carries, data=(X[:12], Y[:12]), rows=6), dp=2)
+
+
+def metrics_of(local_rank):
+    torch.manual_seed(0)
+    y = torch.randint(4, (14,), generator=torch.Generator().manual_seed(1))
+    y[[0, 1, 9]] = -100
+    evaluator = ddl.create_supervised_evaluator(ddl.auto_model(mlp()))
+    for name, loss in (("weights", nn.CrossEntropyLoss(X[0, :4].exp())), ("sum", nn.CrossEntropyLoss(reduction="sum"))):
+        Loss(loss).attach(evaluator, name)
+    return evaluator.run(ddl.auto_dataloader(TensorDataset(X, y), batch_size=5)).metrics
+
+
+def unknown_metric(local_rank):
+    evaluator = ddl.create_supervised_evaluator(ddl.auto_model(mlp()))
+    Loss(lambda o, y: ((o - y) ** 2).mean().sqrt()).attach(evaluator, "root")
+    evaluator.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5))
+
+
+def test_ignites_loss_of_what_is_no_mean_over_rows():
+    right = metrics_of(0)
+    for found in on(metrics_of, dp=3):
+        assert found == pytest.approx(right, rel=1e-6)  # Ignite adds up in float32
+    refused(unknown_metric, "Ignite's Loss adds up means over rows", dp=2)
+
+
+def found_lr(local_rank):
+    torch.manual_seed(0)
+    model = ddl.auto_model(mlp())
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.01))
+    trainer, finder = ddl.create_supervised_trainer(model, optimizer, F.mse_loss), FastaiLRFinder()
+    with finder.attach(trainer, {"model": model, "optimizer": optimizer}, num_iter=4) as there:
+        there.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=4))
+    assert not trainer.has_event_handler(finder._log_lr_and_loss)
+    return finder.get_results()["loss"]
+
+
+@pytest.mark.filterwarnings("ignore:Run completed")
+def test_ignites_lr_finder_sees_the_loss_of_one_process():
+    right = found_lr(0)
+    assert on(found_lr, dp=2) == [pytest.approx(right, rel=1e-12)] * 2
+
+
+def clipped_and_averaged(local_rank, **options):
+    torch.manual_seed(0)
+    model = ddl.auto_model(mlp(), **options)
+    mean = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    trainer = trainer_of(model, F.mse_loss)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: mean.update_parameters(model))
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8))
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    largest = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().abs().max() for p in model.parameters()]
+    return [float(max(largest))], whole(mean.module)
+
+
+def test_clip_grad_value_and_averaged_models_over_tp():
+    assert_right(partial(clipped_and_averaged, tensor_plan=PLAN), tp=2)
+
+
+def compiled(local_rank, **options):
+    torch.manual_seed(0)
+    model = ddl.auto_model(mlp(), **options)
+    with torch.no_grad():
+        model(X)  # eager, before
+    trainer, losses = trainer_of(torch.compile(model, backend="eager"), F.mse_loss), []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8), max_epochs=2)
+    return losses, whole(model)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_compiled_after_an_eager_call():
+    assert_right(partial(compiled, tensor_plan=PLAN), tp=2)
+
+
+@pytest.mark.slow
+@on_each_rank(dp=2, tp=2)
+def test_inference_mode_before_a_step(local_rank):
+    model = ddl.auto_model(mlp(), PLAN)
+    with torch.inference_mode(), pytest.raises(ValueError, match="torch.inference_mode"):
+        model(X)
+    with torch.no_grad():
+        assert model(X).shape == (14, 4)
+
+
+def convolution():
+    return nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 2), nn.Flatten())
+
+
+def channels_last(model):
+    model.to(memory_format=torch.channels_last)
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(4))
+
+
+def test_another_memory_format_and_lazy_layers_are_refused():
+    refused(partial(trained, change=channels_last, make=convolution), "another memory format", dp=2)
+    refused(partial(trained, make=lazy), "no shape yet", dp=2)
+
+
+def two_heads(o, y):
+    return F.cross_entropy(o[:, :3], y[:, 0].long()) + F.mse_loss(o[:, 3:], y[:, 1:])
+
+
+def test_targets_that_are_ignored_late_among_real_numbers():
+    y = torch.cat([torch.zeros(14, 1), Y[:, :1]], 1)
+    y[8, 0] = -100  # in the third batch
+    refused(partial(_with_two_heads, y), "loss_fn should be a mean over rows", dp=2)
+
+
+def _with_two_heads(y, local_rank):
+    torch.manual_seed(0)
+    trainer = trainer_of(ddl.auto_model(mlp()), two_heads)
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, y), batch_size=4))
