@@ -43,6 +43,7 @@ from ignite_ddl import model as ddl_model
 from ignite_ddl.course import CNN, GPT, MLP
 from ignite_ddl.course.gpt import Attention, Embedding, Head
 from ignite_ddl.data import part
+from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.tensor.gradients import ReplicatedWeights
 
 TOLERANCE = 1e-12  # never loosened
@@ -587,7 +588,8 @@ def train(case):
     if case.wrong == "bias once a rank":
         type(model.conv2)._conv_forward = _add_bias_on_each_rank
     if case.wrong == "untied over pp":
-        model._cut = dataclasses.replace(model._cut, shared=[])
+        stages = stages_of(model)
+        stages.cut = dataclasses.replace(stages.cut, shared=[])
     optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
     trainer = ddl.create_supervised_trainer(
         model,

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
-from ignite_ddl.arguments import MODULE, NAMES, Fits, one_of, takes
-from ignite_ddl.tensor.model_plans import layers_of_model
+from ignite_ddl.arguments import MODULE, NAMES, Fits, takes
 
 __all__ = ["TracedLayer", "trace_layers"]
 
 
-@takes(model=MODULE, before=Fits('a list of names of modules, or "auto"', (one_of("auto") | NAMES).read))
-def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | Literal["auto"]) -> nn.Sequential:
+@takes(model=MODULE, before=Fits("a list of names of modules", NAMES.read))
+def trace_layers(model: nn.Module, x: Any, before: Sequence[str]) -> nn.Sequential:
     """Cuts any model that ``torch.export`` can trace into layers that ``ddl.auto_model`` can pipeline.
 
     The model's operations are recorded by ``torch.distributed.pipelining``, once in training and once in evaluation
@@ -33,8 +32,6 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | Literal["auto
         model: the model, called with one argument.
         x: an input with at least two rows: tensors with a row for each sample, in any structure.
         before: names of modules, each called once, in the order of their calls: a layer begins with the call of each.
-            "auto": of a model of Hugging Face's transformers, the modules that its ``base_model_pp_plan`` lists, such
-            as each block and the head.
 
     Returns:
         nn.Sequential: the layers, ``len(before) + 1``; also the full model, in one process and on any mesh without tp.
@@ -69,7 +66,6 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | Literal["auto
         raise ValueError(
             f"x should hold tensors with a row for each of at least two samples, but given shapes {shapes}"
         )
-    before = layers_of_model(model)[1:] if before == "auto" else before
     modules = dict(model.named_modules())
     unknown = [name for name in before if not name or name not in modules]
     if not before or unknown:

@@ -1,4 +1,4 @@
-"""The plans that models of Hugging Face's transformers bring along: styles for tp, an order of layers for pp."""
+"""The tensor plans that models of Hugging Face's transformers bring along."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from ignite_ddl.tensor.inside import SharedWeight
 from ignite_ddl.tensor.linear import Column, Row
 
-__all__ = ["layers_of_model", "plan_of_model"]
+__all__ = ["plan_of_model"]
 
 # The names that transformers 5 gives to styles. "replicate" needs none.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -47,7 +47,7 @@ def plan_of_model(model: nn.Module) -> dict[str, ParallelStyle]:
     kind = type(model).__name__
     names_of = model.named_modules, model.named_parameters
     held = [name for named in names_of for name, _ in named(remove_duplicate=False)]
-    names = {key: style for key, style in _plans(model, "tp").items() if _matches_any(key, held)}
+    names = {key: style for key, style in _plans(model).items() if _matches_any(key, held)}
     if not names:
         raise ValueError(
             f'tensor_plan="auto" takes the plan of the model, its base_model_tp_plan, but {kind} has none: give a dict '
@@ -63,28 +63,7 @@ def plan_of_model(model: nn.Module) -> dict[str, ParallelStyle]:
     return {key: STYLES[style]() for key, style in names.items() if style != "replicate"}
 
 
-def layers_of_model(model: nn.Module) -> list[str]:
-    """The names of the modules that a model calls one after the other, by its ``base_model_pp_plan``, in order.
-
-    Raises:
-        ValueError: if the model has no such plan.
-    """
-    # What contains the base model is called after it, but comes before it in transformers' dict.
-    keys = sorted(_plans(model, "pp"), key=lambda key: -key.count("."))
-    if not keys:
-        raise ValueError(
-            f'before="auto" takes the plan of the model, its base_model_pp_plan, but {type(model).__name__} has none: '
-            "list names of modules"
-        )
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found: list[str] = []
-    for key in (key for key in keys if key in modules):
-        is_list = isinstance(modules[key], nn.ModuleList)
-        found += [f"{key}.{i}" for i in range(len(modules[key]))] if is_list else [key]
-    return found
-
-
-def _plans(model: nn.Module, axis: str) -> dict[str, Any]:
+def _plans(model: nn.Module) -> dict[str, Any]:
     """The plans of the outermost modules that have one, by names in ``model``."""
     found: dict[str, Any] = {}
     inside: list[str] = []
@@ -92,16 +71,16 @@ def _plans(model: nn.Module, axis: str) -> dict[str, Any]:
         if any(f"{name}.".startswith(prefix) for prefix in inside):
             continue
         prefix = f"{name}." if name else ""
-        plan = dict(_plan(module, axis))
+        plan = dict(_plan(module))
         if plan:
             found |= {prefix + key: style for key, style in plan.items()}
             inside.append(prefix)
     return found
 
 
-def _plan(module: nn.Module, axis: str) -> Iterator[tuple[str, Any]]:
-    attribute = f"base_model_{axis}_plan"
-    for plan in (getattr(module, f"_{axis}_plan", None), getattr(module, attribute, None)):
+def _plan(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    attribute = "base_model_tp_plan"
+    for plan in (getattr(module, "_tp_plan", None), getattr(module, attribute, None)):
         if isinstance(plan, Mapping) and plan:
             yield from plan.items()
             return

@@ -131,7 +131,6 @@ class Config:
         "block*.attention.out": "rowwise",
         "block*.mlp.experts": "moe_tp_experts",  # of another model: this one has none
     }
-    base_model_pp_plan = {"embed": None, "blocks": None, "norm": None}
 
 
 class OfTransformers(nn.Module):
