@@ -88,6 +88,12 @@ def minutes_to_read(chapter):
     read = [cell.source for cell in chapter.code if apart.isdisjoint(tools.tags(cell))]
     n_words = len(re.findall(r"\w[\w'’-]*", prose(text)))
     n_lines = sum(bool(line.strip()) for source in read for line in source.split("\n"))
+    n_lines -= sum(
+        call.end_lineno - call.lineno + 1
+        for cell in chapter.code
+        for call in score_calls(cell)
+        if apart.isdisjoint(tools.tags(cell))
+    )
     return 5 * math.ceil((n_words / 130 + n_lines / 12) / 5)
 
 
@@ -140,7 +146,7 @@ def body(chapter):
         yield "number_of_cells", f"{len(chapter.code)} code cells, not 12 to 40"
     if (minutes := minutes_to_read(chapter)) > 40:
         yield "too_long", f"{minutes} minutes to read, 40 are the most"
-    lines = [cell.source.count("\n") + 1 for cell in chapter.code]
+    lines = [cell.source.count("\n") + 1 for cell in chapter.code if "imports" not in tools.tags(cell)]
     if max(lines) > 30:
         yield "length_of_cells", f"a cell has {max(lines)} lines, 30 are the most"
     if sum(lines) > 14 * len(lines):
@@ -173,11 +179,13 @@ def judged(cell):
 
 
 def told(cell):
-    """Comments, asserts and texts to be shown: what a reader sees before the cell has run."""
+    """Comments, asserts inside a loop and texts to be shown: what a reader sees before the cell has run."""
     for token in tokenize.generate_tokens(io.StringIO(cell.source).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
     for node in ast.walk(tree(cell)):
+        if isinstance(node, ast.Assert):
+            yield ast.unparse(node)
         if isinstance(node, ast.keyword) and node.arg in ("alt", "title") and isinstance(node.value, ast.Constant):
             yield str(node.value.value)
 
@@ -216,6 +224,9 @@ def guesses(chapter):
                 yield "given_away", f"cell {index} scores against {ast.unparse(answer)!r}, which nothing has computed"
         for record in records:
             yield from judgement(index, record)
+            said = guesses_of_readers.judge(None, *answer_of(record))[1]
+            if all(output.get("data", {}).get("text/plain") != said for output in cell.outputs):
+                yield "guess_is_judged", f"cell {index} does not store {said!r}: execute it without a guess"
             for text in told(cell) if asked(cell) else ():
                 if gives_away(text, record["answer"]):
                     yield "given_away", f"cell {index} asks, and tells {record['answer']!r}: {text!r}"
@@ -224,10 +235,14 @@ def guesses(chapter):
         yield "tally", f"the last code cell is not `tally()`, or does not show that there are {len(names)} guesses"
 
 
+def answer_of(record):
+    answer = set(record["answer"]) if record["any_order"] else record["answer"]
+    return answer, record["unit"], record["within"]
+
+
 def judgement(index, record):
     """The answer as a guess is right, and what is known as a mistake is not."""
-    answer, unit, within = record["answer"], record["unit"], record["within"]
-    answer = set(answer) if record["any_order"] else answer
+    answer, unit, within = answer_of(record)
     if (verdict := guesses_of_readers.judge(answer, answer, unit, within)[0]) != "right":
         yield "judgement", f"the answer of cell {index} as a guess is {verdict}"
     if isinstance(answer, str) and (len(answer.split()) > 3 or re.search(r"\d \w|about", answer)):
@@ -391,7 +406,8 @@ def scored(name, answer, mistakes=()):
     """What ``score`` displays."""
     record = {"name": name, "answer": answer, "unit": "", "within": None, "mistakes": list(mistakes)}
     metadata = {"text/plain": {"score": record | {"any_order": False}}}
-    return new_output("display_data", data={"text/plain": "no guess yet"}, metadata=metadata)
+    said = guesses_of_readers.judge(None, answer)[1]
+    return new_output("display_data", data={"text/plain": said}, metadata=metadata)
 
 
 @functools.cache

@@ -83,11 +83,11 @@ def test_normalise_keeps_unique_ids_and_repairs_others():
     assert len(set(ids)) == 5
 
 
-def test_normalise_folds_a_solution_from_its_tag():
-    cell = tools.normalise(
-        new_notebook(cells=[new_code_cell("# @title Solution: x", metadata={"tags": ["solution"]})])
-    ).cells[0]
-    assert cell.metadata == {"tags": ["solution", "hide-input"], "jupyter": {"source_hidden": True}, "cellView": "form"}
+@pytest.mark.parametrize("tag", ["solution", "imports", "score"])
+def test_normalise_folds_a_cell_from_its_tag(tag):
+    cell = tools.normalise(new_notebook(cells=[new_code_cell("# @title X: x", metadata={"tags": [tag]})])).cells[0]
+    assert cell.metadata == {"tags": [tag, "hide-input"], "jupyter": {"source_hidden": True}, "cellView": "form"}
+    assert tools.fold_title(cell) == "X: x"
 
 
 def test_normalise_gives_the_site_the_alternative_text():

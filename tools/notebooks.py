@@ -154,7 +154,7 @@ def _fold(cell: NotebookNode) -> None:
         cell.metadata.cellView = "form"
 
 
-def title(cell: NotebookNode) -> str:
+def fold_title(cell: NotebookNode) -> str:
     """What stands on the fold of a cell: its first line, in Colab's form, ``# @title Imports``."""
     return cell.source.split("\n")[0].removeprefix("# @title ")
 
@@ -340,7 +340,7 @@ def to_html(notebook: NotebookNode, title: str) -> str:
     alts = [alt_text(output) for cell in notebook.cells for output in images(cell)]
     for image, alt in zip(page.select(".jp-OutputArea-output img[src^='data:image/png']"), alts, strict=True):
         image["alt"] = alt
-    titles = [title(cell) for cell in notebook.cells if "hide-input" in tags(cell)]
+    titles = [fold_title(cell) for cell in notebook.cells if "hide-input" in tags(cell)]
     for source, text in zip(page.select(".celltag_hide-input > .jp-Cell-inputWrapper"), titles, strict=True):
         details = source.wrap(page.new_tag("details"))
         details.insert(0, page.new_tag("summary"))

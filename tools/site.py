@@ -17,7 +17,7 @@ from pathlib import Path
 from nbformat import NotebookNode
 
 sys.path.insert(0, str(Path(__file__).parent))  # not so where another file imports this one
-from notebooks import BADGE, FOLDED, ROOT, chapters, dumps, read, repository, stamp_text, tags, title
+from notebooks import BADGE, FOLDED, ROOT, chapters, dumps, fold_title, read, repository, stamp_text, tags
 
 SITE = ROOT / "docs" / "site"
 BUILD = ROOT / "build"
@@ -46,7 +46,7 @@ def for_the_site(notebook: NotebookNode) -> NotebookNode:
             cell.metadata.tags = ["hide-cell"]
             _prompt(cell, "Guess first, then look")
         elif FOLDED & set(tags(cell)):
-            _prompt(cell, title(cell))
+            _prompt(cell, fold_title(cell))
         elif (scored or open_guesses) and cell.outputs:
             cell.metadata.tags = [*tags(cell), "hide-output"]
             _prompt(cell, "Guess first, then look")

@@ -158,13 +158,18 @@ def _compare(guess: Any, answer: Any, within: float | None) -> tuple[str, str]:
         return _compare_many(guess, answer, within)
     number, wanted = _number(guess), _number(answer)
     if isinstance(answer, str) or wanted is None or number is None:
-        same = str(guess).lower().removeprefix("torch.") == str(answer).lower()
+        same = _letters(guess) == _letters(answer)
         return ("right" if same else "off"), ""
     within = _tolerance(answer, within)
     distance = _distance(number, wanted)
     if distance <= within + 1e-9:
         return "right", ""
     return ("close" if distance <= max(0.1, 3 * within) else "off"), _by_what(number, wanted)
+
+
+def _letters(value: Any) -> str:
+    """A text without capitals, spaces and the difference between × and x."""
+    return str(value).lower().removeprefix("torch.").replace(" ", "").replace("×", "x")
 
 
 def _tolerance(answer: Any, within: float | None) -> float:

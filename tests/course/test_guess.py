@@ -43,6 +43,7 @@ def fresh(monkeypatch):
         (1, True, None, "off", "off"),
         ("true", True, None, "right", "right"),
         ("Hang ", "hang", None, "right", "right"),
+        ("2 x 2x2", "2 × 2 × 2", None, "right", "right"),
         ("error", "hang", None, "off", "off: it is hang bytes, and you said error bytes"),
         (6, "hang", None, "off", "off"),
         ("never", 2, None, "off", "off"),
