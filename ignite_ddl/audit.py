@@ -228,7 +228,7 @@ def _check_tokens_are_alone(stages: Any, x: Any, mesh: Mesh) -> None:
     name = next((name for name in found if name is not None), None)
     if name is not None:
         raise ValueError(
-            f"{repr(name) if name else 'the model'} gives other outputs for the tokens of one cp rank than for the full "
+            f"{repr(name) if name else 'the model'} gives other outputs for a cp rank's tokens than for the full "
             "sequence: attention should be ddl.ring_attention or ddl.ulysses_attention, and positions those of "
             "ddl.sequence_positions; what else looks at other tokens (a convolution, pooling, BatchNorm) cannot run on "
             "a mesh with cp"

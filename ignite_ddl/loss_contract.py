@@ -308,7 +308,7 @@ class LossContract:
         if math.isfinite(whole) and not abs(mean - whole) <= 1e-4 * max(1e-3, abs(whole)):
             raise ValueError(
                 f"loss_fn should be a mean over tokens on a mesh with cp, but gives {whole:.6g} for {n} tokens of each "
-                f"row and {mean:.6g} for the mean of two halves of them (a sum, or targets that it shifts by a token?): "
+                f"row and {mean:.6g} for the mean of two halves of them (a sum, or targets that it shifts by one?): "
                 "shift targets in the dataset, and pass loss_divisor=, a function from targets to the divisor"
             )
 

@@ -1,10 +1,10 @@
 """The world as a grid of four axes: pp (pipeline stages) × dp (rows) × cp (tokens of a sequence) × tp (tensors).
 
-Ranks are numbered along tp first, then cp, dp and pp: tp peers, which communicate most, have neighbouring ranks, so they
+Ranks are numbered along tp first, then cp, dp and pp: tp peers, which communicate most, have neighbouring ranks, and
 share a machine if machines are filled in rank order. dp may be a grid of its own, dp_replicate × dp_shard (HSDP): the
 dp_shard peers, which are neighbours, share the weights of one replica of the model.
 
-Two words: *dp* shares rows; *dp_cp*, which is dp × cp, shares tokens, and so everything that is summed over them: losses
+Two words: *dp* shares rows; *dp_cp*, which is dp × cp, shares tokens and everything that is summed over them: losses
 and what they divide by, gradients, metrics, and FSDP2's weights. cp peers have the same rows.
 """
 
@@ -154,9 +154,8 @@ class Mesh:
     def dp_cp_ranks(self) -> list[int]:
         """The global ranks of :attr:`dp_cp_group`, in its order."""
         here = self.coordinates(self.rank)
-        return [
-            self.rank_at(here["pp"], dp, here["tp"], cp) for dp in range(self.dp_size) for cp in range(self.cp_size)
-        ]
+        places = itertools.product(range(self.dp_size), range(self.cp_size))
+        return [self.rank_at(here["pp"], dp, here["tp"], cp) for dp, cp in places]
 
     @property
     def dp_mesh(self) -> DeviceMesh:

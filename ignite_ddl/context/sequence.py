@@ -26,8 +26,8 @@ from ignite_ddl.traceless import evaluating, without_trace
 __all__ = ["NOT_SHARED", "check_tokens", "cp_group", "sequence_positions", "shard_batch"]
 
 NOT_SHARED = (
-    "on a mesh with cp, batches should come from ddl.auto_dataloader, which gives each cp rank its part of their tokens: "
-    "run the engine on that loader"
+    "on a mesh with cp, batches should come from ddl.auto_dataloader, which gives each cp rank its tokens: run the engine "
+    "on that loader"
 )
 _FULL = contextvars.ContextVar("the model has full sequences", default=False)
 _CHUNK = 2  # tokens of a chunk in check_tokens
@@ -80,7 +80,7 @@ def shard_batch(batch: Any) -> Any:
     if len(lengths) != 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(batch)) or "no tensor"
         raise ValueError(
-            f"a batch should count the tokens of its sequences in dim 1, equally many in each tensor that has one, since "
+            f"a batch should count the tokens of its sequences in dim 1, as many in each tensor that has one, since "
             f"cp={mesh.cp_size} ranks share them, but has {shapes}; a mask of pairs of tokens is said by documents=, "
             "window= or is_causal= of ddl.ring_attention instead"
         )
