@@ -26,8 +26,8 @@ from ignite_ddl.traceless import evaluating, without_trace
 __all__ = ["NOT_SHARED", "check_tokens", "cp_group", "sequence_positions", "shard_batch"]
 
 NOT_SHARED = (
-    "on a mesh with cp, batches should come from ddl.auto_dataloader, which gives each cp rank its tokens: run the engine "
-    "on that loader"
+    "on a mesh with cp, batches should come from ddl.auto_dataloader, which gives each cp rank its tokens: run the "
+    "engine on that loader"
 )
 _FULL = contextvars.ContextVar("the model has full sequences", default=False)
 _CHUNK = 2  # tokens of a chunk in check_tokens
