@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 from ignite_ddl import tpu
 from ignite_ddl.compat import pickle_shards
+from ignite_ddl.context.api import ring_attention, ulysses_attention
+from ignite_ddl.context.sequence import sequence_positions
 from ignite_ddl.data import auto_dataloader
 from ignite_ddl.engine import (
     MeshEngine,
@@ -78,8 +80,11 @@ __all__ = [
     "load_full_state_dict",
     "pickle_shards",
     "report_hangs",
+    "ring_attention",
+    "sequence_positions",
     "tpu",
     "trace_layers",
+    "ulysses_attention",
 ]
 
 tpu.repair_ignite()  # without torch_xla: nothing

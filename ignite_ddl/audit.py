@@ -12,6 +12,7 @@ same lengths          targets padded to other lengths on other ranks            
 the whole model ran   a method called past the wrapper that reduces gradients             each step
 weights left out      DDP waits for gradients of weights that a rank did not use          each step
 rows alone            a model whose output for a row depends on other rows                 step 1
+tokens alone          over cp, a module that looks at other tokens, or counts positions   step 1
 same loss             tp peers that compute different losses                              steps 1, 2, 4, 8, …
 whole gradients       tp peers with other gradients of a replicated weight                until each weight had one
 replicas              weights and buffers that should be equal on ranks, and are not      steps 1, 2, 4, 8, …
@@ -51,6 +52,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ignite_ddl.context.sequence import check_tokens
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import Divisor, LossContract
@@ -81,14 +83,14 @@ class Audit:
         self.step, self.again, self.first_x = 0, True, None
         known = _remembered(model)
         foreign = known is None and not isinstance(model, DistributedDataParallel | FSDPModule)
-        if foreign and mesh.dp_size > 1 and any(p.requires_grad for p in model.parameters()):
+        if foreign and mesh.dp_cp_size > 1 and any(p.requires_grad for p in model.parameters()):
             raise ValueError(
                 "model should be what ddl.auto_model returned, whose gradients are averaged over ranks, but this "
                 f"{type(model).__name__} is not: model = ddl.auto_model(model)"
             )
         self.modules = ModulesInUse(stages.local_stages(), mesh)
         self.whole_weights = ReplicatedWeights(mesh)
-        self.ran = None if known is None or known.sharded or mesh.dp_size == 1 or mesh.pp_size > 1 else _Ran()
+        self.ran = None if known is None or known.sharded or mesh.dp_cp_size == 1 or mesh.pp_size > 1 else _Ran()
         if self.ran is not None:
             model.register_forward_pre_hook(self.ran)
 
@@ -104,14 +106,16 @@ class Audit:
             stages = self.stages.local_stages() if self.mesh.tp_size > 1 else []
             for stage in stages:
                 check_regions_once(stage, trains=self.stages.is_last and stage is stages[-1])
-            if self.mesh.dp_size * self.mesh.pp_size > 1:
+            if self.mesh.dp_cp_size * self.mesh.pp_size > 1:
                 for module in self.model.modules():
                     _try_backward_hooks(module)
         if rows is not None and self.mesh.pp_size > 1:
             _check_rows_are_in_dim_0(rows[0] or 1, x)
-        self.first_x = x if self.step == 1 and self.mesh.dp_size > 1 and self.mesh.pp_size == 1 else None
+        self.first_x = x if self.step == 1 and self.mesh.dp_cp_size > 1 and self.mesh.pp_size == 1 else None
         if self.ran is not None:
             self.ran.said = False
+        if self.step == 1 and self.mesh.cp_size > 1:
+            _check_tokens_are_alone(self.stages, x, self.mesh)
         self.modules.begin()
 
     def modules_called(self) -> list[float]:
@@ -143,7 +147,8 @@ class Audit:
         n, shapes, squares, pads = summed[:N_SHAPES]
         digests = summed[N_SHAPES:]
         if any(
-            self.mesh.dp_size * square != digest**2 for digest, square in zip(digests[::2], digests[1::2], strict=True)
+            self.mesh.dp_cp_size * square != digest**2
+            for digest, square in zip(digests[::2], digests[1::2], strict=True)
         ):
             raise ValueError(UNLIKE_MODULES)
         contract.padded = contract.padded or pads > 0
@@ -233,6 +238,19 @@ def _check_rows_are_alone(stages: Any, x: Any) -> None:
         raise ValueError(ROWS_DEPEND)
 
 
+def _check_tokens_are_alone(stages: Any, x: Any, mesh: Mesh) -> None:
+    found: list[str | None] = [None] * mesh.world_size
+    dist.all_gather_object(found, check_tokens(stages.forward_only, x, stages.local_stages(), mesh))
+    name = next((name for name in found if name is not None), None)
+    if name is not None:
+        raise ValueError(
+            f"{repr(name) if name else 'the model'} gives other outputs for a cp rank's tokens than for the full "
+            "sequence: attention should be ddl.ring_attention or ddl.ulysses_attention, and positions those of "
+            "ddl.sequence_positions; what else looks at other tokens (a convolution, pooling, BatchNorm) cannot run on "
+            "a mesh with cp"
+        )
+
+
 def _check_rows_are_in_dim_0(dealt: int, x: Any) -> None:
     first = next((tensor for tensor in tensors_of(x) if tensor.ndim), None)
     if first is not None and first.ndim > 1 and len(first) != dealt and first.shape[1] == dealt:
@@ -309,7 +327,9 @@ def _remembered(model: nn.Module) -> _Fingerprint | None:
 def check_unchanged(model: nn.Module) -> None:
     """Raises a ValueError if a model was changed since ``ddl.auto_model``, so that gradients would not be reduced."""
     known, mesh = _remembered(model), get_mesh()
-    if known is None or mesh.dp_size * mesh.pp_size == 1:  # over tp alone, torch reduces what is cut in its own layers
+    if (
+        known is None or mesh.dp_cp_size * mesh.pp_size == 1
+    ):  # over tp alone, torch reduces what is cut in its own layers
         return
     if getattr(model, "_holds_weights", False):  # FSDP2's whole ones, until the optimizer steps
         return
@@ -393,7 +413,7 @@ class ModulesInUse:
         self.handles: list[Any] = []
         self.once = False  # whether the hooks are for the first step only: under DDP
         self.weights: list[tuple[str, nn.Parameter]] = []  # whose gradients DDP waits for
-        if mesh.dp_size == 1 or any(_finds_unused(stage) for stage in stages):
+        if mesh.dp_cp_size == 1 or any(_finds_unused(stage) for stage in stages):
             return
         ddp = [stage for stage in stages if isinstance(stage, DistributedDataParallel)]
         self.once = bool(ddp)
@@ -450,8 +470,8 @@ class ModulesInUse:
         if not self.strict:
             return
         here = torch.tensor([number, hash(tuple(self.calls)) % 2**20], device=idist.device())
-        peers = [torch.empty_like(here) for _ in range(self.mesh.dp_size)]
-        dist.all_gather(peers, here, group=self.mesh.dp_group)
+        peers = [torch.empty_like(here) for _ in range(self.mesh.dp_cp_size)]
+        dist.all_gather(peers, here, group=self.mesh.dp_cp_group)
         if any(not torch.equal(peer, here) for peer in peers):
             last = self.names[[called for called in self.calls if called != END][-1]]
             raise ValueError(f"{UNLIKE_MODULES} This rank was at {last!r}")

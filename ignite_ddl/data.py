@@ -34,6 +34,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_ddl.arguments import AMOUNT, COUNT, ENGINE, FLAG, FUNCTION, PROCESSES, Fits, a, check, or_none, takes, whole
 from ignite_ddl.compat import BELONGS_TO_A_MODEL
+from ignite_ddl.context.sequence import shard_batch
 from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = ["Pass", "ShardedDataLoader", "auto_dataloader", "part", "without_rows"]
@@ -108,6 +109,9 @@ def auto_dataloader(dataset: Dataset[Any] | _Rows, **kwargs: Unpack[LoaderOption
     Each dp rank gets a contiguous part of every global batch; tp and pp peers get the same rows. No rows are padded or
     dropped: of the last global batch a rank may get fewer rows, or none. ``ddl.create_supervised_trainer`` weights
     losses and gradients by rows, so results do not change.
+
+    On a mesh with cp, cp peers get the same rows, and of each tensor with a dim 1 their part of the tokens that it
+    counts; see :func:`sequence_positions`.
 
     Shuffling is the same on every rank and differs by epoch without ``set_epoch``. An epoch ends when an iterator
     returns its last batch; if iteration stops before, the next iterator has the same order. So a single rank may look
@@ -437,7 +441,7 @@ class Pass:
         # Advanced with the last batch: one rank alone may begin an epoch, and Ignite does not exhaust iterators.
         if self.ended and self.reader.epoch == self.epoch:
             self.reader.epoch, self.reader.stream = self.epoch + 1, self.stream
-        return batch, here, in_all
+        return shard_batch(batch), here, in_all
 
 
 _UNEVEN: list[weakref.ref] = []  # the loader that a loop or a plain engine has read last, if ranks had unlike rows

@@ -32,7 +32,7 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, how: Mapping[str, Any] | 
         mesh: the mesh.
         how: arguments of torch's ``fully_shard``; None: each rank keeps all weights of the stage.
     """
-    if mesh.dp_size == 1:
+    if mesh.dp_cp_size == 1:
         return
     if mesh.pp_size == 1:  # a Pipeline does it itself, once per batch
         module.register_forward_pre_hook(lambda root, _: share_buffers(root, mesh))
@@ -116,15 +116,15 @@ def reshard(root: nn.Module) -> None:
 
 def share_buffers(module: nn.Module, mesh: Mesh) -> None:
     """Broadcasts dp rank 0's buffers (BatchNorm's running statistics) over dp, as DDP does before a forward pass."""
-    if mesh.dp_size == 1:
+    if mesh.dp_cp_size == 1:
         return
     buffers = [b for b in module.buffers() if not isinstance(b, DTensor)]
-    source = dist.get_global_rank(mesh.dp_group, 0)
+    source = dist.get_global_rank(mesh.dp_cp_group, 0)
     for dtype in dict.fromkeys(b.dtype for b in buffers):  # one message per dtype
         of_dtype = [b for b in buffers if b.dtype == dtype]
         flat = torch.cat([b.detach().reshape(-1) for b in of_dtype])
-        dist.broadcast(flat, src=source, group=mesh.dp_group)
-        if mesh.dp_rank > 0:
+        dist.broadcast(flat, src=source, group=mesh.dp_cp_group)
+        if mesh.dp_cp_rank > 0:
             with torch.no_grad():
                 for buffer, values in zip(of_dtype, flat.split([b.numel() for b in of_dtype]), strict=True):
                     buffer.copy_(values.view_as(buffer))

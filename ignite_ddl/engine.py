@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
+from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
 from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.loss_contract import DIVISOR, divisor_of
@@ -87,6 +88,8 @@ class MeshEngine(Engine):
     def _process(process_function: Callable, engine: MeshEngine, batch: Any) -> Any:
         batches = engine._dataloader_iter  # a handler may have read the same loader since
         engine.rows = batches.rows if isinstance(batches, Pass) else None
+        if engine.rows is None and get_mesh().cp_size > 1:
+            raise ValueError(NOT_SHARED)
         engine.weighted = []
         if get_mesh().world_size == 1:
             return process_function(engine, batch)
@@ -561,14 +564,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Op
         redistribute_gradient(parameter)
         local, copies = _local_and_copies(parameter.grad, mesh)
         gradients.append(local)
-        cut = cut or copies < mesh.dp_size * mesh.tp_size
+        cut = cut or copies < mesh.dp_cp_size * mesh.tp_size
         if stages.counts(name):
             real = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
             total += real.double().square().sum() / copies
     if mesh.world_size > 1 and (cut or mesh.pp_size > 1):
         dist.all_reduce(total)
     else:
-        total *= mesh.dp_size * mesh.tp_size
+        total *= mesh.dp_cp_size * mesh.tp_size
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for local in gradients:
@@ -578,7 +581,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Op
 
 def _local_and_copies(grad: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, int]:
     """A gradient's local part, and the number of ranks of a stage that hold the same part."""
-    copies = mesh.dp_size * mesh.tp_size
+    copies = mesh.dp_cp_size * mesh.tp_size
     if not isinstance(grad, DTensor):
         return grad, copies
     for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):

@@ -65,12 +65,12 @@ def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
                 f"{name!r} is an nn.SyncBatchNorm, which torch runs on GPUs only: use nn.BatchNorm or nn.GroupNorm"
             )
         embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        if mesh.dp_size > 1 and embeds and module.max_norm is not None:
+        if mesh.dp_cp_size > 1 and embeds and module.max_norm is not None:
             raise ValueError(
                 f"{name!r} has max_norm={module.max_norm}, by which each rank would rescale the vectors of its own "
                 "words in place: rescale all of them after the optimizer's step, on every rank"
             )
-        if mesh.dp_size * mesh.pp_size > 1 and getattr(module, "scale_grad_by_freq", False):
+        if mesh.dp_cp_size * mesh.pp_size > 1 and getattr(module, "scale_grad_by_freq", False):
             raise ValueError(
                 f"{name!r} has scale_grad_by_freq=True, which divides gradients by how often a word is in the batch, "
                 "of which each rank or microbatch counts its own rows only: leave it out"
@@ -84,7 +84,7 @@ def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
                 "shard=True: sparse=False has the same gradients"
             )
     for name, parameter in model.named_parameters():
-        if mesh.dp_size > 1 and not parameter.ndim and parameter.requires_grad:
+        if mesh.dp_cp_size > 1 and not parameter.ndim and parameter.requires_grad:
             raise ValueError(
                 f"{name!r} has no dimensions, which torch's FSDP2 and replicate do not support: give it the shape (1,)"
             )
@@ -107,10 +107,10 @@ def check_parameter_hooks(
     for name, parameter in parameters:
         hooks = list((parameter._backward_hooks or {}).values())
         after = bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-        if by_ddp or (mesh.pp_size > 1 and mesh.dp_size == 1):
+        if by_ddp or (mesh.pp_size > 1 and mesh.dp_cp_size == 1):
             refused = after or not all(_is_linear(hook, parameter) for hook in hooks)
         else:
-            refused = bool(hooks) and mesh.dp_size > 1
+            refused = bool(hooks) and mesh.dp_cp_size > 1
         if refused or before and not by_ddp and (hooks or after):
             raise ValueError(
                 f"{name!r} has a hook, which would get this rank's gradient instead of the average over ranks, or not "
@@ -191,7 +191,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
             "optimizer holds a weight that was frozen when ddl.auto_model took its model, so that nothing averages its "
             "gradient over ranks: unfreeze it before ddl.auto_model"
         )
-    if any(hasattr(p, _TRAINED) for p in of_model) and get_mesh().dp_size * get_mesh().pp_size > 1:
+    if any(hasattr(p, _TRAINED) for p in of_model) and get_mesh().dp_cp_size * get_mesh().pp_size > 1:
         alone = next((p for p in stepped if p.numel() and p.requires_grad and not hasattr(p, _TRAINED)), None)
         if alone is not None:
             raise ValueError(

@@ -184,7 +184,8 @@ class LossContract:
         self.calls = self.inconclusive = 0
         self.padded = False  # whether targets of a step were padding
         self.looks = False  # whether this step checks
-        self.agreed = divisor.certain or mesh.dp_size * mesh.pp_size == 1
+        self.agreed = divisor.certain or mesh.dp_cp_size * mesh.pp_size == 1
+        self.is_compared = not divisor.certain or (mesh.cp_size > 1 and divisor.kind == "rows")
         self.seen: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
         self.kept: list[tuple[Any, Any]] = []  # of steps before, until there are two rows
 
@@ -194,7 +195,7 @@ class LossContract:
         again = self.calls & (self.calls - 1) == 0
         waits = not self.agreed and self.inconclusive < _PATIENCE
         ignores = not self.divisor.certain and any(bool((tensor == IGNORED).any()) for tensor in tensors_of(y))
-        self.looks = self.mesh.dp_size * self.mesh.pp_size > 1 and (again or waits or ignores)
+        self.looks = self.mesh.dp_cp_size * self.mesh.pp_size > 1 and (again or waits or ignores)
         self.seen = []
 
     def look(self, loss: torch.Tensor, output: Any, y: Any, since: int) -> None:
@@ -221,7 +222,7 @@ class LossContract:
                     f"loss_fn should be a function of the output's rows, but uses {what} (a loss or an auxiliary term "
                     f"that the model computes), so what it divides by cannot be checked: {_DECLARE}"
                 )
-        if not self.divisor.certain:
+        if self.is_compared:
             self.seen.append(map_leaves(_detached, (output, y)))
 
     def _check_weights(self, weights: list[nn.Parameter]) -> None:
@@ -253,6 +254,11 @@ class LossContract:
         Raises:
             ValueError: if the loss is not a mean over rows, or cannot be checked.
         """
+        if self.mesh.cp_size > 1:
+            for output, y in self.seen:
+                self._compare_tokens(output, y)
+        if self.divisor.certain:
+            return True
         pairs = [*self.kept, *self.seen]
         sizes = [n_rows(y) if tensors_of(y) else n_rows(output) for output, y in pairs]
         output, y = (concatenated(parts, sizes) for parts in zip(*pairs, strict=True))
@@ -286,11 +292,31 @@ class LossContract:
             )
         return n > 1 and max(values) - min(values) > tolerance
 
+    def _compare_tokens(self, output: Any, y: Any) -> None:
+        """Over cp a rank's loss is that of its tokens: raises unless it is the mean of those of two halves."""
+        n = next((tensor.shape[1] for tensor in tensors_of(y) or tensors_of(output) if tensor.ndim > 1), 0)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                whole = float(self.loss_fn(output, y))
+                parts = [_some_tokens((output, y), part, n) for part in (slice(n // 2), slice(n // 2, None))]
+                mean = sum(float(self.loss_fn(*part)) for part in parts) / 2
+        except Exception as error:
+            raise ValueError(
+                f"loss_fn should be a mean over tokens on a mesh with cp, but fails with a part of them "
+                f"({str(error).splitlines()[0]}): pass loss_divisor=, a function from targets to the number that counts"
+            ) from error
+        if math.isfinite(whole) and not abs(mean - whole) <= 1e-4 * max(1e-3, abs(whole)):
+            raise ValueError(
+                f"loss_fn should be a mean over tokens on a mesh with cp, but gives {whole:.6g} for {n} tokens of each "
+                f"row and {mean:.6g} for the mean of two halves of them (a sum, or targets that it shifts by one?): "
+                "shift targets in the dataset, and pass loss_divisor=, a function from targets to the divisor"
+            )
+
     def conclude(self, doubtful: float) -> None:
         """Takes the number of dp ranks whose comparison was inconclusive; the same on every rank."""
         if not self.looks or self.agreed:
             return
-        self.agreed = doubtful < self.mesh.dp_size
+        self.agreed = doubtful < self.mesh.dp_cp_size
         self.inconclusive += not self.agreed
         if self.inconclusive == _PATIENCE and idist.get_rank() == 0:
             warnings.warn(
@@ -325,6 +351,15 @@ def _reached(loss: torch.Tensor, output: Any, since: int) -> tuple[list[torch.Te
         else:
             waiting += [following for following, _ in node.next_functions]
     return found, weights, older
+
+
+def _some_tokens(tree: Any, part: slice, n: int) -> Any:
+    """Some of the n tokens of each tensor that counts them in dim 1."""
+
+    def of(leaf: Any) -> Any:
+        return leaf[:, part] if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == n else leaf
+
+    return map_leaves(of, tree)
 
 
 def _detached(leaf: Any) -> Any:

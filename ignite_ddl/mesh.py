@@ -1,12 +1,16 @@
-"""The world as a grid of three axes: pp (pipeline stages) × dp (data) × tp (tensors).
+"""The world as a grid of four axes: pp (pipeline stages) × dp (rows) × cp (tokens of a sequence) × tp (tensors).
 
-Ranks are numbered along tp first, then dp, then pp: tp peers, which communicate most, have neighbouring ranks, so they
+Ranks are numbered along tp first, then cp, dp and pp: tp peers, which communicate most, have neighbouring ranks, and
 share a machine if machines are filled in rank order. dp may be a grid of its own, dp_replicate × dp_shard (HSDP): the
 dp_shard peers, which are neighbours, share the weights of one replica of the model.
+
+Two words: *dp* shares rows; *dp_cp*, which is dp × cp, shares tokens and everything that is summed over them: losses
+and what they divide by, gradients, metrics, and FSDP2's weights. cp peers have the same rows.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +25,7 @@ from ignite_ddl.compat import flattened, quiet_warnings, wait_as_the_world
 __all__ = ["Mesh", "check_mesh", "get_mesh", "initialize_mesh", "sizes_alone"]
 
 AXES = ("pp", "dp", "tp")  # outermost first
+GRID = ("pp", "dp", "cp", "tp")  # as ranks are numbered
 DP_AXES = ("dp_replicate", "dp_shard")  # what dp consists of, if they are given
 AXIS = Fits("a positive integer, or -1 for what is left", (COUNT | one_of(-1)).read)
 
@@ -32,6 +37,7 @@ def check_mesh(
     tp: int = 1,
     dp_replicate: int | None = None,
     dp_shard: int | None = None,
+    cp: int = 1,
 ) -> dict[str, int]:
     """Fills in what is not given or -1 and checks that the axes fill the world.
 
@@ -42,9 +48,10 @@ def check_mesh(
         tp: number of ranks that share each layer, default 1.
         dp_replicate: number of replicas of the model over dp. Default: what dp_shard leaves of dp.
         dp_shard: number of dp ranks that share the weights of a replica. Default: what dp_replicate leaves of dp.
+        cp: number of ranks that share each sequence, default 1.
 
     Returns:
-        dict: the sizes of pp, dp and tp; also of dp_replicate and dp_shard, if one of them is given.
+        dict: the sizes of pp, dp and tp; of dp_replicate and dp_shard, if one of them is given; of cp, if it is not 1.
 
     Raises:
         ValueError: if a size is not a positive integer, more than one is -1, or they do not fill the world.
@@ -62,10 +69,12 @@ def check_mesh(
     given = {name: check(name, size, AXIS) for name, size in given.items() if size is not None}
     other = 1 if -1 in (dp_replicate, dp_shard) else -1
     parts = {name: given.get(name, other) for name in DP_AXES if not given.keys().isdisjoint(DP_AXES)}
+    of_sequence = {"cp": cp} if check("cp", cp, AXIS) != 1 else {}
     if not parts or "dp" in given:
-        sizes = _filled({axis: given.get(axis, -1) for axis in AXES}, world_size, "the number of ranks")
+        wanted = {axis: given.get(axis, -1) for axis in AXES} | of_sequence
+        sizes = _filled(wanted, world_size, "the number of ranks")
         return sizes | (_filled(parts, sizes["dp"], "dp") if parts else {})
-    sizes = _filled({"pp": pp, **parts, "tp": tp}, world_size, "the number of ranks")
+    sizes = _filled({"pp": pp, **parts, "tp": tp} | of_sequence, world_size, "the number of ranks")
     return {"pp": sizes["pp"], "dp": sizes["dp_replicate"] * sizes["dp_shard"]} | sizes
 
 
@@ -89,11 +98,11 @@ def _filled(sizes: dict[str, int], total: int, name: str) -> dict[str, int]:
 
 
 def sizes_alone(
-    dp: int | None, pp: int, tp: int, dp_replicate: int | None = None, dp_shard: int | None = None
+    dp: int | None, pp: int, tp: int, dp_replicate: int | None = None, dp_shard: int | None = None, cp: int = 1
 ) -> dict[str, int]:
     """:func:`check_mesh` where the axes say how many ranks there are."""
     dp = dp or (dp_replicate or 1) * (dp_shard or 1)
-    return check_mesh(dp * pp * tp, dp, pp, tp, dp_replicate, dp_shard)
+    return check_mesh(dp * pp * cp * tp, dp, pp, tp, dp_replicate, dp_shard, cp)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -103,10 +112,11 @@ class Mesh:
     Made by :func:`initialize_mesh` or ``ddl.Parallel(..., dp=, pp=, tp=)`` and read by :func:`get_mesh`.
 
     Attributes:
-        sizes: the sizes of pp, dp and tp, by name.
+        sizes: the sizes of pp, dp and tp, by name, and of cp, if it is not 1.
         rank: this process's global rank.
         device_mesh: torch's ``DeviceMesh`` with the axes "pp", "dp", "tp"; None on a serial run. With HSDP, it has
-            "dp_replicate" and "dp_shard" instead of "dp", which torch then knows as these two flattened.
+            "dp_replicate" and "dp_shard" instead of "dp", which torch then knows as these two flattened. Its "dp" is
+            dp × cp, and its "dp_shard" is dp_shard × cp.
         groups: the process group of each axis through this rank; None on a serial run.
         dp_shard_size: number of dp ranks that share the weights of a replica; None where neither dp_replicate nor
             dp_shard was given, so that ``shard`` of :func:`auto_model` decides.
@@ -118,14 +128,20 @@ class Mesh:
     groups: Mapping[str, dist.ProcessGroup | None]
     dp_shard_size: int | None = None
 
-    dp_size = property(lambda self: self.sizes["dp"], doc="Size of the data-parallel axis.")
+    dp_size = property(lambda self: self.sizes["dp"], doc="Number of ranks that share the rows of a batch.")
+    cp_size = property(lambda self: self.sizes.get("cp", 1), doc="Number of ranks that share each sequence.")
+    dp_cp_size = property(lambda self: self.dp_size * self.cp_size, doc="Number of ranks that share a batch's tokens.")
     pp_size = property(lambda self: self.sizes["pp"], doc="Number of pipeline ranks.")
     tp_size = property(lambda self: self.sizes["tp"], doc="Number of ranks that share each layer.")
     world_size = property(lambda self: math.prod(self.sizes.values()), doc="Number of ranks.")
     dp_rank = property(lambda self: self.coordinates(self.rank)["dp"], doc="This rank's position on dp.")
+    cp_rank = property(lambda self: self.coordinates(self.rank).get("cp", 0), doc="This rank's position on cp.")
+    dp_cp_rank = property(lambda self: self.dp_rank * self.cp_size + self.cp_rank, doc="Its position on dp × cp.")
     pp_rank = property(lambda self: self.coordinates(self.rank)["pp"], doc="This rank's position on pp.")
     tp_rank = property(lambda self: self.coordinates(self.rank)["tp"], doc="This rank's position on tp.")
     dp_group = property(lambda self: self.groups["dp"], doc="Process group of dp peers; None on a serial run.")
+    cp_group = property(lambda self: self.groups.get("cp"), doc="Process group of cp peers; None without a cp axis.")
+    dp_cp_group = property(lambda self: self.groups.get("dp_cp", self.groups["dp"]), doc="Process group of dp × cp.")
     pp_group = property(lambda self: self.groups["pp"], doc="Process group of pp peers; None on a serial run.")
     tp_group = property(lambda self: self.groups["tp"], doc="Process group of tp peers; None on a serial run.")
 
@@ -135,38 +151,51 @@ class Mesh:
         return self.dp_shard_size not in (None, 1, self.dp_size)
 
     @property
+    def dp_cp_ranks(self) -> list[int]:
+        """The global ranks of :attr:`dp_cp_group`, in its order."""
+        here = self.coordinates(self.rank)
+        places = itertools.product(range(self.dp_size), range(self.cp_size))
+        return [self.rank_at(here["pp"], dp, here["tp"], cp) for dp, cp in places]
+
+    @property
     def dp_mesh(self) -> DeviceMesh:
-        """torch's mesh for FSDP2: dp, or dp_replicate × dp_shard."""
+        """torch's mesh for FSDP2: dp × cp, or dp_replicate × (dp_shard × cp)."""
         return self.device_mesh[DP_AXES if self.hybrid else "dp"]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The position of a global rank on each axis."""
         rank = check("rank", rank, whole(0, self.world_size - 1))
-        pp, rest = divmod(rank, self.dp_size * self.tp_size)
-        dp, tp = divmod(rest, self.tp_size)
-        return {"pp": pp, "dp": dp, "tp": tp}
+        rest, tp = divmod(rank, self.tp_size)
+        rest, cp = divmod(rest, self.cp_size)
+        pp, dp = divmod(rest, self.dp_size)
+        return {"pp": pp, "dp": dp, "tp": tp} | ({"cp": cp} if self.cp_size > 1 else {})
 
-    def rank_at(self, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
+    def rank_at(self, pp: int = 0, dp: int = 0, tp: int = 0, cp: int = 0) -> int:
         """The global rank at a position of the grid."""
-        at = {"pp": pp, "dp": dp, "tp": tp}
-        pp, dp, tp = (check(axis, place, whole(0, self.sizes[axis] - 1)) for axis, place in at.items())
-        return (pp * self.dp_size + dp) * self.tp_size + tp
+        at = {"pp": pp, "dp": dp, "tp": tp, "cp": cp}
+        pp, dp, tp, cp = (check(axis, i, whole(0, self.sizes.get(axis, 1) - 1)) for axis, i in at.items())
+        return ((pp * self.dp_size + dp) * self.cp_size + cp) * self.tp_size + tp
 
     def __repr__(self) -> str:
         shard = "" if self.dp_shard_size is None else f", dp_shard={self.dp_shard_size}"
-        return f"Mesh(dp={self.dp_size}{shard}, pp={self.pp_size}, tp={self.tp_size}, rank={self.rank})"
+        cp = "" if self.cp_size == 1 else f", cp={self.cp_size}"
+        return f"Mesh(dp={self.dp_size}{shard}, pp={self.pp_size}{cp}, tp={self.tp_size}, rank={self.rank})"
 
     def __str__(self) -> str:
-        """The grid: a row for each position on pp and dp, with the tp peers side by side and this rank in brackets."""
+        """The grid: a row for each position on pp, dp and cp, with tp peers side by side and this rank in brackets."""
         shard = self.dp_shard_size
         of_dp = f" (dp_replicate={self.dp_size // shard} × dp_shard={shard})" if self.hybrid else ""
-        lines = [f"mesh dp={self.dp_size}{of_dp} × pp={self.pp_size} × tp={self.tp_size}, {self.world_size} ranks"]
-        for pp in range(self.pp_size):
-            for dp in range(self.dp_size):
-                ranks = [self.rank_at(pp, dp, tp) for tp in range(self.tp_size)]
-                cells = [f"[{rank}]" if rank == self.rank else f" {rank} " for rank in ranks]
-                tp = f"  tp 0…{self.tp_size - 1}" if self.tp_size > 1 else ""
-                lines.append(f"  pp {pp}  dp {dp}{tp}: {' '.join(cells)}")
+        of_cp = "" if self.cp_size == 1 else f" × cp={self.cp_size}"
+        lines = [
+            f"mesh dp={self.dp_size}{of_dp} × pp={self.pp_size}{of_cp} × tp={self.tp_size}, {self.world_size} ranks"
+        ]
+        sizes = (self.pp_size, self.dp_size, self.cp_size)
+        for pp, dp, cp in itertools.product(*map(range, sizes)):
+            ranks = [self.rank_at(pp, dp, tp, cp) for tp in range(self.tp_size)]
+            cells = [f"[{rank}]" if rank == self.rank else f" {rank} " for rank in ranks]
+            at = f"  pp {pp}  dp {dp}" + (f"  cp {cp}" if self.cp_size > 1 else "")
+            tp = f"  tp 0…{self.tp_size - 1}" if self.tp_size > 1 else ""
+            lines.append(f"{at}{tp}: {' '.join(cells)}")
         return "\n".join(lines)
 
 
@@ -176,7 +205,12 @@ _made_for: dist.ProcessGroup | None = None  # the mesh's world: a new job needs 
 
 @takes()
 def initialize_mesh(
-    dp: int | None = None, pp: int = 1, tp: int = 1, dp_replicate: int | None = None, dp_shard: int | None = None
+    dp: int | None = None,
+    pp: int = 1,
+    tp: int = 1,
+    dp_replicate: int | None = None,
+    dp_shard: int | None = None,
+    cp: int = 1,
 ) -> Mesh:
     """Makes the mesh dp × pp × tp of the running job; every rank calls it once, with the same numbers.
 
@@ -189,6 +223,7 @@ def initialize_mesh(
         tp: number of ranks that share each layer, default 1.
         dp_replicate: number of replicas of the model over dp, as in ``ddl.Parallel``.
         dp_shard: number of dp ranks that share the weights of a replica, as in ``ddl.Parallel``.
+        cp: number of ranks that share each sequence, default 1.
 
     Returns:
         Mesh: the mesh, which :func:`get_mesh` returns from now on.
@@ -210,7 +245,7 @@ def initialize_mesh(
                 assert parallel.run(who) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     global _mesh, _made_for
-    sizes = check_mesh(idist.get_world_size(), dp, pp, tp, dp_replicate, dp_shard)
+    sizes = check_mesh(idist.get_world_size(), dp, pp, tp, dp_replicate, dp_shard, cp)
     shard = sizes.pop("dp_shard", None)
     replicas = sizes.pop("dp_replicate", 1)
     if not dist.is_initialized():
@@ -218,12 +253,17 @@ def initialize_mesh(
         return _mesh
     quiet_warnings()
     hybrid = shard not in (None, 1, sizes["dp"])
-    dp = {"dp_replicate": replicas, "dp_shard": shard} if hybrid else {"dp": sizes["dp"]}
+    tokens = sizes.get("cp", 1)
+    dp = {"dp_replicate": replicas, "dp_shard": shard * tokens} if hybrid else {"dp": sizes["dp"] * tokens}
     axes = {"pp": sizes["pp"], **dp, "tp": sizes["tp"]}
     device_mesh = init_device_mesh(idist.device().type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     meshes = {axis: device_mesh[axis] for axis in axes}
     if hybrid:
         meshes["dp"] = flattened(device_mesh[DP_AXES], "dp")
+    if tokens > 1:  # beside torch's mesh, in which dp × cp is one axis
+        meshes["dp_cp"] = meshes["dp"]
+        of_rows = init_device_mesh(device_mesh.device_type, tuple(sizes[axis] for axis in GRID), mesh_dim_names=GRID)
+        meshes |= {"dp": of_rows["dp"], "cp": of_rows["cp"]}
     groups = {axis: wait_as_the_world(mesh.get_group()) for axis, mesh in meshes.items()}
     _mesh, _made_for = Mesh(sizes, dist.get_rank(), device_mesh, groups, shard), dist.group.WORLD
     return _mesh

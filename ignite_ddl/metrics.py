@@ -35,8 +35,8 @@ class _DataParallelModel(_NativeDistModel):
         # Without the parent's constructor, which would join a process group.
         self.__dict__.update(world.__dict__)
         self.world = world
-        self.ranks = _dp_ranks(mesh) if ranks is None else list(ranks)  # global ranks
-        self.group = mesh.dp_group if ranks is None else _group_of(self.ranks)
+        self.ranks = mesh.dp_cp_ranks if ranks is None else list(ranks)  # global ranks
+        self.group = mesh.dp_cp_group if ranks is None else _group_of(self.ranks)
 
     def get_rank(self) -> int:
         return self.ranks.index(dist.get_rank())
@@ -78,12 +78,6 @@ class _DataParallelModel(_NativeDistModel):
 
     def barrier(self) -> None:
         dist.barrier(group=self.group)
-
-
-def _dp_ranks(mesh: Mesh) -> list[int]:
-    """The global ranks of this rank's data-parallel group."""
-    here = mesh.coordinates(mesh.rank)
-    return [mesh.rank_at(**(here | {"dp": dp})) for dp in range(mesh.dp_size)]
 
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -204,7 +198,7 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     def compute() -> Any:
         if not counts_rows:
             return methods["compute"]()
-        if batches is not None and not batches.adds_up and (mesh or get_mesh()).dp_size > 1:
+        if batches is not None and not batches.adds_up and (mesh or get_mesh()).dp_cp_size > 1:
             return batches.compute(mesh or get_mesh())
         return _compute_on_ranks_with_rows(methods["compute"], had_rows, mesh or get_mesh())
 
@@ -237,7 +231,7 @@ class _Batches:
         self.updates = 0
 
     def note(self, output: Any, empty: bool) -> None:
-        if get_mesh().dp_size == 1:
+        if get_mesh().dp_cp_size == 1:
             return
         numbers: list[Any] = [0.0, 0.0, 0.0]
         y_pred, y, *options = output
@@ -269,7 +263,7 @@ class _Batches:
         if not self.losses:
             raise NotComputableError("Loss must have at least one example before it can be computed.")
         losses = torch.stack(self.losses).to(idist_utils.device())
-        dist.all_reduce(losses, group=mesh.dp_group)
+        dist.all_reduce(losses, group=mesh.dp_cp_group)
         total, counted, rows = losses.unbind(1)
         loss = total / counted if callable(self.divisor.kind) else total
         return float((loss * rows).sum() / rows.sum())
@@ -298,13 +292,13 @@ def _without_rows(output: Any) -> bool:
 
 
 def _compute_on_ranks_with_rows(compute: Callable[[], Any], had_rows: bool, mesh: Mesh) -> Any:
-    if mesh.dp_size == 1:
+    if mesh.dp_cp_size == 1:
         return compute()
-    flags = torch.zeros(mesh.dp_size, dtype=torch.long, device=idist_utils.device())
-    flags[mesh.dp_rank] = had_rows
-    dist.all_reduce(flags, group=mesh.dp_group)
-    ranks = [rank for rank, had in zip(_dp_ranks(mesh), flags.tolist(), strict=True) if had]
-    if len(ranks) in (0, mesh.dp_size):
+    flags = torch.zeros(mesh.dp_cp_size, dtype=torch.long, device=idist_utils.device())
+    flags[mesh.dp_cp_rank] = had_rows
+    dist.all_reduce(flags, group=mesh.dp_cp_group)
+    ranks = [rank for rank, had in zip(mesh.dp_cp_ranks, flags.tolist(), strict=True) if had]
+    if len(ranks) in (0, mesh.dp_cp_size):
         return compute()
     result: list[Any] = [None, None]
     if had_rows:
@@ -313,7 +307,7 @@ def _compute_on_ranks_with_rows(compute: Callable[[], Any], had_rows: bool, mesh
                 result[0] = compute()
         except Exception as error:
             result[1] = error
-    dist.broadcast_object_list(result, src=ranks[0], group=mesh.dp_group)
+    dist.broadcast_object_list(result, src=ranks[0], group=mesh.dp_cp_group)
     if result[1] is not None:
         raise result[1]
     return result[0]

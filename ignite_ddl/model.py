@@ -210,7 +210,7 @@ def _check(
     """Decides everything, and refuses what the mesh does not support, without making, changing or sending anything."""
     mesh = get_mesh()
     shard = _shards(mesh, shard)
-    by_ddp = mesh.dp_size == mesh.world_size and not (shard and mesh.world_size > 1)
+    by_ddp = mesh.dp_cp_size == mesh.world_size and not (shard and mesh.world_size > 1)
     if ddp and not by_ddp:
         raise ValueError(f"{', '.join(ddp)} are for DDP, but the mesh is {mesh!r}, shard={shard}: leave them out")
     if mesh.world_size > 1:
@@ -222,7 +222,7 @@ def _check(
 
 def _shards(mesh: Mesh, shard: bool | None) -> bool:
     """Whether weights are sharded over dp: as the mesh says, if it was given dp_shard, else as ``shard``."""
-    if mesh.dp_shard_size is None or mesh.dp_size == 1:
+    if mesh.dp_shard_size is None or mesh.dp_cp_size == 1:
         return bool(shard)
     if shard is not None and shard != (mesh.dp_shard_size > 1):
         raise ValueError(
@@ -297,7 +297,7 @@ def _shard_lazy_layer(model: nn.Module, names: list[str], layout: _Layout) -> No
         own = {name: layout.styles.pop(name) for name in list(layout.styles) if f"{name}.".startswith(inside)}
         apply_plan(holder, own, layout.mesh.device_mesh["tp"])
     alone = sum(map(layout.stages_with, names)) == 1  # else it is copied before it is sharded
-    if layout.shard and alone and layout.mesh.dp_size > 1 and any(True for _ in layer.parameters()):
+    if layout.shard and alone and layout.mesh.dp_cp_size > 1 and any(True for _ in layer.parameters()):
         fully_shard(layer, layout.mesh, layout.fsdp)
     hand_on_attributes(whole, layer)
 
@@ -332,7 +332,7 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
     else:
         for stage in stages_of(model).local_stages():
             refuse_copies(stage)
-            mark_trained(stage.parameters(), frozen_too=layout.mesh.dp_size == 1 or _trains(stage))
+            mark_trained(stage.parameters(), frozen_too=layout.mesh.dp_cp_size == 1 or _trains(stage))
             if layout.checks and layout.mesh.tp_size > 1:
                 check_regions_once(stage)
         if layout.mesh.tp_size * layout.mesh.pp_size > 1:

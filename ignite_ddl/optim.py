@@ -171,7 +171,7 @@ def _small_steps(
 def _values(given: Sequence[tuple[dict, list]], mesh: Mesh, stages: int = 1, seed: int = 0) -> list[torch.Tensor]:
     """Values for a small weight in place of each of the model's, the parts of whose ranks are unlike each other."""
     found = []
-    ranks = mesh.dp_size * mesh.tp_size
+    ranks = mesh.dp_cp_size * mesh.tp_size
     draw = torch.Generator().manual_seed(seed)
     for _ in range(stages):
         for _, own in given:

@@ -88,9 +88,9 @@ class TrainingStep:
             tuple: the transformed output (None on ranks without the last stage), and the loss of the global batch.
         """
         contract, autocast = self._contract(loss_fn, loss_divisor), autocast or contextlib.nullcontext()
-        if rows is None and self.mesh.dp_size == 1:  # a loader of another library
+        if rows is None and self.mesh.dp_cp_size == 1:  # a loader of another library
             rows = (n_rows(y if tensors_of(y) else x),) * 2
-        strict = self.audit is not None and self.mesh.dp_size > 1 and not contract.calls
+        strict = self.audit is not None and self.mesh.dp_cp_size > 1 and not contract.calls
         here = contract.divisor.here(rows, x, y, strict)
         if self.audit is not None:
             with autocast:
@@ -139,16 +139,16 @@ class TrainingStep:
         In a window, up to a factor for all of it, which is known at its end: the divisor that its first batch is
         expected to have, from the first batch of all, over the divisors that were counted.
         """
-        dp = self.mesh.dp_size
+        dp = self.mesh.dp_cp_size
         if here is None:
             empty = rows is not None and rows[0] == 0
             return (0.0 if empty else float(dp)) if contract.divisor.kind == "sum" else 1.0
         dealt = contract.divisor.kind == "rows" and rows is not None and (window or contract.divisor.certain)
-        total = float(rows[1]) if dealt else None
+        total = float(rows[1] * self.mesh.cp_size) if dealt else None
         if total is None and (window is None or contract.density is None):
             summed = torch.tensor(here, dtype=torch.float64, device=idist.device())
             if dp > 1:
-                dist.all_reduce(summed, group=self.mesh.dp_group)
+                dist.all_reduce(summed, group=self.mesh.dp_cp_group)
             total = float(summed)
             contract.density = total / rows[1] if rows is not None else total
         if window is None:
@@ -191,7 +191,7 @@ class TrainingStep:
         empty = rows is not None and rows[0] == 0
         if loss is not None:
             parts[1] = counted
-            if contract.looks and not contract.divisor.certain:
+            if contract.looks and contract.is_compared:
                 parts[2] = float(not contract.compare())
             if self.audit is not None and not empty:
                 parts[3 : 3 + N_SHAPES] = shapes_of(y, contract.divisor)

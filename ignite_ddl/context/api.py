@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from ignite_ddl.arguments import COUNT, check
 from ignite_ddl.context.layout import check_length, natural_order
 from ignite_ddl.context.ring import Ring, ring
+from ignite_ddl.context.sequence import cp_group
 from ignite_ddl.context.ulysses import heads_to_tokens, tokens_to_heads
 from ignite_ddl.context.visible import Mask
 
@@ -49,14 +50,35 @@ def ring_attention(
         enable_gqa: whether ``key`` and ``value`` have fewer heads than ``query``, default False.
         documents: (batch, tokens) integers: a token sees only tokens of its own document, default None: all.
         window: a token sees those less than ``window`` positions away, itself included, default None: all.
-        group: the ranks that share the sequence, default None: this process has all of it.
+        group: the ranks that share the sequence, default None: those of the mesh's cp axis.
 
     Returns:
         torch.Tensor: as ``query``.
 
     Raises:
         ValueError: for a mask, dropout, shapes or dtypes that do not fit.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import torch.nn.functional as F
+            import ignite_ddl as ddl
+
+            query, key, value = torch.randn(3, 1, 2, 8, 4).unbind(0)
+
+            def attention(local_rank):
+                here = ddl.sequence_positions(4)
+                return ddl.ring_attention(*(t[:, :, here] for t in (query, key, value)), is_causal=True)
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2, cp=2) as parallel:
+                first, second = parallel.run(attention)
+
+            expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            assert torch.allclose(expected[:, :, [0, 1, 6, 7]], first, atol=1e-6)
+            assert torch.allclose(expected[:, :, [2, 3, 4, 5]], second, atol=1e-6)
     """
+    group = cp_group() if group is None else group
     size = _check(query, key, value, attn_mask, dropout_p, enable_gqa, documents, window, group)
     mask = Mask(is_causal, window, documents is not None)
     everybodys = None if documents is None else _gather(documents, group, size)
@@ -102,6 +124,7 @@ def ulysses_attention(
     Raises:
         ValueError: as :func:`ring_attention`, and if the ranks do not divide the heads.
     """
+    group = cp_group() if group is None else group
     size = _check(query, key, value, attn_mask, dropout_p, enable_gqa, documents, window, group)
     if key.shape[1] % size:
         raise ValueError(

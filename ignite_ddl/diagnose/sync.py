@@ -89,7 +89,7 @@ def check_in_sync(model: nn.Module) -> list[OutOfSync]:
         if id(buffer) not in saved:  # under pp, these names are this stage's
             everything.append((name, mesh.pp_rank, buffer))
     for name, stage, tensor in everything:
-        alone = mesh.dp_rank if id(tensor) in left_out else None
+        alone = mesh.dp_cp_rank if id(tensor) in left_out else None
         for offsets, piece in shard_of(tensor).pieces:
             held[name, stage, alone, offsets, tuple(piece.shape)] = name, piece
     everyone: list[dict[tuple, int]] = [{} for _ in range(mesh.world_size)]

@@ -110,6 +110,7 @@ class Parallel:
             links, as between machines. -1 or left out with ``dp_shard``: what is left; dp is dp_replicate × dp_shard.
         dp_shard: HSDP: number of dp ranks, which are neighbours, over which ``ddl.auto_model`` shards the weights of a
             replica. -1 or left out with ``dp_replicate``: what is left.
+        cp: number of ranks that share each sequence of a batch, see :func:`ring_attention`.
         timeout: seconds (or a ``timedelta``) that a run may take once its processes have started. After that, every
             rank is stopped and the error shows the stack of each, and in its ``report`` which rank was in which
             collective (:class:`HangReport`). In a joined job, this process prints its stack, one rank the report,
@@ -148,7 +149,7 @@ class Parallel:
 
     @takes(
         nnodes=WORLD, node_rank=whole(0), init_method=TEXT, dp=AXIS, pp=AXIS, tp=AXIS, dp_replicate=AXIS,
-        dp_shard=AXIS,
+        dp_shard=AXIS, cp=AXIS,
         master_addr=a("an address", lambda value: isinstance(value, str) and value.strip() and "\0" not in value),
         master_port=Fits("a port", lambda value: whole(1, 65535).read(int(value) if isinstance(value, str) else value)),
         timeout=SECONDS, group_timeout=SECONDS, servers=whole(0, PROCESSES), on_failure=one_of("raise", "continue"),
@@ -170,6 +171,7 @@ class Parallel:
         tp: int | None = None,
         dp_replicate: int | None = None,
         dp_shard: int | None = None,
+        cp: int | None = None,
         timeout: float | timedelta | None = None,
         group_timeout: float | timedelta | None = None,
         threads_per_rank: int | None = None,
@@ -189,7 +191,7 @@ class Parallel:
         self.start_method = start_method
         self.servers = servers
         self.on_failure = on_failure
-        sizes = {"dp": dp, "pp": pp, "tp": tp, "dp_replicate": dp_replicate, "dp_shard": dp_shard}
+        sizes = {"dp": dp, "pp": pp, "tp": tp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp}
         self.mesh_sizes = {name: size for name, size in sizes.items() if size is not None}
         self._joined = False
         self._check(nnodes, node_rank)

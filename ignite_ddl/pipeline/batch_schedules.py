@@ -72,7 +72,7 @@ class BatchSchedules:
         if self.sharded:
             # A last batch may have 32 rows on one dp rank, a known shape, and 31 on another.
             on_any = torch.tensor(float(new), device=idist.device())
-            dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=self.mesh.dp_group)
+            dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=self.mesh.dp_cp_group)
             new = bool(on_any)
             if new:
                 self.made.pop(key, None)
@@ -102,7 +102,7 @@ class BatchSchedules:
     def _check_gradients(self) -> None:
         for s, stage in self.stages.items():
             check_trains(self.cut, s, stage)
-            if self.mesh.dp_size > 1 and not isinstance(stage, FSDPModule) and _trains(stage):
+            if self.mesh.dp_cp_size > 1 and not isinstance(stage, FSDPModule) and _trains(stage):
                 raise ValueError(
                     f"{self.cut.describe(s)} was frozen when the model was cut, so that nothing averages its gradients "
                     "over dp: freeze it after ddl.auto_model"

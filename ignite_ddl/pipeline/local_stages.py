@@ -83,7 +83,7 @@ class OneStage:
 
     def reduce_loss(self, parts: torch.Tensor) -> dist.Work:
         """Starts to sum ``parts`` over the ranks that have losses of different rows."""
-        return dist.all_reduce(parts, group=get_mesh().dp_group, async_op=True)
+        return dist.all_reduce(parts, group=get_mesh().dp_cp_group, async_op=True)
 
     def sum_shared_gradients(self) -> None:
         """Sums the gradients of weights that several stages share."""

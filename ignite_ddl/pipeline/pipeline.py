@@ -54,7 +54,7 @@ class Pipeline(nn.Module):
         stages: dict[int, nn.Module] = {}  # in a dict: modules are registered layer by layer, below
         for s in cut.stages_of(mesh.pp_rank):
             of_stage = [(name, layers[name]) for name in cut.layers[s]]
-            if mesh.dp_size > 1:
+            if mesh.dp_cp_size > 1:
                 of_stage = _copies_of_shared_layers(of_stage, stages.values())
             stages[s] = stage = sequential(of_stage)
             for name, layer in of_stage:
@@ -68,7 +68,7 @@ class Pipeline(nn.Module):
             for name in names:
                 if name in held:
                     setattr(held[name], SHARED, (names[0], frozenset(ranks)))
-        self._local_stages = PipelineStages(self, cut, mesh, stages, shard and mesh.dp_size > 1, checks)
+        self._local_stages = PipelineStages(self, cut, mesh, stages, shard and mesh.dp_cp_size > 1, checks)
 
     def __deepcopy__(self, memo: dict) -> Pipeline:
         """The same stages with separate weights, as Ignite's EMAHandler makes them; on the same mesh."""

@@ -1,0 +1,191 @@
+"""A batch whose sequences are shared by the cp ranks: who has which tokens, and whether the model can bear it.
+
+``ddl.auto_dataloader`` shards the tokens of its batches, so the model, the loss and the metrics see a rank's tokens
+alone. Of everything that a model computes only attention may look at other tokens, by :func:`ring_attention` or
+:func:`ulysses_attention`; :func:`check_tokens` finds what else does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ignite_ddl.arguments import COUNT, takes
+from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence
+from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.pipeline.structure import map_leaves, tensors_of
+from ignite_ddl.traceless import evaluating, without_trace
+
+__all__ = ["NOT_SHARED", "check_tokens", "cp_group", "sequence_positions", "shard_batch"]
+
+NOT_SHARED = (
+    "on a mesh with cp, batches should come from ddl.auto_dataloader, which gives each cp rank its tokens: run the "
+    "engine on that loader"
+)
+_FULL = contextvars.ContextVar("the model has full sequences", default=False)
+_CHUNK = 2  # tokens of a chunk in check_tokens
+
+
+def cp_group() -> dist.ProcessGroup | None:
+    """The ranks that share each sequence; None if this process has all of it."""
+    return None if _FULL.get() else get_mesh().cp_group
+
+
+@takes(tokens=COUNT)
+def sequence_positions(tokens: int, device: torch.device | None = None) -> torch.Tensor:
+    """The positions in the full sequence of this rank's tokens; on a mesh without cp they are 0, 1, 2, ...
+
+    A model that numbers its tokens (a position table, rotary embeddings) asks here instead of counting.
+
+    Args:
+        tokens: number of tokens that this rank has.
+        device: where the result stands, default the CPU.
+
+    Returns:
+        torch.Tensor: ``tokens`` integers, ascending.
+
+    Examples:
+        .. code-block:: python
+
+            import ignite_ddl as ddl
+
+            def positions(local_rank):
+                return ddl.sequence_positions(4).tolist()
+
+            with ddl.Parallel(backend="gloo", nproc_per_node=2, cp=2) as parallel:
+                assert parallel.run(positions) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    group = cp_group()
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    return local_positions(tokens * size, rank, size, device)
+
+
+def shard_batch(batch: Any) -> Any:
+    """This rank's tokens of a batch: the same part of each tensor that has a dim 1.
+
+    Raises:
+        ValueError: if there is no such tensor, or their lengths differ or cannot be shared.
+    """
+    mesh = get_mesh()
+    if mesh.cp_size == 1:
+        return batch
+    lengths = {tensor.shape[1] for tensor in tensors_of(batch) if tensor.ndim > 1}
+    if len(lengths) != 1:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(batch)) or "no tensor"
+        raise ValueError(
+            f"a batch should count the tokens of its sequences in dim 1, as many in each tensor that has one, since "
+            f"cp={mesh.cp_size} ranks share them, but has {shapes}; a mask of pairs of tokens is said by documents=, "
+            "window= or is_causal= of ddl.ring_attention instead"
+        )
+
+    def part(leaf: Any) -> Any:
+        is_sequence = isinstance(leaf, torch.Tensor) and leaf.ndim > 1
+        return shard_sequence(leaf, 1, mesh.cp_rank, mesh.cp_size) if is_sequence else leaf
+
+    return map_leaves(part, batch)
+
+
+@contextlib.contextmanager
+def _full_sequences() -> Iterator[None]:
+    token = _FULL.set(True)
+    try:
+        yield
+    finally:
+        _FULL.reset(token)
+
+
+def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh: Mesh) -> str | None:
+    """Runs the model on the first tokens of a row twice, shared by the cp ranks and full on each of them.
+
+    Every rank calls it. Random numbers, buffers and modes of the model are as before afterwards.
+
+    Args:
+        run: the forward pass.
+        x: this rank's part of a batch.
+        stages: this rank's stages.
+        mesh: the mesh.
+
+    Returns:
+        str: the module whose output depends on other tokens than it gets; None if there is none.
+    """
+    first = map_leaves(lambda leaf: _first_tokens(leaf, mesh), x)
+    local = shard_batch(first)
+    with torch.no_grad(), evaluating(stages):
+        with without_trace(stages), _noted(stages) as shared:
+            run(local)
+        with without_trace(stages), _noted(stages) as full, _full_sequences():
+            run(first)
+    length = next(tensor.shape[1] for tensor in tensors_of(first) if tensor.ndim > 1)
+    for (name, given, found), (_, of_all, expected) in zip(shared, full, strict=False):
+        if _are_parts(given, of_all, length, mesh) and not _are_parts(found, expected, length, mesh):
+            return name
+    return None
+
+
+def _first_tokens(leaf: Any, mesh: Mesh) -> Any:
+    """The first tokens of the first row, gathered from the ranks that share it."""
+    if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+        return leaf
+    leaf = leaf[:1]
+    if leaf.ndim == 1:
+        return leaf
+    parts = [torch.empty_like(leaf) for _ in range(mesh.cp_size)]
+    dist.all_gather(parts, leaf.contiguous(), group=mesh.cp_group)
+    full = torch.cat(parts, 1)
+    full = full.index_select(1, natural_order(full.shape[1], mesh.cp_size, full.device))
+    return full.narrow(1, 0, min(full.shape[1], 2 * mesh.cp_size * _CHUNK))
+
+
+@contextlib.contextmanager
+def _noted(stages: Sequence[nn.Module]) -> Iterator[list[tuple[str, list, list]]]:
+    """Notes the name, the inputs and the outputs of each module that ends its call inside."""
+    notes: list[tuple[str, list, list]] = []
+    handles = []
+    for stage in stages:
+        for name, module in stage.named_modules():
+
+            def note(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                notes.append(
+                    (name, *([_local(t).clone() for t in tensors_of(tree)] for tree in ((args, kwargs), output)))
+                )
+
+            handles.append(module.register_forward_hook(note, with_kwargs=True))
+    try:
+        yield notes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _are_parts(some: list[torch.Tensor], full: list[torch.Tensor], length: int, mesh: Mesh) -> bool:
+    """Whether tensors are this rank's parts of others, along the dim that is longer there."""
+    if len(some) != len(full):
+        return False
+    for part, whole in zip(some, full, strict=True):
+        if part.shape != whole.shape:
+            longer = [d for d in range(whole.ndim) if whole.ndim == part.ndim and whole.shape[d] != part.shape[d]]
+            if len(longer) != 1 or whole.shape[longer[0]] % length:
+                return False
+            rows = whole.unflatten(longer[0], (-1, length)) if whole.shape[longer[0]] != length else whole
+            whole = shard_sequence(rows, longer[0] + (rows is not whole), mesh.cp_rank, mesh.cp_size).reshape(
+                part.shape
+            )
+        if not part.is_floating_point():
+            if not torch.equal(part, whole):
+                return False
+        elif part.numel():
+            tolerance = 10 * torch.finfo(part.dtype).eps ** 0.5 * max(float(whole.abs().max()), 1e-6)
+            if float((part - whole).abs().nan_to_num().max()) > tolerance:
+                return False
+    return True
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
