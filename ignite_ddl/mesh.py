@@ -66,7 +66,10 @@ def check_mesh(
             assert check_mesh(8, tp=2, dp_replicate=2) == check_mesh(8, tp=2, dp_replicate=2, dp_shard=2) == sizes
     """
     given = {"pp": pp, "dp": dp, "tp": tp, "dp_replicate": dp_replicate, "dp_shard": dp_shard}
-    given = {name: check(name, size, AXIS) for name, size in given.items() if size is not None}
+    may_be_left_out = ("dp", *DP_AXES)
+    given = {
+        name: check(name, size, AXIS) for name, size in given.items() if size is not None or name not in may_be_left_out
+    }
     other = 1 if -1 in (dp_replicate, dp_shard) else -1
     parts = {name: given.get(name, other) for name in DP_AXES if not given.keys().isdisjoint(DP_AXES)}
     of_sequence = {"cp": cp} if check("cp", cp, AXIS) != 1 else {}

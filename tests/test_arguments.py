@@ -447,34 +447,49 @@ CUT = {
 }
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 case(
-    "ddl.check_model", ddl.check_model, model=("module", MODEL), tensor_plan=("dict?", PLAN), dp=("count", 1),
-    pp=("count", 2), tp=("count", 1), **CUT, batches=("counts", [8]),
+    "ddl.check_model", ddl.check_model, model=("module", MODEL), tensor_plan=("dict?", PLAN), dp=("count?", 1),
+    pp=("count", 2), tp=("count", 1), dp_replicate=("count?", None), dp_shard=("count?", None), **CUT,
+    batches=("counts", [8]),
 )  # fmt: skip
 case("ddl.check_model (no pp)", ddl.check_model, model=("module", MODEL), tensor_plan=("dict?", PLAN),
      **{name: (kind, None if name != "schedule" else valid) for name, (kind, valid) in CUT.items()},
      batches=("counts", [8]))  # fmt: skip
 case(
     "ddl.auto_model", ddl.auto_model, model=("module", Made(layers)), tensor_plan=("dict?", PLAN), **CUT,
-    shard=("flag", False), checks=("flag", True), mp_policy=("object?", None),
+    shard=("flag?", False), checks=("flag", True), mp_policy=("object?", None),
+    reshard_after_forward=("flag?", None), offload=("flag", False),
 )  # fmt: skip
 case("ddl.auto_optim", ddl.auto_optim, optimizer=("object", OPTIMIZER), checks=("flag", True))
 case(
     "ddl.check_parity", ddl.check_parity, model=("model", Made(layers)), plan=("dict?", PLAN),
-    batch=("rows", (X, Y)), loss_fn=("function", F.mse_loss), dp=("count", 1), pp=("count", 2), tp=("count", 1),
-    **CUT, shard=("flag", False), steps=("count", 1), lr=("amount?", 0.1), max_norm=("inf too?", 1.0),
-    atol=("amount", 1e-10), timeout=("seconds", 60), smaller=("given?", None), trainer=("given?", None),
+    batch=("rows", (X, Y)), loss_fn=("function", F.mse_loss), dp=("count?", 1), pp=("count", 2), tp=("count", 1),
+    dp_replicate=("count?", None), dp_shard=("count?", None), reshard_after_forward=("flag?", None),
+    offload=("flag", False), **CUT, shard=("flag?", False), steps=("count", 1), lr=("amount?", 0.1),
+    max_norm=("inf too?", 1.0), atol=("amount", 1e-10), timeout=("seconds", 60), smaller=("given?", None), trainer=("given?", None),
 )  # fmt: skip
 case(
     "ddl.Parallel", ddl.Parallel, backend=("choice?", "gloo"), nproc_per_node=("count?", 2), nnodes=("count?", 1),
     node_rank=("from 0?", 0), master_addr=("host?", None), master_port=("port?", None), init_method=("choice?", None),
-    dp=("axis?", 2), pp=("axis?", 1), tp=("axis?", 1), timeout=("seconds?", 60), group_timeout=("seconds?", 60),
+    dp=("axis?", 2), pp=("axis?", 1), tp=("axis?", 1), dp_replicate=("axis?", None), dp_shard=("axis?", None),
+    cp=("axis?", None), timeout=("seconds?", 60), group_timeout=("seconds?", 60),
     threads_per_rank=("count?", 1), start_method=("choice?", None), servers=("from 0", 0),
     on_failure=("choice", "raise"),
 )  # fmt: skip
 PLAUSIBLE |= {"host": {"'x'", "a str", "a long str"}, "port": WHOLE, "axis": WHOLE | {"-1"}}
 case("Parallel.run", ddl.Parallel().run, func=("function", Made(lambda: lambda rank: rank)))
-case("ddl.initialize_mesh", ddl.initialize_mesh, dp=("axis", 1), pp=("axis", 1), tp=("axis", 1))
+case(
+    "ddl.initialize_mesh", ddl.initialize_mesh, pp=("axis", 1), tp=("axis", 1), cp=("axis", 1),
+    **dict.fromkeys(("dp", "dp_replicate", "dp_shard"), ("axis?", 1)),
+)  # fmt: skip
 case("ddl.get_mesh", ddl.get_mesh)
+for attention in (ddl.ring_attention, ddl.ulysses_attention):
+    case(
+        f"ddl.{attention.__name__}", attention,
+        **dict.fromkeys(("query", "key", "value"), ("object", torch.ones(1, 2, 4, 2))),
+        attn_mask=("object?", None), dropout_p=("below 1", 0.0), is_causal=("flag", True), scale=("number?", 1.0),
+        enable_gqa=("flag", False), documents=("object?", None), window=("count?", 2), group=("object?", None),
+    )  # fmt: skip
+case("ddl.sequence_positions", ddl.sequence_positions, tokens=("count", 4), device=("object?", torch.device("cpu")))
 case("ddl.pickle_shards", ddl.pickle_shards)
 case(
     "ddl.ParameterServer", ddl.ParameterServer, model=("module", Made(layers)),

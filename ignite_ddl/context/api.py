@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ignite_ddl.arguments import COUNT, check
+from ignite_ddl.arguments import COUNT, FLAG, a, number, takes
 from ignite_ddl.context.layout import check_length, natural_order
 from ignite_ddl.context.ring import Ring, ring
 from ignite_ddl.context.sequence import cp_group
@@ -18,6 +18,26 @@ from ignite_ddl.context.visible import Mask
 __all__ = ["ring_attention", "ulysses_attention"]
 
 
+def _is_query(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 4 and value.is_floating_point()
+
+
+def _is_documents(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 2 and not value.is_floating_point()
+
+
+FITS = {
+    **dict.fromkeys(("query", "key", "value"), a("a tensor, (batch, heads, tokens, head width)", _is_query)),
+    **dict.fromkeys(("is_causal", "enable_gqa"), FLAG),
+    "dropout_p": number(0.0, 1.0),
+    "scale": number(),
+    "window": COUNT,
+    "documents": a("a tensor of integers, (batch, tokens)", _is_documents),
+    "group": a("a process group", dist.ProcessGroup),
+}
+
+
+@takes(FITS)
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -85,6 +105,7 @@ def ring_attention(
     return ring(query, key, value, Ring(group, mask, everybodys, _scale(query, scale), query.device))
 
 
+@takes(FITS)
 def ulysses_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -198,8 +219,6 @@ def _check(
         raise ValueError(
             f"documents should be (batch, tokens), {(query.shape[0], query.shape[2])}, but is {tuple(documents.shape)}"
         )
-    if window is not None:
-        check("window", window, COUNT)
     size = 1 if group is None else group.size()
     check_length(query.shape[2] * size, size)
     return size

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ignite_ddl.arguments import COUNT, takes
+from ignite_ddl.arguments import a, takes, whole
 from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import map_leaves, tensors_of
@@ -38,7 +38,7 @@ def cp_group() -> dist.ProcessGroup | None:
     return None if _FULL.get() else get_mesh().cp_group
 
 
-@takes(tokens=COUNT)
+@takes(tokens=whole(most=10**8), device=a("a torch.device", torch.device))
 def sequence_positions(tokens: int, device: torch.device | None = None) -> torch.Tensor:
     """The positions in the full sequence of this rank's tokens; on a mesh without cp they are 0, 1, 2, ...
 
@@ -168,21 +168,23 @@ def _are_parts(some: list[torch.Tensor], full: list[torch.Tensor], length: int, 
     """Whether tensors are this rank's parts of others, along the dim that is longer there."""
     if len(some) != len(full):
         return False
-    for part, whole in zip(some, full, strict=True):
-        if part.shape != whole.shape:
-            longer = [d for d in range(whole.ndim) if whole.ndim == part.ndim and whole.shape[d] != part.shape[d]]
-            if len(longer) != 1 or whole.shape[longer[0]] % length:
+    for part, expected in zip(some, full, strict=True):
+        if part.shape != expected.shape:
+            longer = [
+                d for d in range(expected.ndim) if expected.ndim == part.ndim and expected.shape[d] != part.shape[d]
+            ]
+            if len(longer) != 1 or expected.shape[longer[0]] % length:
                 return False
-            rows = whole.unflatten(longer[0], (-1, length)) if whole.shape[longer[0]] != length else whole
-            whole = shard_sequence(rows, longer[0] + (rows is not whole), mesh.cp_rank, mesh.cp_size).reshape(
+            rows = expected.unflatten(longer[0], (-1, length)) if expected.shape[longer[0]] != length else expected
+            expected = shard_sequence(rows, longer[0] + (rows is not expected), mesh.cp_rank, mesh.cp_size).reshape(
                 part.shape
             )
         if not part.is_floating_point():
-            if not torch.equal(part, whole):
+            if not torch.equal(part, expected):
                 return False
         elif part.numel():
-            tolerance = 10 * torch.finfo(part.dtype).eps ** 0.5 * max(float(whole.abs().max()), 1e-6)
-            if float((part - whole).abs().nan_to_num().max()) > tolerance:
+            tolerance = 10 * torch.finfo(part.dtype).eps ** 0.5 * max(float(expected.abs().max()), 1e-6)
+            if float((part - expected).abs().nan_to_num().max()) > tolerance:
                 return False
     return True
 

@@ -205,7 +205,10 @@ def test_it_prints_and_draws():
         (lambda: predict(SEVEN, HERE, 8, pp=2, n_chunks=2), "n_chunks should be 1 for 1f1b"),
         (lambda: predict(SEVEN, HERE, 8, zero=4), "zero should be one of 0, 1, 2, 3, but given 4"),
         (lambda: predict(SEVEN, HERE, 8, recompute="some"), "recompute should be one of none, selective, full"),
-        (lambda: predict(SEVEN, HERE, 8, dp=2, zero=1).arguments(), "zero should be 0, 2 or 3 under pp=1 with micro"),
+        (
+            lambda: predict(SEVEN, HERE, 8, dp=2, zero=1, microbatches=1).arguments(),
+            "zero should be 0, 2 or 3 under pp=1 with micro",
+        ),
         (
             lambda: predict(SEVEN, HERE, 8, dp=2, zero=3, microbatches=2).arguments(),
             "zero should be 0 or 1 under pp=1 with microbatches=2 for ddl, but is 3",

@@ -133,9 +133,9 @@ def number_of_points(folder, who):
     return launch({"dp": 2}, killed, folder, who, 0)[who]
 
 
-LAST = {0: 34, 1: 6}  # steps of a save on each rank
+LAST = {0: 33, 1: 4}  # steps of a save on each rank
 POINTS = [(who, number) for who, last in LAST.items() for number in range(1, last + 1)]
-SOME = {(0, n) for n in (5, 16, 25)} | {(1, 5)}
+SOME = {(0, n) for n in (5, 16, 25)} | {(1, 3)}
 
 
 @pytest.mark.parametrize(("who", "number"), [
@@ -156,7 +156,7 @@ def test_these_are_all_steps(tmp_path):
     """The list above goes to the end: it would be silent about steps that it does not know."""
     found = {who: number_of_points(tmp_path / str(who), who) for who in LAST}
     assert 24 < found[0] <= LAST[0]
-    assert 4 < found[1] <= LAST[1]
+    assert 2 < found[1] <= LAST[1]
     with pytest.raises(ddl.RankError, match="SIGKILL"):
         launch({"dp": 2}, killed, tmp_path / "one", 1, 4)
 
@@ -910,7 +910,7 @@ def test_what_could_not_be_written_is_not_the_last_checkpoint(tmp_path, monkeypa
     checkpoint.wait()
     trainer.state.iteration = 1
     with monkeypatch.context() as full:
-        full.setattr(os, "fsync", lambda file: os.fdopen(-1))
+        full.setattr(os, "fsync", lambda file: os.close(-1))
         checkpoint(trainer)
         with pytest.raises(OSError, match="model_1 could not be written"):
             checkpoint.wait()
