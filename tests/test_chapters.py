@@ -245,7 +245,7 @@ def judgement(index, record):
     answer, unit, within = answer_of(record)
     if (verdict := guesses_of_readers.judge(answer, answer, unit, within)[0]) != "right":
         yield "judgement", f"the answer of cell {index} as a guess is {verdict}"
-    if isinstance(answer, str) and (len(answer.split()) > 3 or re.search(r"\d \w|about", answer)):
+    if isinstance(answer, str) and (len(re.findall(r"[a-z]+", answer)) > 3 or re.search(r"\d \w|about", answer)):
         yield "given_away", f"cell {index} scores against a sentence: {answer!r}"
     for value, hint in record["mistakes"]:
         mistakes = {tuple(value) if isinstance(value, list) else value: hint}

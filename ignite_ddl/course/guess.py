@@ -164,7 +164,7 @@ def _compare(guess: Any, answer: Any, within: float | None) -> tuple[str, str]:
     distance = _distance(number, wanted)
     if distance <= within + 1e-9:
         return "right", ""
-    return ("close" if distance <= max(0.1, 3 * within) else "off"), _by_what(number, wanted)
+    return ("close" if distance <= max(0.1, 3 * within) + 1e-9 else "off"), _by_what(number, wanted)
 
 
 def _letters(value: Any) -> str:

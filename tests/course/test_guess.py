@@ -22,6 +22,7 @@ def fresh(monkeypatch):
         (72, 72, None, "right", "right: it is 72 bytes"),
         (144, 72, None, "off", "off: it is 72 bytes, and you said 144 bytes, twice as much"),
         (70, 72, None, "close", "close: it is 72 bytes, and you said 70 bytes, 3 % too little"),
+        (11, 10, None, "close", "1 too much"),
         (5, 6, None, "off", "1 too little"),
         (340, 352.7, None, "right", "right: it is 353 bytes, and you said 340 bytes"),
         (400, 352.7, None, "close", "13 % too much"),
