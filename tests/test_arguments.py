@@ -465,7 +465,8 @@ case(
     batch=("rows", (X, Y)), loss_fn=("function", F.mse_loss), dp=("count?", 1), pp=("count", 2), tp=("count", 1),
     dp_replicate=("count?", None), dp_shard=("count?", None), reshard_after_forward=("flag?", None),
     offload=("flag", False), **CUT, shard=("flag?", False), steps=("count", 1), lr=("amount?", 0.1),
-    max_norm=("inf too?", 1.0), atol=("amount", 1e-10), timeout=("seconds", 60), smaller=("given?", None), trainer=("given?", None),
+    max_norm=("inf too?", 1.0), atol=("amount", 1e-10), timeout=("seconds", 60), smaller=("given?", None),
+    trainer=("given?", None),
 )  # fmt: skip
 case(
     "ddl.Parallel", ddl.Parallel, backend=("choice?", "gloo"), nproc_per_node=("count?", 2), nnodes=("count?", 1),
