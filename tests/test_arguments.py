@@ -617,7 +617,7 @@ case("Checkpoint.save", lambda **given: ddl.Checkpoint(SAVED, FOLDER / "own").sa
 case(
     "Checkpoint.reload_objects",
     lambda **given: ddl.Checkpoint(SAVED, FOLDER, filename_pattern="{name}").reload_objects(SAVED, **given),
-    load_kwargs=("choices?", {}), name=("object", "one"),
+    load_kwargs=("choices?", {}), name=("any", "one"),
 )  # fmt: skip
 
 PLAUSIBLE["batches"] = set(HOSTILE) & {

@@ -21,7 +21,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint as IgniteCheckpoint
 from ignite.handlers.checkpoint import BaseSaveHandler
 
-from ignite_ddl.arguments import COUNT, ENGINE, FLAG, FUNCTION, MAPPING, PATH, TEXT, Fits, one_of, or_none, shown, takes
+from ignite_ddl.arguments import COUNT, ENGINE, FLAG, FUNCTION, PATH, TEXT, Fits, a, one_of, or_none, shown, takes
 from ignite_ddl.checkpoint.form import RANDOM, VERSION, DamagedCheckpoint
 from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.loading import load
@@ -310,7 +310,7 @@ class Checkpoint(IgniteCheckpoint):
             raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(damages)}")
         return None
 
-    @takes(load_kwargs=MAPPING)
+    @takes(load_kwargs=a("a dict of strict", lambda given: isinstance(given, Mapping) and given.keys() <= {"strict"}))
     def reload_objects(
         self, to_load: Mapping[str, Any], load_kwargs: Mapping[str, Any] | None = None, **filename_components: Any
     ) -> None:
