@@ -335,7 +335,7 @@ ddl.Parallel("gloo", 2, timeout=60).run(work, sys.argv[1])  # and no `if __name_
 @posix
 @pytest.mark.parametrize(
     "sent",
-    [signal.SIGTERM, signal.SIGINT],  # SIGINT also reaches the kernel below; SIGKILL: test_faults.py
+    [signal.SIGTERM, signal.SIGINT],  # SIGINT also reaches the kernel below; SIGKILL: test_launch_faults.py
 )
 @pytest.mark.slow
 def test_signals_to_the_parent_leave_no_rank(tmp_path, sent):
@@ -463,7 +463,7 @@ def test_kernel_interrupt_ends_the_ranks(kernel, tmp_path):
 
 
 @posix
-@pytest.mark.slow  # as a script that is killed, in test_faults.py
+@pytest.mark.slow  # as a script that is killed, in test_launch_faults.py
 def test_killed_kernel_leaves_no_rank(tmp_path):
     from jupyter_client.manager import start_new_kernel
 

@@ -150,7 +150,7 @@ def watched_steps(schedule, rows, n_microbatches):
     return timeline, saved.peak / (a_layer * layers_of_stage), saved.now
 
 
-@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.slow)])  # test_schedules_table.py has more
+@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.slow)])  # lab/test_orders.py has more
 def test_actions_and_memory_are_those_of_the_simulator(pp):
     of_ranks = run(watched, pp, pp=pp)
     for schedule in SCHEDULES:

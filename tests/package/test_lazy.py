@@ -1,7 +1,6 @@
-"""A model's layers before the mesh cuts it: their names, layers that are made one at a time, what layers cost."""
+"""Layers that are made one at a time, or without weights."""
 
 import gc
-import itertools
 import logging
 import math
 import time
@@ -10,122 +9,13 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import mesh_of, on_each_rank, pipeline_of, run, sizes, trainer_of
+from layered import Block
+from ranks import on_each_rank, run, trainer_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import ignite_ddl as ddl
-from ignite_ddl.course import CNN, Delay
 from ignite_ddl.lazy import Lazy
-from ignite_ddl.pipeline.cut import named_layers
-from ignite_ddl.pipeline.local_stages import stages_of
-from ignite_ddl.pipeline.schedules import SCHEDULES
-
-
-class Block(nn.Module):
-    """Draws its weights in two ways, and has a buffer."""
-
-    def __init__(self, width, scale=1.0):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        nn.init.normal_(self.down.weight, std=0.1 * scale)
-        self.register_buffer("scale", torch.tensor(scale))
-
-    def forward(self, x):
-        return x + self.scale * self.down(torch.tanh(self.up(x)))
-
-
-# ----------------------------------------------------------------------------------------------------- their names
-
-
-class Net(nn.Module):
-    """No Sequential: its layers are in a list and beside it."""
-
-    def __init__(self, width=4, n=6):
-        super().__init__()
-        self.embed = nn.Embedding(5, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(n)])
-        self.head = nn.Linear(width, 5)
-
-    def pipeline_layers(self):
-        return ["embed", *(f"blocks.{i}" for i in range(len(self.blocks))), "head"]
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def test_the_layers_of_a_sequential_and_of_a_model_that_names_them():
-    act = nn.Tanh()
-    model = nn.Sequential(nn.Linear(2, 2), act, act)
-    assert named_layers(model) == [("0", model[0]), ("1", act), ("2", act)]
-    net = Net(n=2)
-    assert named_layers(net) == [
-        ("embed", net.embed), ("blocks.0", net.blocks[0]), ("blocks.1", net.blocks[1]), ("head", net.head)
-    ]  # fmt: skip
-    assert [name for name, _ in named_layers(CNN())][:2] == ["conv1", "relu1"]
-
-
-class Residual(nn.Sequential):
-    def forward(self, x):
-        return x + super().forward(x)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda: nn.ModuleList([nn.Tanh()]), "model should be an nn.Sequential under pp, but given ModuleList: .*"
-         "or give it an attribute pipeline_layers"),
-        (lambda: Residual(nn.Linear(2, 2), nn.Tanh()), "model is a Residual, an nn.Sequential with a forward of its"),
-        (lambda: names(["embed", "block.0"]), r"Net.pipeline_layers should name modules .* but names \['block.0'\]"),
-        (lambda: names([]), "Net.pipeline_layers should name modules of the model, but names none"),
-        (lambda: names(["embed", "blocks.0"]), "leaves out blocks.1.scale, .*head.bias: no stage would hold them"),
-        (lambda: names(["embed", "blocks.0", "blocks.1", "head"], extra=True), "leaves out extra: no stage"),
-    ],
-)  # fmt: skip
-def test_a_model_that_does_not_say_what_its_layers_are_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        pipeline_of(change(), mesh_of(2))
-
-
-def names(layers, extra=False):
-    net = Net(n=2)
-    net.pipeline_layers = layers
-    if extra:
-        net.register_buffer("extra", torch.zeros(2))
-    return net
-
-
-def test_the_stages_of_a_model_with_dots_in_its_names():
-    torch.manual_seed(0)
-    net = Net()
-    ranks = [pipeline_of(net, mesh_of(2, rank), "interleaved_1f1b") for rank in range(2)]
-    held = [dict(rank.named_parameters()) for rank in ranks]
-    assert sorted(n for part in held for n in part) == sorted(n for n, _ in net.named_parameters())
-    assert all(part[n] is net.get_parameter(n) for part in held for n in part)
-    assert list(stages_of(ranks[0]).full_shapes()) == list(net.state_dict())
-    ids = torch.tensor([[0, 3], [4, 1]])
-    x = ids
-    for s in range(4):
-        x = stages_of(ranks[s % 2]).stages[s](x)
-    assert torch.equal(x, net(ids))
-
-
-@pytest.mark.parametrize(
-    "options", [{"pp": 2, "schedule": "1f1b"}, {"dp": 2, "pp": 2, "schedule": "zbv", "shard": True}], ids=str
-)
-def test_a_model_that_names_its_layers_trains_as_on_one_process(options):
-    ids = torch.randint(5, (16, 3), generator=torch.Generator().manual_seed(1))
-
-    def loss_fn(output, y):
-        return F.cross_entropy(output.flatten(0, 1), y.flatten())
-
-    batch = ids, (ids + 1) % 5
-    report = ddl.check_parity(Net(), None, batch, loss_fn, max_norm=1.0, atol=1e-12, **options)
-    assert report.equal, report
-
 
 # ------------------------------------------------------------------------------------------- made one at a time
 
@@ -396,76 +286,3 @@ def test_weights_that_were_not_loaded_are_noticed():
         model = nn.BatchNorm1d(3)
     with pytest.raises(ValueError, match=r"model should be made inside ddl.empty_weights\(\), but its buffer"):
         ddl.auto_model(model)
-
-
-# ------------------------------------------------------------------------------------------------ what they cost
-
-
-def test_flops_are_counted_by_shape():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), ddl.lazy(nn.Linear, 8, 3))
-    before, state = torch.get_rng_state(), {n: t.clone() for n, t in model.state_dict().items()}
-    costs = ddl.layer_costs(model, torch.zeros(5, 3, 4))
-    assert costs == [0, 2 * 2 * 5 * 12 * 8, 0, 3 * 2 * 5 * 8 * 3]  # the first weights' input needs no gradient
-    assert costs == ddl.layer_costs(model, torch.zeros(5, 3, 4))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert isinstance(model[3], Lazy)
-    assert all(torch.equal(t, state[n]) and not t.is_meta for n, t in model.state_dict().items())
-    assert model[1].weight.grad is None
-
-
-def test_the_flops_of_convolutions_embeddings_and_named_layers():
-    conv, *rest = ddl.layer_costs(CNN(channels=2), torch.zeros(1, 1, 28, 28))
-    assert conv == 2 * 2 * 28 * 28 * 9 * 2  # forward and weights: 9 products an output, 2 channels
-    assert sum(cost > 0 for cost in rest) == 2
-    embed, *blocks, head = ddl.layer_costs(Net(), torch.zeros(2, 3, dtype=torch.long))
-    assert embed == 0
-    assert blocks == [3 * 2 * (2 * 6 * 4 * 8)] * 6
-    assert head == 3 * 2 * 6 * 4 * 5
-
-
-def test_seconds_are_measured_and_leave_no_trace():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2), Delay(0.02, 0.03)))
-    before, state = torch.get_rng_state(), {n: t.clone() for n, t in model.state_dict().items()}
-    quick, _, slow = ddl.layer_costs(model, torch.randn(4, 2, generator=torch.Generator()), unit="seconds")
-    assert slow > 0.05 > quick
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_units_are_flops_or_seconds():
-    with pytest.raises(ValueError, match='unit should be "flops" or "seconds", but given \'ms\''):
-        ddl.layer_costs(nn.Sequential(nn.Linear(2, 2)), torch.zeros(1, 2), unit="ms")
-
-
-class Slow(nn.Linear):
-    def forward(self, x):
-        if ddl.get_mesh().rank > 0:
-            raise AssertionError("only rank 0 measures")
-        time.sleep(0.02)
-        return super().forward(x)
-
-
-def measured(local_rank):
-    logging.disable(logging.INFO)
-    torch.manual_seed(local_rank)
-    model = nn.Sequential(Slow(2, 2), *[nn.Linear(2, 2) for _ in range(3)])
-    costs = ddl.layer_costs(model, torch.zeros(1, 2), unit="seconds", repeats=3)
-    return costs, sizes(ddl.auto_model(model, costs=costs))
-
-
-def test_every_rank_cuts_by_what_rank_0_measured():
-    (costs, split), (others, other) = run(measured, 2, pp=2)
-    assert costs == others
-    assert split == other == [1, 3]
-
-
-def test_costs_decide_the_split_of_every_schedule():
-    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(9)])
-    for schedule, pp in itertools.product(SCHEDULES, (2, 4)):
-        stages = len(pipeline_of(model, mesh_of(pp), schedule)._cut.owners)
-        costs = [100.0] + [0.01] * 8
-        assert sizes(pipeline_of(model, mesh_of(pp), schedule, costs=costs))[0] == 1
-        assert sizes(pipeline_of(model, mesh_of(pp), schedule, costs=costs[::-1]))[-1] == 1
-        assert len(sizes(pipeline_of(model, mesh_of(pp), schedule, costs=[0.0] * 9))) == stages

@@ -112,7 +112,7 @@ def test_calls_in_another_order_are_found(swap, sizes, differ_in):
         lines = [call.frame[1] for call in first.calls]
         assert [call.rank for call in first.calls] == [0, 1]
         assert lines[0] == lines[1] + 3
-        assert f"rank 0: all_reduce Float[1] at test_sync.py:{lines[0]} in order_of_calls" in str(first)
+        assert f"rank 0: all_reduce Float[1] at test_diagnose.py:{lines[0]} in order_of_calls" in str(first)
 
 
 def test_what_differs_between_ranks_is_said():

@@ -252,7 +252,7 @@ def hung():
         (
             all_but_rank_1,
             1,
-            r"Waiting in all_reduce: 0, 2. Missing: rank 1 was at test_faults.py:\d+ in all_but_rank_1.",
+            r"Waiting in all_reduce: 0, 2. Missing: rank 1 was at test_launch_faults.py:\d+ in all_but_rank_1.",
             (1,),
             ["all_reduce", None, "all_reduce"],
         ),
@@ -323,7 +323,8 @@ def test_ctrl_c_says_where_each_rank_was(capsys):
             parallel(2).run(all_but_rank_1)
     finally:
         signal.signal(signal.SIGINT, handler)
-    lines = r"rank 0 was at test_faults.py:\d+ in all_but_rank_1, waiting in all_reduce\nrank 1 was at test_faults.py:"
+    here = r"was at test_launch_faults.py:"
+    lines = rf"rank 0 {here}\d+ in all_but_rank_1, waiting in all_reduce\nrank 1 {here}"
     assert re.search(lines, capsys.readouterr().err)
     assert len(caught.traceback) == 3  # the test's, Parallel.run's and Launch.run's
 
@@ -359,7 +360,7 @@ def test_a_crash_says_where(how):
     error = failing(work)
     assert error.summary == f"was killed by {how}"
     assert re.search(
-        r'It was here \(most recent call first\):\n  File ".*test_faults.py", line \d+ in work', str(error)
+        r'It was here \(most recent call first\):\n  File ".*test_launch_faults.py", line \d+ in work', str(error)
     )
 
 
@@ -508,7 +509,7 @@ def test_a_time_out_says_only_what_is_known(silent):
     assert "Missing: rank 1 was stopped, by SIGSTOP or a debugger." in silent[stopped]
     assert "No answer from: rank 1." in silent[stopped]
     assert "Never came" not in silent[stopped]  # it may have come
-    assert re.search(r"Missing: rank 1 was at test_faults.py:\d+ in deaf\.", silent[deaf])
+    assert re.search(r"Missing: rank 1 was at test_launch_faults.py:\d+ in deaf\.", silent[deaf])
     assert re.search(r"rank 1 was here \(most recent call first\):\n  File .* in deaf\n", silent[deaf] + "\n")
     assert "Never came" in silent[each_for_another]
     assert "No rank is missing" not in silent[each_for_another]

@@ -1,0 +1,85 @@
+"""The layers of a model that a pipeline partitions: their names."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layered import Net
+from ranks import mesh_of, pipeline_of
+from torch import nn
+
+import ignite_ddl as ddl
+from ignite_ddl.course import CNN
+from ignite_ddl.pipeline.cut import named_layers
+from ignite_ddl.pipeline.local_stages import stages_of
+
+# ----------------------------------------------------------------------------------------------------- their names
+
+
+def test_the_layers_of_a_sequential_and_of_a_model_that_names_them():
+    act = nn.Tanh()
+    model = nn.Sequential(nn.Linear(2, 2), act, act)
+    assert named_layers(model) == [("0", model[0]), ("1", act), ("2", act)]
+    net = Net(n=2)
+    assert named_layers(net) == [
+        ("embed", net.embed), ("blocks.0", net.blocks[0]), ("blocks.1", net.blocks[1]), ("head", net.head)
+    ]  # fmt: skip
+    assert [name for name, _ in named_layers(CNN())][:2] == ["conv1", "relu1"]
+
+
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda: nn.ModuleList([nn.Tanh()]), "model should be an nn.Sequential under pp, but given ModuleList: .*"
+         "or give it an attribute pipeline_layers"),
+        (lambda: Residual(nn.Linear(2, 2), nn.Tanh()), "model is a Residual, an nn.Sequential with a forward of its"),
+        (lambda: names(["embed", "block.0"]), r"Net.pipeline_layers should name modules .* but names \['block.0'\]"),
+        (lambda: names([]), "Net.pipeline_layers should name modules of the model, but names none"),
+        (lambda: names(["embed", "blocks.0"]), "leaves out blocks.1.scale, .*head.bias: no stage would hold them"),
+        (lambda: names(["embed", "blocks.0", "blocks.1", "head"], extra=True), "leaves out extra: no stage"),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_say_what_its_layers_are_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        pipeline_of(change(), mesh_of(2))
+
+
+def names(layers, extra=False):
+    net = Net(n=2)
+    net.pipeline_layers = layers
+    if extra:
+        net.register_buffer("extra", torch.zeros(2))
+    return net
+
+
+def test_the_stages_of_a_model_with_dots_in_its_names():
+    torch.manual_seed(0)
+    net = Net()
+    ranks = [pipeline_of(net, mesh_of(2, rank), "interleaved_1f1b") for rank in range(2)]
+    held = [dict(rank.named_parameters()) for rank in ranks]
+    assert sorted(n for part in held for n in part) == sorted(n for n, _ in net.named_parameters())
+    assert all(part[n] is net.get_parameter(n) for part in held for n in part)
+    assert list(stages_of(ranks[0]).full_shapes()) == list(net.state_dict())
+    ids = torch.tensor([[0, 3], [4, 1]])
+    x = ids
+    for s in range(4):
+        x = stages_of(ranks[s % 2]).stages[s](x)
+    assert torch.equal(x, net(ids))
+
+
+@pytest.mark.parametrize(
+    "options", [{"pp": 2, "schedule": "1f1b"}, {"dp": 2, "pp": 2, "schedule": "zbv", "shard": True}], ids=str
+)
+def test_a_model_that_names_its_layers_trains_as_on_one_process(options):
+    ids = torch.randint(5, (16, 3), generator=torch.Generator().manual_seed(1))
+
+    def loss_fn(output, y):
+        return F.cross_entropy(output.flatten(0, 1), y.flatten())
+
+    batch = ids, (ids + 1) % 5
+    report = ddl.check_parity(Net(), None, batch, loss_fn, max_norm=1.0, atol=1e-12, **options)
+    assert report.equal, report
