@@ -216,6 +216,7 @@ def _check(
     if mesh.world_size > 1:
         check_layers(model, mesh, by_ddp)
         check_parameter_hooks(model.named_parameters(), mesh, by_ddp, before=True)
+    _warn_without_plan(tensor_plan, mesh.tp_size, stacklevel=5)
     styles, cut = _check_cut(model, tensor_plan, mesh.pp_size, mesh.tp_size, stages)
     return _Layout(mesh, styles, cut, shard, _for_fsdp(mesh, shard, *fsdp), checks, ddp if by_ddp else None)
 
@@ -249,6 +250,15 @@ def _for_fsdp(
     }
 
 
+def _warn_without_plan(tensor_plan: Any, tp_size: int, stacklevel: int) -> None:
+    if tp_size > 1 and tensor_plan is None and idist.get_rank() == 0:
+        warnings.warn(
+            f"the mesh has tp={tp_size}, but tensor_plan is None: every tp rank computes the full model; give a plan, "
+            'or tensor_plan="auto" for a model of transformers, or tensor_plan={} if that is meant',
+            stacklevel=stacklevel,
+        )
+
+
 def _check_cut(
     model: nn.Module,
     tensor_plan: Mapping[str, ParallelStyle] | Literal["auto"] | None,
@@ -261,12 +271,6 @@ def _check_cut(
         raise ValueError(
             "a model from ddl.trace_layers cannot be cut over tp, since tracing leaves operations in place of modules: "
             "use pp and dp, or make the model an nn.Sequential"
-        )
-    if tp_size > 1 and tensor_plan is None and idist.get_rank() == 0:
-        warnings.warn(
-            f"the mesh has tp={tp_size}, but tensor_plan is None: every tp rank computes the full model; give a plan, "
-            'or tensor_plan="auto" for a model of transformers, or tensor_plan={} if that is meant',
-            stacklevel=5,
         )
     with LazyLayers(model).shapes_only():
         styles = check_plan(model, tensor_plan or {}, tp_size)
@@ -400,6 +404,7 @@ def check_model(
                 assert "a model of 3 layers cannot be cut into 4 stages" in str(error)
     """
     dp = sizes_alone(dp, pp, tp, dp_replicate, dp_shard)["dp"]
+    _warn_without_plan(tensor_plan, tp, stacklevel=4)
     _, cut = _check_cut(model, tensor_plan, pp, tp, (schedule, n_microbatches, split, costs))
     if cut is not None:
         for rows in batches:

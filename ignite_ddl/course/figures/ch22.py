@@ -65,7 +65,7 @@ def standing(report: HangReport, title: str) -> draw.Figure:
 
             import ignite_ddl as ddl
             from ignite_ddl.course.figures import ch22 as figures
-            from ignite_ddl.launch import Call
+            from ignite_ddl.diagnose import Call
 
             calls = Call(0, "barrier", 2, (0, 1), "", ("a.py", 1, "f")), Call(1, None, 1, (0, 1), "", None)
             figure = figures.standing(ddl.HangReport(calls, (1,), ()), "Rank 1 has returned")
