@@ -88,6 +88,12 @@ def minutes_to_read(chapter):
     read = [cell.source for cell in chapter.code if apart.isdisjoint(tools.tags(cell))]
     n_words = len(re.findall(r"\w[\w'’-]*", prose(text)))
     n_lines = sum(bool(line.strip()) for source in read for line in source.split("\n"))
+    n_lines -= sum(
+        call.end_lineno - call.lineno + 1
+        for cell in chapter.code
+        for call in score_calls(cell)
+        if apart.isdisjoint(tools.tags(cell))
+    )
     return 5 * math.ceil((n_words / 130 + n_lines / 12) / 5)
 
 
@@ -140,7 +146,7 @@ def body(chapter):
         yield "number_of_cells", f"{len(chapter.code)} code cells, not 12 to 40"
     if (minutes := minutes_to_read(chapter)) > 40:
         yield "too_long", f"{minutes} minutes to read, 40 are the most"
-    lines = [cell.source.count("\n") + 1 for cell in chapter.code]
+    lines = [cell.source.count("\n") + 1 for cell in chapter.code if "imports" not in tools.tags(cell)]
     if max(lines) > 30:
         yield "length_of_cells", f"a cell has {max(lines)} lines, 30 are the most"
     if sum(lines) > 14 * len(lines):
