@@ -2,7 +2,7 @@
 
 from ignite_ddl.compat import serial_on_cpu
 from ignite_ddl.course.clock import median_seconds, other_programs, time_steps
-from ignite_ddl.course.copies import train_copies
+from ignite_ddl.course.copies import steps_to_target, train_copies
 from ignite_ddl.course.cut import compare_cut
 from ignite_ddl.course.data import CLASSES, fashion_mnist, fashion_mnist_tensors, normalise
 from ignite_ddl.course.delay import Delay
@@ -58,6 +58,7 @@ __all__ = [
     "score",
     "sharded_step",
     "steps_by_hand",
+    "steps_to_target",
     "tally",
     "time_pipeline",
     "time_server_step",

@@ -20,6 +20,7 @@ from ignite_ddl.course import (
     overlapped,
     reduce_scatter_by_messages,
     sharded_step,
+    steps_to_target,
     time_pipeline,
     time_steps,
     train_copies,
@@ -150,6 +151,17 @@ def test_seeds_side_by_side_are_trained_as_each_alone_and_a_flood_shuts_units():
     assert train_copies([(2, 3000, at(9.0))], (16, 16), 2).shut > three.shut
     few = train_copies([(3, 24, at(0.05))], (16,), 2, labels=torch.zeros(48).long(), epoch_length=1)
     assert len(few.accuracies) == 3
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_the_race_is_won_by_the_rate_that_is_first_and_ends(adam):
+    rate = 0.01 if adam else 0.1
+    steps, first = steps_to_target(120, [1e-7, rate], target=0.5, adam=adam, n_seeds=2)
+    assert first == rate
+    assert steps_to_target(120, [rate], target=0.5, adam=adam, n_seeds=2) == (steps, rate)  # a rate races alone
+    assert steps_to_target(120, [rate], target=0.2, adam=adam, n_seeds=2)[0] < steps
+    with pytest.raises(RuntimeError, match="after 3 steps no rate has reached 99%"):
+        steps_to_target(24, [rate], target=0.99, adam=adam, n_seeds=1, at_most=3)
 
 
 def test_one_process_computes_where_ranks_do(monkeypatch):

@@ -52,23 +52,27 @@ def _compare(seconds, true, run, parts):
 
 @exercise
 def straggler(function):
-    # For each rank: seconds of data and of handlers in an iteration. What is left is "step".
-    for own, compute in (
-        ([(0.010, 0.005), (0.012, 0.004), (0.060, 0.005), (0.011, 0.005)], 0.020),
-        ([(0.010, 0.090), (0.030, 0.004), (0.010, 0.005), (0.011, 0.005)], 0.020),
-        ([(0.020, 0.020), (0.050, 0.001)], 0.100),
-        ([(0.0102, 0.005), (0.010, 0.005), (0.010, 0.0051), (0.0101, 0.005)], 0.200),
-        ([(0.010, 0.005)] * 7 + [(0.040, 0.025)], 0.010),
-        ([(0.010, 0.005), (0.0103, 0.0055), (0.010, 0.005)], 0.050),  # 0.8 ms are noise
-        ([(0.010, 0.005), (0.010, 0.005), (0.0115, 0.005)], 0.050),  # 1.5 ms are not
+    # For each rank: seconds of data, of computing in the step and of handlers. What is left is the meeting.
+    for own in (
+        ([(0.010, 0.020, 0.005), (0.012, 0.020, 0.004), (0.060, 0.020, 0.005), (0.011, 0.020, 0.005)]),
+        ([(0.010, 0.020, 0.090), (0.030, 0.020, 0.004), (0.010, 0.020, 0.005), (0.011, 0.020, 0.005)]),
+        ([(0.010, 0.010, 0.010), (0.030, 0.010, 0.010), (0.010, 0.070, 0.010), (0.010, 0.010, 0.010)]),  # the page's
+        ([(0.020, 0.100, 0.020), (0.050, 0.100, 0.001)]),
+        ([(0.0102, 0.200, 0.005), (0.010, 0.200, 0.005), (0.010, 0.200, 0.0051), (0.0101, 0.200, 0.005)]),
+        ([(0.010, 0.010, 0.005)] * 7 + [(0.010, 0.035, 0.030)]),
+        ([(0.010, 0.050, 0.005), (0.0103, 0.0505, 0.005), (0.010, 0.050, 0.005)]),  # 0.8 ms are noise
+        ([(0.010, 0.050, 0.005), (0.010, 0.050, 0.005), (0.010, 0.0515, 0.005)]),  # 1.5 ms are not
     ):
-        visible = [data + handlers for data, handlers in own]
-        whole = max(visible) + compute
-        tables = [{"data": data, "step": whole - data - handlers, "handlers": handlers} for data, handlers in own]
-        second, first = sorted(visible)[-2:]
-        true = (visible.index(first), first - second) if first - second > 0.001 else (None, 0.0)
+        sums = [sum(parts) for parts in own]
+        whole = max(sums) + 0.002
+        tables = [
+            {"data": data, "step": whole - data - handlers, "handlers": handlers, "meeting": whole - mine}
+            for (data, _, handlers), mine in zip(own, sums, strict=True)
+        ]
+        second, last = sorted(sums)[-2:]
+        true = (sums.index(last), last - second) if last - second > 0.001 else (None, 0.0)
         _compare_straggler(function(tables), true, tables)
-    return "the rank that the others wait for, what an iteration gains without it, and None where tables cannot say"
+    return "the rank that the others wait for, what an iteration gains without it, and None where nobody is late"
 
 
 def _compare_straggler(answer, true, tables):
@@ -76,16 +80,18 @@ def _compare_straggler(answer, true, tables):
         raise Hint("return two things: the rank, or None, and the seconds that an iteration gains")
     rank, gain = answer
     rows = [", ".join(f"{1e3 * table[part]:.1f}" for part in table) for table in tables]
-    case = f"data, step and handlers in ms are {'; '.join(rows)}"
+    case = f"data, step, handlers and meeting in ms are {'; '.join(rows)}"
     if rank != true[0]:
-        longest = max(range(len(tables)), key=lambda r: tables[r]["step"])
+        steps = [table["step"] for table in tables]
         why = ""
         if true[0] is None:
-            why = ": all ranks are ready for the step within 1 ms, whoever is slow is slow inside it"
+            why = ": all ranks come to the meeting within 1 ms"
         elif rank is None:
-            why = f": rank {true[0]} is ready {1e3 * true[1]:.1f} ms after the next one"
-        elif rank == longest:
-            why = f": rank {rank} has the longest step because it waits in it"
+            why = f": rank {true[0]} comes {1e3 * true[1]:.1f} ms after the next one"
+        elif tables[rank]["meeting"] == max(table["meeting"] for table in tables):
+            why = f": rank {rank} stays in the meeting for the longest time because it came first"
+        elif rank in (steps.index(min(steps)), steps.index(max(steps))):
+            why = f": the step of rank {rank} holds computing and the meeting; which of them makes it so long?"
         raise Hint(f"{case}; the others wait for {'none' if true[0] is None else true[0]}, not for {rank}{why}")
     if abs(gain - true[1]) > 1e-6:
         raise Hint(

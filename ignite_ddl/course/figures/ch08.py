@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from statistics import median, quantiles
 
-from ignite_ddl.lab import Timeline, draw
+from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, SHADE
 
-__all__ = ["same_step", "shares", "step_times"]
+__all__ = ["shares", "step_times"]
 
 
 def step_times(seconds: list[float], warm_up: int, interval: tuple[float, float], title: str) -> draw.Figure:
@@ -95,36 +95,3 @@ def shares(totals: dict[int, dict[str, float]], title: str) -> draw.Figure:
     axes.set_xlabel("percent of the rank's time")
     draw.key(figure, colours)
     return draw.on_any_page(figure)
-
-
-def same_step(timelines: dict[str, Timeline], name: str, title: str) -> draw.Figure:
-    """One step of several runs, under each other on one axis of time, a row a rank.
-
-    Args:
-        timelines: name of a run to its merged timeline.
-        name: of the step, the last one in each timeline.
-        title: the finding.
-
-    Returns:
-        the figure.
-
-    Examples:
-        .. code-block:: python
-
-            from ignite_ddl.course.figures import ch08 as figures
-            from ignite_ddl.lab import Timeline
-            from ignite.engine import Engine
-            import time
-
-            timeline = Timeline()
-            timeline.attach(trainer := Engine(lambda engine, batch: time.sleep(0.01)))
-            trainer.run(range(2))
-            figure = figures.same_step({"one rank": Timeline.merge([timeline])}, "step 2", "It sleeps")
-    """
-    panels = {run: {} for run in timelines}
-    for run, timeline in timelines.items():
-        for rank in timeline.totals():
-            records = [record for record in timeline.records if record.rank == rank]
-            first = next(place for place, record in enumerate(records) if record.name == name)
-            panels[run][f"rank {rank}"] = [r for r in records[first:] if r.kind != "handlers"]
-    return draw.step_rows(panels, title)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ignite_ddl.lab import draw
-from ignite_ddl.lab.draw import ACTIVITY, INK, on_any_page
+from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, on_any_page
 
-__all__ = ["batch_or_rate", "communication_share", "over_batch_sizes", "steps_of_an_epoch"]
+__all__ = ["batch_or_rate", "communication_share", "over_batch_sizes", "steps_of_an_epoch", "steps_to_target"]
 
 
 def steps_of_an_epoch(n_images: int, batch_sizes: tuple[int, ...]) -> draw.Figure:
@@ -159,4 +159,47 @@ def communication_share(steps: list, title: str) -> draw.Figure:
     axes.set_ylim(len(steps) - 0.4, -1.1)
     axes.set_xlim(0, 1.15e3 * max(step.seconds for step in steps))
     axes.set_xlabel("milliseconds of a step (model)")
+    return on_any_page(figure)
+
+
+def steps_to_target(needed: dict[str, dict[int, int]], predicted: dict[int, float], title: str) -> draw.Figure:
+    """Steps to an accuracy against batch size, both logarithmic, beside perfect scaling and a formula's curve.
+
+    Args:
+        needed: name of an optimizer, of two at most, to batch size to steps.
+        predicted: batch size to steps by the formula, for a smooth curve; perfect scaling begins at its first point.
+        title: the finding.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.course.figures import ch11 as figures
+
+            figure = figures.steps_to_target({"SGD": {24: 400, 600: 50}}, {24: 400, 600: 50}, "It bends")
+    """
+    figure, axes = draw.new_figure(title, width=7.2, height=3.4)
+    sizes = sorted(predicted)
+    perfect = [predicted[sizes[0]] * sizes[0] / size for size in sizes]
+    axes.plot(sizes, perfect, color=GREY, linewidth=1.4, linestyle=":")
+    axes.plot(sizes, [predicted[size] for size in sizes], color=INK, linewidth=1.2)
+    looks = (("o", ACTIVITY["forward"], 9, (0, 11)), ("D", ACTIVITY["backward_weight"], 6, (0, -12)))
+    for (name, points), (marker, colour, size, offset) in zip(needed.items(), looks, strict=False):
+        axes.plot(list(points), list(points.values()), marker, color=colour, markersize=size)
+        last = max(points)
+        draw.note(axes, f"{name}: {points[last]}", (last, points[last]), offset, colour, ha="center", size=9.5)
+    draw.note(
+        axes, "perfect scaling", (sizes[0] * 3.2, perfect[0] / 3.2), (-8, -4), GREY, ha="right", va="top", size=9.5
+    )
+    draw.log_axis(axes, sorted({size for points in needed.values() for size in points}))
+    axes.set_yscale("log")
+    ticks = [10, 20, 50, 100, 200, 500, 1000]
+    axes.set_yticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(0.7 * min(min(points.values()) for points in needed.values()), 1.3 * max(perfect))
+    axes.set_xlim(sizes[0] * 0.8, sizes[-1] * 1.6)
+    axes.set_xlabel("batch size")
+    axes.set_ylabel("steps to the accuracy")
     return on_any_page(figure)

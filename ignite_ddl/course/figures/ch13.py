@@ -192,7 +192,7 @@ def accuracy_over_rates(curves: dict[str, list[tuple[float, float]]], rates: lis
             figure = figures.accuracy_over_rates(curves, [0.025, 0.1, 0.4], "One worker")
     """
     figure, axes = draw.new_figure(title, width=7.2, height=3.6)
-    for (name, points), colour, nudge in zip(curves.items(), _COLOURS, (0, 0, 6, -6), strict=False):
+    for (name, points), colour, nudge in zip(curves.items(), _COLOURS, (0, 0, -7, 7), strict=False):
         means = [mean for mean, _ in points]
         low, high = ([mean + sign * spread for mean, spread in points] for sign in (-1, 1))
         axes.fill_between(rates, low, high, color=colour, alpha=0.18, linewidth=0)

@@ -1,7 +1,9 @@
 """Natural mistakes in chapter 07's exercises."""
 
-READY = 'table["data"] + table["handlers"]'
-RIGHT = {"straggler": [{READY: '-table["step"]'}]}  # by the shortest step
+MEETINGS = 'meetings = [table["meeting"] for table in tables]'
+OWN = '[table["meeting"] - sum(table[part] for part in ("data", "step", "handlers")) for table in tables]'
+RIGHT = {"straggler": [{MEETINGS: f"meetings = {OWN}"}]}
+FROM_FIRST = "meetings.index(last), max(meetings) - last"
 MISTAKES = {
     "profile": {
         "return the dict with the keys": lambda engine, clock: [0, 0, 0],
@@ -17,10 +19,12 @@ MISTAKES = {
     },
     "straggler": {
         "return two things": lambda tables: 2,
-        "not for 1: all ranks are ready for the step within 1 ms": {"0.001": "0.0003"},
-        "2, not for None: rank 2 is ready 1.5 ms after the next one": {"0.001": "0.01"},
-        "2, not for 0: rank 0 has the longest step because it waits in it": {READY: 'table["step"]'},
+        "not for 1: all ranks come to the meeting within 1 ms": {"0.001": "0.0003"},
+        "2, not for None: rank 2 comes 1.5 ms after the next one": {"0.001": "0.01"},
+        "2, not for 1: the step of rank 1 holds computing and the meeting": {'"meeting"] for': '"step"] for'},
+        "the others wait for 2, not for 1": {'table["meeting"] for': '-table["data"] - table["handlers"] for'},
+        "2, not for 0: rank 0 stays in the meeting for the longest time": {'[table["m': '[-table["m'},
         "the others wait for 0, not for 2": lambda tables: (2, 0.049),
-        "an iteration gains 49.0 ms, not 50.0": {"(last), last - second": "(last), last - min(before_the_meeting)"},
+        "an iteration gains 49.0 ms, not 50.0": {"meetings.index(last), second - last": FROM_FIRST},
     },
 }
