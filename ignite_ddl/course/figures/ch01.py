@@ -143,6 +143,6 @@ def sort_times(times: dict[int, tuple[float, float]]) -> draw.Figure:
         draw.note(axes, f"{end:.0f} ms", (end, place), (5, 0), weight="bold")
     draw.name_rows(axes, [f"{n} process{'es' * (n > 1)}" for n in times], bare=True)
     axes.set_xlim(0, 1120 * longest)
-    axes.set_xlabel("milliseconds that you wait, measured (median of three)")
+    axes.set_xlabel("milliseconds that you wait, measured (fastest of three)")
     draw.key(figure, colours)
     return draw.on_any_page(figure)
