@@ -132,7 +132,7 @@ def bytes_by_world(sent: dict[str, dict[int, int]], n_bytes: int) -> draw.Figure
 
             figure = figures.bytes_by_world({"naive": {2: 48, 4: 144}, "ring": {2: 48, 4: 72}}, n_bytes=48)
     """
-    figure, axes = draw.new_figure("A larger world: a ring's rank sends hardly more", height=2.9)
+    figure, axes = draw.new_figure("A larger world: a ring's rank never sends two buffers", height=2.9)
     for (name, of_world), (look, colour) in zip(sent.items(), _ALGORITHMS, strict=False):
         axes.plot(list(of_world), list(of_world.values()), look, color=colour, linewidth=2, markersize=7)
         last = max(of_world)
