@@ -28,6 +28,8 @@ def on_ranks(
     dp: int | None = None,
     pp: int | None = None,
     tp: int | None = None,
+    dp_replicate: int | None = None,
+    dp_shard: int | None = None,
     servers: int = 0,
     timeout: float = 120,
     **kwargs: Any,
@@ -41,6 +43,8 @@ def on_ranks(
         dp: size of the mesh's data-parallel axis. Default: all ranks on dp.
         pp: size of the pipeline-parallel axis.
         tp: size of the tensor-parallel axis.
+        dp_replicate: replicas of the model over dp, as in ``ddl.Parallel``.
+        dp_shard: dp ranks that share the weights of a replica.
         servers: parameter servers beside the ranks. Default: 0.
         timeout: seconds that the run may take. Default: 120.
         kwargs: keyword arguments of ``function``.
@@ -53,7 +57,7 @@ def on_ranks(
         >>> on_ranks(2, lambda rank, factor: factor * rank, 10)
         [0, 10]
     """
-    axes = {"dp": dp, "pp": pp, "tp": tp}
+    axes = {"dp": dp, "pp": pp, "tp": tp, "dp_replicate": dp_replicate, "dp_shard": dp_shard}
     launch = {"servers": servers, "timeout": timeout, "threads_per_rank": 1}
     with ddl.Parallel("gloo", nproc_per_node=n_ranks, **axes, **launch) as parallel:
         return parallel.run(function, *args, **kwargs)

@@ -14,8 +14,8 @@ def along_a_block(steps: list[tuple], n_ranks: int, title: str) -> draw.Figure:
     Args:
         steps: in order; each (name, features, how, calls): features of the whole, ``how`` "whole" on every rank, cut by
             "features" or by "tokens", or the "terms" of a sum, and the collectives just before, such as
-            ["all_reduce"]. A name that starts with "+" ends a residual, which began at the first step or at the last
-            such name.
+            ["all_reduce"]. A name of several words is several tensors that are cut alike. One that starts with "+"
+            ends a residual, which began at the first step or at the last such name.
         n_ranks: how many.
         title: the finding.
 
@@ -31,7 +31,7 @@ def along_a_block(steps: list[tuple], n_ranks: int, title: str) -> draw.Figure:
             steps += [("down", 8, "terms", []), ("+", 8, "whole", ["all_reduce"])]
             figure = figures.along_a_block(steps, n_ranks=4, title="One all-reduce")
     """
-    figure, axes = draw.new_drawing(title, width=7.6, height=2.0)
+    figure, axes = draw.new_drawing(title, width=7.9, height=2.0)
     narrow, left, part, began = min(features for _, features, *_ in steps), 0.0, 1 / n_ranks, None
     for name, features, how, calls in steps:
         if left:
@@ -44,7 +44,8 @@ def along_a_block(steps: list[tuple], n_ranks: int, title: str) -> draw.Figure:
                 place = {"ha": "center", "va": "bottom", "weight": "bold", "color": colour}
                 axes.text(left - 0.31, 1.3, text, size=9, **place)
                 axes.plot([left - 0.31] * 2, [0.6, 1.26], color=colour, linewidth=1.2)
-        wide = features / narrow
+        name, *twins = [name] if name.startswith("+") else name.split()
+        wide, began_at = features / narrow, left
         boxes = {
             "whole": [],
             "features": [(left + rank * part * wide, 0, part * wide, 1) for rank in range(n_ranks)],
@@ -59,6 +60,11 @@ def along_a_block(steps: list[tuple], n_ranks: int, title: str) -> draw.Figure:
             draw.tile(axes, *box, RANK[rank], "" if how == "terms" and rank else rank, edge="none")
         label = f"{name}:\n{n_ranks} terms" if how == "terms" else name
         axes.text(left + wide / 2, -0.1, label, size=9, ha="center", va="top")
+        for other in twins:  # as large and cut alike, of the same input
+            left += wide + 0.12
+            for rank, (x, y, width, height) in enumerate(boxes):
+                draw.tile(axes, x + left - began_at, y, width, height, RANK[rank], rank, edge="none")
+            axes.text(left + wide / 2, -0.1, other, size=9, ha="center", va="top")
         middle = left + wide / 2
         if name.startswith("+"):
             axes.plot([began, began, middle], [1.03, 2.35, 2.35], color=GREY, linewidth=1.2)

@@ -127,5 +127,5 @@ def bytes_by_axis(sent: Mapping[str, Mapping[str, int]], title: str) -> draw.Fig
     draw.name_rows(axes, list(sent), bare=True)
     axes.set_xlim(0, 1.02 * widest)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("bytes that a rank puts in, a step (dp × pp × tp)")
+    axes.set_xlabel("bytes that a rank sends on rings, a step (pp × dp × tp)")
     return draw.on_any_page(figure)
