@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["PATH", "gpu_here", "recorded", "recorded_machines"]
+__all__ = ["PATH", "gpu_here", "recorded", "recorded_machines", "recorded_training"]
 
 PATH = Path(__file__).with_name("recorded_gpu.json")
 
@@ -80,3 +80,17 @@ def recorded_machines() -> dict:
             print(recorded_machines()["date"])
     """
     return json.loads(PATH.with_name("recorded_machines.json").read_text(encoding="utf-8"))
+
+
+def recorded_training() -> dict:
+    """What ``examples/train_gpt.py`` printed in a longer run on one process, for chapter 25.
+
+    Returns:
+        dict: "date", "machine", "command", the bits of each epoch as "trained on" and "never seen", and a "sample".
+
+    Examples:
+        .. code-block:: python
+
+            print(recorded_training()["sample"])
+    """
+    return json.loads(PATH.with_name("recorded_training.json").read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, GREY, RANK
 from ignite_ddl.lab.plan import Plan
 
-__all__ = ["curve", "placement", "shifted"]
+__all__ = ["curve", "overfitting", "placement", "shifted"]
 
 
 def shifted(text: str) -> draw.Figure:
@@ -48,7 +48,8 @@ def placement(plan: Plan, layers: Sequence[str], split: Sequence[int]) -> draw.F
         split: number of layers of each stage.
 
     Returns:
-        the figure; a rank's tiles have its colour, and the height of its share of a layer.
+        the figure; a rank's tiles have its colour, and the height of the share of a layer that it keeps. With ZeRO an
+        outline is what it computes with.
 
     Examples:
         .. code-block:: python
@@ -61,8 +62,10 @@ def placement(plan: Plan, layers: Sequence[str], split: Sequence[int]) -> draw.F
             figure = figures.placement(one, ["embed", "block 0", "block 1", "head"], [2, 2])
     """
     n_ranks = plan.dp * plan.pp * plan.tp
+    kept = 1 / plan.tp / (plan.dp if plan.zero else 1)
     figure, axes = draw.new_drawing(
-        f"{plan.dp} × {plan.pp} × {plan.tp}: a rank holds {max(split)} of {len(layers)} layers, 1/{plan.tp} of each",
+        f"{plan.dp} × {plan.pp} × {plan.tp}: a rank computes with {max(split)} of {len(layers)} layers, 1/{plan.tp} of "
+        f"each, and keeps 1/{1 / kept:.0f}",
         width=7.0,
         height=0.3 * n_ranks + 0.8,
     )
@@ -74,7 +77,11 @@ def placement(plan: Plan, layers: Sequence[str], split: Sequence[int]) -> draw.F
         for layer in range(ends[stage] - split[stage], ends[stage]):
             top = rank - 0.42
             draw.tile(axes, layer, top, 0.96, 0.84, draw.SHADE, edge="none")
-            draw.tile(axes, layer, top + 0.84 * tp / plan.tp, 0.96, 0.84 / plan.tp, RANK[rank], edge="none")
+            part = top + 0.84 * tp / plan.tp
+            draw.tile(axes, layer, part, 0.96, 0.84 / plan.tp, "none", edge=RANK[rank])
+            draw.tile(
+                axes, layer, part + 0.84 * kept * dp * bool(plan.zero), 0.96, 0.84 * kept, RANK[rank], edge="none"
+            )
     for layer, name in enumerate(layers):
         axes.text(layer + 0.48, -0.65, name, size=9, ha="center", va="bottom")
     axes.set_xlim(-1.5, len(layers))
@@ -113,6 +120,47 @@ def curve(first: Sequence[float], whole: Sequence[float], saved: int, marks: dic
     middle = len(first) // 2
     draw.note(axes, "eight ranks", (middle + 1, first[middle]), (24, 4), ACTIVITY["backward_weight"])
     late = (2 * len(whole)) // 3
-    draw.note(axes, "one process", (late + 1, whole[late]), (0, 16), ACTIVITY["compute"])
+    draw.note(axes, "one process", (late + 1, whole[late]), (0, 30), ACTIVITY["compute"])
     axes.set(xlabel="step", ylabel="bits per character")
+    return draw.on_any_page(figure)
+
+
+def overfitting(runs: dict[str, dict[str, list[tuple[float, float]]]], marks: dict[str, float]) -> draw.Figure:
+    """Bits of the text that is trained on and of one that is not, a panel for each run.
+
+    Args:
+        runs: for each run its lines, "trained on" and "never seen", each a list of (epoch, bits).
+        marks: names to numbers of bits, drawn as horizontal lines.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.course.figures import ch25 as figures
+
+            lines = {"trained on": [(1, 4.0), (2, 3.0)], "never seen": [(1, 4.1), (2, 3.6)]}
+            figure = figures.overfitting({"little text": lines, "much text": lines}, {"letters only": 4.4})
+    """
+    figure, panels = draw.new_figure(
+        "A text seen often is learned by heart; one seen a few times is not yet",
+        height=3.2,
+        columns=len(runs),
+        sharey=True,
+    )
+    colours = {"trained on": ACTIVITY["forward"], "never seen": ACTIVITY["backward_weight"]}
+    for axes, (name, lines) in zip(panels, runs.items(), strict=True):
+        for line, points in lines.items():
+            axes.plot(*zip(*points, strict=True), "o-", color=colours[line], markersize=3, linewidth=1.6)
+            above = points[-1][1] >= max(each[-1][1] for each in lines.values())
+            draw.note(axes, line, points[-1], (0, 8 if above else -14), colours[line], ha="right")
+        for mark, bits in marks.items():
+            axes.axhline(bits, color=GREY, linewidth=1, linestyle="--")
+            draw.note(axes, mark, (max(point[0] for point in points), bits), (0, 5), GREY, ha="right")
+        axes.set(title=name, xlabel="epochs")
+    low, high = (
+        pick(point[1] for lines in runs.values() for line in lines.values() for point in line) for pick in (min, max)
+    )
+    panels[0].set(ylabel="bits per character", ylim=(low - 0.9, high + 0.7))
     return draw.on_any_page(figure)
