@@ -254,10 +254,11 @@ def check_tokens_are_alone(model: nn.Module, stages: Any, x: Any, again: bool = 
     if mesh.cp_size == 1 or (not again and hasattr(model, TOKENS_ALONE)):
         return
     setattr(model, TOKENS_ALONE, True)
-    found: list[str | None] = [None] * mesh.world_size
+    found: list[tuple[int, str] | None] = [None] * mesh.world_size
     dist.all_gather_object(found, check_tokens(stages.forward_only, x, stages.local_stages(), mesh))
-    name = next((name for name in found if name is not None), None)
-    if name is not None:
+    first = min(((mesh.coordinates(rank)["pp"], *one) for rank, one in enumerate(found) if one), default=None)
+    if first is not None:
+        name = first[2].removeprefix("module.")
         raise ValueError(
             f"{repr(name) if name else 'the model'} gives other outputs for a cp rank's tokens than for the full "
             "sequence: attention should be ddl.ring_attention or ddl.ulysses_attention, and positions those of "

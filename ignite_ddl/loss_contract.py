@@ -316,8 +316,8 @@ class LossContract:
             raise ValueError(
                 f"loss_fn should be a mean over tokens on a mesh with cp, but its values for two halves of the "
                 f"tokens of each row add up to {scale * sum(parts):.6g} and not to {whole:.6g}, that of all (a sum, a "
-                "mean over those that count, or targets that it shifts by one?): shift targets in the dataset, and pass "
-                "loss_divisor=, a function from targets to the divisor"
+                "mean over those that count, or targets that it shifts by one?): shift targets in the dataset, and "
+                "pass loss_divisor=, a function from targets to the divisor"
             )
 
     def _times_divisor(self, output: Any, y: Any) -> float:

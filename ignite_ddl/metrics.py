@@ -176,7 +176,7 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     # Metrics made of others leave rows to these; RunningAverage and GpuInfo do not reduce in compute.
     counts_rows = not inside and not isinstance(metric, (RunningAverage, GpuInfo))
     methods = {name: getattr(metric, name) for name in _METHODS}
-    had_rows, asked = False, not counts_rows
+    had_rows = False
     batches = _batches_of(metric)
 
     def reset() -> None:
@@ -187,16 +187,14 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
         methods["reset"]()
 
     def update(output: Any) -> None:
-        nonlocal had_rows, asked
+        nonlocal had_rows
         empty = counts_rows and _without_rows(output)
         if batches is not None:
             batches.note(output, empty)
         if empty:
             return
-        if not asked and not had_rows and (mesh or get_mesh()).cp_size > 1:
-            asked = True
-            if batches is None or batches.adds_up:
-                _check_tokens_count(metric, methods, output, mesh or get_mesh())
+        if counts_rows and not had_rows and (mesh or get_mesh()).cp_size > 1 and (batches is None or batches.adds_up):
+            _check_tokens_count(metric, methods, output, mesh or get_mesh())
         had_rows = True
         methods["update"](output)
 

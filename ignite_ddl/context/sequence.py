@@ -124,7 +124,7 @@ def _full_sequences() -> Iterator[None]:
         _FULL.reset(token)
 
 
-def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh: Mesh) -> str | None:
+def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh: Mesh) -> tuple[int, str] | None:
     """Runs the model on the first tokens of a row twice, shared by the cp ranks and full on each of them.
 
     Every rank calls it. Random numbers, buffers and modes of the model are as before afterwards.
@@ -136,11 +136,12 @@ def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module],
         mesh: the mesh.
 
     Returns:
-        str: the module whose output depends on other tokens than it gets; None if there is none.
+        tuple: the first module whose output depends on other tokens than it gets: its place among the calls, and its
+        name; None if there is none.
     """
     norm = norm_over_rows(stages)  # which a pass in evaluation mode does not show
     if norm is not None:
-        return norm
+        return 0, norm
     first = map_leaves(lambda leaf: _first_tokens(leaf, mesh), x)
     if not any(tensor.ndim > 1 for tensor in tensors_of(first)):
         return None
@@ -151,9 +152,9 @@ def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module],
         with without_trace(stages), _noted(stages) as full, _full_sequences():
             run(first)
     length = next(tensor.shape[1] for tensor in tensors_of(first) if tensor.ndim > 1)
-    for (name, given, found), (_, of_all, expected) in zip(shared, full, strict=False):
+    for index, ((name, given, found), (_, of_all, expected)) in enumerate(zip(shared, full, strict=False)):
         if _are_parts(given, of_all, length, mesh) and not _are_parts(found, expected, length, mesh):
-            return name
+            return index, name
     return None
 
 

@@ -152,7 +152,7 @@ def check_parity(
 ) -> ParityReport:
     """Trains a model on a mesh and in one process, and names the first number that differs.
 
-    Both run the same few steps of SGD in float64: this process with Ignite's own trainer, and all ranks of a mesh (gloo,
+    Both run the same few steps of SGD in float64: this process with Ignite's own trainer, and the mesh's ranks (gloo,
     one thread each) with ``ddl.create_supervised_trainer`` on the loader of ``ddl.auto_dataloader``. Every second step
     has fewer rows, if possible a number that dp does not divide. The loss of each step, every gradient as the optimizer
     gets it, and the weights after the last step are compared as whole tensors.
