@@ -20,6 +20,7 @@ from ignite_ddl.context.layout import local_positions, natural_order, shard_sequ
 from ignite_ddl.context.visible import Mask
 from ignite_ddl.course.gpt import GPT, Embedding
 from ignite_ddl.lab.bytes import count_bytes
+from ignite_ddl.lab.memory import SavedBytes
 from ignite_ddl.loss_contract import LossContract, divisor_of
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.state import full_tensor
@@ -101,10 +102,37 @@ def test_other_dtypes(dtype, atol):
     launch({"dp": 2}, close_to_one, dtype, atol)
 
 
-def sent(_, function, key_heads, length):
-    with count_bytes() as counted:
-        shared(function, length, key_heads, True, None, False)
-    return counted.sent
+def counts(_, function, key_heads, length):
+    """Bytes that this rank sends forward and backward, and bytes that it keeps between them."""
+    group = dist.group.WORLD
+    (*leaves, gradient), _ = tensors(length, key_heads)
+    parts = (shard_sequence(leaf, 2, group.rank(), group.size()) for leaf in leaves)
+    leaves = [part.requires_grad_() for part in parts]
+    with SavedBytes() as saved, count_bytes() as forward:
+        output = function(*leaves, is_causal=True, enable_gqa=True, group=group)
+    with count_bytes() as backward:
+        output.backward(shard_sequence(gradient, 2, group.rank(), group.size()))
+    exchanged = (group.size() - 1) / group.size()  # of an all-to-all, a rank keeps its own part
+    sent = [c.of("send").put_in + exchanged * c.of("all_to_all").put_in for c in (forward, backward)]
+    assert all(set(c.ops) <= {"send", "recv", "all_to_all"} for c in (forward, backward))
+    return *sent, saved.peak
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_bytes_and_memory_are_those_of_the_formulas(ranks):
+    length, key_heads = 16, 4
+    heads, of_keys = HEADS * WIDTH, key_heads * WIDTH  # h and h_kv
+    row = BATCH * length * torch.float64.itemsize  # T s
+    logsumexp = BATCH * HEADS * length * torch.float64.itemsize
+    forward = 2 * (ranks - 1) / ranks * row * of_keys
+    home = 2 * row * of_keys / ranks  # one hop
+    kept = (row * (2 * heads + 2 * of_keys) + logsumexp) / ranks
+    assert set(launch({"dp": ranks}, counts, ring_attention, key_heads, length)) == {
+        (forward, 2 * forward + home, kept)
+    }
+    both = (ranks - 1) / ranks**2 * row * (2 * heads + 2 * of_keys)
+    ulysses = launch({"dp": ranks}, counts, ulysses_attention, key_heads, length)
+    assert {found[:2] for found in ulysses} == {(both, both)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -497,3 +525,72 @@ def test_a_loss_of_a_part_of_the_tokens_has_to_add_up(name, monkeypatch):
 def test_a_loss_that_shifts_is_refused_in_the_first_step():
     with pytest.raises(ddl.RankError, match="targets that it shifts by one"):
         launch({"cp": 2}, trained_on, "text", {"loss_fn": shifting, "loss_divisor": counted})
+
+
+# ------------------------------------------------------------------------------ beside training: what else there is
+
+
+@in_float64
+def saved_and_resumed(_, folder, first, last):
+    """Losses of the iterations after ``first``, of a run that is saved there if it begins at 0."""
+    torch.manual_seed(0)
+    loader = ddl.auto_dataloader(texts(), batch_size=4, shuffle=True)
+    model = ddl.auto_model(text_model())
+    trainer, losses = trainer_of(model, token_loss, lr=0.5), []
+    parts = {"model": model, "trainer": trainer, "loader": loader}
+    if first:
+        ddl.Checkpoint.load_objects(parts, folder / f"checkpoint_{first}")
+    else:
+        checkpoint = ddl.Checkpoint(parts, folder, n_saved=None)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), checkpoint)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
+    trainer.run(loader, max_epochs=last)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"cp": 2}, {}),
+        pytest.param({"cp": 2}, {"dp": 2}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, {"cp": 2}, marks=pytest.mark.slow),
+        pytest.param({"cp": 2}, {"cp": 4}, marks=pytest.mark.slow),
+        pytest.param({"cp": 2, "dp": 2}, {"cp": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_goes_on_with_another_number_of_cp_ranks(first, second, tmp_path):
+    before = launch(first, saved_and_resumed, tmp_path, 0, 2)[0]
+    after = launch(second, saved_and_resumed, tmp_path, 3, 2) if second else [saved_and_resumed(0, tmp_path, 3, 2)]
+    for losses in after:
+        assert losses == pytest.approx(before[3:], abs=1e-12)
+
+
+def looks(_):
+    mesh = ddl.get_mesh()
+    model = ddl.auto_model(text_model(dropout=0.1))
+    trainer = trainer_of(model, token_loss)
+    ddl.Throughput().attach(trainer)
+    metrics = trainer.run(ddl.auto_dataloader(texts(), batch_size=8)).metrics
+    return str(mesh), repr(mesh), metrics["tokens/s"] / metrics["samples/s"], list(ddl.full_state_dict(model))
+
+
+def test_what_is_said_of_a_mesh_with_cp():
+    shown, short, length, names = launch({"cp": 2}, looks)[0]
+    assert shown == "mesh dp=1 × pp=1 × cp=2 × tp=1, 2 ranks\n  pp 0  dp 0  cp 0: [0]\n  pp 0  dp 0  cp 1:  1 "
+    assert short == "Mesh(dp=1, pp=1, cp=2, tp=1, rank=0)"
+    assert length == pytest.approx(LENGTH)
+    assert names == list(text_model().state_dict())
+
+
+def test_parity_is_checked_on_cp(capsys):
+    batch = tuple(texts(8, 8).tensors)
+    report = ddl.check_parity(text_model, None, batch, token_loss, cp=2, steps=2)
+    assert report.equal
+    assert report.worst.error < 1e-12
+    assert report.text.startswith("dp=1 pp=1 cp=2 tp=1")
+    with pytest.raises(ValueError, match=f"'block0.attention.mix' {TOKENS}"):
+        ddl.check_parity(lambda: text_model(F.scaled_dot_product_attention), None, batch, token_loss, cp=2)
+    with pytest.raises(ValueError, match="cp should be a positive integer"):
+        ddl.check_model(text_model(), cp=0)
+    assert ddl.check_model(text_model(), PLAN, tp=2, cp=2) is None
