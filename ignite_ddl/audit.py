@@ -6,13 +6,13 @@ check                 what it finds                                             
 the model as it was   parameters added, replaced, re-typed or hooked, and under DDP       before each step
                       frozen or unfrozen, since ``ddl.auto_model``; modules added
 values                weights that were not loaded                                        steps 1, 2, 4, 8, …
-same rows             tp or pp peers with different rows                                  steps 1, 2, 4, 8, …
+same rows             tp, cp or pp peers with different rows                              steps 1, 2, 4, 8, …
 same modules          dp ranks that call different modules                                each step
 same lengths          targets padded to other lengths on other ranks                      each step
 the whole model ran   a method called past the wrapper that reduces gradients             each step
 weights left out      DDP waits for gradients of weights that a rank did not use          each step
 rows alone            a model whose output for a row depends on other rows                 step 1
-tokens alone          over cp, a module that looks at other tokens, or counts positions   step 1
+tokens alone          over cp, a module that looks at other tokens, or counts positions   step 1; evaluators'
 same loss             tp peers that compute different losses                              steps 1, 2, 4, 8, …
 whole gradients       tp peers with other gradients of a replicated weight                until each weight had one
 replicas              weights and buffers that should be equal on ranks, and are not      steps 1, 2, 4, 8, …
@@ -64,8 +64,18 @@ from ignite_ddl.state import AS_MADE
 from ignite_ddl.tensor.gradients import ReplicatedWeights
 from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other
 
-__all__ = ["N_SHAPES", "Audit", "check_unchanged", "remember", "shapes_of"]
+__all__ = [
+    "N_SHAPES",
+    "TOKENS_ALONE",
+    "Audit",
+    "check_same_rows",
+    "check_tokens_are_alone",
+    "check_unchanged",
+    "remember",
+    "shapes_of",
+]
 
+TOKENS_ALONE = "_tokens_alone"  # of a model that was asked, or should not be
 N_SHAPES = 4  # numbers of :func:`shapes_of`
 
 
@@ -102,7 +112,7 @@ class Audit:
         if self.again:
             _check_values(self.model)
             _warn_of_draws(self.model)
-            _check_same_rows(x, y, self.mesh)
+            check_same_rows(self.mesh, x, y)
             stages = self.stages.local_stages() if self.mesh.tp_size > 1 else []
             for stage in stages:
                 check_regions_once(stage, trains=self.stages.is_last and stage is stages[-1])
@@ -114,8 +124,8 @@ class Audit:
         self.first_x = x if self.step == 1 and self.mesh.dp_cp_size > 1 and self.mesh.pp_size == 1 else None
         if self.ran is not None:
             self.ran.said = False
-        if self.step == 1 and self.mesh.cp_size > 1:
-            _check_tokens_are_alone(self.stages, x, self.mesh)
+        if self.step == 1:
+            check_tokens_are_alone(self.model, self.stages, x)
         self.modules.begin()
 
     def modules_called(self) -> list[float]:
@@ -238,11 +248,17 @@ def _check_rows_are_alone(stages: Any, x: Any) -> None:
         raise ValueError(ROWS_DEPEND)
 
 
-def _check_tokens_are_alone(stages: Any, x: Any, mesh: Mesh) -> None:
-    found: list[str | None] = [None] * mesh.world_size
+def check_tokens_are_alone(model: nn.Module, stages: Any, x: Any, again: bool = True) -> None:
+    """Over cp, raises a ValueError if a module looks at other tokens than it gets; on every rank."""
+    mesh = get_mesh()
+    if mesh.cp_size == 1 or (not again and hasattr(model, TOKENS_ALONE)):
+        return
+    setattr(model, TOKENS_ALONE, True)
+    found: list[tuple[int, str] | None] = [None] * mesh.world_size
     dist.all_gather_object(found, check_tokens(stages.forward_only, x, stages.local_stages(), mesh))
-    name = next((name for name in found if name is not None), None)
-    if name is not None:
+    first = min(((mesh.coordinates(rank)["pp"], *one) for rank, one in enumerate(found) if one), default=None)
+    if first is not None:
+        name = first[2].removeprefix("module.")
         raise ValueError(
             f"{repr(name) if name else 'the model'} gives other outputs for a cp rank's tokens than for the full "
             "sequence: attention should be ddl.ring_attention or ddl.ulysses_attention, and positions those of "
@@ -488,18 +504,18 @@ def _finds_unused(stage: nn.Module) -> bool:
     return isinstance(stage, DistributedDataParallel) and stage.find_unused_parameters
 
 
-def _check_same_rows(x: Any, y: Any, mesh: Mesh) -> None:
-    """Checks that the tp and pp peers have the same rows.
+def check_same_rows(mesh: Mesh, *parts: Any, axes: tuple[str, ...] = ("tp", "pp")) -> None:
+    """Checks that peers on these axes have the same rows.
 
     Raises:
         ValueError: on all peers, if they have different rows.
     """
-    for axis, group in (("tp", mesh.tp_group), ("pp", mesh.pp_group)):
+    for axis in axes:
         if mesh.sizes[axis] == 1:
             continue
-        here = torch.stack([_checksum(part) for part in (x, y)])
+        here = torch.stack([_checksum(part) for part in parts])
         peers = [torch.empty_like(here) for _ in range(mesh.sizes[axis])]
-        dist.all_gather(peers, here, group=group)
+        dist.all_gather(peers, here, group=mesh.groups[axis])
         if any(not torch.equal(peer, here) for peer in peers):
             raise ValueError(
                 f"{axis} peers should get the same rows, but got different ones: use ddl.auto_dataloader, and let what "

@@ -339,6 +339,7 @@ class Pass:
         self.loader, self.reader, self.epoch = loader, reader, reader.epoch
         self.rows, self.filler, self.batches, self.n_rows, self.ended = (0, 0), None, 0, 0, False
         self.plan: _Plan | None = None  # not of an iterable dataset
+        self.whole: Any = None  # over cp, of batches 1, 2, 4, 8, ...: what the cp peers share
         self.stream: torch.Generator | None = None
         self._digest: int | None = None  # of an iterable dataset: a number for the samples of the last batch
         self._begun: torch.Tensor | None = None  # and the random state in which it was begun
@@ -441,6 +442,7 @@ class Pass:
         # Advanced with the last batch: one rank alone may begin an epoch, and Ignite does not exhaust iterators.
         if self.ended and self.reader.epoch == self.epoch:
             self.reader.epoch, self.reader.stream = self.epoch + 1, self.stream
+        self.whole = batch if self.batches & (self.batches - 1) == 0 and get_mesh().cp_size > 1 else None
         return shard_batch(batch), here, in_all
 
 

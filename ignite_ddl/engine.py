@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
+from ignite_ddl.audit import TOKENS_ALONE, check_same_rows, check_tokens_are_alone
 from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
 from ignite_ddl.guards import check_handler, check_optimizer
@@ -88,8 +89,11 @@ class MeshEngine(Engine):
     def _process(process_function: Callable, engine: MeshEngine, batch: Any) -> Any:
         batches = engine._dataloader_iter  # a handler may have read the same loader since
         engine.rows = batches.rows if isinstance(batches, Pass) else None
-        if engine.rows is None and get_mesh().cp_size > 1:
-            raise ValueError(NOT_SHARED)
+        if get_mesh().cp_size > 1:
+            if engine.rows is None:
+                raise ValueError(NOT_SHARED)
+            if batches.whole is not None:
+                check_same_rows(get_mesh(), batches.whole, axes=("cp",))
         engine.weighted = []
         if get_mesh().world_size == 1:
             return process_function(engine, batch)
@@ -338,6 +342,8 @@ def create_supervised_trainer(
     device = idist.device() if device is None else device
     step, autocast = TrainingStep(model, model_transform, checks, model_fn), autocast_for(amp_mode, device)
     divisor_of(loss_fn, loss_divisor)  # refuses what is none
+    if not checks:
+        setattr(model, TOKENS_ALONE, True)
     grad_scaler = make_scaler(scaler, amp_mode, device)
     scaled = None if grad_scaler is None else ScaledOptimizer(optimizer)
 
@@ -508,6 +514,7 @@ def create_supervised_evaluator(
             x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
             _check_rows(x)
             with autocast:
+                check_tokens_are_alone(model, stages, x, again=False)
                 y_pred = stages.forward_only(x)
                 if y_pred is not None:
                     y_pred = model_transform(y_pred)

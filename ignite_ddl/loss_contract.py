@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import FUNCTION, Fits, check, one_of
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, unsharded_parameters
+from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.structure import concatenated, map_leaves, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.loss import cross_entropy
@@ -50,12 +51,17 @@ class Divisor:
         kind: "rows", "sum" (no divisor), or a function from targets to a number.
         certain: whether it is known or declared; else it is checked.
         pads: whether targets of a batch may be padding, which does not count: a function of them, or a bool.
+        declared: whether the user says so, of a loss that may do anything.
     """
 
     def __init__(
-        self, kind: str | Callable[[Any], Any], certain: bool = True, pads: bool | Callable[[Any], Any] = False
+        self,
+        kind: str | Callable[[Any], Any],
+        certain: bool = True,
+        pads: bool | Callable[[Any], Any] = False,
+        declared: bool = False,
     ) -> None:
-        self.kind, self.certain, self.pads = kind, certain, pads
+        self.kind, self.certain, self.pads, self.declared = kind, certain, pads, declared
 
     def of(self, y: Any) -> float:
         """The divisor of these targets."""
@@ -131,7 +137,7 @@ def divisor_of(loss_fn: Callable, declared: str | Callable[[Any], Any] | None = 
             assert divisor_of(loss_fn).of(torch.tensor([0, 3, 1])) == 2
     """
     if declared is not None:
-        return Divisor(check("loss_divisor", declared, DIVISOR), pads=True)
+        return Divisor(check("loss_divisor", declared, DIVISOR), pads=True, declared=True)
     options: dict[str, Any] = {}
     function = loss_fn
     while isinstance(function, functools.partial):
@@ -185,7 +191,7 @@ class LossContract:
         self.padded = False  # whether targets of a step were padding
         self.looks = False  # whether this step checks
         self.agreed = divisor.certain or mesh.dp_cp_size * mesh.pp_size == 1
-        self.is_compared = not divisor.certain or (mesh.cp_size > 1 and divisor.kind == "rows")
+        self.is_compared = not divisor.certain or (mesh.cp_size > 1 and divisor.declared)
         self.seen: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
         self.kept: list[tuple[Any, Any]] = []  # of steps before, until there are two rows
 
@@ -293,24 +299,30 @@ class LossContract:
         return n > 1 and max(values) - min(values) > tolerance
 
     def _compare_tokens(self, output: Any, y: Any) -> None:
-        """Over cp a rank's loss is that of its tokens: raises unless it is the mean of those of two halves."""
-        n = next((tensor.shape[1] for tensor in tensors_of(y) or tensors_of(output) if tensor.ndim > 1), 0)
+        """Over cp a rank's loss is that of its tokens: raises unless those of two halves of them add up to it."""
+        halves = two_halves((output, y))
+        if halves is None:  # prepare_batch has made rows of tokens
+            return
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                whole = float(self.loss_fn(output, y))
-                parts = [_some_tokens((output, y), part, n) for part in (slice(n // 2), slice(n // 2, None))]
-                mean = sum(float(self.loss_fn(*part)) for part in parts) / 2
+                whole, *parts = (self._times_divisor(*pair) for pair in ((output, y), *halves))
         except Exception as error:
             raise ValueError(
                 f"loss_fn should be a mean over tokens on a mesh with cp, but fails with a part of them "
                 f"({str(error).splitlines()[0]}): pass loss_divisor=, a function from targets to the number that counts"
             ) from error
-        if math.isfinite(whole) and not abs(mean - whole) <= 1e-4 * max(1e-3, abs(whole)):
+        scale = 0.5 if self.divisor.kind == "rows" else 1.0
+        if math.isfinite(whole) and not abs(scale * sum(parts) - whole) <= 1e-4 * max(1e-3, abs(whole)):
             raise ValueError(
-                f"loss_fn should be a mean over tokens on a mesh with cp, but gives {whole:.6g} for {n} tokens of each "
-                f"row and {mean:.6g} for the mean of two halves of them (a sum, or targets that it shifts by one?): "
-                "shift targets in the dataset, and pass loss_divisor=, a function from targets to the divisor"
+                f"loss_fn should be a mean over tokens on a mesh with cp, but its values for two halves of the "
+                f"tokens of each row add up to {scale * sum(parts):.6g} and not to {whole:.6g}, that of all (a sum, a "
+                "mean over those that count, or targets that it shifts by one?): shift targets in the dataset, and "
+                "pass loss_divisor=, a function from targets to the divisor"
             )
+
+    def _times_divisor(self, output: Any, y: Any) -> float:
+        counted = self.divisor.of(y) if callable(self.divisor.kind) else 1.0
+        return float(self.loss_fn(output, y)) * counted if counted else 0.0
 
     def conclude(self, doubtful: float) -> None:
         """Takes the number of dp ranks whose comparison was inconclusive; the same on every rank."""
@@ -351,15 +363,6 @@ def _reached(loss: torch.Tensor, output: Any, since: int) -> tuple[list[torch.Te
         else:
             waiting += [following for following, _ in node.next_functions]
     return found, weights, older
-
-
-def _some_tokens(tree: Any, part: slice, n: int) -> Any:
-    """Some of the n tokens of each tensor that counts them in dim 1."""
-
-    def of(leaf: Any) -> Any:
-        return leaf[:, part] if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == n else leaf
-
-    return map_leaves(of, tree)
 
 
 def _detached(leaf: Any) -> Any:

@@ -215,7 +215,7 @@ def initialize_mesh(
     dp_shard: int | None = None,
     cp: int = 1,
 ) -> Mesh:
-    """Makes the mesh dp × pp × tp of the running job; every rank calls it once, with the same numbers.
+    """Makes the mesh dp × pp × cp × tp of the running job; every rank calls it once, with the same numbers.
 
     ``ddl.Parallel(..., dp=, pp=, tp=)`` calls it. Call it yourself if something else started the job
     (``idist.initialize``, Lightning, a cluster's own launcher).

@@ -22,6 +22,7 @@ from ignite.metrics import GpuInfo, Loss, Metric, RunningAverage
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.compat import wait_as_the_world
+from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.loss_contract import LossContract, divisor_of
 from ignite_ddl.mesh import Mesh, get_mesh
 
@@ -192,6 +193,8 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
             batches.note(output, empty)
         if empty:
             return
+        if counts_rows and not had_rows and (mesh or get_mesh()).cp_size > 1 and (batches is None or batches.adds_up):
+            _check_tokens_count(metric, methods, output, mesh or get_mesh())
         had_rows = True
         methods["update"](output)
 
@@ -219,6 +222,29 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     for inner in inside:
         over_data_parallel(inner, mesh)
     return metric
+
+
+def _check_tokens_count(metric: Metric, methods: Mapping[str, Callable], output: Any, mesh: Mesh) -> None:
+    """Raises unless a metric is the same for two halves of the tokens as for all; it is as new before and after."""
+    halves = two_halves(output)
+    if halves is None:
+        return
+    values = []
+    with _view(mesh, [mesh.rank]):
+        try:
+            for updates in ([output], halves):
+                for each in updates:
+                    methods["update"](each)
+                values.append([torch.as_tensor(leaf).double() for leaf in tree_leaves(methods["compute"]())])
+                methods["reset"]()
+        except Exception:  # no value of so few tokens, or the update itself will say it
+            methods["reset"]()
+            return
+    if not all(torch.allclose(one, other, rtol=1e-4, equal_nan=True) for one, other in zip(*values, strict=True)):
+        raise ValueError(
+            f"{type(metric).__name__} counts rows, of whose tokens each cp rank has a part: make a row of each token "
+            "in its output_transform, lambda output: (output[0].flatten(0, 1), output[1].flatten())"
+        )
 
 
 class _Batches:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import AMOUNTS, COUNT, FLAG, MODULE, OPTIMIZER, WORLD, a, each, takes
-from ignite_ddl.audit import remember
+from ignite_ddl.audit import TOKENS_ALONE, remember
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over
 from ignite_ddl.data_parallel import apply_data_parallel, fully_shard
 from ignite_ddl.guards import (
@@ -55,7 +55,7 @@ FITS = {
     "n_microbatches": WORLD,
     "split": each(COUNT, "a number of layers for each stage"),
     "costs": AMOUNTS,
-    **dict.fromkeys(("dp", "pp", "tp", "dp_replicate", "dp_shard"), WORLD),
+    **dict.fromkeys(("dp", "pp", "tp", "dp_replicate", "dp_shard", "cp"), WORLD),
 }
 
 
@@ -346,6 +346,8 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
     for parameter in model.parameters():
         setattr(parameter, BELONGS_TO_A_MODEL, True)
     MODELS.add(model)
+    if not layout.checks:
+        setattr(model, TOKENS_ALONE, True)
     remember(model, layout.shard)  # later changes would not reach what reduces its gradients
     return model
 
@@ -364,6 +366,7 @@ def check_model(
     tp: int = 1,
     dp_replicate: int | None = None,
     dp_shard: int | None = None,
+    cp: int = 1,
     schedule: str = "1f1b",
     n_microbatches: int | None = None,
     split: Sequence[int] | None = None,
@@ -380,6 +383,7 @@ def check_model(
         tp: number of ranks that share each layer.
         dp_replicate: number of replicas of the model over dp. Default: 1, or what dp_shard leaves of dp.
         dp_shard: number of dp ranks that share the weights of a replica, in the same way.
+        cp: number of ranks that share each sequence.
         schedule: as in :func:`auto_model`.
         n_microbatches: as in :func:`auto_model`.
         split: as in :func:`auto_model`.
@@ -403,7 +407,7 @@ def check_model(
             except ValueError as error:
                 assert "a model of 3 layers cannot be cut into 4 stages" in str(error)
     """
-    dp = sizes_alone(dp, pp, tp, dp_replicate, dp_shard)["dp"]
+    dp = sizes_alone(dp, pp, tp, dp_replicate, dp_shard, cp)["dp"]
     _warn_without_plan(tensor_plan, tp, stacklevel=4)
     _, cut = _check_cut(model, tensor_plan, pp, tp, (schedule, n_microbatches, split, costs))
     if cut is not None:

@@ -61,12 +61,12 @@ def check_replicas(model: nn.Module) -> None:
 def _compare_caches(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
     """Buffers that are not saved: a rank may have made some, or longer ones, so they are compared by name and shape."""
     mesh, known = get_mesh(), {id(tensor) for tensor in saved.values()}
-    caches = {name: b for name, b in model.named_buffers() if id(b) not in known} if mesh.dp_cp_size > 1 else {}
+    caches = {name: b for name, b in model.named_buffers() if id(b) not in known} if mesh.dp_size > 1 else {}
     if not any(True for module in model.modules() if module._non_persistent_buffers_set):
         return
     digests = {(name, tuple(b.shape)): digest(b) for name, b in caches.items()}
-    peers: list[dict] = [{} for _ in range(mesh.dp_cp_size)]
-    dist.all_gather_object(peers, digests, group=mesh.dp_cp_group)
+    peers: list[dict] = [{} for _ in range(mesh.dp_size)]  # cp peers may keep something of their own positions
+    dist.all_gather_object(peers, digests, group=mesh.dp_group)
     for key in digests:
         if any(peer.get(key, digests[key]) != digests[key] for peer in peers):
             _raise(key[0], "dp")

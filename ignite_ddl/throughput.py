@@ -86,7 +86,7 @@ class Throughput:
         is_ids = first is not None and first.ndim == 2 and not first.is_floating_point()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        self._ends.append((time.perf_counter(), samples, samples * first.shape[1] if is_ids else 0))
+        self._ends.append((time.perf_counter(), samples, samples * first.shape[1] * mesh.cp_size if is_ids else 0))
         seconds = self._ends[-1][0] - self._ends[0][0]
         if len(self._ends) < 2:
             return

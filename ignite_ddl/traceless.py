@@ -186,6 +186,12 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
     return False
 
 
+def norm_over_rows(stages: Iterable[nn.Module]) -> str | None:
+    """The name of a BatchNorm that takes the statistics of the rows that it gets; None if there is none."""
+    norms = ((name, module) for name, module in _modules(stages).items() if isinstance(module, _BatchNorm))
+    return next((name for name, norm in norms if norm.training or norm.running_mean is None), None)
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

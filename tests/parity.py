@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import logging
+import math
 import os
 import sys
 import time
@@ -124,6 +125,26 @@ def lab_gpt(dropout=0.0):
     return GPT(UNEVEN_WORDS, EVEN_LENGTH, WIDTH, HEADS, n_blocks=2, dropout=dropout)
 
 
+class Placed(Embedding):
+    def forward(self, ids):
+        return self.token(ids) + self.position[ddl.sequence_positions(ids.shape[1])]
+
+
+class CpHeads(nn.Module):
+    """torch's attention in one process, and ring attention on a mesh."""
+
+    def forward(self, q, k, v):
+        alone = ddl.get_mesh().world_size == 1
+        return (F.scaled_dot_product_attention if alone else ddl.ring_attention)(q, k, v, is_causal=True)
+
+
+def cp_gpt():
+    model = lab_gpt()
+    model.embed.__class__ = Placed
+    model.block0.attention.mix, model.block1.attention.mix = CpHeads(), CpHeads()
+    return model
+
+
 def sequences(rows, generator):
     return TensorDataset(torch.randn(rows, 4, 6, generator=generator), torch.randn(rows, 4, 6, generator=generator))
 
@@ -170,6 +191,13 @@ MODELS = {
     "lab gpt": (lab_gpt, lines, word_loss, GPT.tensor_plan),
     "lab gpt cut": (lab_gpt, lines, cut_loss, GPT.cut_logits_plan),
     "lab gpt seq": (lab_gpt, lines, cut_loss, GPT.sequence_plan),
+    "cp gpt": (cp_gpt, lines, word_loss, {name: style for name, style in GPT.tensor_plan.items() if "mix" not in name}),
+    "cp gpt cut": (
+        cp_gpt,
+        lines,
+        cut_loss,
+        {name: style for name, style in GPT.cut_logits_plan.items() if "mix" not in name},
+    ),
     "dropout": (lambda: lab_gpt(dropout=0.3), lines, word_loss, GPT.tensor_plan),
     "dropout seq": (lambda: lab_gpt(dropout=0.3), lines, cut_loss, GPT.sequence_plan),
 }
@@ -186,6 +214,7 @@ class Case:
     dp: int = 1
     pp: int = 1
     tp: int = 1
+    cp: int = 1
     model: str = "gpt"
     schedule: str = "1f1b"
     n_microbatches: int | None = None
@@ -206,12 +235,14 @@ class Case:
     slow: bool = False  # of the cases that are tests: not in `make test`, but in `make test-all`
 
     @property
-    def mesh(self) -> tuple[int, int, int, int]:
-        return self.dp, self.pp, self.tp, self.replicas
+    def mesh(self) -> tuple[int, int, int, int, int]:
+        return self.dp, self.pp, self.tp, self.replicas, self.cp
 
     @property
     def line(self) -> str:
-        mesh = " × ".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1)
+        mesh = " × ".join(
+            f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "cp", "tp") if getattr(self, axis) > 1
+        )
         how = [self.schedule] * (self.pp > 1) + ["shard"] * self.shard + ["offload"] * self.offload
         how += [f"{self.replicas} replicas"] * (self.replicas > 1)
         how += ["reshard" if self.reshard else "no reshard"] * (self.reshard is not None)
@@ -302,6 +333,8 @@ def all_cases():
         cases.append(Case(trap, **kwargs))
 
     for axes in ({}, {"tp": 2}, {"pp": 2}):
+        add("tied, uneven, accumulation", cp=2, model="cp gpt", max_norm=0.1, accumulation=2, **axes, **UNEVEN)
+        add("tied, ranks without rows", dp=2, cp=2, model="cp gpt", shard=True, **axes, **NO_ROWS)
         for reshard in (False, True):
             both = {"dp": 4, "replicas": 2, "reshard": reshard, **axes}
             add("tied, uneven, max_norm", model="gpt tied", max_norm=0.1, **both, **UNEVEN)
@@ -309,7 +342,11 @@ def all_cases():
             add("first layer frozen, uneven", frozen=FIRST_LAYER, **both, **UNEVEN)
             add("tied, accumulation", dp=2, model="gpt tied", shard=True, reshard=reshard, accumulation=4, **axes)
             add("uneven, max_norm", dp=2, shard=True, reshard=reshard, offload=True, max_norm=0.1, **axes, **UNEVEN)
+    add("tied, uneven, max_norm", cp=4, model="cp gpt", max_norm=0.1, **UNEVEN)
+    add("tied, uneven, max_norm", dp=4, cp=2, replicas=2, model="cp gpt", max_norm=0.1, **UNEVEN)
+    add("tied, uneven, logits never whole", dp=2, cp=2, tp=2, model="cp gpt cut", max_norm=0.1, **UNEVEN)
     for schedule in ("interleaved_1f1b", "interleaved_zero_bubble", "zbv"):
+        add("tied, uneven", pp=2, cp=2, model="cp gpt", schedule=schedule, **UNEVEN)
         add("tied, uneven", dp=4, replicas=2, pp=2, model="gpt tied", schedule=schedule, **UNEVEN)
     for model in ("cnn", "lab gpt seq", "dropout seq", "shared weights"):
         add("uneven, max_norm", dp=4, replicas=2, tp=2, model=model, max_norm=0.1, **UNEVEN)
@@ -728,9 +765,9 @@ def compare(case, ranks):
         }
         errors = {key: max(errors[key], largest(pairs[key])) for key in COLUMNS}
     # Where weights are tied, a rank lists them under their first name; the second is on it, or on another stage.
-    per_replica = case.pp
-    for replica in range(case.dp * case.tp):
-        held = set().union(*(ranks[replica + r * case.dp * case.tp].weights for r in range(per_replica)))
+    of_stage = case.dp * case.cp * case.tp
+    for replica in range(of_stage):
+        held = set().union(*(ranks[replica + stage * of_stage].weights for stage in range(case.pp)))
         missing = {n for n, p in build_model(case).named_parameters()} - held
         assert not missing, f"no rank of replica {replica} holds {missing}"
     return errors
@@ -749,12 +786,13 @@ def judge(case, results):
 
 
 def launch(mesh, cases):
-    dp, pp, tp, replicas = mesh
-    if dp * pp * tp == 1:
+    dp, pp, tp, replicas, cp = mesh
+    if dp * pp * tp * cp == 1:
         return [[result] for result in ddl.Parallel().run(run_on_rank, cases)[0]]
     parallel = ddl.Parallel(
         "gloo",
-        dp * pp * tp,
+        dp * pp * tp * cp,
+        cp=cp,
         dp=dp,
         pp=pp,
         tp=tp,
@@ -780,10 +818,10 @@ def run(mesh, cases):
 
 
 def by_mesh(cases):
-    groups: dict[tuple[int, int, int, int], list[Case]] = {}
+    groups: dict[tuple[int, int, int, int, int], list[Case]] = {}
     for case in cases:
         groups.setdefault(case.mesh, []).append(case)
-    return dict(sorted(groups.items(), key=lambda item: (item[0][0] * item[0][1] * item[0][2], item[0])))
+    return dict(sorted(groups.items(), key=lambda item: (math.prod(item[0]) // item[0][3], item[0])))
 
 
 class Outcomes:

@@ -448,7 +448,7 @@ CUT = {
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 case(
     "ddl.check_model", ddl.check_model, model=("module", MODEL), tensor_plan=("dict?", PLAN), dp=("count?", 1),
-    pp=("count", 2), tp=("count", 1), dp_replicate=("count?", None), dp_shard=("count?", None), **CUT,
+    pp=("count", 2), tp=("count", 1), dp_replicate=("count?", None), dp_shard=("count?", None), cp=("count", 1), **CUT,
     batches=("counts", [8]),
 )  # fmt: skip
 case("ddl.check_model (no pp)", ddl.check_model, model=("module", MODEL), tensor_plan=("dict?", PLAN),
@@ -463,7 +463,7 @@ case("ddl.auto_optim", ddl.auto_optim, optimizer=("object", OPTIMIZER), checks=(
 case(
     "ddl.check_parity", ddl.check_parity, model=("model", Made(layers)), plan=("dict?", PLAN),
     batch=("rows", (X, Y)), loss_fn=("function", F.mse_loss), dp=("count?", 1), pp=("count", 2), tp=("count", 1),
-    dp_replicate=("count?", None), dp_shard=("count?", None), reshard_after_forward=("flag?", None),
+    dp_replicate=("count?", None), dp_shard=("count?", None), cp=("count", 1), reshard_after_forward=("flag?", None),
     offload=("flag", False), **CUT, shard=("flag?", False), steps=("count", 1), lr=("amount?", 0.1),
     max_norm=("inf too?", 1.0), atol=("amount", 1e-10), timeout=("seconds", 60), smaller=("given?", None),
     trainer=("given?", None),

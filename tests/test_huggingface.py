@@ -18,6 +18,7 @@ from ignite.engine import Events
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
+from ignite_ddl.context.huggingface import register_attention
 from ignite_ddl.course import import_torchvision
 
 pytestmark = pytest.mark.skipif(
@@ -199,3 +200,70 @@ def test_a_t5_is_traced_and_trained_in_a_pipeline():
     with ddl.Parallel("gloo", nproc_per_node=2, pp=2, threads_per_rank=1, timeout=200) as parallel:
         for losses in parallel.run(traced, 2):
             assert losses == pytest.approx(alone, abs=1e-12)
+
+
+# ----------------------------------------------------------------------------------------------- context parallel
+
+
+class OnCp(torch.nn.Module):
+    """A model of transformers: ring attention where the sequence is shared, its own where it is not."""
+
+    def __init__(self, kind, attention, **options):
+        super().__init__()
+        import_torchvision()
+        register_attention()
+        self.model = causal(kind, **options)
+        self.attention = attention
+
+    def forward(self, x):
+        alone = ddl.get_mesh().world_size == 1
+        self.model.set_attn_implementation("sdpa" if alone else self.attention)
+        return self.model(**x, use_cache=False).logits
+
+
+LONG = torch.randint(64, (6, 17), generator=torch.Generator().manual_seed(1))
+PLACES = torch.arange(16).expand(6, -1).contiguous()
+PIECES = torch.tensor([[*range(5), *range(8), *range(3)], [*range(16)]] * 3)
+
+
+def on_tokens(logits, y):
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def targets(**x):
+    return {"input_ids": LONG[:, :-1].contiguous(), **x}, LONG[:, 1:].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "places", "options", "axes"),
+    [
+        ("Llama", "ddl_ring", PLACES, {"num_key_value_heads": 2}, {"cp": 2}),
+        ("Llama", "ddl_ring_packed", PIECES, {"num_key_value_heads": 2}, {"cp": 2}),
+        ("Llama", "ddl_ring_packed", PIECES, {"num_key_value_heads": 2}, {"cp": 2, "dp": 2, "shard": True}),
+        ("Mistral", "ddl_ring", PLACES, {"num_key_value_heads": 2, "sliding_window": 5}, {"cp": 2}),
+        ("Qwen3", "ddl_ring", PLACES, {"num_key_value_heads": 2, "head_dim": 8}, {"cp": 4}),
+    ],
+    ids=["Llama", "Llama packed", "Llama packed dp2 shard", "Mistral window", "Qwen3 cp4"],
+)
+def test_a_model_of_transformers_has_the_numbers_of_one_process_on_cp(kind, attention, places, options, axes):
+    make = functools.partial(OnCp, kind, attention, **options)
+    report = ddl.check_parity(make, None, targets(position_ids=places), on_tokens, steps=5, **axes)
+    assert report.equal, report
+    assert report.worst.error < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("attention", "x", "words"),
+    [
+        ("ddl_ring", {}, "position_ids should be the tokens' places"),
+        ("ddl_ring_packed", {}, "gives other outputs for a cp rank's tokens"),
+        ("ddl_ring", {"position_ids": PIECES}, "position_ids should be the tokens' places"),
+        ("ddl_ring", {"position_ids": PLACES, "attention_mask": (PLACES < 13).long()}, "does not carry padding"),
+        ("sdpa", {"position_ids": PLACES}, "gives other outputs for a cp rank's tokens"),
+    ],
+    ids=["no positions", "no positions, packed", "packed positions", "padding", "sdpa"],
+)
+def test_what_transformers_would_leave_out_is_refused_on_cp(attention, x, words):
+    make = functools.partial(OnCp, "Llama", attention, num_key_value_heads=2)
+    with pytest.raises((ValueError, ddl.RankError), match=words):
+        ddl.check_parity(make, None, targets(**x), on_tokens, cp=2)

@@ -285,8 +285,9 @@ def _apply_resettable(found: Plan) -> None:
     if found.kinds.engines:
         state, of_another_rank = found.state_of(RANDOM, on_any_mesh=True)
         set_random_states(state)
-        if of_another_rank:
-            torch.manual_seed(draw_seed() + found.mesh.dp_rank)
+        same_mesh = found.mesh.sizes == found.folder.content["mesh"]
+        if of_another_rank or (found.mesh.cp_rank and not same_mesh):
+            torch.manual_seed(draw_seed() + found.mesh.dp_cp_rank)
 
 
 def _apply_runs(found: Plan) -> None:

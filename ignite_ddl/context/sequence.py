@@ -21,9 +21,9 @@ from ignite_ddl.arguments import a, takes, whole
 from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import map_leaves, tensors_of
-from ignite_ddl.traceless import evaluating, without_trace
+from ignite_ddl.traceless import evaluating, norm_over_rows, without_trace
 
-__all__ = ["NOT_SHARED", "check_tokens", "cp_group", "sequence_positions", "shard_batch"]
+__all__ = ["NOT_SHARED", "check_tokens", "cp_group", "sequence_positions", "shard_batch", "some_tokens", "two_halves"]
 
 NOT_SHARED = (
     "on a mesh with cp, batches should come from ddl.auto_dataloader, which gives each cp rank its tokens: run the "
@@ -31,6 +31,7 @@ NOT_SHARED = (
 )
 _FULL = contextvars.ContextVar("the model has full sequences", default=False)
 _CHUNK = 2  # tokens of a chunk in check_tokens
+_tokens = 0  # of each row of the last batch on this rank
 
 
 def cp_group() -> dist.ProcessGroup | None:
@@ -85,11 +86,33 @@ def shard_batch(batch: Any) -> Any:
             "window= or is_causal= of ddl.ring_attention instead"
         )
 
+    global _tokens
+    _tokens = lengths.pop() // mesh.cp_size
+    return _part(batch, mesh)
+
+
+def _part(batch: Any, mesh: Mesh) -> Any:
     def part(leaf: Any) -> Any:
         is_sequence = isinstance(leaf, torch.Tensor) and leaf.ndim > 1
         return shard_sequence(leaf, 1, mesh.cp_rank, mesh.cp_size) if is_sequence else leaf
 
     return map_leaves(part, batch)
+
+
+def two_halves(tree: Any) -> list[Any] | None:
+    """What was made of this rank's part of the last batch, with half of the tokens each; None if it has no tokens."""
+    n = _tokens if any(_tokens in tensor.shape[1:] for tensor in tensors_of(tree)) else 0
+    return [some_tokens(tree, half, n) for half in (slice(n // 2), slice(n // 2, None))] if n > 1 else None
+
+
+def some_tokens(tree: Any, part: slice, n: int) -> Any:
+    """Some of the n tokens of each tensor that counts them, in dim 1 or later."""
+
+    def of(leaf: Any) -> Any:
+        dim = list(leaf.shape).index(n, 1) if isinstance(leaf, torch.Tensor) and n in leaf.shape[1:] else None
+        return leaf if dim is None else leaf[(slice(None),) * dim + (part,)]
+
+    return map_leaves(of, tree)
 
 
 @contextlib.contextmanager
@@ -101,7 +124,7 @@ def _full_sequences() -> Iterator[None]:
         _FULL.reset(token)
 
 
-def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh: Mesh) -> str | None:
+def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh: Mesh) -> tuple[int, str] | None:
     """Runs the model on the first tokens of a row twice, shared by the cp ranks and full on each of them.
 
     Every rank calls it. Random numbers, buffers and modes of the model are as before afterwards.
@@ -113,19 +136,25 @@ def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module],
         mesh: the mesh.
 
     Returns:
-        str: the module whose output depends on other tokens than it gets; None if there is none.
+        tuple: the first module whose output depends on other tokens than it gets: its place among the calls, and its
+        name; None if there is none.
     """
+    norm = norm_over_rows(stages)  # which a pass in evaluation mode does not show
+    if norm is not None:
+        return 0, norm
     first = map_leaves(lambda leaf: _first_tokens(leaf, mesh), x)
-    local = shard_batch(first)
+    if not any(tensor.ndim > 1 for tensor in tensors_of(first)):
+        return None
+    local = _part(first, mesh)
     with torch.no_grad(), evaluating(stages):
         with without_trace(stages), _noted(stages) as shared:
             run(local)
         with without_trace(stages), _noted(stages) as full, _full_sequences():
             run(first)
     length = next(tensor.shape[1] for tensor in tensors_of(first) if tensor.ndim > 1)
-    for (name, given, found), (_, of_all, expected) in zip(shared, full, strict=False):
+    for index, ((name, given, found), (_, of_all, expected)) in enumerate(zip(shared, full, strict=False)):
         if _are_parts(given, of_all, length, mesh) and not _are_parts(found, expected, length, mesh):
-            return name
+            return index, name
     return None
 
 

@@ -134,6 +134,7 @@ def check_parity(
     tp: int = 1,
     dp_replicate: int | None = None,
     dp_shard: int | None = None,
+    cp: int = 1,
     schedule: str = "1f1b",
     n_microbatches: int | None = None,
     split: Sequence[int] | None = None,
@@ -151,7 +152,7 @@ def check_parity(
 ) -> ParityReport:
     """Trains a model on a mesh and in one process, and names the first number that differs.
 
-    Both run the same few steps of SGD in float64: this process with Ignite's own trainer, and dp × pp × tp ranks (gloo,
+    Both run the same few steps of SGD in float64: this process with Ignite's own trainer, and the mesh's ranks (gloo,
     one thread each) with ``ddl.create_supervised_trainer`` on the loader of ``ddl.auto_dataloader``. Every second step
     has fewer rows, if possible a number that dp does not divide. The loss of each step, every gradient as the optimizer
     gets it, and the weights after the last step are compared as whole tensors.
@@ -171,6 +172,7 @@ def check_parity(
         tp: number of ranks that share each layer. Default: 1.
         dp_replicate: as in ``ddl.Parallel``. Default: 1, or what dp_shard leaves of dp.
         dp_shard: as in ``ddl.Parallel``. Default: 1, or what dp_replicate leaves of dp.
+        cp: number of ranks that share each sequence; tensors count tokens in dim 1 then. Default: 1.
         schedule: as in ``ddl.auto_model``, like the next four arguments. Default: "1f1b".
         n_microbatches: microbatches per batch. Default: the number of stages.
         split: layers per stage. Default: balanced by ``costs``.
@@ -216,8 +218,8 @@ def check_parity(
             assert not report.equal and report.first.name == "loss"
             print(report)
     """
-    sizes = sizes_alone(dp, pp, tp, dp_replicate, dp_shard)
-    mesh = {name: sizes[name] for name in ("dp", "pp", "tp", *DP_AXES) if name in sizes}
+    sizes = sizes_alone(dp, pp, tp, dp_replicate, dp_shard, cp)
+    mesh = {name: sizes[name] for name in ("dp", "pp", "cp", "tp", *DP_AXES) if name in sizes}
     if smaller and isinstance(model, nn.Module):
         raise ValueError(f"smaller is for a function that makes the model, but given a {type(model).__name__}")
     leaves = tree_leaves(batch)
@@ -231,7 +233,7 @@ def check_parity(
     with tempfile.TemporaryDirectory(prefix="ignite_ddl_parity_", ignore_cleanup_errors=True) as folder:
         reference = _in_one_process(job, lr)
         torch.save(reference, Path(folder) / "reference.pt")
-        parallel = Parallel("gloo", sizes["dp"] * pp * tp, **mesh, timeout=timeout, threads_per_rank=1)
+        parallel = Parallel("gloo", sizes["dp"] * pp * cp * tp, **mesh, timeout=timeout, threads_per_rank=1)
         try:
             found = parallel.run(_on_a_rank, job, folder)
         except RankError as error:
@@ -516,7 +518,7 @@ def _hint(job: _Job, different: list[Number]) -> str:
         if dp * pp > 1:
             causes.append("in the model, the rows of a batch depend on each other, and each rank has some of them")
         return "; or ".join([*causes, "the forward pass differs, or draws random numbers other than dropout's"])
-    for axis, size in (("tp", tp), ("dp", dp)):
+    for axis, size in (("tp", tp), ("dp", dp), ("cp", job.mesh.get("cp", 1))):
         if size > 1 and first.factor and min(abs(first.factor - size), abs(first.factor - 1 / size)) < 1e-9:
             causes.append(f"the factor is {axis}={size} or its inverse: summed over {axis} twice, or not at all")
     if pp > 1:
@@ -536,7 +538,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command ``python -m ignite_ddl.lab.parity``; returns its exit code."""
     parser = argparse.ArgumentParser("python -m ignite_ddl.lab.parity", description=__doc__.split("\n\n")[1])
     parser.add_argument("factory", help="module:function")
-    axes = ("dp", "pp", "tp", "dp-replicate", "dp-shard")
+    axes = ("dp", "pp", "cp", "tp", "dp-replicate", "dp-shard")
     numbers = (*axes, "n-microbatches", "steps", "lr", "max-norm", "atol", "timeout")
     for name in (*numbers, "schedule", "split"):
         parser.add_argument(f"--{name}", type=_value, metavar="2,2" if name == "split" else None)

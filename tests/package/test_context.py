@@ -1,17 +1,29 @@
-"""Attention over a sequence that several ranks share, beside torch's attention over the whole sequence."""
+"""Attention over a sequence that several ranks share, and training on it, beside one process with torch's attention."""
 
 import itertools
+import random
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import launch
+from ignite.engine import Events
+from ignite.metrics import Accuracy, EpochMetric, Loss, MeanSquaredError
+from ranks import in_float64, launch, trainer_of
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import ignite_ddl as ddl
+from ignite_ddl.context import sequence
 from ignite_ddl.context.api import ring_attention, ulysses_attention
 from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence
 from ignite_ddl.context.visible import Mask
+from ignite_ddl.course.gpt import GPT, Embedding
 from ignite_ddl.lab.bytes import count_bytes
+from ignite_ddl.lab.memory import SavedBytes
+from ignite_ddl.loss_contract import LossContract, divisor_of
+from ignite_ddl.mesh import Mesh
+from ignite_ddl.state import full_tensor
 
 BATCH, HEADS, WIDTH = 2, 8, 4
 
@@ -90,10 +102,37 @@ def test_other_dtypes(dtype, atol):
     launch({"dp": 2}, close_to_one, dtype, atol)
 
 
-def sent(_, function, key_heads, length):
-    with count_bytes() as counted:
-        shared(function, length, key_heads, True, None, False)
-    return counted.sent
+def counts(_, function, key_heads, length):
+    """Bytes that this rank sends forward and backward, and bytes that it keeps between them."""
+    group = dist.group.WORLD
+    (*leaves, gradient), _ = tensors(length, key_heads)
+    parts = (shard_sequence(leaf, 2, group.rank(), group.size()) for leaf in leaves)
+    leaves = [part.requires_grad_() for part in parts]
+    with SavedBytes() as saved, count_bytes() as forward:
+        output = function(*leaves, is_causal=True, enable_gqa=True, group=group)
+    with count_bytes() as backward:
+        output.backward(shard_sequence(gradient, 2, group.rank(), group.size()))
+    exchanged = (group.size() - 1) / group.size()  # of an all-to-all, a rank keeps its own part
+    sent = [c.of("send").put_in + exchanged * c.of("all_to_all").put_in for c in (forward, backward)]
+    assert all(set(c.ops) <= {"send", "recv", "all_to_all"} for c in (forward, backward))
+    return *sent, saved.peak
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_bytes_and_memory_are_those_of_the_formulas(ranks):
+    length, key_heads = 16, 4
+    heads, of_keys = HEADS * WIDTH, key_heads * WIDTH  # h and h_kv
+    row = BATCH * length * torch.float64.itemsize  # T s
+    logsumexp = BATCH * HEADS * length * torch.float64.itemsize
+    forward = 2 * (ranks - 1) / ranks * row * of_keys
+    home = 2 * row * of_keys / ranks  # one hop
+    kept = (row * (2 * heads + 2 * of_keys) + logsumexp) / ranks
+    assert set(launch({"dp": ranks}, counts, ring_attention, key_heads, length)) == {
+        (forward, 2 * forward + home, kept)
+    }
+    both = (ranks - 1) / ranks**2 * row * (2 * heads + 2 * of_keys)
+    ulysses = launch({"dp": ranks}, counts, ulysses_attention, key_heads, length)
+    assert {found[:2] for found in ulysses} == {(both, both)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -132,3 +171,426 @@ def test_what_it_refuses(changes, words):
 def test_a_sequence_that_cannot_be_cut():
     with pytest.raises(ValueError, match="multiple of 2 × cp = 4 tokens, but has 6: pad it to 8"):
         local_positions(6, 0, 2)
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+WORDS, LENGTH, ROWS = 20, 16, 13  # batches of 8 and 5 rows
+PLAN = {name: style for name, style in GPT.tensor_plan.items() if not name.endswith(".mix")}
+
+
+class Placed(Embedding):
+    def forward(self, ids):
+        return self.token(ids) + self.position[ddl.sequence_positions(ids.shape[1])]
+
+
+class Mix(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, q, k, v):
+        return self.function(q, k, v, is_causal=True)
+
+
+def text_model(function=ring_attention, dropout=0.0):
+    model = GPT(WORDS, LENGTH, 16, 4, n_blocks=2, dropout=dropout)
+    model.embed.__class__ = Placed
+    for index in range(2):
+        getattr(model, f"block{index}").attention.mix = Mix(function)
+    return model
+
+
+class Packed(nn.Module):
+    """Documents side by side in a row, places that begin anew in each, grouped-query heads, a window."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.embed, self.place = nn.Embedding(WORDS, 16), nn.Embedding(LENGTH, 16)
+        self.q, self.kv, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, WORDS)
+
+    def forward(self, batch):
+        x = self.embed(batch["ids"]) + self.place(batch["places"])
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q(x), *self.kv(x).chunk(2, dim=-1)))
+        if self.function is F.scaled_dot_product_attention:
+            positions, documents = torch.arange(LENGTH), batch["documents"]
+            mask = Mask(True, 5, True).visible(positions, positions, documents, documents)
+            mixed = self.function(q, k, v, mask, enable_gqa=True)
+        else:
+            mixed = self.function(q, k, v, is_causal=True, window=5, documents=batch["documents"], enable_gqa=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Rows(torch.utils.data.Dataset):
+    """Dicts with a label for each row beside the tokens."""
+
+    def __init__(self, packed):
+        draw = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(WORDS, (ROWS, LENGTH + 1), generator=draw)
+        self.documents = torch.randint(3, (ROWS, LENGTH), generator=draw).sort(1).values if packed else None
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        ids = self.ids[index]
+        x = {"ids": ids[:-1], "label": index}
+        if self.documents is not None:
+            documents = self.documents[index]
+            begins = torch.searchsorted(documents, documents)
+            x |= {"documents": documents, "places": torch.arange(LENGTH) - begins}
+        return x, ids[1:]
+
+
+def hide(y):
+    """Targets that do not count: of an odd row all in the middle, which is all that rank 1 of 2 has."""
+    y = y.clone()
+    y[1::2, LENGTH // 4 : 3 * LENGTH // 4] = -100
+    y[0, :3] = -100
+    return y
+
+
+def token_loss(output, y):
+    return F.cross_entropy(output.flatten(0, 1), y.flatten())
+
+
+def counted(y):
+    return (y != -100).sum()
+
+
+def texts(length=LENGTH, rows=ROWS, transform=lambda y: y):
+    ids = torch.randint(WORDS, (rows, length + 1), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(ids[:, :-1].contiguous(), transform(ids[:, 1:].clone()))
+
+
+KINDS = {
+    "text": (text_model, texts, {"max_norm": 0.1}),
+    "packed": (Packed, lambda: Rows(packed=True), {"max_norm": 0.1}),
+    "ignored": (text_model, lambda: texts(transform=hide), {"loss_divisor": counted}),
+    "accumulated": (text_model, lambda: texts(transform=hide),
+                    {"loss_divisor": counted, "gradient_accumulation_steps": 3}),
+    "known loss": (text_model, lambda: texts(transform=hide),
+                   {"loss_fn": nn.CrossEntropyLoss(), "model_transform": lambda output: output.transpose(1, 2)}),
+}  # fmt: skip
+
+
+def flat(output):
+    y_pred, y = output
+    return y_pred.flatten(0, 1), y.flatten()
+
+
+@in_float64
+def trained(_, kind, function=ring_attention, plan=None, shard=None, epochs=3, **options):
+    """Losses and norms, first gradients, weights and metrics."""
+    make, data, given = KINDS[kind]
+    torch.manual_seed(0)
+    model, loader = make(function), ddl.auto_dataloader(data(), batch_size=8, shuffle=True)
+    model = ddl.auto_model(model, plan, shard=shard)
+    trainer = trainer_of(model, **({"loss_fn": token_loss, "lr": 0.5} | given | options))
+    numbers, gradients = [], {}
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note(engine):
+        numbers.append(torch.tensor([engine.state.output, getattr(engine.state, "grad_norm", 0.0)]))
+        if engine.state.iteration == 1 and "gradient_accumulation_steps" not in given:
+            gradients.update(
+                {name: full_tensor(p.grad, p).clone() for name, p in model.named_parameters(remove_duplicate=False)}
+            )
+
+    trainer.run(loader, max_epochs=epochs)
+    metrics = {"accuracy": Accuracy(flat), "loss": Loss(F.cross_entropy, flat)}
+    metrics["rows"] = EpochMetric(lambda y_pred, y: float((y_pred.argmax(-1) * y).double().mean()), flat, False)
+    evaluator = ddl.create_supervised_evaluator(model, metrics)
+    state = evaluator.run(loader).metrics
+    found = {f"number {n}": pair for n, pair in enumerate(numbers)} | gradients
+    found |= {f"weight {name}": value for name, value in ddl.full_state_dict(model).items()}
+    return found | {name: torch.tensor(value) for name, value in state.items()}
+
+
+def error_on(mesh, kind, within=1e-12, **options):
+    expected = trained(0, kind, F.scaled_dot_product_attention, **{k: v for k, v in options.items() if k == "amp_mode"})
+    worst = 0.0
+    for found in launch(mesh, trained_on, kind, options):
+        assert found.keys() - {"rows"} <= expected.keys()
+        worst = max(worst, *((value - expected[name]).abs().max().item() for name, value in found.items()))
+    assert worst <= within
+    return worst
+
+
+def trained_on(_, kind, options):
+    return trained(_, kind, **options)
+
+
+TRAININGS = {
+    "cp2 packed": ({"cp": 2}, "packed", {}),
+    "dp2 x cp2 shard ignored": ({"dp": 2, "cp": 2}, "ignored", {"shard": True}),
+    "cp2 x tp2": ({"cp": 2, "tp": 2}, "text", {"plan": PLAN}),
+}
+SLOW = {
+    "cp4": ({"cp": 4}, "text", {}),
+    "cp4 packed shard": ({"cp": 4}, "packed", {"shard": True}),
+    "ulysses": ({"cp": 2}, "text", {"function": ulysses_attention}),
+    "ulysses packed": ({"cp": 2}, "packed", {"function": ulysses_attention}),
+    "ulysses dp2 x cp2 x tp2": ({"dp": 2, "cp": 2, "tp": 2}, "text", {"function": ulysses_attention, "plan": PLAN}),
+    "known loss": ({"cp": 2}, "known loss", {}),
+    "accumulated": ({"cp": 2}, "accumulated", {}),
+    "accumulated shard": ({"dp": 2, "cp": 2}, "accumulated", {"shard": True}),
+    "pp2 x cp2": ({"pp": 2, "cp": 2}, "text", {}),
+    "pp2 x cp2 accumulated": ({"pp": 2, "cp": 2}, "accumulated", {}),
+    "dp2 x cp2 x tp2": ({"dp": 2, "cp": 2, "tp": 2}, "ignored", {"plan": PLAN}),
+    "dp4 x cp2": ({"dp": 4, "cp": 2}, "ignored", {}),
+    "dp_replicate2 x dp_shard2 x cp2": ({"dp_replicate": 2, "dp_shard": 2, "cp": 2}, "text", {}),
+    "dp_replicate2 x cp2": ({"dp_replicate": 2, "dp_shard": 1, "cp": 2}, "packed", {}),
+}
+
+
+@pytest.mark.parametrize("name", [*TRAININGS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_training_gives_the_numbers_of_one_process(name):
+    mesh, kind, options = (TRAININGS | SLOW)[name]
+    expected = trained(0, kind, F.scaled_dot_product_attention)
+    for found in launch(mesh, trained_on, kind, options):
+        assert {"accuracy", "loss", "rows"} < found.keys() <= expected.keys()
+        for key, value in found.items():
+            torch.testing.assert_close(
+                value, expected[key], atol=1e-12, rtol=0, msg=lambda text, key=key: f"{key}: {text}"
+            )
+
+
+@pytest.mark.slow
+def test_autocast_is_as_close_as_bfloat16():
+    expected = trained(0, "packed", F.scaled_dot_product_attention)
+    for found in launch({"dp": 2, "cp": 2}, trained_on, "packed", {"amp_mode": "bfloat16"}):
+        assert 0 < max((value - expected[key]).abs().max().item() for key, value in found.items()) < 0.05
+
+
+# ------------------------------------------------------------------------------------- what cannot be right
+
+
+class Also(nn.Module):
+    """Something else at the end of each block."""
+
+    def __init__(self, function, **modules):
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def with_(function, **modules):
+    def make(attention=ring_attention):
+        model = text_model(attention)
+        model.block0.also = Also(function, **modules)
+        plain = model.block0.forward
+        model.block0.forward = lambda x: model.block0.also(plain(x))
+        return model
+
+    return make
+
+
+def counting():
+    model = text_model()
+    model.embed.__class__ = Embedding  # position[:T]
+    return model
+
+
+def shifting(output, y):
+    return token_loss(output[:, :-1], y[:, 1:])
+
+
+def pair_masks():
+    return TensorDataset(*texts().tensors, torch.ones(ROWS, 1, LENGTH, LENGTH))
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Draws from Python's random numbers, which differ from rank to rank."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        ids = torch.tensor([random.randrange(WORDS) for _ in range(LENGTH + 1)])
+        return ids[:-1], ids[1:]
+
+
+def by_x(batch, device, non_blocking):
+    return batch[0], batch[1]
+
+
+TOKENS = "gives other outputs for a cp rank's tokens than for the full sequence"
+REFUSALS = {
+    "torch's attention": ({"make": lambda: text_model(F.scaled_dot_product_attention)},
+                          f"'block0.attention.mix' {TOKENS}"),
+    "positions": ({"make": counting}, f"'embed' {TOKENS}"),
+    "convolution": ({"make": with_(lambda self, x: x + self.conv(x.mT).mT, conv=nn.Conv1d(16, 16, 3, padding=1))},
+                    f"'block0.also.conv' {TOKENS}"),
+    "mean": ({"make": with_(lambda self, x: x + x.mean(1, keepdim=True))}, f"'block0.also' {TOKENS}"),
+    "BatchNorm": ({"make": with_(lambda self, x: self.norm(x.mT).mT, norm=nn.BatchNorm1d(16))},
+                  f"'block0.also.norm' {TOKENS}"),
+    "InstanceNorm": ({"make": with_(lambda self, x: self.norm(x.mT).mT, norm=nn.InstanceNorm1d(16))},
+                     f"'block0.also.norm' {TOKENS}"),
+    "recurrence": ({"make": with_(lambda self, x: x + self.rnn(x)[0], rnn=nn.RNN(16, 16, batch_first=True))},
+                   f"'block0.also.rnn' {TOKENS}"),
+    "one token": ({"make": with_(lambda self, x: x + x[:, :1])}, f"'block0.also' {TOKENS}"),
+    "other loader": ({"loader": lambda: torch.utils.data.DataLoader(texts(), batch_size=8)},
+                     "batches should come from ddl.auto_dataloader"),
+    "odd length": ({"data": lambda: texts(6)}, "a multiple of 2 × cp = 4 tokens, but has 6: pad it to 8"),
+    "masks of pairs": ({"data": pair_masks, "prepare_batch": by_x}, "a mask of pairs of tokens is said by documents="),
+    "labels of rows": ({"data": lambda: TensorDataset(texts().tensors[0], torch.ones(ROWS, 3))}, "in dim 1, as many"),
+    "other rows": ({"data": Drawn}, "cp peers should get the same rows"),
+    "evaluation": ({"make": lambda: text_model(F.scaled_dot_product_attention), "evaluates": True}, TOKENS),
+    "counting rows": ({"evaluates": True, "metrics": lambda: {"mse": MeanSquaredError(of_logits)}},
+                      "MeanSquaredError counts rows"),
+    "rows in EpochMetric": ({"evaluates": True, "metrics": lambda: {"rows": EpochMetric(by_row, of_logits, False)}},
+                            "EpochMetric counts rows"),
+}  # fmt: skip
+
+
+def of_logits(output):
+    return output[0].argmax(-1), output[1]
+
+
+def by_row(y_pred, y):
+    return float((y_pred == y).sum(1).double().mean())
+
+
+def attempts(local_rank, names):
+    random.seed(local_rank)
+    return [attempt(**REFUSALS[name][0]) for name in names]
+
+
+def attempt(make=text_model, data=texts, loader=None, evaluates=False, metrics=dict, **options):
+    """What the step says, at most of one kind."""
+    torch.manual_seed(0)
+    with torch.random.fork_rng():
+        model = ddl.auto_model(make())
+    loader = ddl.auto_dataloader(data(), batch_size=8) if loader is None else loader()
+    if evaluates:
+        engine = ddl.create_supervised_evaluator(model, metrics())
+    else:
+        engine = trainer_of(model, **({"loss_fn": token_loss} | options))
+    engine.logger.disabled = True
+    try:
+        engine.run(loader)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.fixture(scope="module")
+def said():
+    found = launch({"cp": 2}, attempts, list(REFUSALS))
+    return {name: {rank[n] for rank in found} for n, name in enumerate(REFUSALS)}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_would_be_another_number_is_refused(name, said):
+    assert all(REFUSALS[name][1] in text for text in said[name]), said[name]
+
+
+LOSSES = {
+    "sum": (lambda output, y: 1.0 * F.cross_entropy(output.mT, y, reduction="sum"), None, "a mean over tokens"),
+    "shift": (shifting, None, "targets that it shifts by one"),
+    "declared shift": (shifting, counted, "targets that it shifts by one"),
+    "rows declared of a sum": (lambda output, y: token_loss(output, y) * y.shape[1], "rows", "a mean over tokens"),
+    "uneven mean": (token_loss, None, "a mean over those that count"),
+    "padding that counts": (token_loss, lambda y: y.numel(), "a mean over those that count"),
+    "fails": (lambda output, y: token_loss(output, y.view(-1, LENGTH)), None, "fails with a part of them"),
+    "mean": (lambda output, y: F.cross_entropy(output.mT, y.abs() % WORDS), None, ""),
+    "counted": (token_loss, counted, ""),
+    "declared sum": (lambda output, y: 1.0 * F.cross_entropy(output.mT, y, reduction="sum"), "sum", ""),
+    "mask": (lambda output, y: (output.mean(-1) * (y > 3)).sum() / (y > 3).sum(), lambda y: (y > 3).sum(), ""),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_a_part_of_the_tokens_has_to_add_up(name, monkeypatch):
+    loss_fn, declared, words = LOSSES[name]
+    monkeypatch.setattr(sequence, "_tokens", LENGTH)
+    mesh = Mesh({"pp": 1, "dp": 1, "tp": 1, "cp": 2}, 0, None, {})
+    contract = LossContract(loss_fn, divisor_of(loss_fn, declared), mesh, None)
+    draw = torch.Generator().manual_seed(1)
+    output, y = torch.randn(8, LENGTH, WORDS, generator=draw), hide(torch.randint(WORDS, (8, LENGTH), generator=draw))
+    contract.seen = [(output, y)]
+    if words:
+        with pytest.raises(ValueError, match=words):
+            contract.compare()
+    else:
+        contract.compare()
+
+
+def test_a_loss_that_shifts_is_refused_in_the_first_step():
+    with pytest.raises(ddl.RankError, match="targets that it shifts by one"):
+        launch({"cp": 2}, trained_on, "text", {"loss_fn": shifting, "loss_divisor": counted})
+
+
+# ------------------------------------------------------------------------------ beside training: what else there is
+
+
+@in_float64
+def saved_and_resumed(_, folder, first, last):
+    """Losses of the iterations after ``first``, of a run that is saved there if it begins at 0."""
+    torch.manual_seed(0)
+    loader = ddl.auto_dataloader(texts(), batch_size=4, shuffle=True)
+    model = ddl.auto_model(text_model())
+    trainer, losses = trainer_of(model, token_loss, lr=0.5), []
+    parts = {"model": model, "trainer": trainer, "loader": loader}
+    if first:
+        ddl.Checkpoint.load_objects(parts, folder / f"checkpoint_{first}")
+    else:
+        checkpoint = ddl.Checkpoint(parts, folder, n_saved=None)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), checkpoint)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
+    trainer.run(loader, max_epochs=last)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"cp": 2}, {}),
+        pytest.param({"cp": 2}, {"dp": 2}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, {"cp": 2}, marks=pytest.mark.slow),
+        pytest.param({"cp": 2}, {"cp": 4}, marks=pytest.mark.slow),
+        pytest.param({"cp": 2, "dp": 2}, {"cp": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_goes_on_with_another_number_of_cp_ranks(first, second, tmp_path):
+    before = launch(first, saved_and_resumed, tmp_path, 0, 2)[0]
+    after = launch(second, saved_and_resumed, tmp_path, 3, 2) if second else [saved_and_resumed(0, tmp_path, 3, 2)]
+    for losses in after:
+        assert losses == pytest.approx(before[3:], abs=1e-12)
+
+
+def looks(_):
+    mesh = ddl.get_mesh()
+    model = ddl.auto_model(text_model(dropout=0.1))
+    trainer = trainer_of(model, token_loss)
+    ddl.Throughput().attach(trainer)
+    metrics = trainer.run(ddl.auto_dataloader(texts(), batch_size=8)).metrics
+    return str(mesh), repr(mesh), metrics["tokens/s"] / metrics["samples/s"], list(ddl.full_state_dict(model))
+
+
+def test_what_is_said_of_a_mesh_with_cp():
+    shown, short, length, names = launch({"cp": 2}, looks)[0]
+    assert shown == "mesh dp=1 × pp=1 × cp=2 × tp=1, 2 ranks\n  pp 0  dp 0  cp 0: [0]\n  pp 0  dp 0  cp 1:  1 "
+    assert short == "Mesh(dp=1, pp=1, cp=2, tp=1, rank=0)"
+    assert length == pytest.approx(LENGTH)
+    assert names == list(text_model().state_dict())
+
+
+def test_parity_is_checked_on_cp(capsys):
+    batch = tuple(texts(8, 8).tensors)
+    report = ddl.check_parity(text_model, None, batch, token_loss, cp=2, steps=2)
+    assert report.equal
+    assert report.worst.error < 1e-12
+    assert report.text.startswith("dp=1 pp=1 cp=2 tp=1")
+    with pytest.raises(ValueError, match=f"'block0.attention.mix' {TOKENS}"):
+        ddl.check_parity(lambda: text_model(F.scaled_dot_product_attention), None, batch, token_loss, cp=2)
+    with pytest.raises(ValueError, match="cp should be a positive integer"):
+        ddl.check_model(text_model(), cp=0)
+    assert ddl.check_model(text_model(), PLAN, tp=2, cp=2) is None
