@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from ignite_ddl.data_parallel import reshard, share_buffers
+from ignite_ddl.data_parallel import local_round, reshard, share_buffers
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.batch_schedules import BatchSchedules
 from ignite_ddl.pipeline.cut import Cut
@@ -192,7 +192,7 @@ class PipelineStages:
         return joined(outputs) if outputs else None
 
     def _share_buffers(self) -> None:
-        for stage in self.local_stages():
+        for stage in self.local_stages() if local_round(self.module) is None else ():
             share_buffers(stage, self.mesh)
 
     def reduce_loss(self, parts: torch.Tensor) -> dist.Work:
