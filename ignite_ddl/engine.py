@@ -31,7 +31,7 @@ from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
 from ignite_ddl.data_parallel import local_round, refuse_in_a_round
 from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.loss_contract import DIVISOR, divisor_of
-from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.mesh import get_mesh
 from ignite_ddl.metrics import on_this_rank, over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.local_stages import Stages, call, stages_of

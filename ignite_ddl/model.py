@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import AMOUNTS, COUNT, FLAG, MODULE, OPTIMIZER, WORLD, a, each, one_of, takes
 from ignite_ddl.audit import remember
-from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over
 from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
+from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over
 from ignite_ddl.data_parallel import OWN_ROUNDS, LocalRound, apply_data_parallel, fully_shard
 from ignite_ddl.guards import (
     check_layers,
@@ -245,7 +245,9 @@ def _check(
         check_layers(model, mesh, by_ddp)
         check_parameter_hooks(model.named_parameters(), mesh, by_ddp, before=True)
     styles, cut = _check_cut(model, tensor_plan, mesh.pp_size, mesh.tp_size, stages)
-    return _Layout(mesh, styles, cut, shard, _for_fsdp(mesh, shard, *fsdp), checks, ddp if by_ddp else None, local, comm_hook)
+    return _Layout(
+        mesh, styles, cut, shard, _for_fsdp(mesh, shard, *fsdp), checks, ddp if by_ddp else None, local, comm_hook
+    )
 
 
 def _shards(mesh: Mesh, shard: bool | None) -> bool:
@@ -353,7 +355,9 @@ def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
 def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
     """Notes what the model is now, so that what would train, save or copy it wrongly is refused."""
     if layout.local:
-        model._local_round = LocalRound()
+        local = LocalRound()
+        for module in (model, *stages_of(model).local_stages()):
+            module._local_round = local
         for parameter in model.parameters():
             setattr(parameter, OWN_ROUNDS, True)
     if layout.mesh.world_size == 1:

@@ -120,7 +120,9 @@ def _plan_own(found: Plan, key: str, state: dict[str, Any]) -> None:
             f"to_load[{key!r}] belongs to the ranks of {found.folder.content['mesh']}, so that it cannot be loaded on "
             f"{found.mesh!r}: leave it out of to_load, and it begins anew there"
         )
-    tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in state["tensors"].items()}
+    tensors = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in state["tensors"].items()
+    }
     found.own[key] = state | {"tensors": tensors}
     for name, tensor in tensors.items():
         if tensor.numel():

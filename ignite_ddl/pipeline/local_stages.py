@@ -192,8 +192,9 @@ class PipelineStages:
         return joined(outputs) if outputs else None
 
     def _share_buffers(self) -> None:
-        for stage in self.local_stages() if local_round(self.module) is None else ():
-            share_buffers(stage, self.mesh)
+        for stage in self.local_stages():
+            if local_round(stage) is None:
+                share_buffers(stage, self.mesh)
 
     def reduce_loss(self, parts: torch.Tensor) -> dist.Work:
         """Over the world; of tp peers, which have the same values, only the first counts."""
