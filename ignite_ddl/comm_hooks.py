@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import ignite.distributed as idist
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook as power, quantization_hooks
 
-from ignite_ddl.arguments import COUNT, FUNCTION, Fits
+from ignite_ddl.arguments import COUNT, FUNCTION, Fits, shown
 from ignite_ddl.mesh import Mesh
 
 __all__ = ["COMM_HOOK", "CommState", "check_comm_hook", "register_comm_hook"]
@@ -35,6 +35,10 @@ def _read(given: Any) -> Any:
 
 
 COMM_HOOK = Fits('"fp16", "bf16", "powersgd", "powersgd:" and its rank, or a function', _read)
+
+
+def _function(hook: str | Callable[..., Any]) -> Any:
+    return _STATELESS.get(hook, hook) if isinstance(hook, str) else hook
 
 
 class CommState:
@@ -79,22 +83,22 @@ def check_comm_hook(hook: str | Callable[..., Any], mesh: Mesh, by_ddp: bool, dd
             f"comm_hook compresses what DDP sends, but on {mesh!r}, with these arguments, torch's replicate or FSDP2 "
             "averages gradients, or nothing does: leave it out, or use a mesh of dp alone without shard and dp_sync"
         )
-    reason = _NOT_ON_GLOO.get(_STATELESS.get(hook, hook))
+    reason = _NOT_ON_GLOO.get(_function(hook)) if isinstance(_function(hook), Hashable) else None
     if reason and idist.backend() == "gloo":
-        raise ValueError(f"comm_hook={hook if isinstance(hook, str) else hook.__name__} fails on gloo ({reason})")
-    if isinstance(hook, str) and hook.startswith("powersgd"):
-        if ddp.get("static_graph") or not ddp.setdefault("find_unused_parameters", True):
-            raise ValueError(
-                f"comm_hook={hook!r} needs find_unused_parameters=True and no static_graph: else DDP orders its "
-                "buckets anew after the first step, and those of a resumed run would not fit the error feedback"
-            )
+        raise ValueError(f"comm_hook={shown(hook)} fails on gloo ({reason}): use fp16, powersgd or none there")
+    of_power = isinstance(hook, str) and hook.startswith("powersgd")
+    if of_power and (ddp.get("static_graph") or not ddp.setdefault("find_unused_parameters", True)):
+        raise ValueError(
+            f"comm_hook={hook!r} needs find_unused_parameters=True and no static_graph: else DDP orders its buckets "
+            "anew after the first step, and those of a resumed run would not fit the error feedback"
+        )
 
 
 def register_comm_hook(model: nn.Module, hook: str | Callable[..., Any] | None, mesh: Mesh) -> nn.Module:
     """Gives DDP its hook; ``model.comm_state`` is that of PowerSGD, also on a serial run, where nothing is sent."""
     if hook is None:
         return model
-    state, function = None, _STATELESS.get(hook, hook)
+    state, function = None, _function(hook)
     if isinstance(function, str):
         state = model.comm_state = CommState(int(function.partition(":")[2]), mesh.dp_cp_group)
         function = power.powerSGD_hook

@@ -48,6 +48,12 @@ class LocalRound:
     def __init__(self) -> None:
         self.steps, self.counted, self.ended_by = 0, 0.0, None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            'a model with dp_sync="local" cannot be copied or pickled, since a copy would be of one dp rank: load '
+            "ddl.full_state_dict(model), at the end of a round, into a model of its own"
+        )
+
 
 def local_round(model: nn.Module) -> LocalRound | None:
     """The round of a model that was made with ``dp_sync="local"``; None of any other."""

@@ -86,8 +86,8 @@ class Link:
 WHOLE, _RANKS = whole(floats=True), whole(most=10**6, floats=True)
 _AMOUNTS = (
     "n_bytes weight_bytes input_bytes output_bytes gradient_bytes optimizer_bytes value_bytes mask_bytes "
-    "activation_bytes loss_bytes first_bucket_bytes forward_seconds backward_seconds loss_seconds compute_seconds server_seconds "
-    "transfer overhead save restart work interval mean_time learning_rate n_parameters n_samples "
+    "activation_bytes loss_bytes first_bucket_bytes forward_seconds backward_seconds loss_seconds compute_seconds "
+    "server_seconds transfer overhead save restart work interval mean_time learning_rate n_parameters n_samples "
     "sequence hidden heads layers vocabulary"
 )
 FITS = {
