@@ -76,6 +76,14 @@ class CommState:
             of_buckets.update({int(i): t.to(idist.device(), copy=True) for i, t in found.items()})
 
 
+def _one_after_the_other(state, bucket):  # DDP compares annotations with classes
+    """torch's PowerSGD calls further collectives in threads of gloo, which ranks would mix with others by chance."""
+    future = power.powerSGD_hook(state, bucket)
+    if bucket.buffer().device.type == "cpu":
+        future.wait()
+    return future
+
+
 def check_comm_hook(hook: str | Callable[..., Any], mesh: Mesh, by_ddp: bool, ddp: dict[str, Any]) -> None:
     """Raises a ValueError where a hook does not hold; lets DDP keep its buckets where the hook's state needs that."""
     if not by_ddp:
@@ -101,7 +109,7 @@ def register_comm_hook(model: nn.Module, hook: str | Callable[..., Any] | None, 
     state, function = None, _function(hook)
     if isinstance(function, str):
         state = model.comm_state = CommState(int(function.partition(":")[2]), mesh.dp_cp_group)
-        function = power.powerSGD_hook
+        function = _one_after_the_other
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.register_comm_hook(state and state.power, function)
     return model
