@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, quantizat
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl.lab import count_bytes
+from ignite_ddl.lab import cost, count_bytes
 
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 slow = pytest.mark.slow
@@ -83,6 +83,35 @@ def test_a_round_of_one_window_is_one_large_batch(axes):
     right = trained(0, gradient_accumulation_steps=3)
     found = launch(axes, functools.partial(trained, gradient_accumulation_steps=3), EVERY_STEP)
     assert all(off(one, right) <= 1e-12 for one in found)
+
+
+@slow
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_running_statistics_are_those_of_dp_rank_0(axes):
+    run = functools.partial(trained, batch_norm=True, rows=24, batch_size=8)
+    right = launch(axes, run)[0]
+    assert all(off(found, right) <= 1e-12 for found in launch(axes, run, EVERY_STEP))
+
+
+@in_float64
+def norms(local_rank, amp_mode=None):
+    """The gradient's norm before clipping in the first step, and that of this rank's rows by hand."""
+    _, _, _, trainer = make(ddl.LocalSGD(H=9), max_norm=0.01, amp_mode=amp_mode, scaler=amp_mode is not None)
+    x, y = rows_of()[:5]
+    trainer.run(ddl.auto_dataloader(TensorDataset(x, y), batch_size=5))
+    mesh, model = ddl.get_mesh(), model_of()
+    a, b = (5 * (mesh.dp_rank + i) // mesh.dp_size for i in (0, 1))
+    F.cross_entropy(model(x[a:b]), y[a:b]).backward()
+    by_hand = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    return trainer.state.grad_norm, float(by_hand)
+
+
+@slow
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_clipping_goes_by_the_norm_of_a_dp_rank(axes):
+    found = launch(axes, norms)
+    assert all(norm == pytest.approx(by_hand, rel=1e-9) for norm, by_hand in found)
+    assert len({round(norm, 6) for norm, _ in found}) == 2
 
 
 class Unweighted(ddl.LocalSGD):
@@ -259,7 +288,7 @@ def bytes_of_rounds(local_rank, local, H):
     with count_bytes() as traffic:
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: counts.append(traffic.put_in))
         trainer.run(loader)
-    return counts, sum(p.numel() * p.element_size() for p in model.parameters())
+    return counts, traffic.on_a_ring, sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 @slow
@@ -267,7 +296,8 @@ def bytes_of_rounds(local_rank, local, H):
 def test_a_round_sends_the_weights_once(local):
     """And each step the 7 numbers of the loss, in float64; a round besides what its ranks counted."""
     loss, H = 7 * 8, 4
-    for counts, weights in launch({"dp": 2}, bytes_of_rounds, local, H):
+    for counts, on_a_ring, weights in launch({"dp": 2}, bytes_of_rounds, local, H):
+        assert on_a_ring == 2 * cost.local_round(2, H, 0, weights, cost.Link(0, 1), loss).bytes
         assert counts == [n * loss + n // H * (weights + 8) for n in range(1, 9)]
 
 
@@ -323,7 +353,7 @@ def compressed(local_rank, comm_hook=None, folder=None, layers=1, steps=6):
     model = nn.Sequential(nn.Linear(8, 16, bias=False), *(nn.Linear(16, 16) for _ in range(layers - 1)))
     model = ddl.auto_model(model, comm_hook=comm_hook, bucket_cap_mb=1e-3)
     optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss, checks=False)
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss, checks=layers > 1)
     draw = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(2 * steps, 8, generator=draw), torch.randn(2 * steps, 16, generator=draw))
     loader = ddl.auto_dataloader(data, batch_size=2)
