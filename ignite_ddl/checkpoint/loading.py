@@ -109,7 +109,7 @@ def plan(folder: Folder, objects: Mapping[str, Any]) -> Plan:
         found.names[key], found.states[key] = _plan_optimizer(found, key, optimizer, saved_as)
     for key in kinds.engines | kinds.others:
         state, _ = found.state_of(key)  # or raises, before anything is changed
-        if getattr(kinds.others.get(key), "of_a_rank", False):
+        if getattr(kinds.others.get(key), "of_a_rank", None) is True:  # a metric has any attribute
             _plan_own(found, key, state)
     return found
 

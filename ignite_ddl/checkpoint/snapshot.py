@@ -69,7 +69,7 @@ def capture(objects: Mapping[str, Any]) -> Snapshot:
     for key, loader in kinds.loaders.items():
         positions = (run["positions"][key] for run in runs.values() if key in run["positions"])
         states[key] = next(positions, None) or loader.state_dict()
-    for key in (key for key, other in kinds.others.items() if getattr(other, "of_a_rank", False)):
+    for key in (key for key, other in kinds.others.items() if getattr(other, "of_a_rank", None) is True):
         states[key] = states[key] | {"tensors": _capture_own(key, states[key]["tensors"], shards, mesh)}
     states |= {RANDOM: random_states(), RUNS: runs}
     if gradients := capture_gradients(kinds, shards, mesh):
