@@ -180,7 +180,8 @@ def by_hand(n_ranks, H, outer=None, epochs=2):
     return old.state_dict()
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=slow)], ids=str)
+@slow
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_rounds_against_a_loop_of_plain_torch(axes):
     nesterov = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
     for local, outer in ((functools.partial(ddl.LocalSGD, H=4), None), (functools.partial(ddl.DiLoCo, H=4), nesterov)):
