@@ -17,6 +17,7 @@ from ignite_ddl.engine import (
 )
 from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import empty_weights, lazy
+from ignite_ddl.local import DiLoCo, LocalSGD
 from ignite_ddl.mesh import Mesh, get_mesh, initialize_mesh
 from ignite_ddl.model import auto_model, auto_optim, check_model
 from ignite_ddl.pipeline.costs import layer_costs
@@ -39,8 +40,10 @@ from ignite_ddl.throughput import Throughput
 __all__ = [
     "Checkpoint",
     "Column",
+    "DiLoCo",
     "HangReport",
     "InputChannels",
+    "LocalSGD",
     "Mesh",
     "MeshEngine",
     "OutOfSync",

@@ -1,5 +1,5 @@
 """What data parallelism does with a module: torch's ``replicate`` or FSDP2, around each unit that is gathered alone;
-equal buffers, weights freed in time, gradients reduced when it is time.
+equal buffers, weights freed in time, gradients reduced when it is time; or nothing, in a round of local steps.
 """
 
 from __future__ import annotations
@@ -19,9 +19,55 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.compat import replicate, unsharded_parameters
 from ignite_ddl.guards import refuse_second_derivatives
-from ignite_ddl.mesh import Mesh
+from ignite_ddl.mesh import Mesh, get_mesh
 
-__all__ = ["apply_data_parallel", "fully_shard", "gradient_sync", "reshard", "share_buffers"]
+__all__ = [
+    "OWN_ROUNDS",
+    "LocalRound",
+    "apply_data_parallel",
+    "fully_shard",
+    "gradient_sync",
+    "local_round",
+    "refuse_in_a_round",
+    "reshard",
+    "share_buffers",
+]
+
+OWN_ROUNDS = "_trains_in_local_rounds"  # on a parameter
+
+
+class LocalRound:
+    """The steps that dp ranks have made each for itself since their weights were equal: ``dp_sync="local"``.
+
+    Attributes:
+        steps: their number, the same on every rank.
+        counted: what this rank's losses divided by in these steps, such as rows.
+        ended_by: the ``ddl.LocalSGD`` that averages the weights; None if there is none yet.
+    """
+
+    def __init__(self) -> None:
+        self.steps, self.counted, self.ended_by = 0, 0.0, None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            'a model with dp_sync="local" cannot be copied or pickled, since a copy would be of one dp rank: load '
+            "ddl.full_state_dict(model), at the end of a round, into a model of its own"
+        )
+
+
+def local_round(model: nn.Module) -> LocalRound | None:
+    """The round of a model that was made with ``dp_sync="local"``; None of any other."""
+    return getattr(model, "_local_round", None)
+
+
+def refuse_in_a_round(model: nn.Module, what: str) -> None:
+    """Raises a ValueError if dp ranks have weights of their own now."""
+    local = local_round(model)
+    if local is not None and local.steps and get_mesh().dp_size > 1:
+        raise ValueError(
+            f"{what} in the middle of a round of local steps (after {local.steps}), where each dp rank has weights of "
+            f"its own: do it where a round ends, or call {type(local.ended_by).__name__}.end_round on every rank first"
+        )
 
 
 def apply_data_parallel(module: nn.Module, mesh: Mesh, how: Mapping[str, Any] | None) -> None:

@@ -29,9 +29,10 @@ from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZE
 from ignite_ddl.audit import TOKENS_ALONE, check_same_rows, check_tokens_are_alone
 from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
+from ignite_ddl.data_parallel import local_round, refuse_in_a_round
 from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.loss_contract import DIVISOR, divisor_of
-from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.mesh import get_mesh
 from ignite_ddl.metrics import on_this_rank, over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.local_stages import Stages, call, stages_of
@@ -509,6 +510,7 @@ def create_supervised_evaluator(
     autocast = autocast_for(amp_mode, device)
 
     def evaluate(engine: MeshEngine, batch: Any) -> Any:
+        refuse_in_a_round(model, "the evaluator runs")
         model.eval()
         with torch.no_grad():
             x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
@@ -548,6 +550,8 @@ def _output(stages: Stages, transform: Callable[[], Any]) -> Any:
 def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
     """Clips gradients by their global 2-norm over all ranks: every shard counts, and copies count once.
 
+    With ``dp_sync="local"`` the norm is that of this dp rank's gradients, over its tp and pp peers.
+
     Args:
         model: what ``ddl.auto_model`` returned.
         max_norm: the largest norm after clipping, positive.
@@ -563,32 +567,35 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Op
     total = torch.zeros((), dtype=torch.float64, device=idist.device())
     cut = False
     gradients = []
-    stages = stages_of(model)
+    stages, local = stages_of(model), local_round(model) is not None
+    all_copies = (1 if local else mesh.dp_cp_size) * mesh.tp_size
     stepped = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.grad is None or (stepped is not None and id(parameter) not in stepped):
             continue
         redistribute_gradient(parameter)
-        local, copies = _local_and_copies(parameter.grad, mesh)
-        gradients.append(local)
-        cut = cut or copies < mesh.dp_cp_size * mesh.tp_size
+        own, copies = _local_and_copies(parameter.grad, all_copies)
+        gradients.append(own)
+        cut = cut or copies < all_copies
         if stages.counts(name):
-            real = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
+            real = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
             total += real.double().square().sum() / copies
-    if mesh.world_size > 1 and (cut or mesh.pp_size > 1):
+    if local and mesh.world_size > 1:
+        dist.all_reduce(total, group=mesh.tp_group)
+        dist.all_reduce(total, group=mesh.pp_group)
+    elif mesh.world_size > 1 and (cut or mesh.pp_size > 1):
         dist.all_reduce(total)
     else:
-        total *= mesh.dp_cp_size * mesh.tp_size
+        total *= all_copies
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for local in gradients:
-        local.mul_(scale.to(local.device))
+    for own in gradients:
+        own.mul_(scale.to(own.device))
     return norm
 
 
-def _local_and_copies(grad: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, int]:
+def _local_and_copies(grad: torch.Tensor, copies: int) -> tuple[torch.Tensor, int]:
     """A gradient's local part, and the number of ranks of a stage that hold the same part."""
-    copies = mesh.dp_cp_size * mesh.tp_size
     if not isinstance(grad, DTensor):
         return grad, copies
     for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -15,10 +15,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_ddl.arguments import AMOUNTS, COUNT, FLAG, MODULE, OPTIMIZER, WORLD, a, each, takes
+from ignite_ddl.arguments import AMOUNTS, COUNT, FLAG, MODULE, OPTIMIZER, WORLD, a, each, one_of, takes
 from ignite_ddl.audit import TOKENS_ALONE, remember
+from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over
-from ignite_ddl.data_parallel import apply_data_parallel, fully_shard
+from ignite_ddl.data_parallel import OWN_ROUNDS, LocalRound, apply_data_parallel, fully_shard
 from ignite_ddl.guards import (
     check_layers,
     check_optimizer,
@@ -86,6 +87,7 @@ class DDPOptions(TypedDict, total=False):
 
 @takes(
     FITS, mp_policy=a("a MixedPrecisionPolicy", MixedPrecisionPolicy),
+    dp_sync=one_of("step", "local"), comm_hook=COMM_HOOK,
     **dict.fromkeys(("shard", "checks", "reshard_after_forward", "offload"), FLAG),
 )  # fmt: skip
 def auto_model(
@@ -101,6 +103,8 @@ def auto_model(
     reshard_after_forward: bool | None = None,
     offload: bool = False,
     checks: bool = True,
+    dp_sync: str = "step",
+    comm_hook: str | Callable[..., Any] | None = None,
     **kwargs: Unpack[DDPOptions],
 ) -> nn.Module:
     """Cuts a model for the mesh; the weights are those of rank 0, which are those of one process.
@@ -139,6 +143,18 @@ def auto_model(
             in the CPU's memory, where the optimizer steps (``CPUOffloadPolicy``). Default: False.
         checks: whether the first forward pass, in training or not, checks the code between layers that are cut over
             tp, and, under pp, that layers keep no state from one pass to the next. Default: True.
+        dp_sync: "step": gradients are averaged over dp in each step, or "local": each dp rank trains weights of its
+            own, which :class:`ddl.LocalSGD <ignite_ddl.local.LocalSGD>` or :class:`ddl.DiLoCo
+            <ignite_ddl.local.DiLoCo>` averages; a step is refused without one of them. Not with ``shard=True``, nor on
+            a mesh with dp_shard or cp. Default: "step".
+        comm_hook: how DDP compresses gradients before it averages them, on a mesh that is data parallel only: "fp16",
+            "bf16" (not on gloo), "powersgd" of rank 1, or "powersgd:4" of rank 4; or a function ``(state, bucket)`` as
+            DDP's ``register_comm_hook`` takes, called with the state None. PowerSGD (Vogels et al. 2019,
+            arXiv:1905.13727) approximates the gradient of each matrix from the second step on, adds what a step has
+            left out to the next one (error feedback), and is exact for gradients of at most its rank. That belongs to
+            a rank: ``model.comm_state`` goes into ``to_save`` beside the model, and is refused on another number of
+            ranks; left out of ``to_load``, it begins with zeros. DDP then looks for unused parameters, so that it keeps
+            its buckets in their order. Default None: none.
         kwargs: for ``idist.auto_model`` on a mesh that is data parallel only, such as ``find_unused_parameters``.
 
     Returns:
@@ -173,7 +189,7 @@ def auto_model(
             assert abs(cut - model(torch.ones(1, 8)).sum().item()) < 1e-5
     """
     stages, fsdp = (schedule, n_microbatches, split, costs), (mp_policy, reshard_after_forward, offload)
-    layout = _check(model, tensor_plan, stages, shard, fsdp, checks, ddp=kwargs)
+    layout = _check(model, tensor_plan, stages, shard, fsdp, checks, dp_sync == "local", comm_hook, ddp=kwargs)
     _materialise(model, layout)
     return _protect(_shard(model, layout), layout)
 
@@ -188,7 +204,9 @@ class _Layout:
     shard: bool
     fsdp: dict[str, Any]
     checks: bool
-    ddp: dict[str, Any] | None  # arguments of DDP; None: dp is left to FSDP2 or replicate
+    ddp: dict[str, Any] | None  # arguments of DDP; None: dp is left to FSDP2, replicate or rounds of local steps
+    local: bool
+    comm_hook: str | Callable[..., Any] | None
 
     def stages_with(self, name: str) -> int:
         """The number of this rank's stages that hold the module of that name."""
@@ -205,20 +223,32 @@ def _check(
     shard: bool | None,
     fsdp: tuple,
     checks: bool,
+    local: bool,
+    comm_hook: str | Callable[..., Any] | None,
     ddp: dict[str, Any],
 ) -> _Layout:
     """Decides everything, and refuses what the mesh does not support, without making, changing or sending anything."""
     mesh = get_mesh()
     shard = _shards(mesh, shard)
-    by_ddp = mesh.dp_cp_size == mesh.world_size and not (shard and mesh.world_size > 1)
+    if local and (shard or mesh.cp_size > 1):
+        raise ValueError(
+            f'dp_sync="local" needs all weights and whole sequences on each dp rank, but the mesh is {mesh!r}, '
+            f"shard={shard}: leave out shard, dp_shard and cp, or dp_sync"
+        )
+    by_ddp = mesh.dp_cp_size == mesh.world_size and not ((shard or local) and mesh.world_size > 1)
     if ddp and not by_ddp:
-        raise ValueError(f"{', '.join(ddp)} are for DDP, but the mesh is {mesh!r}, shard={shard}: leave them out")
+        sync = ', dp_sync="local"' if local else ""
+        raise ValueError(f"{', '.join(ddp)} are for DDP, but the mesh is {mesh!r}, shard={shard}{sync}: leave them out")
+    if comm_hook is not None:
+        check_comm_hook(comm_hook, mesh, by_ddp, ddp)
     if mesh.world_size > 1:
         check_layers(model, mesh, by_ddp)
         check_parameter_hooks(model.named_parameters(), mesh, by_ddp, before=True)
     _warn_without_plan(tensor_plan, mesh.tp_size, stacklevel=5)
     styles, cut = _check_cut(model, tensor_plan, mesh.pp_size, mesh.tp_size, stages)
-    return _Layout(mesh, styles, cut, shard, _for_fsdp(mesh, shard, *fsdp), checks, ddp if by_ddp else None)
+    return _Layout(
+        mesh, styles, cut, shard, _for_fsdp(mesh, shard, *fsdp), checks, ddp if by_ddp else None, local, comm_hook
+    )
 
 
 def _shards(mesh: Mesh, shard: bool | None) -> bool:
@@ -309,7 +339,9 @@ def _shard_lazy_layer(model: nn.Module, names: list[str], layout: _Layout) -> No
 def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
     """Leaves each rank its part: its stages (pp), its part of their layers (tp), its rows or weights (dp)."""
     if layout.ddp is not None:  # which refuses a model that trains nothing
-        return idist.auto_model(model, **layout.ddp) if layout.mesh.world_size == 1 or _trains(model) else model
+        if layout.mesh.world_size == 1 or _trains(model):
+            model = idist.auto_model(model, **layout.ddp)
+        return register_comm_hook(model, layout.comm_hook, layout.mesh)
     if layout.mesh.tp_size * layout.mesh.pp_size > 1:
         share_random_stream(layout.mesh)
     whole = dict(model.named_parameters(remove_duplicate=False))
@@ -318,13 +350,20 @@ def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
     if layout.mesh.tp_size > 1:
         apply_plan(model, layout.styles, layout.mesh.device_mesh["tp"])
     for stage in stages_of(model).local_stages():
-        apply_data_parallel(stage, layout.mesh, layout.fsdp if layout.shard else None)
+        if not layout.local:
+            apply_data_parallel(stage, layout.mesh, layout.fsdp if layout.shard else None)
     hand_on_attributes(whole, model)
     return model
 
 
 def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
     """Notes what the model is now, so that what would train, save or copy it wrongly is refused."""
+    if layout.local:
+        local = LocalRound()
+        for module in (model, *stages_of(model).local_stages()):
+            module._local_round = local
+        for parameter in model.parameters():
+            setattr(parameter, OWN_ROUNDS, True)
     if layout.mesh.world_size == 1:
         return model
     if layout.ddp is not None:
@@ -348,7 +387,7 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
     MODELS.add(model)
     if not layout.checks:
         setattr(model, TOKENS_ALONE, True)
-    remember(model, layout.shard)  # later changes would not reach what reduces its gradients
+    remember(model, layout.shard or layout.local)  # later changes would not reach what reduces its gradients
     return model
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ignite_ddl.arguments import MAPPING, MODULE, Fits, check, takes, whole
 from ignite_ddl.compat import quiet_redistribution
-from ignite_ddl.data_parallel import share_buffers
+from ignite_ddl.data_parallel import refuse_in_a_round, share_buffers
 from ignite_ddl.lazy import materialize
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
@@ -63,7 +63,7 @@ def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, t
         if any(map(is_extra, known)):
             found |= stages.gather_stages(local_state(model)[2])
         return {name: found[name] for name in known} if mesh.rank == on_rank else {}
-    tensors, extra = _shared_state(stages, mesh)
+    tensors, extra = _shared_state(model, mesh)
     return stages.gather_stages({name: full_tensor(tensor) for name, tensor in tensors.items()} | extra)
 
 
@@ -83,7 +83,7 @@ def full_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, torc
         tuple: a name of the uncut model, and the tensor on the CPU of ``on_rank``; None on the other ranks.
     """
     stages, mesh = stages_of(model), get_mesh()
-    tensors, _ = _shared_state(stages, mesh)
+    tensors, _ = _shared_state(model, mesh)
     dtypes = _over_stages({name: tensor.dtype for name, tensor in tensors.items()}, mesh)
     for name, shape in stages.full_shapes().items():
         if is_extra(name):
@@ -100,9 +100,11 @@ def full_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, torc
         yield name, full if mesh.rank == on_rank else None
 
 
-def _shared_state(stages: Any, mesh: Mesh) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _shared_state(model: nn.Module, mesh: Mesh) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """As :func:`_split`, once all ranks have called; with the buffers of dp rank 0."""
+    refuse_in_a_round(model, "the weights are gathered")
     _wait_for_all(mesh)
+    stages = stages_of(model)
     for stage in stages.local_stages():
         share_buffers(stage, mesh)  # DDP did so before the last forward pass, and that one changed them
     return _split(stages)

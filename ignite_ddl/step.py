@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ignite_ddl.audit import N_SHAPES, Audit, shapes_of
 from ignite_ddl.compat import PartError, newest_node
-from ignite_ddl.data_parallel import gradient_sync
+from ignite_ddl.data_parallel import LocalRound, gradient_sync, local_round
 from ignite_ddl.guards import advice_of
 from ignite_ddl.loss_contract import LossContract, divisor_of, key_of
 from ignite_ddl.mesh import get_mesh
@@ -55,6 +55,7 @@ class TrainingStep:
         self.mesh, self.stages = get_mesh(), stages_of(model, model_fn)
         self.audit = Audit(model, self.stages, self.mesh) if checks and self.mesh.world_size > 1 else None
         self.contracts: dict[Any, LossContract] = {}
+        self.local = local_round(model)
         self.open = False
         self.expected = self.counted = 0.0  # divisors of this window: as gradients are divided, and summed up
 
@@ -88,6 +89,8 @@ class TrainingStep:
             tuple: the transformed output (None on ranks without the last stage), and the loss of the global batch.
         """
         contract, autocast = self._contract(loss_fn, loss_divisor), autocast or contextlib.nullcontext()
+        if self.local is not None:
+            _check_local(self.local, contract)
         if rows is None and self.mesh.dp_cp_size == 1:  # a loader of another library
             rows = (n_rows(y if tensors_of(y) else x),) * 2
         strict = self.audit is not None and self.mesh.dp_cp_size > 1 and not contract.calls
@@ -116,6 +119,9 @@ class TrainingStep:
             with autocast:
                 self.audit.end(last)  # before the next collective, which would meet DDP's on a peer that waits
         loss, total = self._end_reduction(*reduction, contract)
+        if self.local is not None:
+            total = reduction[1]  # of this rank
+            self.local.counted, self.local.steps = self.local.counted + total, self.local.steps + last
         self.open, self.counted = not last, self.counted + total
         if last:
             self._finish(window, loss)
@@ -143,6 +149,10 @@ class TrainingStep:
         if here is None:
             empty = rows is not None and rows[0] == 0
             return (0.0 if empty else float(dp)) if contract.divisor.kind == "sum" else 1.0
+        if self.local is not None:  # the mean of this rank alone
+            if not self.open or not self.expected:
+                self.counted, self.expected = 0.0, here or 1.0
+            return float(here > 0) if window is None else here / self.expected
         dealt = contract.divisor.kind == "rows" and rows is not None and (window or contract.divisor.certain)
         total = float(rows[1] * self.mesh.cp_size) if dealt else None
         if total is None and (window is None or contract.density is None):
@@ -212,6 +222,19 @@ class TrainingStep:
             self.audit.compare(compared, contract)
             contract.conclude(doubtful)
         return summed[0] / total if total else summed[0], total
+
+
+def _check_local(local: LocalRound, contract: LossContract) -> None:
+    if local.ended_by is None:
+        raise ValueError(
+            'the model was made with dp_sync="local", but nothing averages the weights of its dp ranks: call '
+            "ddl.LocalSGD(...).attach(trainer, model, optimizer), or that of ddl.DiLoCo"
+        )
+    if contract.divisor.kind == "sum":
+        raise ValueError(
+            'a loss that is a sum has no mean by which dp_sync="local" could weight ranks: divide it, by rows or by '
+            "what counts, and pass that as loss_divisor"
+        )
 
 
 # What torch and Python say where code gets a part of a tensor and counts on all of it.

@@ -199,6 +199,8 @@ BY_NAME = {
     **dict.fromkeys(("n_microbatches", "n_ranks", "n_nodes"), ("count", 4)),
     **dict.fromkeys(("hidden", "heads", "sequence", "layers", "vocabulary", "n_samples"), ("amount", 64)),
     "n_updates": ("from 0", 4),
+    "n_steps": ("count", 4),
+    "loss_bytes": ("amount", 56),
     "n_chunks": ("count", 1),
     **dict.fromkeys(("n_bytes", "weight_bytes", "input_bytes", "output_bytes", "gradient_bytes"), ("amount", 8.0)),
     **dict.fromkeys(("optimizer_bytes", "value_bytes", "mask_bytes", "activation_bytes"), ("amount", 2)),
@@ -256,7 +258,10 @@ OWN = {
 }  # fmt: skip
 PLAUSIBLE["one or each or function"] = PLAUSIBLE["one or each"] | CALLED
 RESULTS = {  # made by the library
-    "cost": {"RESNET50_P100", *["Collective", "DDPStep", "MasterStep", "ScaledStep", "ServerStep", "ZeroMemory"]},
+    "cost": {
+        "RESNET50_P100",
+        *["Collective", "DDPStep", "LocalRound", "MasterStep", "ScaledStep", "ServerStep", "ZeroMemory"],
+    },
     "simulate": {
         *["Gradient", "PipeDream", "Pipeline", "PipelinePlan", "Rank", "RunWithFailures", "ServerRun", "Simulation"]
     },
@@ -457,8 +462,10 @@ case("ddl.check_model (no pp)", ddl.check_model, model=("module", MODEL), tensor
 case(
     "ddl.auto_model", ddl.auto_model, model=("module", Made(layers)), tensor_plan=("dict?", PLAN), **CUT,
     shard=("flag?", False), checks=("flag", True), mp_policy=("object?", None),
-    reshard_after_forward=("flag?", None), offload=("flag", False),
+    reshard_after_forward=("flag?", None), offload=("flag", False), dp_sync=("choice", "step"),
+    comm_hook=("choice or function?", "powersgd:2"),
 )  # fmt: skip
+PLAUSIBLE["choice or function"] = PLAUSIBLE["choice"] | CALLED
 case("ddl.auto_optim", ddl.auto_optim, optimizer=("object", OPTIMIZER), checks=("flag", True))
 case(
     "ddl.check_parity", ddl.check_parity, model=("model", Made(layers)), plan=("dict?", PLAN),
@@ -510,6 +517,14 @@ def pushed(**given):
 case("ParameterServer.push", pushed, gradients=("given?", None), rows=("from 0", 2))
 case("ddl.Throughput", ddl.Throughput, flops=("positive?", 1e6), peak_flops=("positive?", 1e12), window=("count", 20))
 case("Throughput.attach", ddl.Throughput().attach, engine=ENGINE)
+case("ddl.LocalSGD", ddl.LocalSGD, H=("count", 4))
+case("ddl.DiLoCo", ddl.DiLoCo, H=("count", 4), outer_optimizer=("function?", optimizer_of))
+for rounds in (ddl.LocalSGD, ddl.DiLoCo):
+    case(
+        f"{rounds.__name__}.attach", lambda rounds=rounds, **given: rounds(4).attach(**given),
+        trainer=("object", Made(lambda: ddl.MeshEngine(lambda engine, batch: None))),
+        model=("object", Made(lambda: ddl.auto_model(layers(), dp_sync="local"))), optimizer=("object", OPTIMIZER),
+    )  # fmt: skip
 DATA = torch.utils.data.TensorDataset(X, Y)
 case(
     "ddl.auto_dataloader", ddl.auto_dataloader, dataset=("data", DATA), batch_size=("count", 2),

@@ -17,7 +17,7 @@ from ignite_ddl.checkpoint.form import GRADIENTS, RANDOM, RUNS
 from ignite_ddl.checkpoint.gradients import apply_gradients, plan_gradients
 from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.resume import Resume, load_engine, load_loader, resumed_engine
-from ignite_ddl.checkpoint.snapshot import groups_by_name
+from ignite_ddl.checkpoint.snapshot import groups_by_name, own_name
 from ignite_ddl.checkpoint.storage import Folder, agree, attempt
 from ignite_ddl.checkpoint.values import decoded
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -59,6 +59,7 @@ class Plan:
         states: of each optimizer the new state of each parameter.
         gradients: of each model with an open window of gradient accumulation the gradients, by name.
         layouts: of these gradients.
+        own: states of objects that belong to a rank.
         checked: what ``reads`` makes :meth:`Folder.read` do, once its digests have been compared.
     """
 
@@ -71,6 +72,7 @@ class Plan:
     gradients: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     layouts: dict[str, Any] = field(default_factory=dict)
     checked: Any = None
+    own: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def state_of(self, key: str, on_any_mesh: bool = False) -> tuple[Any, bool]:
         """An object's state on this rank, and whether it is that of another dp rank."""
@@ -106,8 +108,26 @@ def plan(folder: Folder, objects: Mapping[str, Any]) -> Plan:
     for key, optimizer in kinds.optimizers.items():
         found.names[key], found.states[key] = _plan_optimizer(found, key, optimizer, saved_as)
     for key in kinds.engines | kinds.others:
-        found.state_of(key)  # or raises, before anything is changed
+        state, _ = found.state_of(key)  # or raises, before anything is changed
+        if getattr(kinds.others.get(key), "of_a_rank", None) is True:  # a metric has any attribute
+            _plan_own(found, key, state)
     return found
+
+
+def _plan_own(found: Plan, key: str, state: dict[str, Any]) -> None:
+    if found.folder.content["mesh"] != found.mesh.sizes:
+        raise ValueError(
+            f"to_load[{key!r}] belongs to the ranks of {found.folder.content['mesh']}, so that it cannot be loaded on "
+            f"{found.mesh!r}: leave it out of to_load, and it begins anew there"
+        )
+    tensors = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in state["tensors"].items()
+    }
+    found.own[key] = state | {"tensors": tensors}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            saved = own_name(found.mesh, key, name)
+            found.reads[saved] = saved, Shard.full(tensor)
 
 
 def _check_kinds(folder: Folder, kinds: Kinds) -> None:
@@ -281,7 +301,7 @@ def _apply_resettable(found: Plan) -> None:
         for group, saved in zip(optimizer.param_groups, found.folder.content["optimizers"][key]["groups"], strict=True):
             group.update(decoded(saved["options"]))
     for key, other in found.kinds.others.items():
-        other.load_state_dict(found.state_of(key)[0])
+        other.load_state_dict(found.own[key] if key in found.own else found.state_of(key)[0])
     if found.kinds.engines:
         state, of_another_rank = found.state_of(RANDOM, on_any_mesh=True)
         set_random_states(state)

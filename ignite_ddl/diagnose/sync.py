@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ignite_ddl.arguments import MODULE, takes
+from ignite_ddl.data_parallel import local_round
 from ignite_ddl.diagnose.calls import recorded_calls
 from ignite_ddl.diagnose.report import UnlikeCalls, unlike_calls
 from ignite_ddl.mesh import get_mesh
@@ -83,13 +84,15 @@ def check_in_sync(model: nn.Module) -> list[OutOfSync]:
     held: dict[tuple, tuple[str, torch.Tensor]] = {}
     tensors, saved_as, _ = local_state(model)
     left_out = dp_local_statistics(model)
+    local = local_round(model)
+    in_a_round = local is not None and local.steps > 0  # where each dp rank has weights of its own
     saved = {id(tensor) for tensor in tensors.values()}
     everything = [(saved_as[name], None, tensor) for name, tensor in tensors.items()]
     for name, buffer in stages_of(model).plain_module().named_buffers():
         if id(buffer) not in saved:  # under pp, these names are this stage's
             everything.append((name, mesh.pp_rank, buffer))
     for name, stage, tensor in everything:
-        alone = mesh.dp_cp_rank if id(tensor) in left_out else None
+        alone = mesh.dp_cp_rank if in_a_round or id(tensor) in left_out else None
         for offsets, piece in shard_of(tensor).pieces:
             held[name, stage, alone, offsets, tuple(piece.shape)] = name, piece
     everyone: list[dict[tuple, int]] = [{} for _ in range(mesh.world_size)]

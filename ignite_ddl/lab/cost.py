@@ -21,6 +21,7 @@ __all__ = [
     "Collective",
     "DDPStep",
     "Link",
+    "LocalRound",
     "MasterStep",
     "ScaledStep",
     "ServerStep",
@@ -35,6 +36,7 @@ __all__ = [
     "ddp_buckets",
     "ddp_step",
     "goodput",
+    "local_round",
     "master_step",
     "noise_scale",
     "parameter_server_step",
@@ -84,14 +86,14 @@ class Link:
 WHOLE, _RANKS = whole(floats=True), whole(most=10**6, floats=True)
 _AMOUNTS = (
     "n_bytes weight_bytes input_bytes output_bytes gradient_bytes optimizer_bytes value_bytes mask_bytes "
-    "activation_bytes first_bucket_bytes forward_seconds backward_seconds loss_seconds compute_seconds server_seconds "
-    "transfer overhead save restart work interval mean_time learning_rate n_parameters n_samples "
+    "activation_bytes loss_bytes first_bucket_bytes forward_seconds backward_seconds loss_seconds compute_seconds "
+    "server_seconds transfer overhead save restart work interval mean_time learning_rate n_parameters n_samples "
     "sequence hidden heads layers vocabulary"
 )
 FITS = {
     **dict.fromkeys(_AMOUNTS.split(), AMOUNT),
     **dict.fromkeys(("n_ranks", "n_workers", "n_servers", "n_chunks", "n_nodes"), _RANKS),
-    **dict.fromkeys(("n_microbatches", "batch_size", "batch_per_rank"), WHOLE),
+    **dict.fromkeys(("n_microbatches", "n_steps", "batch_size", "batch_per_rank"), WHOLE),
     **dict.fromkeys(("bucket_bytes", "parameter_bytes", "ready"), AMOUNTS),
     "link": a("a cost.Link", Link),
     "overlap": SHARE,
@@ -492,6 +494,61 @@ def ddp_buckets(
             buckets.append(filled)
             filled = 0
     return [*buckets, filled] if filled else buckets
+
+
+class LocalRound(NamedTuple):
+    """What a round of local steps costs.
+
+    Attributes:
+        seconds: of the whole round.
+        compute_seconds: of its steps alone.
+        loss_seconds: of the global losses, one message after each step.
+        average_seconds: of the average of the weights at its end.
+        bytes: how many bytes a rank sends in it.
+    """
+
+    seconds: float
+    compute_seconds: float
+    loss_seconds: float
+    average_seconds: float
+    bytes: float
+
+
+@takes(FITS)
+def local_round(
+    n_ranks: int, n_steps: int, compute_seconds: float, weight_bytes: float, link: Link, loss_bytes: float = 56
+) -> LocalRound:
+    """A round of ``ddl.LocalSGD`` or ``ddl.DiLoCo``: local steps, each with its global loss, then one average.
+
+    seconds = n_steps (compute_seconds + R(loss_bytes)) + R(8) + R(weight_bytes), where R is
+    :func:`all_reduce_ring`; the 8 bytes are what a rank has counted. Source: Douillard et al., "DiLoCo: Distributed
+    Low-Communication Training of Language Models", arXiv:2311.08105 (2023), algorithm 1, with the messages of this
+    package. Leaves out that the loss is reduced during the backward pass, stragglers, and the outer optimizer's time.
+
+    Args:
+        n_ranks: the dp ranks.
+        n_steps: optimizer steps per round, H; with 1, about the time of all-reduce without overlap.
+        compute_seconds: of a step on a rank.
+        weight_bytes: of the weights that a rank trains.
+        link: the network between neighbours.
+        loss_bytes: that each step reduces: 56 without pp, and 16 more for each further pp rank.
+
+    Returns:
+        LocalRound: seconds and bytes.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            gigabit = cost.Link(latency=0.02, bandwidth=125e6)              # between two cities
+            each, rare = (cost.local_round(2, steps, 0.5, 4e9, gigabit) for steps in (1, 500))
+            assert 32 < each.seconds < 33 and 0.5 < rare.seconds / 500 < 0.7
+    """
+    losses, counted, average = (all_reduce_ring(n_ranks, n, link) for n in (loss_bytes, 8, weight_bytes))
+    compute, loss, end = n_steps * compute_seconds, n_steps * losses.seconds, counted.seconds + average.seconds
+    sent = n_steps * losses.bytes[0] + counted.bytes[0] + average.bytes[0]
+    return LocalRound(compute + loss + end, compute, loss, end, sent)
 
 
 class ScaledStep(NamedTuple):

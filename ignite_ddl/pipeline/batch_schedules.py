@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
-from ignite_ddl.data_parallel import reshard
+from ignite_ddl.data_parallel import local_round, reshard
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, check_trains
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
@@ -102,7 +102,8 @@ class BatchSchedules:
     def _check_gradients(self) -> None:
         for s, stage in self.stages.items():
             check_trains(self.cut, s, stage)
-            if self.mesh.dp_cp_size > 1 and not isinstance(stage, FSDPModule) and _trains(stage):
+            averaged = isinstance(stage, FSDPModule) or local_round(stage) is not None
+            if self.mesh.dp_cp_size > 1 and not averaged and _trains(stage):
                 raise ValueError(
                     f"{self.cut.describe(s)} was frozen when the model was cut, so that nothing averages its gradients "
                     "over dp: freeze it after ddl.auto_model"

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from ignite_ddl.data_parallel import reshard, share_buffers
+from ignite_ddl.data_parallel import local_round, reshard, share_buffers
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.batch_schedules import BatchSchedules
 from ignite_ddl.pipeline.cut import Cut
@@ -193,7 +193,8 @@ class PipelineStages:
 
     def _share_buffers(self) -> None:
         for stage in self.local_stages():
-            share_buffers(stage, self.mesh)
+            if local_round(stage) is None:
+                share_buffers(stage, self.mesh)
 
     def reduce_loss(self, parts: torch.Tensor) -> dist.Work:
         """Over the world; of tp peers, which have the same values, only the first counts."""

@@ -1,0 +1,410 @@
+"""Rounds of local steps (local SGD, DiLoCo) against all-reduce and by hand, and DDP's compressed gradients."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Events
+from ranks import in_float64, launch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, quantization_hooks
+from torch.utils.data import TensorDataset
+
+import ignite_ddl as ddl
+from ignite_ddl.lab import cost, count_bytes
+
+PLAN = {"0": ddl.Column(), "2": ddl.Row()}
+slow = pytest.mark.slow
+
+
+def model_of(seed=0, batch_norm=False):
+    torch.manual_seed(seed)
+    norm = [nn.BatchNorm1d(4)] if batch_norm else []
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4), *norm, nn.Tanh(), nn.Linear(4, 3))
+
+
+def rows_of(n=11):
+    draw = torch.Generator().manual_seed(1)
+    y = torch.randint(3, (n,), generator=draw)
+    y[::4] = -100  # so that ranks divide by unlike numbers
+    return TensorDataset(torch.randn(n, 6, generator=draw), y)
+
+
+def plain_sgd(weights, lr=1.0):
+    return torch.optim.SGD(weights, lr=lr)
+
+
+def make(local, inner=torch.optim.SGD, batch_norm=False, rows=11, batch_size=5, axes=("tp", "pp"), **options):
+    """Model, optimizer, loader and trainer; ``local`` is None for all-reduce."""
+    mesh = ddl.get_mesh()
+    plan = PLAN if mesh.tp_size > 1 else None
+    model = ddl.auto_model(model_of(batch_norm=batch_norm), plan, **({} if local is None else {"dp_sync": "local"}))
+    optimizer = ddl.auto_optim(inner(model.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.cross_entropy, **options)
+    if local is not None:
+        local.attach(trainer, model, optimizer)
+    return model, optimizer, ddl.auto_dataloader(rows_of(rows), batch_size=batch_size), trainer
+
+
+@in_float64
+def trained(local_rank, local=None, epochs=2, **options):
+    model, _, loader, trainer = make(local and local(), **options)
+    losses = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    trainer.run(loader, max_epochs=epochs)
+    assert ddl.check_in_sync(model) == []
+    return losses, ddl.full_state_dict(model)
+
+
+def off(found, right):
+    (losses, weights), (right_losses, right_weights) = found, right
+    assert losses[0] == pytest.approx(right_losses[0], abs=1e-12)
+    return max(float((weights[name] - right_weights[name]).abs().max()) for name in right_weights)
+
+
+EVERY_STEP = functools.partial(ddl.LocalSGD, H=1)
+OUTER_SGD = functools.partial(ddl.DiLoCo, H=1, outer_optimizer=plain_sgd)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, pytest.param({"dp": 4}, marks=slow),
+                                  pytest.param({"dp": 2, "tp": 2}, marks=slow),
+                                  pytest.param({"dp": 2, "pp": 2}, marks=slow)], ids=str)  # fmt: skip
+def test_rounds_of_one_step_are_all_reduce(axes):
+    right = trained(0)
+    for local in (EVERY_STEP, OUTER_SGD):
+        assert all(off(found, right) <= 1e-12 for found in launch(axes, trained, local))
+
+
+@slow
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_a_round_of_one_window_is_one_large_batch(axes):
+    right = trained(0, gradient_accumulation_steps=3)
+    found = launch(axes, functools.partial(trained, gradient_accumulation_steps=3), EVERY_STEP)
+    assert all(off(one, right) <= 1e-12 for one in found)
+
+
+@slow
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_running_statistics_are_those_of_dp_rank_0(axes):
+    run = functools.partial(trained, batch_norm=True, rows=24, batch_size=8)
+    right = launch(axes, run)[0]
+    assert all(off(found, right) <= 1e-12 for found in launch(axes, run, EVERY_STEP))
+
+
+@in_float64
+def norms(local_rank, amp_mode=None):
+    """The gradient's norm before clipping in the first step, and that of this rank's rows by hand."""
+    _, _, _, trainer = make(ddl.LocalSGD(H=9), max_norm=0.01, amp_mode=amp_mode, scaler=amp_mode is not None)
+    x, y = rows_of()[:5]
+    trainer.run(ddl.auto_dataloader(TensorDataset(x, y), batch_size=5))
+    mesh, model = ddl.get_mesh(), model_of()
+    a, b = (5 * (mesh.dp_rank + i) // mesh.dp_size for i in (0, 1))
+    F.cross_entropy(model(x[a:b]), y[a:b]).backward()
+    by_hand = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    return trainer.state.grad_norm, float(by_hand)
+
+
+@slow
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_clipping_goes_by_the_norm_of_a_dp_rank(axes):
+    found = launch(axes, norms)
+    assert all(norm == pytest.approx(by_hand, rel=1e-9) for norm, by_hand in found)
+    assert len({round(norm, 6) for norm, _ in found}) == 2
+
+
+class Unweighted(ddl.LocalSGD):
+    """Deliberately wrong: ranks count the same, whatever their rows."""
+
+    def averages(self):
+        self.round.counted = 1.0
+        return super().averages()
+
+
+def wrong_variants(local_rank):
+    two_steps = trained(local_rank, functools.partial(ddl.LocalSGD, H=2))
+    adam = trained(local_rank, EVERY_STEP, inner=torch.optim.AdamW)
+    return two_steps, adam, trained(local_rank, functools.partial(Unweighted, H=1))
+
+
+@slow
+def test_wrong_variants_are_seen():
+    """More steps a round and AdamW inside are other algorithms; ranks of equal weight are a fault."""
+    right = trained(0)
+    two_steps, adam, unweighted = launch({"dp": 2}, wrong_variants)[0]
+    assert min(off(two_steps, right), off(unweighted, right)) > 1e-3
+    assert off(adam, trained(0, inner=torch.optim.AdamW)) > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------- by hand
+
+
+@in_float64
+def by_hand(n_ranks, H, outer=None, epochs=2):
+    """Each rank's rows of each batch with plain torch: the last rank has one more where they do not divide."""
+    data, models = rows_of(), [model_of() for _ in range(n_ranks)]
+    old = model_of()
+    outer = outer and outer(list(old.parameters()))
+    counted, steps = [0.0] * n_ranks, 0
+
+    def end_round():
+        means = [sum(c * p for c, p in zip(counted, ps, strict=True)) / sum(counted)
+                 for ps in zip(*(list(m.parameters()) for m in models), strict=True)]  # fmt: skip
+        with torch.no_grad():
+            for p, mean in zip(old.parameters(), means, strict=True):
+                p.grad = p - mean
+                if outer is None:
+                    p.copy_(mean)
+        if outer is not None:
+            outer.step()
+        for model in models:
+            model.load_state_dict(old.state_dict())
+
+    for _, start in itertools.product(range(epochs), range(0, 11, 5)):
+        x, y = data[start : start + 5]
+        for r, model in enumerate(models):
+            a, b = len(x) * r // n_ranks, len(x) * (r + 1) // n_ranks
+            if (count := float((y[a:b] != -100).sum())) > 0:
+                grads = torch.autograd.grad(F.cross_entropy(model(x[a:b]), y[a:b]), list(model.parameters()))
+                with torch.no_grad():
+                    for p, g in zip(model.parameters(), grads, strict=True):
+                        p -= 0.1 * g
+                counted[r] += count
+        steps += 1
+        if steps == H:
+            end_round()
+            counted, steps = [0.0] * n_ranks, 0
+    if steps:
+        end_round()
+    return old.state_dict()
+
+
+@slow
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_rounds_against_a_loop_of_plain_torch(axes):
+    nesterov = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    for local, outer in ((functools.partial(ddl.LocalSGD, H=4), None), (functools.partial(ddl.DiLoCo, H=4), nesterov)):
+        right = by_hand(2, 4, outer)
+        for _, weights in launch(axes, trained, local):
+            assert max(float((weights[name] - right[name]).abs().max()) for name in right) <= 1e-12
+
+
+# ------------------------------------------------------------------------------------- checkpoints, evaluation
+
+
+def resumed(local_rank, folder, local, stop, epochs=2):
+    """The weights of a run that was stopped after ``stop`` iterations and resumed in new objects, and of one not."""
+    options = {"inner": torch.optim.AdamW, "batch_norm": True, "rows": 24, "batch_size": 8}
+
+    def run(stop=None, load=None):
+        model, optimizer, loader, trainer = make(own := local(), **options)
+        everything = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader, "local": own}
+        if load:
+            ddl.Checkpoint.load_objects(everything, load)
+        if stop:
+            saves = ddl.Checkpoint(everything, folder)
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda: saves.save("mid"))
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), saves_nothing)
+        trainer.run(loader, max_epochs=epochs)
+        return ddl.full_state_dict(model)
+
+    uninterrupted = run(stop)
+    later = run(load=f"{folder}/mid")
+    return all(torch.equal(later[name], uninterrupted[name]) for name in later)
+
+
+def saves_nothing():
+    """Another handler of the same event."""
+
+
+@pytest.mark.parametrize("local", [pytest.param(functools.partial(ddl.LocalSGD, H=4), marks=slow),
+                                   functools.partial(ddl.DiLoCo, H=4)], ids=["LocalSGD", "DiLoCo"])  # fmt: skip
+@pytest.mark.parametrize("axes", [{"dp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=slow),
+                                  pytest.param({"dp": 2, "pp": 2}, marks=slow)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("stop", [2, pytest.param(4, marks=slow)])
+def test_a_run_goes_on_from_the_middle_of_a_round(tmp_path, axes, local, stop):
+    assert launch(axes, resumed, str(tmp_path), local, stop) == [True] * len(launch_sizes(axes))
+
+
+def launch_sizes(axes):
+    return range(functools.reduce(lambda a, b: a * b, axes.values()))
+
+
+def saved_in_a_round(local_rank, folder):
+    model, optimizer, loader, trainer = make(own := ddl.LocalSGD(H=10))
+    everything = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader, "local": own}
+    evaluator = ddl.create_supervised_evaluator(model)
+    said = []
+
+    def in_a_round():
+        differ = len(ddl.check_in_sync(model))
+        for call in (
+            lambda: evaluator.run(loader),
+            lambda: ddl.full_state_dict(model),
+            lambda: ddl.Checkpoint({k: v for k, v in everything.items() if k != "local"}, folder).save("x"),
+        ):
+            with pytest.raises(ValueError, match=".") as error:
+                call()
+            said.append(str(error.value))
+        ddl.Checkpoint(everything, folder).save("mid")
+        own.end_round()
+        said.append(differ)
+        evaluator.run(loader)
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), in_a_round)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: said.append(ddl.full_state_dict(model)))
+    trainer.run(loader, max_epochs=1)
+    return said
+
+
+def loaded_elsewhere(local_rank, folder):
+    model, optimizer, loader, trainer = make(own := ddl.LocalSGD(H=10))
+    everything = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader, "local": own}
+    with pytest.raises(ValueError, match="leave it out of to_load"):
+        ddl.Checkpoint.load_objects(everything, f"{folder}/mid")
+    del everything["local"]
+    ddl.Checkpoint.load_objects(everything, f"{folder}/mid")
+    return ddl.full_state_dict(model)
+
+
+@slow
+def test_in_the_middle_of_a_round(tmp_path):
+    """What needs one model is refused; a checkpoint holds the average, which another mesh can load."""
+    evaluates, gathers, saves, differ, ended = launch({"dp": 2}, saved_in_a_round, str(tmp_path))[0]
+    assert "the evaluator runs in the middle of a round of local steps (after 2)" in evaluates
+    assert "the weights are gathered in the middle of a round" in gathers
+    assert "to_save should have its ddl.LocalSGD or ddl.DiLoCo beside 'model'" in saves
+    assert differ == 0  # by a stated rule
+    for weights in (loaded_elsewhere(0, str(tmp_path)), launch({"dp": 4}, loaded_elsewhere, str(tmp_path))[3]):
+        assert all(torch.equal(weights[name], ended[name]) for name in ended)
+
+
+# ---------------------------------------------------------------------------------------- bytes, refusals
+
+
+def bytes_of_rounds(local_rank, local, H):
+    model, _, loader, trainer = make(local(H=H), rows=32, batch_size=4, checks=False)
+    counts = []
+    with count_bytes() as traffic:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: counts.append(traffic.put_in))
+        trainer.run(loader)
+    return counts, traffic.on_a_ring, sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@slow
+@pytest.mark.parametrize("local", [ddl.LocalSGD, ddl.DiLoCo])
+def test_a_round_sends_the_weights_once(local):
+    """And each step the 7 numbers of the loss, in float64; a round besides what its ranks counted."""
+    loss, H = 7 * 8, 4
+    for counts, on_a_ring, weights in launch({"dp": 2}, bytes_of_rounds, local, H):
+        assert on_a_ring == 2 * cost.local_round(2, H, 0, weights, cost.Link(0, 1), loss).bytes
+        assert counts == [n * loss + n // H * (weights + 8) for n in range(1, 9)]
+
+
+def refused(local_rank, **options):
+    with pytest.raises(ValueError, match=".") as error:
+        ddl.auto_model(model_of(), **options)
+    return str(error.value)
+
+
+def steps_refused(local_rank):
+    said = []
+    for attach, loss_fn in ((False, F.cross_entropy), (True, functools.partial(F.cross_entropy, reduction="sum"))):
+        model = ddl.auto_model(model_of(), dp_sync="local")
+        optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer = ddl.create_supervised_trainer(model, optimizer, loss_fn)
+        if attach:
+            ddl.LocalSGD(H=2).attach(trainer, model, optimizer)
+        with pytest.raises(ValueError, match=".") as error:
+            trainer.run(ddl.auto_dataloader(rows_of(), batch_size=5))
+        said.append(str(error.value))
+    model = ddl.auto_model(model_of())
+    with pytest.raises(ValueError, match='dp_sync="local"'):
+        ddl.LocalSGD(H=2).attach(trainer, model, optimizer)
+    return said
+
+
+@slow
+def test_what_does_not_hold_is_refused():
+    for axes, options, words in (
+        ({"dp": 2}, {"dp_sync": "local", "shard": True}, "needs all weights"),
+        ({"dp_replicate": 2, "dp_shard": 2}, {"dp_sync": "local"}, "needs all weights"),
+        ({"dp": 2, "cp": 2}, {"dp_sync": "local"}, "needs all weights and whole sequences"),
+        ({"dp": 2}, {"dp_sync": "local", "comm_hook": "fp16"}, "comm_hook compresses what DDP sends"),
+        ({"dp": 2, "pp": 2}, {"comm_hook": "fp16"}, "comm_hook compresses what DDP sends"),
+        ({"dp": 2}, {"shard": True, "comm_hook": "powersgd"}, "comm_hook compresses what DDP sends"),
+        ({"dp": 2}, {"comm_hook": "bf16"}, "fails on gloo"),
+        ({"dp": 2}, {"comm_hook": default_hooks.bf16_compress_hook}, "fails on gloo"),
+        ({"dp": 2}, {"comm_hook": quantization_hooks.quantization_pertensor_hook}, "fails on gloo"),
+        ({"dp": 2}, {"comm_hook": "powersgd", "static_graph": True}, "needs find_unused_parameters"),
+    ):
+        assert all(words in said for said in launch(axes, functools.partial(refused, **options))), options
+    nothing, sums = launch({"dp": 2}, steps_refused)[0]
+    assert "nothing averages the weights" in nothing
+    assert "a loss that is a sum" in sums
+
+
+# ------------------------------------------------------------------------------------------ compressed gradients
+
+
+@in_float64
+def compressed(local_rank, comm_hook=None, folder=None, layers=1, steps=6):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), *(nn.Linear(16, 16) for _ in range(layers - 1)))
+    model = ddl.auto_model(model, comm_hook=comm_hook, bucket_cap_mb=1e-3)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss, checks=layers > 1)
+    draw = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(2 * steps, 8, generator=draw), torch.randn(2 * steps, 16, generator=draw))
+    loader = ddl.auto_dataloader(data, batch_size=2)
+    everything = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader}
+    if folder:
+        with pytest.raises(ValueError, match="to_save should have its comm_state beside 'model'"):
+            ddl.Checkpoint(everything, folder).save("without")
+        everything["comm"] = model.comm_state
+        saves = ddl.Checkpoint(everything, folder)
+        if (saves.folder / "mid").exists():
+            ddl.Checkpoint.load_objects(everything, saves.folder / "mid")
+        else:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: saves.save("mid"))
+    sent = []
+    with count_bytes() as traffic:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: sent.append(traffic.put_in))
+        trainer.run(loader)
+    return ddl.full_state_dict(model), sent
+
+
+def difference(one, other):
+    return max(float((one[name] - other[name]).abs().max()) for name in other)
+
+
+def test_powersgd_is_exact_at_the_rank_of_the_gradient_and_not_below():
+    """A linear layer's gradient on two rows has rank 2; the third step is the first that compresses."""
+    right, _ = compressed(0)
+    (exact, sent), (below, _), (plain, all_sent) = (
+        launch({"dp": 2}, compressed, hook)[0] for hook in ("powersgd:2", "powersgd:1", None)
+    )
+    assert max(difference(exact, right), difference(plain, right)) <= 1e-12
+    assert difference(below, right) > 1e-3
+    m, n, loss, value, unused = 16, 8, 7, 8, 4  # unused: one number of 4 bytes says whether a weight was used
+    steps = [after - before for before, after in itertools.pairwise(sent)]
+    assert steps[1:] == [(2 * (m + n) + loss) * value + unused] * 4
+    assert all_sent[-1] - all_sent[-2] == (m * n + loss) * value
+
+
+@slow
+def test_a_compressed_run_goes_on_with_its_error_feedback(tmp_path):
+    """Several buckets, whose order DDP has to keep; on other ranks, the state is refused."""
+    uninterrupted, _ = launch({"dp": 2}, compressed, "powersgd:1", str(tmp_path), 4)[0]
+    resumed_weights, sent = launch({"dp": 2}, compressed, "powersgd:1", str(tmp_path), 4)[0]
+    assert len(sent) == 2
+    assert difference(resumed_weights, uninterrupted) == 0
+    with pytest.raises(ddl.RankError, match="leave it out of to_load, and it begins anew there"):
+        launch({"dp": 3}, compressed, "powersgd:1", str(tmp_path), 4)
+
+
+@slow
+@pytest.mark.parametrize("hook", ["fp16", default_hooks.fp16_compress_hook])
+def test_fp16_is_close(hook):
+    assert 1e-8 < difference(launch({"dp": 2}, compressed, hook)[0][0], compressed(0)[0]) < 1e-2
