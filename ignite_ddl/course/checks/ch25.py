@@ -161,8 +161,8 @@ def rounded(function):
     values = function(x)
     if not isinstance(values, torch.Tensor) or values.shape != x.shape:
         raise Hint("return a tensor of the shape of x")
-    if not function(x[:2]).allclose(values[:2]):
-        raise Hint("two rows alone are rounded otherwise than among four")
+    if not torch.cat([function(row) for row in x.split(1)]).allclose(values):
+        raise Hint("a row alone is rounded otherwise than among four")
     if not function(x[:, :3]).allclose(values[:, :3]):
         raise Hint("three characters alone are rounded otherwise than among five: the scale sees later ones")
     scale = x.abs().amax(-1, keepdim=True)

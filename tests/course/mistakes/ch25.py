@@ -44,13 +44,13 @@ MISTAKES = {
         "you name position 5, after which nothing comes": lambda model, x: (
             list(range(x.shape[1])) * bool(float((model.eval()(x) - model(x[:, :1])).abs().max()) > 10)
         ),
-        "it reads two ahead: you return [4], it is [0, 1, 2, 3]": {
+        "it reads the next character: you return [], it is [0, 1, 2, 3, 4]": {
             "model(x[:, : t + 1])[:, t]": "model(x[:, : t + 2])[:, t]"
         },
     },
     "rounded": {
         "return a tensor of the shape of x": lambda x: x.abs().amax(-1),
-        "two rows alone are rounded otherwise than among four": by_batch,
+        "a row alone is rounded otherwise than among four": by_batch,
         "the scale sees later ones": by_row,
         "−1, 0 or 1 times the largest size of its character": lambda x: x + (x.round() - x).detach(),
         "the gradient should pass as if nothing were rounded": {"x + (": "(", " - x).detach()": ")"},
