@@ -53,7 +53,8 @@ def training(local_rank):
     return trainer.state.iteration
 
 with ddl.Parallel(*{"started": ("gloo", 2), "serial": (), "torchrun": ("gloo",)}[how]) as parallel:
-    print("returned", parallel.run(training), flush=True)
+    line = f"returned {parallel.run(training)}"
+    print(line + "\\n", end="", flush=True)  # one write: torchrun's ranks share one stdout, and are unbuffered
 time.sleep(float(how == "serial" and asked == "wait" and 60))
 """
 
