@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ignite_ddl.launch.frames import without_libraries
 from ignite_ddl.launch.settings import Settings
 
 __all__ = ["ASK_STACK", "MARK", "Job", "RankError", "kill_who_left", "label"]
@@ -23,7 +24,8 @@ class RankError(RuntimeError):
     Attributes:
         rank: the global rank that failed first, or the name of a companion, such as "server0".
         summary: one line that says what happened.
-        traceback: the rank's traceback as text; after a timeout, the stacks of all ranks.
+        traceback: the rank's traceback as text, whole (the message leaves out most frames of libraries); after a
+            timeout, the stacks of all ranks.
         exception: the exception itself if it could be sent back, else None.
         exitcode: the exit code if the process ended without a report (negative: the signal), else None.
         report: after a timeout, which rank was in which collective: a :class:`~ignite_ddl.HangReport`; else None.
@@ -38,7 +40,8 @@ class RankError(RuntimeError):
         exitcode: int | None = None,
         report: Any = None,
     ) -> None:
-        super().__init__(f"{label(rank)} {summary}" + (f"\n\n{traceback.rstrip()}" if traceback else ""))
+        shown = without_libraries(traceback).rstrip()
+        super().__init__(f"{label(rank)} {summary}" + (f"\n\n{shown}" if shown else ""))
         self.rank = rank
         self.summary = summary
         self.traceback = traceback

@@ -244,6 +244,25 @@ def test_exception_names_the_first_rank_and_ends_its_peers(tmp_path, capfd):
     assert gone(pids_in(tmp_path, 4))
 
 
+def test_message_leaves_out_frames_of_libraries_between_the_users_own(monkeypatch):
+    def lost(local_rank):
+        torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(8, 2)))(torch.ones(2, 7))
+
+    with pytest.raises(ddl.RankError) as caught:
+        ddl.Parallel("gloo", nproc_per_node=1).run(lost)
+    error = caught.value
+    text, whole = str(error), error.traceback
+    assert "torch.nn.Sequential(torch.nn.Sequential(" in text  # the user's line
+    assert "frames of torch are left out; IGNITE_DDL_FULL_TRACEBACK=1 shows them" in text
+    assert "return F.linear(" in text, "the last frame says where it was raised"
+    assert text.count('  File "') == 2
+    assert whole.count('  File "') >= 6
+    left_out = int(re.search(r"\.\.\. (\d+) frames", text)[1])
+    assert left_out == whole.count('  File "') - 2
+    monkeypatch.setenv("IGNITE_DDL_FULL_TRACEBACK", "1")
+    assert whole.rstrip() in str(ddl.RankError(0, "raised", whole))
+
+
 @posix
 def test_killed_rank_is_named_not_its_peers(tmp_path):
     def work(local_rank, folder):
