@@ -49,6 +49,17 @@ def test_answers_and_solutions_are_folded(gathered):
             assert "hide-input" in tags or "# @title Solution" not in cell.source
 
 
+def test_links_between_pages_lead_somewhere(gathered):
+    pages = {path: path.read_text() for path in gathered.rglob("*.md")}
+    for path in (gathered / "notebooks").iterdir():
+        cells = nbformat.read(path, as_version=4).cells
+        pages[path] = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    assert len(pages) > 30
+    for path, text in pages.items():
+        links = re.findall(r"\]\((?!https?:|mailto:|#|attachment:)([^)#\s]+)", re.sub(r"`[^`\n]*`", "", text))
+        assert [link for link in links if not (path.parent / link).exists()] == [], path.name
+
+
 def test_every_public_name_has_its_page(gathered):
     pages = "".join(path.read_text() for path in (gathered / "docs/api").glob("*.rst"))
     documented = re.findall(r"^\.\. auto(?:class|function|exception|module):: (?:ignite_ddl\.)?(\w+)$", pages, re.M)

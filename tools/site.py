@@ -122,6 +122,7 @@ def gather(source: Path, root: Path = ROOT) -> None:
     for path in paths:
         (source / "notebooks").mkdir(exist_ok=True)
         (source / "notebooks" / path.name).write_text(dumps(for_the_site(read(path))), encoding="utf-8")
+    shutil.copy(root / "SECURITY.md", source)
     readme = sections((root / "README.md").read_text(encoding="utf-8"))
     wanted = {"using": "Using `ignite_ddl` in your own code", "troubleshooting": "Troubleshooting"}
     for name, heading in wanted.items():
