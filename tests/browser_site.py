@@ -30,6 +30,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "site"
 PICTURES = ROOT / "build" / "site-pictures"
+AXE = ROOT / "build" / "axe" / "package" / "axe.min.js"
 CHAPTER = "notebooks/13_asynchronous_updates.html"
 PAGES = ["index.html", CHAPTER, "notebooks/18_pipeline_parallel.html", "docs/tensor_styles.html", "docs/glossary.html"]
 PAGES += ["docs/api/training.html", "docs/planner.html"]
@@ -139,7 +140,7 @@ def unfold(browser: webdriver.Chrome, home: str) -> list[str]:
     """A solution and the answer to a guess are folded, and unfold on a click."""
     browser.get(home + CHAPTER)
     answers = [a for a in browser.find_elements(By.CSS_SELECTOR, ".cell_output pre")
-               if "it is " in a.get_attribute("textContent")]  # fmt: skip
+               if "no guess yet" in a.get_attribute("textContent")]  # fmt: skip
     wrong = [f"an answer is not folded: {a.text}" for a in answers if seen(browser, a)]
     wrong += ["no answers"] * (len(answers) < 5)
     for words in ("Solution: ", "Guess first, then look"):
@@ -151,6 +152,23 @@ def unfold(browser: webdriver.Chrome, home: str) -> list[str]:
         fold.find_element(By.TAG_NAME, "summary").click()
         if before or not seen(browser, content):
             wrong.append(f"{words!r} does not unfold")
+    return wrong
+
+
+def accessible(browser: webdriver.Chrome, home: str) -> list[str]:
+    """What axe finds serious or critical, in both themes, on PAGES and the search's page."""
+    wrong = []
+    for theme in ("light", "dark"):
+        browser.get(home)
+        browser.execute_script("localStorage.setItem('theme', arguments[0])", theme)
+        for page in [*PAGES, "search.html?q=staleness"]:
+            browser.get(home + page)
+            browser.execute_script(AXE.read_text(encoding="utf-8"))
+            found = browser.execute_async_script("const done = arguments[0]; axe.run().then(done)")
+            for rule in found["violations"]:
+                if rule["impact"] in ("serious", "critical"):
+                    where = " ".join(rule["nodes"][0]["target"])
+                    wrong.append(f"{page}, {theme}: {rule['id']}, {len(rule['nodes'])} times, first {where}")
     return wrong
 
 
@@ -238,7 +256,7 @@ def main() -> None:
     home = f"http://127.0.0.1:{server.server_port}/"
     browser = start_browser()
     try:
-        for check in (look, search, unfold, planner):
+        for check in (look, search, unfold, accessible, planner):
             resize(browser, 1400)
             found = check(browser, home) + wrong_in_logs(browser, home)
             print(f"{check.__name__}: {'; '.join(found) or 'right'}")

@@ -1,5 +1,6 @@
 """Sphinx's settings. tools/site.py gathers the pages and calls Sphinx."""
 
+import re
 import sys
 import tomllib
 import warnings
@@ -38,6 +39,8 @@ html_title = project
 html_favicon = "static/favicon.svg"
 html_static_path = ["static", "../../build/site-static"]
 html_css_files = ["site.css"]
+html_js_files = ["page.js"]
+templates_path = ["templates"]
 html_copy_source = False
 html_show_sphinx = False
 html_math_renderer = "mathml"
@@ -61,6 +64,20 @@ def skip_fields(app, what, name, member, skip, options) -> bool | None:
     return True if type(member).__name__ == "_tuplegetter" else None
 
 
+def make_accessible(app, page, template, context, doctree) -> None:
+    """Levels of headings, names of folds, and signatures that are no lists, which furo, myst-nb and Sphinx leave out."""
+    context["furo_navigation_tree"] = context["furo_navigation_tree"].replace(
+        'role="heading"', 'role="heading" aria-level="2"'
+    )
+    body = context.get("body", "").replace('<summary aria-label="Toggle hidden content">', "<summary>")
+    context["body"] = re.sub(r'<dl>\s*(<dd><em class="sig-param">.*?)</dl>', _lines_of_signature, body, flags=re.S)
+
+
+def _lines_of_signature(found: re.Match) -> str:
+    return found[1].replace("<dd>", '<span class="sig-line">').replace("</dd>", "</span>")
+
+
 def setup(app) -> None:
+    app.connect("html-page-context", make_accessible, priority=900)  # after furo's
     app.connect("autodoc-skip-member", skip_fields)
     app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))

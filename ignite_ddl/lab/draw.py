@@ -64,7 +64,7 @@ ACTIVITY = {
 RANK = ["#332288", "#CC6677", "#44AA99", "#DDCC77", "#88CCEE", "#882255", "#117733", "#999933"]
 GREY = "#8C8C8C"  # lines and tiles that are no rank's
 SHADE = "#8C8C8C50"  # idle ranks: half transparent, so that it is fainter than words on white and on black
-INK = "#808080"  # words and lines without a colour of their own; reads on white and on black
+INK = "#767676"  # words and lines without a colour of their own; 4.5 to 1 on white, and reads on black
 
 _STYLE = {
     "figure.facecolor": "white",
