@@ -65,7 +65,7 @@ def skip_fields(app, what, name, member, skip, options) -> bool | None:
 
 
 def make_accessible(app, page, template, context, doctree) -> None:
-    """Levels of headings, names of folds, and signatures that are no lists, which furo, myst-nb and Sphinx leave out."""
+    """Levels of headings, names of folds, signatures that are no lists: left out by furo, myst-nb and Sphinx."""
     context["furo_navigation_tree"] = context["furo_navigation_tree"].replace(
         'role="heading"', 'role="heading" aria-level="2"'
     )
