@@ -152,6 +152,34 @@ def test_a_model_of_transformers_has_the_numbers_of_one_process_under_its_plan(k
     assert report.worst.error < 1e-12
 
 
+def causal_layers(kind, **options):
+    return ddl.trace_layers(causal(kind, **options), BATCH[0][:2], "auto")
+
+
+def logits_to_targets(output, y):
+    return F.cross_entropy(output["logits"].flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes"), [("Llama", {"pp": 2}), ("Qwen3", {"dp": 2, "pp": 2}), ("Mistral", {"pp": 4})], ids=str
+)
+def test_a_model_of_transformers_is_cut_by_its_own_plan(kind, axes):
+    make = functools.partial(causal_layers, kind, num_key_value_heads=2, head_dim=8)
+    assert len(make()) == 5, "the embedding, two blocks, the norm, the head"
+    report = ddl.check_parity(make, None, BATCH, logits_to_targets, n_microbatches=axes["pp"], **axes)
+    assert report.equal, report
+    assert report.worst.error < 1e-12
+
+
+def test_a_model_without_a_plan_for_stages_is_refused():
+    import transformers
+
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=64, bos_token_id=1, eos_token_id=2)
+    model = transformers.GPT2LMHeadModel(config)
+    with pytest.raises(ValueError, match='before="auto" takes .* but GPT2LMHeadModel has none'):
+        ddl.trace_layers(model, BATCH[0][:2], "auto")
+
+
 def test_a_plan_of_experts_is_refused_by_name():
     model = causal("Mixtral", num_local_experts=2)
     with pytest.raises(ValueError, match="the plan of MixtralForCausalLM has .*'moe_tp_experts' for 'model.layers"):

@@ -13,10 +13,14 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 from ignite_ddl.arguments import MODULE, NAMES, Fits, takes
 
 __all__ = ["TracedLayer", "trace_layers"]
+BEFORE = Fits(
+    'a list of names of modules, or "auto"',
+    lambda before: before if isinstance(before, str) and before == "auto" else NAMES.read(before),
+)
 
 
-@takes(model=MODULE, before=Fits("a list of names of modules", NAMES.read))
-def trace_layers(model: nn.Module, x: Any, before: Sequence[str]) -> nn.Sequential:
+@takes(model=MODULE, before=BEFORE)
+def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Sequential:
     """Cuts any model that ``torch.export`` can trace into layers that ``ddl.auto_model`` can pipeline.
 
     The model's operations are recorded by ``torch.distributed.pipelining``, once in training and once in evaluation
@@ -32,6 +36,8 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str]) -> nn.Sequenti
         model: the model, called with one argument.
         x: an input with at least two rows: tensors with a row for each sample, in any structure.
         before: names of modules, each called once, in the order of their calls: a layer begins with the call of each.
+            "auto" takes the plan that a model of transformers brings along, its ``base_model_pp_plan``: a layer for
+            each block, one for what stands before the blocks, and one each for the last norm and the head.
 
     Returns:
         nn.Sequential: the layers, ``len(before) + 1``; also the full model, in one process and on any mesh without tp.
@@ -66,6 +72,8 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str]) -> nn.Sequenti
         raise ValueError(
             f"x should hold tensors with a row for each of at least two samples, but given shapes {shapes}"
         )
+    if before == "auto":
+        before = _blocks(model)
     modules = dict(model.named_modules())
     unknown = [name for name in before if not name or name not in modules]
     if not before or unknown:
@@ -91,7 +99,35 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str]) -> nn.Sequenti
         for name in [*layer.uses, *(unused if i == 0 else ())]:
             _register(layer, name, known[name], name in kept)
     layers[0].takes = _kinds(leaves)
-    return nn.Sequential(*layers).train(model.training)
+    _check_same(model, whole := nn.Sequential(*layers), x)
+    return whole.train(model.training)
+
+
+def _check_same(model: nn.Module, layers: nn.Sequential, x: Any) -> None:
+    """Raises a ValueError unless the layers give what the model gives in evaluation mode."""
+    was = [(module, module.training) for module in model.modules()]
+    random = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            pairs = zip(tree_leaves(model.eval()(x)), tree_leaves(layers.eval()(x)), strict=True)
+            same = all(
+                torch.allclose(*pair, rtol=1e-3, atol=1e-5, equal_nan=True) if torch.is_tensor(pair[0]) else True
+                for pair in pairs
+            )
+    except Exception as error:
+        raise ValueError(
+            f"the layers that torch.export makes of {type(model).__name__} do not run "
+            f"({str(error).strip().splitlines()[0]}): make it an nn.Sequential instead"
+        ) from error
+    finally:
+        torch.set_rng_state(random)
+        for module, training in was:
+            module.training = training
+    if not same:
+        raise ValueError(
+            f"the layers that torch.export makes of {type(model).__name__} give other numbers than the model for x: "
+            "make it an nn.Sequential instead"
+        )
 
 
 class _Part:
@@ -155,8 +191,33 @@ class _Trace:
                 f"before should list modules that the model calls once each, in their order, but of {list(before)} it "
                 f"called {calls}"
             )
+        _inline_no_grad(program.graph_module)
         graph = Pipe._from_traced(model, program).split_gm
         self.parts = _parts(graph, program.call_spec.out_spec, model)
+
+
+def _inline_no_grad(graph: torch.fx.GraphModule) -> None:
+    """Puts the operations of ``torch.no_grad()`` among the others, detached: torch cannot cut around a graph in one."""
+    wrapped = torch.ops.higher_order.wrap_with_set_grad_enabled
+    for node in list(graph.graph.find_nodes(op="call_function", target=wrapped)):
+        enabled, name, *arguments = node.args
+        if enabled:
+            continue
+        inner = getattr(graph, name.target).graph
+        values = dict(zip(inner.find_nodes(op="placeholder"), arguments, strict=True))
+        with graph.graph.inserting_before(node):
+            for each in inner.nodes:
+                if each.op not in ("placeholder", "output"):
+                    values[each] = graph.graph.node_copy(each, values.__getitem__)
+            results = []
+            for each in inner.output_node().args[0]:
+                results.append(graph.graph.call_function(torch.ops.aten.detach.default, (values[each],)))
+                results[-1].meta = dict(each.meta)
+        for user in list(node.users):  # each picks one of the results
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.graph.erase_node(user)
+        graph.graph.erase_node(node)
+    graph.recompile()
 
 
 def _parts(graph: torch.fx.GraphModule, out_spec: TreeSpec, model: nn.Module) -> list[_Part]:
@@ -228,3 +289,19 @@ def _register(layer: nn.Module, name: str, tensor: torch.Tensor, persistent: boo
         layer.register_parameter(last, tensor)
     else:
         layer.register_buffer(last, tensor, persistent)
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """The modules of the model's own pipeline plan, each element of a list of them, without the first."""
+    modules = dict(model.named_modules())
+    for outer, module in modules.items():
+        plan = getattr(module, "_pp_plan", None) or getattr(module, "base_model_pp_plan", None)
+        if isinstance(plan, Mapping) and plan:
+            within = [f"{outer}.{name}" if outer else name for name in plan]
+            lists = [name for name in within if isinstance(modules.get(name), nn.ModuleList)]
+            parts = [name for name in modules if name in within or name.rpartition(".")[0] in lists]
+            return [name for name in parts if name not in lists][1:]
+    raise ValueError(
+        f'before="auto" takes the plan of the model, its base_model_pp_plan, but {type(model).__name__} has none: '
+        "give names of modules"
+    )

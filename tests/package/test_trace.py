@@ -151,7 +151,7 @@ X = torch.ones(4, 4)
         (Twice(), X, ["b", "a"], r"calls once each"),
         (unet(), rows(4), ["up", "middle"], r"in their order, .* it called \['middle', 'up'\]"),
         (Twice(), X, ["c"], r"before should list names of modules of the model, but given \['c'\]; it has a, b"),
-        (Twice(), X, "a", "before should be a list of names of modules, but given 'a'"),
+        (Twice(), X, "a", 'before should be a list of names of modules, or "auto", but given .a.'),
         (Twice(), X[:1], ["a"], r"at least two samples, but given shapes \[\(1, 4\)\]"),
         (Twice(), (X, X[:3]), ["a"], "x should hold tensors with a row for each"),
     ],
@@ -169,3 +169,32 @@ def test_another_length_and_tp_are_refused():
         layers(torch.ones(2, 5, 4))
     with pytest.raises(ValueError, match="from ddl.trace_layers cannot be cut over tp"):
         ddl.check_model(layers, pp=2, tp=2)
+
+
+class WithoutGradient(nn.Module):
+    """Its second part is computed under no_grad: gradients of weights reach the loss by the first alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        first = self.a(x)
+        with torch.no_grad():
+            target = self.b(first).tanh()
+        return first * target
+
+
+def test_operations_under_no_grad_stay_without_gradient():
+    torch.manual_seed(0)
+    model, x = WithoutGradient().double(), torch.randn(4, 4, dtype=torch.float64)
+    layers = ddl.trace_layers(model, x, ["b"])
+    model(x).square().sum().backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    layers(x).square().sum().backward()
+    assert expected["b.weight"] is None
+    for name, p in model.named_parameters():
+        assert (p.grad is None) == (expected[name] is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, expected[name], rtol=0, atol=1e-12)
