@@ -9,6 +9,7 @@ from ignite_ddl.course.delay import Delay
 from ignite_ddl.course.examples import example
 from ignite_ddl.course.gpt import GPT, generate
 from ignite_ddl.course.guess import score, tally
+from ignite_ddl.course.kill import killed_before_sync
 from ignite_ddl.course.line import SlowLine
 from ignite_ddl.course.loaders import loader_traps
 from ignite_ddl.course.machine import describe_machine
@@ -24,6 +25,7 @@ from ignite_ddl.course.side_by_side import SideBySide
 from ignite_ddl.course.text import CharacterText
 from ignite_ddl.course.toolbox import train_with
 from ignite_ddl.course.vision import import_torchvision
+from ignite_ddl.course.watch_save import watch_save
 from ignite_ddl.course.watch_step import watch_step
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "flatten_parameters",
     "generate",
     "import_torchvision",
+    "killed_before_sync",
     "loader_traps",
     "measure_plan",
     "median_seconds",
@@ -65,6 +68,7 @@ __all__ = [
     "time_steps",
     "train_copies",
     "train_with",
+    "watch_save",
     "watch_step",
 ]
 

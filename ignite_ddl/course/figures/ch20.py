@@ -9,6 +9,21 @@ from ignite_ddl.lab.draw import INK
 
 __all__ = ["bytes_by_axis", "mesh_on_machines", "rows_in_a_sum"]
 
+ALT = {  # what the chapter's figures show, in words
+    "mesh_on_machines": (
+        "Eight ranks on two machines of four. Lines join tp pairs side by side and dp pairs above each other, both "
+        "inside a machine. Arcs join pp pairs from one machine to the other."
+    ),
+    "rows_in_a_sum": (
+        "Ranks 0, 1, 4 and 5 counted 18 rows, ranks 2, 3, 6 and 7 counted 19. Over the world all eight are added, "
+        "148 rows. Over dp, rank 0 adds its own 18 and the 19 of rank 2: 37 rows."
+    ),
+    "bytes_by_axis": (
+        "Bytes that rank 7 sends on rings. 1 by 8 by 1: dp 60,032. 1 by 4 by 2: dp 26,112, tp 14,336. 2 by 2 by 2: "
+        "dp 8,704, pp 4,096, tp 16,384. 4 by 1 by 2: pp 8,192, tp 16,384. 4 by 2 by 1: dp 8,576, pp 4,096."
+    ),
+}
+
 # Which axis it is (Tol's "vibrant" set): a third family, beside those of activities and ranks.
 AXIS = {"pp": "#EE7733", "dp": "#009988", "tp": "#EE3377"}
 

@@ -8,6 +8,30 @@ from ignite_ddl.lab.record import Record
 
 __all__ = ["departures", "lost_by_interval", "one_run", "saves", "shards"]
 
+ALT = {  # what the chapter's figures show, in words
+    "one_run": (
+        "Two rows of steps. The uninterrupted run does steps 1 to 12. The other one saves after step 7, is killed "
+        "after step 10, and goes on with step 8: three steps are done twice."
+    ),
+    "departures": (
+        "Rows of five steps. With all five parts each loss is right. Without weights, position or random state the "
+        "first loss is wrong; without the optimizer the second, without the scheduler the fourth."
+    ),
+    "shards": (
+        "A matrix of 10 rows and 64 columns, twice. Left, four old shards of 5 rows and 32 columns, of ranks 4 to 7. "
+        "Right, eight new shards with 3, 3, 3 and 1 rows; those of ranks 2 and 3 lie across the border of two old "
+        "ones."
+    ),
+    "interval": (
+        "Lost time by the minutes between two saves. Saving costs much at 5 minutes, work done twice costs much at "
+        "160; their sum and the simulation are lowest near 20."
+    ),
+    "saves": (
+        "Steps of two runs, measured. Blocking: a gap after step 3, as long as the save. Asynchronous: a short gap, "
+        "and the checkpoint is written while step 4 runs."
+    ),
+}
+
 RIGHT, WRONG = ACTIVITY["compute"], ACTIVITY["backward_weight"]
 
 

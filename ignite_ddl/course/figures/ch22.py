@@ -8,6 +8,22 @@ from ignite_ddl.lab.draw import ACTIVITY
 
 __all__ = ["lost_at_scale", "standing", "three_ways"]
 
+ALT = {  # what the chapter's figures show, in words
+    "three_ways": (
+        "Three ranks and five steps, three times. It ends: rank 1 dies after step 2, and all stop. It stands: rank "
+        "1 does something else, ranks 0 and 2 wait in step 3. It goes on, wrong: rank 1's steps differ, and nobody "
+        "says so."
+    ),
+    "standing": (
+        "Rows of calls. Ranks 0 and 1 have finished four calls and stand in the fifth, all_reduce. Rank 2 has "
+        "finished four and has returned."
+    ),
+    "lost_at_scale": (
+        "Lost time by the minutes between saves, for saves of 10, 60 and 300 seconds: three valleys. Their floors "
+        "are at 7, 12 and 24 percent, and the dots of the simulation lie on the curves."
+    ),
+}
+
 RIGHT, WRONG, WAITS = ACTIVITY["compute"], ACTIVITY["backward_weight"], ACTIVITY["idle"]
 
 

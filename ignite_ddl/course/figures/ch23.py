@@ -9,6 +9,17 @@ from ignite_ddl.lab.draw import ACTIVITY, INK, RANK
 
 __all__ = ["on_the_cable", "ranks_on_machines"]
 
+ALT = {  # what the chapter's figures show, in words
+    "ranks_on_machines": (
+        "Two machines joined by a cable. Machine 0 has ranks 0 and 1, machine 1 has ranks 2 and 3. On each machine "
+        "the local ranks are 0 and 1."
+    ),
+    "on_the_cable": (
+        "Two pairs of bars. With tp across the machines a step puts many times as many megabytes on the cable as "
+        "with tp inside, and takes many times as long."
+    ),
+}
+
 
 def ranks_on_machines(n_machines: int, ranks_per_machine: int) -> draw.Figure:
     """Machines side by side, joined by a cable, each with its ranks and their three numbers.

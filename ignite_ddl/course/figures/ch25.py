@@ -11,6 +11,26 @@ from ignite_ddl.lab.plan import Plan
 
 __all__ = ["curve", "overfitting", "placement", "shifted"]
 
+ALT = {  # what the chapter's figures show, in words
+    "shifted": (
+        "Two rows of letter tiles. The upper row reads Captain Wentworth; below each letter stands the one that "
+        "follows it."
+    ),
+    "placement": (
+        "Eight rows, one a rank, and four columns, one a layer. Ranks 0 to 3 have embed and block 0, ranks 4 to 7 "
+        "block 1 and head. Of each layer a rank computes with one half, outlined, and keeps one quarter, filled."
+    ),
+    "curve": (
+        "Bits per character over 180 steps. They start above 6, fall fast, and then slowly pass the mark of letters "
+        "only. The dots of eight ranks and the line of the process that took over lie on one curve."
+    ),
+    "overfitting": (
+        "Two panels, bits per character by epochs. Left, with all of the text, both lines fall together, and the "
+        "one that is trained on is lower at last. Right, with 1,024 characters of it, the line of what is trained "
+        "on falls and the line of what was never seen rises."
+    ),
+}
+
 
 def shifted(text: str) -> draw.Figure:
     """A text as tiles, and below each the character that follows it.
@@ -120,8 +140,10 @@ def curve(first: Sequence[float], whole: Sequence[float], saved: int, marks: dic
     middle = len(first) // 2
     draw.note(axes, "eight ranks", (middle + 1, first[middle]), (24, 4), ACTIVITY["backward_weight"])
     late = (2 * len(whole)) // 3
-    draw.note(axes, "one process", (late + 1, whole[late]), (0, 30), ACTIVITY["compute"])
-    axes.set(xlabel="step", ylabel="bits per character")
+    draw.note(
+        axes, "one process", (late + 1, min(whole[late - 9 : late + 9])), (0, -14), ACTIVITY["compute"], ha="center"
+    )
+    axes.set(xlabel="step", ylabel="bits per character", ylim=(min(whole) - 0.4, None))
     return draw.on_any_page(figure)
 
 
