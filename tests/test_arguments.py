@@ -260,7 +260,7 @@ PLAUSIBLE["one or each or function"] = PLAUSIBLE["one or each"] | CALLED
 RESULTS = {  # made by the library
     "cost": {
         "RESNET50_P100",
-        *["Collective", "DDPStep", "LocalRound", "MasterStep", "ScaledStep", "ServerStep", "ZeroMemory"],
+        *["Collective", "DDPStep", "LocalRound", "MasterStep", "ScaledStep", "ServerStep", "ShardedStep", "ZeroMemory"],
     },
     "simulate": {
         *["Gradient", "PipeDream", "Pipeline", "PipelinePlan", "Rank", "RunWithFailures", "ServerRun", "Simulation"]

@@ -25,6 +25,7 @@ __all__ = [
     "MasterStep",
     "ScaledStep",
     "ServerStep",
+    "ShardedStep",
     "ZeroMemory",
     "activation_bytes",
     "all_reduce_naive",
@@ -47,6 +48,7 @@ __all__ = [
     "transformer_flops",
     "transformer_parameters",
     "zero_bubble_seconds",
+    "sharded_step",
     "zero_memory",
 ]
 
@@ -757,6 +759,61 @@ def zero_memory(
     held = [n_parameters * size / (n_ranks if stage > place else 1) for place, size in enumerate(sizes)]
     optimizer, gradients, weights = held
     return ZeroMemory(weights, gradients, optimizer, weights + gradients + optimizer)
+
+
+class ShardedStep(NamedTuple):
+    """Of one optimizer step of FSDP2 on a rank.
+
+    Attributes:
+        gathered: bytes that the rank sends to gather weights.
+        scattered: bytes that it sends to add and shard gradients.
+        reduced: bytes that it sends to add its shard of the gradients over replicas.
+        between: bytes of the weights that it holds between forward and backward.
+    """
+
+    gathered: float
+    scattered: float
+    reduced: float
+    between: float
+
+
+@takes(FITS, n_shards=_RANKS, n_replicas=_RANKS, accumulation=WHOLE, reshard_after_forward=FLAG)
+def sharded_step(
+    n_bytes: float, n_shards: int, n_replicas: int = 1, accumulation: int = 1, reshard_after_forward: bool = True
+) -> ShardedStep:
+    """What a rank sends and holds in a step with ``shard=True`` or ``dp_shard=``, if rings carry out the collectives.
+
+    With ``reshard_after_forward`` weights are gathered for each forward and each backward pass, else once for all
+    passes of the step. Gradients are scattered once, after the last pass, and a shard of them is added over replicas.
+
+    Source: of the passes, Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+    SC 2020, section 7.2.2; of the ring, :func:`ring_pass`. Held against counted bytes of ``ddl.auto_model`` on gloo,
+    where the layers are of a size that the ranks divide: torch pads others.
+
+    Args:
+        n_bytes: of all weights in the precision of compute; gradients are counted as large.
+        n_shards: dp, or dp_shard.
+        n_replicas: dp_replicate. Default: 1.
+        accumulation: batches in a step. Default: 1.
+        reshard_after_forward: as in ``ddl.auto_model``. Default: True.
+
+    Returns:
+        ShardedStep: bytes.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            thrifty = cost.sharded_step(100, 4, accumulation=4)
+            quick = cost.sharded_step(100, 4, accumulation=4, reshard_after_forward=False)
+            assert (thrifty.gathered, quick.gathered) == (8 * 75, 75) and thrifty.scattered == 75
+            assert (thrifty.between, quick.between) == (25, 100)
+    """
+    one = n_bytes * (n_shards - 1) / n_shards
+    gathers = 2 * accumulation if reshard_after_forward else 1
+    reduced = 2 * n_bytes / n_shards * (n_replicas - 1) / n_replicas
+    return ShardedStep(gathers * one, one, reduced, n_bytes / n_shards if reshard_after_forward else n_bytes)
 
 
 # ---------------------------------------------------------------------------------------- pipelines

@@ -1,6 +1,9 @@
 """Closed forms against the papers' own tables, against torch, and against counting by hand."""
 
+import collections
+import contextlib
 import itertools
+import logging
 import math
 import random
 import statistics
@@ -8,8 +11,11 @@ import statistics
 import pytest
 import torch
 import torch.distributed as dist
+from ignite.engine import Events
 
+import ignite_ddl as ddl
 from ignite_ddl.lab import cost
+from ignite_ddl.lab.bytes import count_bytes
 
 LINK = cost.Link(latency=3e-5, bandwidth=2e8)
 
@@ -253,3 +259,51 @@ def test_tensor_parallel_is_four_all_reduces():
 def test_bad_input_says_which(call, says):
     with pytest.raises(ValueError, match=says):
         call()
+
+
+def sharded(local_rank, reshard, accumulation):
+    """Bytes of an optimizer step after the checked steps, by collective and size of group, and of weights between."""
+    logging.disable(logging.INFO)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(3)))
+    n_bytes = sum(weight.nbytes for weight in model.parameters())
+    model = ddl.auto_model(model, shard=True, reshard_after_forward=reshard)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    options = {"gradient_accumulation_steps": accumulation}
+    trainer = ddl.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss, **options)
+    data = torch.utils.data.TensorDataset(*2 * [torch.randn(8 * 16, 16)])
+    held, counting = [], contextlib.ExitStack()
+
+    @trainer.on(Events.ITERATION_STARTED(once=9))
+    def start(engine):
+        engine.state.traffic = counting.enter_context(count_bytes())
+        model[1].register_forward_pre_hook(lambda *_: held.append(sum(map(local_bytes, model[0].parameters()))))
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=8 + accumulation))
+    def stop(engine):
+        counting.close()
+        engine.terminate()
+
+    trainer.run(ddl.auto_dataloader(data, batch_size=8))
+    sent = collections.Counter()
+    for call in trainer.state.traffic.calls:
+        if max(call.put_in, call.got) > 256:  # a loss, not weights
+            sent[call.op, len(call.ranks)] += call.on_a_ring
+    return n_bytes, sent, held[0] / (n_bytes / 3)
+
+
+def local_bytes(weight):
+    return (weight.to_local() if hasattr(weight, "to_local") else weight).nbytes
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 4}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
+def test_a_sharded_step_is_counted(axes):
+    shards, replicas = axes.get("dp_shard", axes.get("dp")), axes.get("dp_replicate", 1)
+    with ddl.Parallel("gloo", nproc_per_node=shards * replicas, threads_per_rank=1, timeout=60, **axes) as parallel:
+        for reshard, accumulation in ((True, 1), (True, 4), (False, 1), (False, 4)):
+            for n_bytes, sent, held in parallel.run(sharded, reshard, accumulation):
+                step = cost.sharded_step(n_bytes, shards, replicas, accumulation, reshard)
+                assert sent["all_gather", shards] == step.gathered
+                assert sent["reduce_scatter", shards] == step.scattered
+                assert sent["all_reduce", replicas] == step.reduced
+                assert held * n_bytes == step.between
