@@ -9,6 +9,16 @@ CUT = ("#009988", "#EE3377")  # the batch, the model: chapter 20's colours of dp
 
 __all__ = ["course_map", "data_and_model_parallel", "numbers_sent"]
 
+ALT = {
+    "data_and_model_parallel": "Three panels. Data parallel: each of four ranks holds 2 of 8 rows and the whole "
+    "model. Model parallel, by layers: each holds all 8 rows and 1 of 4 layers. Inside layers: each holds a quarter "
+    "of every layer.",
+    "numbers_sent": "Numbers sent against rows in the batch: cutting the batch stays at 90, cutting the model rises "
+    "from 18 at 2 rows to 162 at 18 rows; at 10 rows both send 90.",
+    "course_map": "The 26 chapters in six lanes: start, Ignite's tools, data parallel, parameter server, model "
+    "parallel, all together. Chapters 00, 04, 09, 16, 18 and 20 are filled: the short route.",
+}  # alternative texts of the chapter's figures
+
 
 def data_and_model_parallel(n_rows: int = 8) -> draw.Figure:
     """The two ways to cut one training step over four ranks, side by side; one colour a rank.

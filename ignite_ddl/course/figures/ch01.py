@@ -7,6 +7,15 @@ from ignite_ddl.lab.draw import ACTIVITY, RANK
 
 __all__ = ["cluster", "collectives", "sort_times"]
 
+ALT = {
+    "cluster": "A world of eight ranks on two nodes. Ranks 0 to 3 are local ranks 0 to 3 of node 0, ranks 4 to 7 are "
+    "local ranks 0 to 3 of node 1.",
+    "sort_times": "A bar each for 1, 2, 4 and 8 processes, in two parts: the sort, and gathering and merging, which "
+    "one process hardly has.",
+    "collectives": "Four ranks hold 1, 2, 4 and 8. After all_reduce each holds 15, in all four colours; after "
+    "all_gather each holds 1, 2, 4, 8; after broadcast each holds 1, in the colour of rank 0.",
+}  # alternative texts of the chapter's figures
+
 
 def cluster(n_nodes: int = 2, ranks_per_node: int = 4) -> draw.Figure:
     """Nodes side by side, the ranks of each with both their numbers, and the world around them.

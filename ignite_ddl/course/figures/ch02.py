@@ -7,6 +7,23 @@ from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, RANK, on_any_page
 
 __all__ = ["device_timelines", "host_and_device", "loss_scales", "memory_stages", "ranks_on_gpus"]
 
+ALT = {
+    "host_and_device": "Left the host with Python and host memory, right the device with the GPU and device memory. "
+    "Between them a queue of launches, and copies over the bus.",
+    "reading": "Two panels, each with a row for the host and one for the kernels. Above, host and device take turns "
+    "and one is always idle. Below, the host prepares the next batch while the device works.",
+    "pinned": "Three panels with rows for host, copies and kernels. Above, the host waits for each copy before it "
+    "prepares the next batch. In the middle it does not, and copies and kernels take turns. Below, copies run beside "
+    "kernels.",
+    "memory": "Four stacked bars of 40, 60, 40 and 32 MiB. Parameters, Adam's state and input are in each; after "
+    "forward come activations, in backward gradients on the way, after backward the weights' gradients.",
+    "loss_scales": "Over loss scales from 2 to the -12 to 2 to the 28: the share of gradients that are zero falls "
+    "from nine tenths to nothing, the error of the weights' gradient falls to near zero, and the largest scales "
+    "overflow.",
+    "ranks_on_gpus": "Four panels with two GPUs each. Two ranks on a GPU of their own work. Two ranks on GPU 0, four "
+    "ranks of which two find no GPU, and four ranks in pairs on two GPUs fail.",
+}  # alternative texts of the chapter's figures
+
 
 def host_and_device() -> draw.Figure:
     """What chapter 02 is about in one picture: the host, the device, the queue and the bus between them.

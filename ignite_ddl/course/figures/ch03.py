@@ -7,6 +7,16 @@ from ignite_ddl.lab.draw import ACTIVITY, INK, RANK
 
 __all__ = ["compile_times", "device_tiles", "eager_and_lazy"]
 
+ALT = {
+    "eager_and_lazy": "Eager: Python launches nine operations and runs ahead, the device works them off one by one. "
+    "Lazy: Python notes three operations, a compiler makes one program of them while the device waits, and the device "
+    "runs that. The next two steps run the same program again.",
+    "compile_times": "Bars for seven steps on a logarithmic axis: the first, with 16 rows, and the last, with 4, "
+    "compile and take far longer than the five steps between them.",
+    "device_tiles": "Four devices as a grid of 2 × 2. Each holds half of the rows of x, half of the columns of w, and "
+    "the quarter of y where they meet. Devices 0 and 1 hold the same half of x, devices 0 and 2 the same half of w.",
+}  # alternative texts of the chapter's figures
+
 
 _COMPILE = ACTIVITY["data"]  # a compiler's time, which only this chapter shows, always with its name in it
 

@@ -7,6 +7,13 @@ from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, RANK, on_any_page
 
 __all__ = ["dealt_batch", "parity_errors"]
 
+ALT = {
+    "dealt_batch": "A batch of 32 images of clothes is dealt to four ranks, 8 each. Every rank does forward, backward "
+    "and update on its own; between backward and update one all-reduce averages the four gradients.",
+    "parity_errors": "Errors against one process on a logarithmic axis. Averaged by DDP or by hand, loss, gradients "
+    "and weights lie far left of the bound 1e-12; with each of the three mistakes all three lie far right of it.",
+}  # alternative texts of the chapter's figures
+
 
 def dealt_batch(images, world_size: int = 4) -> draw.Figure:
     """One global batch on the left, each rank's share of it with its training step on the right.

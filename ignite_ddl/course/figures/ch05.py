@@ -7,6 +7,18 @@ from ignite_ddl.lab.draw import INK, RANK
 
 __all__ = ["dealt_rows", "owners_over_epochs"]
 
+ALT = {
+    "sixteen": "Four ranks, two steps, two rows a rank and step. Step 1 deals rows 0 to 3, one to each rank, then "
+    "rows 4 to 7; step 2 deals rows 8 to 15 in the same way.",
+    "eighteen": "Three steps. In step 3 ranks 0 and 1 read rows 16 and 17; ranks 2 and 3 read rows 0 and 1 again.",
+    "exact": "Two panels, three steps each. idist gives rank 0 rows 0 and 4, ddl gives it rows 0 and 1. In step 3 of "
+    "ddl, rank 1 reads row 16 and rank 3 row 17; ranks 0 and 2 have empty slots.",
+    "owners_over_epochs": "Two grids, 16 rows across and 4 epochs down, coloured by rank. Forgotten: every column has "
+    "one colour. Called: the colours change from epoch to epoch.",
+    "mesh": "Two panels, four ranks each. With idist the tp peers, ranks 0 and 1, read different rows; with ddl ranks "
+    "0 and 1 both read rows 0 to 3 in step 1, and ranks 2 and 3 both read rows 4 to 7.",
+}  # alternative texts of the chapter's figures
+
 
 def dealt_rows(panels: dict[str, list], title: str, tp: int = 1) -> draw.Figure:
     """What each rank reads in an epoch, step after step: a tile for each row, in the rank's colour.

@@ -7,6 +7,16 @@ from ignite_ddl.lab.draw import ACTIVITY, INK, RANK
 
 __all__ = ["confusion_matrix", "logged_losses", "resumed_losses", "who_does_what"]
 
+ALT = {
+    "who_does_what": "Ten jobs in three groups: four for rank 0 alone, three for each rank, three for all ranks "
+    "together.",
+    "confusion_matrix": "True against predicted classes: most mistakes lie among the tops, and among the kinds of "
+    "shoes.",
+    "resumed_losses": "Difference to the run without a break in four cases: zero in the first, swinging in the others.",
+    "logged_losses": "Losses by step: rank 0's own jumps, the mean of both ranks a little less, the smoothed mean "
+    "falls evenly.",
+}  # alternative texts of the chapter's figures
+
 
 # What there is to do in a training, and who does it: rank 0 alone, each rank its own, or all ranks together.
 JOBS = {

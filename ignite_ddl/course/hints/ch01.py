@@ -1,0 +1,47 @@
+"""Hints for chapter 01's guesses: wrong answers that have a reason, from what its cells have computed."""
+
+
+def faster(sort_alone):
+    """How many times faster four processes are; sort_alone is that of the sort without the merge."""
+    return {sort_alone: "That is the sort; what follows takes time, too.", 4: "Has each rank a core of its own?"}
+
+
+def longer(n_threads):
+    """How many times longer eight ranks take with n_threads each than with one."""
+    return {1: "It is the same work, but the threads of a rank wait.", n_threads: "They do more than take turns."}
+
+
+def best(most):
+    """How many ranks are the fastest; most are the most that were tried."""
+    return {most: "There the rest alone takes eleven seconds."}
+
+
+def by_hand(one_gradient, all_gradients):
+    """Bytes that an all-gather hands to each rank."""
+    return {
+        one_gradient: "That is one rank's gradient.",
+        all_gradients - one_gradient: "A rank gets its own back, too.",
+    }
+
+
+def small():
+    """Ring or tree, for a small message."""
+    return {"ring": "2,046 messages, each with its latency."}
+
+
+def large():
+    """Ring or tree, for a large message."""
+    return {"tree": "It sends the whole 20 times over."}
+
+
+def padded(without_note):
+    """Bytes of rank 0 in the gathering of objects; without_note are those where no rank has a note."""
+    return {without_note: "All must put in equally many."}
+
+
+def outcome():
+    """What happens when ranks disagree about the order of two sums."""
+    return {
+        "error": "Sizes and types agree: what could notice?",
+        "hang": "Each call meets a call of the others: nobody waits.",
+    }

@@ -1,0 +1,43 @@
+"""Hints for chapter 02's guesses: wrong answers that have a reason, from what its cells have computed."""
+
+
+def done(n_kernels):
+    """How many kernels are done when the loop has ended."""
+    return {n_kernels: "The loop only writes the orders."}
+
+
+def reading(with_reading, n_steps, prepare, step):
+    """Milliseconds of training whose loss is read at the end."""
+    return {
+        with_reading: "That is with reading.",
+        n_steps * step: "The first step has to wait for the first batch.",
+        n_steps * prepare: "The device needs longer than the host.",
+    }
+
+
+def pinned(pageable, two_queues):
+    """Milliseconds from pinned memory, with one queue."""
+    return {pageable: "That is pageable memory.", two_queues: "That needs a second queue, for the copies."}
+
+
+def arrives(with_waiting):
+    """What arrives where the sender does not wait."""
+    return {tuple(with_waiting): "The copy has been ordered; when does it read the buffer?"}
+
+
+def peak(mib):
+    """The MiB at a step's peak; mib is what StepMemory has found at each moment."""
+    return {
+        sum(mib["after forward"].values()): "That is after forward.",
+        sum(mib["after backward"].values()): "That is after backward, not within it.",
+    }
+
+
+def gradient_type(of_weights):
+    """The type of an activation's gradient."""
+    return {of_weights: "So are the weights' gradients. Which type has the tensor?"}
+
+
+def passing(answers):
+    """How many jobs pass NCCL's check; answers are what the ranks of each job say."""
+    return {sum("ok" in said for said in answers.values()): "A job passes if all its ranks do."}
