@@ -196,7 +196,7 @@ PASSES = [Record(0, "forward", "0F0", 0, 1, None, 0, 0), Record(0, "backward", "
 
 BY_NAME = {
     **dict.fromkeys(("n_workers", "n_servers", "batch_size", "batch_per_rank"), ("count", 2)),
-    **dict.fromkeys(("n_microbatches", "n_ranks", "n_nodes"), ("count", 4)),
+    **dict.fromkeys(("n_microbatches", "n_ranks", "n_nodes", "n_shards", "n_replicas", "accumulation"), ("count", 4)),
     **dict.fromkeys(("hidden", "heads", "sequence", "layers", "vocabulary", "n_samples"), ("amount", 64)),
     "n_updates": ("from 0", 4),
     "n_steps": ("count", 4),
@@ -244,6 +244,7 @@ BY_NAME = {
 OWN = {
     "simulate.failures": {"interval": ("positive", 20.0)},
     "cost.activation_bytes": {"hidden": ("positive", 64)},
+    "cost.sharded_step": {"reshard_after_forward": ("flag", True)},
     "cost.ddp_buckets": {"bucket_bytes": ("amount?", 8)},
     "cost.transformer_flops": {"recompute": ("flag", True)},
     "cost.zero_bubble_seconds": dict.fromkeys(("forward", "backward_input", "backward_weight"), ("amount", 1.0)),
