@@ -121,7 +121,8 @@ def _gathered_alone(root: nn.Module) -> list[nn.Module]:
         for child in (child for child in shapes if shapes[child]):
             block = alike[shapes[child]] > 1 and not isinstance(child, _LISTS)
             made_late = isinstance(child, FSDPModule)  # a lazy layer, already sharded
-            known = units if block or made_late or not _holds_layers(child) else passed
+            alone = _is_called(child) and (block or made_late or not _holds_layers(child))
+            known = units if alone else passed
             if child not in known:
                 known.append(child)
     # A weight that is tied across units has to be gathered for all of them: it belongs to the root.
@@ -132,6 +133,11 @@ def _gathered_alone(root: nn.Module) -> list[nn.Module]:
         for unit in units
         if not isinstance(unit, FSDPModule) and all(holders[id(p)] == 1 for p in unit.parameters())
     ]
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it has a forward, before which FSDP2 gathers; who holds an nn.ParameterList reads its weights."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _holds_layers(module: nn.Module) -> bool:

@@ -250,6 +250,12 @@ def _explained() -> Iterator[None]:
         if advice and _ABOUT_SHAPES.search(str(error)):
             first = str(error).splitlines()[0].rstrip(".")
             raise ValueError(" ".join([f"{first}.", *advice])) from error
+        if found := re.search(r"(?:aten\.(\w+)\S* )?got mixed torch\.Tensor and DTensor", str(error)):
+            raise ValueError(
+                f"the model computes ({found[1] or 'an operation'}) with a plain tensor and a weight that is cut over "
+                "ranks: call the layer that holds the weight instead of reading the weight off it, so that it is "
+                "gathered in time; or keep it whole, by shard=False or a tensor_plan without this layer"
+            ) from error
         if "Expected to have finished reduction" in str(error):
             raise ValueError(
                 "model has weights that the previous step did not use, and DDP waits for their gradients: pass "

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ignite_ddl.arguments import MODULE, TENSOR, Fits, one_of, takes, whole
+from ignite_ddl.arguments import MODULE, Fits, one_of, shown, takes, whole
 from ignite_ddl.lazy import Lazy, LazyLayers, replace_module
 from ignite_ddl.pipeline.cut import named_layers
+from ignite_ddl.pipeline.structure import map_leaves, tensors_of
 
 __all__ = ["layer_costs"]
 
@@ -23,8 +24,8 @@ __all__ = ["layer_costs"]
 UNIT = Fits('"flops" or "seconds"', one_of("flops", "seconds").read)
 
 
-@takes(model=MODULE, x=TENSOR, unit=UNIT, repeats=whole(most=10**6))
-def layer_costs(model: nn.Module, x: torch.Tensor, unit: str = "flops", repeats: int = 5) -> list[float]:
+@takes(model=MODULE, unit=UNIT, repeats=whole(most=10**6))
+def layer_costs(model: nn.Module, x: Any, unit: str = "flops", repeats: int = 5) -> list[float]:
     """The cost of a forward and a backward pass of each layer, for ``ddl.auto_model(..., costs=)``.
 
     "flops" counts the operations of matrix products, convolutions and attention from their shapes
@@ -35,7 +36,7 @@ def layer_costs(model: nn.Module, x: torch.Tensor, unit: str = "flops", repeats:
     Args:
         model: an ``nn.Sequential``, or a model that names its layers in ``pipeline_layers``; not cut yet. It is not
             changed; lazy layers are made temporarily.
-        x: a microbatch, as the model's input.
+        x: a microbatch, as the model's input: tensors, in any structure.
         unit: "flops" or "seconds". Default: "flops".
         repeats: for "seconds": number of measurements after one to warm up; the median is returned.
             Default: 5.
@@ -44,7 +45,7 @@ def layer_costs(model: nn.Module, x: torch.Tensor, unit: str = "flops", repeats:
         list: a number for each layer.
 
     Raises:
-        ValueError: if the model does not name its layers, or ``unit`` is unknown.
+        ValueError: if the model does not name its layers, ``x`` holds no tensor, or ``unit`` is unknown.
 
     Examples:
         .. code-block:: python
@@ -58,10 +59,15 @@ def layer_costs(model: nn.Module, x: torch.Tensor, unit: str = "flops", repeats:
             assert second == 3 * (2 * 10 * 64 * 2)
     """
     layers = named_layers(model)
+    if not tensors_of(x):
+        raise ValueError(f"x should hold a microbatch's tensors, but given {shown(x)}")
     box: list[Any] = [None]
     if unit == "flops" or idist.get_rank() == 0:
         device = torch.device("meta") if unit == "flops" else idist.device()
-        hidden, box = x.detach().to(device), [[]]
+        hidden, box = (
+            map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, torch.Tensor) else leaf, x),
+            [[]],
+        )
         for _, layer in layers:
             with torch.random.fork_rng(), torch.enable_grad():
                 layer = _to_try(layer, device)
@@ -83,28 +89,37 @@ def _to_try(layer: nn.Module, device: torch.device) -> nn.Module:
     return layer.to(device)
 
 
-def _once(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+def _cut_off(leaf: Any, device: torch.device | None = None) -> Any:
+    """A tensor without its graph, on a device; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().to(device).requires_grad_(leaf.requires_grad and device is None)
+
+
+def _once(layer: nn.Module, hidden: Any) -> Any:
     """Forward and backward; returns the input of the next layer."""
     output = layer(hidden)
-    if output.requires_grad:
-        output.backward(torch.ones_like(output))
+    reached = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    if reached:
+        torch.autograd.backward(reached, [torch.ones_like(tensor) for tensor in reached])
     layer.zero_grad()
-    hidden.grad = None
-    return output.detach().requires_grad_(output.requires_grad)
+    for tensor in tensors_of(hidden):
+        tensor.grad = None
+    return map_leaves(_cut_off, output)
 
 
-def _flops(layer: nn.Module, hidden: torch.Tensor, _: int) -> tuple[torch.Tensor, float]:
+def _flops(layer: nn.Module, hidden: Any, _: int) -> tuple[Any, float]:
     with FlopCounterMode(display=False) as counter:
         output = _once(layer, hidden)
     return output, float(counter.get_total_flops())
 
 
-def _seconds(layer: nn.Module, hidden: torch.Tensor, repeats: int) -> tuple[torch.Tensor, float]:
+def _seconds(layer: nn.Module, hidden: Any, repeats: int) -> tuple[Any, float]:
     output, seconds = _once(layer, hidden), []
     for _ in range(repeats):
         start = time.perf_counter()
         _once(layer, hidden)
-        if hidden.device.type != "cpu":
+        if any(tensor.device.type != "cpu" for tensor in tensors_of(hidden)):
             torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - start)
     return output, statistics.median(seconds)

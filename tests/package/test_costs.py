@@ -41,6 +41,34 @@ def test_the_flops_of_convolutions_embeddings_and_named_layers():
     assert head == 3 * 2 * 6 * 4 * 5
 
 
+class Skipping(nn.Module):
+    """Passes on a dict: what it computes, its input, and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = x if isinstance(x, dict) else {"x": x}
+        return {"x": self.layer(x["x"]), "skip": x["x"], "depth": 1 + x.get("depth", 0)}
+
+
+class Adding(nn.Linear):
+    def forward(self, x):
+        return super().forward(x["x"] + x["skip"])
+
+
+@pytest.mark.parametrize("unit", ["flops", "seconds"])
+def test_layers_may_pass_on_structures(unit):
+    model = nn.Sequential(Skipping(), Skipping(), Adding(8, 4))
+    costs = ddl.layer_costs(model, torch.zeros(5, 8), unit=unit)
+    assert len(costs) == 3
+    if unit == "flops":
+        assert costs == [4 * 5 * 64, 6 * 5 * 64, 6 * 5 * 32]
+        assert costs == ddl.layer_costs(model, {"x": torch.zeros(5, 8)})
+    assert all(weight.grad is None for weight in model.parameters())
+
+
 def test_seconds_are_measured_and_leave_no_trace():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2), Delay(0.02, 0.03)))
     before, state = torch.get_rng_state(), {n: t.clone() for n, t in model.state_dict().items()}

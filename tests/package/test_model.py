@@ -8,6 +8,7 @@ from collections import OrderedDict
 import ignite.distributed as idist
 import pytest
 import torch
+import torch.nn.functional as F
 from ignite.engine import Events
 from parity import each_alone
 from ranks import on_each_rank, trainer_of
@@ -250,6 +251,33 @@ class Around(nn.Module):
         return x
 
 
+class Read(nn.Module):
+    """Weights in lists, and layers in a module without a forward: none of these is ever called."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = nn.ParameterList(nn.Parameter(torch.randn(SIZE, SIZE) / SIZE) for _ in range(2))
+        self.vectors = nn.ParameterDict({"a": nn.Parameter(torch.randn(SIZE))})
+        self.held = nn.Module()
+        self.held.layer = nn.Linear(SIZE, SIZE, bias=False)
+
+    def forward(self, x):
+        for matrix in self.matrices:
+            x = torch.tanh(x @ matrix) + self.vectors["a"]
+        return self.held.layer(x)
+
+
+class ReadOff(nn.Module):
+    """It reads a weight off a layer that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return F.linear(self.first(x), self.last.weight)
+
+
 def linears(n=LAYERS):
     return [layer for _ in range(n) for layer in (nn.Linear(SIZE, SIZE, bias=False), nn.Tanh())]
 
@@ -276,6 +304,7 @@ SHAPES = {  # the model, and the largest number of weights that one gather has t
         lambda: Around(body=nn.Sequential(*[Residual() for _ in range(4)])), SIZE**2 + SIZE * 3 + SIZE // 2
     ),
     "tied": (tied, 2 * SIZE**2),
+    "weights in lists": (Read, 2 * SIZE**2 + SIZE),
     "torch's encoder": (
         lambda: Around(
             encoder=nn.TransformerEncoder(
@@ -312,3 +341,13 @@ def test_sharded_layers_are_gathered_one_at_a_time_wherever_they_are(local_rank)
         assert error <= 1e-12, (name, error)
         assert len(list(model.parameters())) == len(list(one.parameters())), name
         assert name != "blocks" or len(traffic.calls) == 4  # a block is one, with the Sequential in it
+
+
+@on_each_rank(dp=2)
+def test_a_weight_that_is_read_off_a_sharded_layer_is_refused(local_rank):
+    logging.disable(logging.CRITICAL)
+    model = ddl.auto_model(ReadOff(), shard=True)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
+    with pytest.raises(ValueError, match="a weight that is cut over ranks: call the layer that holds the weight"):
+        trainer.run([(torch.ones(4, 4), torch.ones(4, 4))])
