@@ -34,6 +34,27 @@ class PipelineStep(NamedTuple):
     bubble: float
     records: list[Record]
 
+    def mean_seconds(self, kind: str) -> list[float]:
+        """The mean time of each stage's passes of one kind.
+
+        Args:
+            kind: of the passes, as "forward".
+
+        Returns:
+            list: seconds, in the order of the stages.
+
+        Example:
+            >>> from ignite_ddl.course.pipeline_steps import PipelineStep
+            >>> from ignite_ddl.lab import simulate
+            >>> simulated = simulate.pipeline("1f1b", 2, 4, [1, 2], [1, 2], [1, 2])
+            >>> step = PipelineStep(simulated.seconds, simulated.bubble, simulated.records)
+            >>> step.mean_seconds("forward")
+            [1.0, 2.0]
+        """
+        passes = [record for record in self.records if record.kind == kind]
+        stages = sorted({record.stage for record in passes})
+        return [mean(record.seconds for record in passes if record.stage == stage) for stage in stages]
+
 
 def time_pipeline(
     n_ranks: int,

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from ignite_ddl.lab import draw
+from ignite_ddl.lab import cost, draw
 from ignite_ddl.lab.draw import ACTIVITY, SHADE
 
-__all__ = ["zero_peaks", "zero_stages"]
+__all__ = ["queues", "split_peaks", "zero_peaks", "zero_stages"]
 
+ALT = {
+    "stages": "Four ranks, each with weights, gradients and a wide block of optimizer state. Data parallel: all are "
+    "full. ZeRO-1: each rank keeps a quarter of the optimizer state. ZeRO-2: of the gradients, too. ZeRO-3: of all "
+    "three.",
+    "queues": "Two timelines of a step, each with a row for the network and one for products. One after the other: "
+    "the rows take turns, 384 ms. Two queues: gathers and scatters lie under products, but for the first and the "
+    "last, 224 ms.",
+    "peaks": "Eight stacked bars in MiB. The states fall from 16 for data parallel to 4 for ZeRO-3, with little room "
+    "on top. Three of states, but far more room: weights not freed, all layers as one unit, and 512 rows.",
+}  # alternative texts of the chapter's figures
 
 _PARTS = {"weights": ACTIVITY["forward"], "gradients": ACTIVITY["backward"], "optimizer": ACTIVITY["optimizer"]}
 _STAGES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
@@ -55,6 +65,61 @@ def zero_stages(memories: list) -> draw.Figure:
             axes.text(left + x, 10.75 + down, label, size=9, ha="center", va="top", color=colour)
     axes.set(xlim=(-2.8, 36.3), ylim=(12.3, -1.4))
     return draw.on_any_page(figure)
+
+
+def queues(in_turn: dict, in_queues: dict) -> draw.Figure:
+    """An FSDP step, one thing after the other and in two queues: a row for the network and one for products each.
+
+    Args:
+        in_turn: what ``course.overlapped(log, seconds, ahead=False)`` returns.
+        in_queues: what ``course.overlapped(log, seconds)`` returns.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.course import overlapped
+            from ignite_ddl.course.figures import ch14 as figures
+
+            log = [("gather", 0), ("forward", 0), ("gather", 1), ("forward", 1)]
+            seconds = {"gather": 0.016, "forward": 0.016}
+            figure = figures.queues(overlapped(log, seconds, ahead=False), overlapped(log, seconds))
+            assert len(figure.axes) == 2
+    """
+    title = "Gathers (g) and scatters (s) hide behind products (FSDP2's order, stated times)"
+    return draw.step_rows({"one thing after the other": in_turn, "two queues": in_queues}, title)
+
+
+def split_peaks(of_run: dict[str, tuple[int, dict[str, float]]]) -> tuple[dict, dict, dict]:
+    """Splits the peaks of the chapter's runs into the states that lie there and the room to work in.
+
+    Args:
+        of_run: name of a run, on four ranks with 2**20 parameters in float32 and Adam, to its stage and what
+            ``StepMemory.peak`` has found, in MiB by kind.
+
+    Returns:
+        three dicts by name: the states predicted, those of them that lie there at the peak, both
+        ``cost.ZeroMemory`` in MiB, and the MiB that remain.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.course.figures import ch14 as figures
+
+            peak = {"parameters": 1.0, "optimizer": 2.0, "gradients": 0.75, "on the way": 1.0}
+            states, there, room = figures.split_peaks({"ZeRO-3": (3, peak)})
+            assert (states["ZeRO-3"].total, there["ZeRO-3"].total, room["ZeRO-3"]) == (4, 3.75, 1)
+    """
+    states, there, room = {}, {}, {}
+    for name, (stage, peak) in of_run.items():
+        states[name] = there[name] = cost.zero_memory(1, 4, stage, 4, 4, 8)
+        if stage == 3:  # a gradient's shard is made when its layer is done
+            missing = states[name].gradients - peak["gradients"]
+            there[name] = states[name]._replace(gradients=peak["gradients"], total=states[name].total - missing)
+        room[name] = sum(peak.values()) - there[name].total
+    return states, there, room
 
 
 def zero_peaks(states: dict, room: dict[str, float]) -> draw.Figure:

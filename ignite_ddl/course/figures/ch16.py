@@ -5,7 +5,18 @@ from __future__ import annotations
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, INK, RANK, on_any_page
 
-__all__ = ["cut_products", "held_blocks", "ring_passes", "told_and_saved"]
+__all__ = ["cut_products", "held_blocks", "place", "ring_passes", "told_and_saved"]
+
+ALT = {
+    "products": "Two products X times W is Y, cut for four ranks. By columns: X whole on every rank, W and Y in four "
+    "upright blocks, one a rank. By rows: X in four upright blocks, W in four flat ones, Y as four sheets to add.",
+    "losses": "Loss over 100 steps: with and without the sum it falls alike. The saved model has the same loss with "
+    "the sum, and a far higher one without it.",
+    "blocks": "Two weights and two biases in blocks, by rank. linear1.weight, 16 by 8, and its bias are cut across, "
+    "four rows a rank. linear2.weight, 8 by 16, is cut upright, four columns a rank. linear2.bias is whole everywhere.",
+    "ring": "Four ranks in a ring, each sends a quarter a step to the next. A reduce-scatter takes three quarters "
+    "that add, an all-gather three that copy, an all-reduce three of each.",
+}  # alternative texts of the chapter's figures
 
 
 def cut_products(rows: int, inputs: int, outputs: int, n_ranks: int) -> draw.Figure:
@@ -59,13 +70,40 @@ def cut_products(rows: int, inputs: int, outputs: int, n_ranks: int) -> draw.Fig
     return on_any_page(figure)
 
 
-def held_blocks(tensors: dict[str, tuple[tuple, list]], title: str) -> draw.Figure:
+def place(part, whole) -> list[tuple[int, int]]:
+    """Where a part of a tensor lies in the whole, by its numbers.
+
+    Args:
+        part: a tensor of some of the numbers of ``whole``, no two of which are equal.
+        whole: a tensor.
+
+    Returns:
+        (start, stop) along each dim.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            from ignite_ddl.course.figures import ch16 as figures
+
+            whole = torch.arange(12).view(4, 3)
+            assert figures.place(whole[2:], whole) == [(2, 4), (0, 3)]
+    """
+    import torch  # here: most figures do without
+
+    return [(int(found.min()), int(found.max()) + 1) for found in torch.isin(whole, part).nonzero().T]
+
+
+def held_blocks(
+    tensors: dict[str, tuple[tuple, list]],
+    title: str = "A rank's columns of W are rows of .weight; one bias is whole on every rank",
+) -> draw.Figure:
     """Weights and biases as they are stored, each block in the colour and with the number of the rank that holds it.
 
     Args:
         tensors: name of a tensor of one or two dims to its shape and, for each rank, the (start, stop) of what it
             holds along each dim.
-        title: the finding.
+        title: the finding. Default: the chapter's.
 
     Returns:
         the figure; grey is whole on every rank.
@@ -98,13 +136,17 @@ def held_blocks(tensors: dict[str, tuple[tuple, list]], title: str) -> draw.Figu
     return on_any_page(figure)
 
 
-def told_and_saved(losses: dict[str, list[float]], saved: dict[str, float], title: str) -> draw.Figure:
+def told_and_saved(
+    losses: dict[str, list[float]],
+    saved: dict[str, float],
+    title: str = "Without the sum the loss falls as well, but the saved model is another",
+) -> draw.Figure:
     """Losses that ranks told in training, and beside the last the loss of the model that rank 0 would save.
 
     Args:
         losses: name of a run, of two, to its loss in each step.
         saved: name of a run to the loss of the saved model.
-        title: the finding.
+        title: the finding. Default: the chapter's.
 
     Returns:
         the figure: a line a run, with a diamond of its colour for what is saved.

@@ -5,15 +5,68 @@ from __future__ import annotations
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, INK, RANK, on_any_page
 
-__all__ = ["kept_by_rank", "step_by_microbatches", "unequal_stages"]
+__all__ = ["kept_by_rank", "step_by_microbatches", "two_steps", "unequal_stages"]
+
+ALT = {
+    "pieces": "Two simulated steps of four ranks. In one piece, one rank after the other works while three are idle, "
+    "96 time units. In 8 microbatches the ranks overlap and the step takes 33.",
+    "by hand": "Measured passes of four ranks. Naive: a staircase down and up, mostly grey. GPipe with 8 "
+    "microbatches: the ranks overlap, grey remains at the corners and in the middle, and the step is less than half "
+    "as long.",
+    "orders": "Measured passes of four ranks with 8 microbatches. GPipe: all forward passes, then all backward "
+    "passes. 1F1B: after a short start each rank alternates one forward and one backward pass. Both steps are about "
+    "equally long.",
+    "kept": "Tensors that four ranks keep at most. GPipe: 40 on every rank. 1F1B: 20, 15, 10 and 5. GPipe, "
+    "recomputed: 8 on every rank. 1F1B, recomputed: 4, 3, 2 and 1.",
+    "microbatches": "Step time against the number of microbatches, a line by the formula and measured marks above "
+    "it: long at 1, shortest in the middle, longer again at 24.",
+    "unequal": "Two simulated 1F1B steps of four ranks. Balanced by parameters, rank 3 is busy almost all the time, "
+    "ranks 1 and 2 wait for it, and rank 0 is idle. By cost, ranks 1 to 3 are equally busy and the step is shorter.",
+}  # alternative texts of the chapter's figures
+
+_STEPS = {  # a title, and the names of the two panels
+    "pieces": (
+        "The same work takes 96 time units, or 33 (simulated)",
+        ("a batch in one piece", "the same batch in 8 microbatches"),
+    ),
+    "by hand": ("Overlap fills most of the grey (measured, stated delays)", ("naive", "GPipe by hand, 8 microbatches")),
+    "orders": ("Another order, about the same length (measured)", ("GPipe", "1F1B")),
+}
 
 
-def kept_by_rank(kept: dict[str, list[float]], title: str) -> draw.Figure:
+def two_steps(which: str, above: list, below: list) -> draw.Figure:
+    """Two steps of a pipeline, one above the other.
+
+    Args:
+        which: "pieces", "by hand" or "orders": of which section.
+        above: records of the first step.
+        below: records of the second.
+
+    Returns:
+        the figure.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.course.figures import ch18 as figures
+            from ignite_ddl.lab import simulate
+
+            gpipe, other = (simulate.pipeline(name, 4, 8, 1, 1, 1).records for name in ("gpipe", "1f1b"))
+            figure = figures.two_steps("orders", gpipe, other)
+    """
+    title, names = _STEPS[which]
+    unit = {"unit": "time units"} if which == "pieces" else {}
+    return draw.schedules(dict(zip(names, (above, below), strict=True)), title, **unit)
+
+
+def kept_by_rank(
+    kept: dict[str, list[float]], title: str = "1F1B keeps fewer microbatches, recomputation less of each"
+) -> draw.Figure:
     """What the ranks of a pipeline keep for backward at most: a panel a schedule, a bar a rank.
 
     Args:
         kept: name of a schedule, of two or more, to a number for each rank.
-        title: the finding.
+        title: the finding. Default: the chapter's.
 
     Returns:
         the figure; its panels share the upright axis, and each bar has its number above it.
@@ -39,13 +92,17 @@ def kept_by_rank(kept: dict[str, list[float]], title: str) -> draw.Figure:
     return on_any_page(figure)
 
 
-def step_by_microbatches(predicted: dict[int, float], measured: dict[int, list[float]], title: str) -> draw.Figure:
+def step_by_microbatches(
+    predicted: dict[int, float],
+    measured: dict[int, list[float]],
+    title: str = "Too few microbatches wait, too many pay for every pass",
+) -> draw.Figure:
     """How long a pipeline step takes, against its number of microbatches: a predicted line, measured marks.
 
     Args:
         predicted: number of microbatches to seconds.
         measured: number of microbatches to the seconds of each step.
-        title: the finding.
+        title: the finding. Default: the chapter's.
 
     Returns:
         the figure; the axis of microbatches is logarithmic, and the fastest is named.
@@ -80,14 +137,19 @@ def step_by_microbatches(predicted: dict[int, float], measured: dict[int, list[f
     return on_any_page(figure)
 
 
-def unequal_stages(panels: dict[str, list], title: str, unit: str, empty: str) -> draw.Figure:
+def unequal_stages(
+    panels: dict[str, list],
+    title: str = "The slowest stage sets the pace (simulated)",
+    unit: str = "time of a block, forward and backward",
+    empty: str = "rank 0 has the embedding alone: a look-up, no matrix product",
+) -> draw.Figure:
     """``draw.schedules`` with a word in the first panel's row of rank 0, which has next to nothing to do.
 
     Args:
         panels: as for ``draw.schedules``.
-        title: the finding.
-        unit: under the axis.
-        empty: the word.
+        title: the finding. Default: the chapter's.
+        unit: under the axis. Default: the chapter's.
+        empty: the word. Default: the chapter's.
 
     Returns:
         the figure.

@@ -9,15 +9,42 @@ from ignite_ddl.lab.simulate import Pipeline
 
 __all__ = ["accuracy_over_rates", "time_and_memory", "weight_versions", "with_and_without_flush"]
 
+TITLE = {
+    "rates": "Stale weights cost little at the best rate, and much above it",
+    "halves": "The W fill what 1F1B leaves grey (simulated)",
+    "two stages": "What 1F1B does in 66 time units takes 57, or 51 (simulated)",
+}
+ALT = {
+    "flush": "Two simulated runs of four ranks over 12 microbatches. 1F1B drains after every 4 microbatches and takes "
+    "63 time units, with grey triangles in between. PipeDream is grey only at its beginning and end and takes 45.",
+    "versions": "A table of four ranks and 12 microbatches. Rank 3: no update between forward and backward pass. "
+    "Rank 2: one. Rank 1: two. Rank 0: three, from the fourth microbatch on.",
+    "rates": "Test accuracy after 200 turns against the learning rate for four ways to train. Fresh weights every "
+    "turn are best; PipeDream is close behind up to its best rate and falls steeply above it. Without a bubble and "
+    "1F1B stay below, with their best at a larger rate.",
+    "halves": "Two simulated steps of four ranks with 8 microbatches. 1F1B takes 33 time units. With the backward "
+    "pass in two, the weight gradients stand at the end of the ranks where 1F1B is grey, and the step takes 27.",
+    "two stages": "Two simulated schedules of four ranks and 8 microbatches on one axis of time. interleaved_1f1b "
+    "takes 57 time units, with grey between its passes and at both ends, zbv 51, with grey at the outer corners only.",
+    "memory": "Bubble against activations kept by the fullest of four ranks. gpipe: 27 percent and 8 microbatches. "
+    "1f1b: 27 and 4. looped_bfs: 16 and 8. interleaved_1f1b: 16 and 5.5. interleaved_zero_bubble and zbv: 6 and 4. "
+    "dualpipev: 11 and 4.5. PipeDream: almost no bubble, and 4.",
+}  # alternative texts of the chapter's figures
 
-def with_and_without_flush(step: Pipeline, n_steps: int, endless: Pipeline, title: str) -> draw.Figure:
+
+def with_and_without_flush(
+    step: Pipeline,
+    n_steps: int,
+    endless: Pipeline,
+    title: str = "The same 12 microbatches take 63 time units, or 45 (simulated)",
+) -> draw.Figure:
     """Steps of a schedule one after the other, and under them a run that never drains.
 
     Args:
         step: a simulated step.
         n_steps: how often it is drawn.
         endless: the run.
-        title: the finding.
+        title: the finding. Default: the chapter's.
 
     Returns:
         the figure.
@@ -47,7 +74,11 @@ def with_and_without_flush(step: Pipeline, n_steps: int, endless: Pipeline, titl
     return draw.schedules(panels, title, unit="time units")
 
 
-def weight_versions(used: list[list[int]], newest: list[list[int]], title: str) -> draw.Figure:
+def weight_versions(
+    used: list[list[int]],
+    newest: list[list[int]],
+    title: str = "The earlier the stage, the more its weights change in between",
+) -> draw.Figure:
     """With which version of its weights each stage runs a microbatch: a row a rank, a column a microbatch.
 
     A tile holds the version at the forward pass and the newest one at the backward pass; the more updates lie in
@@ -56,7 +87,7 @@ def weight_versions(used: list[list[int]], newest: list[list[int]], title: str) 
     Args:
         used: for each rank, the version at each microbatch's forward pass.
         newest: for each rank, the newest version at each microbatch's backward pass.
-        title: the finding.
+        title: the finding. Default: the chapter's.
 
     Returns:
         the figure.
@@ -86,13 +117,16 @@ def weight_versions(used: list[list[int]], newest: list[list[int]], title: str) 
     return on_any_page(figure)
 
 
-def time_and_memory(schedules: dict[str, tuple[float, list[float]]], title: str) -> draw.Figure:
+def time_and_memory(
+    schedules: dict[str, tuple[float, list[float]]],
+    title: str = "Bubble and memory of eight schedules: down and left is better",
+) -> draw.Figure:
     """The bubble of each schedule against the activations that its ranks keep: down and to the left is better.
 
     Args:
         schedules: name to its bubble, a share, and for each rank the microbatches that it keeps at most. A line leads
             from the rank that keeps least to the one that keeps most, where the mark and the name are.
-        title: the finding.
+        title: the finding. Default: the chapter's.
 
     Returns:
         the figure; schedules at one place share a mark.
