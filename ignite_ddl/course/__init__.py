@@ -7,6 +7,7 @@ from ignite_ddl.course.cut import compare_cut
 from ignite_ddl.course.data import CLASSES, fashion_mnist, fashion_mnist_tensors, normalise
 from ignite_ddl.course.delay import Delay
 from ignite_ddl.course.examples import example
+from ignite_ddl.course.global_batch import train_global_batch
 from ignite_ddl.course.gpt import GPT, generate
 from ignite_ddl.course.guess import score, tally
 from ignite_ddl.course.line import SlowLine
@@ -18,6 +19,7 @@ from ignite_ddl.course.models import CNN, MLP
 from ignite_ddl.course.pipeline_steps import steps_by_hand, time_pipeline
 from ignite_ddl.course.planned_step import measure_plan
 from ignite_ddl.course.ranks import on_nodes, on_ranks
+from ignite_ddl.course.ring import watch_ring
 from ignite_ddl.course.server_step import time_server_step
 from ignite_ddl.course.sharded_step import flatten_parameters, overlapped, sharded_step
 from ignite_ddl.course.side_by_side import SideBySide
@@ -64,7 +66,9 @@ __all__ = [
     "time_server_step",
     "time_steps",
     "train_copies",
+    "train_global_batch",
     "train_with",
+    "watch_ring",
     "watch_step",
 ]
 
