@@ -1,6 +1,7 @@
 """What only the chapters use: data, small models, figures and the checks of the exercises."""
 
 from ignite_ddl.compat import serial_on_cpu
+from ignite_ddl.course.bucket_steps import watch_buckets
 from ignite_ddl.course.clock import median_seconds, other_programs, time_steps
 from ignite_ddl.course.copies import steps_to_target, train_copies
 from ignite_ddl.course.cut import compare_cut
@@ -68,6 +69,7 @@ __all__ = [
     "train_copies",
     "train_global_batch",
     "train_with",
+    "watch_buckets",
     "watch_ring",
     "watch_step",
 ]
