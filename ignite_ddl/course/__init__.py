@@ -1,12 +1,14 @@
 """What only the chapters use: data, small models, figures and the checks of the exercises."""
 
 from ignite_ddl.compat import serial_on_cpu
+from ignite_ddl.course.bucket_steps import watch_buckets
 from ignite_ddl.course.clock import median_seconds, other_programs, time_steps
 from ignite_ddl.course.copies import steps_to_target, train_copies
 from ignite_ddl.course.cut import compare_cut
 from ignite_ddl.course.data import CLASSES, fashion_mnist, fashion_mnist_tensors, normalise
 from ignite_ddl.course.delay import Delay
 from ignite_ddl.course.examples import example
+from ignite_ddl.course.global_batch import train_global_batch
 from ignite_ddl.course.gpt import GPT, generate
 from ignite_ddl.course.guess import score, tally
 from ignite_ddl.course.kill import killed_before_sync
@@ -19,6 +21,7 @@ from ignite_ddl.course.models import CNN, MLP
 from ignite_ddl.course.pipeline_steps import steps_by_hand, time_pipeline
 from ignite_ddl.course.planned_step import measure_plan
 from ignite_ddl.course.ranks import on_nodes, on_ranks
+from ignite_ddl.course.ring import watch_ring
 from ignite_ddl.course.server_step import time_server_step
 from ignite_ddl.course.sharded_step import flatten_parameters, overlapped, sharded_step
 from ignite_ddl.course.side_by_side import SideBySide
@@ -67,7 +70,10 @@ __all__ = [
     "time_server_step",
     "time_steps",
     "train_copies",
+    "train_global_batch",
     "train_with",
+    "watch_buckets",
+    "watch_ring",
     "watch_save",
     "watch_step",
 ]

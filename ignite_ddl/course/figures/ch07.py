@@ -8,6 +8,15 @@ from ignite_ddl.lab.record import Record
 
 __all__ = ["epoch", "rank_profiles"]
 
+ALT = {
+    "epoch": "Three rows with time to the right. In turns: a long piece of data, a shorter step, a short piece of"
+    " handlers; at the end of the epoch handlers take a longer piece.",
+    "rank_profiles": "Three panels with a bar for each rank. With a slow loader on rank 2, rank 2 has much data "
+    "and a short step, the others the reverse. With a slow handler on rank 0 likewise for rank 0. In the third "
+    "panel rank 1 has the shortest step, though the others wait for rank 2, whose bar looks like those of ranks 0"
+    " and 3.",
+}  # alternative texts of the chapter's figures
+
 PARTS = {"data": ACTIVITY["data"], "step": ACTIVITY["compute"], "handlers": ACTIVITY["handlers"]}
 
 

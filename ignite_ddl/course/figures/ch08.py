@@ -9,6 +9,15 @@ from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, SHADE
 
 __all__ = ["shares", "step_times"]
 
+ALT = {
+    "timeline": "Four rows with time to the right. Ranks 0, 1 and 3 compute for a short while and then wait for "
+    "rank 2, which computes three times as long. Then all four communicate.",
+    "step_times": "A dot for each of 160 steps on a logarithmic axis. The first dot lies high above the others. "
+    "Half of those lie in a grey band, of which a narrower green one holds their median.",
+    "shares": "A bar for each of four ranks, cut into compute, communication, idle and the rest, in percent of "
+    "its time.",
+}  # alternative texts of the chapter's figures
+
 
 def step_times(seconds: list[float], warm_up: int, interval: tuple[float, float], title: str) -> draw.Figure:
     """A dot a step on a logarithmic axis; of those after the warm-up the quartiles, and where their median is.

@@ -7,6 +7,23 @@ from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, RANK, on_any_page
 
 __all__ = ["all_reduce_times", "bytes_by_world", "loss_by_iteration", "messages", "ring_steps"]
 
+ALT = {
+    "messages": "Messages between four ranks over time. Naive: three thick arrows from each rank, done after 3 "
+    "seconds. Tree: two arrows up at once, one up, one down, two down, 4 seconds. Ring: thin arrows to the next "
+    "rank, 1.5 seconds.",
+    "ring_steps": "Four ranks with four chunks each, before the ring and after each of six steps. In the first "
+    "three steps one chunk of every rank gains a colour; then each rank has one chunk with all four. Three more "
+    "steps spread those.",
+    "bytes_by_world": "Bytes that the busiest of 2, 3, 4 and 6 ranks sends for a buffer of 48: naive 48 to 240 in"
+    " a straight line, tree 48 to 144 in steps, ring 48 to 80, always below a dotted line at 96.",
+    "all_reduce_times": "Time of an all-reduce on eight ranks against the size of the buffer, both logarithmic. "
+    "Tree is lowest for small buffers, naive close above; ring is flat and highest there, and lowest beyond some "
+    "150,000 bytes.",
+    "loss_by_iteration": "Training loss against iterations, three seeds each. One rank and two ranks with 30 rows"
+    " together lie on one curve of 200 iterations. With 60 rows and the same rate it stops half way, with twice "
+    "the rate it ends as low.",
+}  # alternative texts of the chapter's figures
+
 
 _FRAME = "#E8590C"  # no rank's colour
 _PALE = "#8C8C8C44"  # half transparent: fainter than the words on light and on dark pages

@@ -9,6 +9,19 @@ from ignite_ddl.lab.simulate import Simulation
 
 __all__ = ["buckets", "master_and_ddp", "step_shares"]
 
+ALT = {
+    "master_and_ddp": "Two panels. With a master, rank 0 sends and receives for a long time around its short "
+    "forward and backward, and three other ranks wait. With DDP four ranks compute forward and backward, and a "
+    "row below shows four pieces in flight, three of them while backward goes on. The step is little more than "
+    "half as long.",
+    "buckets": "Four panels with two rows each, what rank 0 computes and what its line carries. With one bucket "
+    "the line is empty until backward ends, then carries for as long again. With four buckets the line works "
+    "during backward, and only the last bucket sticks out.",
+    "step_shares": "Bars of a step's time for 1, 2, 4, 8 and 16 ranks. With a master computing shrinks and "
+    "communication grows, and 16 ranks take longer than one. With DDP the bars shrink throughout, with a growing "
+    "share of communication.",
+}  # alternative texts of the chapter's figures
+
 
 def master_and_ddp(master: Simulation, ddp: Simulation, title: str) -> draw.Figure:
     """A step of each scheme, a row a rank; below DDP's ranks what travels meanwhile, bucket by bucket.

@@ -7,6 +7,21 @@ from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, on_any_page
 
 __all__ = ["batch_or_rate", "communication_share", "over_batch_sizes", "steps_of_an_epoch", "steps_to_target"]
 
+ALT = {
+    "steps_of_an_epoch": "Three bars of 6000 images, one a batch size. Batches of 120 cut it into 50 steps, of "
+    "600 into 10, of 3000 into 2.",
+    "over_batch_sizes": "Test accuracy after 12 epochs against batch size, three curves. At the same rate it "
+    "falls. Scaled, it holds at 120 and collapses at 600. Scaled and warmed up it nearly holds at 600.",
+    "steps_to_target": "Steps to 78 % against batch size, both logarithmic. From 24 to 120 the points for SGD and"
+    " Adam fall along the line of perfect scaling; then they bend and are nearly level at 3000. A curve through "
+    "two of SGD's points passes by the others.",
+    "batch_or_rate": "Left: the noise scale falls to a fifth after epoch 7 for the decayed rate and the grown "
+    "batch alike. Right: their accuracies rise together and stay together; the run that changes neither stays "
+    "below.",
+    "communication_share": "Five bars, the milliseconds of a step on 8 to 1024 GPUs: compute is the same in each,"
+    " communication grows slowly up to 256 and faster beyond.",
+}  # alternative texts of the chapter's figures
+
 
 def steps_of_an_epoch(n_images: int, batch_sizes: tuple[int, ...]) -> draw.Figure:
     """One pass through the data, cut into steps: a row a batch size, a tile a step.

@@ -7,6 +7,21 @@ from ignite_ddl.lab.draw import ACTIVITY, INK, RANK, on_any_page
 
 __all__ = ["by_workers", "server_scheme", "server_shares"]
 
+ALT = {
+    "server_scheme": "A parameter server above, four workers in the middle, the data's node below. Arrows: "
+    "parameters go down from the server to each worker, rows go up from the data's node to each worker, gradients"
+    " go up to the server.",
+    "step_rows": "Two panels. With one server its row is full of messages, first to and then from each of four "
+    "workers, and the workers' rows hold one short stretch of computing. With two servers both rows have messages"
+    " half as long.",
+    "by_workers": "Milliseconds of a step against 1 to 64 workers, both axes logarithmic. One server falls to its"
+    " lowest at 4, then rises steeply. Two servers are lower and rise later. The ring falls to 16, below both, "
+    "then rises slowly.",
+    "server_shares": "Two panels with two servers each. Four equal layers: each server holds 50.0 % of the bytes,"
+    " two layers each. Our network: server 0 holds 0.weight alone, 98.5 %, and server 1 the other three "
+    "parameters, 1.5 %.",
+}  # alternative texts of the chapter's figures
+
 
 def server_scheme(n_workers: int, weight_bytes: int, row_bytes: int) -> draw.Figure:
     """The parameter server's step: the server above, the workers, the data's own node below, numbered arrows.
