@@ -103,6 +103,18 @@ def test_the_glossary_is_sorted_and_leads_to_chapters():
         assert all((ROOT / link).exists() for link in links), term
 
 
+def test_chapters_lead_to_terms_of_the_glossary(site, gathered):
+    terms = site.terms_of((ROOT / "docs/glossary.md").read_text())
+    links = re.findall(
+        r"\.\./docs/glossary\.md#([\w-]+)", "".join(p.read_text() for p in ROOT.glob("notebooks/*.ipynb"))
+    )
+    assert len(set(links)) > 25
+    assert set(links) <= terms.keys()
+    assert len(links) == len(set(links)), "a term is linked where it first appears"
+    for path in (gathered / "notebooks").iterdir():
+        assert "glossary.md#" not in path.read_text(), path.name
+
+
 def test_citation_and_change_log_name_this_version(site):
     repo = site.repository(ROOT)
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())

@@ -21,21 +21,23 @@ from notebooks import BADGE, FOLDED, ROOT, chapters, dumps, fold_title, read, re
 
 SITE = ROOT / "docs" / "site"
 BUILD = ROOT / "build"
+GLOSSARY = re.compile(r"\[([^\]]+)\]\(\.\./docs/glossary\.md#([\w-]+)\)")
 
 
 # --- chapters -------------------------------------------------------------------------------------------
 
 
-def for_the_site(notebook: NotebookNode) -> NotebookNode:
+def for_the_site(notebook: NotebookNode, terms: dict[str, str]) -> NotebookNode:
     """Folds what a reader should ask for, and drops what only a front end needs. Works in place.
 
     Folded are solutions, imports, and what comes out from a guess to its score. The set-up cell goes; Colab's badge, a
-    picture of another host, becomes a link.
+    picture of another host, becomes a link, and a link to the glossary a term of Sphinx.
     """
     open_guesses = set()
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = re.sub(rf"^{re.escape(BADGE)}.*?\)\]", "[Open in Colab]", cell.source, flags=re.M)
+            cell.source = GLOSSARY.sub(lambda link: f"{{term}}`{link[1]} <{terms[link[2]]}>`", cell.source)
             continue
         scored = "score(" in cell.source
         for names in re.findall(r"^(guess\w*.*?) = ", cell.source, re.M):
@@ -53,6 +55,12 @@ def for_the_site(notebook: NotebookNode) -> NotebookNode:
         if scored:
             open_guesses -= set(re.findall(r"\bguess\w*", cell.source))
     return notebook
+
+
+def terms_of(glossary: str) -> dict[str, str]:
+    """The terms of docs/glossary.md by their anchors, as Sphinx makes them."""
+    terms = re.findall(r"^([^\s#`{].*)\n  ", glossary, re.M)
+    return {"term-" + re.sub(r"\W+", "-", term): term for term in terms}
 
 
 def _prompt(cell: NotebookNode, words: str) -> None:
@@ -118,10 +126,10 @@ def gather(source: Path, root: Path = ROOT) -> None:
     """Writes all pages of the site as Sphinx reads them."""
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(root / "docs", source / "docs", ignore=shutil.ignore_patterns("site", "WRITING_*"))
-    paths = chapters(root)
+    paths, terms = chapters(root), terms_of((root / "docs/glossary.md").read_text(encoding="utf-8"))
     for path in paths:
         (source / "notebooks").mkdir(exist_ok=True)
-        (source / "notebooks" / path.name).write_text(dumps(for_the_site(read(path))), encoding="utf-8")
+        (source / "notebooks" / path.name).write_text(dumps(for_the_site(read(path), terms)), encoding="utf-8")
     shutil.copy(root / "SECURITY.md", source)
     readme = sections((root / "README.md").read_text(encoding="utf-8"))
     wanted = {"using": "Using `ignite_ddl` in your own code", "troubleshooting": "Troubleshooting"}
