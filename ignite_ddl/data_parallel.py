@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.compat import replicate, unsharded_parameters
+from ignite_ddl.experts.style import experts_of
 from ignite_ddl.guards import refuse_second_derivatives
 from ignite_ddl.mesh import Mesh, get_mesh
 
@@ -85,6 +86,8 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, how: Mapping[str, Any] | 
     if not any(p.requires_grad for p in module.parameters()):
         return
     if how is None:  # not DistributedDataParallel, which loses parameters of models with DTensors and of pipelines
+        for experts in experts_of(module):
+            replicate(experts, mesh.expert_mesh["edp"])
         replicate(module, mesh.device_mesh["dp"])
         module.register_forward_pre_hook(_refuse_inference_mode, prepend=True)
     else:
@@ -104,6 +107,9 @@ def _refuse_inference_mode(module: nn.Module, *_: Any) -> None:
 
 def fully_shard(module: nn.Module, mesh: Mesh, how: Mapping[str, Any]) -> None:
     """Shards a module's weights over dp (FSDP2); arguments as in :func:`apply_data_parallel`."""
+    for experts in experts_of(module):  # whose copies are fewer; dim 0 is cut already
+        if not isinstance(experts, FSDPModule):
+            fsdp.fully_shard(experts, mesh=mesh.expert_mesh["edp"], shard_placement_fn=lambda _: Shard(1), **how)
     for unit in [*_gathered_alone(module), module]:  # the last one has the remaining parameters
         fsdp.fully_shard(unit, mesh=mesh.dp_mesh, **how)
     module._keeps_weights = not how["reshard_after_forward"] and mesh.pp_size == 1  # read by gradient_sync

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from ignite_ddl.data_parallel import local_round, reshard, share_buffers
+from ignite_ddl.experts.balance import weighted
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.batch_schedules import BatchSchedules
 from ignite_ddl.pipeline.cut import Cut
@@ -156,7 +157,8 @@ class PipelineStages:
         for parameter, _ in kept:
             parameter.grad = None
         # All ranks draw one number from their common stream: it stays common whatever the stages draw.
-        with random_stream(draw_seed()), _explained(self.cut.schedule):
+        n = schedule._n_microbatches
+        with random_stream(draw_seed()), _explained(self.cut.schedule), weighted(1 / n):
             output = schedule.step(
                 *(tensors if 0 in self.stages else ()),
                 target=torch.arange(rows) if self.is_last else None,
