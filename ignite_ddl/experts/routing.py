@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ignite_ddl.arguments import COUNT, FLAG, check, number, or_none, takes
+from ignite_ddl.arguments import COUNT, FLAG, number, or_none, takes
 from ignite_ddl.experts.balance import add_loss, balance_loss, change_of_bias, has_rows, z_loss
 from ignite_ddl.experts.dispatch import sorted_by_expert
 from ignite_ddl.mesh import get_mesh
@@ -26,10 +26,12 @@ class Router(nn.Module):
 
     Of equal probabilities, the expert of the lowest number is chosen. In training, the gradient of ``balance_weight`` ×
     :func:`balance_loss <ignite_ddl.experts.balance.balance_loss>` + ``z_weight`` × :func:`z_loss
-    <ignite_ddl.experts.balance.z_loss>` is added in the backward pass; the loss of the trainer is without them. Both
-    are those of all tokens of the batch on all ranks of dp × cp, for which one all-reduce sums E counts in the forward
-    pass. Under pp, the batch is a microbatch, of all dp ranks, and the losses are a mean over microbatches; over several
-    batches of one optimizer step, they are weighted as the losses of these batches.
+    <ignite_ddl.experts.balance.z_loss>` is added in the backward pass; the trainer's loss is without them. Both are of
+    all tokens of a batch, on all ranks of dp × cp: one all-reduce sums E counts in the forward pass.
+
+    The batch is what one forward pass has on all ranks: under pp a microbatch, of which the losses are averaged. Of
+    several batches before one optimizer step, they are weighted as the losses of these batches. Nothing is counted in
+    evaluation or where a forward pass is recomputed, and rows that are lent to a rank without rows count nowhere.
 
     Args:
         n_features: width of a token.

@@ -27,9 +27,10 @@ class Experts(ParallelStyle):
 
     The module's forward takes tokens (tokens, width), the experts of each of them (tokens, top_k), and their weights
     (tokens, top_k), and returns the weighted sum of what the experts make of a token: the experts of
-    ``ddl.MixtureOfExperts``, and those of Hugging Face's transformers 5. On a mesh with ep, tokens are sent to the
-    ranks of their experts by an all-to-all of uneven sizes, and come back by a second one; weights are applied where the
-    token came from. Nothing is padded, and nothing is dropped but what the router has dropped.
+    ``ddl.MixtureOfExperts``, and those of Hugging Face's transformers 5. On a mesh with ep, an all-to-all of uneven
+    sizes sends tokens to the ranks of their experts, and a second one back, where the weights are applied (GShard,
+    Lepikhin et al. 2020, arXiv:2006.16668, section 3; there with padding). Nothing is padded, and nothing is dropped
+    but what the router has dropped. Without ep, the plan's key has no effect.
 
     With tp, each tp peer does the same for the same tokens, with all of an expert's weights, or with a part of them.
 

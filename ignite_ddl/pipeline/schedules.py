@@ -177,8 +177,8 @@ class UnlikeMicrobatches(ValueError):
     def __init__(self, numbers: Iterable[int]) -> None:
         few, many = min(numbers), max(numbers)
         super().__init__(
-            f"dp ranks should have equal numbers of microbatches, in which experts and routers meet, but have {few} and "
-            f"{many}: use a batch size of which each dp rank gets the same, a multiple of n_microbatches, and drop_last"
+            f"dp ranks should have equal numbers of microbatches, in each of which experts and routers meet, but have "
+            f"{few} and {many}: use a batch_size that is a multiple of dp × n_microbatches, and drop_last=True"
         )
 
     def __reduce__(self) -> Any:
