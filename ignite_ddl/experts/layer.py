@@ -73,7 +73,7 @@ class FeedForwardExperts(nn.Module):
 def combined(made: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Sums rows of choices, at places ``order`` of (tokens, top_k), into rows of tokens, by their weights."""
     placed = made.new_zeros(weights.numel(), made.shape[1]).index_copy(0, order, made)
-    return (placed.view(*weights.shape, -1) * weights.unsqueeze(2)).sum(1).to(x.dtype)
+    return (placed.view(*weights.shape, made.shape[1]) * weights.unsqueeze(2)).sum(1).to(x.dtype)
 
 
 class MixtureOfExperts(nn.Module):
