@@ -248,7 +248,7 @@ def _check(
         check_parameter_hooks(model.named_parameters(), mesh, by_ddp, before=True)
     _warn_without_plan(tensor_plan, mesh.tp_size, stacklevel=5)
     styles, cut = _check_cut(model, tensor_plan, mesh.pp_size, mesh.tp_size, stages, mesh.ep_size)
-    _check_routers(model, mesh.cp_size, cut, local, mesh.ep_size)
+    _check_routers(model, mesh.dp_size, mesh.cp_size, cut, local, mesh.ep_size)
     return _Layout(
         mesh, styles, cut, shard, _for_fsdp(mesh, shard, *fsdp), checks, ddp if by_ddp else None, local, comm_hook
     )
@@ -312,7 +312,7 @@ def _check_cut(
         return styles, cut_into_stages(model, pp_size, *stages) if pp_size > 1 else None
 
 
-def _check_routers(model: nn.Module, cp_size: int, cut: Cut | None, local: bool, ep_size: int) -> None:
+def _check_routers(model: nn.Module, dp_size: int, cp_size: int, cut: Cut | None, local: bool, ep_size: int) -> None:
     """Refuses where the batch of a router, or its order, would not be that of one process."""
     routers = routers_of(model)
     if cp_size > 1 and any(router.capacity_factor is not None for router in routers):
@@ -324,6 +324,14 @@ def _check_routers(model: nn.Module, cp_size: int, cut: Cut | None, local: bool,
         raise ValueError(
             'dp_sync="local" leaves dp ranks alone, but experts over ep, and a router with a balance loss, a z-loss, a '
             "bias or a capacity, need the tokens of all of them in each step: leave one of them out"
+        )
+    configs = (getattr(module, "config", None) for module in model.modules())
+    if (dp_size * cp_size > 1 or cut is not None) and any(
+        getattr(config, "output_router_logits", None) is True for config in configs
+    ):
+        raise ValueError(
+            "config.output_router_logits=True lets transformers add a balance loss that counts a rank's own rows: set "
+            "it to False; the balance loss of ddl.Router, in a layer of your own, counts those of all ranks"
         )
     if cut is not None and (routers or ep_size > 1) and SCHEDULES[cut.schedule].split_backward:
         raise ValueError(
@@ -487,7 +495,7 @@ def check_model(
     dp = sizes["dp"]
     _warn_without_plan(tensor_plan, tp, stacklevel=4)
     _, cut = _check_cut(model, tensor_plan, pp, tp, (schedule, n_microbatches, split, costs), ep)
-    _check_routers(model, cp, cut, False, ep)
+    _check_routers(model, dp, cp, cut, False, ep)
     meets = ep > 1 or bool(routers_of(model))
     if cut is not None:
         for rows in batches:

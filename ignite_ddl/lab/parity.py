@@ -269,10 +269,12 @@ class _Job:
     smaller: Mapping[str, Any]
     trainer: Mapping[str, Any]
     rows: tuple[int, ...] = ()  # of the global batches, in turn
+    loops: bool = False  # whether experts that would not run in float64 were changed
 
     def make_model(self) -> nn.Module:
         torch.manual_seed(0)
         made = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model(**self.smaller)
+        self.loops = _loop_over_experts(made)
         return made.double()
 
     def samples(self) -> list[Any]:
@@ -308,6 +310,19 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """All parameters, a tied one under each of its names."""
     named = model.named_parameters(remove_duplicate=False)
     return [(name.removeprefix("module."), parameter) for name, parameter in named]
+
+
+_LOOPED = "transformers' experts ran one after another (experts_implementation='eager'): grouped_mm has no float64"
+
+
+def _loop_over_experts(model: nn.Module) -> bool:
+    """Lets transformers' models compute experts by a loop; whether there are any that did not."""
+    found = [m for m in model.modules() if getattr(getattr(m, "config", None), "_experts_implementation", None)]
+    found = [m for m in found if m.config._experts_implementation != "eager"]
+    for module in found:
+        module.config = copy.copy(module.config)  # which the user may have given to other models
+        module.config._experts_implementation = "eager"
+    return bool(found)
 
 
 class _Comparable(TorchFunctionMode):
@@ -435,7 +450,7 @@ def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
     if largest <= DEAD * max(size for (_, kind), size in sizes.items() if kind == "loss"):
         dead.append("loss")
     return {"values": values, "sizes": sizes, "lr": optimizer.param_groups[0]["lr"], "dead": dead,
-            "notes": sorted(mode.notes)}  # fmt: skip
+            "notes": sorted(mode.notes | ({_LOOPED} if job.loops else set()))}  # fmt: skip
 
 
 def _microbatches(job: _Job, rows: int) -> list[torch.Tensor]:
