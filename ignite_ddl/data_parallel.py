@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.compat import replicate, unsharded_parameters
-from ignite_ddl.experts.style import experts_of
+from ignite_ddl.experts.style import dim_to_shard, experts_of
 from ignite_ddl.guards import refuse_second_derivatives
 from ignite_ddl.mesh import Mesh, get_mesh
 
@@ -109,10 +110,16 @@ def fully_shard(module: nn.Module, mesh: Mesh, how: Mapping[str, Any]) -> None:
     """Shards a module's weights over dp (FSDP2); arguments as in :func:`apply_data_parallel`."""
     for experts in experts_of(module):  # whose copies are fewer; dim 0 is cut already
         if not isinstance(experts, FSDPModule):
-            fsdp.fully_shard(experts, mesh=mesh.expert_mesh["edp"], shard_placement_fn=lambda _: Shard(1), **how)
+            fsdp.fully_shard(
+                experts, mesh=mesh.expert_mesh["edp"], shard_placement_fn=partial(_cut_again, mesh=mesh), **how
+            )
     for unit in [*_gathered_alone(module), module]:  # the last one has the remaining parameters
         fsdp.fully_shard(unit, mesh=mesh.dp_mesh, **how)
     module._keeps_weights = not how["reshard_after_forward"] and mesh.pp_size == 1  # read by gradient_sync
+
+
+def _cut_again(weight: nn.Parameter, mesh: Mesh) -> Shard:
+    return Shard(dim_to_shard(tuple(weight.to_local().shape), mesh.dp_cp_size // mesh.ep_size))
 
 
 _LISTS = nn.Sequential | nn.ModuleList | nn.ModuleDict

@@ -21,7 +21,7 @@ from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over
 from ignite_ddl.data_parallel import OWN_ROUNDS, LocalRound, apply_data_parallel, fully_shard
 from ignite_ddl.experts.routing import routers_of
-from ignite_ddl.experts.style import Experts, apply_experts, check_experts_of
+from ignite_ddl.experts.style import Experts, apply_experts, check_experts_of, check_shards
 from ignite_ddl.guards import (
     check_layers,
     check_optimizer,
@@ -248,6 +248,9 @@ def _check(
         check_parameter_hooks(model.named_parameters(), mesh, by_ddp, before=True)
     _warn_without_plan(tensor_plan, mesh.tp_size, stacklevel=5)
     styles, cut = _check_cut(model, tensor_plan, mesh.pp_size, mesh.tp_size, stages, mesh.ep_size)
+    if shard:
+        with LazyLayers(model).shapes_only():
+            check_shards(dict(model.named_modules(remove_duplicate=False)), styles, mesh)
     _check_routers(model, mesh.dp_size, mesh.cp_size, cut, local, mesh.ep_size)
     return _Layout(
         mesh, styles, cut, shard, _for_fsdp(mesh, shard, *fsdp), checks, ddp if by_ddp else None, local, comm_hook

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ignite_ddl.experts.dispatch import Dispatch
 from ignite_ddl.experts.layer import combined
 from ignite_ddl.mesh import Mesh, get_mesh
 
-__all__ = ["Experts", "apply_experts", "check_experts_of", "experts_of"]
+__all__ = ["Experts", "apply_experts", "check_experts_of", "check_shards", "dim_to_shard", "experts_of"]
 
 _HELD = "_experts_over_ranks"  # on a module: its style was applied
 
@@ -184,6 +184,29 @@ class _SumOfGradients(torch.autograd.Function):
         summed = grad.clone()
         dist.all_reduce(summed, group=ctx.group)
         return summed, None
+
+
+def dim_to_shard(shape: Sequence[int], copies: int) -> int | None:
+    """The dim in which FSDP2 can cut a rank's part of a weight of experts: dim 0 is that of experts."""
+    whole = copies == 1 and len(shape) == 1
+    return 0 if whole else next((dim for dim in range(1, len(shape)) if shape[dim] % copies == 0), None)
+
+
+def check_shards(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], mesh: Mesh) -> None:
+    """Refuses experts that ``shard=True`` cannot cut once more."""
+    copies = mesh.dp_cp_size // mesh.ep_size
+    held = {name: style for name, style in styles.items() if isinstance(style, Experts) and mesh.ep_size > 1}
+    for name, style in held.items():
+        for weight_name, weight in modules[name].named_parameters():
+            shape = list(weight.shape)
+            if weight_name in style.tp:
+                shape[style.tp[weight_name]] //= mesh.tp_size
+            if dim_to_shard(shape, copies) is None:
+                raise ValueError(
+                    f"shard=True cuts what an ep rank holds of '{name}.{weight_name}', (experts, ...) "
+                    f"{tuple(shape)}, over its {copies} copies in a dim from 1, but {copies} divides none: use another "
+                    "width, or a larger ep"
+                )
 
 
 def check_experts_of(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], ep: int) -> None:

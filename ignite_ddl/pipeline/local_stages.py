@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager as Context
 from typing import Any
 
+import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -186,12 +187,20 @@ class PipelineStages:
         self._share_buffers()
         with torch.no_grad():
             rows = n_rows(x)
-            n = min(self.cut.n_microbatches, max(1, rows))
+            n = self._common(min(self.cut.n_microbatches, max(1, rows)))
             microbatches = [rows_of(x, *ends) for ends in itertools.pairwise(rows * i // n for i in range(n + 1))]
             outputs = self.transfer.pass_through(microbatches, lambda s, value: self.stages[s](value))
         for stage in self.local_stages():
             reshard(stage)
         return joined(outputs) if outputs else None
+
+    def _common(self, n: int) -> int:
+        """The least number of microbatches of dp peers, where experts of these meet in each microbatch."""
+        if self.mesh.ep_size > 1:
+            least = torch.tensor(n, device=idist.device())
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.mesh.dp_cp_group)
+            n = int(least)
+        return n
 
     def _share_buffers(self) -> None:
         for stage in self.local_stages():
