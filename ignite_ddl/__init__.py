@@ -15,6 +15,9 @@ from ignite_ddl.engine import (
     create_supervised_trainer,
     forward_backward,
 )
+from ignite_ddl.experts.layer import MixtureOfExperts
+from ignite_ddl.experts.routing import Router
+from ignite_ddl.experts.style import Experts
 from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import empty_weights, lazy
 from ignite_ddl.local import DiLoCo, LocalSGD
@@ -41,17 +44,20 @@ __all__ = [
     "Checkpoint",
     "Column",
     "DiLoCo",
+    "Experts",
     "HangReport",
     "InputChannels",
     "LocalSGD",
     "Mesh",
     "MeshEngine",
+    "MixtureOfExperts",
     "OutOfSync",
     "OutputChannels",
     "Parallel",
     "ParameterServer",
     "ParityReport",
     "RankError",
+    "Router",
     "Row",
     "Sequence",
     "ShardedRandom",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.compat import replicate, unsharded_parameters
+from ignite_ddl.experts.style import dim_to_shard, experts_of
 from ignite_ddl.guards import refuse_second_derivatives
 from ignite_ddl.mesh import Mesh, get_mesh
 
@@ -85,6 +87,8 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, how: Mapping[str, Any] | 
     if not any(p.requires_grad for p in module.parameters()):
         return
     if how is None:  # not DistributedDataParallel, which loses parameters of models with DTensors and of pipelines
+        for experts in experts_of(module):
+            replicate(experts, mesh.expert_mesh["edp"])
         replicate(module, mesh.device_mesh["dp"])
         module.register_forward_pre_hook(_refuse_inference_mode, prepend=True)
     else:
@@ -104,9 +108,18 @@ def _refuse_inference_mode(module: nn.Module, *_: Any) -> None:
 
 def fully_shard(module: nn.Module, mesh: Mesh, how: Mapping[str, Any]) -> None:
     """Shards a module's weights over dp (FSDP2); arguments as in :func:`apply_data_parallel`."""
+    for experts in experts_of(module):  # whose copies are fewer; dim 0 is cut already
+        if not isinstance(experts, FSDPModule):
+            fsdp.fully_shard(
+                experts, mesh=mesh.expert_mesh["edp"], shard_placement_fn=partial(_cut_again, mesh=mesh), **how
+            )
     for unit in [*_gathered_alone(module), module]:  # the last one has the remaining parameters
         fsdp.fully_shard(unit, mesh=mesh.dp_mesh, **how)
     module._keeps_weights = not how["reshard_after_forward"] and mesh.pp_size == 1  # read by gradient_sync
+
+
+def _cut_again(weight: nn.Parameter, mesh: Mesh) -> Shard:
+    return Shard(dim_to_shard(tuple(weight.to_local().shape), mesh.dp_cp_size // mesh.ep_size))
 
 
 _LISTS = nn.Sequential | nn.ModuleList | nn.ModuleDict

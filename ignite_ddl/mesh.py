@@ -6,6 +6,10 @@ dp_shard peers, which are neighbours, share the weights of one replica of the mo
 
 Two words: *dp* shares rows; *dp_cp*, which is dp × cp, shares tokens and everything that is summed over them: losses
 and what they divide by, gradients, metrics, and FSDP2's weights. cp peers have the same rows.
+
+With ep, dp_cp is read a second time, as edp × ep: ep neighbours share the experts of a layer, each with some of them
+(:class:`ddl.Experts <ignite_ddl.experts.style.Experts>`); the edp ranks hold copies, or with ``shard=True`` parts, of
+the same experts. ep is no axis of the grid: it adds no ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ignite_ddl.arguments import COUNT, Fits, check, one_of, takes, whole
 from ignite_ddl.compat import flattened, quiet_warnings, wait_as_the_world
 
-__all__ = ["Mesh", "check_mesh", "get_mesh", "initialize_mesh", "sizes_alone"]
+__all__ = ["Mesh", "check_experts", "check_mesh", "get_mesh", "initialize_mesh", "sizes_alone"]
 
 AXES = ("pp", "dp", "tp")  # outermost first
 GRID = ("pp", "dp", "cp", "tp")  # as ranks are numbered
@@ -100,6 +104,20 @@ def _filled(sizes: dict[str, int], total: int, name: str) -> dict[str, int]:
     return sizes | dict.fromkeys(free, total // fixed)
 
 
+def check_experts(sizes: Mapping[str, int], ep: int) -> int:
+    """Checks that ep neighbours can share experts on a mesh of these sizes, and returns ep.
+
+    Raises:
+        ValueError: if ep is not a positive divisor of dp × cp, or dp is dp_replicate × dp_shard.
+    """
+    tokens, hybrid = sizes["dp"] * sizes.get("cp", 1), sizes.get("dp_shard", 1) not in (1, sizes["dp"])
+    if tokens % check("ep", ep, COUNT):
+        raise ValueError(f"ep should divide dp × cp, {tokens}, whose ranks share the experts, but given {ep}")
+    if ep > 1 and hybrid:
+        raise ValueError("ep cannot be combined with dp_replicate × dp_shard: leave these out, and say shard=True")
+    return ep
+
+
 def sizes_alone(
     dp: int | None, pp: int, tp: int, dp_replicate: int | None = None, dp_shard: int | None = None, cp: int = 1
 ) -> dict[str, int]:
@@ -123,6 +141,8 @@ class Mesh:
         groups: the process group of each axis through this rank; None on a serial run.
         dp_shard_size: number of dp ranks that share the weights of a replica; None where neither dp_replicate nor
             dp_shard was given, so that ``shard`` of :func:`auto_model` decides.
+        ep_size: number of neighbours on dp × cp that share the experts of a layer.
+        expert_mesh: torch's ``DeviceMesh`` with the axes "pp", "edp", "ep", "tp"; None where ep is 1.
     """
 
     sizes: Mapping[str, int]
@@ -130,6 +150,8 @@ class Mesh:
     device_mesh: DeviceMesh | None
     groups: Mapping[str, dist.ProcessGroup | None]
     dp_shard_size: int | None = None
+    ep_size: int = 1
+    expert_mesh: DeviceMesh | None = None
 
     dp_size = property(lambda self: self.sizes["dp"], doc="Number of ranks that share the rows of a batch.")
     cp_size = property(lambda self: self.sizes.get("cp", 1), doc="Number of ranks that share each sequence.")
@@ -147,6 +169,8 @@ class Mesh:
     dp_cp_group = property(lambda self: self.groups.get("dp_cp", self.groups["dp"]), doc="Process group of dp × cp.")
     pp_group = property(lambda self: self.groups["pp"], doc="Process group of pp peers; None on a serial run.")
     tp_group = property(lambda self: self.groups["tp"], doc="Process group of tp peers; None on a serial run.")
+    ep_rank = property(lambda self: self.dp_cp_rank % self.ep_size, doc="This rank's position among its ep peers.")
+    ep_group = property(lambda self: self.groups.get("ep"), doc="Process group of ep peers; None where ep is 1.")
 
     @property
     def hybrid(self) -> bool:
@@ -182,16 +206,17 @@ class Mesh:
     def __repr__(self) -> str:
         shard = "" if self.dp_shard_size is None else f", dp_shard={self.dp_shard_size}"
         cp = "" if self.cp_size == 1 else f", cp={self.cp_size}"
-        return f"Mesh(dp={self.dp_size}{shard}, pp={self.pp_size}{cp}, tp={self.tp_size}, rank={self.rank})"
+        ep = "" if self.ep_size == 1 else f", ep={self.ep_size}"
+        return f"Mesh(dp={self.dp_size}{shard}, pp={self.pp_size}{cp}, tp={self.tp_size}{ep}, rank={self.rank})"
 
     def __str__(self) -> str:
         """The grid: a row for each position on pp, dp and cp, with tp peers side by side and this rank in brackets."""
         shard = self.dp_shard_size
         of_dp = f" (dp_replicate={self.dp_size // shard} × dp_shard={shard})" if self.hybrid else ""
         of_cp = "" if self.cp_size == 1 else f" × cp={self.cp_size}"
-        lines = [
-            f"mesh dp={self.dp_size}{of_dp} × pp={self.pp_size}{of_cp} × tp={self.tp_size}, {self.world_size} ranks"
-        ]
+        of_ep = "" if self.ep_size == 1 else f", experts over ep={self.ep_size} of dp{' × cp' * bool(of_cp)}"
+        axes = f"mesh dp={self.dp_size}{of_dp} × pp={self.pp_size}{of_cp} × tp={self.tp_size}"
+        lines = [f"{axes}, {self.world_size} ranks{of_ep}"]
         sizes = (self.pp_size, self.dp_size, self.cp_size)
         for pp, dp, cp in itertools.product(*map(range, sizes)):
             ranks = [self.rank_at(pp, dp, tp, cp) for tp in range(self.tp_size)]
@@ -214,6 +239,7 @@ def initialize_mesh(
     dp_replicate: int | None = None,
     dp_shard: int | None = None,
     cp: int = 1,
+    ep: int = 1,
 ) -> Mesh:
     """Makes the mesh dp × pp × cp × tp of the running job; every rank calls it once, with the same numbers.
 
@@ -227,12 +253,13 @@ def initialize_mesh(
         dp_replicate: number of replicas of the model over dp, as in ``ddl.Parallel``.
         dp_shard: number of dp ranks that share the weights of a replica, as in ``ddl.Parallel``.
         cp: number of ranks that share each sequence, default 1.
+        ep: number of ranks that share the experts of a layer, a divisor of dp × cp, default 1.
 
     Returns:
         Mesh: the mesh, which :func:`get_mesh` returns from now on.
 
     Raises:
-        ValueError: if the axes do not fill the world.
+        ValueError: if the axes do not fill the world, or ep does not divide dp × cp.
 
     Examples:
         .. code-block:: python
@@ -249,6 +276,7 @@ def initialize_mesh(
     """
     global _mesh, _made_for
     sizes = check_mesh(idist.get_world_size(), dp, pp, tp, dp_replicate, dp_shard, cp)
+    check_experts(sizes, ep)
     shard = sizes.pop("dp_shard", None)
     replicas = sizes.pop("dp_replicate", 1)
     if not dist.is_initialized():
@@ -267,8 +295,14 @@ def initialize_mesh(
         meshes["dp_cp"] = meshes["dp"]
         of_rows = init_device_mesh(device_mesh.device_type, tuple(sizes[axis] for axis in GRID), mesh_dim_names=GRID)
         meshes |= {"dp": of_rows["dp"], "cp": of_rows["cp"]}
+    of_experts = None
+    if ep > 1:  # beside it, too
+        grid = (sizes["pp"], sizes["dp"] * tokens // ep, ep, sizes["tp"])
+        of_experts = init_device_mesh(device_mesh.device_type, grid, mesh_dim_names=("pp", "edp", "ep", "tp"))
+        meshes |= {"edp": of_experts["edp"], "ep": of_experts["ep"]}
     groups = {axis: wait_as_the_world(mesh.get_group()) for axis, mesh in meshes.items()}
-    _mesh, _made_for = Mesh(sizes, dist.get_rank(), device_mesh, groups, shard), dist.group.WORLD
+    _mesh = Mesh(sizes, dist.get_rank(), device_mesh, groups, shard, ep, of_experts)
+    _made_for = dist.group.WORLD
     return _mesh
 
 

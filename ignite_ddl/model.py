@@ -20,6 +20,8 @@ from ignite_ddl.audit import TOKENS_ALONE, remember
 from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over
 from ignite_ddl.data_parallel import OWN_ROUNDS, LocalRound, apply_data_parallel, fully_shard
+from ignite_ddl.experts.routing import routers_of
+from ignite_ddl.experts.style import Experts, apply_experts, check_experts_of, check_shards
 from ignite_ddl.guards import (
     check_layers,
     check_optimizer,
@@ -31,13 +33,13 @@ from ignite_ddl.guards import (
     refuse_whole_states,
 )
 from ignite_ddl.lazy import LazyLayers, materialize
-from ignite_ddl.mesh import Mesh, get_mesh, sizes_alone
+from ignite_ddl.mesh import Mesh, check_experts, get_mesh, sizes_alone
 from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.pipeline import Pipeline
-from ignite_ddl.pipeline.schedules import NAME, ROWS, microbatches_for
+from ignite_ddl.pipeline.schedules import NAME, ROWS, SCHEDULES, UnlikeMicrobatches, microbatches_for
 from ignite_ddl.pipeline.trace import TracedLayer
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.tensor.plan import apply_plan, check_plan
@@ -56,7 +58,7 @@ FITS = {
     "n_microbatches": WORLD,
     "split": each(COUNT, "a number of layers for each stage"),
     "costs": AMOUNTS,
-    **dict.fromkeys(("dp", "pp", "tp", "dp_replicate", "dp_shard", "cp"), WORLD),
+    **dict.fromkeys(("dp", "pp", "tp", "dp_replicate", "dp_shard", "cp", "ep"), WORLD),
 }
 
 
@@ -235,7 +237,7 @@ def _check(
             f'dp_sync="local" needs all weights and whole sequences on each dp rank, but the mesh is {mesh!r}, '
             f"shard={shard}: leave out shard, dp_shard and cp, or dp_sync"
         )
-    by_ddp = mesh.dp_cp_size == mesh.world_size and not ((shard or local) and mesh.world_size > 1)
+    by_ddp = mesh.dp_cp_size == mesh.world_size and not ((shard or local or mesh.ep_size > 1) and mesh.world_size > 1)
     if ddp and not by_ddp:
         sync = ', dp_sync="local"' if local else ""
         raise ValueError(f"{', '.join(ddp)} are for DDP, but the mesh is {mesh!r}, shard={shard}{sync}: leave them out")
@@ -245,7 +247,11 @@ def _check(
         check_layers(model, mesh, by_ddp)
         check_parameter_hooks(model.named_parameters(), mesh, by_ddp, before=True)
     _warn_without_plan(tensor_plan, mesh.tp_size, stacklevel=5)
-    styles, cut = _check_cut(model, tensor_plan, mesh.pp_size, mesh.tp_size, stages)
+    styles, cut = _check_cut(model, tensor_plan, mesh.pp_size, mesh.tp_size, stages, mesh.ep_size)
+    if shard:
+        with LazyLayers(model).shapes_only():
+            check_shards(dict(model.named_modules(remove_duplicate=False)), styles, mesh)
+    _check_routers(model, mesh.dp_size, mesh.cp_size, cut, local, mesh.ep_size)
     return _Layout(
         mesh, styles, cut, shard, _for_fsdp(mesh, shard, *fsdp), checks, ddp if by_ddp else None, local, comm_hook
     )
@@ -295,6 +301,7 @@ def _check_cut(
     pp_size: int,
     tp_size: int,
     stages: tuple,
+    ep_size: int = 1,
 ) -> tuple[dict[str, ParallelStyle], Cut | None]:
     """The style of each module, and the stages."""
     if tp_size > 1 and any(isinstance(module, TracedLayer) for module in model.modules()):
@@ -304,7 +311,36 @@ def _check_cut(
         )
     with LazyLayers(model).shapes_only():
         styles = check_plan(model, tensor_plan or {}, tp_size)
+        check_experts_of(dict(model.named_modules(remove_duplicate=False)), styles, ep_size)
         return styles, cut_into_stages(model, pp_size, *stages) if pp_size > 1 else None
+
+
+def _check_routers(model: nn.Module, dp_size: int, cp_size: int, cut: Cut | None, local: bool, ep_size: int) -> None:
+    """Refuses where the batch of a router, or its order, would not be that of one process."""
+    routers = routers_of(model)
+    if cp_size > 1 and any(router.capacity_factor is not None for router in routers):
+        raise ValueError(
+            "capacity_factor drops the last choices in the order of tokens, which cp gives to ranks in another order: "
+            "leave one of them out"
+        )
+    if local and (routers or ep_size > 1):
+        raise ValueError(
+            'dp_sync="local" leaves dp ranks alone, but experts over ep, and a router with a balance loss, a z-loss, a '
+            "bias or a capacity, need the tokens of all of them in each step: leave one of them out"
+        )
+    configs = (getattr(module, "config", None) for module in model.modules())
+    if (dp_size * cp_size > 1 or cut is not None) and any(
+        getattr(config, "output_router_logits", None) is True for config in configs
+    ):
+        raise ValueError(
+            "config.output_router_logits=True lets transformers add a balance loss that counts a rank's own rows: set "
+            "it to False; the balance loss of ddl.Router, in a layer of your own, counts those of all ranks"
+        )
+    if cut is not None and (routers or ep_size > 1) and SCHEDULES[cut.schedule].split_backward:
+        raise ValueError(
+            f"schedule={cut.schedule!r} runs backward passes in parts, in which exchanges of tokens and losses of "
+            "routers would run twice or not at all: use gpipe, 1f1b or interleaved_1f1b"
+        )
 
 
 def _materialise(model: nn.Module, layout: _Layout) -> None:
@@ -323,13 +359,13 @@ def _shard_lazy_layer(model: nn.Module, names: list[str], layout: _Layout) -> No
     layer = model.get_submodule(names[0])
     layer.to(idist.device())
     whole = dict(layer.named_parameters(remove_duplicate=False))
-    if layout.mesh.tp_size > 1:
+    if layout.mesh.tp_size * layout.mesh.ep_size > 1:
         holder = nn.Module()
         for name in names:
             add_submodule(holder, name, layer)
         inside = tuple(f"{name}." for name in names)
         own = {name: layout.styles.pop(name) for name in list(layout.styles) if f"{name}.".startswith(inside)}
-        apply_plan(holder, own, layout.mesh.device_mesh["tp"])
+        _apply_styles(holder, own, layout.mesh)
     alone = sum(map(layout.stages_with, names)) == 1  # else it is copied before it is sharded
     if layout.shard and alone and layout.mesh.dp_cp_size > 1 and any(True for _ in layer.parameters()):
         fully_shard(layer, layout.mesh, layout.fsdp)
@@ -346,14 +382,21 @@ def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
         share_random_stream(layout.mesh)
     whole = dict(model.named_parameters(remove_duplicate=False))
     if layout.cut is not None:
-        model = Pipeline(model, layout.cut, layout.mesh, layout.shard, layout.checks)
-    if layout.mesh.tp_size > 1:
-        apply_plan(model, layout.styles, layout.mesh.device_mesh["tp"])
+        meets = layout.shard or layout.mesh.ep_size > 1 or bool(routers_of(model))
+        model = Pipeline(model, layout.cut, layout.mesh, meets, layout.checks)
+    _apply_styles(model, layout.styles, layout.mesh)
     for stage in stages_of(model).local_stages():
         if not layout.local:
             apply_data_parallel(stage, layout.mesh, layout.fsdp if layout.shard else None)
     hand_on_attributes(whole, model)
     return model
+
+
+def _apply_styles(model: nn.Module, styles: dict[str, ParallelStyle], mesh: Mesh) -> None:
+    apply_experts(model, styles, mesh)
+    if mesh.tp_size > 1:
+        others = {name: style for name, style in styles.items() if not isinstance(style, Experts)}
+        apply_plan(model, others, mesh.device_mesh["tp"])
 
 
 def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
@@ -366,6 +409,8 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
             setattr(parameter, OWN_ROUNDS, True)
     if layout.mesh.world_size == 1:
         return model
+    for router in routers_of(model) if not layout.local else ():
+        router.over_ranks = True
     if layout.ddp is not None:
         mark_trained(model.parameters(), frozen_too=False)
         if not _trains(model):
@@ -406,6 +451,7 @@ def check_model(
     dp_replicate: int | None = None,
     dp_shard: int | None = None,
     cp: int = 1,
+    ep: int = 1,
     schedule: str = "1f1b",
     n_microbatches: int | None = None,
     split: Sequence[int] | None = None,
@@ -423,6 +469,7 @@ def check_model(
         dp_replicate: number of replicas of the model over dp. Default: 1, or what dp_shard leaves of dp.
         dp_shard: number of dp ranks that share the weights of a replica, in the same way.
         cp: number of ranks that share each sequence.
+        ep: number of ranks of dp × cp that share experts.
         schedule: as in :func:`auto_model`.
         n_microbatches: as in :func:`auto_model`.
         split: as in :func:`auto_model`.
@@ -446,13 +493,21 @@ def check_model(
             except ValueError as error:
                 assert "a model of 3 layers cannot be cut into 4 stages" in str(error)
     """
-    dp = sizes_alone(dp, pp, tp, dp_replicate, dp_shard, cp)["dp"]
+    sizes = sizes_alone(dp, pp, tp, dp_replicate, dp_shard, cp)
+    check_experts(sizes, ep)
+    dp = sizes["dp"]
     _warn_without_plan(tensor_plan, tp, stacklevel=4)
-    _, cut = _check_cut(model, tensor_plan, pp, tp, (schedule, n_microbatches, split, costs))
+    _, cut = _check_cut(model, tensor_plan, pp, tp, (schedule, n_microbatches, split, costs), ep)
+    _check_routers(model, dp, cp, cut, False, ep)
+    meets = ep > 1 or bool(routers_of(model))
     if cut is not None:
         for rows in batches:
-            for here in {rows // dp, -(-rows // dp)} - {0}:  # of a dp rank
-                microbatches_for(here, cut.n_microbatches, schedule, pp)
+            numbers = {  # of a dp rank
+                microbatches_for(here, cut.n_microbatches, schedule, pp)[0]
+                for here in {rows // dp, -(-rows // dp)} - {0}
+            }
+            if meets and len(numbers) > 1:
+                raise UnlikeMicrobatches(numbers)
 
 
 def _copy_weights_of_rank_0(model: nn.Module) -> None:

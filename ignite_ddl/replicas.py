@@ -42,7 +42,7 @@ def check_replicas(model: nn.Module) -> None:
     if not in_a_round:
         _compare_caches(model, tensors)
     left_out = dp_local_statistics(model)
-    for axis in ("dp", "dp_replicate", "tp") if mesh.hybrid else ("dp", "tp"):
+    for axis in ("dp", *(["dp_replicate"] * mesh.hybrid), *(["edp"] * (mesh.ep_size > 1)), "tp"):
         group = mesh.dp_cp_group if axis == "dp" else mesh.groups[axis]
         if dist.get_world_size(group) > 1 and not (axis == "dp" and in_a_round):
             alike = {
@@ -50,8 +50,10 @@ def check_replicas(model: nn.Module) -> None:
                 for name, tensor in tensors.items()
                 if not _is_cut(tensor, axis) and not (axis == "dp" and id(tensor) in left_out)
             }
-            if axis == "dp_replicate":  # the others have been compared over dp
+            if axis in ("dp_replicate", "edp"):  # the others have been compared over dp
                 alike = {name: tensor for name, tensor in alike.items() if _is_cut(tensor, "dp")}
+            if axis == "edp":
+                alike = {name: tensor for name, tensor in alike.items() if "ep" in tensor.device_mesh.mesh_dim_names}
             _compare(alike, axis, group)
     shared: dict[str, torch.Tensor | None] = {}
     for names in stages_of(model).shared_names():
@@ -89,7 +91,8 @@ def dp_local_statistics(model: nn.Module) -> set[int]:
 def _is_cut(tensor: torch.Tensor, axis: str) -> bool:
     if not isinstance(tensor, DTensor):
         return False
-    names, axes = tensor.device_mesh.mesh_dim_names or (), (axis, "dp_shard" if axis == "dp" else axis)
+    names = tensor.device_mesh.mesh_dim_names or ()
+    axes = ("dp", "dp_shard", "edp", "ep") if axis == "dp" else (axis,)
     return any(name in axes and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True))
 
 

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from ignite_ddl.audit import N_SHAPES, Audit, shapes_of
 from ignite_ddl.compat import PartError, newest_node
 from ignite_ddl.data_parallel import LocalRound, gradient_sync, local_round
+from ignite_ddl.experts.balance import weighted
+from ignite_ddl.experts.routing import routers_of, update_biases
 from ignite_ddl.guards import advice_of
 from ignite_ddl.loss_contract import LossContract, divisor_of, key_of
 from ignite_ddl.mesh import get_mesh
@@ -55,7 +57,7 @@ class TrainingStep:
         self.mesh, self.stages = get_mesh(), stages_of(model, model_fn)
         self.audit = Audit(model, self.stages, self.mesh) if checks and self.mesh.world_size > 1 else None
         self.contracts: dict[Any, LossContract] = {}
-        self.local = local_round(model)
+        self.local, self.has_routers = local_round(model), bool(routers_of(model))
         self.open = False
         self.expected = self.counted = 0.0  # divisors of this window: as gradients are divided, and summed up
 
@@ -99,7 +101,8 @@ class TrainingStep:
             with autocast:
                 self.audit.begin(rows, x, y)
             contract.begin(y)
-        weight = self._weight(contract, rows, here, window) * scale / (window or 1)
+        weight, of_batch = self._weight(contract, rows, here, window)
+        weight, of_batch = weight * scale / (window or 1), of_batch * scale / (window or 1)
 
         def loss_of(output: Any, target: Any) -> torch.Tensor:
             since = newest_node()
@@ -109,7 +112,11 @@ class TrainingStep:
             return loss
 
         share = contract.divisor.share
-        with gradient_sync(self.stages.local_stages(), last), _explained():
+        with (
+            gradient_sync(self.stages.local_stages(), last),
+            _explained(),
+            weighted(of_batch, rows is None or rows[0] > 0),
+        ):
             output, loss = self.stages.forward(x, y, loss_of, self.transform, share, weight, autocast)
             detached = None if loss is None else loss.detach()
             with autocast:  # it overlaps the backward pass
@@ -139,8 +146,9 @@ class TrainingStep:
 
     def _weight(
         self, contract: LossContract, rows: tuple[int, int] | None, here: float | None, window: int | None
-    ) -> float:
-        """The factor of this rank's loss with which the average over dp ranks is the loss of the global batch.
+    ) -> tuple[float, float]:
+        """The factors of this rank's loss with which the average over dp ranks is the loss of the global batch, and of
+        losses that are those of the global batch already (of routers).
 
         In a window, up to a factor for all of it, which is known at its end: the divisor that its first batch is
         expected to have, from the first batch of all, over the divisors that were counted.
@@ -148,25 +156,31 @@ class TrainingStep:
         dp = self.mesh.dp_cp_size
         if here is None:
             empty = rows is not None and rows[0] == 0
-            return (0.0 if empty else float(dp)) if contract.divisor.kind == "sum" else 1.0
+            return ((0.0 if empty else float(dp)) if contract.divisor.kind == "sum" else 1.0), 1.0
         if self.local is not None:  # the mean of this rank alone
             if not self.open or not self.expected:
                 self.counted, self.expected = 0.0, here or 1.0
-            return float(here > 0) if window is None else here / self.expected
+            return (float(here > 0) if window is None else here / self.expected), 1.0
         dealt = contract.divisor.kind == "rows" and rows is not None and (window or contract.divisor.certain)
         total = float(rows[1] * self.mesh.cp_size) if dealt else None
         if total is None and (window is None or contract.density is None):
-            summed = torch.tensor(here, dtype=torch.float64, device=idist.device())
-            if dp > 1:
-                dist.all_reduce(summed, group=self.mesh.dp_cp_group)
-            total = float(summed)
+            total = self._over_dp(here)
             contract.density = total / rows[1] if rows is not None else total
         if window is None:
-            return here * dp / total if total else 0.0
+            return (here * dp / total if total else 0.0), 1.0
         if not self.open or not self.expected:
             self.counted = 0.0
             self.expected = total if total is not None else contract.density * (rows[1] if rows is not None else 1)
-        return here * dp / (self.expected or 1.0)
+        expected = self.expected or 1.0
+        if total is None and self.has_routers:  # not for `expected`, which stages without routers have to have, too
+            total = self._over_dp(here)
+        return here * dp / expected, (total or 0.0) / expected
+
+    def _over_dp(self, here: float) -> float:
+        summed = torch.tensor(here, dtype=torch.float64, device=idist.device())
+        if self.mesh.dp_cp_size > 1:
+            dist.all_reduce(summed, group=self.mesh.dp_cp_group)
+        return float(summed)
 
     def _finish(self, window: int | None, loss: torch.Tensor) -> None:
         """Makes gradients what the optimizer takes: divided, and the same where weights are the same."""
@@ -177,6 +191,7 @@ class TrainingStep:
                 if gradients:
                     torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
         self.expected = self.counted = 0.0
+        update_biases(self.model)
         self.stages.sum_shared_gradients()
         if self.mesh.tp_size > 1:
             for parameter in self.model.parameters():

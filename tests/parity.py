@@ -32,6 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from experts_by_hand import ByHand
 from ignite.engine import Events
 from ranks import in_float64
 from torch import nn
@@ -44,6 +45,7 @@ from ignite_ddl import model as ddl_model
 from ignite_ddl.course import CNN, GPT, MLP
 from ignite_ddl.course.gpt import Attention, Embedding, Head
 from ignite_ddl.data import part
+from ignite_ddl.experts import balance, dispatch, routing
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.tensor.gradients import ReplicatedWeights
 
@@ -145,6 +147,32 @@ def cp_gpt():
     return model
 
 
+class ExpertBlock(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        shared = nn.Linear(WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention(WIDTH, HEADS, dropout=0.0)
+        self.moe = ddl.MixtureOfExperts(WIDTH, 8, n_experts=4, top_k=2, shared=shared, **options)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.moe(self.norm2(x))
+
+
+def experts(**options):
+    def make():
+        options_of_all = {"balance_weight": 0.5, "z_weight": 0.05} | options
+        blocks = {f"block{i}": ExpertBlock(**options_of_all) for i in range(2)}
+        return nn.Sequential(OrderedDict(embed=Embedding(WORDS, LENGTH, WIDTH), **blocks, head=Head(WORDS, WIDTH)))
+
+    return make
+
+
+EXPERTS_PLAN = {"block*.moe.experts": ddl.Experts()}
+CUT_EXPERTS_PLAN = {"block*.moe.experts": ddl.Experts(tp={"gate": 1, "up": 1, "down": 2})}
+
+
 def sequences(rows, generator):
     return TensorDataset(torch.randn(rows, 4, 6, generator=generator), torch.randn(rows, 4, 6, generator=generator))
 
@@ -198,6 +226,10 @@ MODELS = {
         cut_loss,
         {name: style for name, style in GPT.cut_logits_plan.items() if "mix" not in name},
     ),
+    "experts": (experts(), words, word_loss, EXPERTS_PLAN),
+    "experts cut": (experts(), words, word_loss, CUT_EXPERTS_PLAN),
+    "experts bias": (experts(bias_rate=0.02), words, word_loss, EXPERTS_PLAN),
+    "experts drop": (experts(capacity_factor=0.8, normalize=False), words, word_loss, EXPERTS_PLAN),
     "dropout": (lambda: lab_gpt(dropout=0.3), lines, word_loss, GPT.tensor_plan),
     "dropout seq": (lambda: lab_gpt(dropout=0.3), lines, cut_loss, GPT.sequence_plan),
 }
@@ -215,6 +247,7 @@ class Case:
     pp: int = 1
     tp: int = 1
     cp: int = 1
+    ep: int = 1  # of the ranks of dp × cp
     model: str = "gpt"
     schedule: str = "1f1b"
     n_microbatches: int | None = None
@@ -235,13 +268,13 @@ class Case:
     slow: bool = False  # of the cases that are tests: not in `make test`, but in `make test-all`
 
     @property
-    def mesh(self) -> tuple[int, int, int, int, int]:
-        return self.dp, self.pp, self.tp, self.replicas, self.cp
+    def mesh(self) -> tuple[int, int, int, int, int, int]:
+        return self.dp, self.pp, self.tp, self.replicas, self.cp, self.ep
 
     @property
     def line(self) -> str:
         mesh = " × ".join(
-            f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "cp", "tp") if getattr(self, axis) > 1
+            f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "cp", "tp", "ep") if getattr(self, axis) > 1
         )
         how = [self.schedule] * (self.pp > 1) + ["shard"] * self.shard + ["offload"] * self.offload
         how += [f"{self.replicas} replicas"] * (self.replicas > 1)
@@ -293,8 +326,32 @@ def test_cases():
              accumulation=2, **NO_ROWS),
         Case("uneven, accumulation", dp=2, model="gpt tied", shard=True, reshard=False, accumulation=2, **UNEVEN),
         Case("uneven, accumulation, max_norm", dp=2, shard=True, offload=True, accumulation=2, max_norm=0.1, **UNEVEN),
+        *expert_cases(),
         *schedule_cases(),
     ]  # fmt: skip
+
+
+def expert_cases():
+    """Three meshes of experts, the rest slow; wrong variants of what others got wrong without an error."""
+    slow, two = {"slow": True}, {"dp": 2, "ep": 2}
+    yield Case("bias, accumulation, max_norm, ranks without rows", model="experts bias", accumulation=2, max_norm=0.1,
+               **two, **NO_ROWS)  # fmt: skip
+    yield Case("capacity, uneven, ranks without rows", model="experts drop", **two, **NO_ROWS)
+    for wrong in ("loss of routers over dp", "each rank's own tokens", "experts divided by their copies"):
+        yield Case("uneven", model="experts", wrong=wrong, **two, **UNEVEN)
+    yield Case("capacity by rank", model="experts drop", wrong="capacity of each rank", **two)
+    yield Case("max_norm, uneven", dp=4, ep=2, model="experts", shard=True, max_norm=0.1, **UNEVEN)
+    yield Case("bias, losses of microbatches", pp=2, model="experts bias", n_microbatches=2, **two)
+    yield Case("capacity, accumulation", pp=2, model="experts drop", n_microbatches=2, accumulation=2, **slow, **two)
+    yield Case("max_norm, uneven", dp=4, ep=2, model="experts bias", max_norm=0.1, **slow, **UNEVEN)
+    yield Case("uneven, ranks without rows", dp=4, ep=4, model="experts drop", **slow, **NO_ROWS)
+    yield Case("max_norm, uneven", tp=2, model="experts cut", max_norm=0.1, **slow, **two, **UNEVEN)
+    yield Case("uneven", tp=2, model="experts", **slow, **two, **UNEVEN)
+    yield Case("uneven", tp=2, model="experts cut", max_norm=0.1, **slow, **UNEVEN)
+    yield Case("uneven", tp=2, model="experts cut", shard=True, max_norm=0.1, **slow, **two, **UNEVEN)
+    yield Case("accumulation, uneven", model="experts bias", shard=True, accumulation=2, **slow, **two, **UNEVEN)
+    yield Case("max_norm", pp=2, model="experts", shard=True, max_norm=0.1, n_microbatches=2, **slow, **two)
+    yield Case("uneven", dp=2, model="experts drop", **slow, **UNEVEN)  # routers over dp alone, by DDP
 
 
 def schedule_cases():
@@ -492,7 +549,7 @@ def reference(case):
     model, loader, loss_fn = build_model(case), build_loader(case), MODELS[case.model][2]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     names = dict(model.named_parameters(remove_duplicate=False))
-    losses, norms, gradients, done, counts = [], [], {}, 0, []
+    losses, norms, gradients, done, counts, by_hand = [], [], {}, 0, [], ByHand()
     # What the ranks of a replica draw from: its first rank's stream, see `train`.
     streams = [_seeded(FIRST_SEED + replica * case.tp) for replica in range(case.dp)]
     if case.model in DROPPING and case.tp > 1:
@@ -503,10 +560,13 @@ def reference(case):
         seen = []
         for x, y in loader:
             seen.append(len(x))
-            drops = case.model in DROPPING
-            loss = _loss_by_the_rule(case, model, x, y, streams) if drops else loss_fn(model(x), y)
+            drops, added = case.model in DROPPING, 0.0
+            if case.model.startswith("experts"):
+                loss, added = _loss_with_experts(case, model, by_hand, x, y)
+            else:
+                loss = _loss_by_the_rule(case, model, x, y, streams) if drops else loss_fn(model(x), y)
             counts.append(len(x))  # of a window the mean over all its rows
-            (loss * counts[-1]).backward()
+            ((loss + added) * counts[-1]).backward()
             losses.append(loss.item())
             if len(losses) % case.accumulation == 0:
                 torch._foreach_mul_(
@@ -518,6 +578,7 @@ def reference(case):
                     gradients = {n: None if p.grad is None else p.grad.clone() for n, p in names.items()}
                 optimizer.step()
                 optimizer.zero_grad()
+                by_hand.end_step()
                 done += 1
                 if done == STEPS:
                     break
@@ -569,6 +630,18 @@ def _loss_by_the_rule(case, model, x, y, streams):
     return total
 
 
+def _loss_with_experts(case, model, by_hand, x, y):
+    """The mean loss of a batch, and the mean of routers' losses over microbatches, each of which is of all dp ranks."""
+    n, loss, added = 1 if case.pp == 1 else case.n_microbatches, 0.0, 0.0
+    of_ranks = [torch.arange(*part(len(x), rank, case.dp)).chunk(n) for rank in range(case.dp)]
+    with by_hand.used():
+        for parts in zip(*of_ranks, strict=True) if n > 1 else [[torch.arange(len(x))]]:
+            rows = torch.cat(list(parts))
+            loss += MODELS[case.model][2](model(x[rows]), y[rows]) * len(rows) / len(x)
+            added += by_hand.take() / n
+    return loss, added
+
+
 class _ByTpRank(nn.Module):
     """What the tp ranks make of a module in a sharded region, one after the other."""
 
@@ -607,8 +680,30 @@ def plain(name):
     return name.removeprefix("module.")
 
 
+def _own_tokens(own, each):
+    return own.unsqueeze(0), 0
+
+
+def _by_copies(x, sent, got, group, factor):
+    return _EXCHANGE(x, sent, got, group, 1.0)
+
+
+_ADD_LOSS, _EXCHANGE = balance.add_loss, dispatch._Exchange.apply
+OF_EXPERTS = {  # wrong variants: what they replace
+    "loss of routers over dp": (routing, "add_loss", lambda x, loss, then: _ADD_LOSS(x, loss / 2, then)),
+    "each rank's own tokens": (routing, "_counts_of_ranks", _own_tokens),
+    "capacity of each rank": (routing, "_counts_of_ranks", _own_tokens),
+    "experts divided by their copies": (dispatch._Exchange, "apply", _by_copies),
+}
+
+
 def train(case):
     """This rank's part, through ddl's public names. Wrong variants replace one thing each."""
+    with mock.patch.object(*OF_EXPERTS[case.wrong]) if case.wrong in OF_EXPERTS else contextlib.nullcontext():
+        return _train(case)
+
+
+def _train(case):
     model, loader, loss_fn = build_model(case), build_loader(case), MODELS[case.model][2]
     names = list(model.state_dict())
     if case.model in DROPPING:
@@ -786,13 +881,14 @@ def judge(case, results):
 
 
 def launch(mesh, cases):
-    dp, pp, tp, replicas, cp = mesh
+    dp, pp, tp, replicas, cp, ep = mesh
     if dp * pp * tp * cp == 1:
         return [[result] for result in ddl.Parallel().run(run_on_rank, cases)[0]]
     parallel = ddl.Parallel(
         "gloo",
         dp * pp * tp * cp,
         cp=cp,
+        ep=ep,
         dp=dp,
         pp=pp,
         tp=tp,
@@ -818,10 +914,10 @@ def run(mesh, cases):
 
 
 def by_mesh(cases):
-    groups: dict[tuple[int, int, int, int, int], list[Case]] = {}
+    groups: dict[tuple[int, ...], list[Case]] = {}
     for case in cases:
         groups.setdefault(case.mesh, []).append(case)
-    return dict(sorted(groups.items(), key=lambda item: (math.prod(item[0]) // item[0][3], item[0])))
+    return dict(sorted(groups.items(), key=lambda item: (math.prod(item[0][:5]) // item[0][3], item[0])))
 
 
 class Outcomes:

@@ -295,3 +295,66 @@ def test_what_transformers_would_leave_out_is_refused_on_cp(attention, x, words)
     make = functools.partial(OnCp, "Llama", attention, num_key_value_heads=2)
     with pytest.raises((ValueError, ddl.RankError), match=words):
         ddl.check_parity(make, None, targets(**x), on_tokens, cp=2)
+
+
+def new_experts(kind="Mixtral", **options):
+    """A mixture of experts of transformers, with random weights."""
+    import_torchvision()
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    own = (
+        {"num_local_experts": 4}
+        if kind == "Mixtral"
+        else {"num_experts": 4, "moe_intermediate_size": 12, "head_dim": 4}
+    )
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=32, num_key_value_heads=2, num_experts_per_tok=2, use_cache=False, **sizes, **own, **options
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def logits_of(output):
+    return output.logits
+
+
+def token_loss(logits, y):
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+EXPERTS_PLAN = {"model.layers.*.mlp.experts": ddl.Experts()}
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+def test_experts_of_transformers_train_as_in_one_process(kind):
+    batch = tuple(torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(i)) for i in range(2))
+    report = ddl.check_parity(
+        functools.partial(new_experts, kind), EXPERTS_PLAN, batch, token_loss, dp=2, ep=2, steps=5,
+        trainer={"model_transform": logits_of},
+    )  # fmt: skip
+    assert report.equal, str(report)
+    assert "grouped_mm has no float64" in str(report)
+
+
+def losses_with_grouped_mm(local_rank):
+    model = ddl.auto_model(new_experts(), EXPERTS_PLAN)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(model, optimizer, token_loss, model_transform=logits_of)
+    losses = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    x, y = (torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(i)) for i in range(2))
+    trainer.run(ddl.auto_dataloader(TensorDataset(x, y), batch_size=8), max_epochs=4)
+    return losses
+
+
+def test_experts_of_transformers_run_by_grouped_mm_in_float32():
+    expected = losses_with_grouped_mm(0)
+    assert expected[-1] < expected[0]
+    for losses in ddl.Parallel("gloo", 2, dp=2, ep=2, timeout=120).run(losses_with_grouped_mm):
+        assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_balance_loss_of_transformers_is_refused():
+    with pytest.raises(ValueError, match="output_router_logits=True .* a rank's own rows"):
+        ddl.check_model(new_experts(output_router_logits=True), EXPERTS_PLAN, dp=2, ep=2)

@@ -56,8 +56,9 @@ def plan_gradients(
     Raises:
         ValueError: if the mesh is another one, or the model is not loaded.
     """
-    if folder.content["mesh"] != mesh.sizes:
-        was = ", ".join(f"{axis}={size}" for axis, size in folder.content["mesh"].items())
+    ep = folder.content.get("ep", 1)
+    if folder.content["mesh"] != mesh.sizes or ep != mesh.ep_size:
+        was = ", ".join(f"{axis}={size}" for axis, size in folder.content["mesh"].items()) + f", ep={ep}" * (ep > 1)
         raise ValueError(
             f"{folder.path} was saved between two optimizer steps of gradient accumulation, and each rank of its mesh "
             f"({was}) has gradients of its own: load it on that mesh, take a checkpoint of an iteration in which the "

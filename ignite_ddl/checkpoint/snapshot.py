@@ -190,6 +190,7 @@ def merge(parts: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
     first = parts[0]
     return {
         "mesh": dict(mesh.sizes),
+        **({"ep": mesh.ep_size} if mesh.ep_size > 1 else {}),
         "models": {key: _merge_models([part["models"][key] for part in parts]) for key in first["models"]},
         "optimizers": {
             key: _merge_optimizers(key, [part["optimizers"][key] for part in parts]) for key in first["optimizers"]

@@ -38,11 +38,15 @@ from torch.utils.data import DataLoader
 from ignite_ddl.arguments import AMOUNT, FLAG, FUNCTION, MAPPING, MODULE, SECONDS, WORLD, or_none, shown, takes
 from ignite_ddl.data import auto_dataloader
 from ignite_ddl.engine import MAX_NORM, create_supervised_trainer
+from ignite_ddl.experts.balance import weighted
+from ignite_ddl.experts.routing import routers_of, update_biases
 from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import LazyLayers, replace_module
 from ignite_ddl.loss_contract import divisor_of
 from ignite_ddl.mesh import DP_AXES, get_mesh, sizes_alone
 from ignite_ddl.model import FITS, auto_model, auto_optim, check_model
+from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
+from ignite_ddl.pipeline.structure import n_rows
 from ignite_ddl.state import full_tensor
 from ignite_ddl.traceless import rows_may_depend
 
@@ -135,6 +139,7 @@ def check_parity(
     dp_replicate: int | None = None,
     dp_shard: int | None = None,
     cp: int = 1,
+    ep: int = 1,
     schedule: str = "1f1b",
     n_microbatches: int | None = None,
     split: Sequence[int] | None = None,
@@ -173,6 +178,7 @@ def check_parity(
         dp_replicate: as in ``ddl.Parallel``. Default: 1, or what dp_shard leaves of dp.
         dp_shard: as in ``ddl.Parallel``. Default: 1, or what dp_replicate leaves of dp.
         cp: number of ranks that share each sequence; tensors count tokens in dim 1 then. Default: 1.
+        ep: number of ranks of dp × cp that share experts. Default: 1.
         schedule: as in ``ddl.auto_model``, like the next four arguments. Default: "1f1b".
         n_microbatches: microbatches per batch. Default: the number of stages.
         split: layers per stage. Default: balanced by ``costs``.
@@ -219,7 +225,9 @@ def check_parity(
             print(report)
     """
     sizes = sizes_alone(dp, pp, tp, dp_replicate, dp_shard, cp)
-    mesh = {name: sizes[name] for name in ("dp", "pp", "cp", "tp", *DP_AXES) if name in sizes}
+    mesh = {name: sizes[name] for name in ("dp", "pp", "cp", "tp", *DP_AXES) if name in sizes} | (
+        {"ep": ep} if ep > 1 else {}
+    )
     if smaller and isinstance(model, nn.Module):
         raise ValueError(f"smaller is for a function that makes the model, but given a {type(model).__name__}")
     leaves = tree_leaves(batch)
@@ -261,10 +269,12 @@ class _Job:
     smaller: Mapping[str, Any]
     trainer: Mapping[str, Any]
     rows: tuple[int, ...] = ()  # of the global batches, in turn
+    loops: bool = False  # whether experts that would not run in float64 were changed
 
     def make_model(self) -> nn.Module:
         torch.manual_seed(0)
         made = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model(**self.smaller)
+        self.loops = _loop_over_experts(made)
         return made.double()
 
     def samples(self) -> list[Any]:
@@ -300,6 +310,19 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """All parameters, a tied one under each of its names."""
     named = model.named_parameters(remove_duplicate=False)
     return [(name.removeprefix("module."), parameter) for name, parameter in named]
+
+
+_LOOPED = "transformers' experts ran one after another (experts_implementation='eager'): grouped_mm has no float64"
+
+
+def _loop_over_experts(model: nn.Module) -> bool:
+    """Lets transformers' models compute experts by a loop; whether there are any that did not."""
+    found = [m for m in model.modules() if getattr(getattr(m, "config", None), "_experts_implementation", None)]
+    found = [m for m in found if m.config._experts_implementation != "eager"]
+    for module in found:
+        module.config = copy.copy(module.config)  # which the user may have given to other models
+        module.config._experts_implementation = "eager"
+    return bool(found)
 
 
 class _Comparable(TorchFunctionMode):
@@ -372,14 +395,30 @@ def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
     joins = n > 1 and divisor.kind != "sum"  # Ignite's is a mean of means, ddl's that of the window's rows
     plain = {name: value for name, value in job.trainer.items() if name not in ("checks", "loss_divisor", "max_norm")}
 
-    def times_count(output: Any, y: Any) -> torch.Tensor:
-        counts.append(divisor.of(y))
+    def loss_fn(output: Any, y: Any) -> torch.Tensor:
+        counts.append(divisor.of(y) if joins else 1.0)
+        of_routers.close()
+        of_routers.enter_context(weighted(counts[-1] / n / microbatches))
         return job.loss_fn(output, y) * counts[-1]
 
+    def model_fn(model: nn.Module, x: Any) -> Any:
+        nonlocal microbatches
+        parts = _microbatches(job, n_rows(x)) if routers_of(model) else [slice(None)]
+        microbatches = len(parts)
+        if microbatches == 1:
+            return model(x)
+        outputs = [model(tree_map(lambda t, rows=rows: t[rows], x)) for rows in parts]
+        order = torch.cat(parts).argsort()
+        return tree_map(lambda *parts: torch.cat(parts)[order], *outputs)
+
+    of_routers, microbatches = contextlib.ExitStack(), 1
+    if job.mesh["pp"] > 1:
+        plain |= {"model_fn": model_fn}
     if joins:
         plain |= {"output_transform": lambda x, y, output, loss: loss.item() / counts[-1]}
 
     def before_step(*_: Any) -> None:
+        update_biases(model)
         for parameter in parameters if joins else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(n / sum(counts[-n:]))
@@ -390,7 +429,7 @@ def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
             gradients = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
             optimizer.param_groups[0]["lr"] = 0.01 * (weights or 1.0) / (gradients or 1.0)
 
-    with _comparable() as mode:
+    with _comparable() as mode, of_routers:
         model = job.make_model()
         job.rows = _rows(job, model)
         for lazy in LazyLayers(model).lazies:
@@ -400,7 +439,7 @@ def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
             raise ValueError("model should have weights to train, but has none")
         optimizer = SGD(parameters, lr=lr or 0.0)
         optimizer.register_step_pre_hook(before_step)
-        trainer = create_plain_trainer(model, optimizer, times_count if joins else job.loss_fn, device="cpu", **plain)
+        trainer = create_plain_trainer(model, optimizer, loss_fn, device="cpu", **plain)
         job.train(model, trainer, DataLoader(job.samples(), batch_size=job.rows[0]), optimizer, record)
     gradients = {name: 0.0 for name, p in _named(model) if p.requires_grad}
     for (_, kind, name), value in values.items():
@@ -411,7 +450,18 @@ def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
     if largest <= DEAD * max(size for (_, kind), size in sizes.items() if kind == "loss"):
         dead.append("loss")
     return {"values": values, "sizes": sizes, "lr": optimizer.param_groups[0]["lr"], "dead": dead,
-            "notes": sorted(mode.notes)}  # fmt: skip
+            "notes": sorted(mode.notes | ({_LOOPED} if job.loops else set()))}  # fmt: skip
+
+
+def _microbatches(job: _Job, rows: int) -> list[torch.Tensor]:
+    """The rows of each microbatch of all dp ranks, in which routers count tokens."""
+    dp = job.mesh["dp"]
+    schedule, pp = job.cut["schedule"], job.mesh["pp"]
+    starts = [rows * rank // dp for rank in range(dp + 1)]
+    wanted = job.cut["n_microbatches"] or SCHEDULES[schedule].stages_per_rank * pp
+    n = microbatches_for(max(1, starts[1]), wanted, schedule, pp)[0]
+    of_ranks = [torch.arange(first, end).chunk(n) for first, end in itertools.pairwise(starts)]
+    return [torch.cat(parts) for parts in zip(*of_ranks, strict=True)]
 
 
 def _largest(value: torch.Tensor) -> float:
@@ -538,7 +588,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command ``python -m ignite_ddl.lab.parity``; returns its exit code."""
     parser = argparse.ArgumentParser("python -m ignite_ddl.lab.parity", description=__doc__.split("\n\n")[1])
     parser.add_argument("factory", help="module:function")
-    axes = ("dp", "pp", "cp", "tp", "dp-replicate", "dp-shard")
+    axes = ("dp", "pp", "cp", "tp", "dp-replicate", "dp-shard", "ep")
     numbers = (*axes, "n-microbatches", "steps", "lr", "max-norm", "atol", "timeout")
     for name in (*numbers, "schedule", "split"):
         parser.add_argument(f"--{name}", type=_value, metavar="2,2" if name == "split" else None)

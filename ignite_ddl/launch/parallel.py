@@ -42,7 +42,7 @@ from ignite_ddl.launch.rank import run_here
 from ignite_ddl.launch.settings import Settings
 from ignite_ddl.launch.signals import Signals
 from ignite_ddl.launch.torchrun import address_in_torchrun, end_with_torchrun
-from ignite_ddl.mesh import AXIS, check_mesh, initialize_mesh
+from ignite_ddl.mesh import AXIS, check_experts, check_mesh, initialize_mesh
 
 __all__ = ["PRELOAD", "Parallel"]
 P = ParamSpec("P")
@@ -111,6 +111,8 @@ class Parallel:
         dp_shard: HSDP: number of dp ranks, which are neighbours, over which ``ddl.auto_model`` shards the weights of a
             replica. -1 or left out with ``dp_replicate``: what is left.
         cp: number of ranks that share each sequence of a batch, see :func:`ring_attention`.
+        ep: number of ranks, neighbours on dp × cp, that share the experts of a layer: a divisor of dp × cp, see
+            :class:`Experts`. It adds no ranks.
         timeout: seconds (or a ``timedelta``) that a run may take once its processes have started. After that, every
             rank is stopped and the error shows the stack of each, and in its ``report`` which rank was in which
             collective (:class:`HangReport`). In a joined job, this process prints its stack, one rank the report,
@@ -149,7 +151,7 @@ class Parallel:
 
     @takes(
         nnodes=WORLD, node_rank=whole(0), init_method=TEXT, dp=AXIS, pp=AXIS, tp=AXIS, dp_replicate=AXIS,
-        dp_shard=AXIS, cp=AXIS,
+        dp_shard=AXIS, cp=AXIS, ep=WORLD,
         master_addr=a("an address", lambda value: isinstance(value, str) and value.strip() and "\0" not in value),
         master_port=Fits("a port", lambda value: whole(1, 65535).read(int(value) if isinstance(value, str) else value)),
         timeout=SECONDS, group_timeout=SECONDS, servers=whole(0, PROCESSES), on_failure=one_of("raise", "continue"),
@@ -172,6 +174,7 @@ class Parallel:
         dp_replicate: int | None = None,
         dp_shard: int | None = None,
         cp: int | None = None,
+        ep: int | None = None,
         timeout: float | timedelta | None = None,
         group_timeout: float | timedelta | None = None,
         threads_per_rank: int | None = None,
@@ -193,6 +196,7 @@ class Parallel:
         self.on_failure = on_failure
         sizes = {"dp": dp, "pp": pp, "tp": tp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp}
         self.mesh_sizes = {name: size for name, size in sizes.items() if size is not None}
+        self.ep = ep
         self._joined = False
         self._check(nnodes, node_rank)
 
@@ -200,8 +204,10 @@ class Parallel:
         """Raises a ValueError for invalid arguments before any process is started."""
         self._check_backend(nnodes, node_rank)
         self._check_environment()
-        if self.mesh_sizes:
+        if self.mesh_sizes or self.ep:
             self.mesh_sizes = check_mesh(self._world_size(), **self.mesh_sizes)
+        if self.ep is not None and check_experts(self.mesh_sizes, self.ep) > 1:
+            self.mesh_sizes["ep"] = self.ep
         joins = self.nproc_per_node is None and self.backend is not None and _inside_a_job()
         check_companions(self.servers, self.on_failure, joins, self.nnodes)
         if self.nproc_per_node is not None:

@@ -14,9 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
 from ignite_ddl.data_parallel import local_round, reshard
+from ignite_ddl.experts.routing import routers_of
+from ignite_ddl.experts.style import experts_of
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, check_trains
-from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
+from ignite_ddl.pipeline.schedules import SCHEDULES, UnlikeMicrobatches, microbatches_for
 from ignite_ddl.pipeline.structure import Structure, joined, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
 from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other, state_that_grows, without_trace
@@ -49,7 +51,7 @@ class BatchSchedules:
         mesh: the mesh.
         stages: those of this rank, by number.
         transfer: the messages between stages.
-        sharded: whether the stages are sharded over dp.
+        sharded: whether the stages are sharded over dp, or layers of dp ranks meet in forward passes.
         checks: whether to refuse layers that keep a state from one forward pass to the next.
     """
 
@@ -117,6 +119,7 @@ class BatchSchedules:
 
         n, name = microbatches_for(rows, self.cut.n_microbatches, self.cut.schedule, self.mesh.pp_size)
         known, n_stages = SCHEDULES[name], len(self.cut.owners)
+        self._check_same_number(n)
         interfaces = self._interfaces(rows_of(x, 0, rows // n), autocast)
         place = n_stages, idist.device(), self.mesh.pp_group
         stages = [
@@ -126,6 +129,15 @@ class BatchSchedules:
         loss = MicrobatchLoss(autocast, interfaces[max(interfaces)][1].structure)
         make = getattr(schedules, known.torch_class)
         return make(stages if known.stages_per_rank > 1 else stages[0], n, loss_fn=loss, scale_grads=False), loss
+
+    def _check_same_number(self, n: int) -> None:
+        """Where layers of dp ranks meet, each rank needs the same number of microbatches."""
+        meets = any(routers_of(stage) or any(True for _ in experts_of(stage)) for stage in self.stages.values())
+        if meets and self.mesh.dp_cp_size > 1:
+            numbers: list[int] = [0] * self.mesh.dp_cp_size
+            dist.all_gather_object(numbers, n, group=self.mesh.dp_cp_group)
+            if len(set(numbers)) > 1:
+                raise UnlikeMicrobatches(numbers)
 
     def _interfaces(self, x: Any, autocast: Context) -> dict[int, tuple[Any, Any]]:
         """What each stage takes and returns, which torch has to know before it sends: by a microbatch, forward."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager as Context
 from typing import Any
 
+import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from ignite_ddl.data_parallel import local_round, reshard, share_buffers
+from ignite_ddl.experts.balance import weighted
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.batch_schedules import BatchSchedules
 from ignite_ddl.pipeline.cut import Cut
@@ -156,7 +158,8 @@ class PipelineStages:
         for parameter, _ in kept:
             parameter.grad = None
         # All ranks draw one number from their common stream: it stays common whatever the stages draw.
-        with random_stream(draw_seed()), _explained(self.cut.schedule):
+        n = schedule._n_microbatches
+        with random_stream(draw_seed()), _explained(self.cut.schedule), weighted(1 / n):
             output = schedule.step(
                 *(tensors if 0 in self.stages else ()),
                 target=torch.arange(rows) if self.is_last else None,
@@ -184,12 +187,20 @@ class PipelineStages:
         self._share_buffers()
         with torch.no_grad():
             rows = n_rows(x)
-            n = min(self.cut.n_microbatches, max(1, rows))
+            n = self._common(min(self.cut.n_microbatches, max(1, rows)))
             microbatches = [rows_of(x, *ends) for ends in itertools.pairwise(rows * i // n for i in range(n + 1))]
             outputs = self.transfer.pass_through(microbatches, lambda s, value: self.stages[s](value))
         for stage in self.local_stages():
             reshard(stage)
         return joined(outputs) if outputs else None
+
+    def _common(self, n: int) -> int:
+        """The least number of microbatches of dp peers, where experts of these meet in each microbatch."""
+        if self.mesh.ep_size > 1:
+            least = torch.tensor(n, device=idist.device())
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.mesh.dp_cp_group)
+            n = int(least)
+        return n
 
     def _share_buffers(self) -> None:
         for stage in self.local_stages():

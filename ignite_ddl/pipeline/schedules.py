@@ -7,11 +7,21 @@ imports need only the standard library, so that a web page can run it.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from ignite_ddl.arguments import COUNT, WORLD, check, one_of, whole
 
-__all__ = ["SCHEDULES", "Schedule", "check_microbatches", "divisors", "microbatches_for", "stage_owners", "suits"]
+__all__ = [
+    "SCHEDULES",
+    "Schedule",
+    "UnlikeMicrobatches",
+    "check_microbatches",
+    "divisors",
+    "microbatches_for",
+    "stage_owners",
+    "suits",
+]
 
 
 # ------------------------------------------------------------------------------------------- the table
@@ -155,6 +165,24 @@ def divisors(n: int) -> list[int]:
     """In order."""
     low = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
     return low + [n // k for k in reversed(low) if k * k != n]
+
+
+class UnlikeMicrobatches(ValueError):
+    """dp ranks have unlike numbers of microbatches, but layers that meet in each of them.
+
+    Args:
+        numbers: the numbers.
+    """
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        few, many = min(numbers), max(numbers)
+        super().__init__(
+            f"dp ranks should have equal numbers of microbatches, in each of which experts and routers meet, but have "
+            f"{few} and {many}: use a batch_size that is a multiple of dp × n_microbatches, and drop_last=True"
+        )
+
+    def __reduce__(self) -> Any:
+        return ValueError, self.args
 
 
 def microbatches_for(rows: int, wanted: int, schedule: str, pp_size: int) -> tuple[int, str]:

@@ -1,0 +1,91 @@
+"""Tokens to the ranks of their experts and back: two exchanges of uneven sizes, in the backward pass two more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ignite_ddl.mesh import Mesh
+
+__all__ = ["Dispatch", "sorted_by_expert"]
+
+
+def sorted_by_expert(index: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The choices of all tokens by expert, those of one expert in the order of tokens.
+
+    Args:
+        index: (tokens, top_k) integers: the experts of each token; ``n_experts``: this choice was dropped.
+        n_experts: number of experts.
+
+    Returns:
+        tuple: positions in the flattened ``index`` without those that were dropped, and the number of each expert.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            from ignite_ddl.experts.dispatch import sorted_by_expert
+
+            order, counts = sorted_by_expert(torch.tensor([[2, 0], [0, 3], [1, 0]]), n_experts=3)
+            assert order.tolist() == [1, 2, 5, 4, 0] and counts.tolist() == [3, 1, 1]
+    """
+    flat = index.reshape(-1)
+    counts = torch.bincount(flat, minlength=n_experts + 1)[:n_experts]
+    return flat.argsort(stable=True)[: int(counts.sum())], counts
+
+
+class Dispatch:
+    """One exchange of tokens among the ep ranks, each of which holds an equal part of the experts, in their order.
+
+    Gradients come back multiplied by ep, and go to the experts divided by it: what reduces gradients of experts divides
+    by the number of copies, dp × cp / ep, but the loss of a rank is weighted for an average over dp × cp.
+
+    Args:
+        index: (tokens, top_k) integers, the experts of this rank's tokens.
+        n_experts: number of experts.
+        mesh: the mesh.
+
+    Attributes:
+        order: positions in the flattened ``index`` of what is sent, by expert.
+        local: the expert of each token that arrives, counted from this rank's first.
+    """
+
+    def __init__(self, index: torch.Tensor, n_experts: int, mesh: Mesh) -> None:
+        self.order, counts = sorted_by_expert(index, n_experts)
+        self.top_k, self.ep, self.group = index.shape[1], mesh.ep_size, mesh.ep_group
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        counts, arriving = counts.view(self.ep, -1), arriving.view(self.ep, -1)
+        self.sent, self.got = counts.sum(1).tolist(), arriving.sum(1).tolist()
+        own = torch.arange(arriving.shape[1], device=index.device).repeat(self.ep)
+        self.local = own.repeat_interleave(arriving.flatten())
+
+    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
+        """A row for each token that chose an expert of this rank, from (tokens, width) of this rank's tokens."""
+        return _Exchange.apply(x[self.order // self.top_k], self.sent, self.got, self.group, float(self.ep))
+
+    def to_tokens(self, y: torch.Tensor) -> torch.Tensor:
+        """What experts made of these rows, back where the tokens are, in the order of ``order``."""
+        return _Exchange.apply(y, self.got, self.sent, self.group, 1 / self.ep)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to each rank and from each rank; the gradient goes the same way back, times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sent: list, got: list, group: Any, factor: float) -> torch.Tensor:
+        ctx.sizes, ctx.group, ctx.factor = (got, sent), group, factor
+        return _exchange(x, sent, got, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return _exchange(grad * ctx.factor, *ctx.sizes, ctx.group), None, None, None, None
+
+
+def _exchange(x: torch.Tensor, sent: list[int], got: list[int], group: Any) -> torch.Tensor:
+    out = x.new_empty(sum(got), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), got, sent, group=group)
+    return out
