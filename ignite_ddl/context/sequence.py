@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
 
 from ignite_ddl.arguments import a, takes, whole
 from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence
@@ -152,10 +153,20 @@ def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module],
         with without_trace(stages), _noted(stages) as full, _full_sequences():
             run(first)
     length = next(tensor.shape[1] for tensor in tensors_of(first) if tensor.ndim > 1)
-    for index, ((name, given, found), (_, of_all, expected)) in enumerate(zip(shared, full, strict=False)):
-        if _are_parts(given, of_all, length, mesh) and not _are_parts(found, expected, length, mesh):
+    for index, ((name, module, given, found), (*_, of_all, expected)) in enumerate(zip(shared, full, strict=False)):
+        mixes = not _are_parts(found, expected, length, mesh) or _convolves_tokens(module, given, of_all)
+        if _are_parts(given, of_all, length, mesh) and mixes:
             return index, name
     return None
+
+
+def _convolves_tokens(module: nn.Module, given: list[torch.Tensor], of_all: list[torch.Tensor]) -> bool:
+    """Whether a kernel reaches other tokens, even if its weights are 0 or its reach is longer than the tokens here."""
+    if not isinstance(module, _ConvNd):
+        return False
+    dims = len(module.kernel_size)
+    here, full = (tensors[0].shape[-dims:] for tensors in (given, of_all))
+    return any(kernel > 1 and a < b for kernel, a, b in zip(module.kernel_size, here, full, strict=True))
 
 
 def _first_tokens(leaf: Any, mesh: Mesh) -> Any:
@@ -173,17 +184,16 @@ def _first_tokens(leaf: Any, mesh: Mesh) -> Any:
 
 
 @contextlib.contextmanager
-def _noted(stages: Sequence[nn.Module]) -> Iterator[list[tuple[str, list, list]]]:
+def _noted(stages: Sequence[nn.Module]) -> Iterator[list[tuple[str, nn.Module, list, list]]]:
     """Notes the name, the inputs and the outputs of each module that ends its call inside."""
-    notes: list[tuple[str, list, list]] = []
+    notes: list[tuple[str, nn.Module, list, list]] = []
     handles = []
     for stage in stages:
         for name, module in stage.named_modules():
 
-            def note(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                notes.append(
-                    (name, *([_local(t).clone() for t in tensors_of(tree)] for tree in ((args, kwargs), output)))
-                )
+            def note(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                trees = ([_local(t).clone() for t in tensors_of(tree)] for tree in ((args, kwargs), output))
+                notes.append((name, module, *trees))
 
             handles.append(module.register_forward_hook(note, with_kwargs=True))
     try:
