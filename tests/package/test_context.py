@@ -463,6 +463,12 @@ def with_(function, **modules):
     return make
 
 
+def one_head():
+    model = GPT(WORDS, LENGTH, 16, 1, n_blocks=1)
+    model.embed.__class__, model.block0.attention.mix = Placed, Mix(ulysses_attention)
+    return model
+
+
 def zeros():
     conv = nn.Conv1d(16, 16, 3, padding=1)
     nn.init.zeros_(conv.weight)
@@ -517,6 +523,7 @@ REFUSALS = {
     "recurrence": ({"make": with_(lambda self, x: x + self.rnn(x)[0], rnn=nn.RNN(16, 16, batch_first=True))},
                    f"'block0.also.rnn' {TOKENS}"),
     "one token": ({"make": with_(lambda self, x: x + x[:, :1])}, f"'block0.also' {TOKENS}"),
+    "more ranks than key heads": ({"make": one_head}, "cp = 2 should divide the 1 heads of key and value"),
     "other loader": ({"loader": lambda: torch.utils.data.DataLoader(texts(), batch_size=8)},
                      "batches should come from ddl.auto_dataloader"),
     "odd length": ({"data": lambda: texts(6)}, "a multiple of 2 × cp = 4 tokens, but has 6: pad it to 8"),

@@ -42,11 +42,18 @@ def rows_and_tokens(n_ranks: int = 4, n_tokens: int = 16) -> draw.Figure:
     for rank in range(n_ranks):
         key = (rank + 0.5) * n_tokens
         if rank != 2:
-            bend = f"arc3,rad={0.25 if rank < 2 else -0.25}"
+            bend = f"arc3,rad={0.2 if rank < 2 else -0.2}"
             draw.arrow(axes, (key, top + 0.9), (query, top + 0.95), INK, connectionstyle=bend)
-    axes.text(query, top + 2.35, "attention of rank 2's tokens: keys and values of all", size=9, ha="center", color=INK)
+    axes.text(
+        query,
+        top + 2.75,
+        "attention of rank 2's tokens reads the keys and values of all",
+        size=9,
+        ha="center",
+        color=INK,
+    )
     axes.set_xlim(-1, n_ranks * n_tokens + 1)
-    axes.set_ylim(top + 2.7, -1.1)
+    axes.set_ylim(top + 3.0, -1.1)
     return on_any_page(figure)
 
 
@@ -81,18 +88,19 @@ def ring_steps(n_ranks: int = 4) -> draw.Figure:
     for step in range(n_ranks):
         axes.text(1.7 + 1.25 * step, -0.15, f"step {step}", size=9, ha="center")
     axes.text(0.4, -0.15, "stays", size=9, ha="center")
-    axes.text(1.2 + 1.25 * n_ranks, n_ranks / 2 - 0.1, "(the last rank\nsends to rank 0)", size=9, color=INK, va="center")
+    axes.text(
+        1.2 + 1.25 * n_ranks, n_ranks / 2 - 0.1, "(the last rank\nsends to rank 0)", size=9, color=INK, va="center"
+    )
     axes.set_xlim(-0.8, 1.25 * n_ranks + 2.4)
     axes.set_ylim(n_ranks, -0.5)
     return on_any_page(figure)
 
 
-def causal_pairs(cuts: dict[str, Sequence[Sequence[int]]], title: str) -> draw.Figure:
+def causal_pairs(cuts: dict[str, Sequence[Sequence[int]]]) -> draw.Figure:
     """The pairs of tokens that a causal mask leaves, in the colour of the rank that computes them.
 
     Args:
-        cuts: name of a cut to the tokens of each rank, at most 8 ranks.
-        title: the finding.
+        cuts: name of a cut to the tokens of each rank, at most 8 ranks; the last cut is even.
 
     Returns:
         the figure: a square a cut, a row a query, a column a key; beside it the pairs of each rank.
@@ -102,18 +110,20 @@ def causal_pairs(cuts: dict[str, Sequence[Sequence[int]]], title: str) -> draw.F
 
             from ignite_ddl.course.figures import ch27 as figures
 
-            figure = figures.causal_pairs({"in a row": [[0, 1], [2, 3]], "folded": [[0, 3], [1, 2]]}, "Even")
+            figure = figures.causal_pairs({"in a row": [[0, 1], [2, 3]], "zigzag": [[0, 3], [1, 2]]})
     """
+    even = sum(int(token) + 1 for token in list(cuts.values())[-1][0])
+    title = f"Folded, the triangle gives each rank {even} pairs"
     figure, panels = draw.new_drawing(title, width=7.2, height=3.2, columns=len(cuts))
     for axes, (name, places) in zip(panels if len(cuts) > 1 else [panels], cuts.items(), strict=True):
         n_tokens = sum(map(len, places))
         draw.heading(axes, name)
         draw.tile(axes, 0, 0, n_tokens, n_tokens, HIDDEN, edge="none")
         for rank, tokens in enumerate(places):
-            for token in tokens:
+            for token in map(int, tokens):
                 draw.tile(axes, 0, token, token + 1, 1, RANK[rank], edge="none")
             draw.label_rank(axes, n_tokens * 1.32, n_tokens * (0.13 + 0.24 * rank), rank)
-            pairs = sum(token + 1 for token in tokens)
+            pairs = sum(int(token) + 1 for token in tokens)
             axes.text(n_tokens * 1.32, n_tokens * (0.22 + 0.24 * rank), f"{pairs} pairs", size=9, ha="right")
         axes.text(n_tokens / 2, n_tokens * 1.03, "keys", size=9, ha="center", va="top")
         axes.text(-0.6, n_tokens / 2, "queries", size=9, ha="right", va="center", rotation=90)
@@ -123,13 +133,13 @@ def causal_pairs(cuts: dict[str, Sequence[Sequence[int]]], title: str) -> draw.F
     return on_any_page(figure)
 
 
-def losses(runs: dict[str, list[float]], title: str, every: int = 4) -> draw.Figure:
+def losses(runs: dict[str, list[float]], title: str, every: int = 2) -> draw.Figure:
     """Losses of several runs, smoothed, each with its name.
 
     Args:
         runs: name of a run to its loss in each step.
         title: the finding.
-        every: steps whose mean is one point. Default: 4.
+        every: steps whose mean is one point. Default: 2.
 
     Returns:
         the figure.
@@ -139,7 +149,7 @@ def losses(runs: dict[str, list[float]], title: str, every: int = 4) -> draw.Fig
 
             from ignite_ddl.course.figures import ch27 as figures
 
-            figure = figures.losses({"right": [4.0, 3.0, 2.5, 2.2], "wrong": [4.0, 3.1, 2.4, 2.3]}, "Plausible", 2)
+            figure = figures.losses({"right": [4.0, 3.0, 2.5, 2.2], "wrong": [4.0, 3.1, 2.4, 2.3]}, "Plausible")
     """
     figure, axes = draw.new_figure(title, width=7.0, height=2.8)
     styles = ("-", "--", "-.", ":")

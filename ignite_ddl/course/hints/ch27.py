@@ -13,10 +13,7 @@ def scores(n_tokens):
 def merged(outputs, sums):
     """Attention to two blocks together, from the attention to each and the sums of their exponentials."""
     weighted = sum(output * total for output, total in zip(outputs, sums, strict=True))
-    return {
-        sum(outputs) / 2: "That is the mean. Which block's keys count for more?",
-        weighted: "Divided by what?",
-    }
+    return {sum(outputs) / 2: "That is the mean. Which block's keys count for more?", weighted: "Divided by what?"}
 
 
 def sent(one_part, n_ranks):
