@@ -84,16 +84,10 @@ def prose(text):
 def minutes_to_read(chapter):
     """Words / 130 + lines of code to be read / 12, without exercises and sources, rounded up to five."""
     text = "\n\n".join(cell.split("### Exercise")[0].split("## Sources")[0] for cell in chapter.markdown)
-    apart = {"setup", "imports", "score", "exercise", "check", "solution"}
+    apart = {"setup", "exercise", "check", "solution"}
     read = [cell.source for cell in chapter.code if apart.isdisjoint(tools.tags(cell))]
     n_words = len(re.findall(r"\w[\w'’-]*", prose(text)))
     n_lines = sum(bool(line.strip()) for source in read for line in source.split("\n"))
-    n_lines -= sum(
-        call.end_lineno - call.lineno + 1
-        for cell in chapter.code
-        for call in score_calls(cell)
-        if apart.isdisjoint(tools.tags(cell))
-    )
     return 5 * math.ceil((n_words / 130 + n_lines / 12) / 5)
 
 
@@ -205,6 +199,8 @@ def guesses(chapter):
     names = [name for cell in chapter.code for name in asked(cell)]
     if not names or len(set(names)) < len(names):
         yield "guess", "no cell stores the reader's guess (a name that starts with guess), or two have one name"
+    if len(names) > 8:
+        yield "guess", f"{len(names)} guesses, 8 are the most: the weakest become sentences"
     scored = [ast.unparse(call.args[0]) for cell in chapter.code for call in score_calls(cell)]
     if sorted(scored) != sorted(names):
         yield "guess", f"each is scored once: asked {sorted(names)}, scored {sorted(scored)}"
@@ -214,7 +210,7 @@ def guesses(chapter):
         calls, records = score_calls(cell), judged(cell)
         if {record["name"] for record in records} != {ast.unparse(call.args[0]) for call in calls}:
             yield "guess_is_judged", f"cell {index} stores {[record['name'] for record in records]}: execute it"
-        if asked(cell) and any(isinstance(node, ast.Assert) for node in tree(cell).body):
+        if asked(cell) and any(isinstance(node, ast.Assert) for node in ast.walk(tree(cell))):
             yield "given_away", f"an assert stands in cell {index}, which asks; it belongs into the next cell"
         if asked(cell) and any(keyword.arg == "mistakes" for call in calls for keyword in call.keywords):
             yield "given_away", f"cell {index} asks, and its hints tell; score in the next cell, with the tag score"
