@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.conv import _ConvNd
 
 from ignite_ddl.arguments import a, takes, whole
 from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence
@@ -31,6 +30,7 @@ NOT_SHARED = (
     "engine on that loader"
 )
 _FULL = contextvars.ContextVar("the model has full sequences", default=False)
+_CONVOLUTIONS = (*(nn.Conv1d, nn.Conv2d, nn.Conv3d), *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
 _CHUNK = 2  # tokens of a chunk in check_tokens
 _tokens = 0  # of each row of the last batch on this rank
 
@@ -162,7 +162,7 @@ def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module],
 
 def _convolves_tokens(module: nn.Module, given: list[torch.Tensor], of_all: list[torch.Tensor]) -> bool:
     """Whether a kernel reaches other tokens, even if its weights are 0 or its reach is longer than the tokens here."""
-    if not isinstance(module, _ConvNd):
+    if not isinstance(module, _CONVOLUTIONS):
         return False
     dims = len(module.kernel_size)
     here, full = (tensors[0].shape[-dims:] for tensors in (given, of_all))

@@ -20,7 +20,7 @@ def back_and_forth(rank, n_ranks, n_tokens):
 MISTAKES = {
     "merge": {
         "should return two tensors": lambda output, *_: output,
-        "the shapes should be (3, 2) and (3,)": {"return merged, ": "return merged, 0 * merged + "},
+        "the shapes should be (3, 2) and (3,)": {"logsumexp_other)\n": "logsumexp_other)[:, None]\n"},
         "minus infinity less minus infinity": {".nan_to_num(0.0)": ""},
         "a quotient of infinities": by_sums,
         "the logarithm is infinite": {
