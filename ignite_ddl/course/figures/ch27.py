@@ -29,7 +29,7 @@ def rows_and_tokens(n_ranks: int = 4, n_tokens: int = 16) -> draw.Figure:
 
             figure = figures.rows_and_tokens()
     """
-    figure, axes = draw.new_drawing("A batch of one row has nothing to give to a second rank, but its tokens", 7.4, 2.3)
+    figure, axes = draw.new_drawing("A batch of one row keeps more ranks busy only if they share its tokens", 7.4, 2.3)
     axes.text(0, -0.5, "data parallel: a rank has some rows", size=9, weight="bold")
     for rank in range(n_ranks):
         draw.tile(axes, 0, rank, n_tokens, 0.86, RANK[rank], f"row {rank}: rank {rank}", edge="none")
@@ -44,14 +44,7 @@ def rows_and_tokens(n_ranks: int = 4, n_tokens: int = 16) -> draw.Figure:
         if rank != 2:
             bend = f"arc3,rad={0.2 if rank < 2 else -0.2}"
             draw.arrow(axes, (key, top + 0.9), (query, top + 0.95), INK, connectionstyle=bend)
-    axes.text(
-        query,
-        top + 2.75,
-        "attention of rank 2's tokens reads the keys and values of all",
-        size=9,
-        ha="center",
-        color=INK,
-    )
+    draw.note(axes, "rank 2's queries read the keys and values of all", (query, top + 2.4), (9, 0))
     axes.set_xlim(-1, n_ranks * n_tokens + 1)
     axes.set_ylim(top + 3.0, -1.1)
     return on_any_page(figure)
