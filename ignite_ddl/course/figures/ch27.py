@@ -44,7 +44,7 @@ def rows_and_tokens(n_ranks: int = 4, n_tokens: int = 16) -> draw.Figure:
         if rank != 2:
             bend = f"arc3,rad={0.2 if rank < 2 else -0.2}"
             draw.arrow(axes, (key, top + 0.9), (query, top + 0.95), INK, connectionstyle=bend)
-    draw.note(axes, "rank 2's queries read the keys and values of all", (query, top + 2.4), (9, 0))
+    draw.note(axes, "its queries read all keys and values", (query, top + 2.4), (9, 0))
     axes.set_xlim(-1, n_ranks * n_tokens + 1)
     axes.set_ylim(top + 3.0, -1.1)
     return on_any_page(figure)
