@@ -128,7 +128,9 @@ def _full_sequences() -> Iterator[None]:
 def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh: Mesh) -> tuple[int, str] | None:
     """Runs the model on the first tokens of a row twice, shared by the cp ranks and full on each of them.
 
-    Every rank calls it. Random numbers, buffers and modes of the model are as before afterwards.
+    Every rank calls it. Random numbers, buffers and modes of the model are as before afterwards. It runs in evaluation
+    mode, on four tokens for each rank: what mixes tokens in training alone is not seen, nor what only reaches tokens
+    farther away, but for convolutions, whose kernels tell.
 
     Args:
         run: the forward pass.
