@@ -42,6 +42,7 @@ from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
 from ignite_ddl import model as ddl_model
+from ignite_ddl.context import ring
 from ignite_ddl.course import CNN, GPT, MLP
 from ignite_ddl.course.gpt import Attention, Embedding, Head
 from ignite_ddl.data import part
@@ -400,6 +401,8 @@ def all_cases():
             add("tied, accumulation", dp=2, model="gpt tied", shard=True, reshard=reshard, accumulation=4, **axes)
             add("uneven, max_norm", dp=2, shard=True, reshard=reshard, offload=True, max_norm=0.1, **axes, **UNEVEN)
     add("tied, uneven, max_norm", cp=4, model="cp gpt", max_norm=0.1, **UNEVEN)
+    for wrong in ("stale keys in the backward", "positions of the part", "a target lost at each cut"):
+        add("what only a comparison shows", cp=2, model="cp gpt", wrong=wrong)
     add("tied, uneven, max_norm", dp=4, cp=2, replicas=2, model="cp gpt", max_norm=0.1, **UNEVEN)
     add("tied, uneven, logits never whole", dp=2, cp=2, tp=2, model="cp gpt cut", max_norm=0.1, **UNEVEN)
     for schedule in ("interleaved_1f1b", "interleaved_zero_bubble", "zbv"):
@@ -717,16 +720,23 @@ def _train(case):
         model = _cut(case, model)
     finally:
         ddl_model.apply_plan, ddl_model.share_random_stream = before
+    if case.wrong == "positions of the part":
+        model.module.embed.__class__ = Embedding
     if case.wrong == "bias once a rank":
         type(model.conv2)._conv_forward = _add_bias_on_each_rank
     if case.wrong == "untied over pp":
         stages = stages_of(model)
         stages.cut = dataclasses.replace(stages.cut, shared=[])
     optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
+    wrong_losses = {
+        "sum over dp": lambda output, y: 2 * loss_fn(output, y),
+        "a target lost at each cut": lambda output, y: loss_fn(output[:, :-1], y[:, :-1]),
+    }
     trainer = ddl.create_supervised_trainer(
         model,
         optimizer,
-        (lambda output, y: 2 * loss_fn(output, y)) if case.wrong == "sum over dp" else loss_fn,
+        wrong_losses.get(case.wrong, loss_fn),
+        checks=not (case.wrong and case.cp > 1),  # which would refuse it
         gradient_accumulation_steps=case.accumulation,
         max_norm=None if case.wrong == "clipped by the local norm" else case.max_norm,
     )
@@ -748,6 +758,8 @@ def _train(case):
 
     # The trainer would not go on with gradients that differ on tp ranks.
     unasked = mock.patch.object(ReplicatedWeights, "check") if case.wrong else contextlib.nullcontext()
+    if case.wrong == "stale keys in the backward":
+        unasked = mock.patch.object(ring._RingAttention, "backward", _with_stale_keys(ring._RingAttention.backward))
     with unasked:  # a loader that ddl does not know has no rows to weight by
         trainer.run(list(loader) if case.wrong == "unweighted mean" else loader, max_epochs=10**6)
     weights = {plain(n): whole(p) for n, p in model.named_parameters()}
@@ -759,6 +771,19 @@ def _train(case):
 def _cut_without_tying(model, styles, tp_mesh):
     for name, style in styles.items():
         parallelize_module(model.get_submodule(name), tp_mesh, style)
+
+
+def _with_stale_keys(backward):
+    """In each step the keys and values that this rank began with."""
+
+    def wrong(ctx, gradient):
+        def stale(pair, shared):
+            return (((shared.rank - step) % shared.size, pair) for step in range(shared.size))
+
+        with mock.patch.object(ring, "_visits", stale):
+            return backward(ctx, gradient)
+
+    return staticmethod(wrong)
 
 
 def _add_bias_on_each_rank(self, x, weight, bias):

@@ -280,6 +280,13 @@ def test_a_model_of_transformers_has_the_numbers_of_one_process_on_cp(kind, atte
     assert report.worst.error < 1e-12
 
 
+def test_labels_that_were_shifted_before_the_cut_may_be_in_the_batch():
+    make = functools.partial(OnCp, "Llama", "ddl_ring", num_key_value_heads=2)
+    x, y = targets(position_ids=PLACES)
+    report = ddl.check_parity(make, None, (x | {"shift_labels": y}, y), on_tokens, cp=2)
+    assert report.equal, report
+
+
 @pytest.mark.parametrize(
     ("attention", "x", "words"),
     [
@@ -288,8 +295,9 @@ def test_a_model_of_transformers_has_the_numbers_of_one_process_on_cp(kind, atte
         ("ddl_ring", {"position_ids": PIECES}, "position_ids should be the tokens' places"),
         ("ddl_ring", {"position_ids": PLACES, "attention_mask": (PLACES < 13).long()}, "does not carry padding"),
         ("sdpa", {"position_ids": PLACES}, "gives other outputs for a cp rank's tokens"),
+        ("ddl_ring", {"position_ids": PLACES, "labels": LONG[:, :-1]}, "'model' gives other outputs for a cp rank's"),
     ],
-    ids=["no positions", "no positions, packed", "packed positions", "padding", "sdpa"],
+    ids=["no positions", "no positions, packed", "packed positions", "padding", "sdpa", "labels"],
 )
 def test_what_transformers_would_leave_out_is_refused_on_cp(attention, x, words):
     make = functools.partial(OnCp, "Llama", attention, num_key_value_heads=2)

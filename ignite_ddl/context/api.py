@@ -55,9 +55,9 @@ def ring_attention(
     """Attention of this rank's tokens to the whole sequence, which the ranks of ``group`` share.
 
     Exact: the output and the gradients are those of ``torch.nn.functional.scaled_dot_product_attention`` on the full
-    sequence. Keys and values visit each rank once in the forward pass and once, with their gradients, in the backward
-    pass; a rank never holds more than two parts of the sequence. Gradients of keys and values travel in float32, or
-    in float64 if the input is float64.
+    sequence, under autocast in its dtype. Keys and values visit each rank once in the forward pass and once, with
+    their gradients, in the backward pass; a rank never holds more than two parts of the sequence. Gradients of keys
+    and values travel in float32, or in float64 if the input is float64.
 
     Args:
         query: this rank's tokens, (batch, heads, tokens, head width).
@@ -99,6 +99,7 @@ def ring_attention(
             assert torch.allclose(expected[:, :, [2, 3, 4, 5]], second, atol=1e-6)
     """
     group = cp_group() if group is None else group
+    query, key, value = _as_autocast(query, key, value)
     size = _check(query, key, value, attn_mask, dropout_p, enable_gqa, documents, window, group)
     mask = Mask(is_causal, window, documents is not None)
     everybodys = None if documents is None else _gather(documents, group, size)
@@ -146,6 +147,7 @@ def ulysses_attention(
         ValueError: as :func:`ring_attention`, and if the ranks do not divide the heads.
     """
     group = cp_group() if group is None else group
+    query, key, value = _as_autocast(query, key, value)
     size = _check(query, key, value, attn_mask, dropout_p, enable_gqa, documents, window, group)
     if key.shape[1] % size:
         raise ValueError(
@@ -167,6 +169,15 @@ def ulysses_attention(
         query, key, value, visible, is_causal=causal, scale=scale, enable_gqa=enable_gqa
     )
     return heads_to_tokens(output[:, :, order.argsort()], group)
+
+
+def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In autocast's dtype, as torch's own attention takes them; float64 stays."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors]
 
 
 def _scale(query: torch.Tensor, scale: float | None) -> float:

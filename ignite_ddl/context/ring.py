@@ -92,7 +92,8 @@ class Ring:
 
 def ring(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shared: Ring) -> torch.Tensor:
     """Attention of this rank's queries to the keys of all ranks."""
-    return _RingAttention.apply(query, torch.stack((key, value)), shared)
+    with torch.autocast(query.device.type, enabled=False):  # blocks are merged in float32 or better
+        return _RingAttention.apply(query, torch.stack((key, value)), shared)
 
 
 class _RingAttention(torch.autograd.Function):

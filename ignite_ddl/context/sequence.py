@@ -30,6 +30,7 @@ NOT_SHARED = (
     "engine on that loader"
 )
 _FULL = contextvars.ContextVar("the model has full sequences", default=False)
+_CONVOLUTIONS = (*(nn.Conv1d, nn.Conv2d, nn.Conv3d), *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
 _CHUNK = 2  # tokens of a chunk in check_tokens
 _tokens = 0  # of each row of the last batch on this rank
 
@@ -127,7 +128,9 @@ def _full_sequences() -> Iterator[None]:
 def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh: Mesh) -> tuple[int, str] | None:
     """Runs the model on the first tokens of a row twice, shared by the cp ranks and full on each of them.
 
-    Every rank calls it. Random numbers, buffers and modes of the model are as before afterwards.
+    Every rank calls it. Random numbers, buffers and modes of the model are as before afterwards. It runs in evaluation
+    mode, on four tokens for each rank: what mixes tokens in training alone is not seen, nor what only reaches tokens
+    farther away, but for convolutions, whose kernels tell.
 
     Args:
         run: the forward pass.
@@ -152,10 +155,20 @@ def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module],
         with without_trace(stages), _noted(stages) as full, _full_sequences():
             run(first)
     length = next(tensor.shape[1] for tensor in tensors_of(first) if tensor.ndim > 1)
-    for index, ((name, given, found), (_, of_all, expected)) in enumerate(zip(shared, full, strict=False)):
-        if _are_parts(given, of_all, length, mesh) and not _are_parts(found, expected, length, mesh):
+    for index, ((name, module, given, found), (*_, of_all, expected)) in enumerate(zip(shared, full, strict=False)):
+        mixes = not _are_parts(found, expected, length, mesh) or _convolves_tokens(module, given, of_all)
+        if _are_parts(given, of_all, length, mesh) and mixes:
             return index, name
     return None
+
+
+def _convolves_tokens(module: nn.Module, given: list[torch.Tensor], of_all: list[torch.Tensor]) -> bool:
+    """Whether a kernel reaches other tokens, even if its weights are 0 or its reach is longer than the tokens here."""
+    if not isinstance(module, _CONVOLUTIONS):
+        return False
+    dims = len(module.kernel_size)
+    here, full = (tensors[0].shape[-dims:] for tensors in (given, of_all))
+    return any(kernel > 1 and a < b for kernel, a, b in zip(module.kernel_size, here, full, strict=True))
 
 
 def _first_tokens(leaf: Any, mesh: Mesh) -> Any:
@@ -173,17 +186,16 @@ def _first_tokens(leaf: Any, mesh: Mesh) -> Any:
 
 
 @contextlib.contextmanager
-def _noted(stages: Sequence[nn.Module]) -> Iterator[list[tuple[str, list, list]]]:
+def _noted(stages: Sequence[nn.Module]) -> Iterator[list[tuple[str, nn.Module, list, list]]]:
     """Notes the name, the inputs and the outputs of each module that ends its call inside."""
-    notes: list[tuple[str, list, list]] = []
+    notes: list[tuple[str, nn.Module, list, list]] = []
     handles = []
     for stage in stages:
         for name, module in stage.named_modules():
 
-            def note(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                notes.append(
-                    (name, *([_local(t).clone() for t in tensors_of(tree)] for tree in ((args, kwargs), output)))
-                )
+            def note(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                trees = ([_local(t).clone() for t in tensors_of(tree)] for tree in ((args, kwargs), output))
+                notes.append((name, module, *trees))
 
             handles.append(module.register_forward_hook(note, with_kwargs=True))
     try:

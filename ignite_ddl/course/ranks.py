@@ -28,6 +28,7 @@ def on_ranks(
     dp: int | None = None,
     pp: int | None = None,
     tp: int | None = None,
+    cp: int | None = None,
     dp_replicate: int | None = None,
     dp_shard: int | None = None,
     servers: int = 0,
@@ -43,6 +44,7 @@ def on_ranks(
         dp: size of the mesh's data-parallel axis. Default: all ranks on dp.
         pp: size of the pipeline-parallel axis.
         tp: size of the tensor-parallel axis.
+        cp: number of ranks that share each sequence.
         dp_replicate: replicas of the model over dp, as in ``ddl.Parallel``.
         dp_shard: dp ranks that share the weights of a replica.
         servers: parameter servers beside the ranks. Default: 0.
@@ -57,7 +59,7 @@ def on_ranks(
         >>> on_ranks(2, lambda rank, factor: factor * rank, 10)
         [0, 10]
     """
-    axes = {"dp": dp, "pp": pp, "tp": tp, "dp_replicate": dp_replicate, "dp_shard": dp_shard}
+    axes = {"dp": dp, "pp": pp, "tp": tp, "cp": cp, "dp_replicate": dp_replicate, "dp_shard": dp_shard}
     launch = {"servers": servers, "timeout": timeout, "threads_per_rank": 1}
     with ddl.Parallel("gloo", nproc_per_node=n_ranks, **axes, **launch) as parallel:
         return parallel.run(function, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import TensorDataset
 import ignite_ddl as ddl
 from ignite_ddl.context import sequence
 from ignite_ddl.context.api import ring_attention, ulysses_attention
+from ignite_ddl.context.blocks import block_forward, merge
 from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence
 from ignite_ddl.context.visible import Mask
 from ignite_ddl.course.gpt import GPT, Embedding
@@ -102,6 +104,21 @@ def test_other_dtypes(dtype, atol):
     launch({"dp": 2}, close_to_one, dtype, atol)
 
 
+@pytest.mark.parametrize("function", [ring_attention, ulysses_attention])
+def test_under_autocast_it_takes_the_dtypes_that_torchs_attention_takes(function):
+    leaves = [torch.randn(2, 4, 8, 8).requires_grad_() for _ in range(3)]
+    found = []
+    for attention in (function, F.scaled_dot_product_attention):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = attention(*leaves[:2], leaves[2].bfloat16(), is_causal=True)
+        gradients = torch.autograd.grad(output.sum(), leaves)
+        assert output.dtype == torch.bfloat16
+        assert all(gradient.dtype == torch.float32 for gradient in gradients)
+        found.append([output, *gradients])
+    for given, expected in zip(*found, strict=True):
+        torch.testing.assert_close(given, expected, atol=0.02, rtol=0.02)
+
+
 def counts(_, function, key_heads, length):
     """Bytes that this rank sends forward and backward, and bytes that it keeps between them."""
     group = dist.group.WORLD
@@ -142,6 +159,41 @@ def test_chunks_from_both_ends_are_even_work(ranks):
     assert len(set(pairs)) == 1
     side_by_side = torch.cat([local_positions(length, r, ranks) for r in range(ranks)])
     assert side_by_side[natural_order(length, ranks)].tolist() == list(range(length))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_order_is_that_of_torchs_balancer(ranks):
+    torchs = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._load_balancer")
+    expected = torchs._HeadTailLoadBalancer(32, ranks, "cpu")
+    ours = torch.cat([local_positions(32, rank, ranks) for rank in range(ranks)])
+    assert ours.tolist() == expected._generate_indices()[0].tolist()
+    assert natural_order(32, ranks).tolist() == expected._generate_indices(restore=True)[0].tolist()
+
+
+def test_blocks_are_merged_as_by_torchs_merger():
+    torchs = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._attention")
+    expected, ours = torchs._SDPAMerger(False, 2), None
+    query, *pairs = torch.randn(7, 2, 3, 8, 4, dtype=torch.float64)
+    for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+        block = block_forward(query, key, value, False, None, 0.5)
+        expected.step(*block, False)
+        ours = block if ours is None else merge(ours, block)
+    torch.testing.assert_close(ours, expected.results(), atol=1e-14, rtol=0)
+
+
+def test_a_row_that_sees_nothing_of_a_block():
+    query, key, value = torch.randn(3, 1, 2, 4, 4, dtype=torch.float64)
+    visible = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(-1)  # row 0 sees nothing
+    empty = torch.zeros_like(visible)
+    output, logsumexp = block_forward(query, key, value, False, visible, 0.5)
+    assert logsumexp[:, :, 0].eq(float("-inf")).all()
+    assert not output[:, :, 0].any()
+    nothing = block_forward(query, key, value, False, empty, 0.5)
+    for merged in (merge(nothing, (output, logsumexp)), merge((output, logsumexp), nothing)):
+        torch.testing.assert_close(merged, (output, logsumexp), atol=0, rtol=0)
+    both = merge(nothing, nothing)
+    assert not both[0].any()
+    assert both[1].eq(float("-inf")).all()
 
 
 def one(**changes):
@@ -201,18 +253,25 @@ def text_model(function=ring_attention, dropout=0.0):
     return model
 
 
-class Packed(nn.Module):
-    """Documents side by side in a row, places that begin anew in each, grouped-query heads, a window."""
+class Places(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.word, self.place = nn.Embedding(WORDS, 16), nn.Embedding(LENGTH, 16)
+
+    def forward(self, batch):
+        return {"x": self.word(batch["ids"]) + self.place(batch["places"]), "documents": batch["documents"]}
+
+
+class Documents(nn.Module):
+    """Documents side by side in a row, grouped-query heads, a window."""
 
     def __init__(self, function):
         super().__init__()
         self.function = function
-        self.embed, self.place = nn.Embedding(WORDS, 16), nn.Embedding(LENGTH, 16)
-        self.q, self.kv, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, WORDS)
+        self.q, self.k, self.v, self.out = (nn.Linear(16, width) for width in (16, 8, 8, 16))
 
     def forward(self, batch):
-        x = self.embed(batch["ids"]) + self.place(batch["places"])
-        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q(x), *self.kv(x).chunk(2, dim=-1)))
+        q, k, v = (part(batch["x"]).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
         if self.function is F.scaled_dot_product_attention:
             positions, documents = torch.arange(LENGTH), batch["documents"]
             mask = Mask(True, 5, True).visible(positions, positions, documents, documents)
@@ -220,6 +279,14 @@ class Packed(nn.Module):
         else:
             mixed = self.function(q, k, v, is_causal=True, window=5, documents=batch["documents"], enable_gqa=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def packed_model(function):
+    layers = {"embed": Places(), "attention": Documents(function), "head": nn.Linear(16, WORDS)}
+    return nn.Sequential(OrderedDict(layers))
+
+
+PACKED_PLAN = {"attention.[qkv]": ddl.Column(), "attention.out": ddl.Row()}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -266,7 +333,7 @@ def texts(length=LENGTH, rows=ROWS, transform=lambda y: y):
 
 KINDS = {
     "text": (text_model, texts, {"max_norm": 0.1}),
-    "packed": (Packed, lambda: Rows(packed=True), {"max_norm": 0.1}),
+    "packed": (packed_model, lambda: Rows(packed=True), {"max_norm": 0.1}),
     "ignored": (text_model, lambda: texts(transform=hide), {"loss_divisor": counted}),
     "accumulated": (text_model, lambda: texts(transform=hide),
                     {"loss_divisor": counted, "gradient_accumulation_steps": 3}),
@@ -330,6 +397,11 @@ TRAININGS = {
 SLOW = {
     "cp4": ({"cp": 4}, "text", {}),
     "cp4 packed shard": ({"cp": 4}, "packed", {"shard": True}),
+    "cp2 x tp2 packed": ({"cp": 2, "tp": 2}, "packed", {"plan": PACKED_PLAN}),
+    "dp2 x cp2": ({"dp": 2, "cp": 2}, "text", {}),
+    "dp2 x cp2 packed shard": ({"dp": 2, "cp": 2}, "packed", {"shard": True}),
+    "pp2 x cp2 packed": ({"pp": 2, "cp": 2}, "packed", {}),
+    "dp2 x cp2 x tp2 packed": ({"dp": 2, "cp": 2, "tp": 2}, "packed", {"plan": PACKED_PLAN}),
     "ulysses": ({"cp": 2}, "text", {"function": ulysses_attention}),
     "ulysses packed": ({"cp": 2}, "packed", {"function": ulysses_attention}),
     "ulysses dp2 x cp2 x tp2": ({"dp": 2, "cp": 2, "tp": 2}, "text", {"function": ulysses_attention, "plan": PLAN}),
@@ -391,6 +463,18 @@ def with_(function, **modules):
     return make
 
 
+def one_head():
+    model = GPT(WORDS, LENGTH, 16, 1, n_blocks=1)
+    model.embed.__class__, model.block0.attention.mix = Placed, Mix(ulysses_attention)
+    return model
+
+
+def zeros():
+    conv = nn.Conv1d(16, 16, 3, padding=1)
+    nn.init.zeros_(conv.weight)
+    return conv
+
+
 def counting():
     model = text_model()
     model.embed.__class__ = Embedding  # position[:T]
@@ -427,6 +511,10 @@ REFUSALS = {
     "positions": ({"make": counting}, f"'embed' {TOKENS}"),
     "convolution": ({"make": with_(lambda self, x: x + self.conv(x.mT).mT, conv=nn.Conv1d(16, 16, 3, padding=1))},
                     f"'block0.also.conv' {TOKENS}"),
+    "long reach": ({"make": with_(lambda self, x: x + self.conv(x.mT).mT,
+                                  conv=nn.Conv1d(16, 16, 3, padding=8, dilation=8))}, f"'block0.also.conv' {TOKENS}"),
+    "convolution of zeros": ({"make": with_(lambda self, x: x + self.conv(x.mT).mT, conv=zeros())},
+                             f"'block0.also.conv' {TOKENS}"),
     "mean": ({"make": with_(lambda self, x: x + x.mean(1, keepdim=True))}, f"'block0.also' {TOKENS}"),
     "BatchNorm": ({"make": with_(lambda self, x: self.norm(x.mT).mT, norm=nn.BatchNorm1d(16))},
                   f"'block0.also.norm' {TOKENS}"),
@@ -435,6 +523,7 @@ REFUSALS = {
     "recurrence": ({"make": with_(lambda self, x: x + self.rnn(x)[0], rnn=nn.RNN(16, 16, batch_first=True))},
                    f"'block0.also.rnn' {TOKENS}"),
     "one token": ({"make": with_(lambda self, x: x + x[:, :1])}, f"'block0.also' {TOKENS}"),
+    "more ranks than key heads": ({"make": one_head}, "cp = 2 should divide the 1 heads of key and value"),
     "other loader": ({"loader": lambda: torch.utils.data.DataLoader(texts(), batch_size=8)},
                      "batches should come from ddl.auto_dataloader"),
     "odd length": ({"data": lambda: texts(6)}, "a multiple of 2 × cp = 4 tokens, but has 6: pad it to 8"),
