@@ -116,6 +116,6 @@ def left_out(
             axes.plot(mean, row, "o", color=colour, markersize=9)
     draw.name_rows(axes, list(losses), bare=True)
     draw.note(axes, "not compressed", (whole, -0.42), (5, 0), INK, size=9.5)
-    axes.set_xlabel("test loss after 256 steps (bar: standard deviation of the seeds)")
+    axes.set_xlabel("test loss after 128 steps (bar: standard deviation of the seeds)")
     draw.key(figure, {"what is left out is lost": _RED, "error feedback": _GREEN})
     return on_any_page(figure)
