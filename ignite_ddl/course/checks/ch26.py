@@ -63,7 +63,7 @@ def _gradients(n_steps, seed):
 
 @exercise(
     cases=((_largest, 6, 0), (_signs, 4, 1), (_largest, 9, 2)),
-    about=lambda compress, n_steps, seed: f"{n_steps} gradients, " + ("the largest entry" if compress is _largest else "signs"),
+    about=lambda compress, n_steps, seed: f"{n_steps} gradients, {'signs' if compress is _signs else 'one entry'} sent",
     right="nothing is lost: what was sent and what is left add up to the gradients",
 )  # fmt: skip
 def send_with_memory(function, compress, n_steps, seed):
@@ -86,6 +86,9 @@ def send_with_memory(function, compress, n_steps, seed):
         raise Hint("each gradient is sent without what the steps before have left out")
     if not torch.allclose(sent, right):
         step = int((~torch.isclose(sent, right)).any(dim=1).nonzero()[0])
-        raise Hint(f"gradient {step} (from 0) is the first that you send wrong: what was left then is what was wanted minus what was sent")  # fmt: skip
+        raise Hint(
+            f"gradient {step} (from 0) is the first that you send wrong: what was left then is what was wanted minus "
+            "what was sent"
+        )
     if not isinstance(error, torch.Tensor) or error.shape != left.shape or not torch.allclose(error, left):
         raise Hint("what is left at the end is that of the last step: sent and left add up to the sum of the gradients")
