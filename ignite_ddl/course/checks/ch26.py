@@ -18,7 +18,7 @@ def _least(seconds):
 
 
 @exercise(
-    cases=((0.5, 0.0), (0.5, 0.1), (0.5, 1.0), (0.5, 4.0), (0.5, 32.0), (0.01, 32.0), (0.5, 2000.0)),
+    cases=((0.5, 0.0), (0.5, 0.1), (0.5, 1.0), (0.5, 4.0), (0.5, 12.0), (0.5, 32.0), (0.01, 32.0), (0.5, 2000.0)),
     about="{compute} s a step, {exchange} s an exchange",
     right="the fewest seconds to the same loss, for a fast link and for a slow one",
 )
