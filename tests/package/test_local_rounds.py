@@ -36,11 +36,15 @@ def plain_sgd(weights, lr=1.0):
     return torch.optim.SGD(weights, lr=lr)
 
 
-def make(local, inner=torch.optim.SGD, batch_norm=False, rows=11, batch_size=5, axes=("tp", "pp"), **options):
+def make(
+    local, inner=torch.optim.SGD, batch_norm=False, frozen=False, rows=11, batch_size=5, axes=("tp", "pp"), **options
+):
     """Model, optimizer, loader and trainer; ``local`` is None for all-reduce."""
     mesh = ddl.get_mesh()
     plan = PLAN if mesh.tp_size > 1 else None
-    model = ddl.auto_model(model_of(batch_norm=batch_norm), plan, **({} if local is None else {"dp_sync": "local"}))
+    model = model_of(batch_norm=batch_norm)
+    model[2].requires_grad_(not frozen)
+    model = ddl.auto_model(model, plan, **({} if local is None else {"dp_sync": "local"}))
     optimizer = ddl.auto_optim(inner(model.parameters(), lr=0.1))
     trainer = ddl.create_supervised_trainer(model, optimizer, F.cross_entropy, **options)
     if local is not None:
@@ -237,8 +241,8 @@ def launch_sizes(axes):
     return range(functools.reduce(lambda a, b: a * b, axes.values()))
 
 
-def saved_in_a_round(local_rank, folder):
-    model, optimizer, loader, trainer = make(own := ddl.LocalSGD(H=10))
+def saved_in_a_round(local_rank, folder, **options):
+    model, optimizer, loader, trainer = make(own := ddl.LocalSGD(H=10), **options)
     everything = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader, "local": own}
     evaluator = ddl.create_supervised_evaluator(model)
     said = []
@@ -264,8 +268,8 @@ def saved_in_a_round(local_rank, folder):
     return said
 
 
-def loaded_elsewhere(local_rank, folder):
-    model, optimizer, loader, trainer = make(own := ddl.LocalSGD(H=10))
+def loaded_elsewhere(local_rank, folder, **options):
+    model, optimizer, loader, trainer = make(own := ddl.LocalSGD(H=10), **options)
     everything = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader, "local": own}
     with pytest.raises(ValueError, match="leave it out of to_load"):
         ddl.Checkpoint.load_objects(everything, f"{folder}/mid")
@@ -289,9 +293,11 @@ def test_in_the_middle_of_a_round(tmp_path):
 @slow
 def test_in_the_middle_of_a_round_of_sharded_replicas(tmp_path):
     """As above, with FSDP2 inside: the average is gathered from the shards of one replica."""
-    *_, differ, ended = launch({"dp_replicate": 2, "dp_shard": 2}, saved_in_a_round, str(tmp_path))[3]
+    options = {"frozen": True, "inner": torch.optim.Adam}
+    run = functools.partial(saved_in_a_round, **options)
+    *_, differ, ended = launch({"dp_replicate": 2, "dp_shard": 2}, run, str(tmp_path))[3]
     assert differ == 0
-    weights = loaded_elsewhere(0, str(tmp_path))
+    weights = loaded_elsewhere(0, str(tmp_path), **options)
     assert all(torch.equal(weights[name], ended[name]) for name in ended)
 
 
