@@ -82,7 +82,7 @@ def losses_of_rounds(panels: dict[str, dict[str, dict[int, tuple[float, float]]]
                 panel.plot(best, points[best][0], "o", color=colour, markersize=10)
         draw.log_axis(panel, sorted({H for points in lines.values() for H in points}), base=2)
         draw.heading(panel, heading)
-        panel.set_xlabel("H, steps of a round")
+        panel.set_xlabel("H, steps of a round, or batches of a step")
     axes[0].set_ylabel("test loss")
     draw.key(figure, dict(zip(max(panels.values(), key=len), _COLOURS, strict=False)))
     return on_any_page(figure)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
-from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, FUNCTION, takes
+from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, FUNCTION, check, takes
 from ignite_ddl.lab.cost import FITS, Link
 from ignite_ddl.lab.simulate.collectives import ring
 from ignite_ddl.lab.simulate.world import Rank, Simulation, run
@@ -60,8 +60,8 @@ def local_rounds(
     def program(rank: Rank) -> Generator:
         sent = None
         for step in range(n_steps * n_rounds):
-            length = seconds(rank.number, step) if callable(seconds) else seconds
-            yield rank.compute(length, f"step {step}")
+            took = check("seconds", seconds(rank.number, step), AMOUNT) if callable(seconds) else seconds
+            yield rank.compute(took, f"step {step}")
             if (step + 1) % each == 0:
                 if sent is not None:
                     yield sent
