@@ -72,17 +72,18 @@ def refuse_in_a_round(model: nn.Module, what: str) -> None:
         )
 
 
-def apply_data_parallel(module: nn.Module, mesh: Mesh, how: Mapping[str, Any] | None) -> None:
+def apply_data_parallel(module: nn.Module, mesh: Mesh, how: Mapping[str, Any] | None, local: bool = False) -> None:
     """Lets the dp ranks of a stage share its rows, and with ``how`` its weights, too.
 
     Args:
         module: a stage of this rank.
         mesh: the mesh.
         how: arguments of torch's ``fully_shard``; None: each rank keeps all weights of the stage.
+        local: whether only FSDP2 acts in each step, since rounds average the rest. Default: False.
     """
-    if mesh.dp_cp_size == 1:
+    if mesh.dp_cp_size == 1 or (local and how is None):
         return
-    if mesh.pp_size == 1:  # a Pipeline does it itself, once per batch
+    if mesh.pp_size == 1 and not local:  # a Pipeline does it itself, once per batch
         module.register_forward_pre_hook(lambda root, _: share_buffers(root, mesh))
     if not any(p.requires_grad for p in module.parameters()):
         return
@@ -114,7 +115,7 @@ def fully_shard(module: nn.Module, mesh: Mesh, how: Mapping[str, Any]) -> None:
                 experts, mesh=mesh.expert_mesh["edp"], shard_placement_fn=partial(_cut_again, mesh=mesh), **how
             )
     for unit in [*_gathered_alone(module), module]:  # the last one has the remaining parameters
-        fsdp.fully_shard(unit, mesh=mesh.dp_mesh, **how)
+        fsdp.fully_shard(unit, **{"mesh": mesh.dp_mesh, **how})
     module._keeps_weights = not how["reshard_after_forward"] and mesh.pp_size == 1  # read by gradient_sync
 
 

@@ -550,7 +550,7 @@ def _output(stages: Stages, transform: Callable[[], Any]) -> Any:
 def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
     """Clips gradients by their global 2-norm over all ranks: every shard counts, and copies count once.
 
-    With ``dp_sync="local"`` the norm is that of this dp rank's gradients, over its tp and pp peers.
+    With ``dp_sync="local"`` the norm is that of this dp rank's gradients, over its dp_shard, tp and pp peers.
 
     Args:
         model: what ``ddl.auto_model`` returned.
@@ -568,7 +568,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Op
     cut = False
     gradients = []
     stages, local = stages_of(model), local_round(model) is not None
-    all_copies = (1 if local else mesh.dp_cp_size) * mesh.tp_size
+    inside = mesh.dp_shard_size if mesh.hybrid else 1
+    all_copies = (inside if local else mesh.dp_cp_size) * mesh.tp_size
     stepped = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.grad is None or (stepped is not None and id(parameter) not in stepped):
@@ -581,8 +582,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Op
             real = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
             total += real.double().square().sum() / copies
     if local and mesh.world_size > 1:
-        dist.all_reduce(total, group=mesh.tp_group)
-        dist.all_reduce(total, group=mesh.pp_group)
+        for group in (mesh.tp_group, mesh.pp_group, *([mesh.groups["dp_shard"]] if inside > 1 else [])):
+            dist.all_reduce(total, group=group)
     elif mesh.world_size > 1 and (cut or mesh.pp_size > 1):
         dist.all_reduce(total)
     else:

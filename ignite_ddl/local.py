@@ -30,7 +30,9 @@ class LocalSGD:
     loss of its own rows; the average at its end is weighted by what the ranks' losses divided by in the round, such as
     rows. With ``H=1`` and SGD without momentum this is the training of one process; with ``H > 1``, with momentum or
     with AdamW it is another algorithm, whose numbers depend on the number of dp ranks (Stich 2019, arXiv:1805.09767).
-    A rank without rows in a step makes it with gradients of zeros. A loss that is a sum is refused.
+    A rank without rows in a step makes it with gradients of zeros. A loss that is a sum is refused. On a mesh with
+    ``dp_replicate`` and ``dp_shard``, a replica stands here for a rank: dp_shard peers train as one, by FSDP2, and the
+    average goes over dp_replicate.
 
     In a round each step sends over dp the few numbers of the global loss, which the trainer returns as ever, and the
     overflow flag of a GradScaler. Clipping goes by the norm of a dp rank. The optimizer's state stays with its rank.
@@ -132,16 +134,17 @@ class LocalSGD:
         mesh, locals_ = get_mesh(), [_local(p) for p in self.trained]
         if mesh.dp_size == 1:
             return {id(p): p.detach() for p in self.trained}
+        group = mesh.groups[mesh.round_axis]
         counted = torch.tensor([self.round.counted], dtype=torch.float64, device=idist.device())
         total = counted.clone()
-        dist.all_reduce(total, group=mesh.dp_group)
-        share = float(counted / total) if total else 1 / mesh.dp_size
+        dist.all_reduce(total, group=group)
+        share = float(counted / total) if total else 1 / dist.get_world_size(group)
         means: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(t.dtype for t in locals_):  # one message per dtype
             alike = [(p, t) for p, t in zip(self.trained, locals_, strict=True) if t.dtype == dtype]
             wide = torch.promote_types(dtype, torch.float32)
             flat = torch.cat([t.reshape(-1).to(idist.device(), wide) for _, t in alike]).mul_(share)
-            dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=mesh.dp_group)
+            dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
             for (p, t), mean in zip(alike, flat.split([t.numel() for _, t in alike]), strict=True):
                 means[id(p)] = _like(mean.view(t.shape).to(t), p)
         return means

@@ -178,6 +178,16 @@ class Mesh:
         return self.dp_shard_size not in (None, 1, self.dp_size)
 
     @property
+    def round_axis(self) -> str:
+        """The axis over which rounds of local steps average weights: dp_replicate where FSDP2 shards inside it."""
+        return "dp_replicate" if self.hybrid else "dp"
+
+    @property
+    def replica(self) -> int:
+        """This rank's position on :attr:`round_axis`."""
+        return self.dp_rank // self.dp_shard_size if self.hybrid else self.dp_rank
+
+    @property
     def dp_cp_ranks(self) -> list[int]:
         """The global ranks of :attr:`dp_cp_group`, in its order."""
         here = self.coordinates(self.rank)

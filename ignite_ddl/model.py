@@ -147,8 +147,9 @@ def auto_model(
             tp, and, under pp, that layers keep no state from one pass to the next. Default: True.
         dp_sync: "step": gradients are averaged over dp in each step, or "local": each dp rank trains weights of its
             own, which :class:`ddl.LocalSGD <ignite_ddl.local.LocalSGD>` or :class:`ddl.DiLoCo
-            <ignite_ddl.local.DiLoCo>` averages; a step is refused without one of them. Not with ``shard=True``, nor on
-            a mesh with dp_shard or cp. Default: "step".
+            <ignite_ddl.local.DiLoCo>` averages; a step is refused without one of them. With dp_replicate
+            and dp_shard, FSDP2 averages over dp_shard and rounds over dp_replicate. Not with ``shard=True`` over the
+            same ranks, nor with cp. Default: "step".
         comm_hook: how DDP compresses gradients before it averages them, on a mesh that is data parallel only: "fp16",
             "bf16" (not on gloo), "powersgd" of rank 1, or "powersgd:4" of rank 4; or a function ``(state, bucket)`` as
             DDP's ``register_comm_hook`` takes, called with the state None. PowerSGD (Vogels et al. 2019,
@@ -232,10 +233,10 @@ def _check(
     """Decides everything, and refuses what the mesh does not support, without making, changing or sending anything."""
     mesh = get_mesh()
     shard = _shards(mesh, shard)
-    if local and (shard or mesh.cp_size > 1):
+    if local and ((shard and not mesh.hybrid) or mesh.cp_size > 1):
         raise ValueError(
-            f'dp_sync="local" needs all weights and whole sequences on each dp rank, but the mesh is {mesh!r}, '
-            f"shard={shard}: leave out shard, dp_shard and cp, or dp_sync"
+            f'dp_sync="local" needs all weights and whole sequences on each dp rank, or on its dp_shard peers, but the '
+            f"mesh is {mesh!r}, shard={shard}: leave out shard and cp, give dp_replicate, too, or leave out dp_sync"
         )
     by_ddp = mesh.dp_cp_size == mesh.world_size and not ((shard or local or mesh.ep_size > 1) and mesh.world_size > 1)
     if ddp and not by_ddp:
@@ -252,9 +253,8 @@ def _check(
         with LazyLayers(model).shapes_only():
             check_shards(dict(model.named_modules(remove_duplicate=False)), styles, mesh)
     _check_routers(model, mesh.dp_size, mesh.cp_size, cut, local, mesh.ep_size)
-    return _Layout(
-        mesh, styles, cut, shard, _for_fsdp(mesh, shard, *fsdp), checks, ddp if by_ddp else None, local, comm_hook
-    )
+    how = _for_fsdp(mesh, shard, *fsdp) | ({"mesh": mesh.device_mesh["dp_shard"]} if local and shard else {})
+    return _Layout(mesh, styles, cut, shard, how, checks, ddp if by_ddp else None, local, comm_hook)
 
 
 def _shards(mesh: Mesh, shard: bool | None) -> bool:
@@ -386,8 +386,7 @@ def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
         model = Pipeline(model, layout.cut, layout.mesh, meets, layout.checks)
     _apply_styles(model, layout.styles, layout.mesh)
     for stage in stages_of(model).local_stages():
-        if not layout.local:
-            apply_data_parallel(stage, layout.mesh, layout.fsdp if layout.shard else None)
+        apply_data_parallel(stage, layout.mesh, layout.fsdp if layout.shard else None, layout.local)
     hand_on_attributes(whole, model)
     return model
 

@@ -44,7 +44,7 @@ def check_replicas(model: nn.Module) -> None:
     left_out = dp_local_statistics(model)
     for axis in ("dp", *(["dp_replicate"] * mesh.hybrid), *(["edp"] * (mesh.ep_size > 1)), "tp"):
         group = mesh.dp_cp_group if axis == "dp" else mesh.groups[axis]
-        if dist.get_world_size(group) > 1 and not (axis == "dp" and in_a_round):
+        if dist.get_world_size(group) > 1 and not (axis != "tp" and in_a_round):
             alike = {
                 name: tensor
                 for name, tensor in tensors.items()

@@ -127,7 +127,7 @@ class TrainingStep:
                 self.audit.end(last)  # before the next collective, which would meet DDP's on a peer that waits
         loss, total = self._end_reduction(*reduction, contract)
         if self.local is not None:
-            total = reduction[1]  # of this rank
+            total = reduction[1] if here is None else self.of_replica
             self.local.counted, self.local.steps = self.local.counted + total, self.local.steps + last
         self.open, self.counted = not last, self.counted + total
         if last:
@@ -157,10 +157,15 @@ class TrainingStep:
         if here is None:
             empty = rows is not None and rows[0] == 0
             return ((0.0 if empty else float(dp)) if contract.divisor.kind == "sum" else 1.0), 1.0
-        if self.local is not None:  # the mean of this rank alone
+        if self.local is not None:  # the mean of this rank, or of the dp_shard peers whose gradients FSDP2 averages
+            self.of_replica, peers = here, self.mesh.dp_shard_size if self.mesh.hybrid else 1
+            if peers > 1:
+                summed = torch.tensor(here, dtype=torch.float64, device=idist.device())
+                dist.all_reduce(summed, group=self.mesh.groups["dp_shard"])
+                self.of_replica = float(summed)
             if not self.open or not self.expected:
-                self.counted, self.expected = 0.0, here or 1.0
-            return (float(here > 0) if window is None else here / self.expected), 1.0
+                self.counted, self.expected = 0.0, self.of_replica or 1.0
+            return here * peers / (self.of_replica or 1.0 if window is None else self.expected), 1.0
         dealt = contract.divisor.kind == "rows" and rows is not None and (window or contract.divisor.certain)
         total = float(rows[1] * self.mesh.cp_size) if dealt else None
         if total is None and (window is None or contract.density is None):

@@ -36,6 +36,7 @@ from experts_by_hand import ByHand
 from ignite.engine import Events
 from ranks import in_float64
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.utils.data import TensorDataset
@@ -257,6 +258,8 @@ class Case:
     replicas: int = 1  # with more than one, dp is dp_replicate × dp_shard
     reshard: bool | None = None
     offload: bool = False
+    rounds: int = 0  # steps of a round, in which each dp rank trains alone
+    hook: str | None = None  # how DDP compresses gradients
     rows: int = 16
     batch_size: int = 8
     shuffle: bool = True
@@ -279,6 +282,7 @@ class Case:
         )
         how = [self.schedule] * (self.pp > 1) + ["shard"] * self.shard + ["offload"] * self.offload
         how += [f"{self.replicas} replicas"] * (self.replicas > 1)
+        how += [f"H = {self.rounds}"] * (self.rounds > 0) + [str(self.hook)] * (self.hook is not None)
         how += ["reshard" if self.reshard else "no reshard"] * (self.reshard is not None)
         return f"{mesh or 'serial':15} {self.model:13} {' '.join(how):29} {self.trap}"
 
@@ -461,6 +465,19 @@ def all_cases():
         halves = {"schedule": schedule, "split": stages, "n_microbatches": 4}
         add("dropout by stage and microbatch", pp=2, model="dropout", **halves)
         add("dropout by stage and microbatch", pp=2, tp=2, model="dropout seq", **halves)
+    for axes in ({"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}, {"dp": 4, "replicas": 2},
+                 {"dp": 4, "replicas": 2, "tp": 2}):  # fmt: skip
+        for model in ("mlp", "gpt tied"):
+            add("uneven, accumulation", model=model, rounds=1, accumulation=2, **axes, **UNEVEN)
+            add("ranks without rows", model=model, rounds=1, **axes, **NO_ROWS)
+        add("two steps a round", rounds=2, wrong="two steps a round", **axes)
+        if axes.keys() == {"dp"}:  # torch takes no higher rank than a matrix can have
+            add("uneven", model="mlp", hook="all-reduce", **axes, **UNEVEN)
+            add("full rank, uneven", model="mlp", hook="powersgd:1000", **axes, **UNEVEN)
+            add("rank 1", model="mlp", hook="powersgd:1", wrong="rank 1", **axes)
+        else:
+            add("by DDP alone", hook="powersgd:1000", refused="comm_hook compresses what DDP sends", **axes)
+    add("over the same axis", dp=2, shard=True, rounds=1, refused='dp_sync="local" needs all weights')
     add("local norm", tp=2, wrong="clipped by the local norm", max_norm=0.1)
     add("gradients summed over dp", dp=2, wrong="sum over dp")
     for schedule in ALL:
@@ -740,6 +757,8 @@ def _train(case):
         gradient_accumulation_steps=case.accumulation,
         max_norm=None if case.wrong == "clipped by the local norm" else case.max_norm,
     )
+    if case.rounds:
+        ddl.LocalSGD(H=case.rounds).attach(trainer, model, optimizer)
     if case.wrong == "clipped by the local norm":
         optimizer.register_step_pre_hook(lambda *_: _clip_locally(model, case.max_norm))
     losses, norms, gradients = [], [], {}
@@ -751,7 +770,7 @@ def _train(case):
         if rest == 0:
             if case.max_norm is not None and not case.wrong:
                 norms.append(engine.state.grad_norm)
-            if steps == 1:
+            if steps == 1 and not case.rounds:  # in a round they are a rank's own
                 gradients.update({plain(n): whole(p.grad) for n, p in model.named_parameters()})
             if steps == STEPS:
                 engine.terminate()
@@ -765,6 +784,8 @@ def _train(case):
     weights = {plain(n): whole(p) for n, p in model.named_parameters()}
     if not case.wrong:
         assert list(ddl.full_state_dict(model)) == names
+    if case.hook and case.hook.startswith("powersgd"):
+        assert model.comm_state.power.total_numel_after_compression > 0
     return Trained(losses, norms, gradients, weights)
 
 
@@ -814,6 +835,8 @@ def _cut(case, model):
     if case.wrong == "no ShardedRandom":
         plan = {name: style for name, style in plan.items() if not name.endswith((".mix", ".dropout"))}
     options |= {"shard": case.shard or None, "reshard_after_forward": case.reshard, "offload": case.offload}
+    options |= {"dp_sync": "local"} if case.rounds else {}
+    options |= {"comm_hook": default_hooks.allreduce_hook if case.hook == "all-reduce" else case.hook}
     return ddl.auto_model(model, plan, **options)
 
 

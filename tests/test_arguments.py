@@ -159,7 +159,7 @@ PLAUSIBLE = {
 # A value that fits and fails later, in the user's own function or model, may raise what that raises.
 USERS_OWN = {
     "function", "model", "any", "tensor", "module", "given", "path", "rows", "divisor", "factory",
-    "one or each or function",
+    "one or each or function", "amount or function",
 }  # fmt: skip
 
 
@@ -202,6 +202,9 @@ BY_NAME = {
     "n_steps": ("count", 4),
     "loss_bytes": ("amount", 56),
     "n_chunks": ("count", 1),
+    "n_rounds": ("count", 1),
+    "fragments": ("count", 1),
+    "overlapped": ("flag", False),
     **dict.fromkeys(("n_bytes", "weight_bytes", "input_bytes", "output_bytes", "gradient_bytes"), ("amount", 8.0)),
     **dict.fromkeys(("optimizer_bytes", "value_bytes", "mask_bytes", "activation_bytes"), ("amount", 2)),
     **dict.fromkeys(("forward_seconds", "loss_seconds", "compute_seconds", "server_seconds"), ("amount", 0.5)),
@@ -251,6 +254,7 @@ OWN = {
     "cost.parameter_server_step": {"compute_seconds": ("amount", 0.5)},
     "simulate.parameter_server_step": {"compute_seconds": ("one or each", 0.5)},
     "simulate.parameter_server": {"seconds": ("one or each or function", 1.0)},
+    "simulate.local_rounds": {"seconds": ("amount or function", 1.0)},
     "simulate.pipeline": {"n_chunks": ("count?", 1)},
     "simulate.best_pipelines": {
         "batch_size": ("count", 8), "n_microbatches": ("counts?", [4, 8]), "link": ("object?", LINK)
@@ -258,6 +262,7 @@ OWN = {
     "simulate.run": {"program": ("function", Made(lambda: lambda rank: (yield rank.compute(1.0))))},
 }  # fmt: skip
 PLAUSIBLE["one or each or function"] = PLAUSIBLE["one or each"] | CALLED
+PLAUSIBLE["amount or function"] = PLAUSIBLE["amount"] | CALLED
 RESULTS = {  # made by the library
     "cost": {
         "RESNET50_P100",

@@ -112,7 +112,7 @@ def _capture_model(key: str, model: nn.Module, names: dict[int, str], shards: di
     for name, tensor in tensors.items():
         saved = f"{key}.{saved_as[name]}"
         names.setdefault(id(tensor), saved)
-        if id(tensor) in averages or not in_a_round or get_mesh().dp_rank == 0:
+        if id(tensor) in averages or not in_a_round or get_mesh().replica == 0:
             shards.setdefault(saved, shard_of(averages.get(id(tensor), tensor), tensor))
     return {
         "names": list(tensors),
@@ -131,8 +131,8 @@ def _capture_optimizer(
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         groups.append({"names": [name for name, _ in parameters], "options": encoded(options, key)})
         for name, parameter in parameters:
-            if getattr(parameter, OWN_ROUNDS, False) and get_mesh().dp_rank > 0:
-                continue  # those of dp rank 0 are for other meshes
+            if getattr(parameter, OWN_ROUNDS, False) and get_mesh().replica > 0:
+                continue  # those of dp rank 0, or of its replica, are for other meshes
             state = states[name] = {"tensors": [], "values": {}}
             for part, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.ndim:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -23,6 +24,8 @@ class SideBySide:
         n_seeds: networks for each rate.
         batch_size: images of a gradient. Default: 16.
         hidden: units of each hidden layer. Default: one of 32.
+        classes: the labels of the images to train on. Default: all ten.
+        reader: number of this reader, where several train the same networks: each draws rows of its own. Default: 0.
 
     Example:
         >>> networks = SideBySide([0.1, 0.05], n_seeds=3)
@@ -32,7 +35,10 @@ class SideBySide:
         torch.Size([2, 3])
     """
 
-    def __init__(self, rates: list[float], n_seeds: int, batch_size: int = 16, hidden: tuple[int, ...] = (32,)):
+    def __init__(
+        self, rates: list[float], n_seeds: int, batch_size: int = 16, hidden: tuple[int, ...] = (32,),
+        classes: Sequence[int] = range(10), reader: int = 0,
+    ):  # fmt: skip
         self.sizes = (49, *hidden, 10)
         self.n_rates, self.n_seeds, self.batch_size = len(rates), n_seeds, batch_size
         self.rate_of = torch.tensor(rates).repeat_interleave(n_seeds).view(-1, 1, 1)
@@ -40,7 +46,9 @@ class SideBySide:
         (self.tiles, self.labels), (self.test_tiles, self.test_labels) = (
             (F.avg_pool2d(images, 4).flatten(1), labels) for images, labels in (part.tensors for part in parts)
         )
-        self.rows = [torch.Generator().manual_seed(1000 + seed) for seed in range(n_seeds)]
+        chosen = torch.isin(self.labels, torch.tensor(classes))
+        self.tiles, self.labels = self.tiles[chosen], self.labels[chosen]
+        self.rows = [torch.Generator().manual_seed(1000 * (reader + 1) + seed) for seed in range(n_seeds)]
 
     def start(self) -> list[torch.Tensor]:
         """The first weights: for each layer a matrix and a bias, their first dimension is (rate, seed)."""
@@ -67,6 +75,13 @@ class SideBySide:
         """Shares of the 1,000 test images: (rates, seeds)."""
         guesses = _logits(weights, self.test_tiles.expand(len(self.rate_of), -1, -1)).argmax(dim=2)
         return (guesses == self.test_labels).float().mean(dim=1).view(self.n_rates, self.n_seeds)
+
+    def losses(self, weights: list[torch.Tensor]) -> torch.Tensor:
+        """Mean cross-entropy of the 1,000 test images: (rates, seeds)."""
+        logits = _logits(weights, self.test_tiles.expand(len(self.rate_of), -1, -1))
+        labels = self.test_labels.expand(len(logits), -1)
+        loss = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(dim=1)
+        return loss.view(self.n_rates, self.n_seeds)
 
 
 def _logits(

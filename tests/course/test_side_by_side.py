@@ -34,3 +34,17 @@ def test_gradients_are_those_of_the_mean_loss_of_a_network():
     found = networks.gradients(networks.start())
     for gradient, right in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient[0], right)
+
+
+def test_a_reader_has_rows_of_its_own_and_only_its_classes():
+    one, other = (SideBySide([0.1], n_seeds=2, classes=(3, 4), reader=reader) for reader in (0, 1))
+    assert set(one.labels.tolist()) == {3, 4}
+    assert [source.initial_seed() for source in (*one.rows, *other.rows)] == [1000, 1001, 2000, 2001]
+    assert len(set(one.test_labels.tolist())) == 10
+
+
+def test_losses_are_those_of_the_test_images():
+    networks = SideBySide([0.1], n_seeds=2)
+    first, bias, second, last = (weight[1] for weight in networks.start())
+    outputs = (networks.test_tiles @ first + bias).relu() @ second + last
+    torch.testing.assert_close(networks.losses(networks.start())[0, 1], F.cross_entropy(outputs, networks.test_labels))

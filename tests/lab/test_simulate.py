@@ -529,3 +529,37 @@ def test_a_run_that_would_not_end_is_refused():
         simulate.failures(1, 1000, interval=0, save=1, restart=5, work=100)
     with pytest.raises(ValueError, match="order should be one of young, daly, but given"):
         cost.checkpoint_interval(1, 100, "first")
+
+
+# ------------------------------------------------------------------------------------------- local rounds
+
+
+@few
+@given(n_ranks=st.integers(1, 5), each=st.integers(1, 4), fragments=st.integers(1, 4), n_rounds=st.integers(1, 3))
+def test_rounds_that_stop_for_the_average_are_the_closed_form(n_ranks, each, fragments, n_rounds):
+    run = simulate.local_rounds(n_ranks, each * fragments, 0.01, 1e6, LINK, n_rounds, fragments)
+    part = cost.all_reduce_ring(n_ranks, 1e6 / fragments, LINK)
+    assert run.seconds == close(n_rounds * fragments * (each * 0.01 + part.seconds))
+    assert run.bytes == [pytest.approx(n_rounds * fragments * b) for b in part.bytes]
+
+
+@pytest.mark.parametrize("exchange", [0.5, 5.0])
+def test_an_overlapped_part_has_until_the_next_turn(exchange):
+    """Two ranks, four parts of two steps of 1 s: a part that takes longer than its two steps holds the next one up."""
+    link = cost.Link(latency=0, bandwidth=1)
+    run = simulate.local_rounds(2, 8, 1.0, 4 * exchange, link, n_rounds=3, fragments=4, overlapped=True)
+    assert run.seconds == close(2 + 11 * max(2.0, exchange) + exchange)
+
+
+def test_in_rounds_ranks_wait_for_the_sum_of_their_steps():
+    def seconds(rank, step):
+        return 3.0 if step % 2 == rank else 1.0
+
+    free = cost.Link(latency=0, bandwidth=math.inf)
+    each, rare = (simulate.local_rounds(2, H, seconds, 0, free, n_rounds=8 // H).seconds for H in (1, 2))
+    assert (each, rare) == (8 * 3, 4 * (3 + 1))
+
+
+def test_parts_that_do_not_divide_a_round_are_refused():
+    with pytest.raises(ValueError, match="fragments should divide n_steps=6, but given 4"):
+        simulate.local_rounds(2, 6, 1.0, 8, LINK, fragments=4)

@@ -36,11 +36,15 @@ def plain_sgd(weights, lr=1.0):
     return torch.optim.SGD(weights, lr=lr)
 
 
-def make(local, inner=torch.optim.SGD, batch_norm=False, rows=11, batch_size=5, axes=("tp", "pp"), **options):
+def make(
+    local, inner=torch.optim.SGD, batch_norm=False, frozen=False, rows=11, batch_size=5, axes=("tp", "pp"), **options
+):
     """Model, optimizer, loader and trainer; ``local`` is None for all-reduce."""
     mesh = ddl.get_mesh()
     plan = PLAN if mesh.tp_size > 1 else None
-    model = ddl.auto_model(model_of(batch_norm=batch_norm), plan, **({} if local is None else {"dp_sync": "local"}))
+    model = model_of(batch_norm=batch_norm)
+    model[2].requires_grad_(not frozen)
+    model = ddl.auto_model(model, plan, **({} if local is None else {"dp_sync": "local"}))
     optimizer = ddl.auto_optim(inner(model.parameters(), lr=0.1))
     trainer = ddl.create_supervised_trainer(model, optimizer, F.cross_entropy, **options)
     if local is not None:
@@ -70,7 +74,11 @@ OUTER_SGD = functools.partial(ddl.DiLoCo, H=1, outer_optimizer=plain_sgd)
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, pytest.param({"dp": 4}, marks=slow),
                                   pytest.param({"dp": 2, "tp": 2}, marks=slow),
-                                  pytest.param({"dp": 2, "pp": 2}, marks=slow)], ids=str)  # fmt: skip
+                                  pytest.param({"dp": 2, "pp": 2}, marks=slow),
+                                  pytest.param({"dp_replicate": 2, "dp_shard": 2}, marks=slow),
+                                  pytest.param({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, marks=slow),
+                                  pytest.param({"dp_replicate": 2, "dp_shard": 2, "pp": 2}, marks=slow)],
+                         ids=str)  # fmt: skip
 def test_rounds_of_one_step_are_all_reduce(axes):
     right = trained(0)
     for local in (EVERY_STEP, OUTER_SGD):
@@ -78,7 +86,7 @@ def test_rounds_of_one_step_are_all_reduce(axes):
 
 
 @slow
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
 def test_a_round_of_one_window_is_one_large_batch(axes):
     right = trained(0, gradient_accumulation_steps=3)
     found = launch(axes, functools.partial(trained, gradient_accumulation_steps=3), EVERY_STEP)
@@ -100,14 +108,15 @@ def norms(local_rank, amp_mode=None):
     x, y = rows_of()[:5]
     trainer.run(ddl.auto_dataloader(TensorDataset(x, y), batch_size=5))
     mesh, model = ddl.get_mesh(), model_of()
-    a, b = (5 * (mesh.dp_rank + i) // mesh.dp_size for i in (0, 1))
+    a, b = (5 * (mesh.replica + i) // 2 for i in (0, 1))
     F.cross_entropy(model(x[a:b]), y[a:b]).backward()
     by_hand = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     return trainer.state.grad_norm, float(by_hand)
 
 
 @slow
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2},
+                                  {"dp_replicate": 2, "dp_shard": 2}], ids=str)  # fmt: skip
 def test_clipping_goes_by_the_norm_of_a_dp_rank(axes):
     found = launch(axes, norms)
     assert all(norm == pytest.approx(by_hand, rel=1e-9) for norm, by_hand in found)
@@ -181,7 +190,7 @@ def by_hand(n_ranks, H, outer=None, epochs=2):
 
 
 @slow
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
 def test_rounds_against_a_loop_of_plain_torch(axes):
     nesterov = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
     for local, outer in ((functools.partial(ddl.LocalSGD, H=4), None), (functools.partial(ddl.DiLoCo, H=4), nesterov)):
@@ -221,7 +230,8 @@ def saves_nothing():
 @pytest.mark.parametrize("local", [pytest.param(functools.partial(ddl.LocalSGD, H=4), marks=slow),
                                    functools.partial(ddl.DiLoCo, H=4)], ids=["LocalSGD", "DiLoCo"])  # fmt: skip
 @pytest.mark.parametrize("axes", [{"dp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=slow),
-                                  pytest.param({"dp": 2, "pp": 2}, marks=slow)], ids=str)  # fmt: skip
+                                  pytest.param({"dp": 2, "pp": 2}, marks=slow),
+                                  pytest.param({"dp_replicate": 2, "dp_shard": 2}, marks=slow)], ids=str)  # fmt: skip
 @pytest.mark.parametrize("stop", [2, pytest.param(4, marks=slow)])
 def test_a_run_goes_on_from_the_middle_of_a_round(tmp_path, axes, local, stop):
     assert launch(axes, resumed, str(tmp_path), local, stop) == [True] * len(launch_sizes(axes))
@@ -231,8 +241,8 @@ def launch_sizes(axes):
     return range(functools.reduce(lambda a, b: a * b, axes.values()))
 
 
-def saved_in_a_round(local_rank, folder):
-    model, optimizer, loader, trainer = make(own := ddl.LocalSGD(H=10))
+def saved_in_a_round(local_rank, folder, **options):
+    model, optimizer, loader, trainer = make(own := ddl.LocalSGD(H=10), **options)
     everything = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader, "local": own}
     evaluator = ddl.create_supervised_evaluator(model)
     said = []
@@ -258,8 +268,8 @@ def saved_in_a_round(local_rank, folder):
     return said
 
 
-def loaded_elsewhere(local_rank, folder):
-    model, optimizer, loader, trainer = make(own := ddl.LocalSGD(H=10))
+def loaded_elsewhere(local_rank, folder, **options):
+    model, optimizer, loader, trainer = make(own := ddl.LocalSGD(H=10), **options)
     everything = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader, "local": own}
     with pytest.raises(ValueError, match="leave it out of to_load"):
         ddl.Checkpoint.load_objects(everything, f"{folder}/mid")
@@ -278,6 +288,17 @@ def test_in_the_middle_of_a_round(tmp_path):
     assert differ == 0  # by a stated rule
     for weights in (loaded_elsewhere(0, str(tmp_path)), launch({"dp": 4}, loaded_elsewhere, str(tmp_path))[3]):
         assert all(torch.equal(weights[name], ended[name]) for name in ended)
+
+
+@slow
+def test_in_the_middle_of_a_round_of_sharded_replicas(tmp_path):
+    """As above, with FSDP2 inside: the average is gathered from the shards of one replica."""
+    options = {"frozen": True, "inner": torch.optim.Adam}
+    run = functools.partial(saved_in_a_round, **options)
+    *_, differ, ended = launch({"dp_replicate": 2, "dp_shard": 2}, run, str(tmp_path))[3]
+    assert differ == 0
+    weights = loaded_elsewhere(0, str(tmp_path), **options)
+    assert all(torch.equal(weights[name], ended[name]) for name in ended)
 
 
 # ---------------------------------------------------------------------------------------- bytes, refusals
@@ -329,7 +350,7 @@ def steps_refused(local_rank):
 def test_what_does_not_hold_is_refused():
     for axes, options, words in (
         ({"dp": 2}, {"dp_sync": "local", "shard": True}, "needs all weights"),
-        ({"dp_replicate": 2, "dp_shard": 2}, {"dp_sync": "local"}, "needs all weights"),
+        ({"dp_replicate": 1, "dp_shard": 2}, {"dp_sync": "local"}, "needs all weights"),
         ({"dp": 2, "cp": 2}, {"dp_sync": "local"}, "needs all weights and whole sequences"),
         ({"dp": 2}, {"dp_sync": "local", "comm_hook": "fp16"}, "comm_hook compresses what DDP sends"),
         ({"dp": 2, "pp": 2}, {"comm_hook": "fp16"}, "comm_hook compresses what DDP sends"),

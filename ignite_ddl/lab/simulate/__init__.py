@@ -5,6 +5,7 @@
 - :func:`pipeline`: any of torch's schedules, with given times; :func:`best_pipelines`; :func:`pipedream`, without
   flushes, with the versions of the weights that it uses.
 - :func:`parameter_server`: workers of different speeds, synchronous or asynchronous.
+- :func:`local_rounds`: steps without communication, then an average of the weights; in fragments, and overlapped.
 - :func:`failures`: a run whose nodes fail, and which goes on from checkpoints.
 
 Random numbers come from a given seed only. Results hold the same records as ``Timeline``, so ``draw.timeline`` draws
@@ -22,6 +23,7 @@ from ignite_ddl.lab.simulate.collectives import (
 )
 from ignite_ddl.lab.simulate.failures import RunWithFailures, failures
 from ignite_ddl.lab.simulate.pipelines import PipeDream, Pipeline, PipelinePlan, best_pipelines, pipedream, pipeline
+from ignite_ddl.lab.simulate.rounds import local_rounds
 from ignite_ddl.lab.simulate.server import Gradient, Lognormal, ServerRun, parameter_server
 from ignite_ddl.lab.simulate.world import Rank, Simulation, run
 
@@ -41,6 +43,7 @@ __all__ = [
     "best_pipelines",
     "ddp_step",
     "failures",
+    "local_rounds",
     "master_step",
     "parameter_server",
     "parameter_server_step",
