@@ -510,8 +510,8 @@ ROUTER |= dict.fromkeys(("balance_weight", "z_weight", "bias_rate"), ("amount", 
 SIZES = {"n_features": ("count", 4), "n_experts": ("count", 4), "top_k": ("count", 2)}
 case("ddl.Router", ddl.Router, **SIZES, **ROUTER)
 case("ddl.MixtureOfExperts", ddl.MixtureOfExperts, **SIZES, n_hidden=("count", 4), shared=("module?", None), **ROUTER)
-case("ddl.Experts", ddl.Experts, tp=("names?", {"up": 1}))
-PLAUSIBLE["names"] = {"{}", "{'x': 1}"}
+case("ddl.Experts", ddl.Experts, tp=("plan?", {"up": 1}))
+PLAUSIBLE["plan"] = {"{}", "{'x': 1}"}
 case("ddl.pickle_shards", ddl.pickle_shards)
 case(
     "ddl.ParameterServer", ddl.ParameterServer, model=("module", Made(layers)),
