@@ -102,9 +102,9 @@ def test_bytes_are_exact_and_memory_is_within_five_percent(how):
 
 def test_published_step_times_that_were_not_fitted():
     errors = published.errors()
-    assert len(errors) == len(published.ROWS) == 41
+    assert len(errors) == len(published.ROWS) == 43
     fitted = [errors.pop(name) for name in list(errors) if name.split(": ")[1] in published.FITTED]
-    assert len(fitted) == 3
+    assert len(fitted) == 5
     assert max(map(abs, fitted)) < 0.002  # constants are rounded
     assert statistics.median(map(abs, errors.values())) < 0.10
     assert max(map(abs, errors.values())) < 0.40
@@ -133,22 +133,26 @@ def test_plans_are_sorted_complete_and_quick():
     assert seconds == pytest.approx(sorted(seconds), rel=1e-8)
     assert all(one.short > 0 for one in plans[len(fit) :])
     meshes = {(one.dp, one.pp, one.tp) for one in plans}
-    assert all(dp * pp * tp == 16 for dp, pp, tp in meshes)
+    assert all(one.dp * one.pp * one.tp * one.cp == 16 for one in plans)
     assert {(16, 1, 1), (1, 16, 1), (1, 1, 16), (2, 4, 2)} <= meshes
     for one in plans:
         assert all(value >= 0 for value in [*one.memory.values(), *one.seconds.values(), *one.sent.values()])
         assert one.tokens_per_second == close(128 * 2048 / sum(one.seconds.values()))
         assert 0 < one.mfu < 1
-        one.arguments()
+        if not one.lacks:
+            one.arguments()
+    assert plans[0].lacks == ()
     start = time.perf_counter()
     plan(Model(126, 16384, 128, 128256, 8192), Cluster(16384, **H100), batch=2048)
-    assert time.perf_counter() - start < 20  # 0.4 s alone on the machine; the room is for a busy one
+    assert time.perf_counter() - start < 20  # 3 s alone on the machine; the room is for a busy one
 
 
 def test_arguments_are_those_of_ddl():
     import ignite_ddl as ddl
 
-    for one in plan(SMALL, HERE, batch=32):
+    plans = [one for one in plan(SMALL, HERE, batch=32) if not one.lacks]
+    assert {one.zero for one in plans} == {0, 1, 2, 3}
+    for one in plans:
         mesh, loader, cut, trainer = one.arguments().values()
         # Rows of a microbatch on a dp rank, as they were priced.
         pieces = cut.get("n_microbatches", 1) * trainer["gradient_accumulation_steps"]
@@ -156,6 +160,7 @@ def test_arguments_are_those_of_ddl():
         assert loader["batch_size"] * trainer["gradient_accumulation_steps"] == 32
         shard = cut.pop("shard")
         assert shard == (one.zero > 0)
+        assert cut.pop("reshard_after_forward", True) == (one.zero not in (1, 2) or one.pp > 1)
         assert cut.pop("gradient_as_bucket_view", False) == ((one.dp, one.zero) == (8, 0))
         model = GPT(512, length=64, width=128, n_heads=4, n_blocks=4)
         ddl.check_model(model, GPT.tensor_plan if one.tp > 1 else None, **mesh, **cut)
@@ -204,7 +209,7 @@ def test_it_prints_and_draws():
         (lambda: predict(SEVEN, HERE, 8, pp=2, schedule="zbv"), "schedule should be one of 1f1b, interleaved_1f1b"),
         (lambda: predict(SEVEN, HERE, 8, pp=2, n_chunks=2), "n_chunks should be 1 for 1f1b"),
         (lambda: predict(SEVEN, HERE, 8, zero=4), "zero should be one of 0, 1, 2, 3, but given 4"),
-        (lambda: predict(SEVEN, HERE, 8, recompute="some"), "recompute should be one of none, selective, full"),
+        (lambda: predict(SEVEN, HERE, 8, recompute="some"), "one of none, selective, pointwise, full"),
         (
             lambda: predict(SEVEN, HERE, 8, dp=2, zero=1, microbatches=1).arguments(),
             "zero should be 0, 2 or 3 under pp=1 with micro",
