@@ -73,7 +73,12 @@ class Row(NamedTuple):
         each, plans = self.batch // dp, []
         for rows in self.how.get("rows", (1, 2, 4, 8)):
             for chunks in self.how.get("chunks", range(1, 9)) if pp > 1 else [1]:
-                if each % rows or self.model.layers < pp * chunks or (chunks > 1 and each // rows % pp):
+                if (
+                    each % rows
+                    or each // rows < pp
+                    or self.model.layers < pp * chunks
+                    or (chunks > 1 and each // rows % pp)
+                ):
                     continue
                 plans.append(
                     predict(
