@@ -36,8 +36,8 @@ from ignite_ddl.lab.plan import A100, H100, Model
 
 __all__ = ["ROWS"]
 
-# Sharded weights of 4 bytes, gathered in 2, gradients reduced in 4.
-_FSDP = {"gradient_bytes": 4, "optimizer_bytes": 10, "mask_bytes": 0}
+# Sharded weights of 4 bytes, gathered in 2, gradients reduced in 4; losses of float32.
+_FSDP = {"gradient_bytes": 4, "optimizer_bytes": 10, "mask_bytes": 0, "loss_bytes": 4}
 _MPT = {  # width, heads, layers
     "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24), "3b": (2560, 20, 32),
     "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48), "70b": (8192, 64, 80),
@@ -156,8 +156,8 @@ def _torchtitan() -> list[Row]:
 def _ibm() -> list[Row]:
     rows = []
     half = {"7B": "HSDP", "13B": "half", "34B": "full", "70B": "full"}
-    a100 = A100 | {"between": Link(10e-6, 50e9)}  # 400 Gbit/s of a node
-    h100 = H100 | {"between": Link(10e-6, 100e9)}  # 800
+    a100 = A100 | {"between": Link(10e-6, 6.25e9)}  # 400 Gbit/s of a node
+    h100 = H100 | {"between": Link(10e-6, 12.5e9)}  # 800
     for name, of_a100, of_h100 in (("7B", 3700, 7500), ("13B", 1800, 3800), ("34B", 700, 1550), ("70B", 370, 800)):
         for n, kind, cluster, tokens in ((128, "A100", a100, of_a100), (96, "H100", h100, of_h100)):
             model, seconds = _llama_2(name), 2 * 4096 / tokens

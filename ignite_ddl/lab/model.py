@@ -41,7 +41,7 @@ _GATED = (
     **dict.fromkeys(("weight_bytes", "gradient_bytes", "optimizer_bytes", "value_bytes", "mask_bytes"), AMOUNT),
     **dict.fromkeys(("kv_heads", "head_width", "mlp_width", "expert_width"), or_none(WHOLE)),
     **dict.fromkeys(("positions", "expert_layers"), or_none(_ANY)),
-    **dict.fromkeys(("experts", "chosen", "shared_width"), _ANY), kernels=one_of(*KERNELS),
+    **dict.fromkeys(("experts", "chosen", "shared_width"), _ANY), kernels=one_of(*KERNELS), loss_bytes=or_none(AMOUNT),
     **dict.fromkeys(("tied", "sequence_parallel", "gated", "bias"), FLAG),
 )  # fmt: skip
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class Model:
         kernels: "fused" (default), as Megatron's between the products; "eager", one of torch's after the other, which
             keeps one more tensor of a gated MLP; or "compiled" by torch.compile, which keeps what "fused" does (looked
             at with torch 2.13, ``aot_eager_decomp_partition``, a block of Llama's).
+        loss_bytes: of a logit in the loss, and of its gradient there. Default None: those of an activation; 4 where
+            logits are made float32 first.
 
     Examples:
         .. code-block:: python
@@ -112,6 +114,7 @@ class Model:
     shared_width: int = 0
     expert_layers: int | None = None
     kernels: str = "fused"
+    loss_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if self.head_width is None and self.width % self.heads:

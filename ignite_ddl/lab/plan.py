@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ignite_ddl.arguments import AMOUNT, COUNT, POSITIVE, SHARE, TEXT, a, each, one_of, or_none, takes, whole
+from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, POSITIVE, SHARE, TEXT, a, each, one_of, or_none, takes, whole
 from ignite_ddl.lab import cost
 from ignite_ddl.lab.cost import FITS, WHOLE, Link
 from ignite_ddl.lab.model import KERNELS, RECOMPUTE, Model
@@ -35,7 +35,7 @@ SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 
 @takes(
     devices=FITS["n_ranks"], node=WHOLE, flops=POSITIVE, best=POSITIVE, overlap=SHARE,
-    eager=or_none(AMOUNT), peaks=or_none(a("a dict of a dtype's name to operations a second", Mapping)),
+    eager=or_none(AMOUNT), spread=FLAG, peaks=or_none(a("a dict of a dtype's name to operations a second", Mapping)),
     **dict.fromkeys(("memory", "half_width", "reserved"), AMOUNT), **dict.fromkeys(("inside", "between"), FITS["link"]),
 )  # fmt: skip
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class Cluster:
         memory: bytes of one.
         flops: its peak, in operations per second, in the dtype of most work (bfloat16).
         inside: the network between two devices of a node.
-        between: what one device has of the network between nodes. A ring that leaves a node has this bandwidth, also
-            where several of its members share a node (our assumption; a library that spreads one ring over all of a
-            node's ports does better).
+        between: what one device has of the network between nodes; a ring that leaves a node has this bandwidth, see
+            ``spread``.
         node: devices of a node. Default: 8.
         best: efficiency that a very wide model reaches in compute, of the peak. Default: 1.
         half_width: width with which half of that is reached: the curve is ``best`` h / (h + ``half_width``), because a
@@ -61,6 +60,8 @@ class Cluster:
         eager: ``half_width`` of torch's kernels one after the other, which move more numbers between the products.
             Default None: ``half_width``.
         peaks: peaks of other dtypes by their names, as "float32". Default: none.
+        spread: whether a ring of which several members share a node has the ports of all of them, as NCCL's rings do,
+            instead of one. Default: False.
     """
 
     devices: int
@@ -75,6 +76,7 @@ class Cluster:
     reserved: float = 0.0
     eager: float | None = None
     peaks: Mapping[str, float] | None = None
+    spread: bool = False
 
     @takes(width=POSITIVE, kernels=one_of(*KERNELS))
     def efficiency(self, width: float, kernels: str = "fused") -> float:
@@ -94,7 +96,12 @@ class Cluster:
     @takes(n_ranks=COUNT, apart=COUNT)
     def link(self, n_ranks: int, apart: int) -> Link:
         """The network of a group of ranks that are ``apart`` ranks from each other."""
-        return self.inside if n_ranks * apart <= self.node else self.between
+        if n_ranks * apart <= self.node:
+            return self.inside
+        ports = min(n_ranks, max(1, self.node // apart)) if self.spread else 1
+        if ports == 1:
+            return self.between
+        return Link(self.between.latency, min(self.inside.bandwidth, ports * self.between.bandwidth))
 
 
 # Peaks, memory, NVLink in one direction: NVIDIA's data sheets, from memory; peaks without sparsity. Between nodes: one
@@ -108,17 +115,20 @@ A100 = {
     "flops": 312e12,
     "inside": Link(latency=5e-6, bandwidth=300e9),
     "between": Link(latency=10e-6, bandwidth=25e9),
-    "best": 0.641,
-    "half_width": 815.0,
+    "best": 0.696,
+    "half_width": 123.0,
     "overlap": 1.0,
-    "eager": 1587.0,
+    "spread": True,
+    "eager": 240.0,
     "peaks": {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12},
 }
 H100 = A100 | {
     "flops": 989e12,
     "inside": Link(latency=5e-6, bandwidth=450e9),
     "between": Link(latency=10e-6, bandwidth=50e9),
-    "best": 0.577,
+    "best": 0.613,
+    "half_width": 784.0,
+    "eager": 1176.0,
     "peaks": {"bfloat16": 989e12, "float16": 989e12, "tf32": 494e12, "float32": 67e12},
 }
 
@@ -521,13 +531,15 @@ class _Costs:
         first, last = (
             _in_flight(name, pp, m, rank, v) * (layers / v * layer + (pp > 1) * message) for rank, layers in places
         )
-        logits = b * model.sequence / cp * model.vocabulary / tp * model.value_bytes
+        logits = b * model.sequence / cp * model.vocabulary / tp
+        # As the output layer makes them, and as the loss has them: kept, and then their gradients.
+        logits *= model.value_bytes + (model.value_bytes if model.loss_bytes is None else model.loss_bytes)
         # The last stage also keeps what the last norm and the output layer read, logits, and their log-softmax.
-        activations = max(first, last + 2 * message + 2 * logits)
+        activations = max(first, last + 2 * message + logits)
         shared, whole_, of_experts = model._of_a_layer()
         gathered = (shared / tp + whole_ + of_experts / ep / tp) * (zero == 3)
         buffers = max(
-            2 * logits + gathered * model.weight_bytes,  # backward begins: the gradients of both
+            logits + gathered * model.weight_bytes,  # backward begins: the gradients of both
             gathered * (2 * model.weight_bytes + model.gradient_bytes)  # backward of a layer
             + (full > 0) * self.kept(b, tp, cp, "selective"),
         )
