@@ -26,12 +26,14 @@ after a look at the ZeRO-3 rows, which would be three times too fast with all ei
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ignite_ddl.lab import cost
 from ignite_ddl.lab.plan import A100, H100, Cluster, Model, Plan, predict
 
-__all__ = ["FITTED", "ROWS", "ZERO_GB", "Row", "errors"]
+__all__ = ["FITTED", "ROWS", "ZERO_GB", "Row", "errors", "ratios"]
 
 
 # Their own config.json; weights of 4 bytes sharded, gathered in 2, gradients reduced in 4 (torchtitan's defaults).
@@ -196,6 +198,21 @@ ZERO_GB = {
 }  # fmt: skip
 
 
-def errors() -> dict[str, float]:
+def errors(rows: Iterable[Row] = ROWS) -> dict[str, float]:
     """How far each row is predicted from what was published: seconds over seconds, less 1, by table and name."""
-    return {f"{row.table}: {row.name}": sum(row.predicted().seconds.values()) / row.seconds - 1 for row in ROWS}
+    return {f"{row.table}: {row.name}": sum(row.predicted().seconds.values()) / row.seconds - 1 for row in rows}
+
+
+def ratios(rows: Iterable[Row]) -> list[float]:
+    """How far ratios of two runs are predicted, for all pairs of one table, model and kind of device; sorted.
+
+    Returns:
+        list: the predicted ratio over the published one, or its inverse, whichever is more than 1.
+    """
+    groups: dict[tuple, list[float]] = {}
+    for row in rows:
+        model = dataclasses.replace(row.model, kernels="fused", sequence_parallel=True)
+        kind = (row.table, model, row.cluster["memory"], row.cluster["flops"], row.cluster["best"])
+        groups.setdefault(kind, []).append(sum(row.predicted().seconds.values()) / row.seconds)
+    pairs = [pair for group in groups.values() for pair in itertools.combinations(group, 2)]
+    return sorted(max(one / other, other / one) for one, other in pairs)

@@ -31,6 +31,7 @@ __all__ = ["A100", "H100", "Cluster", "Model", "Plan", "figure", "plan", "predic
 
 # Those with closed forms that torch can run.
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
+APART = 1.1  # see table
 
 
 @takes(
@@ -610,9 +611,9 @@ def plan(
         recompute: which to try. Default: all; without "none" for torch's fused attention.
 
     Returns:
-        list: of :class:`Plan`, the best first: those that fit by time, at equal times those of fewer microbatches,
-        which keep a device busier than this model knows, then by memory; after them those that do not, by what is
-        short. What ``ddl`` cannot run is among them: see :attr:`Plan.lacks`.
+        list: of :class:`Plan`, the best first: those that fit by time, at equal times those that ``ddl`` can run, then
+        those of fewer microbatches, which keep a device busier than this model knows, then by memory; after them those
+        that do not, by what is short. What ``ddl`` cannot run is among them: see :attr:`Plan.lacks`.
 
     Raises:
         ValueError: if no mesh has all devices.
@@ -640,7 +641,7 @@ def plan(
     def place(one: Plan) -> tuple:
         worth = sum(one.seconds.values()) if one.fits else one.short
         # Of sums in another order only some digits count: the others would choose between equal times.
-        return not one.fits, float(f"{worth:.9g}"), one.microbatches, one.lacks != (), sum(one.memory.values())
+        return not one.fits, float(f"{worth:.9g}"), one.lacks != (), one.microbatches, sum(one.memory.values())
 
     return sorted(found, key=place)
 
@@ -741,24 +742,38 @@ def _checked(
 def table(plans: Sequence[Plan], n: int = 10) -> str:
     """The first ``n`` plans, a line each.
 
+    "*" marks what ``ddl`` cannot run, "~" seconds that cannot be told from those of the fastest that fits: a ratio of
+    at most ``APART``. Of 167 pairs of published runs of one model on one kind of device, two of three have a ratio that
+    is predicted within it (``course/published.py``). Measure such plans.
+
     Args:
         plans: of :func:`plan` or :func:`predict`.
         n: lines. Default: 10.
 
     Returns:
-        str: mesh, schedule, microbatches and rows of one, zero, recomputation, memory and what is short, seconds, MFU.
+        str: mesh, schedule and its stages on a rank, microbatches and rows of one, zero ("1:8": over 8 of the dp
+        ranks), recomputation ("full 3": of 3 layers), memory and what is short, seconds, MFU.
     """
     unit, name = _unit(plans[:n])
     lines = [
-        f"{'dp × pp × tp':>14}  {'schedule':<23} {'m × rows':>9} {'zero':>4}  {'recompute':<9} {name:>7} {'short':>7} "
+        f"{'dp × pp × tp':>14}  {'schedule':<23} {'m × rows':>9} {'zero':>6}  {'recompute':<10} {name:>7} {'short':>7} "
         f"{'seconds':>8} {'MFU':>4}"
     ]
+    fastest = min((sum(one.seconds.values()) for one in plans if one.fits), default=0.0)
     for one in plans[:n]:
-        rows = one.batch // one.dp // one.microbatches
+        rows, seconds = one.batch // one.dp // one.microbatches, sum(one.seconds.values())
+        mesh = f"{one.dp} × {one.pp} × {one.tp}" + "".join(
+            f" {axis}{size}" for axis, size in (("cp", one.cp), ("ep", one.ep)) if size > 1
+        )
+        schedule = f"{one.schedule} {one.n_chunks}" if one.schedule == "interleaved_1f1b" else one.schedule or "-"
+        zero = f"{one.zero}:{one.dp_shard}" if one.zero and one.dp_shard < one.dp else one.zero
+        some = one.recompute == "full" and one.full_layers < sum(one.stages[:: one.pp])
+        again = f"full {one.full_layers}" if some else one.recompute
+        close = "~" if one.fits and fastest < seconds <= APART * fastest else ""
         lines.append(
-            f"{f'{one.dp} × {one.pp} × {one.tp}':>14}  {one.schedule or '-':<23} {f'{one.microbatches} × {rows}':>9} "
-            f"{one.zero:>4}  {one.recompute:<9} {sum(one.memory.values()) / unit:>7.1f} "
-            f"{'' if one.fits else f'{one.short / unit:.1f}':>7} {sum(one.seconds.values()):>8.3g} {one.mfu:>4.0%}"
+            f"{mesh:>14}  {schedule:<23} {f'{one.microbatches} × {rows}':>9} {zero:>6}  {again:<10} "
+            f"{sum(one.memory.values()) / unit:>7.1f} {'' if one.fits else f'{one.short / unit:.1f}':>7} "
+            f"{close + f'{seconds:.3g}':>8} {one.mfu:>4.0%}{' *' if one.lacks else ''}"
         )
     return "\n".join(lines)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from packaging.version import Version
 
-from ignite_ddl.course import GPT, measure_plan, published
+from ignite_ddl.course import GPT, measure_plan, published, published_since
 from ignite_ddl.lab import cost, simulate
 from ignite_ddl.lab.cost import Link
-from ignite_ddl.lab.plan import A100, H100, Cluster, Model, figure, plan, predict, table
+from ignite_ddl.lab.plan import A100, APART, H100, Cluster, Model, figure, plan, predict, table
 
 SEVEN = Model(layers=36, width=4096, heads=32, vocabulary=51200, sequence=2048)
 SMALL = Model(4, 128, 4, 512, 64, True, False, 4, 4, 8, 4, 0)  # float32, Adam, no dropout
@@ -100,17 +100,119 @@ def test_bytes_are_exact_and_memory_is_within_five_percent(how):
 # ------------------------------------------------------------------------------------------- published tables
 
 
+def unfitted(rows):
+    return {name: one for name, one in published.errors(rows).items() if name.split(": ")[1] not in published.FITTED}
+
+
+def test_fitted_rows_take_their_published_times():
+    errors = published.errors([*published.ROWS, *published_since.ROWS])
+    fitted = [error for name, error in errors.items() if name.split(": ")[1] in published.FITTED]
+    assert len(fitted) == len(published.FITTED) == 9
+    assert max(map(abs, fitted)) < 0.005  # constants are rounded
+
+
 def test_published_step_times_that_were_not_fitted():
-    errors = published.errors()
-    assert len(errors) == len(published.ROWS) == 43
-    fitted = [errors.pop(name) for name in list(errors) if name.split(": ")[1] in published.FITTED]
-    assert len(fitted) == 5
-    assert max(map(abs, fitted)) < 0.002  # constants are rounded
+    errors = unfitted(published.ROWS)
+    assert len(errors) == 39
     assert statistics.median(map(abs, errors.values())) < 0.10
     assert max(map(abs, errors.values())) < 0.40
     # The worst are ZeRO-3 without model parallelism, all predicted too fast.
     assert all(error < -0.2 for name, error in errors.items() if "ZeRO-3" in name)
     assert max(abs(error) for name, error in errors.items() if "ZeRO-3" not in name) < 0.20
+
+
+def test_published_step_times_of_today():
+    errors = unfitted(published_since.ROWS)
+    assert len(errors) == 170
+    assert statistics.median(map(abs, errors.values())) < 0.08
+    assert sum(abs(error) < 0.2 for error in errors.values()) > 0.9 * len(errors)
+    assert max(map(abs, errors.values())) < 0.3
+
+
+def test_published_memory_is_within_a_tenth():
+    """torchtitan's, in GiB: benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3."""
+    rows = {row.name: row for row in [*published.ROWS, *published_since.ROWS]}
+    printed = {
+        "8B on 8, eager": 82.4, "8B on 8, compiled": 77.0, "8B on 128 H100, eager": 67.0,
+        "8B on 128 H100, compiled": 62.0,
+    }  # fmt: skip
+    for name, gib in printed.items():
+        assert sum(rows[name].predicted().memory.values()) / 2**30 == pytest.approx(gib, rel=0.1), name
+    # What Meta trained on 16,384 GPUs of 80 GB fits.
+    assert rows["405B on 16,384"].predicted().fits
+
+
+def test_plans_that_cannot_be_told_apart_are_marked():
+    found = published.ratios([*published.ROWS, *published_since.ROWS])
+    assert len(found) == 167
+    assert statistics.quantiles(found, n=3)[1] == pytest.approx(APART, abs=0.01)  # two of three are below
+    one, other, third = (predict(SEVEN, Cluster(16, **A100), 128, dp=dp, tp=16 // dp, zero=1) for dp in (16, 8, 1))
+    seconds = [line.split()[-2] for line in table([one, other, third]).split("\n")[1:]]
+    assert [each.startswith("~") for each in seconds] == [False, True, False]
+
+
+def test_what_readers_found_missing_is_found():
+    """Data parallel with ZeRO-1 wins for 7 billion on 16 A100; 405 billion on 16,384 are as fast as Meta's."""
+    best = next(one for one in plan(SEVEN, Cluster(16, **A100), batch=128) if not one.lacks)
+    assert (best.dp, best.pp, best.tp, best.zero) == (16, 1, 1, 1)
+    start = time.perf_counter()
+    plans = plan(published.LLAMA_405B, Cluster(16384, **H100), batch=2048)
+    assert time.perf_counter() - start < 20  # 1 s alone on the machine; the room is for a busy one
+    best = next(one for one in plans if not one.lacks)
+    assert best.fits
+    assert sum(best.seconds.values()) < 6.8  # published: 400 teraFLOP/s a GPU
+
+
+def test_hsdp_keeps_what_is_sharded_in_the_node():
+    cluster = Cluster(64, **(A100 | {"overlap": 0.0}))
+    whole, hybrid = (predict(SEVEN, cluster, 64, dp=64, zero=3, dp_shard=n) for n in (64, 8))
+    held = SEVEN.parameters_on(1, 1, 36)
+    assert hybrid.memory["optimizer"] == close(8 * whole.memory["optimizer"])
+    assert whole.sent["dp"] == close(63 / 64 * held * 6)
+    assert hybrid.sent["dp"] == close(7 / 8 * held * 6 + 2 * 7 / 8 * held * 2 / 8)
+    given = predict(SEVEN, cluster, 64, dp=64, zero=3, dp_shard=8).arguments()["Parallel"]
+    assert given == {"dp_replicate": 8, "dp_shard": 8, "pp": 1, "tp": 1}
+
+
+def test_context_parallel_shares_tokens_and_weights():
+    long = dataclasses.replace(SEVEN, sequence=32768, kv_heads=8)
+    cluster = Cluster(8, **A100)
+    one, cut = (predict(long, cluster, 8 // cp, dp=8 // cp, cp=cp, zero=3, recompute="selective") for cp in (1, 4))
+    assert cut.memory["activations"] == close(one.memory["activations"] / 4)
+    assert cut.memory["optimizer"] == close(one.memory["optimizer"])
+    assert cut.seconds["compute"] == close(one.seconds["compute"] / 4)
+    slow = dataclasses.replace(cluster, inside=Link(0, 1e9))
+    sent = 3 * 2 * 8192 * 1024 * 2 * 3  # keys and values of 8,192 tokens, three turns; twice as many in backward
+    asked = predict(long, slow, 2, dp=2, cp=4, recompute="selective")
+    scores = 4 * 8192 * 32768 * 4096 / cluster.flops / cluster.efficiency(4096)
+    assert asked.seconds["cp"] == close(36 * (sent / 1e9 - 3 * scores))
+
+
+def test_experts_are_exchanged_and_shared_out():
+    mixed = dataclasses.replace(SEVEN, experts=8, chosen=2)
+    one, cut = (predict(mixed, Cluster(8, **A100), 8, dp=8, zero=1, ep=ep) for ep in (1, 8))
+    value = 2048 * 4096 * 2
+    assert cut.seconds["ep"] == close(36 * 4 * (7 * 5e-6 + 2 * value * 7 / 8 / 300e9))
+    assert cut.memory["optimizer"] == close(one.memory["optimizer"])  # dp has shared them out anyway
+    assert cut.memory["weights"] < 0.3 * one.memory["weights"]
+
+
+def test_recomputation_of_some_layers_lies_between():
+    cluster = Cluster(8, **A100)
+    how = {"dp": 8, "zero": 3, "microbatches": 1}
+    some = [predict(SEVEN, cluster, 64, recompute="full", full_layers=n, **how) for n in (0, 12, 36)]
+    assert some[0].memory["activations"] > some[1].memory["activations"] > some[2].memory["activations"]
+    assert some[0].seconds["compute"] < some[1].seconds["compute"] < some[2].seconds["compute"]
+    searched = [one for one in plan(SEVEN, dataclasses.replace(cluster, memory=40e9), 64) if 0 < one.full_layers < 36]
+    assert any(one.fits for one in searched)
+
+
+def test_balanced_stages_count_the_output_layer():
+    uneven = dataclasses.replace(SEVEN, vocabulary=512000)  # as much work as ten layers
+    one = predict(uneven, Cluster(4, **A100), 32, pp=4)
+    assert sum(one.stages) == 36
+    assert one.stages[-1] < min(one.stages[:-1])
+    assert one.arguments()["auto_model"]["split"] == [one.stages[0] + 1, *one.stages[1:3], one.stages[3] + 1]
 
 
 def test_zero_s_table_of_memory():
@@ -141,7 +243,7 @@ def test_plans_are_sorted_complete_and_quick():
         assert 0 < one.mfu < 1
         if not one.lacks:
             one.arguments()
-    assert plans[0].lacks == ()
+    assert any(one.lacks for one in fit)
     start = time.perf_counter()
     plan(Model(126, 16384, 128, 128256, 8192), Cluster(16384, **H100), batch=2048)
     assert time.perf_counter() - start < 20  # 3 s alone on the machine; the room is for a busy one
