@@ -784,13 +784,17 @@ def _unit(plans: Sequence[Plan]) -> tuple[float, str]:
     return next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if most >= unit), (1e3, "kB"))
 
 
-@takes(plans=each(a("a Plan", Plan), "a list of plans, at least one", least=1), title=TEXT)
-def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory") -> Figure:
+@takes(
+    plans=each(a("a Plan", Plan), "a list of plans, at least one", least=1), title=TEXT,
+    colour=one_of("dp", "pp", "tp", "cp", "zero"),
+)  # fmt: skip
+def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory", colour: str = "pp") -> Figure:
     """Seconds of a step against memory, a dot for each plan: colour is the mesh's pp, grey does not fit.
 
     Args:
         plans: of :func:`plan`, of one cluster.
         title: what the figure shows.
+        colour: what colours tell apart, "dp", "pp" (default), "tp", "cp" or "zero".
 
     Returns:
         the figure.
@@ -799,11 +803,11 @@ def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory"
 
     made, axes = draw.new_figure(title, height=3.6)
     unit, name = _unit(plans)
-    shades = dict(zip(sorted({one.pp for one in plans}), draw.RANK[1:], strict=False))
+    shades = dict(zip(sorted({getattr(one, colour) for one in plans}), draw.RANK[1:], strict=False))
     for one in reversed(plans):
         at = sum(one.memory.values()) / unit, sum(one.seconds.values())
-        colour = shades.get(one.pp, draw.GREY) if one.fits else draw.GREY
-        axes.plot(*at, "o", color=colour, markersize=5, alpha=0.9 if one.fits else 0.35, markeredgewidth=0)
+        shade = shades.get(getattr(one, colour), draw.GREY) if one.fits else draw.GREY
+        axes.plot(*at, "o", color=shade, markersize=5, alpha=0.9 if one.fits else 0.35, markeredgewidth=0)
     limit = (sum(plans[0].memory.values()) - plans[0].short) / unit
     axes.axvline(limit, color=draw.INK, linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel=f"memory of a device, {name}", ylabel="seconds a step")
@@ -812,5 +816,5 @@ def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory"
     axes.set_xticks([n * 10**power for power in range(-3, 5) for n in (1, 2, 5) if low < n * 10**power < high])
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    draw.key(made, {f"pp {pp}": colour for pp, colour in shades.items()} | {"does not fit": draw.GREY})
+    draw.key(made, {f"{colour} {size}": shade for size, shade in shades.items()} | {"does not fit": draw.GREY})
     return draw.on_any_page(made)
