@@ -99,7 +99,11 @@ def planner_page(root: Path) -> str:
     import planner
 
     picture = planner.show(planner.START)["html"]
-    return (root / "docs/planner.md").read_text(encoding="utf-8").replace("PICTURE", picture)
+    options = "".join(
+        f"<option{' selected' * (name == planner.START['model'])}>{name}</option>" for name in planner.MODELS
+    )
+    page = (root / "docs/planner.md").read_text(encoding="utf-8")
+    return page.replace("PICTURE", picture).replace("OPTIONS", options)
 
 
 def package_for_the_page(target: Path, root: Path = ROOT) -> None:

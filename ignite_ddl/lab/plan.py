@@ -331,7 +331,7 @@ def predict(
         batch: rows of a step, of all ranks.
         dp: data-parallel ranks. Default: 1.
         pp: pipeline ranks. Default: 1.
-        tp: tensor-parallel ranks, a divisor of the heads. Default: 1.
+        tp: tensor-parallel ranks, a divisor of the heads, also of those of keys. Default: 1.
         schedule: "1f1b" (default), "interleaved_1f1b" or "interleaved_zero_bubble"; not used without pp.
         n_chunks: stages on each rank. Default: 1 for 1f1b, 2 for the others.
         microbatches: of each dp rank. Default: one row each.
@@ -652,8 +652,9 @@ def _meshes(model: Model, cluster: Cluster, batch: int) -> Iterator[tuple[int, i
         for pp in divisors(cluster.devices // tp):
             for cp in divisors(cluster.devices // tp // pp):
                 dp = cluster.devices // tp // pp // cp
+                whole_heads = model.heads % tp == 0 and (model.kv_heads or model.heads) % tp == 0
                 apart = cp == 1 or (model.sequence % (2 * cp) == 0 and model.sequence // cp >= 4096)
-                if apart and model.heads % tp == 0 and pp <= model.layers and batch % dp == 0:
+                if apart and whole_heads and pp <= model.layers and batch % dp == 0:
                     yield dp, pp, tp, cp
 
 
@@ -715,6 +716,8 @@ def _checked(
         )
     if model.heads % tp:
         raise ValueError(f"tp should divide {model.heads} heads, but given {tp}")
+    if model.kv_heads and model.kv_heads % tp:
+        raise ValueError(f"tp should divide {model.kv_heads} heads of keys and values, but given {tp}")
     if cp > 1 and model.sequence % cp:
         raise ValueError(f"cp should divide sequence={model.sequence}, but given {cp}")
     if ep > 1 and (dp % ep or not model.experts or model.experts % ep):
