@@ -207,6 +207,19 @@ def test_recomputation_of_some_layers_lies_between():
     assert any(one.fits for one in searched)
 
 
+def test_devices_know_dtypes_kernels_and_ports():
+    cluster = Cluster(16, **A100)
+    single = cluster.at("tf32")
+    one, slow = (predict(SEVEN, each, 16, dp=16, zero=3, microbatches=1) for each in (cluster, single))
+    assert slow.seconds["compute"] == close(2 * one.seconds["compute"])
+    with pytest.raises(ValueError, match="dtype should be one of bfloat16, float16, tf32, float32, but given fp8"):
+        cluster.at("fp8")
+    assert cluster.efficiency(4096, "eager") < cluster.efficiency(4096, "compiled") == cluster.efficiency(4096)
+    rings = [(cluster.link(n, apart).bandwidth) for n, apart in ((8, 1), (16, 1), (8, 2), (2, 8))]
+    assert rings == [300e9, 200e9, 100e9, 25e9]  # inside, eight ports, four, one
+    assert dataclasses.replace(cluster, spread=False).link(16, 1).bandwidth == 25e9
+
+
 def test_balanced_stages_count_the_output_layer():
     uneven = dataclasses.replace(SEVEN, vocabulary=512000)  # as much work as ten layers
     one = predict(uneven, Cluster(4, **A100), 32, pp=4)
@@ -303,6 +316,12 @@ def test_it_prints_and_draws():
     ("call", "says"),
     [
         (lambda: predict(SEVEN, HERE, 8, tp=3), "tp should divide 32 heads, but given 3"),
+        (lambda: predict(SEVEN, HERE, 8, dp=4, dp_shard=3, zero=3), "dp_shard should divide dp=4, and have zero=1"),
+        (lambda: predict(SEVEN, HERE, 8, dp=4, dp_shard=2), "have zero=1, 2 or 3, but given 2 with zero=0"),
+        (lambda: predict(SEVEN, HERE, 8, cp=3), "cp should divide sequence=2048, but given 3"),
+        (lambda: predict(SEVEN, HERE, 8, dp=2, ep=2), "ep should divide dp=2 and experts=0, but given 2"),
+        (lambda: predict(SEVEN, HERE, 8, full_layers=3), "full_layers is for recompute=.full., but given 3 with none"),
+        (lambda: predict(dataclasses.replace(SEVEN, kv_heads=4), HERE, 8, tp=8), "tp should divide 4 heads of keys"),
         (lambda: predict(SEVEN, HERE, 8, dp=16), "should be 8 devices at most, but given 16, 1 and 1"),
         (lambda: predict(SEVEN, HERE, 9, dp=2), "dp should divide batch=9, but given 2"),
         (lambda: predict(SEVEN, HERE, 8, microbatches=3), "microbatches should divide the 8 rows"),

@@ -32,7 +32,7 @@ function show({ refused, html, values, best }) {
   const place = best ? places.best : places.one;
   refusal.textContent = refused ?? "";
   refusal.hidden = !refused;
-  place.classList.toggle("old", Boolean(refused));
+  place.classList.toggle("old", Boolean(refused || waiting));
   if (refused) places.best.classList.add("old");
   if (html) place.innerHTML = html;
   form.dataset.values = JSON.stringify(values ?? { refused });
