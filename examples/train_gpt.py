@@ -159,8 +159,9 @@ def choose(args, n_ranks):
     link = Link(latency=2e-4, bandwidth=1e9)
     device = A100 if args.backend == "nccl" else {"memory": 1e9, "flops": 5e9, "inside": link, "between": link}
     plans = plan(model, Cluster(n_ranks, **device), args.batch_size, recompute=["selective"])
-    # Without a pipeline, microbatches would be gradient accumulation, which this script does not do.
-    best = next((one for one in plans if one.fits and (one.pp > 1 or one.microbatches == 1)), None)
+    # Without a pipeline, microbatches would be gradient accumulation, which this script does not do; nor cp and HSDP.
+    able = [one for one in plans if one.fits and not one.lacks and one.cp == 1 and one.dp_shard == one.dp]
+    best = next((one for one in able if one.pp > 1 or (one.microbatches == 1 and one.zero != 2)), None)
     if best is None:
         raise ValueError("--plan auto found no mesh on which the model fits")
     args.dp, args.pp, args.tp, args.shard = best.dp, best.pp, best.tp, best.zero > 0

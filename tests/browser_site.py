@@ -236,8 +236,10 @@ def planner(browser: webdriver.Chrome, home: str) -> list[str]:
     print(f"the planner's first answer came after {time.monotonic() - started:.1f} s at most")
     wrong += ["the picture does not move"] * (len(set(pictures[1:4])) < 3)
     wrong += ["a refusal is not shown"] * (
-        expected[3]["refused"] not in browser.find_element(By.ID, "planner-said").text
+        expected[3]["refused"] not in browser.find_element(By.ID, "planner-refused").text
     )
+    grey = browser.find_element(By.ID, "planner-picture").get_attribute("class")
+    wrong += ["an old answer stands at full strength under a refusal"] * ("old" not in (grey or ""))
     form.find_element(By.CSS_SELECTOR, "fieldset button").click()
     WebDriverWait(browser, 120).until(lambda _: "MFU" in browser.find_element(By.ID, "planner-best").text)
     browser.save_screenshot(str(PICTURES / "planner_at_work.png"))

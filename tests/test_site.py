@@ -70,6 +70,9 @@ def test_the_planner_needs_nothing_but_its_archive(site, gathered, tmp_path):
     page = (gathered / "docs/planner.md").read_text()
     assert "<rect" in page
     assert "PICTURE" not in page
+    assert "OPTIONS" not in page
+    assert page.count("<option selected>39 billion</option>") == 1
+    assert "<noscript>" in page
     site.package_for_the_page(tmp_path / "package.zip")
     code = """
 import sys
@@ -82,6 +85,14 @@ for schedule in planner.SCHEDULES:
 print(json.loads(planner.answer(json.dumps(planner.START)))["values"]["seconds"])
 print(json.loads(planner.answer(json.dumps(planner.START | {"dp": 64})))["refused"])
 print(planner.best(planner.START)["values"]["plans"] > 100)
+for name in planner.MODELS:
+    said = planner.show(planner.START | {"model": name, "dp": 8, "pp": 1, "tp": 2, "microbatches": 1, "zero": 3})
+    assert name in said["html"] and "No pipeline" in said["html"], said
+    assert "e+" not in said["html"] and "-0.0" not in said["html"], said
+    assert 'tensor_plan="auto"' in said["html"].replace("&quot;", '"'), said
+    assert f"{name} on 1 A100" in planner.best(planner.START | {"model": name, "devices": 1, "dp": 1})["html"]
+none = planner.best(planner.START | {"model": "Llama 3.1 405B", "devices": 1, "dp": 1})["html"]
+assert "0 of them fit. Those that lack the least memory first" in none, none
 """
     command = [sys.executable, "-c", code, str(tmp_path / "package.zip")]
     seconds, refused, found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()

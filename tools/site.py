@@ -107,7 +107,11 @@ def planner_page(root: Path) -> str:
     import planner
 
     picture = planner.show(planner.START)["html"]
-    return (root / "docs/planner.md").read_text(encoding="utf-8").replace("PICTURE", picture)
+    options = "".join(
+        f"<option{' selected' * (name == planner.START['model'])}>{name}</option>" for name in planner.MODELS
+    )
+    page = (root / "docs/planner.md").read_text(encoding="utf-8")
+    return page.replace("PICTURE", picture).replace("OPTIONS", options)
 
 
 def package_for_the_page(target: Path, root: Path = ROOT) -> None:
@@ -116,7 +120,7 @@ def package_for_the_page(target: Path, root: Path = ROOT) -> None:
         archive.write(root / "docs/site/planner.py", "planner.py")
         for folder in ("", "lab/", "pipeline/"):
             archive.writestr(f"ignite_ddl/{folder}__init__.py", "")
-        files = "arguments lab/cost lab/orders lab/plan lab/record lab/simulate/* pipeline/schedules"
+        files = "arguments lab/cost lab/model lab/orders lab/plan lab/record lab/simulate/* pipeline/schedules"
         for pattern in files.split():
             for path in sorted((root / "ignite_ddl").glob(f"{pattern}.py")):
                 archive.write(path, str(path.relative_to(root)))

@@ -4,11 +4,31 @@ import json
 from html import escape
 
 from ignite_ddl.lab import plan as plans, simulate
-from ignite_ddl.lab.plan import A100, H100, Cluster, Model, predict
+from ignite_ddl.lab.plan import A100, APART, H100, Cluster, Model, predict
 from ignite_ddl.pipeline.schedules import SCHEDULES
 
 GPT = {"vocabulary": 51200, "sequence": 2048}
-MODELS = {  # Narayanan et al. 2021, table 1, and GPT-3
+TODAY = {"bias": False, "gated": True, "positions": 0, "mask_bytes": 0, "kernels": "compiled", "loss_bytes": 4}
+
+
+def _today(layers: int, width: int, heads: int, vocabulary: int, sequence: int, mlp: int, **more) -> Model:
+    return Model(
+        layers, width, heads, vocabulary, sequence, **({"tied": False, "kv_heads": 8, "mlp_width": mlp} | TODAY | more)
+    )
+
+
+MODELS = {  # as in their config.json; GPTs: Narayanan et al. 2021, table 1, and GPT-3
+    "Llama 3.1 8B": _today(32, 4096, 32, 128256, 8192, 14336),
+    "Llama 3.1 70B": _today(80, 8192, 64, 128256, 8192, 28672),
+    "Llama 3.1 405B": _today(126, 16384, 128, 128256, 8192, 53248),
+    "Qwen2.5 7B": _today(28, 3584, 28, 152064, 4096, 18944, kv_heads=4),
+    "Qwen3 8B": _today(36, 4096, 32, 151936, 4096, 12288),
+    "Qwen3 30B-A3B": _today(
+        48, 2048, 32, 151936, 4096, 6144, kv_heads=4, head_width=128, experts=128, chosen=8, expert_width=768
+    ),
+    "Mistral 7B": _today(32, 4096, 32, 32000, 4096, 14336),
+    "Mixtral 8x7B": _today(32, 4096, 32, 32000, 4096, 14336, experts=8, chosen=2),
+    "Gemma 2 9B": _today(42, 3584, 16, 256000, 4096, 14336, head_width=256, tied=True),
     "1.7 billion": Model(layers=24, width=2304, heads=24, **GPT),
     "7.5 billion": Model(layers=36, width=4096, heads=32, **GPT),
     "39 billion": Model(layers=48, width=8192, heads=64, **GPT),
@@ -21,7 +41,8 @@ START = {
 }  # fmt: skip
 # As ignite_ddl.lab.draw.ACTIVITY, which needs matplotlib.
 COLOURS = {"forward": "#0072B2", "backward": "#E69F00", "backward_weight": "#D55E00"}
-PARTS = ["#0072B2", "#CC79A7", "#E69F00", "#009E73", "#8C8C8C"]
+PARTS = ["#0072B2", "#CC79A7", "#E69F00", "#009E73", "#8C8C8C", "#56B4E9", "#D55E00"]
+FORMULAS = "api/predict.html#ignite_ddl.lab.plan."  # of this page's folder
 
 
 def show(given: dict) -> dict:
@@ -39,29 +60,43 @@ def show(given: dict) -> dict:
         schedule = given["schedule"] if pp > 1 else "1f1b"
         closed = schedule in plans.SCHEDULES
         how = {"dp": dp, "pp": pp, "tp": tp, "zero": given["zero"], "recompute": given["recompute"]}
+        how["cp"] = given.get("cp", 1)
         # Where there are no closed forms only what one microbatch takes on a rank is read, the same in 1f1b.
         count = m if closed else max(m, pp)
         one = predict(
             model, cluster, dp * count * rows, schedule=schedule if closed else "1f1b", microbatches=count, **how
         )
-        work = (one.seconds["compute"] + one.seconds["tp"]) / count / SCHEDULES[schedule].stages_per_rank
+        work = (
+            sum(one.seconds.get(part, 0) for part in ("compute", "tp", "cp"))
+            / count
+            / SCHEDULES[schedule].stages_per_rank
+        )
         parts = (1, 2, 1) if given["recompute"] == "full" else (1, 1, 1)
         f, i, w = (work * part / sum(parts) for part in parts)
-        message = cluster.link(pp, dp * tp).seconds(rows * model.sequence * model.width * model.value_bytes / tp)
+        sent = rows * model.sequence / how["cp"] * model.width * model.value_bytes / tp
+        message = cluster.link(pp, dp * how["cp"] * tp).seconds(sent)
         step = simulate.pipeline(schedule, pp, m, f, i, w, transfer=message if pp > 1 else 0)
     except ValueError as error:
         return {"refused": str(error)}
     values = {"step": step.seconds, "bubble": step.bubble, "peak": max(step.peak_activations)}
-    html = _picture(step, schedule)
+    heading = (
+        f"<h2>{escape(given['model'])} on {_many(dp * pp * tp * how['cp'], given['device'])} of "
+        f"{given['devices']:,}</h2>"
+    )
+    html = heading + _picture(step, schedule, pp)
     if closed:
         total = sum(one.seconds.values())
         values |= {"seconds": total, "memory": sum(one.memory.values()), "mfu": one.mfu}
-        html += _bar("Seconds of a step, predicted", one.seconds, 1, "s")
-        html += _bar("Memory of the fullest device", one.memory, 1e9, "GB", cluster.memory)
-        fits = "it fits" if one.fits else f"<strong>{one.short / 1e9:.1f} GB are lacking</strong>"
+        html += _bar(f'Seconds of a step, <a href="{FORMULAS}predict">predicted</a>', one.seconds, 1, "s")
+        html += _bar(
+            f'Memory of the fullest device, <a href="{FORMULAS}predict">predicted</a>', one.memory, 1e9, "GB",
+            cluster.memory,
+        )  # fmt: skip
+        fits = "it fits" if one.fits else f"<strong>{_number(one.short / 1e9)} GB are lacking</strong>"
         html += (
-            f"<p>Predicted: <b>{total:.3g} s</b> for {one.batch:,} rows, {one.tokens_per_second:,.0f} tokens "
-            f"per second, MFU {one.mfu:.0%}; of {cluster.memory / 1e9:.0f} GB on a device, {fits}.</p>{_code(one)}"
+            f"<p>Predicted: <b>{_number(total)} s</b> for {_many(one.batch, 'row')}, {one.tokens_per_second:,.0f} "
+            f"tokens per second, MFU {one.mfu:.0%}; of {cluster.memory / 1e9:.0f} GB on a device, {fits}. "
+            f"{UNSURE}</p>{_code(one)}"
         )
     else:
         html += f"<p>Simulated only: <code>lab.plan</code> predicts {', '.join(plans.SCHEDULES)}.</p>"
@@ -75,8 +110,18 @@ def best(given: dict) -> dict:
         found = plans.plan(MODELS[given["model"]], Cluster(given["devices"], **DEVICES[given["device"]]), batch)
     except ValueError as error:
         return {"refused": str(error)}
-    words = f"{len(found):,} plans for {batch:,} rows a step, {sum(one.fits for one in found):,} fit. The fastest:"
-    return {"html": f"<p>{words}</p><pre>{escape(plans.table(found, 8))}</pre>", "values": {"plans": len(found)}}
+    able = [one for one in found if not one.lacks]
+    fit = sum(one.fits for one in able)
+    words = (
+        f"{_many(len(found), 'plan')} for {_many(batch, 'row')} a step; {len(able):,} run with this version of ddl, "
+        f"{fit:,} of them fit. {'The fastest' if fit else 'Those that lack the least memory'} first; ~ is within "
+        f"{APART - 1:.0%} of the fastest, which paper cannot tell apart:"
+    )
+    heading = f"<h2>Best plans: {escape(given['model'])} on {_many(given['devices'], given['device'])}</h2>"
+    return {
+        "html": f'{heading}<p>{words}</p><pre tabindex="0">{escape(plans.table(able, 8))}</pre>',
+        "values": {"plans": len(found)},
+    }
 
 
 def answer(question: str) -> str:
@@ -85,7 +130,24 @@ def answer(question: str) -> str:
     return json.dumps((best if given.get("best") else show)(given))
 
 
-def _picture(step, schedule: str) -> str:
+# Chapter 24: of 209 published runs to which nothing was fitted; ratios as in lab.plan.table.
+UNSURE = (
+    "Of 209 published runs 94 % were predicted within 20 %; two plans of one model can be told apart if their times "
+    f"differ by more than {APART - 1:.0%}."
+)
+
+
+def _number(value: float) -> str:
+    """Three digits, never an exponent."""
+    value = abs(value) if abs(value) < 5e-4 else value
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _many(n: int, name: str) -> str:
+    return f"{n:,} {name}{'' if n == 1 or name.isupper() or name[-1].isdigit() else 's'}"
+
+
+def _picture(step, schedule: str, pp: int) -> str:
     """A row for each rank; what is not coloured is idle."""
     lines = []
     for rank in range(len(step.actions)):
@@ -99,9 +161,10 @@ def _picture(step, schedule: str) -> str:
             f'<div><span>rank {rank}</span><svg viewBox="0 0 1000 10" preserveAspectRatio="none">{boxes}</svg></div>'
         )
     words = (
-        f"{schedule} on {len(step.actions)} pipeline ranks: {step.seconds:.3g} s simulated, in which ranks idle "
-        f"{step.bubble:.1%} on average. A rank keeps the "
-        f"activations of {max(step.peak_activations)} microbatches of a stage at most."
+        f"{f'{schedule} on {pp} pipeline ranks' if pp > 1 else 'No pipeline, so no schedule'}: "
+        f"{_number(step.seconds)} s simulated, in which ranks idle {100 * max(0.0, step.bubble):.1f} % on average. "
+        f"A rank keeps the activations of {_many(max(step.peak_activations), 'microbatch').replace('hs', 'hes')} of "
+        "a stage at most."
     )
     names = zip(COLOURS.items(), ("forward", "backward", "backward of weights"), strict=True)
     key = "".join(f'<span style="--c:{colour}">{name}</span>' for (_, colour), name in names)
@@ -114,12 +177,12 @@ def _bar(title: str, parts: dict, unit: float, name: str, limit: float = 0) -> s
     whole = max(sum(parts.values()), limit)
     pieces = "".join(
         f'<span style="width:{100 * size / whole:.2f}%;background:{colour}"></span>'
-        for size, colour in zip(parts.values(), PARTS, strict=True)
+        for size, colour in zip(parts.values(), PARTS, strict=False)
     )
     mark = f'<i style="left:{100 * limit / whole:.2f}%"></i>' if limit else ""
     key = "".join(
-        f'<span style="--c:{colour}">{part} {size / unit:.3g} {name}</span>'
-        for (part, size), colour in zip(parts.items(), PARTS, strict=True)
+        f'<span style="--c:{colour}">{part} {_number(size / unit)} {name}</span>'
+        for (part, size), colour in zip(parts.items(), PARTS, strict=False)
     )
     return f'<p class="title">{title}</p><div class="bar">{pieces}{mark}</div><p class="key">{key}</p>'
 
@@ -129,13 +192,22 @@ def _code(one: plans.Plan) -> str:
     try:
         given = one.arguments()
     except ValueError as error:
-        return f"<p>{escape(str(error))}</p>"
+        return f"<p>This version of ddl does not run it: {escape(str(error))}.</p>"
     before = {
         "auto_dataloader": ["dataset"], "auto_model": ["model"],
         "create_supervised_trainer": ["model", "optimizer", "loss_fn"],
     }  # fmt: skip
+    if one.tp > 1:  # the styles are the model's: of transformers it brings them along
+        before["auto_model"].append('tensor_plan="auto"')
     lines = [
         f"ddl.{name}({', '.join(before.get(name, []) + [f'{key}={value!r}' for key, value in named.items()])})"
         for name, named in given.items()
     ]
-    return f"<pre>{escape(chr(10).join(lines))}</pre>"
+    if one.tp > 1:
+        lines.insert(0, '# tensor_plan: "auto" for a model of transformers, else your own styles')
+    if one.recompute == "full":
+        lines.insert(-2, f"model.gradient_checkpointing_enable()  # of transformers; {one.full_layers} layers a rank")
+    elif one.recompute != "none":
+        kept = {"selective": "fused attention: attn_implementation='sdpa'", "pointwise": "products and attention kept"}
+        lines.insert(-2, f"# recomputation: {kept[one.recompute]}")
+    return f'<pre tabindex="0">{escape(chr(10).join(lines))}</pre>'

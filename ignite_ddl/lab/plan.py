@@ -9,168 +9,34 @@ Megatron-LM", SC 2021, equations 2 and 3; states of ZeRO (Rajbhandari et al. 202
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, MODULE, POSITIVE, SHARE, TEXT, a, each, one_of, takes, whole
+from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, POSITIVE, SHARE, TEXT, a, each, one_of, or_none, takes, whole
 from ignite_ddl.lab import cost
-from ignite_ddl.lab.cost import FITS, RECOMPUTE, WHOLE, Link
+from ignite_ddl.lab.cost import FITS, WHOLE, Link
+from ignite_ddl.lab.model import KERNELS, RECOMPUTE, Model
 from ignite_ddl.pipeline.schedules import divisors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch import nn
 
 __all__ = ["A100", "H100", "Cluster", "Model", "Plan", "figure", "plan", "predict", "table"]
 
 # Those with closed forms that torch can run.
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
-
-
-@takes(
-    **dict.fromkeys(("layers", "width", "heads", "vocabulary", "sequence"), WHOLE),
-    **dict.fromkeys(("weight_bytes", "gradient_bytes", "optimizer_bytes", "value_bytes", "mask_bytes"), AMOUNT),
-    **dict.fromkeys(("tied", "sequence_parallel"), FLAG),
-)
-@dataclass(frozen=True)
-class Model:
-    """A GPT, and the numbers in which it is trained.
-
-    Args:
-        layers: l, transformer layers with an MLP of width 4 h.
-        width: h.
-        heads: a, attention heads.
-        vocabulary: V.
-        sequence: s, tokens of a row.
-        tied: whether the output layer shares the embedding. Default: True.
-        sequence_parallel: whether tp also shares out what lies between its layers (Korthikanti et al. 2022), and with
-            it what stages send. Default: True.
-        weight_bytes: of a parameter in compute. Default: 2.
-        gradient_bytes: of its gradient, kept and sent. Default: 2.
-        optimizer_bytes: of its optimizer states. Default: 12, Adam in mixed precision with weights of 4 bytes.
-        value_bytes: of an activation. Default: 2.
-        mask_bytes: of an element of a dropout mask. Default: 1; 0 without dropout.
-
-    Examples:
-        .. code-block:: python
-
-            from ignite_ddl.lab.plan import Model
-
-            gpt3 = Model(layers=96, width=12288, heads=96, vocabulary=51200, sequence=2048)
-            assert round(gpt3.parameters / 1e9) == 175
-    """
-
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
-    sequence: int
-    tied: bool = True
-    sequence_parallel: bool = True
-    weight_bytes: float = 2
-    gradient_bytes: float = 2
-    optimizer_bytes: float = 12
-    value_bytes: float = 2
-    mask_bytes: float = 1
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"heads should divide width={self.width}, but given {self.heads}")
-
-    @classmethod
-    @takes(module=MODULE, sequence=WHOLE)
-    def of(cls, module: nn.Module, sequence: int, **given: Any) -> Model:
-        """Describes a real model: an ``nn.Embedding``, equal blocks, and an attribute that counts the heads.
-
-        Args:
-            module: the model, built or on the meta device.
-            sequence: tokens of a row.
-            given: fields of :class:`Model` that are not to be read from the module. Bytes are by default those of its
-                dtype, with Adam.
-
-        Returns:
-            Model: whose number of parameters is the module's within 2 %.
-
-        Raises:
-            ValueError: if a part cannot be found, or the numbers of parameters differ by more.
-
-        Examples:
-            .. code-block:: python
-
-                from ignite_ddl.course import GPT
-                from ignite_ddl.lab.plan import Model
-
-                model = Model.of(GPT(80, length=16, width=32, n_heads=4, n_blocks=2), sequence=16)
-                assert (model.layers, model.width, model.heads, model.weight_bytes) == (2, 32, 4, 4)
-        """
-        from torch import nn
-
-        parts = list(module.modules())
-        parameters = list(module.parameters())
-        tables = [part for part in parts if isinstance(part, nn.Embedding)]
-        names = ("n_heads", "num_heads", "n_head", "num_attention_heads")
-        heads = [getattr(part, name) for part in parts for name in names if hasattr(part, name)]
-        blocks = max(map(_equal_children, parts), key=lambda group: sum(map(_size, group)))
-        found = {"an nn.Embedding": tables, "equal blocks": blocks, "a number of heads": heads or "heads" in given}
-        if lacks := [name for name, part in found.items() if not part]:
-            raise ValueError(f"module should have {' and '.join(lacks)}, but has none: describe it by Model(...)")
-        vocabulary, width = max(tables, key=lambda one: one.num_embeddings).weight.shape
-        size = parameters[0].element_size()
-        read = {
-            "layers": len(blocks),
-            "width": width,
-            "heads": heads[0] if heads else None,
-            "vocabulary": vocabulary,
-            **dict.fromkeys(("weight_bytes", "gradient_bytes", "value_bytes"), size),
-            "optimizer_bytes": 2 * size,
-            "mask_bytes": size * any(isinstance(part, nn.Dropout) and part.p > 0 for part in parts),
-        }
-        has = _size(module)
-        either = (cls(sequence=sequence, **({"tied": tied} | read | given)) for tied in (True, False))
-        model = min(either, key=lambda one: abs(one.parameters - has))
-        if abs(model.parameters / has - 1) > 0.02:
-            raise ValueError(
-                f"module should be a GPT, 12 · layers · width², but has {has:,} parameters where {model} has "
-                f"{model.parameters:,.0f}"
-            )
-        return model
-
-    @property
-    def parameters(self) -> float:
-        """Of the whole model: equation 2 of Narayanan et al. 2021, and the output layer where it is not tied."""
-        own = cost.transformer_parameters(self.width, self.layers, self.vocabulary, self.sequence)
-        return own + (not self.tied) * self.vocabulary * self.width
-
-    @takes(pp=COUNT, tp=COUNT, layers=whole(0))
-    def parameters_on(self, pp: int, tp: int, layers: int) -> float:
-        """Parameters that a rank of the fuller of the first and the last stage holds.
-
-        Norms and the biases of the two row-parallel products are whole on every tp rank, all else is shared out. With
-        pp, a tied embedding lies on both ends.
-        """
-        h, whole = self.width, layers * 6 * self.width
-        shared = layers * (12 * h * h + 7 * h) + -(-self.vocabulary // tp) * tp * h
-        if pp == 1:
-            shared += (not self.tied) * self.vocabulary * h
-        return shared / tp + whole + max(self.sequence * h, 2 * h if pp > 1 else 0) + (2 * h if pp == 1 else 0)
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def _equal_children(module: nn.Module) -> list:
-    """The largest group of children whose parameters have the same shapes."""
-    groups: dict[tuple, list] = {}
-    for child in module.children():
-        groups.setdefault(tuple(p.shape for p in child.parameters()), []).append(child)
-    groups.pop((), None)
-    return max(groups.values(), key=len, default=[])
+APART = 1.1  # see table
 
 
 @takes(
     devices=FITS["n_ranks"], node=WHOLE, flops=POSITIVE, best=POSITIVE, overlap=SHARE,
+    eager=or_none(AMOUNT), spread=FLAG, peaks=or_none(a("a dict of a dtype's name to operations a second", Mapping)),
     **dict.fromkeys(("memory", "half_width", "reserved"), AMOUNT), **dict.fromkeys(("inside", "between"), FITS["link"]),
 )  # fmt: skip
 @dataclass(frozen=True)
@@ -180,17 +46,23 @@ class Cluster:
     Args:
         devices: how many.
         memory: bytes of one.
-        flops: its peak, in operations per second.
+        flops: its peak, in operations per second, in the dtype of most work (bfloat16).
         inside: the network between two devices of a node.
-        between: what one device has of the network between nodes. A ring that leaves a node has this bandwidth, also
-            where several of its members share a node (our assumption; a library that spreads one ring over all of a
-            node's ports does better).
+        between: what one device has of the network between nodes; a ring that leaves a node has this bandwidth, see
+            ``spread``.
         node: devices of a node. Default: 8.
         best: efficiency that a very wide model reaches in compute, of the peak. Default: 1.
         half_width: width with which half of that is reached: the curve is ``best`` h / (h + ``half_width``), because a
             product of matrices does h operations for each number that it moves (our assumption). Default: 0.
-        overlap: share of compute that can hide dp's messages: of the backward pass, with ZeRO-3 of both. Default: 0.
+        overlap: share of the passes beside which dp's messages travel that hides them: gradients beside backward,
+            weights beside forward, with ZeRO-3 both beside both; while gradients are accumulated, only of the
+            microbatch in which they are sent. A layer's part is never hidden. Default: 0.
         reserved: bytes of memory that are not for the model: libraries, fragments. Default: 0.
+        eager: ``half_width`` of torch's kernels one after the other, which move more numbers between the products.
+            Default None: ``half_width``.
+        peaks: peaks of other dtypes by their names, as "float32". Default: none.
+        spread: whether a ring of which several members share a node has the ports of all of them, as NCCL's rings do,
+            instead of one. Default: False.
     """
 
     devices: int
@@ -203,34 +75,62 @@ class Cluster:
     half_width: float = 0.0
     overlap: float = 0.0
     reserved: float = 0.0
+    eager: float | None = None
+    peaks: Mapping[str, float] | None = None
+    spread: bool = False
 
-    @takes(width=POSITIVE)
-    def efficiency(self, width: float) -> float:
+    @takes(width=POSITIVE, kernels=one_of(*KERNELS))
+    def efficiency(self, width: float, kernels: str = "fused") -> float:
         """Of compute, at a model's width."""
-        return self.best * width / (width + self.half_width)
+        return self.best * width / (width + self._half_width(kernels))
+
+    def _half_width(self, kernels: str) -> float:
+        return self.eager if kernels == "eager" and self.eager is not None else self.half_width
+
+    def at(self, dtype: str) -> Cluster:
+        """This cluster, whose peak is that of another dtype."""
+        known = self.peaks or {}
+        if dtype not in known:
+            raise ValueError(f"dtype should be one of {', '.join(known) or 'none, without peaks'}, but given {dtype}")
+        return dataclasses.replace(self, flops=known[dtype])
 
     @takes(n_ranks=COUNT, apart=COUNT)
     def link(self, n_ranks: int, apart: int) -> Link:
         """The network of a group of ranks that are ``apart`` ranks from each other."""
-        return self.inside if n_ranks * apart <= self.node else self.between
+        if n_ranks * apart <= self.node:
+            return self.inside
+        ports = min(n_ranks, max(1, self.node // apart)) if self.spread else 1
+        if ports == 1:
+            return self.between
+        return Link(self.between.latency, min(self.inside.bandwidth, ports * self.between.bandwidth))
 
 
-# Peak, memory, NVLink in one direction: NVIDIA's data sheets, from memory. Between nodes: one port of 200 Gbit/s a GPU
-# (Narayanan et al. 2021, section 5), and of 400 (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.1).
-# ASSUMED: 5 us a message inside a node and 10 between. Efficiency: fitted to the rows that course/published.py names.
+# Peaks, memory, NVLink in one direction: NVIDIA's data sheets, from memory; peaks without sparsity. Between nodes: one
+# port of 200 Gbit/s a GPU (Narayanan et al. 2021, section 5), and of 400 (Llama Team, "The Llama 3 Herd of Models",
+# 2024, section 3.3.1). ASSUMED: 5 us a message inside a node and 10 between. Efficiencies (best, half_width, eager) are
+# fitted to the rows that course/published.py names in FITTED, and ASSUMED to be the same share of other dtypes' peaks.
+# overlap: torch's DDP and FSDP2 send beside the passes by themselves, all but the first gather (torch's notes on FSDP,
+# "Implicit forward prefetching (always enabled)"); ASSUMED: what is sent there costs the passes nothing.
 A100 = {
     "memory": 80e9,
     "flops": 312e12,
     "inside": Link(latency=5e-6, bandwidth=300e9),
     "between": Link(latency=10e-6, bandwidth=25e9),
-    "best": 0.641,
-    "half_width": 815.0,
+    "best": 0.696,
+    "half_width": 123.0,
+    "overlap": 1.0,
+    "spread": True,
+    "eager": 240.0,
+    "peaks": {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12},
 }
 H100 = A100 | {
     "flops": 989e12,
     "inside": Link(latency=5e-6, bandwidth=450e9),
     "between": Link(latency=10e-6, bandwidth=50e9),
-    "best": 0.647,
+    "best": 0.613,
+    "half_width": 784.0,
+    "eager": 1176.0,
+    "peaks": {"bfloat16": 989e12, "float16": 989e12, "tf32": 494e12, "float32": 67e12},
 }
 
 
@@ -245,15 +145,20 @@ class Plan(NamedTuple):
         n_chunks: stages on each rank.
         microbatches: of each dp rank in a step; without a pipeline their gradients are accumulated.
         zero: 0 to 3, what dp shards.
-        recompute: "none", "selective" or "full", as in ``cost.activation_bytes``.
+        recompute: "none", "selective", "pointwise" or "full", as in :meth:`Model.activation_bytes`.
         memory: bytes by part: weights, gradients, optimizer, activations, buffers.
-        seconds: of a step by part: compute, tp, pp, dp (not hidden), bubble.
+        seconds: of a step by part: compute, tp, pp, dp (not hidden), bubble; cp and ep where they are more than 1.
         sent: bytes that a rank of the first stage sends in a step, by axis.
         mfu: FLOPs of forward and backward, without recomputation, over what the devices could do in that time.
         tokens_per_second: of the whole cluster.
         short: bytes of memory that are lacking; negative where some are free.
         model: what is trained.
         batch: rows of a step, of all ranks.
+        cp: ranks that share the tokens of a row.
+        ep: dp ranks that share a layer's experts.
+        dp_shard: dp ranks that share the states of a replica; dp without replicas.
+        full_layers: of a rank, recomputed in full.
+        stages: layers of each, in order; stage i is on pipeline rank i modulo pp.
     """
 
     dp: int
@@ -272,11 +177,36 @@ class Plan(NamedTuple):
     short: float
     model: Model
     batch: int
+    cp: int = 1
+    ep: int = 1
+    dp_shard: int = 1
+    full_layers: int = 0
+    stages: tuple[int, ...] = ()
 
     @property
     def fits(self) -> bool:
         """Whether the memory of a device is enough."""
         return self.short <= 0
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """What ``ddl`` cannot do of this plan today, in words; empty if it runs.
+
+        Where gradients are not accumulated it shards weights (``zero=3``) or keeps them between the passes
+        (``zero=2``); while they are accumulated, as under pp, gradients stay whole, and so do weights (``zero=1``).
+        """
+        words = []
+        alone = self.pp == 1 and self.microbatches == 1  # else ddl keeps whole gradients while it accumulates them
+        if self.zero not in ((0, 2, 3) if alone else (0, 1)):
+            words.append(
+                f"zero should be {'0, 2 or 3' if alone else '0 or 1'} under pp={self.pp} with "
+                f"microbatches={self.microbatches} for ddl, but is {self.zero}"
+            )
+        if self.zero and self.dp_shard == 1 < self.dp:
+            words.append("dp_shard should be more than 1 for ddl to shard, but is 1")
+        if self.ep > 1 and not _parallel_takes("ep"):
+            words.append(f"ep should be 1 for this version of ddl, but is {self.ep}")
+        return tuple(words)
 
     def arguments(self) -> dict[str, dict[str, Any]]:
         """The arguments with which ``ddl`` runs this plan, by the function that takes them.
@@ -290,9 +220,7 @@ class Plan(NamedTuple):
             "auto_dataloader", "auto_model" and "create_supervised_trainer".
 
         Raises:
-            ValueError: if ``ddl`` has no such plan: where gradients are not accumulated it shards weights (``zero=3``)
-                or keeps them between the passes (``zero=2``); while they are accumulated, as under pp, gradients stay
-                whole, and so do weights (``zero=1``).
+            ValueError: if ``ddl`` cannot run it, see :attr:`lacks`.
 
         Examples:
             .. code-block:: python
@@ -308,28 +236,25 @@ class Plan(NamedTuple):
                 assert given["auto_dataloader"] == {"batch_size": 32}
                 assert given["create_supervised_trainer"] == {"gradient_accumulation_steps": 4}
         """
+        if self.lacks:
+            raise ValueError(self.lacks[0])
         accumulated = self.microbatches if self.pp == 1 else 1
-        alone = self.pp == 1 and accumulated == 1  # else ddl keeps whole gradients while it accumulates them
-        if self.zero not in ((0, 2, 3) if alone else (0, 1)):
-            raise ValueError(
-                f"zero should be {'0, 2 or 3' if alone else '0 or 1'} under pp={self.pp} with "
-                f"microbatches={self.microbatches} for ddl, but is {self.zero}"
-            )
+        mesh = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+        if self.zero and self.dp_shard < self.dp:
+            mesh = {"dp_replicate": self.dp // self.dp_shard, "dp_shard": self.dp_shard, "pp": self.pp, "tp": self.tp}
+        mesh |= {name: size for name, size in (("cp", self.cp), ("ep", self.ep)) if size > 1}
         auto_model: dict[str, Any] = {"shard": self.zero > 0}
         if self.zero in (1, 2) and self.pp == 1:
             auto_model["reshard_after_forward"] = False
-        if self.dp > 1 and self.pp * self.tp == 1 and not self.zero:
+        if self.dp > 1 and self.pp * self.tp * self.cp == 1 and not self.zero:
             auto_model["gradient_as_bucket_view"] = True  # of DDP, whose buckets are else a second copy
         if self.pp > 1:
-            stages = self.pp * self.n_chunks
-            split = [
-                -(-self.model.layers * (i + 1) // stages) + -self.model.layers * i // stages for i in range(stages)
-            ]
+            split = list(self.stages)
             split[0] += 1  # the embedding
             split[-1] += 1  # the head
             auto_model |= {"schedule": self.schedule, "n_microbatches": self.microbatches, "split": split}
         return {
-            "Parallel": {"dp": self.dp, "pp": self.pp, "tp": self.tp},
+            "Parallel": mesh,
             "auto_dataloader": {"batch_size": self.batch // accumulated},
             "auto_model": auto_model,
             "create_supervised_trainer": {"gradient_accumulation_steps": accumulated},
@@ -339,12 +264,23 @@ class Plan(NamedTuple):
         return table([self])
 
 
+@functools.cache
+def _parallel_takes(name: str) -> bool:
+    """Whether ``ddl.Parallel`` has an argument of that name; where there is no torch it has none."""
+    try:
+        parallel = importlib.import_module("ignite_ddl.launch.parallel").Parallel
+    except (ImportError, AttributeError):
+        return False
+    return name in inspect.signature(parallel.__init__).parameters
+
+
 _GIVEN = {"model": a("a plan.Model", Model), "cluster": a("a plan.Cluster", Cluster), "batch": WHOLE}
 
 
 @takes(
     _GIVEN, schedule=one_of(*SCHEDULES), zero=one_of(*range(4)), recompute=one_of(*RECOMPUTE), n_chunks=WHOLE,
-    microbatches=WHOLE, **dict.fromkeys(("dp", "pp", "tp"), WHOLE),
+    microbatches=WHOLE, dp_shard=or_none(WHOLE), full_layers=or_none(whole(0)),
+    **dict.fromkeys(("dp", "pp", "tp", "cp", "ep"), WHOLE),
 )  # fmt: skip
 def predict(
     model: Model,
@@ -359,26 +295,35 @@ def predict(
     microbatches: int | None = None,
     zero: int = 0,
     recompute: str = "none",
+    cp: int = 1,
+    dp_shard: int | None = None,
+    ep: int = 1,
+    full_layers: int | None = None,
 ) -> Plan:
     """What one plan costs.
 
-    A rank's compute is its share of ``cost.transformer_flops``, at the cluster's efficiency; the last stage has the
-    output layer, too, and the slowest stage sets the pace. tp: four all-reduces of a microbatch's activations a layer
-    (``cost.tensor_parallel_bytes``), half as many more with full recomputation, none hidden. Bubble: (p - 1) / v times
-    what a microbatch takes on a rank (``cost.pipeline_bubble``); interleaved zero bubble as in
-    ``cost.zero_bubble_seconds``, with F, B and W a third each of the products. pp: short messages that the schedule
-    cannot hide, 2 (p - 1) m / p + 2 (p - 2) for 1f1b, 2 (p v - 1) for the interleaved ones, and p - 1 more if backward
-    is split: ours, what ``simulate`` gives where m is a multiple of p (for the last of 2 p or more). dp: rings
-    (Rajbhandari et al. 2020, section 7), less what compute hides; ZeRO-3 gathers and reduces for each microbatch.
+    A rank's compute is its share of :meth:`Model.flops`, at the cluster's efficiency; the last stage has the output
+    layer, too, its layers are fewer where that makes the slowest stage faster, and the slowest sets the pace. tp: four
+    all-reduces of a microbatch's activations a layer (``cost.tensor_parallel_bytes``), half as many more with full
+    recomputation, none hidden. Bubble: (p - 1) / v times what a microbatch takes on a rank (``cost.pipeline_bubble``);
+    interleaved zero bubble as in ``cost.zero_bubble_seconds``, with F, B and W a third each of the products. pp: short
+    messages that the schedule cannot hide, 2 (p - 1) m / p + 2 (p - 2) for 1f1b, 2 (p v - 1) for the interleaved ones,
+    and p - 1 more if backward is split: ours, what ``simulate`` gives where m is a multiple of p (for the last of 2 p
+    or more). dp: rings (Rajbhandari et al. 2020, section 7), less what the passes beside them hide
+    (``Cluster.overlap``); ZeRO-2 reduces for each microbatch, ZeRO-3 gathers twice for each, too; with ``dp_shard``
+    these stay among its ranks, and replicas all-reduce a shard's gradients. cp: keys and values go round a ring, three
+    times as many bytes in backward (with their gradients), less what attention's own products hide. ep: four exchanges
+    of the tokens that experts take, forward and backward, none hidden.
 
     Memory of states is ``cost.zero_memory`` of the parameters on a rank; with a single microbatch, gradients come while
     activations go, so that only what they need beyond those is counted. That of activations is
-    ``cost.activation_bytes`` times ``cost.pipeline_peak_activations``; or on the last stage its own peak, and what the
-    output layer keeps. Buffers: the gradients of logits, or the layer that full recomputation makes again; with ZeRO-3
-    gathered layers; under pp one for each message that a stage receives in a step, as torch keeps them; with dp on a
-    cut model the second copy of the weights that torch's ``replicate`` and FSDP2 keep.
+    :meth:`Model.activation_bytes` times ``cost.pipeline_peak_activations``; or on the last stage its own peak, and what
+    the output layer keeps. Buffers: the gradients of logits, or the layer that full recomputation makes again; with
+    ZeRO-3 gathered layers; under pp one for each message that a stage receives in a step, as torch keeps them; with dp
+    on a cut model the second copy of the weights that torch's ``replicate`` and FSDP2 keep.
 
-    Left out: the optimizer's own time, embeddings' look-ups, loading data, and ranks that are late.
+    Left out: the optimizer's own time, embeddings' look-ups, loading data, ranks that are late, and experts that are
+    chosen more than others.
 
     Args:
         model: what is trained.
@@ -386,12 +331,16 @@ def predict(
         batch: rows of a step, of all ranks.
         dp: data-parallel ranks. Default: 1.
         pp: pipeline ranks. Default: 1.
-        tp: tensor-parallel ranks, a divisor of the heads. Default: 1.
+        tp: tensor-parallel ranks, a divisor of the heads, also of those of keys. Default: 1.
         schedule: "1f1b" (default), "interleaved_1f1b" or "interleaved_zero_bubble"; not used without pp.
         n_chunks: stages on each rank. Default: 1 for 1f1b, 2 for the others.
         microbatches: of each dp rank. Default: one row each.
         zero: 0 (default) to 3.
-        recompute: "none" (default), "selective" or "full".
+        recompute: "none" (default), "selective", "pointwise" or "full", see :meth:`Model.activation_bytes`.
+        cp: ranks that share the tokens of a row; they share weights as dp ranks do. Default: 1.
+        dp_shard: with ``zero``, dp ranks of one replica (HSDP), a divisor of dp. Default: dp.
+        ep: dp ranks that share a layer's experts, a divisor of both numbers. Default: 1.
+        full_layers: with "full", how many of a rank's layers; the others are selective. Default: all.
 
     Returns:
         Plan: whether it fits, and what it costs.
@@ -409,93 +358,227 @@ def predict(
             cut = predict(model, Cluster(8, **A100), batch=8, tp=8)
             assert not whole.fits and cut.fits
     """
-    v, m = _checked(model, cluster, batch, dp, pp, tp, schedule, n_chunks, microbatches, zero, recompute)
-    b, s, h = batch // dp // m, model.sequence, model.width
-    layers = v * -(-model.layers // (pp * v))  # of the fullest rank
-    value = b * s * h * model.value_bytes  # bytes of one activation
+    v, m = _checked(model, cluster, batch, dp, pp, tp, schedule, n_chunks, microbatches, cp, ep, recompute, full_layers)
+    shard = dp if dp_shard is None else dp_shard
+    if dp % shard or (shard < dp and not zero):
+        raise ValueError(f"dp_shard should divide dp={dp}, and have zero=1, 2 or 3, but given {shard} with zero={zero}")
+    given = (dp, pp, tp, cp, ep, shard, schedule if pp > 1 else "", v, m, zero)
+    return _Costs(model, cluster, batch).plan(*given, recompute, full_layers)
 
-    # Seconds of a microbatch: a layer's forward, its gradients of inputs and of weights; the output layer; a message.
-    rate = cluster.flops * cluster.efficiency(h) * tp
-    scores = 4 * b * s * s * h
-    forward, weights = (24 * b * s * h * h + scores) / rate, 24 * b * s * h * h / rate
-    again = {"none": 0.0, "selective": scores / rate, "full": forward}[recompute]
-    inputs = weights + 2 * scores / rate + again
-    head = 6 * b * s * h * model.vocabulary / rate
-    ring = cost.all_reduce_ring(tp, value, cluster.link(tp, 1)).seconds
-    n_rings = 6 if recompute == "full" else 4
-    split = tp if model.sequence_parallel else 1  # of what lies between layers
-    message = cluster.link(pp, dp * tp).seconds(value / split)
 
-    # The slowest rank's work on all microbatches, and what it waits.
-    layer = forward + inputs + weights
-    compute, tp_seconds = layers * layer + head, n_rings * layers * ring
-    pass_through = model.layers * (layer + n_rings * ring) + head  # of one microbatch, all stages
-    bubble = messages = 0.0
-    if schedule == "interleaved_zero_bubble" and pp > 1:
-        parts = (forward + 2 * ring, inputs + (n_rings - 2) * ring, weights)
-        parts = [layers / v * part for part in parts]
-        bubble = max(cost.zero_bubble_seconds(pp, *parts), (pp - 1) * parts[0])
-        messages = 2 * (pp * v - 1) + pp - 1
-    elif pp > 1:
-        bubble = max(0.0, pass_through - compute - tp_seconds) / v
-        messages = 2 * (pp - 1) * m / pp + 2 * (pp - 2) if v == 1 else 2 * (pp * v - 1)
-    reduces, gathers = {0: (2, 0), 1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[zero]
-    held = model.parameters_on(pp, tp, layers)
-    dp_bytes = held * (reduces * model.gradient_bytes + gathers * model.weight_bytes)
-    link = cluster.link(dp, tp)
-    dp_seconds = (reduces + gathers) * (dp - 1) * link.latency + (dp - 1) / dp * dp_bytes / link.bandwidth
-    hidden = cluster.overlap * m * compute * (1 if zero == 3 else 2 / 3)
-    seconds = {
-        "compute": m * compute,
-        "tp": m * tp_seconds,
-        "pp": messages * message,
-        "dp": max(0.0, dp_seconds - hidden),
-        "bubble": bubble,
-    }
-    total = sum(seconds.values())
+class _Costs:
+    """Of one model, cluster and batch: what many plans share is computed once."""
 
-    states = cost.zero_memory(held, dp, zero, model.weight_bytes, model.gradient_bytes, model.optimizer_bytes)
-    shape = (b, s, h, model.heads, tp, model.sequence_parallel)
-    numbers = {"value_bytes": model.value_bytes, "mask_bytes": model.mask_bytes}
-    # Of a stage and a microbatch: what its layers keep, and under pp its output, to which its gradient comes.
-    kept = layers / v * cost.activation_bytes(*shape, recompute, **numbers) + (pp > 1) * value / split
-    first, last = (cost.pipeline_peak_activations(schedule, pp, m, rank, v) for rank in (0, pp - 1))
-    logits = b * s * model.vocabulary / tp * model.value_bytes
-    # The last stage also keeps what the last norm and the output layer read, logits, and their log-softmax.
-    activations = max(first * kept, last * kept + 2 * value / split + 2 * logits)
-    layer_parameters = (12 * h * h + 13 * h) / tp * (zero == 3)
-    buffers = max(
-        2 * logits + layer_parameters * model.weight_bytes,  # backward begins: the gradients of both
-        layer_parameters * (2 * model.weight_bytes + model.gradient_bytes)  # backward of a layer
-        + (recompute == "full") * cost.activation_bytes(*shape, "selective", **numbers),
-    )
-    memory = {
-        **dict(zip(("weights", "gradients", "optimizer"), states, strict=False)),
-        "activations": activations,
-        "buffers": buffers + (pp > 1) * (2 * v - 1) * m * value / split,
-    }
-    # A second copy of the weights: replicate's whole, or FSDP2's shard of what stays whole.
-    if dp > 1 and (zero in (1, 2) or pp * tp > 1 and not zero):
-        memory["buffers"] += held * model.weight_bytes / (dp if zero else 1)
-    if m == 1:  # gradients come while activations go
-        memory["gradients"] = max(0.0, states.gradients - activations)
-    flops = cost.transformer_flops(batch, s, h, model.layers, model.vocabulary)
-    ends = 2 if pp == 1 else 1  # the embedding's outputs, and the gradient of what the output layer reads
-    # Both ends hold a tied embedding, and tell each other its gradients.
-    of_tied = model.tied * -(-model.vocabulary // tp) * h * model.gradient_bytes / (dp if zero else 1)
-    return Plan(
-        dp, pp, tp, schedule if pp > 1 else "", v, m, zero, recompute, memory, seconds,
-        sent={
+    def __init__(self, model: Model, cluster: Cluster, batch: int) -> None:
+        self.model, self.cluster, self.batch = model, cluster, batch
+        self.flops, self.products = model.flops(batch), model.products()
+        self.rate = cluster.flops * cluster.efficiency(model.width, model.kernels)
+        half = cluster._half_width(model.kernels)
+        self.between = half / (half + model.width)  # the share of a pass that is not products
+        self.kept = functools.cache(model.activation_bytes)
+        self.held = functools.cache(model._held)
+        self.stages = functools.cache(self._stages)
+
+    def _stages(self, pp: int, v: int) -> tuple[list[int], float]:
+        """Layers of each stage, and the output layer's time in layers: the slowest stage takes the least."""
+        model, n = self.model, pp * v
+        head = model.vocabulary * model.width / (self.products + 2 * model.sequence * model.attention_width)
+        even = model.layers // n
+        equal = [-(-model.layers * (i + 1) // n) + -model.layers * i // n for i in range(n)]
+        best, least = equal, _pace(equal, pp, head)
+        for last in range(even, max(0, even - math.ceil(head) - 1), -1) if n > 1 else ():
+            each_, more = divmod(model.layers - last, n - 1)
+            tried = [each_ + (i < more) for i in range(n - 1)] + [last]
+            if _pace(tried, pp, head) < least - 1e-9:
+                best, least = tried, _pace(tried, pp, head)
+        return best, head
+
+    def plan(
+        self, dp: int, pp: int, tp: int, cp: int, ep: int, shard: int, schedule: str, v: int, m: int, zero: int,
+        recompute: str, full_layers: int | None = None,
+    ) -> Plan:  # fmt: skip
+        model, cluster, batch = self.model, self.cluster, self.batch
+        b, s, h = batch // dp // m, model.sequence, model.width
+        stages, _ = self.stages(pp, v)
+        on_rank = [sum(stages[rank::pp]) for rank in range(pp)]
+        layers = max(on_rank)
+        tokens = b * s / cp
+        value = tokens * h * model.value_bytes  # bytes of one activation
+        full = 0.0 if recompute != "full" else 1.0 if full_layers is None else min(1.0, full_layers / layers)
+
+        # Seconds of a microbatch: a layer's forward, its gradients of inputs and of weights; the output layer.
+        rate = self.rate * tp
+        scores, weights = 4 * tokens * s * model.attention_width / rate, 2 * tokens * self.products / rate
+        forward = weights + scores
+        again = {"none": 0.0, "selective": scores, "pointwise": scores + self.between * weights}.get(recompute, scores)
+        again = full * forward + (1 - full) * again
+        inputs = weights + 2 * scores + again
+        layer, head = forward + inputs + weights, 6 * tokens * h * model.vocabulary / rate
+
+        # What a layer sends: tp's rings, cp's ring less attention, the experts' exchanges.
+        n_rings = 4 + 2 * full
+        ring = _ring(tp, value, cluster.link(tp, 1)) if tp > 1 else 0.0
+        split = tp if model.sequence_parallel else 1  # of what lies between layers
+        around = exchange = 0.0
+        if cp > 1:
+            turn = 2 * tokens * model.kv_width * model.value_bytes / tp  # keys and values of a rank
+            on = cluster.link(cp, tp)
+            sent = [(cp - 1) * on.seconds(times * turn) for times in (1, 2)]
+            around = max(0.0, sent[0] - scores) + max(0.0, sent[1] - 2 * scores)
+        if ep > 1:
+            moved = model.share_of_experts * model.chosen * value / tp * (ep - 1) / ep
+            exchange = (
+                4 * (ep - 1) * cluster.link(ep, tp * cp).latency + 4 * moved / cluster.link(ep, tp * cp).bandwidth
+            )
+        extra = n_rings * ring + around + exchange  # of a layer
+
+        # The slowest rank's work on all microbatches, and what it waits.
+        pace = max(on_rank[-1] * layer + head, max(on_rank) * layer)
+        compute, extras = pace, layers * extra
+        pass_through = model.layers * (layer + extra) + head  # of one microbatch, all stages
+        bubble = messages = 0.0
+        message = cluster.link(pp, dp * cp * tp).seconds(value / split)
+        if schedule == "interleaved_zero_bubble":
+            parts = (forward + 2 * ring, inputs + (n_rings - 2) * ring + around + exchange, weights)
+            parts = [layers / v * part for part in parts]
+            bubble = max(cost.zero_bubble_seconds(pp, *parts), (pp - 1) * parts[0])
+            messages = 2 * (pp * v - 1) + pp - 1
+        elif pp > 1:
+            bubble = max(0.0, pass_through - compute - extras) / v
+            messages = 2 * (pp - 1) * m / pp + 2 * (pp - 2) if v == 1 else 2 * (pp * v - 1)
+        dense, experts = self.held(pp, tp, layers, ep)
+        dp_seconds, dp_bytes = self._dp(dense + experts, dp, tp, cp, shard, zero, m, layers, compute)
+        seconds = {
+            "compute": m * compute,
+            "tp": m * layers * n_rings * ring,
+            "pp": messages * message,
+            "dp": dp_seconds,
+            "bubble": bubble,
+        }
+        if cp > 1:
+            seconds["cp"] = m * layers * around
+        if ep > 1:
+            seconds["ep"] = m * layers * exchange
+        total = sum(seconds.values())
+
+        memory = self._memory(
+            dense, experts, b, dp, pp, tp, cp, ep, shard, schedule, v, m, zero, recompute, full, on_rank, value / split
+        )
+        ends = 2 if pp == 1 else 1  # the embedding's outputs, and the gradient of what the output layer reads
+        # Both ends hold a tied embedding, and tell each other its gradients.
+        n = shard * cp if zero else 1
+        of_tied = model.tied * -(-model.vocabulary // tp) * h * model.gradient_bytes / n
+        sent = {
             "tp": m * (n_rings * layers + ends) * 2 * (tp - 1) / tp * value,
             "pp": (pp > 1) * (m * (2 * v - 1) * value / split + of_tied),
-            "dp": (dp - 1) / dp * dp_bytes,
-        },
-        mfu=flops / (dp * pp * tp * cluster.flops * total),
-        tokens_per_second=batch * s / total,
-        short=sum(memory.values()) - (cluster.memory - cluster.reserved),
-        model=model,
-        batch=batch,
-    )  # fmt: skip
+            "dp": dp_bytes,
+        }
+        devices = dp * pp * tp * cp
+        return Plan(
+            dp, pp, tp, schedule, v, m, zero, recompute, memory, seconds, sent,
+            mfu=self.flops / (devices * cluster.flops * total),
+            tokens_per_second=batch * s / total,
+            short=sum(memory.values()) - (cluster.memory - cluster.reserved),
+            model=model,
+            batch=batch,
+            cp=cp,
+            ep=ep,
+            dp_shard=shard,
+            full_layers=layers if full == 1 else full_layers if full else 0,
+            stages=tuple(stages),
+        )  # fmt: skip
+
+    def _dp(
+        self, held: float, dp: int, tp: int, cp: int, shard: int, zero: int, m: int, layers: int, compute: float
+    ) -> tuple[float, float]:
+        """Seconds of dp's messages that nothing hides, and bytes that a rank sends."""
+        model, cluster, n, replicas = self.model, self.cluster, shard * cp, dp // shard
+        if n * replicas == 1:
+            return 0.0, 0.0
+        passes = m if zero > 1 else 1  # with gradients of their own
+        gathers = (0, 1, 1, 2 * m)[zero]
+        forward, backward = compute * m / 3, 2 * compute * m / 3
+        link, across = cluster.link(n, tp), cluster.link(replicas, n * tp)
+        gradient, weight = held * model.gradient_bytes, held * model.weight_bytes
+        reduce = (1 if zero else 2) * _pass(n, gradient, link) + 2 * _pass(replicas, gradient / n, across)
+        gather = _pass(n, weight, link)
+        # What is sent in one microbatch alone can hide beside that one alone.
+        beside_reduce = backward * passes / m
+        if zero == 3:
+            total, beside, least = m * reduce + gathers * gather, forward + backward, (reduce + gather) / layers
+            left = _left(total, cluster.overlap * beside, least)
+        else:
+            left = _left(passes * reduce, cluster.overlap * beside_reduce, reduce / layers)
+            left += _left(gathers * gather, cluster.overlap * forward / m, gather / layers) if gathers else 0.0
+        each_ = (n - 1) / n
+        sent = each_ * (passes * (1 if zero else 2) * gradient + gathers * weight)
+        return left, sent + passes * 2 * (replicas - 1) / replicas * gradient / n
+
+    def _memory(
+        self, dense: float, experts: float, b: int, dp: int, pp: int, tp: int, cp: int, ep: int, shard: int,
+        schedule: str, v: int, m: int, zero: int, recompute: str, full: float, on_rank: list[int], message: float,
+    ) -> dict[str, float]:  # fmt: skip
+        model, n = self.model, shard * cp
+        numbers = (model.weight_bytes, model.gradient_bytes, model.optimizer_bytes)
+        sharded = [1 if zero < stage else n for stage in (3, 2, 1)]
+        weights, gradients, optimizer = (
+            (dense / over + experts / max(1, over / ep)) * size for over, size in zip(sharded, numbers, strict=True)
+        )
+        # Of a stage and a microbatch: what its layers keep, and under pp its output, to which its gradient comes.
+        layer = full * self.kept(b, tp, cp, "full")
+        layer += (1 - full) * self.kept(b, tp, cp, "selective" if recompute == "full" else recompute)
+        places = ((0, on_rank[0]), (pp - 1, on_rank[-1]))
+        name = schedule or "1f1b"
+        first, last = (
+            _in_flight(name, pp, m, rank, v) * (layers / v * layer + (pp > 1) * message) for rank, layers in places
+        )
+        logits = b * model.sequence / cp * model.vocabulary / tp
+        # As the output layer makes them, and as the loss has them: kept, and then their gradients.
+        logits *= model.value_bytes + (model.value_bytes if model.loss_bytes is None else model.loss_bytes)
+        # The last stage also keeps what the last norm and the output layer read, logits, and their log-softmax.
+        activations = max(first, last + 2 * message + logits)
+        shared, whole_, of_experts = model._of_a_layer()
+        gathered = (shared / tp + whole_ + of_experts / ep / tp) * (zero == 3)
+        buffers = max(
+            logits + gathered * model.weight_bytes,  # backward begins: the gradients of both
+            gathered * (2 * model.weight_bytes + model.gradient_bytes)  # backward of a layer
+            + (full > 0) * self.kept(b, tp, cp, "selective"),
+        )
+        memory = {
+            "weights": weights,
+            "gradients": gradients,
+            "optimizer": optimizer,
+            "activations": activations,
+            "buffers": buffers + (pp > 1) * (2 * v - 1) * m * message,
+        }
+        # A second copy of the weights: replicate's whole, or FSDP2's shard of what stays whole.
+        if dp * cp > 1 and (zero in (1, 2) or pp * tp > 1 and not zero):
+            memory["buffers"] += (dense + experts) * model.weight_bytes / (n if zero else 1)
+        if m == 1:  # gradients come while activations go
+            memory["gradients"] = max(0.0, gradients - activations)
+        return memory
+
+
+def _pace(stages: Sequence[int], pp: int, head: float) -> float:
+    """Of the slowest rank, in layers."""
+    return max(sum(stages[rank::pp]) + head * (rank == pp - 1) for rank in range(pp))
+
+
+def _pass(n: int, size: float, link: Link) -> float:
+    """Seconds of ``cost.ring_pass``."""
+    return (n - 1) * (link.latency + size / n / link.bandwidth)
+
+
+def _ring(n: int, size: float, link: Link) -> float:
+    return 2 * _pass(n, size, link)
+
+
+def _left(seconds: float, hidden: float, least: float) -> float:
+    """What is not hidden: a layer's part at least, since nothing is computed beside it."""
+    return max(0.0, seconds - hidden, min(seconds, least) if hidden else seconds)
+
+
+_in_flight = functools.cache(cost.pipeline_peak_activations)
 
 
 @takes(
@@ -511,24 +594,26 @@ def plan(
     schedules: Iterable[str] = SCHEDULES,
     recompute: Iterable[str] = RECOMPUTE,
 ) -> list[Plan]:
-    """All plans that ``ddl`` can run on all devices, by :func:`predict`: those that fit by seconds, then the others.
+    """Plans on all devices, by :func:`predict`: those that fit by seconds, then the others.
 
-    Tries each mesh whose tp divides the heads, whose pp has a layer for each stage, and whose dp divides the batch;
-    microbatches of 1, 2, 4, 8 and 16 rows, or all; schedules with their own number of stages on a rank, for
-    interleaved ones with a number of microbatches that pp divides; dp with and without sharding (all, or under pp the
-    optimizer); each recomputation.
+    Tries each mesh whose tp divides the heads, whose pp has a layer for each stage, whose cp leaves a rank 4,096 tokens
+    of a row, and whose dp divides the batch; microbatches of 1, 2, 4, 8 and 16 rows, or all; schedules with their own
+    number of stages on a rank, interleaved 1F1B also with 4 and 8, and a number of microbatches that pp divides; ZeRO
+    0 to 3 over all of dp, or over as many of its ranks as share a node; ep with experts. Of the recomputations, the
+    first that fits: the order is that of what they cost, and where "full" alone fits, of as few layers as do. If none
+    fits, the one that lacks least.
 
     Args:
         model: what is to be trained.
         cluster: where.
         batch: rows of a step, of all ranks.
         schedules: of the pipeline. Default: the three of :func:`predict`.
-        recompute: which to try. Default: all three; ("selective", "full") for torch's fused attention.
+        recompute: which to try. Default: all; without "none" for torch's fused attention.
 
     Returns:
-        list: of :class:`Plan`, the best first: those that fit by time, at equal times those of fewer microbatches,
-        which keep a device busier than this model knows, then by memory; after them those that do not, by what is
-        short.
+        list: of :class:`Plan`, the best first: those that fit by time, at equal times those that ``ddl`` can run, then
+        those of fewer microbatches, which keep a device busier than this model knows, then by memory; after them those
+        that do not, by what is short. What ``ddl`` cannot run is among them: see :attr:`Plan.lacks`.
 
     Raises:
         ValueError: if no mesh has all devices.
@@ -542,27 +627,11 @@ def plan(
             plans = plan(model, Cluster(16, **A100), batch=128)
             assert plans[0].fits and not plans[-1].fits
     """
-    found = []
-    for tp in divisors(cluster.devices):
-        for pp in divisors(cluster.devices // tp):
-            dp = cluster.devices // tp // pp
-            if model.heads % tp or pp > model.layers or batch % dp:
-                continue
-            for schedule in schedules if pp > 1 else [""]:
-                v = 2 if schedule.startswith("interleaved") else 1
-                counts = {batch // dp // rows for rows in (1, 2, 4, 8, 16) if batch // dp % rows == 0} | {1}
-                for m in sorted(counts):
-                    if pp * v > model.layers or m < pp or (v > 1 and m % pp):
-                        continue
-                    # Under gradient accumulation, ddl keeps whole gradients: it shards all or nothing.
-                    for zero in {0, 1 if pp > 1 else 3 if m == 1 else 0} if dp > 1 else {0}:
-                        for again in recompute:
-                            found.append(
-                                predict(
-                                    model, cluster, batch, dp=dp, pp=pp, tp=tp, schedule=schedule or "1f1b",
-                                    n_chunks=v, microbatches=m, zero=zero, recompute=again,
-                                )
-                            )  # fmt: skip
+    costs, found = _Costs(model, cluster, batch), []
+    options = [one for one in RECOMPUTE if one in recompute]
+    for mesh in _meshes(model, cluster, batch):
+        for how in _ways(model, cluster, batch, mesh, schedules):
+            found.append(_least(costs, mesh, how, options))
     if not found:
         raise ValueError(
             f"batch should be divisible by the dp of a mesh of {cluster.devices} devices, with tp a divisor of "
@@ -572,20 +641,89 @@ def plan(
     def place(one: Plan) -> tuple:
         worth = sum(one.seconds.values()) if one.fits else one.short
         # Of sums in another order only some digits count: the others would choose between equal times.
-        return not one.fits, float(f"{worth:.9g}"), one.microbatches, sum(one.memory.values())
+        return not one.fits, float(f"{worth:.9g}"), one.lacks != (), one.microbatches, sum(one.memory.values())
 
     return sorted(found, key=place)
 
 
+def _meshes(model: Model, cluster: Cluster, batch: int) -> Iterator[tuple[int, int, int, int]]:
+    """dp, pp, tp and cp of all devices."""
+    for tp in divisors(cluster.devices):
+        for pp in divisors(cluster.devices // tp):
+            for cp in divisors(cluster.devices // tp // pp):
+                dp = cluster.devices // tp // pp // cp
+                whole_heads = model.heads % tp == 0 and (model.kv_heads or model.heads) % tp == 0
+                apart = cp == 1 or (model.sequence % (2 * cp) == 0 and model.sequence // cp >= 4096)
+                if apart and whole_heads and pp <= model.layers and batch % dp == 0:
+                    yield dp, pp, tp, cp
+
+
+def _ways(
+    model: Model, cluster: Cluster, batch: int, mesh: tuple[int, int, int, int], schedules: Iterable[str]
+) -> Iterator[tuple]:
+    """ep, ranks that share states, schedule, chunks, microbatches and ZeRO's stage."""
+    dp, pp, tp, cp = mesh
+    each_ = batch // dp
+    counts = sorted({each_ // rows for rows in (1, 2, 4, 8, 16) if each_ % rows == 0} | {1})
+    inside = math.gcd(dp, max(1, cluster.node // (tp * cp)))  # dp ranks that share a node
+    shards = [(0, dp)] + [(zero, n) for zero in (1, 2, 3) for n in {dp, inside} if n * cp > 1]
+    experts = divisors(math.gcd(model.experts, dp)) if model.experts else [1]
+    for schedule in schedules if pp > 1 else [""]:
+        for v in (2, 4, 8) if schedule == "interleaved_1f1b" else [2] if "zero" in schedule else [1]:
+            for m in counts:
+                if pp * v > model.layers or m < pp or (v > 1 and m % pp):
+                    continue
+                for zero, shard in shards:
+                    for ep in experts:
+                        yield ep, shard, schedule, v, m, zero
+
+
+def _least(costs: _Costs, mesh: tuple[int, int, int, int], how: tuple, options: Sequence[str]) -> Plan:
+    """With as little recomputation as fits."""
+    dp, pp, tp, cp = mesh
+    tried = []
+    for again in options:
+        one = costs.plan(dp, pp, tp, cp, *how, again)
+        if not one.fits:
+            tried.append(one)
+            continue
+        if again == "full" and one.full_layers > 1:
+            for n in _fewer(costs, one, (dp, pp, tp, cp, *how)):
+                some = costs.plan(dp, pp, tp, cp, *how, again, n)
+                if some.fits:
+                    return some
+        return one
+    return min(tried, key=lambda one: one.short)
+
+
+def _fewer(costs: _Costs, one: Plan, given: tuple) -> list[int]:
+    """How many layers have to be recomputed in full, by what one of them frees, and one more."""
+    none = costs.plan(*given, "full", 0)
+    freed = (none.short - one.short) / one.full_layers
+    n = math.ceil(none.short / freed) if freed > 0 else one.full_layers
+    return [k for k in (n, n + 1) if 0 < k < one.full_layers]
+
+
 def _checked(
     model: Model, cluster: Cluster, batch: int, dp: int, pp: int, tp: int, schedule: str, n_chunks: int | None,
-    microbatches: int | None, zero: int, recompute: str,
+    microbatches: int | None, cp: int, ep: int, recompute: str, full_layers: int | None,
 ) -> tuple[int, int]:  # fmt: skip
     """Refuses a plan that cannot be; returns the numbers of stages on each rank and of microbatches."""
-    if dp * pp * tp > cluster.devices:
-        raise ValueError(f"dp, pp and tp should be {cluster.devices} devices at most, but given {dp}, {pp} and {tp}")
+    if dp * pp * tp * cp > cluster.devices:
+        also = f", with cp={cp}" if cp > 1 else ""
+        raise ValueError(
+            f"dp, pp and tp should be {cluster.devices} devices at most, but given {dp}, {pp} and {tp}{also}"
+        )
     if model.heads % tp:
         raise ValueError(f"tp should divide {model.heads} heads, but given {tp}")
+    if model.kv_heads and model.kv_heads % tp:
+        raise ValueError(f"tp should divide {model.kv_heads} heads of keys and values, but given {tp}")
+    if cp > 1 and model.sequence % cp:
+        raise ValueError(f"cp should divide sequence={model.sequence}, but given {cp}")
+    if ep > 1 and (dp % ep or not model.experts or model.experts % ep):
+        raise ValueError(f"ep should divide dp={dp} and experts={model.experts}, but given {ep}")
+    if full_layers is not None and recompute != "full":
+        raise ValueError(f'full_layers is for recompute="full", but given {full_layers} with {recompute}')
     own = 1 if schedule == "1f1b" else 2
     n_chunks = 1 if pp == 1 else own if n_chunks is None else n_chunks
     if schedule == "1f1b" and n_chunks > 1:
@@ -607,24 +745,38 @@ def _checked(
 def table(plans: Sequence[Plan], n: int = 10) -> str:
     """The first ``n`` plans, a line each.
 
+    "*" marks what ``ddl`` cannot run, "~" seconds that cannot be told from those of the fastest that fits: a ratio of
+    at most ``APART``. Of 167 pairs of published runs of one model on one kind of device, two of three have a ratio that
+    is predicted within it (``course/published.py``). Measure such plans.
+
     Args:
         plans: of :func:`plan` or :func:`predict`.
         n: lines. Default: 10.
 
     Returns:
-        str: mesh, schedule, microbatches and rows of one, zero, recomputation, memory and what is short, seconds, MFU.
+        str: mesh, schedule and its stages on a rank, microbatches and rows of one, zero ("1:8": over 8 of the dp
+        ranks), recomputation ("full 3": of 3 layers), memory and what is short, seconds, MFU.
     """
     unit, name = _unit(plans[:n])
     lines = [
-        f"{'dp × pp × tp':>14}  {'schedule':<23} {'m × rows':>9} {'zero':>4}  {'recompute':<9} {name:>7} {'short':>7} "
+        f"{'dp × pp × tp':>14}  {'schedule':<23} {'m × rows':>9} {'zero':>6}  {'recompute':<10} {name:>7} {'short':>7} "
         f"{'seconds':>8} {'MFU':>4}"
     ]
+    fastest = min((sum(one.seconds.values()) for one in plans if one.fits), default=0.0)
     for one in plans[:n]:
-        rows = one.batch // one.dp // one.microbatches
+        rows, seconds = one.batch // one.dp // one.microbatches, sum(one.seconds.values())
+        mesh = f"{one.dp} × {one.pp} × {one.tp}" + "".join(
+            f" {axis}{size}" for axis, size in (("cp", one.cp), ("ep", one.ep)) if size > 1
+        )
+        schedule = f"{one.schedule} {one.n_chunks}" if one.schedule == "interleaved_1f1b" else one.schedule or "-"
+        zero = f"{one.zero}:{one.dp_shard}" if one.zero and one.dp_shard < one.dp else one.zero
+        some = one.recompute == "full" and one.full_layers < sum(one.stages[:: one.pp])
+        again = f"full {one.full_layers}" if some else one.recompute
+        close = "~" if one.fits and fastest < seconds <= APART * fastest else ""
         lines.append(
-            f"{f'{one.dp} × {one.pp} × {one.tp}':>14}  {one.schedule or '-':<23} {f'{one.microbatches} × {rows}':>9} "
-            f"{one.zero:>4}  {one.recompute:<9} {sum(one.memory.values()) / unit:>7.1f} "
-            f"{'' if one.fits else f'{one.short / unit:.1f}':>7} {sum(one.seconds.values()):>8.3g} {one.mfu:>4.0%}"
+            f"{mesh:>14}  {schedule:<23} {f'{one.microbatches} × {rows}':>9} {zero:>6}  {again:<10} "
+            f"{sum(one.memory.values()) / unit:>7.1f} {'' if one.fits else f'{one.short / unit:.1f}':>7} "
+            f"{close + f'{seconds:.3g}':>8} {one.mfu:>4.0%}{' *' if one.lacks else ''}"
         )
     return "\n".join(lines)
 
@@ -635,13 +787,17 @@ def _unit(plans: Sequence[Plan]) -> tuple[float, str]:
     return next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if most >= unit), (1e3, "kB"))
 
 
-@takes(plans=each(a("a Plan", Plan), "a list of plans, at least one", least=1), title=TEXT)
-def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory") -> Figure:
+@takes(
+    plans=each(a("a Plan", Plan), "a list of plans, at least one", least=1), title=TEXT,
+    colour=one_of("dp", "pp", "tp", "cp", "zero"),
+)  # fmt: skip
+def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory", colour: str = "pp") -> Figure:
     """Seconds of a step against memory, a dot for each plan: colour is the mesh's pp, grey does not fit.
 
     Args:
         plans: of :func:`plan`, of one cluster.
         title: what the figure shows.
+        colour: what colours tell apart, "dp", "pp" (default), "tp", "cp" or "zero".
 
     Returns:
         the figure.
@@ -650,11 +806,11 @@ def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory"
 
     made, axes = draw.new_figure(title, height=3.6)
     unit, name = _unit(plans)
-    shades = dict(zip(sorted({one.pp for one in plans}), draw.RANK[1:], strict=False))
+    shades = dict(zip(sorted({getattr(one, colour) for one in plans}), draw.RANK[1:], strict=False))
     for one in reversed(plans):
         at = sum(one.memory.values()) / unit, sum(one.seconds.values())
-        colour = shades.get(one.pp, draw.GREY) if one.fits else draw.GREY
-        axes.plot(*at, "o", color=colour, markersize=5, alpha=0.9 if one.fits else 0.35, markeredgewidth=0)
+        shade = shades.get(getattr(one, colour), draw.GREY) if one.fits else draw.GREY
+        axes.plot(*at, "o", color=shade, markersize=5, alpha=0.9 if one.fits else 0.35, markeredgewidth=0)
     limit = (sum(plans[0].memory.values()) - plans[0].short) / unit
     axes.axvline(limit, color=draw.INK, linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel=f"memory of a device, {name}", ylabel="seconds a step")
@@ -663,5 +819,5 @@ def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory"
     axes.set_xticks([n * 10**power for power in range(-3, 5) for n in (1, 2, 5) if low < n * 10**power < high])
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    draw.key(made, {f"pp {pp}": colour for pp, colour in shades.items()} | {"does not fit": draw.GREY})
+    draw.key(made, {f"{colour} {size}": shade for size, shade in shades.items()} | {"does not fit": draw.GREY})
     return draw.on_any_page(made)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from packaging.version import Version
 
-from ignite_ddl.course import GPT, measure_plan, published
+from ignite_ddl.course import GPT, measure_plan, published, published_since
 from ignite_ddl.lab import cost, simulate
 from ignite_ddl.lab.cost import Link
-from ignite_ddl.lab.plan import A100, H100, Cluster, Model, figure, plan, predict, table
+from ignite_ddl.lab.plan import A100, APART, H100, Cluster, Model, figure, plan, predict, table
 
 SEVEN = Model(layers=36, width=4096, heads=32, vocabulary=51200, sequence=2048)
 SMALL = Model(4, 128, 4, 512, 64, True, False, 4, 4, 8, 4, 0)  # float32, Adam, no dropout
@@ -100,17 +100,132 @@ def test_bytes_are_exact_and_memory_is_within_five_percent(how):
 # ------------------------------------------------------------------------------------------- published tables
 
 
+def unfitted(rows):
+    return {name: one for name, one in published.errors(rows).items() if name.split(": ")[1] not in published.FITTED}
+
+
+def test_fitted_rows_take_their_published_times():
+    errors = published.errors([*published.ROWS, *published_since.ROWS])
+    fitted = [error for name, error in errors.items() if name.split(": ")[1] in published.FITTED]
+    assert len(fitted) == len(published.FITTED) == 9
+    assert max(map(abs, fitted)) < 0.005  # constants are rounded
+
+
 def test_published_step_times_that_were_not_fitted():
-    errors = published.errors()
-    assert len(errors) == len(published.ROWS) == 41
-    fitted = [errors.pop(name) for name in list(errors) if name.split(": ")[1] in published.FITTED]
-    assert len(fitted) == 3
-    assert max(map(abs, fitted)) < 0.002  # constants are rounded
+    errors = unfitted(published.ROWS)
+    assert len(errors) == 39
     assert statistics.median(map(abs, errors.values())) < 0.10
     assert max(map(abs, errors.values())) < 0.40
     # The worst are ZeRO-3 without model parallelism, all predicted too fast.
     assert all(error < -0.2 for name, error in errors.items() if "ZeRO-3" in name)
     assert max(abs(error) for name, error in errors.items() if "ZeRO-3" not in name) < 0.20
+
+
+def test_published_step_times_of_today():
+    errors = unfitted(published_since.ROWS)
+    assert len(errors) == 170
+    assert statistics.median(map(abs, errors.values())) < 0.08
+    assert sum(abs(error) < 0.2 for error in errors.values()) > 0.9 * len(errors)
+    assert max(map(abs, errors.values())) < 0.3
+
+
+def test_published_memory_is_within_a_tenth():
+    """torchtitan's, in GiB: benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3."""
+    rows = {row.name: row for row in [*published.ROWS, *published_since.ROWS]}
+    printed = {
+        "8B on 8, eager": 82.4, "8B on 8, compiled": 77.0, "8B on 128 H100, eager": 67.0,
+        "8B on 128 H100, compiled": 62.0,
+    }  # fmt: skip
+    for name, gib in printed.items():
+        assert sum(rows[name].predicted().memory.values()) / 2**30 == pytest.approx(gib, rel=0.1), name
+    # What Meta trained on 16,384 GPUs of 80 GB fits.
+    assert rows["405B on 16,384"].predicted().fits
+
+
+def test_plans_that_cannot_be_told_apart_are_marked():
+    found = published.ratios([*published.ROWS, *published_since.ROWS])
+    assert len(found) == 167
+    assert statistics.quantiles(found, n=3)[1] == pytest.approx(APART, abs=0.01)  # two of three are below
+    one, other, third = (predict(SEVEN, Cluster(16, **A100), 128, dp=dp, tp=16 // dp, zero=1) for dp in (16, 8, 1))
+    seconds = [line.split()[-2] for line in table([one, other, third]).split("\n")[1:]]
+    assert [each.startswith("~") for each in seconds] == [False, True, False]
+
+
+def test_what_readers_found_missing_is_found():
+    """Data parallel with ZeRO-1 wins for 7 billion on 16 A100; 405 billion on 16,384 are as fast as Meta's."""
+    best = next(one for one in plan(SEVEN, Cluster(16, **A100), batch=128) if not one.lacks)
+    assert (best.dp, best.pp, best.tp, best.zero) == (16, 1, 1, 1)
+    start = time.perf_counter()
+    plans = plan(published.LLAMA_405B, Cluster(16384, **H100), batch=2048)
+    assert time.perf_counter() - start < 20  # 1 s alone on the machine; the room is for a busy one
+    best = next(one for one in plans if not one.lacks)
+    assert best.fits
+    assert sum(best.seconds.values()) < 6.8  # published: 400 teraFLOP/s a GPU
+
+
+def test_hsdp_keeps_what_is_sharded_in_the_node():
+    cluster = Cluster(64, **(A100 | {"overlap": 0.0}))
+    whole, hybrid = (predict(SEVEN, cluster, 64, dp=64, zero=3, dp_shard=n) for n in (64, 8))
+    held = SEVEN.parameters_on(1, 1, 36)
+    assert hybrid.memory["optimizer"] == close(8 * whole.memory["optimizer"])
+    assert whole.sent["dp"] == close(63 / 64 * held * 6)
+    assert hybrid.sent["dp"] == close(7 / 8 * held * 6 + 2 * 7 / 8 * held * 2 / 8)
+    given = predict(SEVEN, cluster, 64, dp=64, zero=3, dp_shard=8).arguments()["Parallel"]
+    assert given == {"dp_replicate": 8, "dp_shard": 8, "pp": 1, "tp": 1}
+
+
+def test_context_parallel_shares_tokens_and_weights():
+    long = dataclasses.replace(SEVEN, sequence=32768, kv_heads=8)
+    cluster = Cluster(8, **A100)
+    one, cut = (predict(long, cluster, 8 // cp, dp=8 // cp, cp=cp, zero=3, recompute="selective") for cp in (1, 4))
+    assert cut.memory["activations"] == close(one.memory["activations"] / 4)
+    assert cut.memory["optimizer"] == close(one.memory["optimizer"])
+    assert cut.seconds["compute"] == close(one.seconds["compute"] / 4)
+    slow = dataclasses.replace(cluster, inside=Link(0, 1e9))
+    sent = 3 * 2 * 8192 * 1024 * 2 * 3  # keys and values of 8,192 tokens, three turns; twice as many in backward
+    asked = predict(long, slow, 2, dp=2, cp=4, recompute="selective")
+    scores = 4 * 8192 * 32768 * 4096 / cluster.flops / cluster.efficiency(4096)
+    assert asked.seconds["cp"] == close(36 * (sent / 1e9 - 3 * scores))
+
+
+def test_experts_are_exchanged_and_shared_out():
+    mixed = dataclasses.replace(SEVEN, experts=8, chosen=2)
+    one, cut = (predict(mixed, Cluster(8, **A100), 8, dp=8, zero=1, ep=ep) for ep in (1, 8))
+    value = 2048 * 4096 * 2
+    assert cut.seconds["ep"] == close(36 * 4 * (7 * 5e-6 + 2 * value * 7 / 8 / 300e9))
+    assert cut.memory["optimizer"] == close(one.memory["optimizer"])  # dp has shared them out anyway
+    assert cut.memory["weights"] < 0.3 * one.memory["weights"]
+
+
+def test_recomputation_of_some_layers_lies_between():
+    cluster = Cluster(8, **A100)
+    how = {"dp": 8, "zero": 3, "microbatches": 1}
+    some = [predict(SEVEN, cluster, 64, recompute="full", full_layers=n, **how) for n in (0, 12, 36)]
+    assert some[0].memory["activations"] > some[1].memory["activations"] > some[2].memory["activations"]
+    assert some[0].seconds["compute"] < some[1].seconds["compute"] < some[2].seconds["compute"]
+    searched = [one for one in plan(SEVEN, dataclasses.replace(cluster, memory=40e9), 64) if 0 < one.full_layers < 36]
+    assert any(one.fits for one in searched)
+
+
+def test_devices_know_dtypes_kernels_and_ports():
+    cluster = Cluster(16, **A100)
+    single = cluster.at("tf32")
+    one, slow = (predict(SEVEN, each, 16, dp=16, zero=3, microbatches=1) for each in (cluster, single))
+    assert slow.seconds["compute"] == close(2 * one.seconds["compute"])
+    with pytest.raises(ValueError, match="dtype should be one of bfloat16, float16, tf32, float32, but given fp8"):
+        cluster.at("fp8")
+    assert cluster.efficiency(4096, "eager") < cluster.efficiency(4096, "compiled") == cluster.efficiency(4096)
+    rings = [(cluster.link(n, apart).bandwidth) for n, apart in ((8, 1), (16, 1), (8, 2), (2, 8))]
+    assert rings == [300e9, 200e9, 100e9, 25e9]  # inside, eight ports, four, one
+    assert dataclasses.replace(cluster, spread=False).link(16, 1).bandwidth == 25e9
+
+
+def test_balanced_stages_count_the_output_layer():
+    uneven = dataclasses.replace(SEVEN, vocabulary=512000)  # as much work as ten layers
+    one = predict(uneven, Cluster(4, **A100), 32, pp=4)
+    assert sum(one.stages) == 36
+    assert one.stages[-1] < min(one.stages[:-1])
+    assert one.arguments()["auto_model"]["split"] == [one.stages[0] + 1, *one.stages[1:3], one.stages[3] + 1]
 
 
 def test_zero_s_table_of_memory():
@@ -133,22 +248,26 @@ def test_plans_are_sorted_complete_and_quick():
     assert seconds == pytest.approx(sorted(seconds), rel=1e-8)
     assert all(one.short > 0 for one in plans[len(fit) :])
     meshes = {(one.dp, one.pp, one.tp) for one in plans}
-    assert all(dp * pp * tp == 16 for dp, pp, tp in meshes)
+    assert all(one.dp * one.pp * one.tp * one.cp == 16 for one in plans)
     assert {(16, 1, 1), (1, 16, 1), (1, 1, 16), (2, 4, 2)} <= meshes
     for one in plans:
         assert all(value >= 0 for value in [*one.memory.values(), *one.seconds.values(), *one.sent.values()])
         assert one.tokens_per_second == close(128 * 2048 / sum(one.seconds.values()))
         assert 0 < one.mfu < 1
-        one.arguments()
+        if not one.lacks:
+            one.arguments()
+    assert any(one.lacks for one in fit)
     start = time.perf_counter()
     plan(Model(126, 16384, 128, 128256, 8192), Cluster(16384, **H100), batch=2048)
-    assert time.perf_counter() - start < 20  # 0.4 s alone on the machine; the room is for a busy one
+    assert time.perf_counter() - start < 20  # 3 s alone on the machine; the room is for a busy one
 
 
 def test_arguments_are_those_of_ddl():
     import ignite_ddl as ddl
 
-    for one in plan(SMALL, HERE, batch=32):
+    plans = [one for one in plan(SMALL, HERE, batch=32) if not one.lacks]
+    assert {one.zero for one in plans} == {0, 1, 2, 3}
+    for one in plans:
         mesh, loader, cut, trainer = one.arguments().values()
         # Rows of a microbatch on a dp rank, as they were priced.
         pieces = cut.get("n_microbatches", 1) * trainer["gradient_accumulation_steps"]
@@ -156,6 +275,7 @@ def test_arguments_are_those_of_ddl():
         assert loader["batch_size"] * trainer["gradient_accumulation_steps"] == 32
         shard = cut.pop("shard")
         assert shard == (one.zero > 0)
+        assert cut.pop("reshard_after_forward", True) == (one.zero not in (1, 2) or one.pp > 1)
         assert cut.pop("gradient_as_bucket_view", False) == ((one.dp, one.zero) == (8, 0))
         model = GPT(512, length=64, width=128, n_heads=4, n_blocks=4)
         ddl.check_model(model, GPT.tensor_plan if one.tp > 1 else None, **mesh, **cut)
@@ -196,6 +316,12 @@ def test_it_prints_and_draws():
     ("call", "says"),
     [
         (lambda: predict(SEVEN, HERE, 8, tp=3), "tp should divide 32 heads, but given 3"),
+        (lambda: predict(SEVEN, HERE, 8, dp=4, dp_shard=3, zero=3), "dp_shard should divide dp=4, and have zero=1"),
+        (lambda: predict(SEVEN, HERE, 8, dp=4, dp_shard=2), "have zero=1, 2 or 3, but given 2 with zero=0"),
+        (lambda: predict(SEVEN, HERE, 8, cp=3), "cp should divide sequence=2048, but given 3"),
+        (lambda: predict(SEVEN, HERE, 8, dp=2, ep=2), "ep should divide dp=2 and experts=0, but given 2"),
+        (lambda: predict(SEVEN, HERE, 8, full_layers=3), "full_layers is for recompute=.full., but given 3 with none"),
+        (lambda: predict(dataclasses.replace(SEVEN, kv_heads=4), HERE, 8, tp=8), "tp should divide 4 heads of keys"),
         (lambda: predict(SEVEN, HERE, 8, dp=16), "should be 8 devices at most, but given 16, 1 and 1"),
         (lambda: predict(SEVEN, HERE, 9, dp=2), "dp should divide batch=9, but given 2"),
         (lambda: predict(SEVEN, HERE, 8, microbatches=3), "microbatches should divide the 8 rows"),
@@ -204,7 +330,7 @@ def test_it_prints_and_draws():
         (lambda: predict(SEVEN, HERE, 8, pp=2, schedule="zbv"), "schedule should be one of 1f1b, interleaved_1f1b"),
         (lambda: predict(SEVEN, HERE, 8, pp=2, n_chunks=2), "n_chunks should be 1 for 1f1b"),
         (lambda: predict(SEVEN, HERE, 8, zero=4), "zero should be one of 0, 1, 2, 3, but given 4"),
-        (lambda: predict(SEVEN, HERE, 8, recompute="some"), "recompute should be one of none, selective, full"),
+        (lambda: predict(SEVEN, HERE, 8, recompute="some"), "one of none, selective, pointwise, full"),
         (
             lambda: predict(SEVEN, HERE, 8, dp=2, zero=1, microbatches=1).arguments(),
             "zero should be 0, 2 or 3 under pp=1 with micro",

@@ -3,6 +3,8 @@ const form = document.getElementById("planner");
 const start = document.getElementById("planner-start");
 const said = document.getElementById("planner-said");
 const controls = form.querySelector("fieldset");
+const refusal = document.getElementById("planner-refused");
+const places = { one: document.getElementById("planner-picture"), best: document.getElementById("planner-best") };
 const scripts = document.currentScript.src;
 let worker, busy = false, waiting = null;
 
@@ -11,7 +13,9 @@ function settings() {
   for (const { name, value, dataset } of form.querySelectorAll("select, input")) {
     given[name] = dataset.as === "power" ? 2 ** value : dataset.as === "text" ? value : Number(value);
     const shown = form.querySelector(`output[for="${name}"]`);
-    if (shown) shown.textContent = given[name];
+    if (!shown) continue;
+    shown.textContent = given[name];
+    form.elements[name].setAttribute("aria-valuetext", given[name]);
   }
   return given;
 }
@@ -23,9 +27,14 @@ function ask(question) {
   worker.postMessage(question);
 }
 
+// What is not the answer to the settings as they stand is grey.
 function show({ refused, html, values, best }) {
-  if (refused || !best) said.textContent = refused ?? "";
-  if (html) document.getElementById(best ? "planner-best" : "planner-picture").innerHTML = html;
+  const place = best ? places.best : places.one;
+  refusal.textContent = refused ?? "";
+  refusal.hidden = !refused;
+  place.classList.toggle("old", Boolean(refused || waiting));
+  if (refused) places.best.classList.add("old");
+  if (html) place.innerHTML = html;
   form.dataset.values = JSON.stringify(values ?? { refused });
 }
 
@@ -56,6 +65,8 @@ start.addEventListener("click", () => {
     if (waiting) { const next = waiting; waiting = null; ask(next); }
   };
 });
-for (const moved of ["input", "change"]) form.addEventListener(moved, () => ask(settings()));
+for (const moved of ["input", "change"]) {
+  form.addEventListener(moved, () => { for (const place of Object.values(places)) place.classList.add("old"); ask(settings()); });
+}
 form.addEventListener("submit", (event) => { event.preventDefault(); ask({ ...settings(), best: true }); });
 settings();

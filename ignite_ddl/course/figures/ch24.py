@@ -48,7 +48,7 @@ def memory(bars: dict[str, dict[str, float]], limit: float) -> draw.Figure:
 
 
 def published(errors: dict[str, float], fitted: tuple[str, ...]) -> draw.Figure:
-    """How far each published run is predicted from what was measured, a column of dots for each table.
+    """How far each published run is predicted from what was measured, a row of dots for each table.
 
     Args:
         errors: "table: row" to predicted seconds over published ones, less 1.
@@ -64,18 +64,17 @@ def published(errors: dict[str, float], fitted: tuple[str, ...]) -> draw.Figure:
 
             figure = figures.published({"Narayanan 1: 1.7B": 0.0, "Narayanan 1: 3.6B": -0.02}, fitted=("1.7B",))
     """
-    figure, axes = draw.new_figure("Most runs are predicted within a tenth, ZeRO-3 is not", height=3.0)
-    tables = list(dict.fromkeys(name.split(":")[0] for name in errors))
-    groups: dict[str, list] = {table: [] for table in tables}
+    groups: dict[str, list] = {}
     for name, error in errors.items():
-        groups[name.split(":")[0]].append((name.split(": ")[1], error))
+        table, row = name.split(": ", 1)
+        groups.setdefault(table, []).append((row, error))
+    figure, axes = draw.new_figure("Most runs are predicted within a tenth", height=1.1 + 0.27 * len(groups))
     for place, rows in enumerate(groups.values()):
-        for number, (row, error) in enumerate(rows):
-            at = place + 0.5 * (number - (len(rows) - 1) / 2) / max(1, len(rows) - 1)
+        for row, error in sorted(rows, key=lambda one: one[0] in fitted):
             colour = GREY if row in fitted else RANK[1] if "ZeRO" in row else RANK[2]
-            axes.plot(at, 100 * error, "o", color=colour, markersize=6, markeredgewidth=0)
-    axes.axhline(0, color=INK, linewidth=1)
-    axes.set_xticks(range(len(tables)), tables)
-    axes.set(ylabel="predicted against published, %", ylim=(-45, 25))
-    draw.key(figure, {"fitted": GREY, "predicted": RANK[2], "predicted, ZeRO-3 alone": RANK[1]})
+            axes.plot(100 * error, place, "o", color=colour, markersize=6, markeredgewidth=0, alpha=0.75)
+    axes.axvline(0, color=INK, linewidth=1)
+    draw.name_rows(axes, [f"{table} ({len(rows)})" for table, rows in groups.items()])
+    axes.set(xlabel="predicted against published, %", xlim=(-45, 45), ylim=(len(groups) - 0.4, -0.6))
+    draw.key(figure, {"fitted": GREY, "predicted": RANK[2], "predicted, ZeRO-3 alone in 2021": RANK[1]})
     return draw.on_any_page(figure)

@@ -1,0 +1,47 @@
+"""The hints of chapter 24: wrong numbers that have a reason, for ``score``."""
+
+from collections.abc import Sequence
+
+from ignite_ddl.lab.plan import Plan
+
+__all__ = ["activations", "best_tp", "errors", "smaller", "states"]
+
+
+def states(plan: Plan) -> dict[float, str]:
+    """Of the GB of weights, gradients and optimizer."""
+    weights, gradients, optimizer = (plan.memory[part] / 1e9 for part in ("weights", "gradients", "optimizer"))
+    return {
+        weights: "Those are the weights.",
+        gradients + optimizer: "And the weights?",
+        weights + gradients: "And Adam's 12 bytes a parameter?",
+        80: "That is what the GPU has.",
+    }
+
+
+def activations(plan: Plan) -> dict[float, str]:
+    """Of the GB of activations on the first rank of a plan with two stages."""
+    right = plan.memory["activations"] / 1e9
+    return {
+        right / plan.pp: "Under 1F1B the first rank holds a microbatch for each stage.",
+        right * plan.tp: "Sequence parallel leaves each tp rank its share.",
+        right * plan.pp: "A stage has its part of the layers alone.",
+    }
+
+
+def best_tp(plans: Sequence[Plan]) -> dict[int, str]:
+    """Of the tp of the fastest plan."""
+    return {
+        8: "Each of its all-reduces costs; does memory ask for it?",
+        16: "Then it leaves the machine.",
+        2: "Close in time, as the table shows: but why cut a layer at all, if it fits?",
+    }
+
+
+def smaller(plan: Plan) -> dict[int, str]:
+    """Of the tp with little memory, by the plan with much."""
+    return {plan.tp: "That is with 80 GB.", 16: "Then its all-reduces leave the machine, in every layer."}
+
+
+def errors(found: Sequence[float]) -> dict[float, str]:
+    """Of the median error in percent, by all errors."""
+    return {100 * max(map(abs, found)): "That is the worst row."}
