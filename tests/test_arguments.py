@@ -335,6 +335,10 @@ case(
     "plan.Model", plan.Model, **dict.fromkeys(("layers", "heads", "vocabulary", "sequence"), ("count", 4)),
     width=("count", 64), **dict.fromkeys(("tied", "sequence_parallel"), ("flag", True)),
     **dict.fromkeys(("weight_bytes", "gradient_bytes", "optimizer_bytes", "value_bytes", "mask_bytes"), ("amount", 2)),
+    **dict.fromkeys(("gated", "bias"), ("flag", True)), kv_heads=("count?", 4), head_width=("count?", 16),
+    mlp_width=("count?", 64), positions=("from 0?", 16), experts=("from 0", 0), chosen=("from 0", 0),
+    expert_width=("count?", None), shared_width=("from 0", 0), expert_layers=("from 0?", None),
+    kernels=("choice", "fused"), loss_bytes=("amount?", 4),
 )  # fmt: skip
 
 
@@ -349,7 +353,8 @@ case("plan.Model.of", plan.Model.of, module=("module", BUILT), sequence=("count"
 case(
     "plan.Cluster", plan.Cluster, devices=("count", 4), memory=("amount", 8e10), flops=("positive", 3e14),
     inside=("object", LINK), between=("object", LINK), node=("count", 8), best=("positive", 0.5),
-    half_width=("amount", 1.0), overlap=("share", 0.5), reserved=("amount", 0.0),
+    half_width=("amount", 1.0), overlap=("share", 0.5), reserved=("amount", 0.0), eager=("amount?", 2.0),
+    spread=("flag", True), peaks=("plan?", {"float32": 1e13}),
 )  # fmt: skip
 case("plan.Model.parameters_on", GPT.parameters_on, pp=("count", 1), tp=("count", 1), layers=("from 0", 4))
 case("plan.Cluster.efficiency", CLUSTER.efficiency, width=("positive", 64))
@@ -357,14 +362,15 @@ case("plan.Cluster.link", CLUSTER.link, n_ranks=("count", 2), apart=("count", 1)
 case(
     "plan.predict", plan.predict, model=("object", GPT), cluster=("object", CLUSTER), batch=("count", 8),
     **dict.fromkeys(("dp", "tp"), ("count", 1)), pp=("count", 2), schedule=("choice", "1f1b"), n_chunks=("count?", 1),
-    microbatches=("count?", 2), zero=("few", 0), recompute=("choice", "none"),
+    microbatches=("count?", 2), zero=("few", 0), recompute=("choice", "none"), cp=("count", 1), ep=("count", 1),
+    dp_shard=("count?", None), full_layers=("from 0?", None),
 )  # fmt: skip
 case(
     "plan.plan", plan.plan, model=("object", GPT), cluster=("object", CLUSTER), batch=("count", 8),
     schedules=("choices", ["1f1b"]), recompute=("choices", ["none"]),
 )  # fmt: skip
 case("plan.table", plan.table, plans=("names", PLANS), n=("count", 3))
-case("plan.figure", plan.figure, plans=("object", PLANS[:2]), title=("text", "t"))
+case("plan.figure", plan.figure, colour=("choice", "pp"), plans=("object", PLANS[:2]), title=("text", "t"))
 
 # ------------------------------------------------------------------------------------------- what measures and draws
 

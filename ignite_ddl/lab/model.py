@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, one_of, or_none, takes, whole
+from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, one_of, or_none, shown, takes, whole
 from ignite_ddl.lab.cost import WHOLE
 
 if TYPE_CHECKING:
@@ -159,11 +159,10 @@ class Model:
         of_transformers = hasattr(config, "model_type")
         if config is module and of_transformers:
             return cls(sequence=sequence, **({"mask_bytes": 0} | _from_config(config) | given))
-        if not (callable(getattr(module, "parameters", None)) and callable(getattr(module, "modules", None))):
-            raise ValueError(
-                f"module should be a module, or a config of transformers, but given a {type(module).__name__}"
-            )
         from torch import nn
+
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"module should be a module, or a config of transformers, but given {shown(module)}")
 
         parameters = list(module.parameters())
         size = parameters[0].element_size() if parameters else 4

@@ -121,7 +121,7 @@ def test_experts_count_as_parameters_but_work_only_if_chosen():
         (lambda: Model(2, 32, 4, 9, 9, experts=4, chosen=5), "chosen should be from 1 to experts=4, but given 5"),
         (lambda: Model(2, 32, 4, 9, 9, expert_layers=3), "expert_layers should be at most layers=2, but given 3"),
         (lambda: Model(2, 32, 4, 9, 9, kernels="slow"), "kernels should be one of fused, eager, compiled"),
-        (lambda: Model.of(3, 9), "module should be a module, or a config of transformers, but given a int"),
+        (lambda: Model.of(3, 9), "module should be a module, or a config of transformers, but given 3"),
         (lambda: Model.of(type("C", (), {"model_type": "t5"})(), 9), "should be of a known model type, gpt2 or llama"),
     ],
 )
