@@ -14,14 +14,14 @@ __all__ = ["ALT", "exchange", "loads", "losses", "queues"]
 ALT = {
     "exchange": "Sixteen tokens in three columns: at home on four ranks, at the experts, and at home again. A line "
     "follows each token. The rank of expert 1 receives six tokens, that of expert 3 two.",
-    "queues": "Eight bars, one an expert, and a line at 16 places. Three experts are asked more often: what stands above "
-    "the line is dropped. The others have empty places.",
-    "nothing": "Each of eight experts' part of the tokens over 300 steps. At the end some bands are a quarter of "
-    "all tokens wide, and two have nearly vanished.",
+    "queues": "Eight bars, one an expert, and a line at 16 places. Three experts are asked more often: what stands "
+    "above the line is dropped. The others have empty places.",
+    "nothing": "Each of eight experts' part of the tokens over 300 steps, as bands. At the end a few wide bands hold "
+    "nearly all tokens, and others have vanished.",
     "balanced": "The same bands for three ways to balance: with the counts of each rank, with those of all, and with a "
     "bias. In all three, eight bands of about equal width.",
-    "losses": "Test losses of each seed as dots, a row a model. Experts with counts of all ranks are lower than with each "
-    "rank's own, and lower than a dense layer of equal compute at either learning rate.",
+    "losses": "Test losses, a dot a seed, a row a model. At either learning rate all dots of experts lie left of those "
+    "of a dense layer with equal compute; a dense layer with eight times the compute lies where the experts lie.",
 }
 
 
@@ -48,13 +48,13 @@ def exchange(choices: Sequence[Sequence[int]]) -> draw.Figure:
     orders = [list(range(len(tokens))), by_expert, list(range(len(tokens)))]
     groups = [[rank for rank, _ in tokens], [tokens[token][1] for token in by_expert], [rank for rank, _ in tokens]]
     figure, axes = draw.new_drawing("Two all-to-alls: each token goes to its expert's rank, and home", 7.2, 4.3)
-    columns, width, gap = (1.6, 8.0, 14.4), 1.5, 1.25
-    for left, name in zip(columns, ("at home", "at its expert", "home again"), strict=True):
+    columns, widths, gap = (1.6, 7.6, 14.4), (1.5, 2.6, 1.5), 1.25
+    for left, width, name in zip(columns, widths, ("at home", "at its expert", "home again"), strict=True):
         axes.text(left + width / 2, -1.5, name, size=10, weight="bold", ha="center", va="center")
     place = []  # of each token, column by column
     for order, of_rank in zip(orders, groups, strict=True):
         place.append({token: row + gap * rank for row, (token, rank) in enumerate(zip(order, of_rank, strict=True))})
-    for column, (left, order, of_rank) in enumerate(zip(columns, orders, groups, strict=True)):
+    for column, (left, width, order, of_rank) in enumerate(zip(columns, widths, orders, groups, strict=True)):
         for token in order:
             home = tokens[token][0]
             draw.tile(axes, left, place[column][token] + 0.06, width, 0.88, RANK[home], token, edge="none")
@@ -66,7 +66,7 @@ def exchange(choices: Sequence[Sequence[int]]) -> draw.Figure:
                 label = f"rank {rank}: expert {rank}"
                 axes.text(left + width / 2, min(tops) - 0.42, label, size=9, ha="center", va="center")
     for column in (0, 1):
-        ends = columns[column] + width + 0.05, columns[column + 1] - 0.05
+        ends = columns[column] + widths[column] + 0.05, columns[column + 1] - 0.05
         for token, (home, _) in enumerate(tokens):
             heights = [place[column + step][token] + 0.5 for step in (0, 1)]
             axes.plot(ends, heights, color=draw.ink(RANK[home]), linewidth=1.3)
@@ -146,7 +146,7 @@ def losses(runs: dict[str, Sequence[float]], title: str) -> draw.Figure:
     """A row a model: a dot for each seed's test loss, and a line at their mean.
 
     Args:
-        runs: name to the losses of its seeds; a name that starts with a dash draws a gap.
+        runs: name to the losses of its seeds; names that start with "dense" have another colour.
         title: the finding.
 
     Returns:
