@@ -16,11 +16,11 @@ ALT = {
     "follows each token. The rank of expert 1 receives six tokens, that of expert 3 two.",
     "queues": "Eight bars, one an expert, and a line at 16 places. Three experts are asked more often: what stands "
     "above the line is dropped. The others have empty places.",
-    "nothing": "Each of eight experts' part of the tokens over 300 steps, as bands. At the end a few wide bands hold "
+    "nothing": "Each of eight experts' part of the tokens over 200 steps, as bands. At the end a few wide bands hold "
     "nearly all tokens, and others have vanished.",
     "balanced": "The same bands for three ways to balance: with the counts of each rank, with those of all, and with a "
     "bias. In all three, eight bands of about equal width.",
-    "losses": "Test losses, a dot a seed, a row a model. At either learning rate all dots of experts lie left of those "
+    "losses": "Test losses, a dot a seed, a row a model. At either learning rate the experts' mean lies left of that "
     "of a dense layer with equal compute; a dense layer with eight times the compute lies where the experts lie.",
 }
 

@@ -36,7 +36,7 @@ def own_means(probabilities, index):
     return len(f) * (f * probabilities.sum(0) / max(len(index), 1)).sum()
 
 
-def all_gathered(probabilities, index):
+def of_one_rank(probabilities, index):
     """The right number on each rank, whose gradient is of this rank's own choices."""
     n_experts = probabilities.shape[1]
     counts = torch.bincount(index.flatten(), minlength=n_experts)
@@ -63,6 +63,9 @@ MISTAKES = {
         "should return (5, 16), not ()": lambda *_: None,
         "rank 0 adds up its experts without their weights": {GATES: ""},
         "rank 0 takes the weights twice": {"gates[token, rank]], dim=1)": "gates[token, rank].square()], dim=1)"},
+        "rank 0 asks the experts of each rank by the numbers of rank 0's": {
+            "scatter(1, index, weights)": "scatter_add(1, index % m, weights)"
+        },
         "rank 0 has the right rows at the wrong places": {
             "index_add(0, token, home)": "index_add(0, token, home).flip(0)"
         },
@@ -74,16 +77,14 @@ MISTAKES = {
     },
     "global_balance": {
         "rank 0 should return a tensor of one number": lambda probabilities, index: 1.0,
-        "rank 1 returns nan: it has 0 tokens": {
-            "n_tokens = counts.sum() / index.shape[1]": "n_tokens = len(index) * dist.get_world_size()"
-        },
-        "4 times too small": {"dist.get_world_size() * ": ""},
-        "4 times too large": {"dist.get_world_size() * ": "dist.get_world_size() ** 2 * "},
-        "the loss is right, its gradient is not": all_gathered,
+        "rank 1 returns nan: it has 0 tokens": {"probabilities.sum(dim=0)": "probabilities.mean(dim=0) * len(index)"},
+        "2 times too small": {"dist.get_world_size() * ": ""},
+        "2 times too large": {"dist.get_world_size() * ": "dist.get_world_size() ** 2 * "},
+        "the loss is right, its gradient is not": of_one_rank,
         "that is the mean of the ranks' own losses": own,
         "each token counts as much as any other": own_means,
         "the mean over ranks is": {"n_experts * (": "("},
-        "right, but a rank puts 32 numbers": gathered,
+        "right, but a rank puts 8 numbers": gathered,
     },
 }
 WAITING = {
