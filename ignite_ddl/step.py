@@ -163,11 +163,8 @@ class TrainingStep:
             return (float(here > 0) if window is None else here / self.expected), 1.0
         dealt = contract.divisor.kind == "rows" and rows is not None and (window or contract.divisor.certain)
         total = float(rows[1] * self.mesh.cp_size) if dealt else None
-        if total is None and (window is None or contract.density is None or self.has_routers):
-            summed = torch.tensor(here, dtype=torch.float64, device=idist.device())
-            if dp > 1:
-                dist.all_reduce(summed, group=self.mesh.dp_cp_group)
-            total = float(summed)
+        if total is None and (window is None or contract.density is None):
+            total = self._over_dp(here)
             contract.density = total / rows[1] if rows is not None else total
         if window is None:
             return (here * dp / total if total else 0.0), 1.0
@@ -175,7 +172,15 @@ class TrainingStep:
             self.counted = 0.0
             self.expected = total if total is not None else contract.density * (rows[1] if rows is not None else 1)
         expected = self.expected or 1.0
+        if total is None and self.has_routers:  # not for `expected`, which stages without routers have to have, too
+            total = self._over_dp(here)
         return here * dp / expected, (total or 0.0) / expected
+
+    def _over_dp(self, here: float) -> float:
+        summed = torch.tensor(here, dtype=torch.float64, device=idist.device())
+        if self.mesh.dp_cp_size > 1:
+            dist.all_reduce(summed, group=self.mesh.dp_cp_group)
+        return float(summed)
 
     def _finish(self, window: int | None, loss: torch.Tensor) -> None:
         """Makes gradients what the optimizer takes: divided, and the same where weights are the same."""

@@ -453,8 +453,8 @@ CUT = {
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 case(
     "ddl.check_model", ddl.check_model, model=("module", MODEL), tensor_plan=("dict?", PLAN), dp=("count?", 1),
-    pp=("count", 2), tp=("count", 1), dp_replicate=("count?", None), dp_shard=("count?", None), cp=("count", 1), **CUT,
-    batches=("counts", [8]),
+    pp=("count", 2), tp=("count", 1), dp_replicate=("count?", None), dp_shard=("count?", None), cp=("count", 1),
+    ep=("count", 1), **CUT, batches=("counts", [8]),
 )  # fmt: skip
 case("ddl.check_model (no pp)", ddl.check_model, model=("module", MODEL), tensor_plan=("dict?", PLAN),
      **{name: (kind, None if name != "schedule" else valid) for name, (kind, valid) in CUT.items()},
@@ -470,8 +470,9 @@ case("ddl.auto_optim", ddl.auto_optim, optimizer=("object", OPTIMIZER), checks=(
 case(
     "ddl.check_parity", ddl.check_parity, model=("model", Made(layers)), plan=("dict?", PLAN),
     batch=("rows", (X, Y)), loss_fn=("function", F.mse_loss), dp=("count?", 1), pp=("count", 2), tp=("count", 1),
-    dp_replicate=("count?", None), dp_shard=("count?", None), cp=("count", 1), reshard_after_forward=("flag?", None),
-    offload=("flag", False), **CUT, shard=("flag?", False), steps=("count", 1), lr=("amount?", 0.1),
+    dp_replicate=("count?", None), dp_shard=("count?", None), cp=("count", 1), ep=("count", 1),
+    reshard_after_forward=("flag?", None), offload=("flag", False), **CUT, shard=("flag?", False),
+    steps=("count", 1), lr=("amount?", 0.1),
     max_norm=("inf too?", 1.0), atol=("amount", 1e-10), timeout=("seconds", 60), smaller=("given?", None),
     trainer=("given?", None),
 )  # fmt: skip
@@ -479,14 +480,14 @@ case(
     "ddl.Parallel", ddl.Parallel, backend=("choice?", "gloo"), nproc_per_node=("count?", 2), nnodes=("count?", 1),
     node_rank=("from 0?", 0), master_addr=("host?", None), master_port=("port?", None), init_method=("choice?", None),
     dp=("axis?", 2), pp=("axis?", 1), tp=("axis?", 1), dp_replicate=("axis?", None), dp_shard=("axis?", None),
-    cp=("axis?", None), timeout=("seconds?", 60), group_timeout=("seconds?", 60),
+    cp=("axis?", None), ep=("count?", None), timeout=("seconds?", 60), group_timeout=("seconds?", 60),
     threads_per_rank=("count?", 1), start_method=("choice?", None), servers=("from 0", 0),
     on_failure=("choice", "raise"),
 )  # fmt: skip
 PLAUSIBLE |= {"host": {"'x'", "a str", "a long str"}, "port": WHOLE, "axis": WHOLE | {"-1"}}
 case("Parallel.run", ddl.Parallel().run, func=("function", Made(lambda: lambda rank: rank)))
 case(
-    "ddl.initialize_mesh", ddl.initialize_mesh, pp=("axis", 1), tp=("axis", 1), cp=("axis", 1),
+    "ddl.initialize_mesh", ddl.initialize_mesh, pp=("axis", 1), tp=("axis", 1), cp=("axis", 1), ep=("count", 1),
     **dict.fromkeys(("dp", "dp_replicate", "dp_shard"), ("axis?", 1)),
 )  # fmt: skip
 case("ddl.get_mesh", ddl.get_mesh)
@@ -498,6 +499,13 @@ for attention in (ddl.ring_attention, ddl.ulysses_attention):
         enable_gqa=("flag", False), documents=("object?", None), window=("count?", 2), group=("object?", None),
     )  # fmt: skip
 case("ddl.sequence_positions", ddl.sequence_positions, tokens=("count", 4), device=("object?", torch.device("cpu")))
+ROUTER = {"normalize": ("flag", True), "capacity_factor": ("amount?", 1.5)}
+ROUTER |= dict.fromkeys(("balance_weight", "z_weight", "bias_rate"), ("amount", 0.1))
+SIZES = {"n_features": ("count", 4), "n_experts": ("count", 4), "top_k": ("count", 2)}
+case("ddl.Router", ddl.Router, **SIZES, **ROUTER)
+case("ddl.MixtureOfExperts", ddl.MixtureOfExperts, **SIZES, n_hidden=("count", 4), shared=("module?", None), **ROUTER)
+case("ddl.Experts", ddl.Experts, tp=("names?", {"up": 1}))
+PLAUSIBLE["names"] = {"{}", "{'x': 1}"}
 case("ddl.pickle_shards", ddl.pickle_shards)
 case(
     "ddl.ParameterServer", ddl.ParameterServer, model=("module", Made(layers)),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ignite_ddl.arguments import COUNT, takes
+from ignite_ddl.arguments import COUNT, MODULE, takes
 from ignite_ddl.experts.dispatch import sorted_by_expert
 from ignite_ddl.experts.routing import Router
 
@@ -76,6 +77,17 @@ def combined(made: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, x: 
     return (placed.view(*weights.shape, made.shape[1]) * weights.unsqueeze(2)).sum(1).to(x.dtype)
 
 
+class RouterOptions(TypedDict, total=False):
+    """Further arguments of :class:`Router <ignite_ddl.experts.routing.Router>`."""
+
+    normalize: bool
+    balance_weight: float
+    z_weight: float
+    bias_rate: float
+    capacity_factor: float | None
+
+
+@takes(shared=MODULE)
 class MixtureOfExperts(nn.Module):
     """A layer in place of a transformer's feed-forward network, in which each token visits ``top_k`` experts.
 
@@ -109,7 +121,7 @@ class MixtureOfExperts(nn.Module):
         n_experts: int,
         top_k: int,
         shared: nn.Module | None = None,
-        **options: float | bool | None,
+        **options: Unpack[RouterOptions],
     ) -> None:
         super().__init__()
         self.router = Router(n_features, n_experts, top_k, **options)

@@ -43,7 +43,8 @@ class Router(nn.Module):
         bias_rate: by how much the bias of each expert changes in an optimizer step, up if it has had less than the
             mean of all choices, down if more (:func:`change_of_bias <ignite_ddl.experts.balance.change_of_bias>`). It
             is added to probabilities for choosing, and is not in the weights. ``ddl.create_supervised_trainer`` and
-            ``ddl.forward_backward`` change it; in a loop without these, call :func:`update_biases`. Default: 0.
+            ``ddl.forward_backward`` change it, also where a scaler skips the step; in a loop without these, call
+            :func:`update_biases`. Default: 0.
         capacity_factor: in training, an expert takes up to ceil(capacity_factor · top_k · tokens / E) of the batch's
             choices (GShard, Lepikhin et al. 2020, arXiv:2006.16668, section 2.2), the first ones in the order of
             tokens; others are dropped. On ranks these are the tokens of all, in the order of rows. Not with cp.

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from ignite_ddl.arguments import MAPPING, takes
 from ignite_ddl.experts.dispatch import Dispatch
 from ignite_ddl.experts.layer import combined
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -22,6 +23,7 @@ __all__ = ["Experts", "apply_experts", "check_experts_of", "check_shards", "dim_
 _HELD = "_experts_over_ranks"  # on a module: its style was applied
 
 
+@takes(tp=MAPPING)
 class Experts(ParallelStyle):
     """A module with a weight for all experts, (experts, ...), of which each ep rank keeps an equal part in dim 0.
 
