@@ -209,7 +209,10 @@ HEAD = (
     "(`base_model_tp_plan`): its `colwise` is a `Column()`, `rowwise` and `embedding_rowwise` a `Row()`, "
     "`colwise_gather_output` and `embedding_colwise` a `Column(output_layouts=Replicate())`, `rowwise_split_input` a "
     "`Row(input_layouts=Replicate())`, `packed_colwise` a `Column(parts=2)`, `replicated_with_grad_allreduce` a "
-    "`SharedWeight()`. A plan with another style, such as those of experts, is refused.\n"
+    "`SharedWeight()`. A plan with another style, such as those of experts, is refused.\n\n"
+    "`ddl.Experts()` is for ep, not tp, so it has no line here: a rank sends a row of width D for each choice of its "
+    "tokens, to the rank of the expert, and gets it back; in the backward pass again. With `tp=` the output of those "
+    "rows is summed by an all_reduce over tp.\n"
 )
 
 
