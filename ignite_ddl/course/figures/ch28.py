@@ -9,7 +9,7 @@ import torch
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, INK, RANK, SHADE
 
-__all__ = ["ALT", "exchange", "loads", "losses", "queues"]
+__all__ = ["ALT", "differences", "exchange", "loads", "queues"]
 
 ALT = {
     "exchange": "Sixteen tokens in three columns: at home on four ranks, at the experts, and at home again. A line "
@@ -20,8 +20,8 @@ ALT = {
     "nearly all tokens, and others have vanished.",
     "balanced": "The same bands for three ways to balance: with the counts of each rank, with those of all, and with a "
     "bias. In all three, eight bands of about equal width.",
-    "losses": "Test losses, a dot a seed, a row a model. At either learning rate the experts' mean lies left of that "
-    "of a dense layer with equal compute; a dense layer with eight times the compute lies where the experts lie.",
+    "dense": "Rows of dots, one a seed: how much higher a dense layer's test loss is than that of experts. With equal "
+    "compute all are above zero, at three times the learning rate, too; with eight times the compute they lie near zero.",
 }
 
 
@@ -142,11 +142,11 @@ def loads(panels: dict[str, torch.Tensor], title: str) -> draw.Figure:
     return draw.on_any_page(figure)
 
 
-def losses(runs: dict[str, Sequence[float]], title: str) -> draw.Figure:
-    """A row a model: a dot for each seed's test loss, and a line at their mean.
+def differences(rows: dict[str, Sequence[float]], title: str) -> draw.Figure:
+    """A row a model: for each seed a dot, by how much its test loss is above that of experts, and a line at the mean.
 
     Args:
-        runs: name to the losses of its seeds; names that start with "dense" have another colour.
+        rows: name to differences, in thousandths, one a seed.
         title: the finding.
 
     Returns:
@@ -157,16 +157,18 @@ def losses(runs: dict[str, Sequence[float]], title: str) -> draw.Figure:
 
             from ignite_ddl.course.figures import ch28 as figures
 
-            figure = figures.losses({"experts": [2.6, 2.62], "dense": [2.7, 2.71]}, "Experts end lower")
-            assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["experts", "dense"]
+            figure = figures.differences({"dense": [44, 63], "dense, 8 × the compute": [17, 0]}, "Dense is higher")
+            assert figure.axes[0].get_yticklabels()[0].get_text() == "dense"
     """
-    figure, axes = draw.new_figure(title, width=7.2, height=0.9 + 0.29 * len(runs))
-    for row, (name, found) in enumerate(runs.items()):
-        colour = ACTIVITY["backward_weight" if name.startswith("dense") else "forward"]
-        axes.scatter(found, [row] * len(found), color=colour, s=26, alpha=0.75, linewidth=0)
+    figure, axes = draw.new_figure(title, width=7.2, height=1.1 + 0.33 * len(rows))
+    colour = ACTIVITY["backward_weight"]
+    for row, found in enumerate(rows.values()):
+        axes.scatter(found, [row] * len(found), color=colour, s=30, alpha=0.75, linewidth=0)
         mean = sum(found) / len(found)
         axes.plot([mean, mean], [row - 0.36, row + 0.36], color=colour, linewidth=2)
-    draw.name_rows(axes, list(runs), bare=True)
+    axes.axvline(0, color=ACTIVITY["forward"], linewidth=2)
+    draw.name_rows(axes, list(rows), bare=True)
+    draw.note(axes, "experts", (0, -0.5), (-6, 8), ACTIVITY["forward"], ha="center", size=9)
     axes.grid(axis="x", color=SHADE, linewidth=0.7)
-    axes.set_xlabel("test loss, a dot a seed")
+    axes.set_xlabel("test loss above that of experts with the same seed, in thousandths")
     return draw.on_any_page(figure)
