@@ -25,6 +25,7 @@ from ignite_ddl.course.figures import (
     ch17,
     ch19,
     ch20,
+    ch28,
     show,
 )
 from ignite_ddl.lab import cost, draw, simulate
@@ -497,3 +498,24 @@ def test_19_schedules_at_one_place_share_a_mark_and_lines_lead_to_the_emptiest_r
     assert texts(axes) == ["gpipe", "1f1b", "zbv\nother"]
     lines = [list(line.get_xdata()) for line in axes.lines if line.get_marker() != "o"]
     assert lines == [[8, 8], [1, 2], [2, 2], [1, 2]]
+
+
+def test_28_a_line_follows_each_token_to_its_expert_and_home():
+    [axes] = ch28.exchange([[0, 1], [0, 0]]).axes
+    there, back = axes.lines[:4], axes.lines[4:]
+    rows = [[line.get_ydata()[0] for line in there], [line.get_ydata()[1] for line in there]]
+    assert rows[1] == [0.5, 4.75, 1.5, 2.5], "token 1 is alone at expert 1"
+    assert [list(line.get_ydata()) for line in back] == [[end, start] for start, end in zip(*rows, strict=True)]
+    assert colours(axes)[4:8] == [RANK[0], RANK[1], RANK[1], RANK[0]], "in the colour of its home"
+
+
+def test_28_what_is_above_the_places_is_dropped_and_what_is_below_empty():
+    [axes] = ch28.queues([5, 3], places=4).axes
+    assert [(bottom, height) for _, _, bottom, _, height in boxes(axes)] == [(0, 4), (4, 1), (0, 3), (3, 1)]
+    assert colours(axes)[:2] == [ACTIVITY["forward"], ACTIVITY["backward_weight"]]
+
+
+def test_28_a_dot_is_a_seed_and_a_line_their_mean():
+    [axes] = ch28.differences({"dense": [40, 60], "wide": [0, 10]}, "Higher").axes
+    assert [dots.get_offsets().tolist() for dots in axes.collections] == [[[40, 0], [60, 0]], [[0, 1], [10, 1]]]
+    assert [line.get_xdata()[0] for line in axes.lines] == [50, 5, 0]
