@@ -23,7 +23,7 @@ from ignite.metrics import Metric
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
 from ignite_ddl.audit import TOKENS_ALONE, check_same_rows, check_tokens_are_alone
@@ -187,7 +187,7 @@ def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
     """Refuses an optimizer step with gradients that were not reduced, or not weighted where ranks have unlike rows."""
     uneven = engine.rows is not None and engine.rows[1] % get_mesh().dp_size != 0
 
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def check(optimizer: torch.optim.Optimizer) -> None:
         waiting = [step for step in engine.steps.values() if step.open]
         held = {id(p) for group in optimizer.param_groups for p in group["params"]} if waiting else set()
         if any(id(parameter) in held for step in waiting for parameter in step.model.parameters()):
@@ -206,11 +206,24 @@ def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
                 "rows: call ddl.forward_backward, which weights by rows, instead of backward() in the update function"
             )
 
-    handle = register_optimizer_step_pre_hook(check)
+    def before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if not _has_closure(args, kwargs):
+            check(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if _has_closure(args, kwargs):  # which has computed the gradients
+            check(optimizer)
+
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+
+
+def _has_closure(args: tuple, kwargs: dict) -> bool:
+    return kwargs.get("closure") is not None or any(callable(given) for given in args[1:])  # args[0]: the optimizer
 
 
 def in_a_step(iteration: int) -> ValueError:

@@ -201,12 +201,32 @@ def of_second_order(local_rank, options):
 
         optimizer.step(closure)
 
-    ddl.MeshEngine(update).run(loader(), max_epochs=2)
+    batches = ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5)  # unlike numbers of rows on dp ranks
+    ddl.MeshEngine(update).run(batches, max_epochs=2)
     return weights_of(model)
 
 
-@on_meshes(slow=["dp2 shard"])
-def test_lbfgs_where_all_weights_are_sharded(axes, options):
+def by_hand_in_a_closure(local_rank):
+    model = ddl.auto_model(mlp())
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def update(engine, batch):
+        def closure():
+            optimizer.zero_grad()
+            F.mse_loss(model(batch[0]), batch[1]).backward()
+
+        optimizer.step(closure=closure)
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5))
+
+
+def test_gradients_of_a_closure_that_are_not_weighted_are_refused():
+    with pytest.raises(ValueError, match="call ddl.forward_backward, which weights by rows"):
+        on(by_hand_in_a_closure, dp=2)
+
+
+@on_meshes("dp2", slow=["dp2 shard"])
+def test_lbfgs_where_all_weights_are_alike(axes, options):
     for found in on(of_second_order, options, **axes):
         assert (found - of_second_order(0, {})).abs().max() <= 1e-12
 
