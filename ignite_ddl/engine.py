@@ -35,7 +35,7 @@ from ignite_ddl.loss_contract import DIVISOR, divisor_of
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.metrics import on_this_rank, over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
-from ignite_ddl.pipeline.local_stages import Stages, call, stages_of
+from ignite_ddl.pipeline.local_stages import PipelineStages, Stages, call, on_some_ranks, stages_of
 from ignite_ddl.pipeline.structure import full_tensors, n_rows
 from ignite_ddl.precision import AMP_MODE, ScaledOptimizer, autocast_for, make_scaler
 from ignite_ddl.step import TrainingStep
@@ -556,7 +556,9 @@ def _check_rows(x: Any) -> None:
 
 def _output(stages: Stages, transform: Callable[[], Any]) -> Any:
     # Plain tensors, as Ignite's metrics expect; only cut logits that output_transform returns are gathered.
-    return stages.from_last_stage(full_tensors(transform()) if stages.is_last else None)
+    with on_some_ranks() if isinstance(stages, PipelineStages) else contextlib.nullcontext():
+        output = full_tensors(transform()) if stages.is_last else None
+    return stages.from_last_stage(output)
 
 
 @takes(FITS)

@@ -128,7 +128,9 @@ def _find_other_work(model: nn.Module, layers: list[tuple[str, nn.Module]], x: t
     was = {layer: {name: vars(layer)[name] for name in _CALLED if name in vars(layer)} for _, layer in layers}
     try:
         for layer in was:
-            vars(layer).update({name: OrderedDict() for name in _CALLED[1:]}, forward=functools.partial(stand_in, layer))
+            vars(layer).update(
+                {name: OrderedDict() for name in _CALLED[1:]}, forward=functools.partial(stand_in, layer)
+            )
         with torch.no_grad():
             output = model.forward(x)
     finally:
