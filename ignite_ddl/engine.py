@@ -372,7 +372,7 @@ def create_supervised_trainer(
         scale = 1.0 if grad_scaler is None else float(grad_scaler.scale(torch.ones((), device=device)))
         n = gradient_accumulation_steps
         y_pred, loss = step(engine.rows, x, y, loss_fn, loss_divisor, scale, last, n, autocast)
-        engine.weighted.append(model)
+        engine.weighted += step.models
         if last:
             if scaled is not None:
                 scaled.unscale(grad_scaler)
@@ -463,9 +463,10 @@ def forward_backward(
     step = engine.steps.get(id(model))
     if step is None:
         step = engine.steps[id(model)] = TrainingStep(model)
-    engine.weighted.append(model)
     autocast = autocast_for(amp_mode, idist.device())
-    return step(engine.rows, x, y, loss_fn, loss_divisor, scale, last, autocast=autocast)
+    output, loss = step(engine.rows, x, y, loss_fn, loss_divisor, scale, last, autocast=autocast)
+    engine.weighted += step.models
+    return output, loss
 
 
 def _are_metrics(value: Any) -> bool:
@@ -528,6 +529,8 @@ def create_supervised_evaluator(
         with torch.no_grad():
             x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
             _check_rows(x)
+            if engine.rows is None and engine.state.iteration == 1:  # not a loader of ours
+                check_same_rows(get_mesh(), x, y)
             with autocast:
                 check_tokens_are_alone(model, stages, x, again=False)
                 y_pred = stages.forward_only(x)

@@ -42,6 +42,7 @@ class TrainingStep:
 
     Attributes:
         open: whether gradients wait for another batch before the optimizer steps.
+        models: the model, and others that the last loss depends on: their gradients are weighted by rows.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class TrainingStep:
         self.audit = Audit(model, self.stages, self.mesh) if checks and self.mesh.world_size > 1 else None
         self.contracts: dict[Any, LossContract] = {}
         self.local = local_round(model)
-        self.open = False
+        self.open, self.models = False, [model]
         self.expected = self.counted = 0.0  # divisors of this window: as gradients are divided, and summed up
 
     def __call__(
@@ -122,7 +123,7 @@ class TrainingStep:
         if self.local is not None:
             total = reduction[1]  # of this rank
             self.local.counted, self.local.steps = self.local.counted + total, self.local.steps + last
-        self.open, self.counted = not last, self.counted + total
+        self.open, self.counted, self.models = not last, self.counted + total, [self.model, *contract.others]
         if last:
             self._finish(window, loss)
         return output, loss
