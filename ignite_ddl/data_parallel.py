@@ -82,7 +82,8 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, how: Mapping[str, Any] | 
         return
     if mesh.pp_size == 1:  # a Pipeline does it itself, once per batch
         module.register_forward_pre_hook(lambda root, _: share_buffers(root, mesh))
-    if not any(p.requires_grad for p in module.parameters()):
+    parameters = list(module.parameters())  # also of a frozen model, such as a teacher that follows its student
+    if not parameters or (mesh.pp_size > 1 and not any(p.requires_grad for p in parameters)):
         return
     if how is None:  # not DistributedDataParallel, which loses parameters of models with DTensors and of pipelines
         replicate(module, mesh.device_mesh["dp"])

@@ -585,6 +585,34 @@ def test_a_frozen_teacher(axes, options):
         assert (found - teacher(0, {})).abs().max() <= 1e-12
 
 
+def followed(local_rank, options):
+    """A frozen teacher that is the moving average of its student, as docs/coming_from.md updates it."""
+    model, mean = ddl.auto_model(mlp(), **options), ddl.auto_model(mlp().requires_grad_(False), **options)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def update(engine, batch):
+        with torch.no_grad():
+            target = mean(batch[0])
+        optimizer.zero_grad()
+        ddl.forward_backward(engine, model, batch[0], (batch[1], target), both)
+        optimizer.step()
+        for weight, new in zip(mean.parameters(), model.parameters(), strict=True):
+            weight.data.lerp_(new.data, 0.1)
+
+    ddl.MeshEngine(update).run(loader(), max_epochs=2)
+    return torch.cat([weights_of(model), weights_of(mean)])
+
+
+def both(output, y):
+    return F.mse_loss(output, y[0]) + F.mse_loss(output, y[1])
+
+
+@on_meshes("dp2 shard", slow=["dp2 x tp2"])
+def test_a_frozen_teacher_that_follows_its_student(axes, options):
+    for found in on(followed, options, **axes):
+        assert (found - followed(0, {})).abs().max() <= 1e-12
+
+
 def thawed(local_rank, options):
     model = ddl.auto_model(mlp().requires_grad_(False), **options)
     ddl.auto_optim(torch.optim.SGD(model.requires_grad_().parameters(), lr=0.1))
