@@ -24,6 +24,7 @@ file                                    what it uses
                                         ``_internal_run_generator`` and ``_internal_run_as_gen``
 ``checkpoint/handler.py``               how Ignite's Checkpoint sets up its states and file names
 ``metrics.py``                          idist's ``_model``, ``_NativeDistModel``: a group instead of the world
+``pipeline/cut.py``                     ``nn.Module._forward_hooks``, ``_forward_pre_hooks``
 ``pipeline/stage.py``                   ``PipelineStage``: its call of a stage, its first message
 ``pipeline/structure.py``               ``torch.utils._pytree``
 ``pipeline/pipeline.py``                ``torch.utils._pytree``

@@ -85,26 +85,29 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, how: Mapping[str, Any] | 
         return
     if mesh.pp_size == 1 and not local:  # a Pipeline does it itself, once per batch
         module.register_forward_pre_hook(lambda root, _: share_buffers(root, mesh))
-    if not any(p.requires_grad for p in module.parameters()):
+    parameters = list(module.parameters())  # also of a frozen model, such as a teacher that follows its student
+    if not parameters or (mesh.pp_size > 1 and not any(p.requires_grad for p in parameters)):
         return
     if how is None:  # not DistributedDataParallel, which loses parameters of models with DTensors and of pipelines
         for experts in experts_of(module):
             replicate(experts, mesh.expert_mesh["edp"])
         replicate(module, mesh.device_mesh["dp"])
-        module.register_forward_pre_hook(_refuse_inference_mode, prepend=True)
     else:
         refuse_second_derivatives(module, type(module).__name__)
         fully_shard(module, mesh, how)
+    module.register_forward_pre_hook(_make_whole_weights, prepend=True)
     if mesh.pp_size == 1:  # without a backward pass, FSDP2 keeps whole weights, which an optimizer made later would get
         module.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else reshard(root))
 
 
-def _refuse_inference_mode(module: nn.Module, *_: Any) -> None:
-    if torch.is_inference_mode_enabled() and not unsharded_parameters(module):
-        raise ValueError(
-            "the first forward pass of this model cannot run in torch.inference_mode, where torch's replicate cannot "
-            "make its weights: use torch.no_grad, as ddl.create_supervised_evaluator does"
-        )
+def _make_whole_weights(root: nn.Module, *_: Any) -> None:
+    """FSDP2 makes whole weights once and fills them again: made in inference mode, they could never be trained."""
+    if torch.is_inference_mode_enabled() and not unsharded_parameters(root):
+        with torch.inference_mode(False):
+            for module in root.modules():  # the root is the first, as FSDP2 demands
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+                    module.reshard()
 
 
 def fully_shard(module: nn.Module, mesh: Mesh, how: Mapping[str, Any]) -> None:

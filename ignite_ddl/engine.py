@@ -23,7 +23,7 @@ from ignite.metrics import Metric
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
 from ignite_ddl.audit import TOKENS_ALONE, check_same_rows, check_tokens_are_alone
@@ -35,7 +35,7 @@ from ignite_ddl.loss_contract import DIVISOR, divisor_of
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.metrics import on_this_rank, over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
-from ignite_ddl.pipeline.local_stages import Stages, call, stages_of
+from ignite_ddl.pipeline.local_stages import PipelineStages, Stages, call, on_some_ranks, stages_of
 from ignite_ddl.pipeline.structure import full_tensors, n_rows
 from ignite_ddl.precision import AMP_MODE, ScaledOptimizer, autocast_for, make_scaler
 from ignite_ddl.step import TrainingStep
@@ -187,7 +187,7 @@ def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
     """Refuses an optimizer step with gradients that were not reduced, or not weighted where ranks have unlike rows."""
     uneven = engine.rows is not None and engine.rows[1] % get_mesh().dp_size != 0
 
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def check(optimizer: torch.optim.Optimizer) -> None:
         waiting = [step for step in engine.steps.values() if step.open]
         held = {id(p) for group in optimizer.param_groups for p in group["params"]} if waiting else set()
         if any(id(parameter) in held for step in waiting for parameter in step.model.parameters()):
@@ -206,11 +206,24 @@ def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
                 "rows: call ddl.forward_backward, which weights by rows, instead of backward() in the update function"
             )
 
-    handle = register_optimizer_step_pre_hook(check)
+    def before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if not _has_closure(args, kwargs):
+            check(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if _has_closure(args, kwargs):  # which has computed the gradients
+            check(optimizer)
+
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+
+
+def _has_closure(args: tuple, kwargs: dict) -> bool:
+    return kwargs.get("closure") is not None or any(callable(given) for given in args[1:])  # args[0]: the optimizer
 
 
 def in_a_step(iteration: int) -> ValueError:
@@ -359,7 +372,7 @@ def create_supervised_trainer(
         scale = 1.0 if grad_scaler is None else float(grad_scaler.scale(torch.ones((), device=device)))
         n = gradient_accumulation_steps
         y_pred, loss = step(engine.rows, x, y, loss_fn, loss_divisor, scale, last, n, autocast)
-        engine.weighted.append(model)
+        engine.weighted += step.models
         if last:
             if scaled is not None:
                 scaled.unscale(grad_scaler)
@@ -450,9 +463,10 @@ def forward_backward(
     step = engine.steps.get(id(model))
     if step is None:
         step = engine.steps[id(model)] = TrainingStep(model)
-    engine.weighted.append(model)
     autocast = autocast_for(amp_mode, idist.device())
-    return step(engine.rows, x, y, loss_fn, loss_divisor, scale, last, autocast=autocast)
+    output, loss = step(engine.rows, x, y, loss_fn, loss_divisor, scale, last, autocast=autocast)
+    engine.weighted += step.models
+    return output, loss
 
 
 def _are_metrics(value: Any) -> bool:
@@ -515,6 +529,8 @@ def create_supervised_evaluator(
         with torch.no_grad():
             x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
             _check_rows(x)
+            if engine.rows is None and engine.state.iteration == 1:  # not a loader of ours
+                check_same_rows(get_mesh(), x, y)
             with autocast:
                 check_tokens_are_alone(model, stages, x, again=False)
                 y_pred = stages.forward_only(x)
@@ -543,7 +559,9 @@ def _check_rows(x: Any) -> None:
 
 def _output(stages: Stages, transform: Callable[[], Any]) -> Any:
     # Plain tensors, as Ignite's metrics expect; only cut logits that output_transform returns are gathered.
-    return stages.from_last_stage(full_tensors(transform()) if stages.is_last else None)
+    with on_some_ranks() if isinstance(stages, PipelineStages) else contextlib.nullcontext():
+        output = full_tensors(transform()) if stages.is_last else None
+    return stages.from_last_stage(output)
 
 
 @takes(FITS)

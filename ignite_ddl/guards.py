@@ -33,6 +33,7 @@ __all__ = [
     "refuse_copies",
     "refuse_ignites_checkpoint",
     "refuse_second_derivatives",
+    "refuse_plain_names",
     "refuse_whole_states",
 ]
 
@@ -267,6 +268,19 @@ def refuse_whole_states(thing: nn.Module | torch.optim.Optimizer) -> None:
         thing.register_load_state_dict_pre_hook(_Hook(check_model))
     else:
         thing.register_load_state_dict_pre_hook(_Hook(check_optimizer))
+
+
+def refuse_plain_names(
+    model: nn.Module, state: Mapping[str, Any], prefix: str, _: Any, strict: bool, *__: Any
+) -> None:  # a hook of DistributedDataParallel, which may be pickled
+    """Refuses a state dict of the plain model, of which ``strict=False`` would load nothing without a word."""
+    names = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
+    plain = model.module.state_dict().keys()
+    if any(name in plain for name in names) and not any(name.startswith("module.") for name in names):
+        raise ValueError(
+            f"state has the names of the plain model, such as {names[0]!r}, but those of DDP's state dict begin with "
+            "'module.': call ddl.load_full_state_dict(model, state) on every rank, which is right on any mesh"
+        )
 
 
 def refuse_copies(module: nn.Module) -> None:

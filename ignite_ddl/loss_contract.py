@@ -182,11 +182,13 @@ class LossContract:
 
     Attributes:
         density: the divisor per row of the first batch, the same on all ranks; None before that.
+        others: models of ``ddl.auto_model`` whose weights the loss depends on besides ``model``'s.
     """
 
     def __init__(self, loss_fn: Callable, divisor: Divisor, mesh: Mesh, model: nn.Module) -> None:
         self.loss_fn, self.divisor, self.mesh, self.model = loss_fn, divisor, mesh, model
         self.density: float | None = None
+        self.others: list[nn.Module] = []
         self.calls = self.inconclusive = 0
         self.padded = False  # whether targets of a step were padding
         self.looks = False  # whether this step checks
@@ -240,6 +242,13 @@ class LossContract:
                 "loss_fn uses weights besides the model's output (a regulariser?), whose gradients are not added up "
                 "over ranks here: use weight_decay, or compute the term in a layer"
             )
+        reached = set(map(id, weights))
+        self.others = [
+            model
+            for model in list(MODELS)
+            if model is not self.model
+            and not reached.isdisjoint(map(id, [*model.parameters(), *unsharded_parameters(model)]))
+        ]
         known = {id(p) for model in list(MODELS) for p in unsharded_parameters(model)}
         foreign = [weight for weight in weights if not hasattr(weight, BELONGS_TO_A_MODEL) and id(weight) not in known]
         if foreign and not isinstance(self.loss_fn, DistributedDataParallel):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from ignite.distributed.comp_models.native import _NativeDistModel
 from ignite.exceptions import NotComputableError
-from ignite.metrics import GpuInfo, Loss, Metric, RunningAverage
+from ignite.metrics import HSIC, GpuInfo, Loss, MaximumMeanDiscrepancy, Metric, RunningAverage
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.compat import wait_as_the_world
@@ -175,6 +175,7 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     inside = list(_metrics_inside(list(vars(metric).values())))
     # Metrics made of others leave rows to these; RunningAverage and GpuInfo do not reduce in compute.
     counts_rows = not inside and not isinstance(metric, (RunningAverage, GpuInfo))
+    compares_rows = isinstance(metric, _COMPARE_ROWS)
     methods = {name: getattr(metric, name) for name in _METHODS}
     had_rows = False
     batches = _batches_of(metric)
@@ -188,6 +189,8 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
 
     def update(output: Any) -> None:
         nonlocal had_rows
+        if compares_rows:
+            output = _of_all_ranks(output)
         empty = counts_rows and _without_rows(output)
         if batches is not None:
             batches.note(output, empty)
@@ -297,6 +300,18 @@ class _Batches:
 
 def _batches_of(metric: Metric) -> _Batches | None:
     return _Batches(metric) if type(metric) is Loss else None
+
+
+_COMPARE_ROWS = HSIC, MaximumMeanDiscrepancy  # those of a batch with each other; the mean over batches counts
+
+
+def _of_all_ranks(output: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The rows of a batch, of which each dp rank has a part, or all: with a loader that does not deal them."""
+    ranks = idist_utils.get_world_size()
+    gathered = [idist_utils.all_gather(tensor.detach()) for tensor in output] if ranks > 1 else output
+    copies = [torch.cat([tensor.detach()] * ranks) for tensor in output]
+    has_all = all(map(torch.equal, gathered, copies))
+    return output if idist_utils.all_reduce(int(has_all)) == ranks else gathered
 
 
 _METHODS = ("reset", "update", "compute", "state_dict", "load_state_dict")

@@ -30,6 +30,7 @@ from ignite_ddl.guards import (
     mark_trained,
     refuse_copies,
     refuse_ignites_checkpoint,
+    refuse_plain_names,
     refuse_whole_states,
 )
 from ignite_ddl.lazy import LazyLayers, materialize
@@ -416,6 +417,7 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
             return model
         if isinstance(model, DistributedDataParallel):  # names as on every other mesh, without "module."
             model.named_parameters, model.named_buffers = model.module.named_parameters, model.module.named_buffers
+            model.register_load_state_dict_pre_hook(refuse_plain_names)
     else:
         for stage in stages_of(model).local_stages():
             refuse_copies(stage)
@@ -530,7 +532,9 @@ def auto_optim(optimizer: torch.optim.Optimizer, *, checks: bool = True) -> torc
     everywhere, :func:`clip_grad_norm_` computes the norm of all gradients.
 
     Args:
-        optimizer: an optimizer of the parameters of the model that :func:`auto_model` returned.
+        optimizer: an optimizer of the parameters of the model that :func:`auto_model` returned. Under pp, a rank may
+            hold none of those that it steps: give it a group, ``SGD([{"params": parameters}])``, since torch refuses
+            an empty list.
         checks: whether to refuse an optimizer that does not do the same to parts of a model as to the whole, or of
             which that cannot be found out. Default: True.
 

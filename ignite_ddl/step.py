@@ -44,6 +44,7 @@ class TrainingStep:
 
     Attributes:
         open: whether gradients wait for another batch before the optimizer steps.
+        models: the model, and others that the last loss depends on: their gradients are weighted by rows.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class TrainingStep:
         self.audit = Audit(model, self.stages, self.mesh) if checks and self.mesh.world_size > 1 else None
         self.contracts: dict[Any, LossContract] = {}
         self.local, self.has_routers = local_round(model), bool(routers_of(model))
-        self.open = False
+        self.open, self.models = False, [model]
         self.expected = self.counted = 0.0  # divisors of this window: as gradients are divided, and summed up
 
     def __call__(
@@ -129,7 +130,7 @@ class TrainingStep:
         if self.local is not None:
             total = reduction[1] if here is None else self.of_replica
             self.local.counted, self.local.steps = self.local.counted + total, self.local.steps + last
-        self.open, self.counted = not last, self.counted + total
+        self.open, self.counted, self.models = not last, self.counted + total, [self.model, *contract.others]
         if last:
             self._finish(window, loss)
         return output, loss

@@ -105,8 +105,15 @@ def _check_sequential(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> 
     )
 
 
+_CALLED = "forward", "_forward_pre_hooks", "_forward_hooks"  # of a module
+
+
 def _find_other_work(model: nn.Module, layers: list[tuple[str, nn.Module]], x: torch.Tensor) -> str | None:
-    """Calls ``forward`` with stand-ins for the layers: each expects the unchanged output of the one before."""
+    """Calls ``forward`` with stand-ins for the layers: each expects the unchanged output of the one before.
+
+    Hooks of layers go with them into their stages, so they are not called here: one that keeps what it sees would keep
+    a stand-in's output on ranks that do not hold its layer.
+    """
     passed, problems = [x], []
 
     def stand_in(layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -118,17 +125,18 @@ def _find_other_work(model: nn.Module, layers: list[tuple[str, nn.Module]], x: t
         passed.append(torch.zeros_like(passed[-1]))
         return passed[-1]
 
-    was = {layer: vars(layer).get("forward") for _, layer in layers}
+    was = {layer: {name: vars(layer)[name] for name in _CALLED if name in vars(layer)} for _, layer in layers}
     try:
         for layer in was:
-            layer.forward = functools.partial(stand_in, layer)
+            vars(layer).update(
+                {name: OrderedDict() for name in _CALLED[1:]}, forward=functools.partial(stand_in, layer)
+            )
         with torch.no_grad():
             output = model.forward(x)
     finally:
-        for layer, forward in was.items():
+        for layer, kept in was.items():
             del layer.forward
-            if forward is not None:
-                layer.forward = forward
+            vars(layer).update(kept)
     if not problems and (len(passed) <= len(layers) or output is not passed[-1] or output._version):
         problems.append(f"it does something else after {layers[min(len(passed), len(layers)) - 1][0]!r}")
     return problems[0] if problems else None

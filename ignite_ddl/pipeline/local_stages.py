@@ -25,7 +25,30 @@ from ignite_ddl.pipeline.structure import check_rows, flatten, joined, n_rows, r
 from ignite_ddl.pipeline.transfer import Transfer
 from ignite_ddl.tensor.random import draw_seed, random_stream
 
-__all__ = ["OneStage", "PipelineStages", "Stages", "call", "stages_of"]
+__all__ = ["OneStage", "PipelineStages", "Stages", "call", "on_some_ranks", "stages_of"]
+
+
+_not_all_ranks_are_here = False
+
+
+@contextlib.contextmanager
+def on_some_ranks() -> Iterator[None]:
+    """Around code that not all pp ranks run: a pipeline that it calls would wait for the others."""
+    global _not_all_ranks_are_here
+    before, _not_all_ranks_are_here = _not_all_ranks_are_here, True
+    try:
+        yield
+    finally:
+        _not_all_ranks_are_here = before
+
+
+def _check_all_ranks_are_here() -> None:
+    if _not_all_ranks_are_here:
+        raise ValueError(
+            "a pipeline cannot be called in loss_fn, in output_transform or in a layer of another pipeline, which not "
+            "all pp ranks run: call it before, such as under torch.no_grad in prepare_batch, and pass its output on "
+            "with the targets; if gradients have to go through it, use a mesh without pp"
+        )
 
 
 def call(model: nn.Module, x: Any) -> Any:
@@ -144,6 +167,7 @@ class PipelineStages:
         self, x: Any, y: Any, loss_fn: Callable, autocast: Context | None = None
     ) -> tuple[Any, torch.Tensor | None]:
         """See :meth:`ignite_ddl.pipeline.pipeline.Pipeline.train_step`."""
+        _check_all_ranks_are_here()
         rows = check_rows(x, y)
         tensors, structure = flatten(tree_map(_contiguous, x), "x")
         shapes = repr((structure, [(tuple(t.shape), t.dtype) for t in tensors]))
@@ -159,7 +183,7 @@ class PipelineStages:
             parameter.grad = None
         # All ranks draw one number from their common stream: it stays common whatever the stages draw.
         n = schedule._n_microbatches
-        with random_stream(draw_seed()), _explained(self.cut.schedule), weighted(1 / n):
+        with random_stream(draw_seed()), _explained(self.cut.schedule), weighted(1 / n), on_some_ranks():
             output = schedule.step(
                 *(tensors if 0 in self.stages else ()),
                 target=torch.arange(rows) if self.is_last else None,
@@ -184,8 +208,9 @@ class PipelineStages:
         """Does nothing: the schedule has run it."""
 
     def forward_only(self, x: Any) -> Any:
+        _check_all_ranks_are_here()
         self._share_buffers()
-        with torch.no_grad():
+        with torch.no_grad(), on_some_ranks():
             rows = n_rows(x)
             n = self._common(min(self.cut.n_microbatches, max(1, rows)))
             microbatches = [rows_of(x, *ends) for ends in itertools.pairwise(rows * i // n for i in range(n + 1))]

@@ -16,7 +16,7 @@ from ignite_ddl.guards import PartOfAState, of_the_whole, refuse_pickling
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, add_submodule, named_layers, sequential
 from ignite_ddl.pipeline.local_stages import PipelineStages
-from ignite_ddl.pipeline.structure import full_tensors, map_leaves
+from ignite_ddl.pipeline.structure import full_tensors, map_leaves, tensors_of
 
 __all__ = ["SHARED", "Pipeline"]
 SHARED = "_shared_with"  # on a parameter that several stages hold: its first name, and the pp ranks
@@ -161,8 +161,11 @@ class Pipeline(nn.Module):
     def forward(self, x: Any) -> Any:
         """The output for all rows, on every pp rank, without gradients: what asks for them gets an error."""
         output = self._local_stages.from_last_stage(full_tensors(self.forward_only(x)))
-        asks = self.training and torch.is_grad_enabled()
-        return map_leaves(_without_gradient, output) if asks else output
+        if not torch.is_grad_enabled():
+            return output
+        asking = [tensor for tensor in tensors_of(x) if tensor.requires_grad]  # as for a gradient penalty
+        asking += [torch.zeros((), requires_grad=True)] if self.training else []
+        return map_leaves(lambda leaf: _without_gradient(leaf, asking), output) if asking else output
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -212,7 +215,7 @@ def _copied(stage: nn.Module, inputs: tuple) -> tuple:
 
 class _NoGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, ask: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, *asking: torch.Tensor) -> torch.Tensor:
         return output.clone()
 
     @staticmethod
@@ -223,6 +226,6 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
-def _without_gradient(leaf: Any) -> Any:
+def _without_gradient(leaf: Any, asking: list[torch.Tensor]) -> Any:
     floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    return _NoGradient.apply(leaf, torch.zeros((), requires_grad=True)) if floating else leaf
+    return _NoGradient.apply(leaf, *asking) if floating else leaf

@@ -519,14 +519,24 @@ def test_a_model_that_is_compiled_after_an_eager_call():
     assert_right(partial(compiled, tensor_plan=PLAN), tp=2)
 
 
-@pytest.mark.slow
-@on_each_rank(dp=2, tp=2)
-def test_inference_mode_before_a_step(local_rank):
-    model = ddl.auto_model(mlp(), PLAN)
-    with torch.inference_mode(), pytest.raises(ValueError, match="torch.inference_mode"):
-        model(X)
-    with torch.no_grad():
-        assert model(X).shape == (14, 4)
+def looked_at(local_rank, **options):
+    torch.manual_seed(0)
+    model = ddl.auto_model(mlp().append(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()), **options)
+    with torch.inference_mode():
+        before = model(X)
+    trainer = trainer_of(model, F.mse_loss)
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8), max_epochs=2)
+    with torch.inference_mode():
+        return torch.cat([before, model(X)]), whole(model)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [({"dp": 2}, {"shard": True}), pytest.param({"dp": 2, "tp": 2}, {"tensor_plan": PLAN}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_inference_mode_before_a_step(axes, options):
+    assert_right(partial(looked_at, **options), **axes)
 
 
 def convolution():

@@ -56,6 +56,20 @@ def names(layers, extra=False):
     return net
 
 
+def test_how_a_model_calls_its_layers_is_found_out_without_their_hooks():
+    net, seen = Net(n=2), []
+    net.head.register_forward_hook(lambda layer, inputs, output: seen.append(output))
+    net.head.register_forward_hook(lambda layer, inputs, output: 2 * output)  # goes with the layer into its stage
+    net.embed.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs))
+    x = torch.tensor([[0, 3], [4, 1]])
+    expected = net(x)
+    seen.clear()
+    ranks = [pipeline_of(net, mesh_of(2, rank)) for rank in range(2)]
+    assert not seen
+    assert torch.equal(stages_of(ranks[1]).stages[1](stages_of(ranks[0]).stages[0](x)), expected)
+    assert len(seen) == 2
+
+
 def test_the_stages_of_a_model_with_dots_in_its_names():
     torch.manual_seed(0)
     net = Net()

@@ -1,10 +1,12 @@
 """What the trainer and the clipping refuse, before anything is sent."""
 
+import ignite.distributed as idist
 import pytest
 import torch
+from ignite.metrics import MeanSquaredError
 from ranks import on
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import ignite_ddl as ddl
 
@@ -57,3 +59,20 @@ def made_of_a_loader(local_rank):
 def test_a_batch_without_rows_that_is_not_the_loaders():
     with pytest.raises(ValueError, match="this rank's batch has no rows: run the engine on the loader of"):
         on(made_of_a_loader, dp=2)
+
+
+def evaluated(local_rank, dealt_to_all):
+    """By Ignite's loader, which deals rows to all ranks, or by torch's, which gives each rank all of them."""
+    model = ddl.auto_model(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), {})
+    evaluator = ddl.create_supervised_evaluator(model, {"error": MeanSquaredError()})
+    rows = TensorDataset(torch.arange(24.0).view(8, 3), torch.arange(8.0)[:, None])
+    loader = idist.auto_dataloader(rows, batch_size=4) if dealt_to_all else DataLoader(rows, batch_size=4)
+    return evaluator.run(loader).metrics["error"]
+
+
+@pytest.mark.parametrize("axis", ["tp", pytest.param("pp", marks=pytest.mark.slow)])
+def test_an_evaluator_whose_tp_or_pp_peers_get_other_rows(axis):
+    with pytest.raises(ValueError, match=f"{axis} peers should get the same rows"):
+        on(evaluated, True, **{axis: 2})
+    first, second = on(evaluated, False, **{axis: 2})
+    assert first == second

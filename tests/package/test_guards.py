@@ -3,6 +3,7 @@
 Each case trains a few float64 steps of SGD on ranks with different rows, a smaller last batch among them.
 """
 
+import copy
 import random
 from collections import OrderedDict
 from functools import partial
@@ -620,3 +621,14 @@ def test_refused_with_what_to_do(function, axes, words):
 def test_sharded_dp_ranks_that_stop_using_the_same_weights_fail():
     with pytest.raises(ddl.RankError, match="ranks called different collectives"):
         on(branching(LaterDrop, shard=True), dp=2)
+
+
+@on_each_rank(dp=2)
+def test_a_plain_state_dict_is_not_loaded_into_ddp_by_its_names(local_rank):
+    model, plain = ddl.auto_model(mlp()), mlp()
+    for strict in (True, False):
+        with pytest.raises(ValueError, match="state has the names of the plain model, .* call ddl.load_full"):
+            model.load_state_dict(plain.state_dict(), strict=strict)
+    ddl.load_full_state_dict(model, plain.state_dict())
+    assert torch.equal(model.module[0].weight, plain[0].weight)
+    model.load_state_dict(copy.deepcopy(model).state_dict())

@@ -194,7 +194,7 @@ def test_an_output_may_be_a_dataclass():
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
 
     def forward(self, output, y):
         return F.mse_loss(output * self.scale, y)
@@ -203,6 +203,33 @@ class Scaled(nn.Module):
 def test_a_loss_with_weights_of_its_own_needs_somebody_to_average_them():
     refused(lambda local_rank: trained(0, loss_fn=Scaled()), "loss_fn has weights of its own", dp=2)
     assert_right(lambda local_rank: trained(0, loss_fn=ddl.auto_model(Scaled())), dp=2)
+
+
+def with_its_loss(local_rank, called=False, by_hand=False, **options):
+    """The loss has weights, which the same optimizer steps; dp ranks have unlike numbers of rows."""
+    torch.manual_seed(0)
+    model, scaled = ddl.auto_model(mlp(), **options), ddl.auto_model(Scaled(), **options)
+    optimizer = ddl.auto_optim(torch.optim.SGD([*model.parameters(), *scaled.parameters()], lr=0.1))
+    loss_fn = (lambda output, y: scaled(output, y)) if called else scaled
+
+    def update(engine, batch):
+        optimizer.zero_grad()
+        ddl.forward_backward(engine, model, *batch, loss_fn)
+        optimizer.step()
+
+    trainer = ddl.MeshEngine(update) if by_hand else ddl.create_supervised_trainer(model, optimizer, loss_fn)
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5), max_epochs=2)
+    weights = torch.cat([weight.flatten() for weight in ddl.full_state_dict(model).values()])
+    return [ddl.full_state_dict(scaled)["scale"].item()], weights
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=str)
+def test_the_weights_of_a_loss_are_stepped_beside_the_models(options):
+    def all_of_them(local_rank, **options):
+        each = [with_its_loss(0, called, by_hand, **options) for called in (False, True) for by_hand in (False, True)]
+        return [scale for (scale,), _ in each], torch.cat([weights for _, weights in each])
+
+    assert_right(partial(all_of_them, **options), dp=2)
 
 
 def test_an_optimizer_of_a_model_whose_gradients_nobody_weighted_is_refused():

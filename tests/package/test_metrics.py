@@ -11,12 +11,15 @@ from beside_ignite import CLASSES, ROWS, Setting, data, loss_fn
 from ignite.engine import Engine, Events
 from ignite.exceptions import NotComputableError
 from ignite.metrics import (
+    HSIC,
     ROC_AUC,
     Accuracy,
     ConfusionMatrix,
     EpochMetric,
     Frequency,
     Loss,
+    MaximumMeanDiscrepancy,
+    MeanSquaredError,
     Metric,
     MetricGroup,
     MetricsLambda,
@@ -175,6 +178,26 @@ def test_every_metric_is_that_of_one_process(mesh, reference):
         assert largest_difference(iterations, by_iteration) <= 1e-12, rank
         # Handlers decide on these: not nearly the same on all ranks, but the same.
         assert largest_difference((iterations, epochs), results[0]) == 0, rank
+
+
+@in_float64
+def rows_compared(local_rank, dealt):
+    """Metrics that compare the rows of a batch with each other; the last batch has 5 rows."""
+    rows = torch.linspace(-1, 1, 63).reshape(21, 3), torch.linspace(0, 1, 63).reshape(21, 3).square()
+    data = torch.utils.data.TensorDataset(*rows)
+    metrics = {"discrepancy": MaximumMeanDiscrepancy(), "independence": HSIC(), "error": MeanSquaredError()}
+    evaluator = ddl.create_supervised_evaluator(torch.nn.Identity(), metrics)
+    loader = ddl.auto_dataloader if dealt else torch.utils.data.DataLoader
+    return evaluator.run(loader(data, batch_size=8)).metrics
+
+
+@pytest.mark.parametrize("dealt", [True, False])
+def test_metrics_that_compare_the_rows_of_a_batch(dealt):
+    expected = rows_compared(0, dealt)
+    assert 0 < expected["independence"] != expected["discrepancy"] > 0
+    for mesh in ({"dp": 2}, {"dp": 2, "tp": 2})[: 1 + dealt]:
+        for found in launch(mesh, rows_compared, dealt):
+            assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_without_a_launch():

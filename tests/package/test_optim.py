@@ -201,12 +201,32 @@ def of_second_order(local_rank, options):
 
         optimizer.step(closure)
 
-    ddl.MeshEngine(update).run(loader(), max_epochs=2)
+    batches = ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5)  # unlike numbers of rows on dp ranks
+    ddl.MeshEngine(update).run(batches, max_epochs=2)
     return weights_of(model)
 
 
-@on_meshes(slow=["dp2 shard"])
-def test_lbfgs_where_all_weights_are_sharded(axes, options):
+def by_hand_in_a_closure(local_rank):
+    model = ddl.auto_model(mlp())
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def update(engine, batch):
+        def closure():
+            optimizer.zero_grad()
+            F.mse_loss(model(batch[0]), batch[1]).backward()
+
+        optimizer.step(closure=closure)
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5))
+
+
+def test_gradients_of_a_closure_that_are_not_weighted_are_refused():
+    with pytest.raises(ValueError, match="call ddl.forward_backward, which weights by rows"):
+        on(by_hand_in_a_closure, dp=2)
+
+
+@on_meshes("dp2", slow=["dp2 shard"])
+def test_lbfgs_where_all_weights_are_alike(axes, options):
     for found in on(of_second_order, options, **axes):
         assert (found - of_second_order(0, {})).abs().max() <= 1e-12
 
@@ -563,6 +583,34 @@ def teacher(local_rank, options):
 def test_a_frozen_teacher(axes, options):
     for found in on(teacher, options, **axes):
         assert (found - teacher(0, {})).abs().max() <= 1e-12
+
+
+def followed(local_rank, options):
+    """A frozen teacher that is the moving average of its student, as docs/coming_from.md updates it."""
+    model, mean = ddl.auto_model(mlp(), **options), ddl.auto_model(mlp().requires_grad_(False), **options)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def update(engine, batch):
+        with torch.no_grad():
+            target = mean(batch[0])
+        optimizer.zero_grad()
+        ddl.forward_backward(engine, model, batch[0], (batch[1], target), both)
+        optimizer.step()
+        for weight, new in zip(mean.parameters(), model.parameters(), strict=True):
+            weight.data.lerp_(new.data, 0.1)
+
+    ddl.MeshEngine(update).run(loader(), max_epochs=2)
+    return torch.cat([weights_of(model), weights_of(mean)])
+
+
+def both(output, y):
+    return F.mse_loss(output, y[0]) + F.mse_loss(output, y[1])
+
+
+@on_meshes("dp2 shard", slow=["dp2 x tp2"])
+def test_a_frozen_teacher_that_follows_its_student(axes, options):
+    for found in on(followed, options, **axes):
+        assert (found - followed(0, {})).abs().max() <= 1e-12
 
 
 def thawed(local_rank, options):

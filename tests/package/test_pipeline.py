@@ -569,3 +569,45 @@ def copies(local_rank):
 def test_copies_of_a_weight_stay_equal_to_the_last_bit():
     first, *others = run(copies, 4, pp=4)
     assert all(torch.equal(first, other) for other in others)
+
+
+def teaching(local_rank, where=None):
+    """A pipeline teaches another one."""
+    torch.manual_seed(0)
+    student, teacher = ddl.auto_model(layers(4).double()), ddl.auto_model(layers(4).double().requires_grad_(False))
+    x = torch.randn(10, 4, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    optimizer = ddl.auto_optim(torch.optim.SGD(student.parameters(), lr=0.1))
+
+    def loss_fn(output, y):
+        return nn.functional.mse_loss(output, teacher(y) if where == "loss_fn" else y)
+
+    def prepare_batch(batch, **_):
+        with torch.no_grad():
+            return batch, batch if where == "loss_fn" else teacher(batch)
+
+    def output_transform(x, y, y_pred, loss):
+        return (teacher(x) if where == "output_transform" else loss).sum().item()
+
+    trainer = ddl.create_supervised_trainer(
+        student, optimizer, loss_fn, prepare_batch=prepare_batch, output_transform=output_transform
+    )
+    return trainer.run(ddl.auto_dataloader(x, batch_size=4), max_epochs=2).output
+
+
+@pytest.mark.parametrize("where", ["loss_fn", "output_transform"])
+def test_a_pipeline_is_not_called_where_only_some_ranks_are(where):
+    with pytest.raises(ddl.RankError, match="a pipeline cannot be called in loss_fn, in output_transform"):
+        run(teaching, 2, where, pp=2)
+
+
+def test_a_pipeline_teaches_another_one_in_prepare_batch():
+    assert max(abs(found - teaching(0)) for found in run(teaching, 2, pp=2)) < 1e-12
+
+
+@on_each_rank(pp=2)
+def test_a_gradient_of_the_input_is_refused(local_rank):
+    pipeline, x = ddl.auto_model(layers(4).double()), torch.ones(4, 4, dtype=torch.double, requires_grad=True)
+    for mode in (True, False):
+        with pytest.raises(ValueError, match="a pipeline's output has no gradient"):
+            torch.autograd.grad(pipeline.train(mode)(x).sum(), x)
+    assert not pipeline(x.detach()).requires_grad
