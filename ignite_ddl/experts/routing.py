@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,12 @@ class Router(nn.Module):
         super().__init__()
         if top_k > n_experts:
             raise ValueError(f"top_k should be at most n_experts, {n_experts}, but given {top_k}")
+        if top_k == 1 and normalize:
+            warnings.warn(
+                "with top_k=1, normalize=True makes each weight 1, so the loss gives the router no gradient: "
+                "normalize=False trains it",
+                stacklevel=2,
+            )
         self.n_experts, self.top_k, self.normalize = n_experts, top_k, normalize
         self.balance_weight, self.z_weight, self.bias_rate = balance_weight, z_weight, bias_rate
         self.capacity_factor, self.load = capacity_factor, None

@@ -4,6 +4,7 @@ That training equals one process is in the parity table (tests/parity.py, ``expe
 """
 
 import functools
+import warnings
 from unittest import mock
 
 import pytest
@@ -396,3 +397,14 @@ def test_a_cast_of_the_model_leaves_bias_and_counts_whole_numbers():
     assert FeedForwardExperts(2, 4, 4)(
         torch.zeros(0, 4), torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 1)
     ).shape == (0, 4)
+
+
+def test_one_choice_with_a_weight_of_one_is_warned_about():
+    with pytest.warns(UserWarning, match=r"normalize=True makes each weight 1, .* normalize=False trains it"):
+        router = ddl.Router(4, 3, top_k=1)
+    _, weights = router(torch.randn(5, 4))
+    weights.square().sum().backward()
+    assert router.weight.grad.abs().max() < 1e-6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ddl.Router(4, 3, top_k=1, normalize=False)
