@@ -11,4 +11,4 @@ if [ ! -e "$folder/transformers" ]; then
     }
     rm -rf "$folder"/torch "$folder"/torch-* "$folder"/numpy "$folder"/numpy-* # those of .venv count
 fi
-PYTHONPATH="$PWD:$folder" python -m pytest -q tests/test_huggingface.py tests/lab/test_model.py
+PYTHONPATH="$PWD:$folder" python -m pytest -q tests/test_huggingface.py tests/lab/test_plan_model.py
