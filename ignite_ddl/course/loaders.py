@@ -56,6 +56,7 @@ def _of_one_loader(make: Callable) -> dict[str, Any]:
             set().union(*of("after a look")) == set(range(16))
         ),
         "2 × 2, each rank its seed: tp peers have the same noise": _yes(mesh[0] == mesh[1]),
+        "a stream of 18 rows, num_workers=2: rows read": together("stream"),
     }
 
 
@@ -75,6 +76,7 @@ def _on_rank(local_rank: int, make: Callable) -> dict[str, Any]:
         "two": len(next(iter(make(range(40), batch_size=2)))),
         "workers": make(range(40), batch_size=8, num_workers=2).num_workers,
         "batch_sampler": sum(map(len, make(rows, batch_sampler=batches))),
+        "stream": sum(map(len, make(_Stream(), batch_size=8, num_workers=2))),
     }
     try:
         divided = make(rows, batch_size=8, sampler=data.DistributedSampler(rows, shuffle=False))
@@ -102,6 +104,13 @@ class _EveryPassAnEpoch:
         self.loader.sampler.set_epoch(self.epoch)
         self.epoch += 1
         return iter(self.loader)
+
+
+class _Stream(data.IterableDataset):
+    """Eighteen rows; each worker that reads it runs this anew."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(18))
 
 
 class _Noisy(data.Dataset):

@@ -34,7 +34,7 @@ def recorded(section: str, path: Path = PATH) -> str:
             print(recorded("copies"))
     """
     if not path.exists():
-        return "Not yet verified on a GPU: recorded results will stand here."
+        return "Not yet verified on a GPU."
     record = json.loads(path.read_text())
     if record["device"] != "cuda":
         raise ValueError(f"{path.name} was measured on {record['device']!r}; record it on a GPU")

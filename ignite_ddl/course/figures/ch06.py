@@ -61,7 +61,7 @@ def who_does_what(jobs: dict[str, str]) -> draw.Figure:
             look = {"edge": "none"} if works else {"edge": INK, "linestyle": ":"}
             draw.tile(axes, rank + 0.04, top, 0.92, 0.9, RANK[rank] if works else "none", **look)
         top, before = top + 1, kind
-    axes.set(xlim=(-2.6, 6.6), ylim=(top, -0.9))
+    axes.set(xlim=(-2.6, 7.0), ylim=(top, -0.9))
     return draw.on_any_page(figure)
 
 

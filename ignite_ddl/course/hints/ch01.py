@@ -6,9 +6,10 @@ def faster(sort_alone):
     return {sort_alone: "That is the sort; what follows takes time, too.", 4: "Has each rank a core of its own?"}
 
 
-def longer(n_threads):
-    """How many times longer eight ranks take with n_threads each than with one."""
-    return {1: "It is the same work, but the threads of a rank wait.", n_threads: "They do more than take turns."}
+def longer(answer):
+    """How long eight ranks take with a thread for each core, compared with one; answer is what came out."""
+    hints = {"the same": "It is the same work, but threads wait.", "about twice": "They do more than take turns."}
+    return {guess: hint for guess, hint in hints.items() if guess != answer}
 
 
 def best(most):
