@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ignite_ddl.lab import draw
-from ignite_ddl.lab.draw import ACTIVITY, INK, RANK, on_any_page
+from ignite_ddl.lab.draw import ACTIVITY, RANK, on_any_page
 
 __all__ = ["cut_products", "held_blocks", "place", "told_and_saved"]
 
