@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ignite_ddl.course.ranks import on_ranks
-from ignite_ddl.lab.record import PASSES
+from ignite_ddl.lab.record import PASSES, Record
 from ignite_ddl.lab.timeline import Timeline
 
 __all__ = ["watch_step"]
@@ -15,7 +15,7 @@ __all__ = ["watch_step"]
 def watch_step(n_ranks: int, step: Callable[..., Any], **kwargs: Any) -> tuple[Timeline, float]:
     """Runs a step twice on ranks, the first time to connect them, and prints a line for each rank of the second.
 
-    Waiting ends when the other ranks have entered a call; the rest of the call is talking.
+    Talking is a call from when the other ranks have entered it, too. The rest of the step is waiting.
 
     Args:
         n_ranks: number of ranks.
@@ -40,14 +40,19 @@ def watch_step(n_ranks: int, step: Callable[..., Any], **kwargs: Any) -> tuple[T
         True
     """
     timeline = Timeline.merge(on_ranks(n_ranks, _watched, step, kwargs))
-    for rank, spent in timeline.totals().items():
-        computes = sum(spent.get(kind, 0.0) for kind in PASSES)
-        waits, talks = spent.get("idle", 0.0), spent.get("communication", 0.0)
-        print(
-            f"rank {rank}: computes {1e3 * computes:3.0f} ms, waits {1e3 * waits:3.0f} ms, talks {1e3 * talks:3.0f} ms"
-        )
     passes = [record for record in timeline.records if record.kind in PASSES]
-    return timeline, max(record.end for record in passes) - min(record.start for record in passes)
+    start, end = min(record.start for record in passes), max(record.end for record in passes)
+    for rank in range(n_ranks):
+        mine = [record for record in timeline.records if record.rank == rank]
+        computes = sum(record.seconds for record in mine if record.kind in PASSES)
+        talks = sum(_overlap(record, start, end) for record in mine if record.kind == "communication")
+        spent = {"computes": computes, "waits": end - start - computes - talks, "talks": talks}
+        print(f"rank {rank}: " + ", ".join(f"{word} {1e3 * seconds:3.0f} ms" for word, seconds in spent.items()))
+    return timeline, end - start
+
+
+def _overlap(record: Record, start: float, end: float) -> float:
+    return max(0.0, min(record.end, end) - max(record.start, start))
 
 
 def _watched(rank: int, step: Callable[..., Any], kwargs: dict[str, Any]) -> Timeline:

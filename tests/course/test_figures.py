@@ -443,14 +443,6 @@ def test_16_the_saved_model_stands_beside_its_run():
     assert texts(axes) == ["0.50", "1.50"]
 
 
-def test_16_an_all_reduce_is_both_passes_of_the_ring():
-    ring, sent = ch16.ring_passes().axes
-    assert colours(ring) == RANK[:4]
-    adds, copies = [ACTIVITY["backward_weight"]] * 3, [ACTIVITY["forward"]] * 3
-    assert colours(sent) == adds + copies + adds + copies
-    assert [text for text in texts(sent) if "=" in text] == ["= 3/4", "= 3/4", "= 6/4"]
-
-
 # ------------------------------------------------------------------------------------------ lines and marks
 
 

@@ -212,7 +212,11 @@ def accuracy_over_rates(curves: dict[str, list[tuple[float, float]]], rates: lis
             figure = figures.accuracy_over_rates(curves, [0.025, 0.1, 0.4], "One worker")
     """
     figure, axes = draw.new_figure(title, width=7.2, height=3.6)
-    for (name, points), colour, nudge in zip(curves.items(), _COLOURS, (0, 0, -7, 7), strict=False):
+    lowest_first = sorted(curves, key=lambda name: curves[name][-1][0])
+    ends: dict[str, float] = {}  # where the names stand: at the ends of the lines, 0.06 apart at least
+    for below, name in zip([None, *lowest_first], lowest_first, strict=False):
+        ends[name] = max(curves[name][-1][0], ends[below] + 0.06 if below else 0.0)
+    for (name, points), colour in zip(curves.items(), _COLOURS, strict=False):
         means = [mean for mean, _ in points]
         low, high = ([mean + sign * spread for mean, spread in points] for sign in (-1, 1))
         axes.fill_between(rates, low, high, color=colour, alpha=0.18, linewidth=0)
@@ -220,9 +224,9 @@ def accuracy_over_rates(curves: dict[str, list[tuple[float, float]]], rates: lis
         best = max(range(len(rates)), key=means.__getitem__)
         axes.plot(rates[best], means[best], "o", color=colour, markersize=9)
         text = f"{name}: best {means[best]:.0%}"
-        draw.note(axes, text, (rates[-1], means[-1]), (8, nudge), colour, size=9.5)
+        draw.note(axes, text, (rates[-1], ends[name]), (8, 0), colour, size=9.5)
     draw.log_axis(axes, rates, base=2)
-    axes.set_xlim(rates[0] / 1.2, rates[-1] * (rates[-1] / rates[0]) ** 0.4)
+    axes.set_xlim(rates[0] / 1.2, rates[-1] * (rates[-1] / rates[0]) ** 0.34)
     axes.set_ylim(0, 0.8)
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.set_xlabel("learning rate", x=0.37)

@@ -1,11 +1,11 @@
-"""The figures of chapter 16: a product cut for ranks, copies that part, what each rank holds, and a ring."""
+"""The figures of chapter 16: a product cut for ranks, copies that part, and what each rank holds."""
 
 from __future__ import annotations
 
 from ignite_ddl.lab import draw
-from ignite_ddl.lab.draw import ACTIVITY, INK, RANK, on_any_page
+from ignite_ddl.lab.draw import ACTIVITY, RANK, on_any_page
 
-__all__ = ["cut_products", "held_blocks", "place", "ring_passes", "told_and_saved"]
+__all__ = ["cut_products", "held_blocks", "place", "told_and_saved"]
 
 ALT = {
     "products": "Two products X times W is Y, cut for four ranks. By columns: X whole on every rank, W and Y in four "
@@ -14,8 +14,6 @@ ALT = {
     "the sum, and a far higher one without it.",
     "blocks": "Two weights and two biases in blocks, by rank. linear1.weight, 16 by 8, and its bias are cut across, "
     "four rows a rank. linear2.weight, 8 by 16, is cut upright, four columns a rank. linear2.bias is whole everywhere.",
-    "ring": "Four ranks in a ring, each sends a quarter a step to the next. A reduce-scatter takes three quarters "
-    "that add, an all-gather three that copy, an all-reduce three of each.",
 }  # alternative texts of the chapter's figures
 
 
@@ -172,44 +170,4 @@ def told_and_saved(
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.legend(ncols=2, loc="upper right", frameon=False, fontsize=9)
-    return on_any_page(figure)
-
-
-def ring_passes() -> draw.Figure:
-    """Left a ring of four ranks, right what each sends of a tensor in a collective, part by part.
-
-    Returns:
-        the figure.
-
-    Examples:
-        .. code-block:: python
-
-            from ignite_ddl.course.figures import ch16 as figures
-
-            figure = figures.ring_passes()
-    """
-    title = "In a pass of the ring a rank sends 3/4 of the tensor; an all-reduce takes two"
-    figure, (left, right) = draw.new_drawing(title, width=7.4, height=2.3, columns=2, width_ratios=[1, 3])
-    corners = [(0, 0), (2, 0), (2, 2), (0, 2)]
-    for rank, (x, y) in enumerate(corners):
-        draw.tile(left, x - 0.45, y - 0.45, 0.9, 0.9, RANK[rank], f"rank {rank}", edge="none")
-        to_x, to_y = corners[(rank + 1) % 4]
-        part = 0.27
-        start = x + part * (to_x - x), y + part * (to_y - y)
-        draw.arrow(left, start, (to_x - part * (to_x - x), to_y - part * (to_y - y)), INK)
-    left.text(1, 1, "a quarter\na step", size=9, ha="center", va="center")
-    left.set_aspect("equal")
-    left.set_xlim(-0.7, 2.7)
-    left.set_ylim(2.6, -0.6)
-    adds, copies = ("add", ACTIVITY["backward_weight"]), ("copy", ACTIVITY["forward"])
-    rows = {"reduce-scatter": [adds], "all-gather": [copies], "all-reduce": [adds, copies]}
-    for row, (name, passes) in enumerate(rows.items()):
-        right.text(-0.15, row + 0.4, name, size=10, ha="right", va="center")
-        steps = [way for way in passes for _ in range(3)]
-        for place, (text, colour) in enumerate(steps):
-            draw.tile(right, place, row, 0.94, 0.8, colour, f"¼ {text}", edge="none")
-        right.text(len(steps) + 0.1, row + 0.4, f"= {len(steps)}/4", size=10, va="center")
-    draw.heading(right, "what each rank sends of the tensor")
-    right.set_xlim(-2.2, 7)
-    right.set_ylim(3, -0.2)
     return on_any_page(figure)

@@ -7,9 +7,10 @@ from ignite_ddl.lab.draw import ACTIVITY, INK, RANK, on_any_page
 
 __all__ = ["kept_by_rank", "step_by_microbatches", "two_steps", "unequal_stages"]
 
+TITLE = {"stages": "Four ranks, a stage each: forward goes down, backward comes up (simulated)"}
 ALT = {
-    "pieces": "Two simulated steps of four ranks. In one piece, one rank after the other works while three are idle, "
-    "96 time units. In 8 microbatches the ranks overlap and the step takes 33.",
+    "stages": "A simulated step of four ranks with one batch. Forward passes go down the rows, one after the other, "
+    "backward passes come up, and each rank is grey for three quarters of the step.",
     "by hand": "Measured passes of four ranks. Naive: a staircase down and up, mostly grey. GPipe with 8 "
     "microbatches: the ranks overlap, grey remains at the corners and in the middle, and the step is less than half "
     "as long.",
@@ -17,7 +18,7 @@ ALT = {
     "passes. 1F1B: after a short start each rank alternates one forward and one backward pass. Both steps are about "
     "equally long.",
     "kept": "Tensors that four ranks keep at most. GPipe: 40 on every rank. 1F1B: 20, 15, 10 and 5. GPipe, "
-    "recomputed: 8 on every rank. 1F1B, recomputed: 4, 3, 2 and 1.",
+    "recomputed: 8 on every rank. 1F1B, recomputed: 4, 3, 2 and 1. Recomputed, four more hatched on top.",
     "microbatches": "Step time against the number of microbatches, a line by the formula and measured marks above "
     "it: long at 1, shortest in the middle, longer again at 24.",
     "unequal": "Two simulated 1F1B steps of four ranks. Balanced by parameters, rank 3 is busy almost all the time, "
@@ -25,10 +26,6 @@ ALT = {
 }  # alternative texts of the chapter's figures
 
 _STEPS = {  # a title, and the names of the two panels
-    "pieces": (
-        "The same work takes 96 time units, or 33 (simulated)",
-        ("a batch in one piece", "the same batch in 8 microbatches"),
-    ),
     "by hand": ("Overlap fills most of the grey (measured, stated delays)", ("naive", "GPipe by hand, 8 microbatches")),
     "orders": ("Another order, about the same length (measured)", ("GPipe", "1F1B")),
 }
@@ -38,7 +35,7 @@ def two_steps(which: str, above: list, below: list) -> draw.Figure:
     """Two steps of a pipeline, one above the other.
 
     Args:
-        which: "pieces", "by hand" or "orders": of which section.
+        which: "by hand" or "orders": of which section.
         above: records of the first step.
         below: records of the second.
 
@@ -55,18 +52,21 @@ def two_steps(which: str, above: list, below: list) -> draw.Figure:
             figure = figures.two_steps("orders", gpipe, other)
     """
     title, names = _STEPS[which]
-    unit = {"unit": "time units"} if which == "pieces" else {}
-    return draw.schedules(dict(zip(names, (above, below), strict=True)), title, **unit)
+    return draw.schedules(dict(zip(names, (above, below), strict=True)), title)
 
 
 def kept_by_rank(
-    kept: dict[str, list[float]], title: str = "1F1B keeps fewer microbatches, recomputation less of each"
+    kept: dict[str, list[float]],
+    title: str = "1F1B keeps fewer microbatches, recomputation less of each",
+    back: dict[str, float] | None = None,
 ) -> draw.Figure:
     """What the ranks of a pipeline keep for backward at most: a panel a schedule, a bar a rank.
 
     Args:
         kept: name of a schedule, of two or more, to a number for each rank.
         title: the finding. Default: the chapter's.
+        back: name of a schedule to what comes back for the one microbatch that runs backward; hatched, on top.
+            Default: none.
 
     Returns:
         the figure; its panels share the upright axis, and each bar has its number above it.
@@ -83,7 +83,11 @@ def kept_by_rank(
     for panel, (name, bars) in zip(axes, kept.items(), strict=True):
         for rank, value in enumerate(bars):
             draw.bar(panel, rank, [(value, RANK[rank], "")], edgecolor=INK, linewidth=0.6)
-            draw.note(panel, f"{value:g}", (rank, value), (0, 3), ha="center", va="baseline", fontsize=9)
+            more = (back or {}).get(name, 0)
+            if more:
+                panel.bar(rank, more, bottom=value, width=0.8, fill=False, hatch="///", edgecolor=RANK[rank])
+            text = f"{value:g}+{more:g}" if more else f"{value:g}"
+            draw.note(panel, text, (rank, value + more), (0, 3), ha="center", va="baseline", fontsize=9)
         draw.heading(panel, name)
         panel.set_xticks(range(len(bars)), map(str, range(len(bars))))
         panel.set_xlabel("rank")
@@ -105,7 +109,7 @@ def step_by_microbatches(
         title: the finding. Default: the chapter's.
 
     Returns:
-        the figure; the axis of microbatches is logarithmic, and the fastest is named.
+        the figure; the axis of microbatches is logarithmic, and those within 4 % of the fastest are named.
 
     Examples:
         .. code-block:: python
@@ -128,7 +132,8 @@ def step_by_microbatches(
     draw.note(axes, "formula", (last, 1e3 * predicted[last]), (9, 0), blue, size=9.5)
     best = min(measured, key=lambda m: min(measured[m]))
     at = (best, 1e3 * min(measured[best]))
-    draw.note(axes, f"{best} are fastest", at, (0, -30), ha="center", va="top", **style)
+    alike = [str(m) for m in counts if min(measured[m]) <= 1.04 * min(measured[best])]
+    draw.note(axes, f"{' or '.join(alike)} are fastest", at, (0, -30), ha="center", va="top", **style)
     draw.log_axis(axes, counts, base=2)
     axes.set_xlim(0.9, 1.6 * last)
     axes.set_ylim(0, 1.08e3 * max(map(max, measured.values())))

@@ -16,6 +16,14 @@ def summed_twice():
     return {1: "Backward, each rank puts in a copy of the same gradient."}
 
 
+def saved_loss():
+    """How the loss of the model that rank 0 saves compares with the last one told, without the sum."""
+    return {
+        "equal": "The slices of ranks 1 to 3 have learned behind another first layer.",
+        "lower": "Who has trained the first layer that is saved?",
+    }
+
+
 def ratio(by_width):
     """How many times as many bytes as columns, then rows; by_width compares the layers' widths."""
     return {by_width: "So much wider is the sum; what else is sent?"}

@@ -31,9 +31,12 @@ def on_a_ring(in_four):
     return {2 * in_four: "A gather or a scatter is half of an all-reduce."}
 
 
-def different(of_alike):
-    """How many outputs differ where each rank draws its own; of_alike where all draw alike."""
-    return {of_alike: "And the dropout behind, where `y` is whole?"}
+def times():
+    """How many times the variance of independent draws the kept features have where all ranks draw alike."""
+    return {
+        1: "Are the draws of two ranks independent?",
+        16: "Four times as large, squared; but there are fewer draws.",
+    }
 
 
 def share(n_ranks):
