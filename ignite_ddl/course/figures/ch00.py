@@ -15,8 +15,8 @@ ALT = {
     "of every layer.",
     "numbers_sent": "Numbers sent against rows in the batch: cutting the batch stays at 90, cutting the model rises "
     "from 18 at 2 rows to 162 at 18 rows; at 10 rows both send 90.",
-    "course_map": "The 26 chapters in six lanes: start, Ignite's tools, data parallel, parameter server, model "
-    "parallel, all together. Chapters 00, 04, 09, 16, 18 and 20 are filled: the short route.",
+    "course_map": "The 29 chapters in seven lanes: start, Ignite's tools, data parallel, parameter server, model "
+    "parallel, all together, further. Chapters 00, 04, 09, 16, 18 and 20 are filled: the short route.",
 }  # alternative texts of the chapter's figures
 
 
@@ -126,6 +126,7 @@ LANES = {
     "Parameter server": {12: "server", 13: "staleness"},
     "Model parallel": {15: "splitting", 16: "tensor", 17: "transformer", 18: "pipeline", 19: "schedules"},
     "All together": {20: "hybrid", 21: "saving", 22: "failures", 23: "machines", 24: "planning", 25: "a GPT"},
+    "Further": {26: "talking less", 27: "context", 28: "experts"},
 }
 
 
