@@ -25,6 +25,6 @@ def steps(on_two, on_four):
     return {on_two: "One of the two sizes is a rank's.", on_four[::-1]: "Whose batch size is the global one?"}
 
 
-def seconds(waiting):
-    """After how many seconds the launcher ends, where the ranks wait so long."""
-    return {waiting: "So long the ranks wait. Then torchrun ends every process."}
+def seconds():
+    """After how many seconds ranks whose cable was cut raise."""
+    return {30 * 60: "So long without `group_timeout`, which says how long a rank waits."}
