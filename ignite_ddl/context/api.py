@@ -56,7 +56,7 @@ def ring_attention(
 
     Exact: the output and the gradients are those of ``torch.nn.functional.scaled_dot_product_attention`` on the full
     sequence, under autocast in its dtype. Keys and values visit each rank once in the forward pass and once, with
-    their gradients, in the backward pass; a rank never holds more than two parts of the sequence. Gradients of keys
+    their gradients, in the backward pass; a rank holds its own part, a visitor and one on the way. Gradients of keys
     and values travel in float32, or in float64 if the input is float64.
 
     Args:

@@ -11,7 +11,7 @@ ALT = {
     "steps_of_an_epoch": "Three bars of 6000 images, one a batch size. Batches of 120 cut it into 50 steps, of "
     "600 into 10, of 3000 into 2.",
     "over_batch_sizes": "Test accuracy after 12 epochs against batch size, three curves. At the same rate it "
-    "falls. Scaled, it holds at 120 and collapses at 600. Scaled and warmed up it nearly holds at 600.",
+    "falls. Scaled, it holds at 120 and collapses at 600. Scaled and warmed up it comes nearest at 600.",
     "steps_to_target": "Steps to 78 % against batch size, both logarithmic. From 24 to 120 the points for SGD and"
     " Adam fall along the line of perfect scaling; then they bend and are nearly level at 3000. A curve through "
     "two of SGD's points passes by the others.",
@@ -54,7 +54,9 @@ def steps_of_an_epoch(n_images: int, batch_sizes: tuple[int, ...]) -> draw.Figur
     return on_any_page(figure)
 
 
-def over_batch_sizes(curves: dict[str, dict[int, tuple[float, float]]], title: str, ylabel: str) -> draw.Figure:
+def over_batch_sizes(
+    curves: dict[str, dict[int, tuple[float, float]]], title: str, ylabel: str, lowest: float = 0.0
+) -> draw.Figure:
     """What becomes of a number as the batch grows: a labelled line a curve, with bars of two standard errors.
 
     Args:
@@ -62,6 +64,7 @@ def over_batch_sizes(curves: dict[str, dict[int, tuple[float, float]]], title: s
             bars.
         title: what the figure shows.
         ylabel: what the number is, with its unit.
+        lowest: where the vertical axis starts. Default: 0.
 
     Returns:
         the figure.
@@ -97,7 +100,7 @@ def over_batch_sizes(curves: dict[str, dict[int, tuple[float, float]]], title: s
         draw.note(axes, name, (where, points[where][0]), offset, colour, weight="normal", size=9.5, ha=ha, va=va)
     draw.log_axis(axes, sizes)
     axes.set_xlim(sizes[0] * 0.8, sizes[-1] * (sizes[-1] / sizes[0]) ** 0.45)
-    axes.set_ylim(0, 1)
+    axes.set_ylim(lowest, 1)
     axes.set_xlabel("batch size")
     axes.set_ylabel(ylabel)
     return on_any_page(figure)

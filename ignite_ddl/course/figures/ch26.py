@@ -73,8 +73,8 @@ def losses_of_rounds(panels: dict[str, dict[str, dict[int, tuple[float, float]]]
     figure, axes = draw.new_figure(title, width=7.6, height=3.4, columns=len(panels), sharex=True, sharey=True)
     for panel, (heading, lines) in zip(axes, panels.items(), strict=True):
         for points, colour in zip(lines.values(), _COLOURS, strict=False):
-            at, means = list(points), [mean for mean, _ in points.values()]
-            low, high = ([mean + sign * spread for mean, spread in points.values()] for sign in (-1, 1))
+            at, means = list(points), [mean for mean, *_ in points.values()]
+            low, high = ([mean + sign * spread for mean, spread, *_ in points.values()] for sign in (-1, 1))
             panel.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
             panel.plot(at, means, "o-", color=colour, linewidth=2, markersize=4)
             if panel is axes[-1]:
@@ -111,7 +111,7 @@ def left_out(
     figure, axes = draw.new_figure(title, width=7.2, height=2.5)
     axes.axvline(whole, color=INK, linewidth=1.2, linestyle="--")
     for row, (without, with_feedback) in enumerate(losses.values()):
-        for (mean, spread), colour in ((without, _RED), (with_feedback, _GREEN)):
+        for (mean, spread, *_), colour in ((without, _RED), (with_feedback, _GREEN)):
             axes.plot([mean - spread, mean + spread], [row, row], color=colour, linewidth=3, alpha=0.4)
             axes.plot(mean, row, "o", color=colour, markersize=9)
     draw.name_rows(axes, list(losses), bare=True)
