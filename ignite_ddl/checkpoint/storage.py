@@ -91,9 +91,40 @@ def write(
         OSError: on every rank, if any rank cannot write; what was written is removed.
         ValueError: if a rank does not see the folder, or ``content`` refuses what ranks have.
     """
+    with _removed_on_error() as begun:
+        _write(folder, shards, content, group, digests, outdated, begun)
+
+
+@contextlib.contextmanager
+def _removed_on_error() -> Iterator[list[Path]]:
+    """Of the temporary folders that are put on the list: also where the other ranks were never told of one."""
+    begun: list[Path] = []
+    try:
+        yield begun
+    except BaseException:
+        for path in begun:
+            with contextlib.suppress(OSError):
+                remove(path)
+        raise
+
+
+def _write(
+    folder: Path,
+    shards: Mapping[str, Shard],
+    content: Callable[[], dict[str, Any]],
+    group: dist.ProcessGroup | None,
+    digests: bool,
+    outdated: Sequence[str],
+    begun: list[Path],
+) -> None:
     state: dict[str, Any] = {}
-    first = is_alone(group) or dist.get_rank() == 0
-    saving = on_rank_0(lambda: state.update(content()) or begin(folder), group)
+
+    def start() -> Path:
+        state.update(content())
+        begun.append(begin(folder))
+        return begun[0]
+
+    saving = on_rank_0(start, group)
     writer = _Writer(saving, digests)
     try:
         with warnings.catch_warnings():
@@ -104,9 +135,6 @@ def write(
         state["digests"] = writer.digests
         on_rank_0(lambda: _complete(folder, saving, state, outdated), group)
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        if first:
-            with contextlib.suppress(OSError):
-                remove(saving)
         rank, cause = 0, error
         if isinstance(error, CheckpointException):
             rank, (cause, _) = next(iter(error.failures.items()))
