@@ -927,6 +927,17 @@ def test_an_exception_goes_before_the_last_write(tmp_path):
     assert isinstance(told.value.exception, KeyError)
 
 
+def test_a_folder_goes_too_if_the_other_ranks_were_never_told_of_it(tmp_path, monkeypatch):
+    def untold(function, group):
+        function()
+        raise OSError("no process group")
+
+    monkeypatch.setattr("ignite_ddl.checkpoint.storage.on_rank_0", untold)
+    with pytest.raises(OSError, match="no process group"):
+        ddl.Checkpoint({"model": nn.Linear(2, 2)}, tmp_path).save("one")
+    assert names_in(tmp_path) == []
+
+
 A_SCRIPT = """
 import atexit, os, sys
 import torch, ignite_ddl as ddl
