@@ -18,7 +18,6 @@ from ignite_ddl.course.figures import (
     ch09,
     ch10,
     ch11,
-    ch12,
     ch13,
     ch14,
     ch15,
@@ -426,13 +425,6 @@ def test_11_bars_add_up_to_the_step_and_say_the_share():
     )
     assert widths[1::2] == pytest.approx([1e3 * step.communication_seconds for step in steps])
     assert [text for text in texts(axes) if "%" in text] == ["14%", "17%", "23%"]
-
-
-def test_12_a_bar_is_as_long_as_its_share():
-    panels = {"even": [{"a": 6, "b": 4}, {"c": 10}], "uneven": [{"a": 18}, {"b": 1, "c": 1}]}
-    even, uneven = ch12.server_shares(panels, "One has it all").axes
-    assert [text for text in texts(even) + texts(uneven) if "%" in text] == ["50.0 %", "50.0 %", "90.0 %", "10.0 %"]
-    assert [box[3] for box in boxes(even)] == [30, 20, 50]
 
 
 def test_16_the_saved_model_stands_beside_its_run():

@@ -1,11 +1,11 @@
-"""The figures of chapter 12: the parameter server's step, its bytes and times, and what servers hold."""
+"""The figures of chapter 12: the parameter server's step, its bytes and times."""
 
 from __future__ import annotations
 
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, INK, RANK, on_any_page
 
-__all__ = ["by_workers", "server_scheme", "server_shares"]
+__all__ = ["by_workers", "server_scheme"]
 
 ALT = {
     "server_scheme": "A parameter server above, four workers in the middle, the data's node below. Arrows: "
@@ -17,9 +17,6 @@ ALT = {
     "by_workers": "Milliseconds of a step against 1 to 64 workers, both axes logarithmic. One server falls to its"
     " lowest at 4, then rises steeply. Two servers are lower and rise later. The ring falls to 16, below both, "
     "then rises slowly.",
-    "server_shares": "Two panels with two servers each. Four equal layers: each server holds 50.0 % of the bytes,"
-    " two layers each. Our network: server 0 holds 0.weight alone, 98.5 %, and server 1 the other three "
-    "parameters, 1.5 %.",
 }  # alternative texts of the chapter's figures
 
 
@@ -106,43 +103,4 @@ def by_workers(
     axes.set_xlabel("workers")
     axes.set_ylabel(ylabel)
     axes.text(0.02, 0.97, note, transform=axes.transAxes, fontsize=9, va="top")
-    return on_any_page(figure)
-
-
-def server_shares(panels: dict[str, list[dict[str, int]]], title: str) -> draw.Figure:
-    """What each server holds: a panel a model, a bar a server, cut into parameters, with its share of all bytes.
-
-    Args:
-        panels: name of a model, of two or more, to a list with a dict a server: parameter to bytes.
-        title: the finding.
-
-    Returns:
-        the figure.
-
-    Examples:
-        .. code-block:: python
-
-            from ignite_ddl.course.figures import ch12 as figures
-
-            panels = {"even": [{"a": 6, "b": 4}, {"c": 10}], "uneven": [{"a": 18}, {"b": 1, "c": 1}]}
-            figure = figures.server_shares(panels, "One has it all")
-    """
-    n_servers = max(len(servers) for servers in panels.values())
-    figure, axes = draw.new_figure(title, width=7.4, height=1.2 + 0.42 * n_servers, columns=len(panels))
-    shades = ACTIVITY["forward"], draw.pale(ACTIVITY["forward"], 0.62)
-    for panel, (name, servers) in zip(axes, panels.items(), strict=True):
-        total = sum(sum(share.values()) for share in servers)
-        for place, share in enumerate(servers):
-            left = 0.0
-            for index, (parameter, size) in enumerate(share.items()):
-                width = 100 * size / total
-                text = parameter if width >= 20 else ""
-                draw.tile(panel, left, place - 0.39, width, 0.78, shades[index % 2], text, edge="none")
-                left += width
-            panel.text(left + 2, place, f"{left:.1f} %", va="center", fontsize=9, weight="bold")
-        draw.heading(panel, name)
-        draw.name_rows(panel, [f"server {server}" for server in range(n_servers)], bare=True)
-        panel.set_xlim(0, 122)
-        panel.set_xticks([0, 50, 100])
-        panel.set_xlabel("% of the model's bytes")
     return on_any_page(figure)
