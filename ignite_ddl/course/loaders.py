@@ -57,6 +57,7 @@ def _of_one_loader(make: Callable) -> dict[str, Any]:
         ),
         "2 × 2, each rank its seed: tp peers have the same noise": _yes(mesh[0] == mesh[1]),
         "a stream of 18 rows, num_workers=2: rows read": together("stream"),
+        "one seed on all ranks, a worker each: different noises": len({tuple(noise) for noise in of("noise")}),
     }
 
 
@@ -91,6 +92,9 @@ def _on_rank(local_rank: int, make: Callable) -> dict[str, Any]:
     if local_rank == 0:
         next(iter(passes))
     found["after a look"] = {row for batch in passes for row in batch.tolist()}
+    torch.manual_seed(0)  # as scripts begin, alike on every rank
+    _, numbers = next(iter(make(_Noisy(), batch_size=8, shuffle=False, num_workers=4)))  # a worker for each rank
+    found["noise"] = numbers.tolist()
     return found
 
 

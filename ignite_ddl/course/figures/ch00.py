@@ -120,7 +120,7 @@ def numbers_sent(n_rows: list[int], sent: dict[str, list[int]]) -> draw.Figure:
 
 
 LANES = {
-    "Start": {0: "start here", 1: "CPU", 2: "GPU", 3: "TPU", 4: "training"},
+    "Start": {0: "start here", 1: "collectives", 2: "GPU", 3: "TPU", 4: "training"},
     "Ignite's tools": {5: "data loaders", 6: "toolbox", 7: "profiler", 8: "timer"},
     "Data parallel": {9: "all-reduce", 10: "DDP", 11: "big batches", 14: "sharded"},
     "Parameter server": {12: "server", 13: "staleness"},

@@ -68,7 +68,7 @@ def eager_and_lazy(operations: list[str], rows: list[int]) -> draw.Figure:
         axes.text(-0.3, top + 1.3, "device computes", ha="right", va="center", size=9)
     right = max(end, done)
     draw.arrow(axes, (0, 6.8), (right, 6.8), INK, linewidth=1)
-    axes.text(right, 7.15, "time", ha="right", va="center", size=9)
+    axes.text(right, 7.15, "time (a drawing, not measured)", ha="right", va="center", size=9)
     axes.set_xlim(-4.1, right + 0.2)
     axes.set_ylim(7.4, -0.9)
     return draw.on_any_page(figure)

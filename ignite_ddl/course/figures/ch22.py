@@ -1,4 +1,4 @@
-"""The figures of chapter 22: how a job fails, who stands in which call, and what failures cost at scale."""
+"""The figures of chapter 22: how a job fails, who waits in which call, and what failures cost at scale."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from ignite_ddl import HangReport
 from ignite_ddl.lab import cost, draw
 from ignite_ddl.lab.draw import ACTIVITY
 
-__all__ = ["lost_at_scale", "standing", "three_ways"]
+__all__ = ["hanging", "lost_at_scale", "three_ways"]
 
 ALT = {  # what the chapter's figures show, in words
     "three_ways": (
-        "Three ranks and five steps, three times. It ends: rank 1 dies after step 2, and all stop. It stands: rank "
+        "Three ranks and five steps, three times. It ends: rank 1 dies after step 2, and all stop. It hangs: rank "
         "1 does something else, ranks 0 and 2 wait in step 3. It goes on, wrong: rank 1's steps differ, and nobody "
         "says so."
     ),
-    "standing": (
-        "Rows of calls. Ranks 0 and 1 have finished four calls and stand in the fifth, all_reduce. Rank 2 has "
+    "hanging": (
+        "Rows of calls. Ranks 0 and 1 have finished four calls and wait in the fifth, all_reduce. Rank 2 has "
         "finished four and has returned."
     ),
     "lost_at_scale": (
@@ -28,7 +28,7 @@ RIGHT, WRONG, WAITS = ACTIVITY["compute"], ACTIVITY["backward_weight"], ACTIVITY
 
 
 def three_ways() -> draw.Figure:
-    """A job of three ranks and five steps that ends, one that stands, and one that goes on with wrong numbers.
+    """A job of three ranks and five steps that ends, one that hangs, and one that goes on with wrong numbers.
 
     Returns:
         the figure.
@@ -41,9 +41,9 @@ def three_ways() -> draw.Figure:
             figure = figures.three_ways()
     """
     figure, panels = draw.new_drawing(
-        "A job ends with an error, stands, or goes on with wrong numbers", width=7.0, height=2.1, columns=3
+        "A job ends with an error, hangs, or goes on with wrong numbers", width=7.0, height=2.1, columns=3
     )
-    for axes, name in zip(panels, ("it ends", "it stands", "it goes on, wrong"), strict=True):
+    for axes, name in zip(panels, ("it ends", "it hangs", "it goes on, wrong"), strict=True):
         draw.heading(axes, name)
         for rank in range(3):
             axes.text(-0.15, rank + 0.5, f"rank {rank}", size=9, ha="right", va="center")
@@ -51,7 +51,7 @@ def three_ways() -> draw.Figure:
                 colour, text, width = RIGHT, step + 1, 1
                 if name == "it ends" and step > 1:
                     continue
-                if name == "it stands" and step > 1:
+                if name == "it hangs" and step > 1:
                     if step > 2:
                         continue
                     width = 3
@@ -66,8 +66,8 @@ def three_ways() -> draw.Figure:
     return draw.on_any_page(figure)
 
 
-def standing(report: HangReport, title: str) -> draw.Figure:
-    """The calls of each rank on the group in which a job stands.
+def hanging(report: HangReport, title: str) -> draw.Figure:
+    """The calls of each rank on the group in which a job hangs.
 
     Args:
         report: of the job.
@@ -84,7 +84,7 @@ def standing(report: HangReport, title: str) -> draw.Figure:
             from ignite_ddl.diagnose import Call
 
             calls = Call(0, "barrier", 2, (0, 1), "", ("a.py", 1, "f")), Call(1, None, 1, (0, 1), "", None)
-            figure = figures.standing(ddl.HangReport(calls, (1,), ()), "Rank 1 has returned")
+            figure = figures.hanging(ddl.HangReport(calls, (1,), ()), "Rank 1 has returned")
     """
     figure, axes = draw.new_drawing(title, width=7.0, height=0.45 * len(report.calls) + 0.7)
     last = max(call.number for call in report.calls if call.number is not None)

@@ -16,6 +16,6 @@ def rank_0():
     return {10: "In the step it meets the others, in an all-reduce."}
 
 
-def late(with_shortest_step):
-    """The rank for which the others wait."""
-    return {with_shortest_step: "Its step is the shortest, but 20 ms are less than 60."}
+def accused(late):
+    """The rank with the shortest step; late is the one for which the others wait."""
+    return {late: "For that one they wait. But is its step shorter than the others'?"}

@@ -34,8 +34,8 @@ def best(counts):
 
 
 def layers(by_cost):
-    """The layers of each stage, balanced by parameters; by_cost are those balanced by work."""
-    return {tuple(by_cost): "That is by work. How many parameters has the embedding?"}
+    """The layers of the first stage, balanced by parameters; by_cost are those balanced by work."""
+    return {by_cost: "That is by work. How many parameters has the embedding?"}
 
 
 def fourteen():
