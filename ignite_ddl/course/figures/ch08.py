@@ -12,8 +12,8 @@ __all__ = ["shares", "step_times"]
 ALT = {
     "timeline": "Four rows with time to the right. Ranks 0, 1 and 3 compute for a short while and then wait for "
     "rank 2, which computes three times as long. Then all four communicate.",
-    "step_times": "A dot for each of 160 steps on a logarithmic axis. The first dot lies high above the others. "
-    "Half of those lie in a grey band, of which a narrower green one holds their median.",
+    "step_times": "A dot for each of 160 steps on a logarithmic axis. The first five are the warm-up. "
+    "Half of the others lie in a grey band, of which a narrower green one holds their median.",
     "shares": "A bar for each of four ranks, cut into compute, communication, idle and the rest, in percent of "
     "its time.",
 }  # alternative texts of the chapter's figures
@@ -48,17 +48,18 @@ def step_times(seconds: list[float], warm_up: int, interval: tuple[float, float]
     axes.axhspan(low, high, color=ACTIVITY["optimizer"], alpha=0.5, linewidth=0, zorder=0)
     axes.plot(range(1, warm_up + 1), milliseconds[:warm_up], "o", color=ACTIVITY["backward_weight"])
     axes.plot(range(warm_up + 1, n + 1), warm, "o", color=ACTIVITY["compute"], markersize=3)
-    draw.note(axes, "warm-up", (1, milliseconds[0]), (8, 0), color=ACTIVITY["backward_weight"], size=9)
+    highest = max(milliseconds[:warm_up])
+    draw.note(axes, "warm-up", (warm_up, highest), (4, 8), color=ACTIVITY["backward_weight"], size=9)
     at, style = (n + 0.5, median(warm)), {"size": 9, "weight": "bold"}
-    draw.note(axes, f"median {median(warm):.1f} ms,", at, (6, 18), color=ACTIVITY["optimizer"], **style)
-    draw.note(axes, f"in {low:.1f} to {high:.1f}", at, (6, 6), color=ACTIVITY["optimizer"], **style)
-    draw.note(axes, "half of the steps", at, (6, -8), color=INK, size=9)
-    draw.note(axes, f"in {quarter:.1f} to {three_quarters:.1f}", at, (6, -20), color=INK, size=9)
+    draw.note(axes, f"median {median(warm):.1f} ms,", at, (6, 30), color=ACTIVITY["optimizer"], **style)
+    draw.note(axes, f"in {low:.1f} to {high:.1f}", at, (6, 18), color=ACTIVITY["optimizer"], **style)
+    draw.note(axes, "half of the steps", at, (6, 4), color=INK, size=9)
+    draw.note(axes, f"in {quarter:.1f} to {three_quarters:.1f}", at, (6, -8), color=INK, size=9)
     axes.set_yscale("log")
     axes.set_xlim(0.5, n + 0.5)
-    axes.set_ylim(min(milliseconds) / 1.2, max(milliseconds) * 1.3)
+    axes.set_ylim(min(milliseconds) / 1.2, max(milliseconds) * 1.5)
     ticks = (tick * 10**power for power in range(-2, 5) for tick in (1, 1.5, 2, 3, 5, 7))
-    axes.set_yticks([tick for tick in ticks if min(milliseconds) / 1.2 < tick < max(milliseconds) * 1.3])
+    axes.set_yticks([tick for tick in ticks if min(milliseconds) / 1.2 < tick < max(milliseconds) * 1.5])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.set_xlabel("step")
