@@ -20,7 +20,7 @@ ALT = {
     "nearly all tokens, and others have vanished.",
     "balanced": "The same bands for three ways to balance: with the counts of each rank, with those of all, and with a "
     "bias. In all three, eight bands of about equal width.",
-    "dense": "A row of four dots for each of three dense layers: how far their test loss is above that of experts. At "
+    "dense": "A row of three dots for each of three dense layers: how far their test loss is above that of experts. At "
     "equal compute all are above zero, at either rate; with eight times the compute they are nearer to it.",
 }
 
