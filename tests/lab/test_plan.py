@@ -142,6 +142,15 @@ def test_published_memory_is_within_a_tenth():
     assert rows["405B on 16,384"].predicted().fits
 
 
+def test_published_runs_that_do_not_fit_by_our_count_are_known():
+    """Each is explained, or not, in published_since. With a pipeline, torch's buffers of messages are not counted."""
+    rows = [*published.ROWS, *published_since.ROWS]
+    plans = [(row.name, row.predicted()) for row in rows]
+    assert {name for name, one in plans if one.short > (one.memory["buffers"] if one.pp > 1 else 0)} == {
+        "530B on 640, ZeRO-3", "Qwen3 30B-A3B on 8 H100",
+    }  # fmt: skip
+
+
 def test_plans_that_cannot_be_told_apart_are_marked():
     found = published.ratios([*published.ROWS, *published_since.ROWS])
     assert len(found) == 167
