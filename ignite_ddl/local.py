@@ -182,7 +182,8 @@ class DiLoCo(LocalSGD):
     At the end of a round, ``old - average`` is the gradient of the weights ``old`` at its beginning, which the outer
     optimizer steps (Douillard et al. 2023, arXiv:2311.08105). SGD with rate 1 and no momentum is :class:`LocalSGD`.
     ``outer`` is the outer optimizer, once attached; a scheduler may set its rate. Its state and ``old`` take the memory
-    of two more copies of the weights, and go into checkpoints with this object.
+    of two more copies of the weights, and go into checkpoints with this object. All weights are averaged at once, while
+    training waits: fragments and overlap (Streaming DiLoCo) are in ``lab.simulate.local_rounds`` alone.
 
     Args:
         H: optimizer steps per round.

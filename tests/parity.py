@@ -43,6 +43,7 @@ from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
 from ignite_ddl import model as ddl_model
+from ignite_ddl.compat import quiet_redistribution
 from ignite_ddl.context import ring
 from ignite_ddl.course import CNN, GPT, MLP
 from ignite_ddl.course.gpt import Attention, Embedding, Head
@@ -692,7 +693,8 @@ def _draw_by_tp_rank(case, model):
 
 def whole(tensor):
     if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+        with quiet_redistribution():  # a line for each rank and weight would drown the table
+            tensor = tensor.full_tensor()
     return None if tensor is None else tensor.detach().clone()
 
 

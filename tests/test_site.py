@@ -91,6 +91,8 @@ for name in planner.MODELS:
     assert "e+" not in said["html"] and "-0.0" not in said["html"], said
     assert 'tensor_plan="auto"' in said["html"].replace("&quot;", '"'), said
     assert f"{name} on 1 A100" in planner.best(planner.START | {"model": name, "devices": 1, "dp": 1})["html"]
+found = planner.plans.plan(planner.MODELS["Mixtral 8x7B"], planner.Cluster(8, **planner.H100), 8)
+assert any(one.ep > 1 and not one.lacks for one in found)
 none = planner.best(planner.START | {"model": "Llama 3.1 405B", "devices": 1, "dp": 1})["html"]
 assert "0 of them fit. Those that lack the least memory first" in none, none
 """

@@ -42,7 +42,7 @@ START = {
 # As ignite_ddl.lab.draw.ACTIVITY, which needs matplotlib.
 COLOURS = {"forward": "#0072B2", "backward": "#E69F00", "backward_weight": "#D55E00"}
 PARTS = ["#0072B2", "#CC79A7", "#E69F00", "#009E73", "#8C8C8C", "#56B4E9", "#D55E00"]
-FORMULAS = "api/predict.html#ignite_ddl.lab.plan."  # of this page's folder
+FORMULAS, SIMULATOR = "api/predict.html#ignite_ddl.lab.plan.", "api/simulate.html#ignite_ddl.lab.simulate."
 
 
 def show(given: dict) -> dict:
@@ -94,9 +94,9 @@ def show(given: dict) -> dict:
         )  # fmt: skip
         fits = "it fits" if one.fits else f"<strong>{_number(one.short / 1e9)} GB are lacking</strong>"
         html += (
-            f"<p>Predicted: <b>{_number(total)} s</b> for {_many(one.batch, 'row')}, {one.tokens_per_second:,.0f} "
-            f"tokens per second, MFU {one.mfu:.0%}; of {cluster.memory / 1e9:.0f} GB on a device, {fits}. "
-            f"{UNSURE}</p>{_code(one)}"
+            f'<p><a href="{FORMULAS}Plan">Predicted</a>: <b>{_number(total)} s</b> for {_many(one.batch, "row")}, '
+            f"{one.tokens_per_second:,.0f} tokens per second, MFU {one.mfu:.0%}; of {cluster.memory / 1e9:.0f} GB on a "
+            f"device, {fits}. {UNSURE}</p>{_code(one)}"
         )
     else:
         html += f"<p>Simulated only: <code>lab.plan</code> predicts {', '.join(plans.SCHEDULES)}.</p>"
@@ -169,7 +169,8 @@ def _picture(step, schedule: str, pp: int) -> str:
     names = zip(COLOURS.items(), ("forward", "backward", "backward of weights"), strict=True)
     key = "".join(f'<span style="--c:{colour}">{name}</span>' for (_, colour), name in names)
     picture = f'<div class="ranks" role="img" aria-label="{words}">{"".join(lines)}</div>'
-    return f'{picture}<p class="key">{key}</p><p>{words}</p>'
+    linked = words.replace("simulated", f'<a href="{SIMULATOR}pipeline">simulated</a>')
+    return f'{picture}<p class="key">{key}</p><p>{linked}</p>'
 
 
 def _bar(title: str, parts: dict, unit: float, name: str, limit: float = 0) -> str:

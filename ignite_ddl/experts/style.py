@@ -39,7 +39,7 @@ class Experts(ParallelStyle):
     Args:
         tp: names of weights and the dim in which they are cut over tp, such that the sum over tp of what the parts
             return is what the whole returns: ``{"gate": 1, "up": 1, "down": 2}`` for ``ddl.MixtureOfExperts``.
-            Default: none.
+            A weight that holds two of these, as transformers' ``gate_up_proj``, is refused. Default: none.
 
     Examples:
         .. code-block:: python
@@ -89,6 +89,13 @@ class Experts(ParallelStyle):
                     f"Experts(tp=) should give names of weights a dim from 1 that tp={tp_size} divides, but given "
                     f"{weight!r}: {dim} for {name!r}, which has {has}"
                 )
+        cut = {weight: weights[weight].shape[dim] for weight, dim in self.tp.items()}
+        if len(set(cut.values())) > 1:
+            said = ", ".join(f"{weight} in {size}" for weight, size in cut.items())
+            raise ValueError(
+                f"Experts(tp=) should cut all weights of {name!r} between the same features, but given {said}: a "
+                "weight that holds gates and values is not cut right; leave tp= out, and tp peers compute whole experts"
+            )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = device_mesh.mesh_dim_names

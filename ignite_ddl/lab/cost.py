@@ -1071,7 +1071,8 @@ def activation_bytes(
     """Bytes of activations that one transformer layer keeps for backward, on each tensor-parallel rank.
 
     s b h (34 + 5 a s / h) on one rank; with tensor parallel s b h (10 + 24 / t + 5 a s / (h t)), with sequence
-    parallel 1 / t of the whole; selective recomputation drops the 5 a s / h, full recomputation keeps 2 s b h.
+    parallel 1 / t of the whole; selective recomputation drops the 5 a s / h, full recomputation keeps 2 s b h, the
+    input of the layer, of which sequence parallel leaves each rank 1 / t, too.
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023 (arXiv
     2205.05198), equation 1 and table 2. Assumes an MLP of width 4 h, attention that keeps its s x s matrices
     (FlashAttention does not: use "selective"), and that sequence parallel gathers again in backward, as Megatron-LM
@@ -1084,7 +1085,7 @@ def activation_bytes(
         heads: a.
         n_ranks: t, ranks that share a layer. Default: 1.
         sequence_parallel: whether norms and dropout are sharded over the sequence. Default: False.
-        recompute: "none" (default), "selective" (attention's core) or "full" (the layer; its input is kept whole).
+        recompute: "none" (default), "selective" (attention's core) or "full" (the layer; its input is kept).
         value_bytes: bytes per number. Default: 2, as in the paper; 4 in float32.
         mask_bytes: bytes per element of a dropout mask. Default: 1, as on a GPU; on a CPU torch keeps the mask in the
             dtype of the activations, so ``value_bytes``; 0 without dropout.
@@ -1104,7 +1105,7 @@ def activation_bytes(
     """
     sbh = sequence * batch_size * hidden
     if recompute == "full":
-        return value_bytes * sbh
+        return value_bytes * sbh / (n_ranks if sequence_parallel else 1)
     # What tensor parallel replicates: the inputs of norms, attention and MLP, and two masks.
     whole = (4 * value_bytes + 2 * mask_bytes) / (n_ranks if sequence_parallel else 1)
     scores = 0 if recompute == "selective" else (2 * value_bytes + mask_bytes) * heads * sequence / hidden

@@ -301,7 +301,7 @@ class Model:
         h, v, mask = self.width, self.value_bytes, self.mask_bytes
         tokens = rows * self.sequence / cp
         if recompute == "full":
-            return tokens * h * v
+            return tokens * h * v / (tp if self.sequence_parallel else 1)
         again = recompute == "pointwise"
         q, mlp = self.attention_width, self.mlp_values()
         between = 2 * h * v if again else 4 * h * v + 2 * h * mask

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from ignite_ddl.arguments import AMOUNT, COUNT, FLAG, POSITIVE, SHARE, TEXT, a, 
 from ignite_ddl.lab import cost
 from ignite_ddl.lab.cost import FITS, WHOLE, Link
 from ignite_ddl.lab.model import KERNELS, RECOMPUTE, Model
-from ignite_ddl.pipeline.schedules import divisors
+from ignite_ddl.pipeline.schedules import SCHEDULES as PIPELINES, divisors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -204,8 +202,12 @@ class Plan(NamedTuple):
             )
         if self.zero and self.dp_shard == 1 < self.dp:
             words.append("dp_shard should be more than 1 for ddl to shard, but is 1")
-        if self.ep > 1 and not _parallel_takes("ep"):
-            words.append(f"ep should be 1 for this version of ddl, but is {self.ep}")
+        if self.ep > 1 and self.zero and self.dp_shard < self.dp:
+            words.append(f"dp_shard should be dp={self.dp} beside ep={self.ep} for ddl, but is {self.dp_shard}")
+        if self.ep > 1 and self.pp > 1 and PIPELINES[self.schedule].split_backward:
+            words.append(
+                f"schedule should not split backward passes beside ep={self.ep} for ddl, but is {self.schedule!r}"
+            )
         return tuple(words)
 
     def arguments(self) -> dict[str, dict[str, Any]]:
@@ -262,16 +264,6 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         return table([self])
-
-
-@functools.cache
-def _parallel_takes(name: str) -> bool:
-    """Whether ``ddl.Parallel`` has an argument of that name; where there is no torch it has none."""
-    try:
-        parallel = importlib.import_module("ignite_ddl.launch.parallel").Parallel
-    except (ImportError, AttributeError):
-        return False
-    return name in inspect.signature(parallel.__init__).parameters
 
 
 _GIVEN = {"model": a("a plan.Model", Model), "cluster": a("a plan.Cluster", Cluster), "batch": WHOLE}
@@ -776,7 +768,8 @@ def table(plans: Sequence[Plan], n: int = 10) -> str:
         lines.append(
             f"{mesh:>14}  {schedule:<23} {f'{one.microbatches} × {rows}':>9} {zero:>6}  {again:<10} "
             f"{sum(one.memory.values()) / unit:>7.1f} {'' if one.fits else f'{one.short / unit:.1f}':>7} "
-            f"{close + f'{seconds:.3g}':>8} {one.mfu:>4.0%}{' *' if one.lacks else ''}"
+            f"{close + (f'{seconds:.3g}' if seconds < 999.5 else f'{seconds:,.0f}'):>8} {one.mfu:>4.0%}"
+            f"{' *' if one.lacks else ''}"
         )
     return "\n".join(lines)
 

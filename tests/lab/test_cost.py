@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -207,6 +208,7 @@ def test_activation_table_of_korthikanti():
     assert cost.activation_bytes(**parallel, recompute="selective") / sbh == 13
     assert cost.activation_bytes(**parallel, sequence_parallel=True, recompute="selective") / sbh == 34 / 8
     assert cost.activation_bytes(**parallel, recompute="full") / sbh == 2
+    assert cost.activation_bytes(**parallel, sequence_parallel=True, recompute="full") / sbh == 2 / 8
 
 
 @pytest.mark.parametrize(("dropout", "recompute"), [(0.0, "selective"), (0.1, "none")])
@@ -223,6 +225,33 @@ def test_activations_of_a_block_are_what_autograd_keeps(dropout, recompute):
     # Without dropout on a CPU attention keeps no s x s matrices; with it, all of them, and masks as numbers.
     predicted = cost.activation_bytes(**shape, value_bytes=4, mask_bytes=4 if dropout else 0)
     assert kept == pytest.approx(predicted, rel=0.01)
+
+
+def kept_by_recomputed_blocks(local_rank, sequence_parallel):
+    """Bytes on this rank, of two blocks less those of one."""
+    from torch.utils.checkpoint import checkpoint
+
+    from ignite_ddl.course import GPT
+    from ignite_ddl.lab import SavedBytes
+
+    kept = []
+    for n_blocks in (1, 2):
+        model = GPT(8, length=32, width=64, n_heads=4, n_blocks=n_blocks)
+        for n in range(n_blocks):
+            block = getattr(model, f"block{n}")
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        model = ddl.auto_model(model, GPT.sequence_plan if sequence_parallel else GPT.tensor_plan)
+        with SavedBytes(model) as saved:
+            _ = model(torch.arange(64).view(2, 32) % 8)  # alive, and what it keeps with it
+            kept.append(saved.now)
+    return kept[1] - kept[0]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_recomputed_block_keeps_this_ranks_part_of_its_input(sequence_parallel):
+    predicted = cost.activation_bytes(2, 32, 64, 4, 2, sequence_parallel, "full", value_bytes=4)
+    with ddl.Parallel("gloo", nproc_per_node=2, threads_per_rank=1, timeout=60, tp=2) as parallel:
+        assert parallel.run(kept_by_recomputed_blocks, sequence_parallel) == [predicted] * 2
 
 
 def test_tensor_parallel_is_four_all_reduces():

@@ -336,6 +336,18 @@ def test_a_checkpoint_inside_a_window_of_accumulation_is_of_its_ep(tmp_path):
 # --- refused
 
 
+class Fused(nn.Module):
+    """Experts as transformers has them: a contiguous cut of ``gate_up_proj`` leaves a rank gates without values."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 16, 6))
+        self.down_proj = nn.Parameter(torch.randn(4, 6, 8))
+
+    def forward(self, x, index, weights):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("words", "make", "plan", "mesh"),
     [
@@ -347,6 +359,12 @@ def test_a_checkpoint_inside_a_window_of_accumulation_is_of_its_ep(tmp_path):
         ("should cut each weight of '1.experts', gate, up, down", net, {"*.experts": ddl.Experts(tp={"up": 1})},
          {"tp": 2}),
         ("that tp=3 divides, but given 'gate': 1", net, CUT, {"tp": 3}),
+        (
+            "'1' between the same features, but given gate_up_proj in 16, down_proj in 8: .* leave tp= out",
+            lambda: nn.Sequential(nn.Linear(6, 6), Fused()),
+            {"1": ddl.Experts(tp={"gate_up_proj": 1, "down_proj": 2})},
+            {"tp": 2},
+        ),
         ("capacity_factor drops .* leave one of them out", lambda: net(capacity_factor=1.0), PLAN, {"cp": 2}),
         ("ep cannot be combined with dp_replicate", net, PLAN, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
     ],
