@@ -8,10 +8,13 @@ the model as it was   parameters added, replaced, re-typed or hooked, and under 
 values                weights that were not loaded                                        steps 1, 2, 4, 8, …
 same rows             tp, cp or pp peers with different rows                              steps 1, 2, 4, 8, …
 same modules          dp ranks that call different modules                                each step
+same steps            ranks that leave out a step of the optimizer                        each step
 same lengths          targets padded to other lengths on other ranks                      each step
 the whole model ran   a method called past the wrapper that reduces gradients             each step
 weights left out      DDP waits for gradients of weights that a rank did not use          each step
-rows alone            a model whose output for a row depends on other rows                 step 1
+rows alone            a model, or a stage, whose output for a row depends on other rows    step 1
+numbers kept          plain attributes that dp ranks computed from their own rows, and     steps 1, 2, 4, 8, …
+                      on which outputs depend
 tokens alone          over cp, a module that looks at other tokens, or counts positions   step 1; evaluators'
 same loss             tp peers that compute different losses                              steps 1, 2, 4, 8, …
 whole gradients       tp peers with other gradients of a replicated weight                until each weight had one
@@ -30,7 +33,11 @@ What cannot be seen, and differs from one process without an error:
   engine of its own, a metric such as ``Average`` of them, a maximum that a hook logs; under pp sums, norms and names of
   ``model.parameters()`` and ``model.state_dict()``, which are those of its stages;
 - an ``autograd.Function`` whose backward is not linear (a clamped gradient), since a rank's gradients are those of its
-  rows times the number of dp ranks; backward hooks of modules are asked;
+  rows times the number of dp ranks; backward hooks of modules and of tensors are asked;
+- a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on the padding;
+- hooks that a script gives to a pipeline itself, whose stages are called in its place;
+- numbers that a script draws for weights or gradients under pp, where each stage draws its own;
+- with ``loss_divisor="rows"``, a batch of a second loader that was read in another step than the one that trains on it;
 - a loss that is a mean over rows in steps 1, 2, 4, 8, … and another thing only between them;
 - a sequence as long as the batch, in targets with rows in dim 1;
 - initial values that a pipeline's stages draw after ``ddl.auto_model``, and a loop of your own whose ranks have unlike
@@ -39,8 +46,11 @@ What cannot be seen, and differs from one process without an error:
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import ignite.distributed as idist
@@ -57,12 +67,12 @@ from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import Divisor, LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline.structure import tensors_of
+from ignite_ddl.pipeline.structure import map_leaves, n_rows, tensors_of
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest
 from ignite_ddl.state import AS_MADE
 from ignite_ddl.tensor.gradients import ReplicatedWeights
-from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other
+from ignite_ddl.traceless import ROWS_DEPEND, numbers_kept, numbers_matter, rows_depend_on_each_other
 
 __all__ = [
     "N_SHAPES",
@@ -90,7 +100,8 @@ class Audit:
 
     def __init__(self, model: nn.Module, stages: Any, mesh: Mesh) -> None:
         self.model, self.stages, self.mesh = model, stages, mesh
-        self.step, self.again, self.first_x = 0, True, None
+        self.step, self.again, self.first_x, self.x, self.inputs = 0, True, None, None, None
+        self.hooks = contextlib.ExitStack()  # in steps that check hooks of tensors
         known = _remembered(model)
         foreign = known is None and not isinstance(model, DistributedDataParallel | FSDPModule)
         if foreign and mesh.dp_cp_size > 1 and any(p.requires_grad for p in model.parameters()):
@@ -122,21 +133,28 @@ class Audit:
         if rows is not None and self.mesh.pp_size > 1:
             _check_rows_are_in_dim_0(rows[0] or 1, x)
         self.first_x = x if self.step == 1 and self.mesh.dp_cp_size > 1 and self.mesh.pp_size == 1 else None
+        self.x = x if self.again and self.mesh.dp_size > 1 and self.mesh.pp_size == 1 else None
+        self.inputs = _note_inputs(self.stages) if self.step == 1 and self.mesh.pp_size > 1 else None
+        if self.again and self.mesh.dp_cp_size * self.mesh.pp_size > 1:
+            self.hooks.enter_context(_trying_tensor_hooks())
         if self.ran is not None:
             self.ran.said = False
         if self.step == 1:
             check_tokens_are_alone(self.model, self.stages, x)
         self.modules.begin()
 
-    def modules_called(self) -> list[float]:
-        """After the forward pass: for each pp rank, sums over dp of the digest of its modules and of its square."""
+    def told(self, updates: int) -> list[float]:
+        """After the forward pass: whether this rank has stepped the model before, how often, and the square of that;
+        and for each pp rank the digest of its modules and its square, to be summed over dp.
+        """
         digests = [0.0] * (2 * self.mesh.pp_size)
         digest = self.modules.digest()
         digests[2 * self.mesh.pp_rank : 2 * self.mesh.pp_rank + 2] = float(digest), float(digest**2)
-        return digests
+        return [float(updates > 0), float(updates), float(updates**2), *digests]
 
     def end(self, last: bool) -> None:
         """After the backward pass, before anything else is sent."""
+        self.hooks.close()
         if self.ran is not None and not self.ran.said:
             raise ValueError(
                 "the model should be called as a whole, model(x), but this step called only a method or a part of it, "
@@ -146,16 +164,33 @@ class Audit:
             self.modules.check_gradients()
         if self.first_x is not None:  # here, since all ranks have called the same modules
             x, self.first_x = self.first_x, None
-            _check_rows_are_alone(self.stages, x)
+            _check_rows_are_alone([(self.stages.forward_only, x, self.stages.local_stages())])
+        if self.x is not None:
+            x, self.x = self.x, None
+            _check_numbers_kept(self.stages, x, self.mesh)
+        if self.inputs is not None:
+            inputs, self.inputs = self.inputs, None
+            for _, _, handle in inputs:
+                handle.remove()
+            _check_rows_are_alone([(lambda rows, s=stage: s(*rows), of[0], [stage]) for stage, of, _ in inputs if of])
+            for stage, _, _ in inputs:
+                reshard(stage)
 
     def compare(self, summed: list[float], contract: LossContract) -> None:
-        """What was summed with the loss: :func:`shapes_of` and :meth:`modules_called`.
+        """What was summed with the loss: :func:`shapes_of` and :meth:`told`.
 
         Raises:
-            ValueError: on every rank, if dp ranks called different modules, or have targets of different lengths.
+            ValueError: on every rank, if dp ranks called different modules, or have targets of different lengths, or
+                some ranks have stepped less often than others.
         """
-        n, shapes, squares, pads = summed[:N_SHAPES]
-        digests = summed[N_SHAPES:]
+        n, shapes, squares, pads, stepping, updates, squared = summed[: N_SHAPES + 3]
+        digests = summed[N_SHAPES + 3 :]
+        if stepping * squared != updates**2:
+            raise ValueError(
+                "ranks should step the model alike, but some have left out a step that others have made: decide by a "
+                "number that all ranks have, such as the loss of ddl.forward_backward or what ddl.clip_grad_norm_ "
+                "returns, and not by this rank's own part of the model, of its gradients or of the rows"
+            )
         if any(
             self.mesh.dp_cp_size * square != digest**2
             for digest, square in zip(digests[::2], digests[1::2], strict=True)
@@ -190,19 +225,50 @@ def _try_backward_hooks(module: nn.Module) -> None:
 
             def tried(module: nn.Module, *grads: Any, hooks=hooks, key=key, hook=hook) -> Any:
                 hooks[key] = hook
-                made = hook(module, *grads)
-                if made is not None:
-                    twice = hook(module, *tree_map(lambda g: 2 * g if isinstance(g, torch.Tensor) else g, grads))
-                    pairs = zip(tree_leaves(made), tree_leaves(twice), strict=True)
-                    if not all(g is None or torch.allclose(2 * _local(g), _local(h)) for g, h in pairs):
-                        raise ValueError(
-                            f"a backward hook of a {type(module).__name__} should be linear in gradients (not clamp or "
-                            "normalise them), since on this mesh it gets those of a rank's rows or of a microbatch, "
-                            "times another factor: change p.grad between ddl.forward_backward and the optimizer's step"
-                        )
-                return made
+                return _linear(functools.partial(hook, module), grads, f"a {type(module).__name__}")
 
             hooks[key] = tried
+
+
+def _linear(hook: Any, grads: tuple, of: str) -> Any:
+    """What a backward hook makes of gradients, which has to be twice as much of gradients that are twice as large."""
+    kept = tree_map(lambda g: g.clone() if isinstance(g, torch.Tensor) else g, grads)  # it may change them in place
+    made = hook(*grads)
+    if made is not None or not _alike(grads, kept):
+        larger = tree_map(lambda g: 2 * g if isinstance(g, torch.Tensor) else g, kept)
+        finite = all(bool(_local(g).isfinite().all()) for g in tree_leaves(larger) if g is not None)
+        twice = hook(*larger)
+        changed, twice = (grads, larger) if made is None else (made, twice)
+        doubled = tree_map(lambda g: 2 * g if isinstance(g, torch.Tensor) else g, changed)
+        if finite and not _alike(doubled, twice, rtol=1e-5, atol=1e-8):
+            raise ValueError(
+                f"a backward hook of {of} should be linear in gradients (not clamp or normalise them), since on this "
+                "mesh it gets those of a rank's rows or of a microbatch, times another factor: change p.grad between "
+                "ddl.forward_backward and the optimizer's step"
+            )
+    return made
+
+
+def _alike(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> bool:
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+    return all(torch.allclose(_local(a), _local(b), rtol, atol, equal_nan=True) for a, b in pairs if a is not None)
+
+
+@contextlib.contextmanager
+def _trying_tensor_hooks() -> Iterator[None]:
+    """Inside, hooks that a forward pass gives to tensors are asked, too, but those of parameters, which were asked."""
+    register = torch.Tensor.register_hook
+
+    def tried(tensor: torch.Tensor, hook: Any) -> Any:
+        if isinstance(tensor, nn.Parameter) or not callable(hook):
+            return register(tensor, hook)
+        return register(tensor, lambda grad: _linear(hook, (grad,), f"a tensor of shape {tuple(tensor.shape)}"))
+
+    torch.Tensor.register_hook = tried
+    try:
+        yield
+    finally:
+        torch.Tensor.register_hook = register
 
 
 class _Ran:
@@ -240,12 +306,59 @@ def _check_same_loss(loss: torch.Tensor, mesh: Mesh) -> None:
         )
 
 
-def _check_rows_are_alone(stages: Any, x: Any) -> None:
-    depends = rows_depend_on_each_other(stages.forward_only, x, stages.local_stages())
-    found = torch.tensor(float(depends), device=idist.device())
+def _note_inputs(stages: Any) -> list[tuple[nn.Module, list[Any], Any]]:
+    """Keeps what each stage of this rank is given last: a microbatch, after those by which its schedule is set up."""
+
+    def note(stage: nn.Module) -> tuple[nn.Module, list[Any], Any]:
+        given: list[Any] = []
+
+        def hook(_: nn.Module, args: tuple) -> None:
+            given[:] = [map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, args)]
+
+        return stage, given, stage.register_forward_pre_hook(hook)
+
+    return [note(stage) for stage in stages.local_stages()]
+
+
+def _check_rows_are_alone(calls: list[tuple[Any, Any, list[nn.Module]]]) -> None:
+    depends = [rows_depend_on_each_other(*call) for call in calls]
+    found = torch.tensor(float(any(depends)), device=idist.device())
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     if found:
         raise ValueError(ROWS_DEPEND)
+
+
+def _check_numbers_kept(stages: Any, x: Any, mesh: Mesh) -> None:
+    """Raises a ValueError if modules keep other numbers on dp ranks, in plain attributes that their outputs depend on.
+
+    Buffers are compared by :func:`check_replicas`; what is only kept for a look, such as the last loss, may differ.
+    """
+    modules = [stages.plain_module()]
+    own = numbers_kept(modules, n_rows(x))
+    peers: list[dict[str, Any]] = [{} for _ in range(mesh.world_size)]
+    dist.all_gather_object(peers, {name: _told(value) for name, value in own.items()})
+    places = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
+    alike = [peers[mesh.rank_at(**(place | {"dp": 0}))] for place in places]
+    unlike = sorted({n for peer, of in zip(peers, alike, strict=True) for n in peer if n in of and peer[n] != of[n]})
+    if not unlike:
+        return
+    given = [[own.get(name) for name in unlike]]
+    dist.broadcast_object_list(given, src=dist.get_global_rank(mesh.dp_group, 0), group=mesh.dp_group)
+    numbers = {name: value for name, value in zip(unlike, given[0], strict=True) if name in own}
+    matters = numbers_matter(stages.forward_only, x, modules, numbers)
+    found = torch.tensor(float(matters), device=idist.device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    if found:
+        raise ValueError(
+            f"forward keeps {unlike[0]!r}, which differs between dp ranks, and its outputs depend on it: it is "
+            "computed from a rank's own rows; sum what it is computed from over ranks (torch.distributed.all_reduce in "
+            "forward), or keep it out of forward"
+        )
+
+
+def _told(value: Any) -> Any:
+    leaves = tree_leaves(value)
+    return [(tuple(leaf.shape), digest(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def check_tokens_are_alone(model: nn.Module, stages: Any, x: Any, again: bool = True) -> None:

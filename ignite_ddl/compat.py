@@ -14,6 +14,7 @@ file                                    what it uses
 ``traceless.py``                        ``_NormBase``, ``nn.Module._buffers``
 ``audit.py``                            ``nn.Module._parameters``, ``_modules``, ``Parameter._backward_hooks``
 ``guards.py``                           ``Parameter._backward_hooks``
+``pipeline/pipeline.py``                 ``Tensor._backward_hooks``
 ``step.py``                             ``torch._foreach_mul_``
 ``engine.py``                           Ignite's ``_prepare_batch``, the default of a public argument; of its Engine the
                                         order of handlers, ``_setup_dataloader_iter``, ``_dataloader_iter``,
@@ -361,6 +362,21 @@ def _refusing_parts(read: Callable) -> Callable:
         return read(tensor)
 
     return guarded
+
+
+def take_empty_lists() -> None:
+    """Lets torch's optimizers take a list without parameters: a stage may have none of those that they are to step."""
+    init = torch.optim.Optimizer.__init__
+    if hasattr(init, "_takes_empty_lists"):
+        return
+
+    @functools.wraps(init)
+    def taking(optimizer: torch.optim.Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
+        given = params if isinstance(params, torch.Tensor) else list(params) or [{"params": []}]
+        init(optimizer, given, *args, **kwargs)
+
+    taking._takes_empty_lists = True
+    torch.optim.Optimizer.__init__ = taking
 
 
 BELONGS_TO_A_MODEL = "_belongs_to_a_model"  # on a parameter of a model from ddl.auto_model, whose gradient is reduced

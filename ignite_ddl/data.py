@@ -36,6 +36,7 @@ from ignite_ddl.arguments import AMOUNT, COUNT, ENGINE, FLAG, FUNCTION, PROCESSE
 from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.context.sequence import shard_batch
 from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.pipeline.structure import n_rows, tensors_of
 
 __all__ = ["Pass", "ShardedDataLoader", "auto_dataloader", "part", "without_rows"]
 
@@ -116,15 +117,18 @@ def auto_dataloader(dataset: Dataset[Any] | _Rows, **kwargs: Unpack[LoaderOption
     Shuffling is the same on every rank and differs by epoch without ``set_epoch``. An epoch ends when an iterator
     returns its last batch; if iteration stops before, the next iterator has the same order. So a single rank may look
     at the first batch, provided that an epoch has more than one. Random samplers and transforms should use torch's
-    random stream, so that tp and pp peers get the same rows. An iterable dataset, and a sampler or a ``generator``
-    with a random state of its own, change state with every iterator: create iterators of these on all ranks.
+    random stream, so that tp and pp peers get the same rows. On a mesh with tp or pp, transforms draw from a
+    stream of the loader's own: other numbers than in one process, but with ``num_workers`` the same. An iterable
+    dataset, and a sampler or a ``generator`` with a random state of its own, change state with every iterator: create
+    iterators of these on all ranks.
 
     Args:
         dataset: a map-style or an iterable dataset. An iterable one is read entirely on each rank, with the same
             random numbers on all.
         kwargs: those of ``torch.utils.data.DataLoader``. ``batch_size`` is the global one, ``num_workers`` is
-            divided among the ranks of a machine, ``sampler`` and ``batch_sampler`` are those of one process and must
-            be finite: an epoch's batches are listed when it begins.
+            divided among the ranks of a machine (not for an iterable dataset, where each worker makes batches of its
+            own), ``sampler`` and ``batch_sampler`` are those of one process and must be finite: an epoch's batches are
+            listed when it begins.
 
     Returns:
         ShardedDataLoader: the loader; its ``rows`` are the numbers of rows of the current batch, here and in all.
@@ -176,7 +180,7 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
         if kwargs.get("sampler") is None and not isinstance(dataset, IterableDataset):
             check("dataset", dataset, a(DATASET.says, lambda value: len(value) >= 0))
     workers = kwargs.get("num_workers", 0)
-    if workers and idist.get_world_size() > 1:
+    if workers and idist.get_world_size() > 1 and not isinstance(dataset, IterableDataset):
         kwargs["num_workers"] = -(-workers // idist.get_nproc_per_node())
     kwargs.setdefault("pin_memory", idist.device().type == "cuda")
     drop_last = kwargs.pop("drop_last", False)
@@ -358,9 +362,29 @@ class Pass:
         if here == 0:
             self.filler, batch = batch, without_rows(batch)
         self.loader._rows, self.loader.filler = self.rows, self.filler
+        self.note()
         if self.reader is self.loader.loops:
             _note_loop(self.loader)
         return batch
+
+    def note(self) -> None:
+        """Notes that a step begins with this pass's batch."""
+        global _read_last
+        _read_last = weakref.ref(self)
+
+    def rows_in(self, x: Any) -> tuple[int, int | None]:
+        """The numbers of rows of what a step is given: of this pass's batch; if the step has read another loader since,
+        ``x`` may be of that, so its rows are counted, and None says that the others' have to be.
+        """
+        latest = _read_last and _read_last()
+        if latest is self:
+            return self.rows
+        here = n_rows(x)
+        if self.rows[0] == 0 and here == n_rows(self.filler):  # x may be the row that fills this pass's batch
+            pairs = zip(tensors_of(x), tensors_of(self.filler), strict=False)
+            if latest is None or latest.rows[0] != here or all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs):
+                here = 0
+        return here, None
 
     def position(self) -> dict[str, Any]:
         """Where it is, for the loader's ``state_dict``."""
@@ -446,6 +470,7 @@ class Pass:
         return shard_batch(batch), here, in_all
 
 
+_read_last: weakref.ref[Pass] | None = None  # that has given a batch last
 _UNEVEN: list[weakref.ref] = []  # the loader that a loop or a plain engine has read last, if ranks had unlike rows
 _watches = False
 

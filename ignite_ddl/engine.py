@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
 from ignite_ddl.audit import TOKENS_ALONE, check_same_rows, check_tokens_are_alone
+from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
 from ignite_ddl.data_parallel import local_round, refuse_in_a_round
@@ -82,6 +83,7 @@ class MeshEngine(Engine):
         self.rows: tuple[int, int] | None = None
         self.steps: dict[int, TrainingStep] = {}  # by id of the model
         self.weighted: list[nn.Module] = []  # models whose gradients of this batch are weighted by rows
+        self.updates, self.updated = 0, False  # batches after which a model was stepped; whether this is one
         self.resume: Any = None  # what was loaded, until the run goes on from there
         self._pass: Pass | None = None  # over the loader; also after the run, so that its position can be saved
         self._in_step, self._in_epoch, self._epoch_began = False, False, 0  # after which iteration
@@ -89,13 +91,17 @@ class MeshEngine(Engine):
     @staticmethod
     def _process(process_function: Callable, engine: MeshEngine, batch: Any) -> Any:
         batches = engine._dataloader_iter  # a handler may have read the same loader since
-        engine.rows = batches.rows if isinstance(batches, Pass) else None
+        engine.rows = None
+        if isinstance(batches, Pass):
+            engine.rows = batches.rows
+            batches.note()
         if get_mesh().cp_size > 1:
             if engine.rows is None:
                 raise ValueError(NOT_SHARED)
             if batches.whole is not None:
                 check_same_rows(get_mesh(), batches.whole, axes=("cp",))
         engine.weighted = []
+        engine.updates, engine.updated = engine.updates + engine.updated, False
         if get_mesh().world_size == 1:
             return process_function(engine, batch)
         with _refusing_unweighted_steps(engine):
@@ -213,6 +219,8 @@ def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
     def after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if _has_closure(args, kwargs):  # which has computed the gradients
             check(optimizer)
+        stepped = (p for group in optimizer.param_groups for p in group["params"])
+        engine.updated = engine.updated or any(hasattr(p, BELONGS_TO_A_MODEL) for p in stepped)
 
     handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
     try:
@@ -371,6 +379,7 @@ def create_supervised_trainer(
         _check_rows(x)
         scale = 1.0 if grad_scaler is None else float(grad_scaler.scale(torch.ones((), device=device)))
         n = gradient_accumulation_steps
+        step.updates = engine.updates
         y_pred, loss = step(engine.rows, x, y, loss_fn, loss_divisor, scale, last, n, autocast)
         engine.weighted += step.models
         if last:
@@ -463,8 +472,10 @@ def forward_backward(
     step = engine.steps.get(id(model))
     if step is None:
         step = engine.steps[id(model)] = TrainingStep(model)
-    autocast = autocast_for(amp_mode, idist.device())
-    output, loss = step(engine.rows, x, y, loss_fn, loss_divisor, scale, last, autocast=autocast)
+    autocast, batches = autocast_for(amp_mode, idist.device()), engine._dataloader_iter
+    step.updates = engine.updates
+    rows = batches.rows_in(x) if isinstance(batches, Pass) else engine.rows
+    output, loss = step(rows, x, y, loss_fn, loss_divisor, scale, last, autocast=autocast)
     engine.weighted += step.models
     return output, loss
 

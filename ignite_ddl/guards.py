@@ -35,6 +35,7 @@ __all__ = [
     "refuse_second_derivatives",
     "refuse_plain_names",
     "refuse_whole_states",
+    "take_names_of_ddp",
 ]
 
 THIS_WAS_IN = "This was in "
@@ -281,6 +282,14 @@ def refuse_plain_names(
             f"state has the names of the plain model, such as {names[0]!r}, but those of DDP's state dict begin with "
             "'module.': call ddl.load_full_state_dict(model, state) on every rank, which is right on any mesh"
         )
+
+
+def take_names_of_ddp(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook of a frozen model, such as a target network, which DDP does not wrap, unlike the model that it follows."""
+    wrapped = f"{prefix}module."
+    if not hasattr(model, "module"):
+        for name in [name for name in state if name.startswith(wrapped)]:
+            state[prefix + name.removeprefix(wrapped)] = state.pop(name)
 
 
 def refuse_copies(module: nn.Module) -> None:

@@ -278,6 +278,8 @@ class LossContract:
         sizes = [n_rows(y) if tensors_of(y) else n_rows(output) for output, y in pairs]
         output, y = (concatenated(parts, sizes) for parts in zip(*pairs, strict=True))
         n = sum(sizes)
+        if n == 0:  # of a loader of which this rank has got no rows
+            return False
         edges = sorted({0, max(1, n // 4), 2 * n // 3, n})
         parts = [(first, end) for first, end in itertools.pairwise(edges)]
         parts += [(0, 0)] * (3 - len(parts))  # the same number of calls on each rank

@@ -32,6 +32,7 @@ from ignite_ddl.guards import (
     refuse_ignites_checkpoint,
     refuse_plain_names,
     refuse_whole_states,
+    take_names_of_ddp,
 )
 from ignite_ddl.lazy import LazyLayers, materialize
 from ignite_ddl.mesh import Mesh, check_experts, get_mesh, sizes_alone
@@ -414,8 +415,10 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
     if layout.ddp is not None:
         mark_trained(model.parameters(), frozen_too=False)
         if not _trains(model):
+            model.register_load_state_dict_pre_hook(take_names_of_ddp)
             return model
         if isinstance(model, DistributedDataParallel):  # names as on every other mesh, without "module."
+            vars(model).update({k: m for k, m in model.module._modules.items() if not hasattr(model, k)})
             model.named_parameters, model.named_buffers = model.module.named_parameters, model.module.named_buffers
             model.register_load_state_dict_pre_hook(refuse_plain_names)
     else:
@@ -533,8 +536,7 @@ def auto_optim(optimizer: torch.optim.Optimizer, *, checks: bool = True) -> torc
 
     Args:
         optimizer: an optimizer of the parameters of the model that :func:`auto_model` returned. Under pp, a rank may
-            hold none of those that it steps: give it a group, ``SGD([{"params": parameters}])``, since torch refuses
-            an empty list.
+            hold none of those that it steps: it takes an empty list there.
         checks: whether to refuse an optimizer that does not do the same to parts of a model as to the whole, or of
             which that cannot be found out. Default: True.
 

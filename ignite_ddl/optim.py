@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,6 +46,13 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
     if dtensors:
         _step_each_kind_alone(optimizer)
     if mesh.pp_size > 1:
+        n = torch.tensor(len(parameters), device=idist.device())
+        dist.all_reduce(n, group=mesh.pp_group)
+        if not n:
+            raise ValueError(
+                "optimizer should hold parameters of the model, but holds none on any stage: choose some of "
+                "model.named_parameters(), whose names are those of the uncut model"
+            )
         optimizer.register_state_dict_post_hook(lambda _, state: PartOfAState(state))
     if dtensors or mesh.pp_size > 1:
         refuse_ignites_checkpoint(optimizer)

@@ -81,7 +81,7 @@ class ScaledOptimizer:
         for gradient in gradients:
             gradient.mul_(1 / scaler.get_scale())
         self.found = torch.zeros_like(found)
-        self.found.grad = torch.where(found > 0, math.inf, 0.0)
+        self.found.grad = torch.zeros_like(found).masked_fill_(found > 0, math.inf)  # whatever the default dtype
         self.param_groups = [{"params": [self.found]}]
         scaler.unscale_(self)
 

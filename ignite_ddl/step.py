@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.audit import N_SHAPES, Audit, shapes_of
-from ignite_ddl.compat import PartError, newest_node
+from ignite_ddl.compat import newest_node
 from ignite_ddl.data_parallel import LocalRound, gradient_sync, local_round
 from ignite_ddl.experts.balance import weighted
 from ignite_ddl.experts.routing import routers_of, update_biases
@@ -45,6 +45,7 @@ class TrainingStep:
     Attributes:
         open: whether gradients wait for another batch before the optimizer steps.
         models: the model, and others that the last loss depends on: their gradients are weighted by rows.
+        updates: the number of batches so far after which this rank has stepped a model.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class TrainingStep:
         self.audit = Audit(model, self.stages, self.mesh) if checks and self.mesh.world_size > 1 else None
         self.contracts: dict[Any, LossContract] = {}
         self.local, self.has_routers = local_round(model), bool(routers_of(model))
-        self.open, self.models = False, [model]
+        self.open, self.models, self.updates = False, [model], 0
         self.expected = self.counted = 0.0  # divisors of this window: as gradients are divided, and summed up
 
     def __call__(
         self,
-        rows: tuple[int, int] | None,
+        rows: tuple[int, int | None] | None,
         x: Any,
         y: Any,
         loss_fn: Callable[[Any, Any], torch.Tensor],
@@ -77,7 +78,8 @@ class TrainingStep:
         """Runs one batch forward and backward.
 
         Args:
-            rows: the numbers of rows of the batch here and on all dp ranks; None: the same number on each rank.
+            rows: the numbers of rows of the batch here and on all dp ranks, None if that has to be counted; None: the
+                same number on each rank.
             x: this dp rank's rows, the same on its tp and pp peers.
             y: their targets.
             loss_fn: takes the output and the targets of some rows, returns their loss.
@@ -105,9 +107,11 @@ class TrainingStep:
         weight, of_batch = self._weight(contract, rows, here, window)
         weight, of_batch = weight * scale / (window or 1), of_batch * scale / (window or 1)
 
+        empty = n_rows(x) == 0  # of a loader that gives this rank none
+
         def loss_of(output: Any, target: Any) -> torch.Tensor:
             since = newest_node()
-            loss = _loss(loss_fn, output, target, contract)
+            loss = _loss(loss_fn, output, target, contract, empty)
             if contract.looks:
                 contract.look(loss, output, target, since)
             return loss
@@ -146,7 +150,7 @@ class TrainingStep:
         return contract
 
     def _weight(
-        self, contract: LossContract, rows: tuple[int, int] | None, here: float | None, window: int | None
+        self, contract: LossContract, rows: tuple[int, int | None] | None, here: float | None, window: int | None
     ) -> tuple[float, float]:
         """The factors of this rank's loss with which the average over dp ranks is the loss of the global batch, and of
         losses that are those of the global batch already (of routers).
@@ -167,16 +171,17 @@ class TrainingStep:
             if not self.open or not self.expected:
                 self.counted, self.expected = 0.0, self.of_replica or 1.0
             return here * peers / (self.of_replica or 1.0 if window is None else self.expected), 1.0
-        dealt = contract.divisor.kind == "rows" and rows is not None and (window or contract.divisor.certain)
-        total = float(rows[1] * self.mesh.cp_size) if dealt else None
+        in_all = None if rows is None else rows[1]
+        dealt = contract.divisor.kind == "rows" and in_all is not None and (window or contract.divisor.certain)
+        total = float(in_all * self.mesh.cp_size) if dealt else None
         if total is None and (window is None or contract.density is None):
             total = self._over_dp(here)
-            contract.density = total / rows[1] if rows is not None else total
+            contract.density = total / in_all if in_all else total
         if window is None:
             return (here * dp / total if total else 0.0), 1.0
         if not self.open or not self.expected:
             self.counted = 0.0
-            self.expected = total if total is not None else contract.density * (rows[1] if rows is not None else 1)
+            self.expected = total if total is not None else contract.density * (in_all or 1)
         expected = self.expected or 1.0
         if total is None and self.has_routers:  # not for `expected`, which stages without routers have to have, too
             total = self._over_dp(here)
@@ -209,7 +214,7 @@ class TrainingStep:
         self,
         loss: torch.Tensor | None,
         here: float | None,
-        rows: tuple[int, int] | None,
+        rows: tuple[int, int | None] | None,
         y: Any,
         contract: LossContract,
     ) -> tuple[torch.Tensor, float, dist.Work | None]:
@@ -218,7 +223,7 @@ class TrainingStep:
         counted = float(not is_sum) if here is None else here
         if self.mesh.world_size == 1:
             return loss, counted, None
-        parts = [0.0, 0.0, 0.0, *([0.0] * N_SHAPES), *(self.audit.modules_called() if self.audit is not None else ())]
+        parts = [0.0, 0.0, 0.0, *([0.0] * N_SHAPES), *(self.audit.told(self.updates) if self.audit is not None else ())]
         empty = rows is not None and rows[0] == 0
         if loss is not None:
             parts[1] = counted
@@ -277,6 +282,11 @@ def _explained() -> Iterator[None]:
                 "ranks: call the layer that holds the weight instead of reading the weight off it, so that it is "
                 "gathered in time; or keep it whole, by shard=False or a tensor_plan without this layer"
             ) from error
+        if "is a view and is being modified inplace" in str(error) and get_mesh().tp_size > 1:
+            raise ValueError(
+                "a layer works in place (inplace=True) on what a layer that is cut over ranks has returned, which "
+                "torch refuses: give it inplace=False"
+            ) from error
         if "Expected to have finished reduction" in str(error):
             raise ValueError(
                 "model has weights that the previous step did not use, and DDP waits for their gradients: pass "
@@ -285,9 +295,17 @@ def _explained() -> Iterator[None]:
         raise
 
 
-def _loss(loss_fn: Callable, output: Any, y: Any, contract: LossContract) -> torch.Tensor:
+_IN_A_PIPELINE = (
+    "Under pp, loss_fn runs where the last stage is, with the output and the targets of a microbatch: what layers or "
+    "hooks of other stages keep is on other ranks, and the output does not depend on x there. Let the model return it, "
+    "or use a mesh without pp"
+)
+
+
+def _loss(loss_fn: Callable, output: Any, y: Any, contract: LossContract, empty: bool) -> torch.Tensor:
     """Calls the loss function; torch's own losses fail on cut logits, or return a DTensor."""
-    if callable(contract.divisor.kind) and contract.divisor.of(y) == 0:  # a mean of nothing is NaN
+    kind = contract.divisor.kind
+    if empty and kind != "sum" or callable(kind) and contract.divisor.of(y) == 0:  # a mean of nothing is NaN
         tensors = [tensor for tensor in tensors_of(output) if tensor.ndim and tensor.is_floating_point()]
         if not tensors and any(not tensor.isfinite().all() for tensor in tensors_of(output)):
             raise ValueError(
@@ -301,9 +319,11 @@ def _loss(loss_fn: Callable, output: Any, y: Any, contract: LossContract) -> tor
     )
     try:
         loss = loss_fn(output, y)
-    except (RuntimeError, PartError) as error:
+    except Exception as error:
         if "mixed torch.Tensor and DTensor" in str(error):
             raise ValueError(f"loss_fn should take what the model returns, but fails on a DTensor: {advice}") from error
+        if get_mesh().pp_size > 1:
+            error.add_note(_IN_A_PIPELINE)
         raise
     if isinstance(loss, DTensor):
         raise ValueError(f"loss_fn should return a plain tensor, but gave a DTensor, {loss.placements}: {advice}")

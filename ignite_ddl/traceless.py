@@ -13,12 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_leaves
 
-from ignite_ddl.pipeline.structure import n_rows, some_rows, tensors_of
+from ignite_ddl.pipeline.structure import map_leaves, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.random import random_stream
 
 __all__ = [
     "ROWS_DEPEND",
     "evaluating",
+    "numbers_kept",
+    "numbers_matter",
     "rows_depend_on_each_other",
     "rows_may_depend",
     "state_that_grows",
@@ -112,6 +114,38 @@ def state_that_grows(stages: Iterable[nn.Module], found: list[str]) -> Iterator[
     yield
     changed = [(name, of_module.changed()) for name, of_module in kept]
     found += [f"{name}.{attribute}".removeprefix(".") for name, attribute in changed if attribute is not None]
+
+
+def numbers_kept(stages: Iterable[nn.Module], n: int) -> dict[str, Any]:
+    """What modules keep in plain attributes and forward passes may read: numbers, and tensors without n rows."""
+    found = {}
+    for name, module in _modules(stages).items():
+        for attribute, value in vars(module).items():
+            leaves = [] if attribute in _OF_EACH_MODULE else tree_leaves(value)
+            plain = all(type(leaf) in (bool, int, float, complex, torch.Tensor) for leaf in leaves)
+            if leaves and plain and not any(isinstance(leaf, torch.Tensor) and n in leaf.shape for leaf in leaves):
+                found[f"{name}.{attribute}".removeprefix(".")] = map_leaves(_copied, value)
+    return found
+
+
+def numbers_matter(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], numbers: dict[str, Any]) -> bool:
+    """Whether outputs are others where modules keep these numbers instead of their own; two passes on every rank."""
+
+    def outputs(given: dict[str, Any]) -> list[torch.Tensor]:
+        with without_trace(stages):
+            for name, value in given.items():
+                module, _, attribute = name.rpartition(".")
+                setattr(_modules(stages)[module], attribute, map_leaves(_copied, value))
+            return [_local(output).clone() for output in tensors_of(run(x)) if output.is_floating_point()]
+
+    try:
+        with torch.no_grad():
+            own, other = outputs({}), outputs(numbers)
+    except Exception:
+        return False
+    return not all(
+        a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in zip(own, other, strict=False)
+    )
 
 
 @contextlib.contextmanager

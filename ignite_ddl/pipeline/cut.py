@@ -15,7 +15,16 @@ from torch import nn
 
 from ignite_ddl.pipeline.schedules import SCHEDULES, check_microbatches, stage_owners
 
-__all__ = ["Cut", "add_submodule", "balance", "check_trains", "cut_into_stages", "named_layers", "sequential"]
+__all__ = [
+    "Cut",
+    "add_submodule",
+    "balance",
+    "check_root_hooks",
+    "check_trains",
+    "cut_into_stages",
+    "named_layers",
+    "sequential",
+]
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -68,6 +77,13 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 f"model is a {kind}, an nn.Sequential with a forward of its own: say what its layers are, in order, "
                 "in an attribute pipeline_layers"
             )
+        own = [name for name, t in (*model._parameters.items(), *model._buffers.items()) if t is not None]
+        if own:
+            raise ValueError(
+                f"{kind} has {', '.join(own)} besides its layers, which no stage would hold under pp: put them "
+                "into layers"
+            )
+        _check_root(model, list(model._modules))
         return list(model._modules.items())  # named_children would skip a layer that occurs again
     names = list(names() if callable(names) else names)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -84,8 +100,51 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"{kind}.pipeline_layers leaves out {', '.join(left_out)}: no stage would hold them; put them into layers"
         )
     layers = [(name, modules[name]) for name in names]
+    _check_root(model, names)
     _check_sequential(model, layers)
     return layers
+
+
+_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+
+
+def check_root_hooks(model: nn.Module, name: str = "") -> None:
+    """Refuses hooks of a module that holds layers, which a pipeline calls in its place."""
+    found = next((kind for kind in _HOOKS if getattr(model, kind)), None)
+    if found is not None:
+        raise ValueError(
+            f"{repr(name) if name else 'the model'} has a {found.strip('_').removesuffix('s').replace('_', ' ')}, "
+            "which would not run under pp, where stages call the layers: register it on the first or the last layer"
+        )
+
+
+def _check_root(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuses what the model, and modules between it and its layers, do besides holding layers: hooks, and a
+    ``train`` that leaves some in evaluation mode.
+    """
+    holders = {"", *(".".join(name.split(".")[:i]) for name in names for i in range(1, name.count(".") + 1))} - {*names}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in sorted(holders):
+        check_root_hooks(modules[name], name)
+    if all("train" not in vars(modules[n]) and type(modules[n]).train is nn.Module.train for n in holders):
+        return
+    was = {module: module.training for module in model.modules()}
+    try:
+        for name in names:
+            modules[name].train()
+        alone = {module: module.training for module in was}
+        model.train()
+        left = next(
+            (name for name in modules if name not in holders and modules[name].training < alone[modules[name]]), None
+        )
+    finally:
+        for module, training in was.items():
+            module.training = training
+    if left is not None:
+        raise ValueError(
+            f"{type(model).__name__} has a train() of its own, which leaves {left!r} in evaluation mode, and which "
+            "nobody would call under pp, where stages hold the layers: give such a train() to the layer"
+        )
 
 
 def _check_sequential(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:

@@ -288,6 +288,8 @@ def _explained(schedule: str) -> Iterator[None]:
     except RuntimeError as error:
         if "failed to run forward" in str(error) and error.__cause__ is not None:
             raise error.__cause__ from None  # torch hides what a layer has raised behind the shapes of its input
+        if "Failed to run stage backward" in str(error) and isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None  # of a hook
         if SCHEDULES[schedule].split_backward and "backward through the graph a second time" in str(error):
             raise RuntimeError(
                 f"schedule={schedule!r} computes the gradients of weights separately from those of a stage's input, "

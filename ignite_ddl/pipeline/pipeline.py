@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ignite_ddl.compat import take_empty_lists
 from ignite_ddl.guards import PartOfAState, of_the_whole, refuse_pickling
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, add_submodule, named_layers, sequential
@@ -48,6 +49,7 @@ class Pipeline(nn.Module):
 
     def __init__(self, model: nn.Module, cut: Cut, mesh: Mesh, shard: bool = False, checks: bool = True) -> None:
         super().__init__()
+        take_empty_lists()
         # Private names, since layers are registered under names of the user's.
         self._cut, self._mesh = cut, mesh
         layers = dict(named_layers(model))
@@ -59,6 +61,8 @@ class Pipeline(nn.Module):
             stages[s] = stage = sequential(of_stage)
             for name, layer in of_stage:
                 add_submodule(self, name, layer)
+            if s > 0:
+                stage.register_forward_pre_hook(_without_hooks)
             if s > 0 and any(getattr(module, "inplace", False) for module in stage.modules()):
                 stage.register_forward_pre_hook(_copied)
         self._no_weights = [nn.Parameter(torch.empty(0))]  # in a list: not registered
@@ -167,6 +171,17 @@ class Pipeline(nn.Module):
         asking += [torch.zeros((), requires_grad=True)] if self.training else []
         return map_leaves(lambda leaf: _without_gradient(leaf, asking), output) if asking else output
 
+    def __getitem__(self, index: Any) -> Any:
+        """What an ``nn.Sequential`` has, and a rank with some of its layers has not.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "a pipeline cannot be indexed, since each rank has its own stages only: choose parameters from "
+            "model.named_parameters(), whose names are those of the uncut model"
+        )
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -206,6 +221,13 @@ def _copies_of_shared_layers(
         (name, copy.deepcopy(layer, memo) if any(id(m) in taken for m in layer.modules()) else layer)
         for name, layer in layers
     ]
+
+
+def _without_hooks(stage: nn.Module, inputs: tuple) -> None:
+    """torch receives each step's microbatches in the same leaves, which would keep the hooks of forward passes."""
+    for leaf in tensors_of(inputs):
+        if leaf.is_leaf and leaf._backward_hooks:
+            leaf._backward_hooks = None
 
 
 def _copied(stage: nn.Module, inputs: tuple) -> tuple:

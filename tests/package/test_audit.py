@@ -396,6 +396,8 @@ def test_a_layer_of_another_stage(local_rank):
     assert not hasattr(model, "nothing")
     with pytest.raises(ValueError, match=f"'{there}' is on pp rank {1 - local_rank}"):
         getattr(model, there)
+    with pytest.raises(ValueError, match="choose parameters from model.named_parameters"):
+        model[0].parameters()
 
 
 def plain_loop(local_rank, rows, weighs=False):
@@ -570,3 +572,122 @@ def _with_two_heads(y, local_rank):
     torch.manual_seed(0)
     trainer = trainer_of(ddl.auto_model(mlp()), two_heads)
     trainer.run(ddl.auto_dataloader(TensorDataset(X, y), batch_size=4))
+
+
+class Hooking(nn.Module):
+    """Gives its input's gradient a hook, as forward passes that clip gradients do."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.hook = hook
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(self.hook)
+        return x * 1.0
+
+
+def with_hook(hook):
+    return nn.Sequential(nn.Linear(8, 16), Hooking(hook), nn.Tanh(), nn.Linear(16, 4))
+
+
+def clamped_in_place(gradient):
+    gradient.clamp_(-1e-3, 1e-3)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_a_hook_of_a_tensor_that_is_not_linear_is_refused(axes):
+    assert_right(partial(trained, make=partial(with_hook, lambda g: 0.5 * g)), **axes)
+    assert_right(partial(trained, make=partial(with_hook, lambda g: None)), **axes)
+    for hook in (lambda g: g.clamp(-1e-3, 1e-3), lambda g: g / g.norm(), clamped_in_place):
+        refused(
+            partial(trained, make=partial(with_hook, hook)), "hook of a tensor of shape .* should be linear", **axes
+        )
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class AboveMedian(nn.Module):
+    def forward(self, x):
+        return x * (x > x.median())
+
+
+def centred(how=Centred):
+    return nn.Sequential(nn.Linear(8, 16), how(), nn.Tanh(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_rows_that_depend_on_each_other_are_refused(axes):
+    for how in (Centred, AboveMedian):
+        refused(partial(trained, make=partial(centred, how)), "depends on other rows of the batch", **axes)
+
+
+class Keeps(nn.Module):
+    """Keeps a mean in an attribute: for the output, or only to be looked at."""
+
+    def __init__(self, start, reads=True):
+        super().__init__()
+        self.mean, self.reads, self.rows = start, reads, None
+
+    def forward(self, x):
+        if self.training:
+            new = x.detach().mean() if isinstance(self.mean, torch.Tensor) else x.mean().item()
+            self.mean, self.rows = 0.9 * self.mean + 0.1 * new, x.detach()
+        return x - self.mean if self.reads else x * 1.0
+
+
+def keeping(start, reads=True):
+    return nn.Sequential(nn.Linear(8, 16), Keeps(start, reads), nn.Tanh(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_numbers_that_forward_keeps_of_a_ranks_own_rows(axes):
+    options = {"tensor_plan": {}} if "tp" in axes else {}
+    for start in (0.0, torch.zeros(())):
+        unlike = partial(trained, make=partial(keeping, start), **options)
+        refused(unlike, "forward keeps '1.mean', which differs between dp ranks", **axes)
+        assert_right(partial(trained, make=partial(keeping, start, reads=False), **options), **axes)
+
+
+def through_functional_call(model, x):
+    return torch.func.functional_call(model, {name: 1.5 * p for name, p in model.named_parameters()}, (x,))
+
+
+def test_functional_call_takes_the_names_of_the_uncut_model():
+    assert_right(partial(trained, model_fn=through_functional_call), dp=2)
+
+
+@on_each_rank(dp=2)
+def test_a_frozen_model_takes_the_state_of_the_one_that_it_follows(local_rank):
+    torch.manual_seed(0)
+    model, target = ddl.auto_model(mlp()), ddl.auto_model(mlp().requires_grad_(False))
+    assert not torch.equal(whole(model), whole(target))
+    target.load_state_dict(model.state_dict())  # its names begin with "module."
+    assert torch.equal(whole(model), whole(target))
+    target.load_state_dict(ddl.full_state_dict(target))
+
+
+def stepping_by(local_rank, whole_norm):
+    """Leaves out steps with large gradients, by their norm or by that of this rank's part."""
+    torch.manual_seed(0)
+    model = ddl.auto_model(mlp())
+    optimizer, losses = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1)), []
+
+    def update(engine, batch):
+        optimizer.zero_grad()
+        losses.append(ddl.forward_backward(engine, model, *batch, F.mse_loss)[1].item())
+        own = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+        norm = float(ddl.clip_grad_norm_(model, 1e6)) if whole_norm else own
+        if norm < 1.2:
+            optimizer.step()
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=4), max_epochs=3)
+    return losses, whole(model)
+
+
+def test_a_step_that_some_ranks_leave_out_is_refused():
+    assert_right(partial(stepping_by, whole_norm=True), pp=2)
+    refused(partial(stepping_by, whole_norm=False), "ranks should step the model alike", pp=2)

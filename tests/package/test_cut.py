@@ -41,11 +41,49 @@ class Residual(nn.Sequential):
         (lambda: names([]), "Net.pipeline_layers should name modules of the model, but names none"),
         (lambda: names(["embed", "blocks.0"]), "leaves out blocks.1.scale, .*head.bias: no stage would hold them"),
         (lambda: names(["embed", "blocks.0", "blocks.1", "head"], extra=True), "leaves out extra: no stage"),
+        (lambda: with_more(scale=nn.Parameter(torch.ones(1))), "Sequential has scale besides its layers"),
+        (lambda: hooked("register_forward_hook"), "the model has a forward hook, which would not run under pp"),
+        (lambda: hooked("register_full_backward_pre_hook"), "the model has a backward pre hook"),
+        (lambda: Frozen(nn.Linear(2, 2), nn.BatchNorm1d(2)), r"a train\(\) of its own, which leaves '1' in evaluation"),
     ],
 )  # fmt: skip
 def test_a_model_that_does_not_say_what_its_layers_are_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         pipeline_of(change(), mesh_of(2))
+
+
+def with_more(**parts):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    for name, part in parts.items():
+        setattr(model, name, part)
+    return model
+
+
+def hooked(register):
+    model = with_more()
+    getattr(model, register)(lambda *_: None)
+    return model
+
+
+class Frozen(nn.Sequential):
+    """Leaves its BatchNorm in evaluation mode, as fine-tuning does."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+class TalksOfTraining(nn.Sequential):
+    def train(self, mode=True):
+        self.said = mode
+        return super().train(mode)
+
+
+def test_a_train_of_its_own_that_changes_nothing_is_right():
+    model = TalksOfTraining(nn.Linear(2, 2), Frozen(nn.Tanh(), nn.BatchNorm1d(2)))  # the layer takes its own along
+    assert pipeline_of(model, mesh_of(2)) is not None
+    assert all(module.training for module in model.modules())
 
 
 def names(layers, extra=False):

@@ -1,5 +1,6 @@
 """What a loss divides by: known, declared, or checked until it is certain, for each loss and each model."""
 
+import itertools
 from dataclasses import dataclass
 from functools import partial
 
@@ -334,3 +335,31 @@ def test_accumulated_batches_are_one_large_batch(kind, axes):
     _, right = trained(0, **of, rows=22, epochs=3)
     for _, weights in on(partial(trained, **of, epochs=3, gradient_accumulation_steps=4), **axes):
         assert (weights - right).abs().max() <= 1e-12
+
+
+def with_another_loader(local_rank, rows, others, divisor, n=14):
+    """A step on a batch, and on one of a second loader, which ranks share otherwise."""
+    torch.manual_seed(0)
+    model = ddl.auto_model(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    second = ddl.auto_dataloader(TensorDataset(X[7:], Y[7:]), batch_size=others)
+    batches, losses = itertools.chain.from_iterable(itertools.repeat(second)), []  # epoch after epoch
+
+    def update(engine, batch):
+        x, y = next(batches)
+        optimizer.zero_grad()
+        ddl.forward_backward(engine, model, *batch, F.l1_loss, loss_divisor=divisor, last=False)
+        _, loss = ddl.forward_backward(engine, model, x, y, F.mse_loss, loss_divisor=divisor)
+        optimizer.step()
+        losses.append(loss.item())
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X[:n], Y[:n]), batch_size=rows), max_epochs=2)
+    return losses, torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+@pytest.mark.parametrize("divisor", [None, "rows"])
+@pytest.mark.parametrize(
+    ("rows", "others"), [(6, 3), (5, 4), (4, 1), (13, 1), (13, 4)], ids=str
+)  # 15 rows by 4: 1 in the end, which one rank does not have; 14 by 13: the same of the engine's
+def test_a_batch_of_another_loader_is_weighted_by_its_own_rows(rows, others, divisor):
+    assert_right(partial(with_another_loader, rows=rows, others=others, divisor=divisor), dp=2)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from ignite.engine import Events
 from ranks import on
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -700,3 +701,23 @@ def sparse_rows(local_rank):
 def test_sparse_embeddings_are_right_over_dp():
     for found in on(sparse_rows, dp=2):
         assert (found - sparse_rows(0)).abs().max() <= 1e-12
+
+
+def weights_by_name(local_rank, chosen="2"):
+    torch.manual_seed(0)
+    model = ddl.auto_model(mlp())
+    own = [p for name, p in model.named_parameters() if name.startswith(chosen)]
+    optimizer = ddl.auto_optim(torch.optim.AdamW(own, lr=0.1))
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss, max_norm=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: schedule.step())
+    data = torch.utils.data.TensorDataset(X, Y)
+    trainer.run(ddl.auto_dataloader(data, batch_size=5))
+    return torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+def test_an_optimizer_of_no_weight_of_this_stage():
+    for found in on(weights_by_name, pp=2):
+        assert (found - weights_by_name(0)).abs().max() <= 1e-12
+    with pytest.raises(ValueError, match="holds none on any stage"):
+        on(partial(weights_by_name, chosen="module.2"), pp=2)

@@ -172,3 +172,18 @@ def test_wrong_arguments():
     trainer = trainer_of(nn.Linear(24, 5).half(), F.cross_entropy, amp_mode="float16", scaler=True)
     with pytest.raises(ValueError, match="scaler is for float32 parameters"):
         trainer.run([(X, Y)])
+
+
+def scaled_in_float64(local_rank):
+    torch.set_default_dtype(torch.float64)
+    model = ddl.auto_model(nn.Linear(4, 2))
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss, amp_mode="float16", scaler=True)
+    x = torch.ones(8, 4)
+    x[5] = 1e308  # the second batch overflows
+    trainer.run(ddl.auto_dataloader(TensorDataset(x, torch.ones(8, 2)), batch_size=4))
+    return trainer.state.scaler.get_scale()
+
+
+def test_a_scaler_works_under_another_default_dtype():
+    assert on(scaled_in_float64, dp=2) == [2.0**15] * 2  # halved once
