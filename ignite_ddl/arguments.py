@@ -1,4 +1,4 @@
-"""What fits an argument: declared in a table beside each public function, and checked before it runs. Plain Python."""
+"""What fits each argument of a public function: declared in a table beside it, checked before it runs. Plain Python."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Fits(NamedTuple):
         return Fits(f"{self.says}, or {other.says}", either)
 
 
-class _More(ValueError):
-    """What is wrong besides; said after what was given."""
+class _Detail(ValueError):
+    """A detail that the error message adds after the given value."""
 
 
 def check(name: str, value: Any, fits: Fits) -> Any:
@@ -96,11 +96,11 @@ def check(name: str, value: Any, fits: Fits) -> Any:
     try:
         return fits.read(value)
     except Exception as error:
-        more = str(error) if isinstance(error, _More) else ""
+        more = str(error) if isinstance(error, _Detail) else ""
     raise ValueError(f"{name} should be {fits.says}, but given {shown(value)}{more}")
 
 
-def takes(*tables: Mapping[str, Fits], **own: Fits) -> Callable[[_Function], _Function]:
+def takes(*tables: Mapping[str, Fits], **fits: Fits) -> Callable[[_Function], _Function]:
     """Decorator of a function, or of a class for its ``__init__``: each argument that is given has to fit.
 
     An argument whose default is None may also be None. What is not declared is not checked. A keyword that the function
@@ -109,7 +109,7 @@ def takes(*tables: Mapping[str, Fits], **own: Fits) -> Callable[[_Function], _Fu
 
     Args:
         tables: names of arguments to what fits them, shared by several functions.
-        own: the same for this function alone.
+        fits: the same for this function alone.
 
     Examples:
         .. code-block:: python
@@ -126,7 +126,7 @@ def takes(*tables: Mapping[str, Fits], **own: Fits) -> Callable[[_Function], _Fu
             except ValueError as error:
                 assert str(error) == "rows should be a positive integer, but given 0.5"
     """
-    table = dict(itertools.chain(*(one.items() for one in tables), own.items()))
+    table = dict(itertools.chain(*(one.items() for one in tables), fits.items()))
 
     def decorate(function: _Function) -> _Function:
         if isinstance(function, type):
@@ -167,7 +167,7 @@ def _check_names(function: Callable, given: Mapping[str, Any], known: set[str], 
 
 
 def shown(value: Any) -> str:
-    """For a message: the value where its text is short, else what it is."""
+    """A value for a message: its text if that is short, else its type."""
     try:
         text = "" if isinstance(value, str | bytes) and len(value) > 100 else repr(value)
     except Exception:
@@ -177,7 +177,7 @@ def shown(value: Any) -> str:
 
 
 def a(says: str, fits: type | tuple[type, ...] | Callable[[Any], Any]) -> Fits:
-    """Objects of a class, or of which a function is true."""
+    """Objects of a class, or for which a function returns True."""
     is_class = isinstance(fits, type | tuple)
 
     def read(value: Any) -> Any:
@@ -214,7 +214,7 @@ def whole(least: int = 1, most: int = 2**63 - 1, *, floats: bool = False) -> Fit
         if n < least or getattr(value, "ndim", 0):
             raise ValueError
         if n > most:
-            raise _More(f"; the largest is {most:,}")
+            raise _Detail(f"; the largest is {most:,}")
         return n
 
     named = {1: "a positive integer", -(2**63): "an integer"}
@@ -231,7 +231,7 @@ def number(least: float = -sys.float_info.max, most: float = sys.float_info.max,
                 raise TypeError
             value = value if isinstance(value, int) and abs(value) < 2**63 else float(value)
         if not least <= value <= most or (above is not None and not value > above):
-            raise _More("" if math.isfinite(value) else ", which is not finite")
+            raise _Detail("" if math.isfinite(value) else ", which is not finite")
         return value
 
     if above is not None:
@@ -249,14 +249,14 @@ def seconds(longest: float = 1e9) -> Fits:
     def read(value: Any) -> float:
         value = positive.read(value.total_seconds() if isinstance(value, timedelta) else value)
         if value > longest:
-            raise _More(f"; the longest is {longest:g}")
+            raise _Detail(f"; the longest is {longest:g}")
         return float(value)
 
     return Fits("a positive number of seconds", read)
 
 
 COUNT, INTEGER = whole(), whole(-(2**63))
-WORLD = whole(most=10**6)  # where something is made for each of them
+WORLD = whole(most=10**6)  # something is made for each rank
 NUMBER, AMOUNT, POSITIVE, SHARE = number(), number(0), number(above=0), number(0, 1)
 SECONDS = seconds()
 
@@ -292,7 +292,7 @@ def one_of(*known: Any) -> Fits:
 
 
 def each(fits: Fits, says: str, least: int = 0, most: int = sys.maxsize - 1) -> Fits:
-    """Rows of what fits, lists and arrays too, as a list; neither texts, dicts nor sets, nor what never ends."""
+    """Sequences of what fits, arrays too, as a list; no strings, dicts, sets or endless iterators."""
 
     def read(value: Any) -> list[Any]:
         if isinstance(value, str | bytes | bytearray | Mapping | Set):
@@ -313,7 +313,7 @@ def or_none(fits: Fits) -> Fits:
 
 
 def _of_torch(says: str, name: str) -> Fits:
-    """Objects of a class of torch, which is loaded where there is one."""
+    """Objects of a class of torch; where one exists, torch is loaded."""
     return a(says, lambda value: isinstance(value, operator.attrgetter(name)(sys.modules["torch"])))
 
 

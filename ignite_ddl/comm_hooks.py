@@ -49,7 +49,7 @@ class CommState:
         group: the process group over which DDP averages; None: the world.
     """
 
-    of_a_rank = True  # read by checkpoints
+    is_per_rank = True  # read by checkpoints
 
     def __init__(self, rank: int, group: Any) -> None:
         # As early as DDP's buckets allow, and every matrix. The epsilon keeps gradients of zeros from becoming NaN.
@@ -76,8 +76,8 @@ class CommState:
             of_buckets.update({int(i): t.to(idist.device(), copy=True) for i, t in found.items()})
 
 
-def _one_after_the_other(state, bucket):  # DDP compares annotations with classes
-    """torch's PowerSGD calls further collectives in threads of gloo, which ranks would mix with others by chance."""
+def _powersgd_in_order(state, bucket):  # DDP compares annotations with classes
+    """Waits on gloo, whose threads start PowerSGD's later collectives in an order that may differ by rank."""
     future = power.powerSGD_hook(state, bucket)
     if bucket.buffer().device.type == "cpu":
         future.wait()
@@ -109,7 +109,7 @@ def register_comm_hook(model: nn.Module, hook: str | Callable[..., Any] | None, 
     state, function = None, _function(hook)
     if isinstance(function, str):
         state = model.comm_state = CommState(int(function.partition(":")[2]), mesh.dp_cp_group)
-        function = _one_after_the_other
+        function = _powersgd_in_order
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.register_comm_hook(state and state.power, function)
     return model

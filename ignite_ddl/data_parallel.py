@@ -1,5 +1,5 @@
-"""What data parallelism does with a module: torch's ``replicate`` or FSDP2, around each unit that is gathered alone;
-equal buffers, weights freed in time, gradients reduced when it is time; or nothing, in a round of local steps.
+"""Data parallelism of a module: torch's ``replicate``, or FSDP2 around each unit that is gathered by itself; buffers,
+and when gradients are reduced and weights freed. A round of local steps reduces nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ignite_ddl.guards import refuse_second_derivatives
 from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = [
-    "OWN_ROUNDS",
+    "LOCAL_ROUNDS",
     "LocalRound",
     "apply_data_parallel",
     "fully_shard",
@@ -35,20 +35,20 @@ __all__ = [
     "share_buffers",
 ]
 
-OWN_ROUNDS = "_trains_in_local_rounds"  # on a parameter
+LOCAL_ROUNDS = "_trains_in_local_rounds"  # on a parameter
 
 
 class LocalRound:
-    """The steps that dp ranks have made each for itself since their weights were equal: ``dp_sync="local"``.
+    """The local steps of dp ranks since their weights were equal, with ``dp_sync="local"``.
 
     Attributes:
         steps: their number, the same on every rank.
         counted: what this rank's losses divided by in these steps, such as rows.
-        ended_by: the ``ddl.LocalSGD`` that averages the weights; None if there is none yet.
+        averager: the ``ddl.LocalSGD`` that averages the weights; None if there is none yet.
     """
 
     def __init__(self) -> None:
-        self.steps, self.counted, self.ended_by = 0, 0.0, None
+        self.steps, self.counted, self.averager = 0, 0.0, None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
@@ -68,7 +68,7 @@ def refuse_in_a_round(model: nn.Module, what: str) -> None:
     if local is not None and local.steps and get_mesh().dp_size > 1:
         raise ValueError(
             f"{what} in the middle of a round of local steps (after {local.steps}), where each dp rank has weights of "
-            f"its own: do it where a round ends, or call {type(local.ended_by).__name__}.end_round on every rank first"
+            f"its own: do it where a round ends, or call {type(local.averager).__name__}.end_round on every rank first"
         )
 
 
@@ -95,13 +95,13 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, how: Mapping[str, Any] | 
     else:
         refuse_second_derivatives(module, type(module).__name__)
         fully_shard(module, mesh, how)
-    module.register_forward_pre_hook(_make_whole_weights, prepend=True)
-    if mesh.pp_size == 1:  # without a backward pass, FSDP2 keeps whole weights, which an optimizer made later would get
+    module.register_forward_pre_hook(_make_full_weights, prepend=True)
+    if mesh.pp_size == 1:  # without a backward pass, FSDP2 keeps full weights, which an optimizer made later would get
         module.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else reshard(root))
 
 
-def _make_whole_weights(root: nn.Module, *_: Any) -> None:
-    """FSDP2 makes whole weights once and fills them again: made in inference mode, they could never be trained."""
+def _make_full_weights(root: nn.Module, *_: Any) -> None:
+    """Makes FSDP2's full weights, which it reuses, outside of inference mode: they could not be trained otherwise."""
     if torch.is_inference_mode_enabled() and not unsharded_parameters(root):
         with torch.inference_mode(False):
             for module in root.modules():  # the root is the first, as FSDP2 demands
@@ -115,30 +115,30 @@ def fully_shard(module: nn.Module, mesh: Mesh, how: Mapping[str, Any]) -> None:
     for experts in experts_of(module):  # whose copies are fewer; dim 0 is cut already
         if not isinstance(experts, FSDPModule):
             fsdp.fully_shard(
-                experts, mesh=mesh.expert_mesh["edp"], shard_placement_fn=partial(_cut_again, mesh=mesh), **how
+                experts, mesh=mesh.expert_mesh["edp"], shard_placement_fn=partial(_shard_experts, mesh=mesh), **how
             )
-    for unit in [*_gathered_alone(module), module]:  # the last one has the remaining parameters
+    for unit in [*_fsdp_units(module), module]:  # the last one has the remaining parameters
         fsdp.fully_shard(unit, **{"mesh": mesh.dp_mesh, **how})
-    module._keeps_weights = not how["reshard_after_forward"] and mesh.pp_size == 1  # read by gradient_sync
+    module._keeps_gathered = not how["reshard_after_forward"] and mesh.pp_size == 1  # read by gradient_sync
 
 
-def _cut_again(weight: nn.Parameter, mesh: Mesh) -> Shard:
+def _shard_experts(weight: nn.Parameter, mesh: Mesh) -> Shard:
     return Shard(dim_to_shard(tuple(weight.to_local().shape), mesh.dp_cp_size // mesh.ep_size))
 
 
 _LISTS = nn.Sequential | nn.ModuleList | nn.ModuleDict
 
 
-def _gathered_alone(root: nn.Module) -> list[nn.Module]:
-    """The modules that FSDP2 gathers one at a time, by the rule that ``ddl.auto_model`` states."""
+def _fsdp_units(root: nn.Module) -> list[nn.Module]:
+    """The units that FSDP2 gathers one at a time, by the rule in ``ddl.auto_model``."""
     passed, units = [root], []
     for module in passed:  # the list grows meanwhile
         shapes = {child: tuple(p.shape for p in child.parameters()) for child in module.children()}
         alike = Counter(shapes.values() if isinstance(module, _LISTS) else ())
         for child in (child for child in shapes if shapes[child]):
             block = alike[shapes[child]] > 1 and not isinstance(child, _LISTS)
-            made_late = isinstance(child, FSDPModule)  # a lazy layer, already sharded
-            alone = _is_called(child) and (block or made_late or not _holds_layers(child))
+            is_lazy_layer = isinstance(child, FSDPModule)  # a lazy layer, already sharded
+            alone = _is_called(child) and (block or is_lazy_layer or not _holds_layers(child))
             known = units if alone else passed
             if child not in known:
                 known.append(child)
@@ -153,7 +153,7 @@ def _gathered_alone(root: nn.Module) -> list[nn.Module]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether it has a forward, before which FSDP2 gathers; who holds an nn.ParameterList reads its weights."""
+    """Whether it has a forward, before which FSDP2 gathers; an nn.ParameterList has none."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -170,7 +170,7 @@ def gradient_sync(stages: list[nn.Module], sync: bool) -> Iterator[None]:
                 stack.enter_context(stage.no_sync())
             elif isinstance(stage, FSDPModule):
                 stage.set_requires_gradient_sync(sync)
-                if getattr(stage, "_keeps_weights", False):  # until the optimizer steps
+                if getattr(stage, "_keeps_gathered", False):  # until the optimizer steps
                     stage.set_reshard_after_backward(sync)
                     stage._holds_weights = not sync
         yield

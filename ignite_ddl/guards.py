@@ -20,22 +20,22 @@ from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, gua
 from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = [
-    "PartOfAState",
+    "LocalStateDict",
     "advice_of",
     "check_handler",
     "check_layers",
     "check_optimizer",
     "check_parameter_hooks",
     "explain_errors",
-    "hand_on_attributes",
+    "copy_parameter_attributes",
     "mark_trained",
-    "of_the_whole",
+    "full_state_error",
     "refuse_copies",
     "refuse_ignites_checkpoint",
     "refuse_second_derivatives",
     "refuse_plain_names",
-    "refuse_whole_states",
-    "take_names_of_ddp",
+    "refuse_full_states",
+    "strip_ddp_prefix",
 ]
 
 THIS_WAS_IN = "This was in "
@@ -47,7 +47,7 @@ _TRAINED = "_of_auto_model"  # on a parameter of what auto_model returned on a m
 
 
 def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
-    """Refuses what torch cannot cut or replicate, before anything is sent; its own words name no cure."""
+    """Refuses what torch cannot cut or replicate, before anything is sent; its messages name no cure."""
     cut = (module for module in model.modules() if isinstance(module, DistributedDataParallel | FSDPModule))
     parts = (p for p in model.parameters() if isinstance(p, DTensor) or hasattr(p, PART_OF_A_MODEL))
     if next(cut, next(parts, None)) is not None:
@@ -143,11 +143,11 @@ def _is_linear(hook: Callable, parameter: nn.Parameter) -> bool:
     return True
 
 
-def hand_on_attributes(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+def copy_parameter_attributes(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
     """Copies attributes of replaced parameters to their replacements, and marks the replaced ones.
 
     Args:
-        before: the parameters of the whole model before it was cut, by name.
+        before: the parameters of the full model before it was cut, by name.
         model: the cut model.
     """
     after = dict(model.named_parameters(remove_duplicate=False))
@@ -206,7 +206,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
 # ------------------------------------------------------------------------------------------- the cut model
 
 
-def refuse_ignites_checkpoint(thing: nn.Module | torch.optim.Optimizer) -> None:
+def refuse_ignites_checkpoint(owner: nn.Module | torch.optim.Optimizer) -> None:
     """Ignite's Checkpoint would save this rank's shard and load it into every rank."""
 
     def refuse(*_: Any) -> None:
@@ -216,19 +216,19 @@ def refuse_ignites_checkpoint(thing: nn.Module | torch.optim.Optimizer) -> None:
                 "has the same arguments; or save ddl.full_state_dict(model), gathered on every rank"
             )
 
-    thing.register_state_dict_pre_hook(_Hook(refuse))
-    thing.register_load_state_dict_pre_hook(_Hook(refuse))
+    owner.register_state_dict_pre_hook(_Hook(refuse))
+    owner.register_load_state_dict_pre_hook(_Hook(refuse))
 
 
-def of_the_whole(name: str) -> ValueError:
-    """For a state dict of the whole model where this rank holds a part of it."""
+def full_state_error(name: str) -> ValueError:
+    """The error for a full state dict where this rank holds a part of the model."""
     return ValueError(
         f"state has {name!r} of the whole model, but this rank holds a part of it: call "
         "ddl.load_full_state_dict(model, state) on every rank"
     )
 
 
-class PartOfAState(OrderedDict):
+class LocalStateDict(OrderedDict):
     """A state dict of what this rank holds; pickling it is refused, copying it is not."""
 
     def items(self) -> Any:
@@ -243,13 +243,13 @@ class PartOfAState(OrderedDict):
         return OrderedDict.__reduce_ex__(plain, protocol)
 
 
-def refuse_whole_states(thing: nn.Module | torch.optim.Optimizer) -> None:
-    """Refuses to load the state of one process into this rank's part, where torch would fail in words of its own."""
+def refuse_full_states(owner: nn.Module | torch.optim.Optimizer) -> None:
+    """Refuses to load the state of one process into this rank's part, where torch's message names no cure."""
 
     def check_model(model: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if isinstance(parameter, DTensor) and not isinstance(state.get(name, parameter), DTensor):
-                raise of_the_whole(name)
+                raise full_state_error(name)
 
     def check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -265,10 +265,10 @@ def refuse_whole_states(thing: nn.Module | torch.optim.Optimizer) -> None:
                 "mesh: take ddl.Checkpoint, which loads an optimizer on any mesh"
             )
 
-    if isinstance(thing, nn.Module):
-        thing.register_load_state_dict_pre_hook(_Hook(check_model))
+    if isinstance(owner, nn.Module):
+        owner.register_load_state_dict_pre_hook(_Hook(check_model))
     else:
-        thing.register_load_state_dict_pre_hook(_Hook(check_optimizer))
+        owner.register_load_state_dict_pre_hook(_Hook(check_optimizer))
 
 
 def refuse_plain_names(
@@ -284,8 +284,8 @@ def refuse_plain_names(
         )
 
 
-def take_names_of_ddp(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A hook of a frozen model, such as a target network, which DDP does not wrap, unlike the model that it follows."""
+def strip_ddp_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Lets a frozen model (a target network), which DDP does not wrap, load the state of the one that DDP wraps."""
     wrapped = f"{prefix}module."
     if not hasattr(model, "module"):
         for name in [name for name in state if name.startswith(wrapped)]:
@@ -293,7 +293,7 @@ def take_names_of_ddp(model: nn.Module, state: dict[str, Any], prefix: str, *_: 
 
 
 def refuse_copies(module: nn.Module) -> None:
-    """torch's FSDP2 cannot be copied, as Ignite's EMAHandler does, and pickling it fails in torch's own words."""
+    """torch's FSDP2 cannot be copied, as Ignite's EMAHandler does, and pickling it fails with torch's message."""
 
     def refuse(*_: Any) -> None:
         raise ValueError(
@@ -308,9 +308,9 @@ def refuse_copies(module: nn.Module) -> None:
             type(part).__reduce_ex__ = _reduce_ex
 
 
-def _reduce_ex(thing: Any, protocol: Any) -> Any:
+def _reduce_ex(owner: Any, protocol: Any) -> Any:
     refuse_pickling()
-    return object.__reduce_ex__(thing, protocol)
+    return object.__reduce_ex__(owner, protocol)
 
 
 class _Hook:

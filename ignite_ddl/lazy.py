@@ -165,7 +165,7 @@ class LazyLayers:
         """
         if not self.lazies:
             return
-        with _stream_of_rank_0(mesh):
+        with _rank_0_stream(mesh):
             for lazy in self.lazies:
                 names = [name for name, m in self.model.named_modules(remove_duplicate=False) if m is lazy]
                 layer = lazy.build()
@@ -192,18 +192,18 @@ def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _stream_of_rank_0(mesh: Mesh) -> Iterator[None]:
+def _rank_0_stream(mesh: Mesh) -> Iterator[None]:
     """Draws from rank 0's random stream; a rank with another state gets its own state back afterwards."""
     if mesh.world_size == 1:
         yield
         return
-    own = torch.get_rng_state()
-    common = own.clone().to(idist.device())
+    state = torch.get_rng_state()
+    common = state.clone().to(idist.device())
     dist.broadcast(common, src=0)
     torch.set_rng_state(common.cpu())
     yield
-    if not torch.equal(common.cpu(), own):
-        torch.set_rng_state(own)
+    if not torch.equal(common.cpu(), state):
+        torch.set_rng_state(state)
 
 
 # ------------------------------------------------------------------------------------------- without weights

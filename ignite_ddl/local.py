@@ -66,7 +66,7 @@ class LocalSGD:
             assert first == second
     """
 
-    of_a_rank = True  # read by checkpoints
+    is_per_rank = True  # read by checkpoints
 
     @takes(H=COUNT)
     def __init__(self, H: int) -> None:
@@ -87,11 +87,11 @@ class LocalSGD:
         local = local_round(model)
         if local is None:
             raise ValueError('model should be made with ddl.auto_model(..., dp_sync="local"), but was made otherwise')
-        if local.ended_by is not None or self.round is not None:
+        if local.averager is not None or self.round is not None:
             raise ValueError("a model takes one ddl.LocalSGD or ddl.DiLoCo, which is for one model, but has been given")
         self.model, self.optimizer, self.round = model, optimizer, local
         self.trained = [p for p in model.parameters() if p.requires_grad]
-        local.ended_by = self
+        local.averager = self
         trainer.add_event_handler(Events.ITERATION_STARTED, self._begin)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._completed)
         trainer.add_event_handler(Events.COMPLETED | Events.TERMINATE, self.end_round)
@@ -112,14 +112,14 @@ class LocalSGD:
         if self.round is None or not self.round.steps:
             return
         averages = self.averages()
-        self._take({p: averages[id(p)] for p in self.trained})
+        self._apply_averages({p: averages[id(p)] for p in self.trained})
         for stage in stages_of(self.model).local_stages():
             share_buffers(stage, get_mesh())
         self.round.steps, self.round.counted = 0, 0.0
 
     _completed.runs_last = end_round.runs_last = -1  # before all others
 
-    def _take(self, averages: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    def _apply_averages(self, averages: Mapping[nn.Parameter, torch.Tensor]) -> None:
         for p, average in averages.items():
             p.copy_(average)
 
@@ -233,7 +233,7 @@ class DiLoCo(LocalSGD):
             for old, p in zip(self.old, self.trained, strict=True):
                 old.copy_(p)
 
-    def _take(self, averages: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    def _apply_averages(self, averages: Mapping[nn.Parameter, torch.Tensor]) -> None:
         for old, p in zip(self.old, self.trained, strict=True):
             old.grad = old - averages[p]
         self.outer.step()
@@ -275,7 +275,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(local: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """This rank's part as the parameter is: a DTensor, or itself."""
+    """This rank's part as the parameter's type: a DTensor, or a plain tensor."""
     if not isinstance(p, DTensor) or local.shape != _local(p).shape:
         return local
     return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())

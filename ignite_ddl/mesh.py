@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ignite_ddl.arguments import COUNT, Fits, check, one_of, takes, whole
 from ignite_ddl.compat import flattened, quiet_warnings, wait_as_the_world
 
-__all__ = ["Mesh", "check_experts", "check_mesh", "get_mesh", "initialize_mesh", "sizes_alone"]
+__all__ = ["Mesh", "check_experts", "check_mesh", "get_mesh", "initialize_mesh", "sizes_without_world"]
 
 AXES = ("pp", "dp", "tp")  # outermost first
 GRID = ("pp", "dp", "cp", "tp")  # as ranks are numbered
@@ -118,10 +118,10 @@ def check_experts(sizes: Mapping[str, int], ep: int) -> int:
     return ep
 
 
-def sizes_alone(
+def sizes_without_world(
     dp: int | None, pp: int, tp: int, dp_replicate: int | None = None, dp_shard: int | None = None, cp: int = 1
 ) -> dict[str, int]:
-    """:func:`check_mesh` where the axes say how many ranks there are."""
+    """:func:`check_mesh` without a world, whose size is the product of the axes."""
     dp = dp or (dp_replicate or 1) * (dp_shard or 1)
     return check_mesh(dp * pp * cp * tp, dp, pp, tp, dp_replicate, dp_shard, cp)
 
@@ -190,9 +190,9 @@ class Mesh:
     @property
     def dp_cp_ranks(self) -> list[int]:
         """The global ranks of :attr:`dp_cp_group`, in its order."""
-        here = self.coordinates(self.rank)
+        position = self.coordinates(self.rank)
         places = itertools.product(range(self.dp_size), range(self.cp_size))
-        return [self.rank_at(here["pp"], dp, here["tp"], cp) for dp, cp in places]
+        return [self.rank_at(position["pp"], dp, position["tp"], cp) for dp, cp in places]
 
     @property
     def dp_mesh(self) -> DeviceMesh:

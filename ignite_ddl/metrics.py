@@ -140,7 +140,7 @@ def _view(mesh: Mesh, ranks: Sequence[int] | None = None) -> Iterator[None]:
 
 
 def on_this_rank(owner: Any, handler: Callable) -> Callable:
-    """A method of Ignite's that sums over the world what every rank has alike: here it sees this rank alone."""
+    """Wraps a method of Ignite that sums over the world what all ranks have in common: it sees a world of one rank."""
 
     @functools.wraps(handler)
     def alone(*args: Any, **kwargs: Any) -> Any:
@@ -190,7 +190,7 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     def update(output: Any) -> None:
         nonlocal had_rows
         if compares_rows:
-            output = _of_all_ranks(output)
+            output = _gather_rows(output)
         empty = counts_rows and _without_rows(output)
         if batches is not None:
             batches.note(output, empty)
@@ -305,8 +305,8 @@ def _batches_of(metric: Metric) -> _Batches | None:
 _COMPARE_ROWS = HSIC, MaximumMeanDiscrepancy  # those of a batch with each other; the mean over batches counts
 
 
-def _of_all_ranks(output: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The rows of a batch, of which each dp rank has a part, or all: with a loader that does not deal them."""
+def _gather_rows(output: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """All rows of a batch: gathered over dp, or as they are if every dp rank has all (a loader that does not shard)."""
     ranks = idist_utils.get_world_size()
     gathered = [idist_utils.all_gather(tensor.detach()) for tensor in output] if ranks > 1 else output
     copies = [torch.cat([tensor.detach()] * ranks) for tensor in output]

@@ -19,23 +19,23 @@ from ignite_ddl.arguments import AMOUNTS, COUNT, FLAG, MODULE, OPTIMIZER, WORLD,
 from ignite_ddl.audit import TOKENS_ALONE, remember
 from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over
-from ignite_ddl.data_parallel import OWN_ROUNDS, LocalRound, apply_data_parallel, fully_shard
+from ignite_ddl.data_parallel import LOCAL_ROUNDS, LocalRound, apply_data_parallel, fully_shard
 from ignite_ddl.experts.routing import routers_of
 from ignite_ddl.experts.style import Experts, apply_experts, check_experts_of, check_shards
 from ignite_ddl.guards import (
     check_layers,
     check_optimizer,
     check_parameter_hooks,
-    hand_on_attributes,
+    copy_parameter_attributes,
     mark_trained,
     refuse_copies,
+    refuse_full_states,
     refuse_ignites_checkpoint,
     refuse_plain_names,
-    refuse_whole_states,
-    take_names_of_ddp,
+    strip_ddp_prefix,
 )
 from ignite_ddl.lazy import LazyLayers, materialize
-from ignite_ddl.mesh import Mesh, check_experts, get_mesh, sizes_alone
+from ignite_ddl.mesh import Mesh, check_experts, get_mesh, sizes_without_world
 from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages
@@ -201,7 +201,7 @@ def auto_model(
 
 @dataclass
 class _Layout:
-    """What the first phase has decided, for the others."""
+    """The decisions of the first phase, for the others."""
 
     mesh: Mesh
     styles: dict[str, ParallelStyle]
@@ -217,8 +217,8 @@ class _Layout:
         """The number of this rank's stages that hold the module of that name."""
         if self.cut is None:
             return 1
-        own = (self.cut.layers[stage] for stage in self.cut.stages_of(self.mesh.pp_rank))
-        return sum(any(f"{name}.".startswith(f"{layer}.") for layer in layers) for layers in own)
+        layer_names = (self.cut.layers[stage] for stage in self.cut.stages_of(self.mesh.pp_rank))
+        return sum(any(f"{name}.".startswith(f"{layer}.") for layer in layers) for layers in layer_names)
 
 
 def _check(
@@ -255,7 +255,7 @@ def _check(
         with LazyLayers(model).shapes_only():
             check_shards(dict(model.named_modules(remove_duplicate=False)), styles, mesh)
     _check_routers(model, mesh.dp_size, mesh.cp_size, cut, local, mesh.ep_size)
-    how = _for_fsdp(mesh, shard, *fsdp) | ({"mesh": mesh.device_mesh["dp_shard"]} if local and shard else {})
+    how = _fsdp_arguments(mesh, shard, *fsdp) | ({"mesh": mesh.device_mesh["dp_shard"]} if local and shard else {})
     return _Layout(mesh, styles, cut, shard, how, checks, ddp if by_ddp else None, local, comm_hook)
 
 
@@ -271,7 +271,7 @@ def _shards(mesh: Mesh, shard: bool | None) -> bool:
     return mesh.dp_shard_size > 1
 
 
-def _for_fsdp(
+def _fsdp_arguments(
     mesh: Mesh, shard: bool, mp_policy: MixedPrecisionPolicy | None, reshard: bool | None, offload: bool
 ) -> dict[str, Any]:
     """The arguments of torch's ``fully_shard``."""
@@ -318,7 +318,7 @@ def _check_cut(
 
 
 def _check_routers(model: nn.Module, dp_size: int, cp_size: int, cut: Cut | None, local: bool, ep_size: int) -> None:
-    """Refuses where the batch of a router, or its order, would not be that of one process."""
+    """Refuses a mesh on which a router's batch, or its order, would not be that of one process."""
     routers = routers_of(model)
     if cp_size > 1 and any(router.capacity_factor is not None for router in routers):
         raise ValueError(
@@ -366,12 +366,12 @@ def _shard_lazy_layer(model: nn.Module, names: list[str], layout: _Layout) -> No
         for name in names:
             add_submodule(holder, name, layer)
         inside = tuple(f"{name}." for name in names)
-        own = {name: layout.styles.pop(name) for name in list(layout.styles) if f"{name}.".startswith(inside)}
-        _apply_styles(holder, own, layout.mesh)
+        layer_styles = {name: layout.styles.pop(name) for name in list(layout.styles) if f"{name}.".startswith(inside)}
+        _apply_styles(holder, layer_styles, layout.mesh)
     alone = sum(map(layout.stages_with, names)) == 1  # else it is copied before it is sharded
     if layout.shard and alone and layout.mesh.dp_cp_size > 1 and any(True for _ in layer.parameters()):
         fully_shard(layer, layout.mesh, layout.fsdp)
-    hand_on_attributes(whole, layer)
+    copy_parameter_attributes(whole, layer)
 
 
 def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
@@ -389,7 +389,7 @@ def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
     _apply_styles(model, layout.styles, layout.mesh)
     for stage in stages_of(model).local_stages():
         apply_data_parallel(stage, layout.mesh, layout.fsdp if layout.shard else None, layout.local)
-    hand_on_attributes(whole, model)
+    copy_parameter_attributes(whole, model)
     return model
 
 
@@ -401,13 +401,13 @@ def _apply_styles(model: nn.Module, styles: dict[str, ParallelStyle], mesh: Mesh
 
 
 def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
-    """Notes what the model is now, so that what would train, save or copy it wrongly is refused."""
+    """Records the model as it is, so that what would train, save or copy it wrongly is refused."""
     if layout.local:
         local = LocalRound()
         for module in (model, *stages_of(model).local_stages()):
             module._local_round = local
         for parameter in model.parameters():
-            setattr(parameter, OWN_ROUNDS, True)
+            setattr(parameter, LOCAL_ROUNDS, True)
     if layout.mesh.world_size == 1:
         return model
     for router in routers_of(model) if not layout.local else ():
@@ -415,7 +415,7 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
     if layout.ddp is not None:
         mark_trained(model.parameters(), frozen_too=False)
         if not _trains(model):
-            model.register_load_state_dict_pre_hook(take_names_of_ddp)
+            model.register_load_state_dict_pre_hook(strip_ddp_prefix)
             return model
         if isinstance(model, DistributedDataParallel):  # names as on every other mesh, without "module."
             vars(model).update({k: m for k, m in model.module._modules.items() if not hasattr(model, k)})
@@ -430,7 +430,7 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
         if layout.mesh.tp_size * layout.mesh.pp_size > 1:
             attach_metrics_over(over_data_parallel)
         refuse_ignites_checkpoint(model)
-        refuse_whole_states(model)
+        refuse_full_states(model)
     for parameter in model.parameters():
         setattr(parameter, BELONGS_TO_A_MODEL, True)
     MODELS.add(model)
@@ -497,7 +497,7 @@ def check_model(
             except ValueError as error:
                 assert "a model of 3 layers cannot be cut into 4 stages" in str(error)
     """
-    sizes = sizes_alone(dp, pp, tp, dp_replicate, dp_shard, cp)
+    sizes = sizes_without_world(dp, pp, tp, dp_replicate, dp_shard, cp)
     check_experts(sizes, ep)
     dp = sizes["dp"]
     _warn_without_plan(tensor_plan, tp, stacklevel=4)
@@ -507,8 +507,8 @@ def check_model(
     if cut is not None:
         for rows in batches:
             numbers = {  # of a dp rank
-                microbatches_for(here, cut.n_microbatches, schedule, pp)[0]
-                for here in {rows // dp, -(-rows // dp)} - {0}
+                microbatches_for(dp_rows, cut.n_microbatches, schedule, pp)[0]
+                for dp_rows in {rows // dp, -(-rows // dp)} - {0}
             }
             if meets and len(numbers) > 1:
                 raise UnlikeMicrobatches(numbers)

@@ -1,4 +1,4 @@
-"""Optimizers of a model that is cut over ranks: what torch's cannot step at once, and what would step parts wrongly."""
+"""Optimizers of a cut model: adapts groups that torch cannot step together, refuses those that step parts wrongly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ignite_ddl.compat import is_part, quiet_redistribution
-from ignite_ddl.guards import PartOfAState, refuse_ignites_checkpoint, refuse_whole_states
+from ignite_ddl.guards import LocalStateDict, refuse_full_states, refuse_ignites_checkpoint
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.pipeline import SHARED
 
@@ -44,7 +44,7 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     dtensors = any(isinstance(p, DTensor) for p in parameters)
     if dtensors:
-        _step_each_kind_alone(optimizer)
+        _split_groups_by_kind(optimizer)
     if mesh.pp_size > 1:
         n = torch.tensor(len(parameters), device=idist.device())
         dist.all_reduce(n, group=mesh.pp_group)
@@ -53,17 +53,17 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
                 "optimizer should hold parameters of the model, but holds none on any stage: choose some of "
                 "model.named_parameters(), whose names are those of the uncut model"
             )
-        optimizer.register_state_dict_post_hook(lambda _, state: PartOfAState(state))
+        optimizer.register_state_dict_post_hook(lambda _, state: LocalStateDict(state))
     if dtensors or mesh.pp_size > 1:
         refuse_ignites_checkpoint(optimizer)
-        refuse_whole_states(optimizer)
+        refuse_full_states(optimizer)
     if checks and type(optimizer) not in _KNOWN and (mesh.pp_size > 1 or any(map(is_part, parameters))):
-        _try_out(optimizer, mesh)
+        _check_on_small_weights(optimizer, mesh)
     if checks and mesh.pp_size > 1:
         _check_shared(optimizer, mesh)
 
 
-def _step_each_kind_alone(optimizer: torch.optim.Optimizer) -> None:
+def _split_groups_by_kind(optimizer: torch.optim.Optimizer) -> None:
     """Splits groups in each step where foreach and fused take no list of DTensors and others, or of two meshes."""
     whole: list[dict[str, Any]] = []
     parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -83,7 +83,7 @@ def _step_each_kind_alone(optimizer: torch.optim.Optimizer) -> None:
             lists = "foreach" in group or "fused" in group
             for p in group["params"]:
                 kinds.setdefault(p.device_mesh if lists and isinstance(p, DTensor) else None, []).append(p)
-            parts.extend((group, group if len(kinds) == 1 else group | {"params": own}) for own in kinds.values())
+            parts.extend((group, group if len(kinds) == 1 else group | {"params": params}) for params in kinds.values())
         if len(parts) > len(whole):
             optimizer.param_groups = [part for _, part in parts]
         else:
@@ -96,7 +96,7 @@ def _step_each_kind_alone(optimizer: torch.optim.Optimizer) -> None:
 # ------------------------------------------------------------------------- parts of small weights, and the whole
 
 
-def _try_out(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     """Steps small weights that are cut as the model's are, and the same weights whole, and compares.
 
     Under pp there is a second set of them, as of another stage, that the first has to be independent of.
@@ -106,7 +106,7 @@ def _try_out(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     for group in optimizer.param_groups:
         kinds = {_kind(p): p for p in group["params"]}
         given.append((group, [p for p in kinds.values() if p.numel()]))
-    if not any(own for _, own in given):
+    if not any(params for _, params in given):
         return
     other = "take an optimizer that steps each number by itself, such as SGD or AdamW (foreach or fused, too)"
     try:
@@ -144,23 +144,23 @@ def _small_steps(
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     options = {k: v for k, v in optimizer.defaults.items() if k in accepted or takes_any}
-    alike = [p for _, own in given for p in own]  # the model's weights that the small ones stand for
+    originals = [p for _, params in given for p in params]  # the model's weights, each in place of a small one
     weights = [
         nn.Parameter(_like(value, p) if cut else value)
-        for value, p in zip(_values(given, mesh, stages), alike * stages, strict=True)
+        for value, p in zip(_values(given, mesh, stages), originals * stages, strict=True)
     ]
-    left, groups = iter(range(len(alike))), []
-    for group, own in given:
-        places = [next(left) for _ in own]
+    left, groups = iter(range(len(originals))), []
+    for group, params in given:
+        places = [next(left) for _ in params]
         of_group = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         if isinstance(of_group.get("lr"), int | float):
             of_group["lr"] = of_group["lr"] or 1e-2  # a warm-up's first one would say nothing
-        chosen = [weights[place + stage * len(alike)] for stage in range(stages) for place in places]
+        chosen = [weights[place + stage * len(originals)] for stage in range(stages) for place in places]
         if chosen:
             groups.append(copy.deepcopy(of_group) | {"params": chosen})
     twin = type(optimizer)(groups, **copy.deepcopy(options))
     if cut:
-        _step_each_kind_alone(twin)
+        _split_groups_by_kind(twin)
     seeds = itertools.count(1)
 
     def closure() -> torch.Tensor:
@@ -177,13 +177,13 @@ def _small_steps(
 
 
 def _values(given: Sequence[tuple[dict, list]], mesh: Mesh, stages: int = 1, seed: int = 0) -> list[torch.Tensor]:
-    """Values for a small weight in place of each of the model's, the parts of whose ranks are unlike each other."""
+    """Values of a small weight for each of the model's; the parts of its ranks differ from each other."""
     found = []
     ranks = mesh.dp_cp_size * mesh.tp_size
     draw = torch.Generator().manual_seed(seed)
     for _ in range(stages):
-        for _, own in given:
-            for p in own:
+        for _, params in given:
+            for p in params:
                 shape = [2 * ranks if d < 2 else 3 for d in range(p.ndim)]
                 value = torch.randn(shape, generator=draw, dtype=torch.float64)
                 for d in range(min(p.ndim, 2)):
@@ -219,17 +219,17 @@ def _first_line(error: Exception) -> str:
 
 def _check_shared(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     """Refuses an optimizer in which stages step a weight that they share by other options."""
-    here = [
+    shared = [
         (*getattr(p, SHARED), _options(group))
         for group in optimizer.param_groups
         for p in group["params"]
         if hasattr(p, SHARED) and p.requires_grad
     ]
     of_ranks: list[list] = [[] for _ in range(mesh.pp_size)]
-    dist.all_gather_object(of_ranks, here, group=mesh.pp_group)
+    dist.all_gather_object(of_ranks, shared, group=mesh.pp_group)
     for name, ranks in dict.fromkeys((name, ranks) for of_rank in of_ranks for name, ranks, _ in of_rank):
-        told = [(r, options) for r, of_rank in enumerate(of_ranks) for n, _, options in of_rank if n == name]
-        if {r for r, _ in told} != ranks or len({options for _, options in told}) > 1:
+        held = [(r, options) for r, of_rank in enumerate(of_ranks) for n, _, options in of_rank if n == name]
+        if {r for r, _ in held} != ranks or len({options for _, options in held}) > 1:
             raise ValueError(
                 f"optimizer steps {name!r} differently on the stages that hold it: it is one weight on several stages "
                 "(tied), so its names should be in parameter groups of the same options (lr, weight_decay, …) on each, "

@@ -21,7 +21,7 @@ from ignite_ddl.traceless import evaluating, without_trace
 
 __all__ = ["check_regions_once", "skip_region_check"]
 
-_ROWS = 2  # that the check takes of a batch: plain attention takes memory
+_ROWS = 2  # of a batch that the check runs on: plain attention takes memory
 
 
 def check_regions_once(stage: nn.Module, trains: bool = False) -> None:
@@ -30,8 +30,8 @@ def check_regions_once(stage: nn.Module, trains: bool = False) -> None:
     Between a Column and a Row, code sees this rank's features as a plain tensor, so a softmax, a mean or a norm over
     features is computed from these alone. In one process it sees all features. Therefore the stage is run once as it
     is and once with all features gathered between its cut layers, with the same arguments, without gradients, in
-    evaluation mode, on two rows where that is possible. What this changes is put back; only forward hooks of one's own
-    see it.
+    evaluation mode, on two rows where that is possible. What this changes is restored; forward hooks of the user see
+    it.
 
     Args:
         stage: a model, or a stage of a pipeline, that is cut over tp.
@@ -51,7 +51,7 @@ def check_regions_once(stage: nn.Module, trains: bool = False) -> None:
 
 
 def skip_region_check(stage: nn.Module) -> None:
-    """Takes the check away."""
+    """Removes the check."""
     handle = vars(stage).pop("_region_check", None)
     if handle is not None:
         handle.remove()

@@ -20,7 +20,7 @@ from ignite_ddl.state import local_state
 __all__ = ["check_replicas", "digest", "dp_local_statistics"]
 
 _CUDA_TOLERANCE = 0.01  # over tp: its kernels may add in another order on each rank; not run on several GPUs yet
-_CHUNK = 2**20  # words that are summed at once, so that large weights take little memory beside themselves
+_CHUNK = 2**20  # words that are summed at once, so that large weights need little extra memory
 
 
 def check_replicas(model: nn.Module) -> None:
@@ -115,16 +115,16 @@ def _compare(tensors: Mapping[str, torch.Tensor | None], axis: str, group: dist.
     if not tensors:
         return
     numbers = [[0, 0] if tensor is None else [1, digest(tensor)] for tensor in tensors.values()]
-    here = torch.tensor(numbers, device=idist.device())
-    peers = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(peers, here, group=group)
+    local_digests = torch.tensor(numbers, device=idist.device())
+    peers = [torch.empty_like(local_digests) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(peers, local_digests, group=group)
     for (name, tensor), of_ranks in zip(tensors.items(), torch.stack(peers, 1).tolist(), strict=True):
         differs = len({number for there, number in of_ranks if there}) > 1
-        if differs and not (axis == "tp" and here.device.type == "cuda" and _nearly(tensor, group)):
+        if differs and not (axis == "tp" and local_digests.device.type == "cuda" and _nearly_equal(tensor, group)):
             _raise(name, axis)
 
 
-def _nearly(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+def _nearly_equal(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
     peers = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(peers, local, group=group)

@@ -25,7 +25,7 @@ __all__ = [
     "AS_MADE",
     "Shard",
     "full_state_dict",
-    "is_extra",
+    "is_extra_state",
     "load_full_state_dict",
     "local_state",
     "set_extra_state",
@@ -60,14 +60,14 @@ def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, t
         on_rank = check("on_rank", on_rank, rank)
         found: dict[str, Any] = {name: tensor for name, tensor in full_tensors(model, on_rank) if tensor is not None}
         known = stages.full_shapes()
-        if any(map(is_extra, known)):
+        if any(map(is_extra_state, known)):
             found |= stages.gather_stages(local_state(model)[2])
         return {name: found[name] for name in known} if mesh.rank == on_rank else {}
     tensors, extra = _shared_state(model, mesh)
     return stages.gather_stages({name: full_tensor(tensor) for name, tensor in tensors.items()} | extra)
 
 
-def is_extra(name: str) -> bool:
+def is_extra_state(name: str) -> bool:
     """Whether torch gives this name to what a module's ``get_extra_state`` returns."""
     return name.rpartition(".")[2] == "_extra_state"
 
@@ -84,9 +84,9 @@ def full_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, torc
     """
     stages, mesh = stages_of(model), get_mesh()
     tensors, _ = _shared_state(model, mesh)
-    dtypes = _over_stages({name: tensor.dtype for name, tensor in tensors.items()}, mesh)
+    dtypes = _gather_over_pp({name: tensor.dtype for name, tensor in tensors.items()}, mesh)
     for name, shape in stages.full_shapes().items():
-        if is_extra(name):
+        if is_extra_state(name):
             continue
         owner = next(pp for pp, names in enumerate(dtypes) if name in names)
         full = full_tensor(tensors[name]) if mesh.pp_rank == owner else None
@@ -106,18 +106,18 @@ def _shared_state(model: nn.Module, mesh: Mesh) -> tuple[dict[str, torch.Tensor]
     _wait_for_all(mesh)
     stages = stages_of(model)
     for stage in stages.local_stages():
-        share_buffers(stage, mesh)  # DDP did so before the last forward pass, and that one changed them
-    return _split(stages)
+        share_buffers(stage, mesh)  # DDP did so before the last forward pass, which has changed them
+    return _tensors_and_extra_state(stages)
 
 
-def _split(stages: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _tensors_and_extra_state(stages: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """This rank's state dict: tensors, and what modules' ``get_extra_state`` returns."""
     state = stages.plain_module().state_dict(keep_vars=True)
-    tensors = {name: value for name, value in state.items() if not is_extra(name)}
+    tensors = {name: value for name, value in state.items() if not is_extra_state(name)}
     return tensors, {name: value for name, value in state.items() if name not in tensors}
 
 
-def _over_stages(value: dict[str, Any], mesh: Mesh) -> list[dict[str, Any]]:
+def _gather_over_pp(value: dict[str, Any], mesh: Mesh) -> list[dict[str, Any]]:
     """The value of each pp rank."""
     values = [value] * mesh.pp_size
     if mesh.pp_size > 1:
@@ -126,7 +126,7 @@ def _over_stages(value: dict[str, Any], mesh: Mesh) -> list[dict[str, Any]]:
 
 
 def _wait_for_all(mesh: Mesh) -> None:
-    """An error, not a hang, where some ranks do not come."""
+    """Raises an error, instead of a hang, if some ranks do not call."""
     if mesh.world_size > 1 and dist.get_backend() == "gloo":
         try:
             dist.monitored_barrier(timeout=timedelta(seconds=WAIT_SECONDS))
@@ -152,7 +152,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     materialize(model)
     targets, saved_as, extra = local_state(model)
     shapes = stages.full_shapes()  # of every stage, so that all ranks refuse alike
-    first_names = {name: first for part in _over_stages(saved_as, mesh) for name, first in part.items()}
+    first_names = {name: first for part in _gather_over_pp(saved_as, mesh) for name, first in part.items()}
     names = _names_in(state, shapes, first_names)
     shape_of = getattr(state, "shape_of", lambda name: tuple(state[name].shape))
     for name, in_state in names.items():
@@ -172,7 +172,7 @@ def _names_in(state: Mapping[str, Any], shapes: Mapping[str, Any], first_names: 
     Raises:
         ValueError: if names are missing or unmatched.
     """
-    tensors = [name for name in shapes if not is_extra(name)]
+    tensors = [name for name in shapes if not is_extra_state(name)]
     tied: dict[str, str] = {}  # a weight's first name to one of its names in state
     for name in filter(state.__contains__, tensors):
         tied.setdefault(first_names.get(name, name), name)
@@ -234,7 +234,7 @@ class Shard:
 
     @classmethod
     def full(cls, tensor: torch.Tensor) -> Shard:
-        """Of a tensor that one rank holds, and no other."""
+        """The shard of a tensor that only this rank holds."""
         return cls(tuple(tensor.shape), tensor.dtype, [((0,) * tensor.ndim, tensor)])
 
     def copy(self) -> Shard:
@@ -279,7 +279,7 @@ def local_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, st
         saved, which is the first one of a tied weight; and names to what is no tensor (``get_extra_state``).
     """
     stages = stages_of(model)
-    tensors, extra = _split(stages)
+    tensors, extra = _tensors_and_extra_state(stages)
     over_stages = {name: names[0] for names in stages.shared_names() for name in names}
     first: dict[int, str] = {}
     saved_as = {}

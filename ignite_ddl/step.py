@@ -99,12 +99,12 @@ class TrainingStep:
         if rows is None and self.mesh.dp_cp_size == 1:  # a loader of another library
             rows = (n_rows(y if tensors_of(y) else x),) * 2
         strict = self.audit is not None and self.mesh.dp_cp_size > 1 and not contract.calls
-        here = contract.divisor.here(rows, x, y, strict)
+        local_divisor = contract.divisor.here(rows, x, y, strict)
         if self.audit is not None:
             with autocast:
                 self.audit.begin(rows, x, y)
             contract.begin(y)
-        weight, of_batch = self._weight(contract, rows, here, window)
+        weight, of_batch = self._weight(contract, rows, local_divisor, window)
         weight, of_batch = weight * scale / (window or 1), of_batch * scale / (window or 1)
 
         empty = n_rows(x) == 0  # of a loader that gives this rank none
@@ -119,20 +119,20 @@ class TrainingStep:
         share = contract.divisor.share
         with (
             gradient_sync(self.stages.local_stages(), last),
-            _explained(),
+            _clear_errors(),
             weighted(of_batch, rows is None or rows[0] > 0),
         ):
             output, loss = self.stages.forward(x, y, loss_of, self.transform, share, weight, autocast)
             detached = None if loss is None else loss.detach()
             with autocast:  # it overlaps the backward pass
-                reduction = self._start_reduction(detached, here, rows, y, contract)
+                reduction = self._start_reduction(detached, local_divisor, rows, y, contract)
             self.stages.backward(loss, weight)
         if self.audit is not None:
             with autocast:
                 self.audit.end(last)  # before the next collective, which would meet DDP's on a peer that waits
         loss, total = self._end_reduction(*reduction, contract)
         if self.local is not None:
-            total = reduction[1] if here is None else self.of_replica
+            total = reduction[1] if local_divisor is None else self.of_replica
             self.local.counted, self.local.steps = self.local.counted + total, self.local.steps + last
         self.open, self.counted, self.models = not last, self.counted + total, [self.model, *contract.others]
         if last:
@@ -150,7 +150,11 @@ class TrainingStep:
         return contract
 
     def _weight(
-        self, contract: LossContract, rows: tuple[int, int | None] | None, here: float | None, window: int | None
+        self,
+        contract: LossContract,
+        rows: tuple[int, int | None] | None,
+        local_divisor: float | None,
+        window: int | None,
     ) -> tuple[float, float]:
         """The factors of this rank's loss with which the average over dp ranks is the loss of the global batch, and of
         losses that are those of the global batch already (of routers).
@@ -159,36 +163,36 @@ class TrainingStep:
         expected to have, from the first batch of all, over the divisors that were counted.
         """
         dp = self.mesh.dp_cp_size
-        if here is None:
+        if local_divisor is None:
             empty = rows is not None and rows[0] == 0
             return ((0.0 if empty else float(dp)) if contract.divisor.kind == "sum" else 1.0), 1.0
         if self.local is not None:  # the mean of this rank, or of the dp_shard peers whose gradients FSDP2 averages
-            self.of_replica, peers = here, self.mesh.dp_shard_size if self.mesh.hybrid else 1
+            self.of_replica, peers = local_divisor, self.mesh.dp_shard_size if self.mesh.hybrid else 1
             if peers > 1:
-                summed = torch.tensor(here, dtype=torch.float64, device=idist.device())
+                summed = torch.tensor(local_divisor, dtype=torch.float64, device=idist.device())
                 dist.all_reduce(summed, group=self.mesh.groups["dp_shard"])
                 self.of_replica = float(summed)
             if not self.open or not self.expected:
                 self.counted, self.expected = 0.0, self.of_replica or 1.0
-            return here * peers / (self.of_replica or 1.0 if window is None else self.expected), 1.0
+            return local_divisor * peers / (self.of_replica or 1.0 if window is None else self.expected), 1.0
         in_all = None if rows is None else rows[1]
         dealt = contract.divisor.kind == "rows" and in_all is not None and (window or contract.divisor.certain)
         total = float(in_all * self.mesh.cp_size) if dealt else None
         if total is None and (window is None or contract.density is None):
-            total = self._over_dp(here)
+            total = self._over_dp(local_divisor)
             contract.density = total / in_all if in_all else total
         if window is None:
-            return (here * dp / total if total else 0.0), 1.0
+            return (local_divisor * dp / total if total else 0.0), 1.0
         if not self.open or not self.expected:
             self.counted = 0.0
             self.expected = total if total is not None else contract.density * (in_all or 1)
         expected = self.expected or 1.0
         if total is None and self.has_routers:  # not for `expected`, which stages without routers have to have, too
-            total = self._over_dp(here)
-        return here * dp / expected, (total or 0.0) / expected
+            total = self._over_dp(local_divisor)
+        return local_divisor * dp / expected, (total or 0.0) / expected
 
-    def _over_dp(self, here: float) -> float:
-        summed = torch.tensor(here, dtype=torch.float64, device=idist.device())
+    def _over_dp(self, local_divisor: float) -> float:
+        summed = torch.tensor(local_divisor, dtype=torch.float64, device=idist.device())
         if self.mesh.dp_cp_size > 1:
             dist.all_reduce(summed, group=self.mesh.dp_cp_group)
         return float(summed)
@@ -213,14 +217,14 @@ class TrainingStep:
     def _start_reduction(
         self,
         loss: torch.Tensor | None,
-        here: float | None,
+        local_divisor: float | None,
         rows: tuple[int, int | None] | None,
         y: Any,
         contract: LossContract,
     ) -> tuple[torch.Tensor, float, dist.Work | None]:
-        """Starts to reduce the loss times its divisor, the divisor, and what ranks have to know of each other."""
+        """Starts to reduce the loss times its divisor, the divisor, and what the checks compare between ranks."""
         is_sum = contract.divisor.kind == "sum"
-        counted = float(not is_sum) if here is None else here
+        counted = float(not is_sum) if local_divisor is None else local_divisor
         if self.mesh.world_size == 1:
             return loss, counted, None
         parts = [0.0, 0.0, 0.0, *([0.0] * N_SHAPES), *(self.audit.told(self.updates) if self.audit is not None else ())]
@@ -251,7 +255,7 @@ class TrainingStep:
 
 
 def _check_local(local: LocalRound, contract: LossContract) -> None:
-    if local.ended_by is None:
+    if local.averager is None:
         raise ValueError(
             'the model was made with dp_sync="local", but nothing averages the weights of its dp ranks: call '
             "ddl.LocalSGD(...).attach(trainer, model, optimizer), or that of ddl.DiLoCo"
@@ -268,7 +272,7 @@ _ABOUT_SHAPES = re.compile(r"shape|size|dim|DTensor|to unpack|channels|elements"
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _clear_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:

@@ -147,9 +147,9 @@ def _wrap_optimizer(self: Any, optimizer: torch.optim.Optimizer) -> None:
     self.wrapped_optimizer = optimizer
     self.param_groups = optimizer.param_groups  # else add_param_group would add to the wrapper alone
     self.state = optimizer.state  # else a checkpoint would hold no momentum
-    self.register_load_state_dict_post_hook(_hand_on)  # load_state_dict makes new dicts
+    self.register_load_state_dict_post_hook(_share_state)  # load_state_dict makes new dicts
 
 
-def _hand_on(wrapper: Any) -> None:
+def _share_state(wrapper: Any) -> None:
     wrapper.wrapped_optimizer.state = wrapper.state
     wrapper.wrapped_optimizer.param_groups = wrapper.param_groups

@@ -1,4 +1,4 @@
-"""Forward passes of our own that leave no trace: buffers, random states and attributes of modules stay as they were."""
+"""Forward passes for checks, which leave no trace: buffers, random states and attributes of modules are restored."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Kept:
         return {k: v for k, v in self.held.items() if k not in _OF_EACH_MODULE and isinstance(v, _KINDS)}
 
     def changed(self) -> str | None:
-        """The name of something that is not what it was."""
+        """The name of something that has changed."""
         now = self._state()
         for name in {**self.values, **now}:
             if name not in now or name not in self.values or not _same(now[name], self.values[name][1]):
@@ -96,7 +96,7 @@ def _modules(stages: Iterable[nn.Module]) -> dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_Kept]]:
-    """Inside, what these modules' forward passes change is put back at the end; random numbers are others'."""
+    """Restores at its end what forward passes inside change in these modules; random numbers have a separate stream."""
     kept = [_Kept(held) for module in _modules(stages).values() for held in (module._buffers, vars(module))]
     try:
         with random_stream(seed):
@@ -129,7 +129,7 @@ def numbers_kept(stages: Iterable[nn.Module], n: int) -> dict[str, Any]:
 
 
 def numbers_matter(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], numbers: dict[str, Any]) -> bool:
-    """Whether outputs are others where modules keep these numbers instead of their own; two passes on every rank."""
+    """Whether outputs change if modules keep these numbers instead; two passes on every rank."""
 
     def outputs(given: dict[str, Any]) -> list[torch.Tensor]:
         with without_trace(stages):
@@ -140,11 +140,11 @@ def numbers_matter(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module
 
     try:
         with torch.no_grad():
-            own, other = outputs({}), outputs(numbers)
+            plain, other = outputs({}), outputs(numbers)
     except Exception:
         return False
     return not all(
-        a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in zip(own, other, strict=False)
+        a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in zip(plain, other, strict=False)
     )
 
 
@@ -172,7 +172,7 @@ _MAY_DEPEND = contextvars.ContextVar("rows may depend on each other", default=Fa
 
 @contextlib.contextmanager
 def rows_may_depend() -> Iterator[None]:
-    """Inside, nobody asks whether rows depend on each other, since what comes of it is compared."""
+    """Inside, rows may depend on each other: the check is off, since results are compared instead."""
     token = _MAY_DEPEND.set(True)
     try:
         yield
@@ -181,9 +181,9 @@ def rows_may_depend() -> Iterator[None]:
 
 
 def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module]) -> bool:
-    """Whether the outputs for some rows are others than those of the same rows alone, in evaluation mode.
+    """Whether the outputs for some rows change if these rows run without the others, in evaluation mode.
 
-    False where nobody knows: of a model that draws random numbers there, or that cannot be called with fewer rows, and
+    False where it cannot be known: of a model that draws random numbers there, or cannot be called with fewer rows, and
     of BatchNorm without running statistics, which takes a rank's rows by a stated rule. Every rank makes three passes.
     """
     if _MAY_DEPEND.get():
@@ -208,9 +208,9 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
             alone = outputs(some_rows(few, part, last) if alike else few, 0)
         except Exception:
             return False
-    own = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in _modules(stages).values())
+    unsettled = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in _modules(stages).values())
     draws = any(not torch.equal(one, other) for one, other in zip(together, again, strict=True))
-    if own or draws or carried or n < 2 or not alike:
+    if unsettled or draws or carried or n < 2 or not alike:
         return False
     for output, of_part in zip(together, alone, strict=False):
         each = len(output) // last  # such as a row for each token

@@ -803,7 +803,7 @@ def _with_stale_keys(backward):
         def stale(pair, shared):
             return (((shared.rank - step) % shared.size, pair) for step in range(shared.size))
 
-        with mock.patch.object(ring, "_visits", stale):
+        with mock.patch.object(ring, "_circulate", stale):
             return backward(ctx, gradient)
 
     return staticmethod(wrong)

@@ -147,17 +147,17 @@ class _Files(Mapping):
         file = path / ONE if path.is_dir() else path
         if not file.is_file():
             raise ValueError(f"folder should have {ONE} or {INDEX}, but {path} has neither")
-        with safe_open(file, "pt") as opened:
-            self.files = dict.fromkeys(opened.keys(), file)
+        with safe_open(file, "pt") as weights:
+            self.files = dict.fromkeys(weights.keys(), file)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        with safe_open(self.files[name], "pt") as opened:
-            return opened.get_tensor(name)
+        with safe_open(self.files[name], "pt") as weights:
+            return weights.get_tensor(name)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Without reading the tensor."""
-        with safe_open(self.files[name], "pt") as opened:
-            return tuple(opened.get_slice(name).get_shape())
+        with safe_open(self.files[name], "pt") as weights:
+            return tuple(weights.get_slice(name).get_shape())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)

@@ -1,4 +1,4 @@
-"""What a checkpoint's files may hold. Nothing in them is executed, or believed before it is checked."""
+"""The format of a checkpoint's files. Nothing in them is executed, or used before it is checked."""
 
 from __future__ import annotations
 
@@ -25,10 +25,19 @@ from torch.distributed.checkpoint.metadata import (
 
 from ignite_ddl.checkpoint.values import decoded
 
-__all__ = ["DamagedCheckpoint", "check_state", "digest_line", "dumped", "opened", "read", "read_metadata", "read_state"]
+__all__ = [
+    "DamagedCheckpoint",
+    "check_state",
+    "digest_line",
+    "dump_state",
+    "open_regular_file",
+    "read",
+    "read_metadata",
+    "read_state",
+]
 
 SUMS, STATE, METADATA = "SHA256SUMS", "state.json", ".metadata"
-VERSION = 1  # of all of this; a state.json that says none has it, too
+VERSION = 1  # of the format; also that of a state.json without a version
 # The names under which these are saved beside the objects.
 RANDOM, RUNS, GRADIENTS = "random states", "runs of engines", "gradients that wait"
 _LONGEST, _MOST = 1 << 28, 1 << 24  # bytes of state.json, and values in it
@@ -38,7 +47,7 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint that is incomplete, or whose bytes are not those that were written."""
 
 
-def opened(path: Path) -> BinaryIO:
+def open_regular_file(path: Path) -> BinaryIO:
     """A file, which has to be a regular one: reading of a pipe or a device might never end."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -48,7 +57,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def read(path: Path, longest: int) -> bytes:
-    with opened(path) as file:
+    with open_regular_file(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > longest:
             raise DamagedCheckpoint(f"{path.parent} is damaged: {path.name} has {size:,} bytes")
         return file.read(longest)
@@ -103,11 +112,11 @@ def check_state(state: Any) -> None:
         raise ValueError(f"{STATE} lacks its time, {RANDOM} or loaders")
 
 
-def dumped(state: Mapping[str, Any]) -> bytes:
-    """What :func:`read_state` reads.
+def dump_state(state: Mapping[str, Any]) -> bytes:
+    """The bytes of ``state.json``.
 
     Raises:
-        ValueError: if it would not read that.
+        ValueError: if :func:`read_state` could not read them.
     """
     try:
         raw = json.dumps(state, ensure_ascii=False).encode()
@@ -138,7 +147,7 @@ def read_state(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 class _Instance:
-    """In place of an instance of a class of torch, of which nothing is called."""
+    """Stands for an instance of a class of torch, none of whose code runs."""
 
     def __new__(cls, *args: Any) -> _Instance:
         instance = super().__new__(cls)
@@ -159,14 +168,14 @@ class _Instance:
 
 
 class _Pairs(list):
-    """A dict whose keys are not hashed: that of nested tuples may take years."""
+    """A dict as a list of pairs: hashing a key of nested tuples may take years."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.append((key, value))
 
 
 class _Unpickler(pickle._Unpickler):
-    """Reads what a ``.metadata`` consists of: C's would call what the file names, and allocate what it says."""
+    """Reads only what a ``.metadata`` needs: C's unpickler would call and allocate whatever the file names."""
 
     # PROTO, FRAME, STOP, MEMOIZE, BINGET, LONG_BINGET, MARK, NONE, NEWTRUE, NEWFALSE, BININT, BININT1, BININT2, LONG1,
     # SHORT_BINUNICODE, BINUNICODE, tuples, EMPTY_LIST, APPEND(S), SETITEM(S), NEWOBJ, REDUCE, BUILD, STACK_GLOBAL
@@ -184,7 +193,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_metadata(folder: Path, sums: str, state: Mapping[str, Any]) -> Metadata:
-    """Where which part of which tensor is, if it is what was written, and fits to ``state.json``."""
+    """Where each part of each tensor is stored, if the file has its digest and agrees with ``state.json``."""
     lengths = {(file, at): length for file, parts in state["digests"].items() for at, length, _ in parts}
     raw = read(folder / METADATA, (1 << 16) + 2048 * len(lengths))
     if not sums.endswith(digest_line(METADATA, raw)):
@@ -207,7 +216,7 @@ def read_metadata(folder: Path, sums: str, state: Mapping[str, Any]) -> Metadata
 
 
 def _tensor(name: str, saved: _Instance) -> TensorStorageMetadata:
-    """A tensor whose chunks fill it, each at another place."""
+    """The metadata of a tensor, whose chunks have to fill it without overlap."""
     dtype, size = saved["properties"].values[0], saved["size"].size()
     _check([name, dtype], (str, torch.dtype), METADATA)
     chunks = [ChunkStorageMetadata(chunk["offsets"].size(), chunk["sizes"].size()) for chunk in saved["chunks"]]
@@ -219,7 +228,7 @@ def _tensor(name: str, saved: _Instance) -> TensorStorageMetadata:
 
 
 def _names(state: Mapping[str, Any]) -> set[str]:
-    """Of all tensors that ``state.json`` says there are."""
+    """The names of all tensors that ``state.json`` lists."""
     names = {f"{key}.{of['saved_as'].get(n, n)}" for key, of in state["models"].items() for n in of["names"]}
     for key, optimizer in state["optimizers"].items():
         in_groups = {name for group in optimizer["groups"] for name in group["names"]}

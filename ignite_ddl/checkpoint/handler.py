@@ -32,13 +32,13 @@ from ignite_ddl.checkpoint.storage import (
     agree,
     attempt,
     complete_checkpoints,
-    is_alone,
+    is_single_process,
     on_rank_0,
     times_saved,
     write,
 )
 from ignite_ddl.data import ShardedDataLoader
-from ignite_ddl.launch.rank import give_back_signals, on_signal, wait_before_result
+from ignite_ddl.launch.rank import on_signal, restore_signals, wait_before_result
 from ignite_ddl.mesh import get_mesh
 
 __all__ = ["Checkpoint"]
@@ -246,7 +246,7 @@ class Checkpoint(IgniteCheckpoint):
         handler = _OnSignal(self)
         on_signal(signum, handler.note)
         trainer.add_event_handler(Events.ITERATION_COMPLETED | Events.COMPLETED, handler)
-        trainer.add_event_handler(Events.COMPLETED, give_back_signals)
+        trainer.add_event_handler(Events.COMPLETED, restore_signals)
 
     @property
     def last_checkpoint(self) -> Path | None:
@@ -282,7 +282,7 @@ class Checkpoint(IgniteCheckpoint):
     @staticmethod
     @takes(folder=PATH, strict=FLAG)
     def load_newest(to_load: Mapping[str, Any], folder: str | Path, strict: bool = True) -> Path | None:
-        """Loads the newest checkpoint of a folder that is whole; a warning names those that are damaged.
+        """Loads the newest undamaged checkpoint of a folder; a warning names the damaged ones.
 
         Args:
             to_load: as in :meth:`load_objects`.
@@ -374,7 +374,7 @@ class Checkpoint(IgniteCheckpoint):
         try:
             write(self.folder / name, snapshot.shards, content, self._group, self.digests, outdated)
         except BaseException:
-            is_alone(self._group)  # raises if the group has gone meanwhile: then that is why
+            is_single_process(self._group)  # raises if the group was destroyed, which explains the error
             raise
 
 

@@ -17,7 +17,7 @@ from ignite_ddl.checkpoint.form import GRADIENTS, RANDOM, RUNS
 from ignite_ddl.checkpoint.gradients import apply_gradients, plan_gradients
 from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.resume import Resume, load_engine, load_loader, resumed_engine
-from ignite_ddl.checkpoint.snapshot import groups_by_name, own_name
+from ignite_ddl.checkpoint.snapshot import groups_by_name, per_rank_name
 from ignite_ddl.checkpoint.storage import Folder, agree, attempt
 from ignite_ddl.checkpoint.values import decoded
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -59,7 +59,7 @@ class Plan:
         states: of each optimizer the new state of each parameter.
         gradients: of each model with an open window of gradient accumulation the gradients, by name.
         layouts: of these gradients.
-        own: states of objects that belong to a rank.
+        per_rank: states of objects that belong to a rank.
         checked: what ``reads`` makes :meth:`Folder.read` do, once its digests have been compared.
     """
 
@@ -72,7 +72,7 @@ class Plan:
     gradients: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     layouts: dict[str, Any] = field(default_factory=dict)
     checked: Any = None
-    own: dict[str, dict[str, Any]] = field(default_factory=dict)
+    per_rank: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def state_of(self, key: str, on_any_mesh: bool = False) -> tuple[Any, bool]:
         """An object's state on this rank, and whether it is that of another dp rank."""
@@ -109,12 +109,12 @@ def plan(folder: Folder, objects: Mapping[str, Any]) -> Plan:
         found.names[key], found.states[key] = _plan_optimizer(found, key, optimizer, saved_as)
     for key in kinds.engines | kinds.others:
         state, _ = found.state_of(key)  # or raises, before anything is changed
-        if getattr(kinds.others.get(key), "of_a_rank", None) is True:  # a metric has any attribute
-            _plan_own(found, key, state)
+        if getattr(kinds.others.get(key), "is_per_rank", None) is True:  # a metric has any attribute
+            _plan_per_rank(found, key, state)
     return found
 
 
-def _plan_own(found: Plan, key: str, state: dict[str, Any]) -> None:
+def _plan_per_rank(found: Plan, key: str, state: dict[str, Any]) -> None:
     if found.folder.content["mesh"] != found.mesh.sizes:
         raise ValueError(
             f"to_load[{key!r}] belongs to the ranks of {found.folder.content['mesh']}, so that it cannot be loaded on "
@@ -123,10 +123,10 @@ def _plan_own(found: Plan, key: str, state: dict[str, Any]) -> None:
     tensors = {
         name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in state["tensors"].items()
     }
-    found.own[key] = state | {"tensors": tensors}
+    found.per_rank[key] = state | {"tensors": tensors}
     for name, tensor in tensors.items():
         if tensor.numel():
-            saved = own_name(found.mesh, key, name)
+            saved = per_rank_name(found.mesh, key, name)
             found.reads[saved] = saved, Shard.full(tensor)
 
 
@@ -208,7 +208,7 @@ def _plan_optimizer(
         if unknown := next((name for name, _ in group if name not in saved["names"]), None):
             raise ValueError(
                 f"to_load[{key!r}] has {unknown!r} in parameter group {number}, but in {folder.path} that group has "
-                f"{_few(saved['names'])}"
+                f"{_short(saved['names'])}"
             )
         options = decoded(saved["options"])
         on_device = options.get("capturable") or options.get("fused")
@@ -253,8 +253,8 @@ def check(found: Plan, of_ranks: list[dict[str, tuple[list[str], list[str]]]], s
         unmatched = sorted(_saved_names(found.folder, key) - names)
         if missing or unmatched:
             raise ValueError(
-                f"{found.folder.path} should have the names of to_load[{key!r}], but lacks {_few(missing)} and has "
-                f"{_few(unmatched)} besides; strict=False loads what both have"
+                f"{found.folder.path} should have the names of to_load[{key!r}], but lacks {_short(missing)} and has "
+                f"{_short(unmatched)} besides; strict=False loads what both have"
             )
     found.checked = found.folder.check(found.reads)
 
@@ -265,7 +265,7 @@ def _saved_names(folder: Folder, key: str) -> set[str]:
     return {name for group in folder.content["optimizers"][key]["groups"] for name in group["names"]}
 
 
-def _few(names: list[str]) -> str:
+def _short(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more if names else "none"
 
@@ -301,7 +301,7 @@ def _apply_resettable(found: Plan) -> None:
         for group, saved in zip(optimizer.param_groups, found.folder.content["optimizers"][key]["groups"], strict=True):
             group.update(decoded(saved["options"]))
     for key, other in found.kinds.others.items():
-        other.load_state_dict(found.own[key] if key in found.own else found.state_of(key)[0])
+        other.load_state_dict(found.per_rank[key] if key in found.per_rank else found.state_of(key)[0])
     if found.kinds.engines:
         state, of_another_rank = found.state_of(RANDOM, on_any_mesh=True)
         set_random_states(state)

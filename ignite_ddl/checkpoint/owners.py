@@ -27,7 +27,7 @@ try:
 except ImportError:  # Windows
     LOCK_EX, LOCK_NB, LOCK_UN, lockf = 0, 0, 0, None
 
-__all__ = ["ENDINGS", "begin", "check_free", "run_numbers", "put", "remove", "sync_folder"]
+__all__ = ["ENDINGS", "make_temporary_folder", "check_free", "run_numbers", "publish", "remove", "sync_folder"]
 
 SAVING, REPLACED, REMOVED = ENDINGS = ".saving", ".replaced", ".removed"  # of temporary folders
 _OWNERS, _RUNS = ".owners", "IGNITE_DDL_RUNS"
@@ -41,7 +41,7 @@ _numbers = itertools.count()
 
 
 def run_numbers() -> list[str]:
-    """The numbers of the processes that started this run, whose checkpoints are its too, and last the run's."""
+    """This run's number, last, after those of the processes that started it: it may replace their checkpoints, too."""
     global _runs
     with _threads:
         if _runs[0] != os.getpid():
@@ -89,7 +89,7 @@ def _is_checkpoint(path: Path) -> bool:
     return not path.is_symlink() and (path / SUMS).is_file() and (path / STATE).is_file()
 
 
-def _is_of_live_run(path: Path) -> bool:
+def _belongs_to_live_run(path: Path) -> bool:
     """Whether another run that is alive has written a checkpoint."""
     try:
         run = str(read_state(path)[1]["run"])
@@ -113,16 +113,16 @@ def check_free(path: Path) -> None:
         )
     for found in filter(os.path.lexists, (path, path.with_name(path.name + REPLACED))):
         why = "is there already, and is no checkpoint" if not _is_checkpoint(found) else None
-        if why or _is_of_live_run(found):
+        if why or _belongs_to_live_run(found):
             why = why or "was saved by another run that is still alive"
             raise FileExistsError(f"{found} {why}, so that it is not replaced: take another name, or another folder")
 
 
-def _hidden(path: Path, ending: str) -> Path:
+def _temporary_path(path: Path, ending: str) -> Path:
     return path.with_name(f".{path.name}.{next(_numbers)}.{run_numbers()[-1]}{ending}")
 
 
-def begin(path: Path) -> Path:
+def make_temporary_folder(path: Path) -> Path:
     """Makes the hidden folder for what is written, and removes what runs that are dead have left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # With each save: closing any other descriptor of the file in this process drops the lock.
@@ -132,32 +132,32 @@ def begin(path: Path) -> Path:
         if found and _is_alive(path.parent, found[1]) is False:
             with contextlib.suppress(OSError):
                 remove(left)
-    saving = _hidden(path, SAVING)
+    saving = _temporary_path(path, SAVING)
     saving.mkdir()
     return saving
 
 
-def put(saving: Path, path: Path, outdated: Sequence[str]) -> None:
+def publish(saving: Path, path: Path, outdated: Sequence[str]) -> None:
     """Gives a complete checkpoint its name, in the place of one that has it, and removes those that are outdated."""
     replaced = path.with_name(path.name + REPLACED)  # not hidden: it is valid until the new one has its name
-    gone = []
+    discarded = []
     with _locked_names(path.parent):
         check_free(path)
         if path.exists():
             if replaced.exists():
-                gone.append(replaced.rename(_hidden(replaced, REMOVED)))
+                discarded.append(replaced.rename(_temporary_path(replaced, REMOVED)))
             path.rename(replaced)
         saving.rename(path)
         sync_folder(path.parent)
         for old in (replaced, *map(path.with_name, outdated)):
-            if _is_checkpoint(old) and not old.samefile(path) and not _is_of_live_run(old):
-                gone.append(old.rename(_hidden(old, REMOVED)))
-    for old in gone:
+            if _is_checkpoint(old) and not old.samefile(path) and not _belongs_to_live_run(old):
+                discarded.append(old.rename(_temporary_path(old, REMOVED)))
+    for old in discarded:
         remove(old)
 
 
 def remove(path: Path) -> None:
-    """Removes a temporary folder of ours; nothing else removes anything.
+    """Removes a temporary folder; no other function deletes.
 
     Raises:
         FileExistsError: if it holds anything else than a checkpoint, or files of an incomplete one.

@@ -1,4 +1,4 @@
-"""Where engines and loaders are, and the rule of what happens again when a run goes on."""
+"""The positions of engines and loaders, and what is repeated when a run resumes."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resumed_engine(engines: Mapping[str, Engine], runs: Mapping[str, Any]) -> str | None:
-    """The engine whose run goes on: one that trains, rather one that was running, and no evaluator."""
+    """The engine to resume: a trainer, not an evaluator; preferably one that was running."""
     trainers = [key for key, engine in engines.items() if not hasattr(engine, "repeats")]
     return max(trainers, key=lambda key: runs.get(key, {}).get("weight", []), default=None)
 
 
 def load_engine(engine: Engine, state: dict[str, Any], run: dict[str, Any] | None) -> dict[str, Any]:
-    """Loads Ignite's state and what Ignite derives wrongly from it: the epoch. Returns the run."""
+    """Loads Ignite's state, with the epoch that Ignite derives wrongly from it. Returns the run."""
     known = state["epoch_length"] is not None  # otherwise Ignite 0.5.5 refuses the state
     engine.load_state_dict(state if known else state | {"iteration": 0})
     engine.state.iteration = state["iteration"]
@@ -115,7 +115,7 @@ def load_loader(
 
 
 class Resume:
-    """What happens again when a loaded run goes on, since Ignite begins it as it begins a new one.
+    """Repeats what a resumed run needs again, since Ignite begins it as a new one.
 
     Ignite fires STARTED, and in mid-epoch EPOCH_STARTED, once more: their handlers may reset what was loaded (running
     averages, schedulers, seeds), so it is set again after them. An EPOCH_COMPLETED that was still to come is fired
@@ -151,7 +151,7 @@ class Resume:
     def _after_started(self, engine: Engine) -> None:
         if not self._is_waiting(engine):
             return
-        self._set_again(engine)
+        self._reapply(engine)
         state, run = engine.state, self.run
         if run["begun"] and not run["ended"]:
             engine._init_iter = run["iterations"]  # EPOCH_STARTED comes
@@ -167,7 +167,7 @@ class Resume:
 
     def _after_epoch_started(self, engine: Engine) -> None:
         if self._is_waiting(engine):
-            self._set_again(engine)
+            self._reapply(engine)
             self._finish(engine)
 
     _after_started.runs_last = _after_epoch_started.runs_last = 1  # before a checkpoint
@@ -183,7 +183,7 @@ class Resume:
             engine.state.dataloader.readers.pop(engine, None)
         return False
 
-    def _set_again(self, engine: Engine) -> None:
+    def _reapply(self, engine: Engine) -> None:
         state = engine.state
         if self.loader is not None and state.dataloader is not self.loader:
             raise ValueError(f"run should get the loader that the interrupted run was reading, {self.run['reads']!r}")

@@ -16,7 +16,7 @@ from ignite_ddl.checkpoint.gradients import capture_gradients
 from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.resume import capture_runs
 from ignite_ddl.checkpoint.values import encoded
-from ignite_ddl.data_parallel import OWN_ROUNDS, local_round, share_buffers
+from ignite_ddl.data_parallel import LOCAL_ROUNDS, local_round, share_buffers
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.replicas import check_replicas
@@ -54,8 +54,8 @@ def capture(objects: Mapping[str, Any]) -> Snapshot:
         ValueError: if an optimizer holds a parameter of no model, or a state cannot be written as JSON.
     """
     kinds, mesh = Kinds.of(objects), get_mesh()
-    _check_own_states(kinds)
-    for model in kinds.models.values():  # DDP did so before the last forward pass, and that one changed them
+    _check_per_rank_states(kinds)
+    for model in kinds.models.values():  # DDP did so before the last forward pass, which has changed them
         for stage in stages_of(model).local_stages() if local_round(model) is None else ():
             share_buffers(stage, mesh)
     for model in kinds.models.values():
@@ -69,8 +69,8 @@ def capture(objects: Mapping[str, Any]) -> Snapshot:
     for key, loader in kinds.loaders.items():
         positions = (run["positions"][key] for run in runs.values() if key in run["positions"])
         states[key] = next(positions, None) or loader.state_dict()
-    for key in (key for key, other in kinds.others.items() if getattr(other, "of_a_rank", None) is True):
-        states[key] = states[key] | {"tensors": _capture_own(key, states[key]["tensors"], shards, mesh)}
+    for key in (key for key, other in kinds.others.items() if getattr(other, "is_per_rank", None) is True):
+        states[key] = states[key] | {"tensors": _capture_per_rank(key, states[key]["tensors"], shards, mesh)}
     states |= {RANDOM: random_states(), RUNS: runs}
     if gradients := capture_gradients(kinds, shards, mesh):
         states[GRADIENTS] = gradients
@@ -79,11 +79,11 @@ def capture(objects: Mapping[str, Any]) -> Snapshot:
     return Snapshot(shards, everything)
 
 
-def _check_own_states(kinds: Kinds) -> None:
+def _check_per_rank_states(kinds: Kinds) -> None:
     """Refuses to save a run without what belongs to a rank: the weights of a round of local steps, error feedback."""
     for key, model in kinds.models.items() if kinds.optimizers or kinds.engines else ():
-        local, own = local_round(model), getattr(model, "comm_state", None)
-        for name, owner in (("its ddl.LocalSGD or ddl.DiLoCo", local and local.ended_by), ("its comm_state", own)):
+        local, hook = local_round(model), getattr(model, "comm_state", None)
+        for name, owner in (("its ddl.LocalSGD or ddl.DiLoCo", local and local.averager), ("its comm_state", hook)):
             if owner is not None and not any(other is owner for other in kinds.others.values()):
                 raise ValueError(
                     f"to_save should have {name} beside {key!r}, which has a state of its own on each rank: a run "
@@ -91,16 +91,18 @@ def _check_own_states(kinds: Kinds) -> None:
                 )
 
 
-def _capture_own(key: str, tensors: Mapping[str, torch.Tensor], shards: dict[str, Shard], mesh: Mesh) -> dict[str, Any]:
+def _capture_per_rank(
+    key: str, tensors: Mapping[str, torch.Tensor], shards: dict[str, Shard], mesh: Mesh
+) -> dict[str, Any]:
     """Adds the tensors of an object that belongs to this rank to ``shards``; returns their shapes and dtypes."""
     for name, tensor in tensors.items():
         if tensor.numel():
-            shards[own_name(mesh, key, name)] = Shard.full(tensor.detach())
+            shards[per_rank_name(mesh, key, name)] = Shard.full(tensor.detach())
     return {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()}
 
 
-def own_name(mesh: Mesh, key: str, name: str) -> str:
-    """Under which a tensor that belongs to this rank is saved."""
+def per_rank_name(mesh: Mesh, key: str, name: str) -> str:
+    """The name under which a tensor that belongs to this rank is saved."""
     return f"{key} of rank {mesh.rank}.{name}"
 
 
@@ -108,7 +110,7 @@ def _capture_model(key: str, model: nn.Module, names: dict[int, str], shards: di
     tensors, saved_as, extra = local_state(model)
     local = local_round(model)
     in_a_round = local is not None and local.steps > 0
-    averages = local.ended_by.averages() if in_a_round else {}
+    averages = local.averager.averages() if in_a_round else {}
     for name, tensor in tensors.items():
         saved = f"{key}.{saved_as[name]}"
         names.setdefault(id(tensor), saved)
@@ -131,7 +133,7 @@ def _capture_optimizer(
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         groups.append({"names": [name for name, _ in parameters], "options": encoded(options, key)})
         for name, parameter in parameters:
-            if getattr(parameter, OWN_ROUNDS, False) and get_mesh().replica > 0:
+            if getattr(parameter, LOCAL_ROUNDS, False) and get_mesh().replica > 0:
                 continue  # those of dp rank 0, or of its replica, are for other meshes
             state = states[name] = {"tensors": [], "values": {}}
             for part, value in optimizer.state.get(parameter, {}).items():

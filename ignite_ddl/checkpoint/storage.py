@@ -53,15 +53,24 @@ from ignite_ddl.checkpoint.form import (
     DamagedCheckpoint,
     check_state,
     digest_line,
-    dumped,
-    opened,
+    dump_state,
+    open_regular_file,
     read_metadata,
     read_state,
 )
-from ignite_ddl.checkpoint.owners import begin, put, remove, sync_folder
+from ignite_ddl.checkpoint.owners import make_temporary_folder, publish, remove, sync_folder
 from ignite_ddl.state import Shard
 
-__all__ = ["Folder", "agree", "attempt", "complete_checkpoints", "is_alone", "on_rank_0", "times_saved", "write"]
+__all__ = [
+    "Folder",
+    "agree",
+    "attempt",
+    "complete_checkpoints",
+    "is_single_process",
+    "on_rank_0",
+    "times_saved",
+    "write",
+]
 
 _BLOCK = 1 << 20
 
@@ -97,7 +106,7 @@ def write(
 
 @contextlib.contextmanager
 def _removed_on_error() -> Iterator[list[Path]]:
-    """Of the temporary folders that are put on the list: also where the other ranks were never told of one."""
+    """On an error, removes the temporary folders on the list, also one that other ranks do not know of."""
     begun: list[Path] = []
     try:
         yield begun
@@ -121,14 +130,14 @@ def _write(
 
     def start() -> Path:
         state.update(content())
-        begun.append(begin(folder))
+        begun.append(make_temporary_folder(folder))
         return begun[0]
 
     saving = on_rank_0(start, group)
     writer = _Writer(saving, digests)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that one process is one process
+            warnings.simplefilter("ignore")  # about a single process
             dcp.save(
                 {}, storage_writer=writer, planner=_SavePlanner(shards), process_group=group, no_dist=group is None
             )
@@ -148,12 +157,12 @@ def _write(
 
 
 def _complete(folder: Path, saving: Path, state: dict[str, Any], outdated: Sequence[str]) -> None:
-    raw = dumped(state)
+    raw = dump_state(state)
     _write_synced(saving / STATE, raw)
     sums = digest_line(STATE, raw) + digest_line(METADATA, (saving / METADATA).read_bytes())
     _write_synced(saving / SUMS, sums.encode())
     sync_folder(saving)
-    put(saving, folder, outdated)
+    publish(saving, folder, outdated)
 
 
 def _write_synced(path: Path, content: bytes) -> None:
@@ -257,7 +266,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def times_saved(folder: Path) -> dict[Path, float]:
-    """When each was saved; of one whose ``state.json`` is damaged the future, so that it is tried and named."""
+    """When each was saved; one with a damaged ``state.json`` counts as newest, so that it is tried and named."""
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if not path.name.startswith(".") and os.path.lexists(path / SUMS):
@@ -269,7 +278,7 @@ def times_saved(folder: Path) -> dict[Path, float]:
 
 
 class Folder:
-    """A checkpoint that was written: nothing in it is executed, and nothing is believed before its digest is.
+    """A checkpoint that was written: nothing in it is executed, or used before its digest is checked.
 
     Args:
         path: the checkpoint's folder.
@@ -335,7 +344,7 @@ class Folder:
             for file_name, of_file in itertools.groupby(sorted(parts), key=lambda part: part[0]):
                 if Path(file_name).name != file_name:
                     raise DamagedCheckpoint(f"{self.path} is damaged: it names the file {file_name!r} outside of it")
-                with opened(self.path / file_name) as file:
+                with open_regular_file(self.path / file_name) as file:
                     for part in of_file:
                         self._check_part(file, part, parts[part], digests[part[:2]])
         return planner
@@ -348,9 +357,9 @@ class Folder:
             raise DamagedCheckpoint(f"{self.path} is damaged: {name!r} in {file_name} is not what was written")
 
     def read(self, planner: _LoadPlanner) -> None:
-        """Reads tensors in place: each rank what :meth:`check` has checked on it, without meeting the others."""
+        """Reads in place what :meth:`check` has checked on this rank, without communication."""
         with warnings.catch_warnings(), self._damages():
-            warnings.simplefilter("ignore")  # that this is one process
+            warnings.simplefilter("ignore")  # about a single process
             dcp.load({}, storage_reader=_Reader(self.path, self.metadata), planner=planner, no_dist=True)
 
 
@@ -382,16 +391,16 @@ class _LoadPlanner(DefaultLoadPlanner):
         return dict(self.reads[index.fqn][1].pieces)[tuple(index.offset)]
 
 
-# --------------------------------------------------------------------------------------------- together
+# --------------------------------------------------------------------------------------------- agreement of ranks
 
 
 def agree(error: Exception | None, group: dist.ProcessGroup | None = None, value: Any = None, **same: Any) -> list[Any]:
-    """Raises on every rank what any rank has found.
+    """Raises on every rank the error that any rank has.
 
     Args:
-        error: what this rank has found; None: nothing.
+        error: this rank's error; None if it has none.
         group: a group of all ranks. Default: the world.
-        value: what all ranks get to know of this one.
+        value: what this rank sends to all.
         same: what has to be the same on all ranks, by the name of the argument that it comes from.
 
     Returns:
@@ -400,9 +409,9 @@ def agree(error: Exception | None, group: dist.ProcessGroup | None = None, value
     Raises:
         ValueError: if that differs.
     """
-    from_this_rank = _carried(error), same, value
+    from_this_rank = _pickled(error), same, value
     found: list[Any] = [from_this_rank]
-    if not is_alone(group):
+    if not is_single_process(group):
         found *= dist.get_world_size(group)
         dist.all_gather_object(found, from_this_rank, group=group)
     for rank, (carried, *_) in enumerate(found):
@@ -432,12 +441,12 @@ def attempt(function: Callable, *args: Any) -> tuple[Any, Exception | None]:
 
 def on_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     """What a function returns or raises on rank 0, on every rank."""
-    if is_alone(group):
+    if is_single_process(group):
         return function()
     error, message = None, [None]
     if dist.get_rank() == 0:
         result, error = attempt(lambda: pickle.dumps(function()))
-        message = [(result, _carried(error))]
+        message = [(result, _pickled(error))]
     dist.broadcast_object_list(message, src=0, group=group)
     ((result, carried),) = message
     if carried is not None:
@@ -445,8 +454,8 @@ def on_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None) -> A
     return pickle.loads(result)
 
 
-def is_alone(group: dist.ProcessGroup | None) -> bool:
-    """Whether this process is the only one; without its group a rank would take itself for one that is alone."""
+def is_single_process(group: dist.ProcessGroup | None) -> bool:
+    """Whether this is a serial run; raises on a rank whose group was destroyed, which would look like one."""
     if group is not None and not dist.is_initialized():
         raise OSError(
             "the process group has been destroyed, and without it ranks cannot complete a checkpoint: call "
@@ -455,14 +464,14 @@ def is_alone(group: dist.ProcessGroup | None) -> bool:
     return not dist.is_initialized()
 
 
-def _carried(error: Exception | None) -> bytes | None:
+def _pickled(error: Exception | None) -> bytes | None:
     """An exception for other ranks; of one that cannot be pickled, its kind and message."""
     if error is None:
         return None
-    said = "".join(traceback.format_exception_only(error)).strip()
+    text = "".join(traceback.format_exception_only(error)).strip()
     with contextlib.suppress(Exception):
         pickled = cloudpickle.dumps(error)
-        if "".join(traceback.format_exception_only(pickle.loads(pickled))).strip() == said:
+        if "".join(traceback.format_exception_only(pickle.loads(pickled))).strip() == text:
             return pickled
     kinds = (DamagedCheckpoint, OSError, ValueError)
-    return pickle.dumps(next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)(said))
+    return pickle.dumps(next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)(text))

@@ -17,8 +17,8 @@ from ignite_ddl.context.sequence import sequence_positions
 
 __all__ = ["register_attention"]
 
-_CARRIED = ("causal_mask_function", "packed_sequence_mask_function.<locals>.inner_mask")  # by is_causal and positions
-_AROUND = ("and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function")  # other mask functions
+_SUPPORTED = ("causal_mask_function", "packed_sequence_mask_function.<locals>.inner_mask")  # by is_causal and positions
+_WRAPPERS = ("and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function")  # other mask functions
 _WINDOW = "sliding_window_overlay"
 _POSITIONS = (
     "position_ids should be the tokens' places in the full sequence, which a cp rank has a part of: put them into the "
@@ -87,16 +87,16 @@ def _attention(packed: bool) -> Callable:
 
 def _documents(positions: torch.Tensor | None, query: torch.Tensor, packed: bool) -> torch.Tensor | None:
     """Where the document of each token begins; None if a row is one document."""
-    here = sequence_positions(query.shape[2], query.device)
-    if positions is None or positions.ndim != 2 or not (packed or torch.equal(here.expand_as(positions), positions)):
+    local = sequence_positions(query.shape[2], query.device)
+    if positions is None or positions.ndim != 2 or not (packed or torch.equal(local.expand_as(positions), positions)):
         raise ValueError(_POSITIONS)
-    return (here - positions).expand(len(query), -1) if packed else None
+    return (local - positions).expand(len(query), -1) if packed else None
 
 
 def _mask(
     mask_function: Callable, attention_mask: torch.Tensor | None = None, device: Any = None, **_: Any
 ) -> torch.Tensor | None:
-    """What the attention is to know: None, or the sliding window as a single number."""
+    """The mask that the attention gets: None, or the sliding window as a single number."""
     if attention_mask is not None and not attention_mask.all():
         raise ValueError(
             "attention_mask should be left out with ddl_ring, which does not carry padding: pad on the right, where a "
@@ -112,11 +112,11 @@ def _windows(function: Callable) -> list[int]:
     name = function.__qualname__
     inside = [cell.cell_contents for cell in function.__closure__ or ()]
     kind = name.split(".")[0]
-    if name in _CARRIED:
+    if name in _SUPPORTED:
         return []
     if kind == _WINDOW:
         return [value for value in inside if isinstance(value, int)]
-    if kind not in _AROUND:
+    if kind not in _WRAPPERS:
         raise ValueError(f"ddl_ring does not carry the mask of transformers' {kind}: take a model without it")
     functions = [one for value in inside for one in (value if isinstance(value, tuple) else (value,)) if callable(one)]
     return [window for one in functions for window in _windows(one)]

@@ -28,7 +28,7 @@ def local_positions(length: int, rank: int, size: int, device: torch.device | No
         length: tokens of the full sequence.
         rank: the cp rank.
         size: number of cp ranks.
-        device: where the result stands, default the CPU.
+        device: of the result, default the CPU.
 
     Returns:
         torch.Tensor: ``length / size`` integers, ascending.
@@ -46,7 +46,7 @@ def local_positions(length: int, rank: int, size: int, device: torch.device | No
 
 
 def natural_order(length: int, size: int, device: torch.device | None = None) -> torch.Tensor:
-    """Where each token of the full sequence stands when the parts of ranks 0, 1, ... are laid side by side."""
+    """The position of each token of the full sequence in the concatenated parts of ranks 0, 1, ...."""
     return torch.cat([local_positions(length, rank, size, device) for rank in range(size)]).argsort()
 
 

@@ -77,7 +77,7 @@ class Ring:
         documents = () if self.documents is None else (self.documents[rank] for rank in ranks)
         return self.mask.visible(*positions, *documents)
 
-    def send_on(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[dist.Work]]:
+    def send_to_next(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[dist.Work]]:
         """Starts an exchange: to the next rank goes ``tensor``, from the previous rank comes what is returned."""
         if self.size == 1:
             return tensor, []
@@ -103,7 +103,7 @@ class _RingAttention(torch.autograd.Function):
         dtype = torch.promote_types(query.dtype, torch.float32)  # blocks are summed in float32 or better
         output: torch.Tensor = torch.zeros_like(query, dtype=dtype)
         merged: Block = output, output.new_full(query.shape[:-1], float("-inf"))
-        for source, (key, value) in _visits(pair, shared):
+        for source, (key, value) in _circulate(pair, shared):
             for rows, columns, causal, visible in shared.pairs(source, query.shape[2]):
                 part = query[:, :, rows], key[:, :, columns], value[:, :, columns]
                 block = block_forward(*part, causal, visible, shared.scale)
@@ -122,8 +122,8 @@ class _RingAttention(torch.autograd.Function):
         dtype = torch.promote_types(query.dtype, torch.float32)  # gradients of keys and values travel in this dtype
         of_query = torch.zeros_like(query, dtype=dtype)
         of_pair, works, added = torch.zeros_like(pair, dtype=dtype), [], None
-        for source, (key, value) in _visits(pair, shared):
-            sent, added = added, torch.zeros_like(pair, dtype=dtype)  # what is being sent has to stay
+        for source, (key, value) in _circulate(pair, shared):
+            sent, added = added, torch.zeros_like(pair, dtype=dtype)  # a tensor that is being sent must not change
             for rows, columns, causal, visible in shared.pairs(source, query.shape[2]):
                 part = query[:, :, rows], key[:, :, columns], value[:, :, columns]
                 merged = output[:, :, rows], logsumexp[:, :, rows]
@@ -135,17 +135,17 @@ class _RingAttention(torch.autograd.Function):
                 work.wait()
             del sent
             added += of_pair
-            of_pair, works = shared.send_on(added)
+            of_pair, works = shared.send_to_next(added)
         for work in works:
             work.wait()
         return of_query.to(query.dtype), of_pair.to(query.dtype), None
 
 
-def _visits(pair: torch.Tensor, shared: Ring) -> Iterator[tuple[int, torch.Tensor]]:
+def _circulate(pair: torch.Tensor, shared: Ring) -> Iterator[tuple[int, torch.Tensor]]:
     """The keys and values of each rank, this rank's first; the next ones are under way while they are used."""
     for step in range(shared.size):
         last = step == shared.size - 1
-        following, works = (pair, []) if last else shared.send_on(pair)
+        following, works = (pair, []) if last else shared.send_to_next(pair)
         yield (shared.rank - step) % shared.size, pair
         for work in works:
             work.wait()

@@ -1,4 +1,4 @@
-"""A batch whose sequences are shared by the cp ranks: who has which tokens, and whether the model can bear it.
+"""A batch whose sequences are shared by the cp ranks: which rank has which tokens, and whether the model mixes them.
 
 ``ddl.auto_dataloader`` shards the tokens of its batches, so the model, the loss and the metrics see a rank's tokens
 alone. Of everything that a model computes only attention may look at other tokens, by :func:`ring_attention` or
@@ -44,11 +44,11 @@ def cp_group() -> dist.ProcessGroup | None:
 def sequence_positions(tokens: int, device: torch.device | None = None) -> torch.Tensor:
     """The positions in the full sequence of this rank's tokens; on a mesh without cp they are 0, 1, 2, ...
 
-    A model that numbers its tokens (a position table, rotary embeddings) asks here instead of counting.
+    A model that numbers its tokens (a position table, rotary embeddings) calls this instead of counting from 0.
 
     Args:
         tokens: number of tokens that this rank has.
-        device: where the result stands, default the CPU.
+        device: of the result, default the CPU.
 
     Returns:
         torch.Tensor: ``tokens`` integers, ascending.
@@ -101,7 +101,7 @@ def _part(batch: Any, mesh: Mesh) -> Any:
 
 
 def two_halves(tree: Any) -> list[Any] | None:
-    """What was made of this rank's part of the last batch, with half of the tokens each; None if it has no tokens."""
+    """A tree made of this rank's part of the last batch, in two halves of its tokens; None if it has no tokens."""
     n = _tokens if any(_tokens in tensor.shape[1:] for tensor in tensors_of(tree)) else 0
     return [some_tokens(tree, half, n) for half in (slice(n // 2), slice(n // 2, None))] if n > 1 else None
 
@@ -156,8 +156,8 @@ def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module],
             run(first)
     length = next(tensor.shape[1] for tensor in tensors_of(first) if tensor.ndim > 1)
     for index, ((name, module, given, found), (*_, of_all, expected)) in enumerate(zip(shared, full, strict=False)):
-        mixes = not _are_parts(found, expected, length, mesh) or _convolves_tokens(module, given, of_all)
-        if _are_parts(given, of_all, length, mesh) and mixes:
+        mixes = not _are_shards(found, expected, length, mesh) or _convolves_tokens(module, given, of_all)
+        if _are_shards(given, of_all, length, mesh) and mixes:
             return index, name
     return None
 
@@ -167,8 +167,8 @@ def _convolves_tokens(module: nn.Module, given: list[torch.Tensor], of_all: list
     if not isinstance(module, _CONVOLUTIONS):
         return False
     dims = len(module.kernel_size)
-    here, full = (tensors[0].shape[-dims:] for tensors in (given, of_all))
-    return any(kernel > 1 and a < b for kernel, a, b in zip(module.kernel_size, here, full, strict=True))
+    local_lengths, full = (tensors[0].shape[-dims:] for tensors in (given, of_all))
+    return any(kernel > 1 and a < b for kernel, a, b in zip(module.kernel_size, local_lengths, full, strict=True))
 
 
 def _first_tokens(leaf: Any, mesh: Mesh) -> Any:
@@ -205,7 +205,7 @@ def _noted(stages: Sequence[nn.Module]) -> Iterator[list[tuple[str, nn.Module, l
             handle.remove()
 
 
-def _are_parts(some: list[torch.Tensor], full: list[torch.Tensor], length: int, mesh: Mesh) -> bool:
+def _are_shards(some: list[torch.Tensor], full: list[torch.Tensor], length: int, mesh: Mesh) -> bool:
     """Whether tensors are this rank's parts of others, along the dim that is longer there."""
     if len(some) != len(full):
         return False

@@ -25,7 +25,7 @@ class Mask:
 
     @property
     def needs_pairs(self) -> bool:
-        """Whether a kernel's causal flag does not say it all."""
+        """Whether a kernel's causal flag is not enough."""
         return self.window is not None or self.by_document
 
     def visible(

@@ -12,9 +12,9 @@ from typing import Any
 
 from ignite_ddl.diagnose import stacks
 from ignite_ddl.diagnose.report import HangReport, hang_report
-from ignite_ddl.launch.job import ASK_STACK, Job, label
+from ignite_ddl.launch.job import STACK_SIGNAL, Job, label
 
-__all__ = ["interrupted", "why_late"]
+__all__ = ["interrupted", "explain_timeout"]
 SHORT_SECONDS = 0.2  # for a rank's stack to arrive
 LONG_SECONDS = 1.0  # on a busy machine
 POLL_SECONDS = 0.05  # how often files are looked for
@@ -25,8 +25,8 @@ def interrupted(job: Job, running: Sequence[Any]) -> KeyboardInterrupt:
     return stacks.interrupted(_stacks(job, running))
 
 
-def why_late(job: Job, ranks: Sequence[Any], running: Sequence[Any]) -> tuple[int | str, str, HangReport | None]:
-    """What is known of a run whose time is over.
+def explain_timeout(job: Job, ranks: Sequence[Any], running: Sequence[Any]) -> tuple[int | str, str, HangReport | None]:
+    """Why a run has timed out.
 
     Args:
         job: the run.
@@ -43,7 +43,7 @@ def why_late(job: Job, ranks: Sequence[Any], running: Sequence[Any]) -> tuple[in
             rank.release.send_bytes(b"which calls?")
     found = _stacks(job, running)
     report = _report(job, ranks, found) if ranks else None
-    missing, why = stacks.who_is_missing(found, returned, report.missing if report else ())
+    missing, why = stacks.find_missing_rank(found, returned, report.missing if report else ())
     lines = [f"Not finished: {names}. Finished: {', '.join(map(str, returned)) or 'none'}.{why}"]
     for note in sorted(Path(job.folder).glob("*.waits")):
         lines.append(f"rank {note.stem} {note.read_text(errors='replace')}.")
@@ -55,35 +55,35 @@ def why_late(job: Job, ranks: Sequence[Any], running: Sequence[Any]) -> tuple[in
 
 
 def _report(job: Job, ranks: Sequence[Any], found: dict[int | str, str]) -> HangReport:
-    """From the ranks' stacks and what those say that still can."""
+    """The report, from the ranks' stacks and the calls of those that answer."""
     deadline = time.monotonic() + LONG_SECONDS
     files = {rank.rank: Path(job.folder) / f"{rank.rank}.calls" for rank in ranks}
     while time.monotonic() < deadline and not all(file.exists() for file in files.values()):
         time.sleep(POLL_SECONDS)
     answers = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
     for rank, answer in answers.items():
-        if rank in found and not stacks.frames_of(found[rank]):  # it blocks our signal, or has taken it
+        if rank in found and not stacks.frames_of(found[rank]):  # it blocks our signal, or handles it
             found[rank] = answer["stack"] or found[rank]
     records = {rank: answer["calls"] for rank, answer in answers.items()}
     return hang_report({rank: found.get(rank, "") for rank in files}, records)
 
 
 def _stacks(job: Job, running: Sequence[Any]) -> dict[int | str, str]:
-    if ASK_STACK is None:
+    if STACK_SIGNAL is None:
         return {rank.rank: "  (not known on this platform)" for rank in running}
     for rank in running:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.process.pid, ASK_STACK)
+            os.kill(rank.process.pid, STACK_SIGNAL)
     deadline = time.monotonic() + LONG_SECONDS
     time.sleep(SHORT_SECONDS)
     files = {rank.rank: Path(job.folder) / f"{rank.rank}.stack" for rank in running}
-    while time.monotonic() < deadline and not all(map(stacks.of_main_thread, files.values())):
+    while time.monotonic() < deadline and not all(map(stacks.is_main_thread, files.values())):
         time.sleep(POLL_SECONDS)
-    said = {rank: stacks.of_main_thread(file) and stacks.read_stack(file) for rank, file in files.items()}
-    return {rank.rank: said[rank.rank] or _why_silent(job, rank) for rank in running}
+    said = {rank: stacks.is_main_thread(file) and stacks.read_stack(file) for rank, file in files.items()}
+    return {rank.rank: said[rank.rank] or _why_no_stack(job, rank) for rank in running}
 
 
-def _why_silent(job: Job, rank: Any) -> str:
+def _why_no_stack(job: Job, rank: Any) -> str:
     """What can be known of a rank that did not write its stack."""
     with contextlib.suppress(OSError):
         if Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":

@@ -1,4 +1,4 @@
-"""The report for a job that stands, where no parent can ask the ranks: under torchrun, Slurm or another launcher."""
+"""The report for a job that hangs, where no parent can ask the ranks: under torchrun, Slurm or another launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ignite_ddl.arguments import limit_in_seconds, takes
 from ignite_ddl.diagnose.calls import calls_counted, job_store, recorded_calls
 from ignite_ddl.diagnose.report import NEWEST, hang_report
-from ignite_ddl.diagnose.stacks import own_stack, waits_in
+from ignite_ddl.diagnose.stacks import thread_stack, waits_in
 
 __all__ = ["Watch", "answer", "report_hangs"]
 PATIENCE = 12.0  # seconds for which the others' parts are waited for; on a busy machine a part takes several
@@ -22,7 +22,7 @@ PATIENCE = 12.0  # seconds for which the others' parts are waited for; on a busy
 
 @takes()
 def report_hangs(after: float) -> None:
-    """Prints a report when this job stands: which rank is in which collective, who never came, where each rank is.
+    """Prints a report when this job hangs: which rank is in which collective, who never came, where each rank is.
 
     Call it once on each rank of a job that torchrun, Slurm or another launcher has started, after the process group is
     made. A thread looks from time to time. When the main thread has been in the same collective, send or receive for
@@ -65,8 +65,8 @@ def report_hangs(after: float) -> None:
 
 
 def answer(thread: int) -> dict[str, Any]:
-    """What a report asks of a rank: where this thread of it is, and its newest collectives."""
-    return {"stack": own_stack(thread), "calls": recorded_calls(NEWEST)}
+    """A rank's part of a report: where this thread of it is, and its newest collectives."""
+    return {"stack": thread_stack(thread), "calls": recorded_calls(NEWEST)}
 
 
 class Watch:
@@ -84,7 +84,7 @@ class Watch:
         seen, since, reported = "", time.monotonic(), ""
         try:
             while dist.is_initialized() and not self.over.wait(pause):
-                stack = own_stack(self.thread)
+                stack = thread_stack(self.thread)
                 # The frames of a call are the same in each step: the number of the last call is not.
                 now = f"{stack}{calls_counted()}"
                 if now != seen:

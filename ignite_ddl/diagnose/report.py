@@ -1,4 +1,4 @@
-"""The report for a job that stands: which rank is in which collective, and which ranks never came."""
+"""The report for a job that hangs: which rank is in which collective, and which ranks never came."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 3  # of the calls that differ between ranks
 
 @dataclass(frozen=True)
 class Call:
-    """A collective of one rank, or where a rank is that is in none.
+    """A collective of one rank, or the place of a rank that is in none.
 
     Attributes:
         rank: the global rank.
@@ -71,7 +71,7 @@ class UnlikeCalls:
 
 @dataclass(frozen=True)
 class HangReport:
-    """Where each rank of a job stands; printed, a table.
+    """Where each rank of a job is; printed, a table.
 
     Attributes:
         calls: one :class:`Call` for each rank.

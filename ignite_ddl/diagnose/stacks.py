@@ -21,13 +21,13 @@ __all__ = [
     "frames_of",
     "interrupted",
     "name_cells",
-    "of_main_thread",
-    "own_stack",
+    "is_main_thread",
+    "thread_stack",
     "place_of",
     "read_stack",
     "user_frame",
     "waits_in",
-    "who_is_missing",
+    "find_missing_rank",
 ]
 Frame = tuple[str, int, str]  # file, line, function
 _PACKAGE = str(Path(__file__).parents[1])
@@ -46,13 +46,13 @@ def read_stack(path: Path) -> str:
     return _from_user(path.read_text(errors="replace") if path.exists() else "")
 
 
-def of_main_thread(stack: Path) -> bool:
-    """Whether these are the main thread's: where that blocks all signals, another one gets ours."""
+def is_main_thread(stack: Path) -> bool:
+    """Whether this is the main thread's stack: if it blocks all signals, another thread gets ours."""
     text = stack.read_text(errors="replace") if stack.exists() else ""
     return text.rstrip().endswith("...") or any(f" in {name}" in text for name in ("rank_main", "companion_main"))
 
 
-def own_stack(thread: int) -> str:
+def thread_stack(thread: int) -> str:
     """The frames of a thread of this process, in the same form."""
     frames = reversed(traceback.extract_stack(sys._current_frames()[thread]))
     return _from_user("\n".join(f'  File "{f.filename}", line {f.lineno} in {f.name}' for f in frames))
@@ -79,7 +79,7 @@ def name_cells(text: str) -> str:
     return re.sub(r'File "([^"]+)"', name, text)
 
 
-def who_is_missing(
+def find_missing_rank(
     stacks: dict[int | str, str], returned: list[int], known: Sequence[int] = ()
 ) -> tuple[int | str, str]:
     """The rank for which the others wait in a collective, else the first rank; and a line that explains it.
@@ -139,13 +139,13 @@ def _place(stack: str) -> str:
 
 
 def user_frame(frames: Sequence[Frame], otherwise: str = "in code that is not Python") -> Frame:
-    """The innermost of the user's code, else of all, the most recent first; with no frame at all, ``otherwise``."""
+    """The innermost frame of the user's code, else of all, the most recent first; without frames, ``otherwise``."""
     frames = [tuple(frame) for frame in frames] or [("", 0, otherwise.strip(" ()"))]
     return next((frame for frame in frames if not frame[0].startswith(_LIBRARIES)), frames[0])
 
 
 def place_of(frame: Frame) -> str:
-    """Such as "train.py:12 in step", or "Cell In[5], line 3, in step"; what is known instead, if nobody said."""
+    """Such as "train.py:12 in step", or "Cell In[5], line 3, in step"; else what is known."""
     file, line, name = frame
     if not file:
         return name

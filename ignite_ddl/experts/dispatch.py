@@ -59,8 +59,8 @@ class Dispatch:
         dist.all_to_all_single(arriving, counts, group=self.group)
         counts, arriving = counts.view(self.ep, -1), arriving.view(self.ep, -1)
         self.sent, self.got = counts.sum(1).tolist(), arriving.sum(1).tolist()
-        own = torch.arange(arriving.shape[1], device=index.device).repeat(self.ep)
-        self.local = own.repeat_interleave(arriving.flatten())
+        local_index = torch.arange(arriving.shape[1], device=index.device).repeat(self.ep)
+        self.local = local_index.repeat_interleave(arriving.flatten())
 
     def to_experts(self, x: torch.Tensor) -> torch.Tensor:
         """A row for each token that chose an expert of this rank, from (tokens, width) of this rank's tokens."""

@@ -131,9 +131,9 @@ class Router(nn.Module):
         adds: bool,
         drops: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        order, own = sorted_by_expert(index, self.n_experts)
-        own = own * has_rows()
-        of_ranks, rank = _counts_of_ranks(own, drops) if self.over_ranks else (own.unsqueeze(0), 0)
+        order, local = sorted_by_expert(index, self.n_experts)
+        local = local * has_rows()
+        of_ranks, rank = _counts_of_ranks(local, drops) if self.over_ranks else (local.unsqueeze(0), 0)
         counts = of_ranks.sum(0)
         n_tokens = max(1, int(counts.sum()) // self.top_k)
         if adds:
@@ -143,7 +143,8 @@ class Router(nn.Module):
             factor = (get_mesh().dp_cp_size if self.over_ranks else 1) * has_rows()
             weights = add_loss(weights, loss * factor, lambda: self.counts.add_(counts))
         if drops and has_rows():
-            starts = own.cumsum(0) - own - of_ranks[:rank].sum(0)  # of an expert's choices on this rank, and before it
+            # Where an expert's choices begin on this rank, less those of the ranks before it.
+            starts = local.cumsum(0) - local - of_ranks[:rank].sum(0)
             places = torch.arange(len(order), device=order.device) - starts[index.flatten()[order]]
             late = order[places >= math.ceil(self.capacity_factor * self.top_k * n_tokens / self.n_experts)]
             index = index.flatten().index_fill(0, late, self.n_experts).view_as(index)
@@ -182,15 +183,15 @@ def update_biases(model: nn.Module) -> None:
             router.counts.zero_()
 
 
-def _counts_of_ranks(own: torch.Tensor, each: bool) -> tuple[torch.Tensor, int]:
+def _counts_of_ranks(local: torch.Tensor, each: bool) -> tuple[torch.Tensor, int]:
     """Counts of all ranks of dp × cp, of each of them or their sum, and this rank's place."""
     mesh = get_mesh()
     if mesh.dp_cp_group is None or mesh.dp_cp_size == 1:
-        return own.unsqueeze(0), 0
+        return local.unsqueeze(0), 0
     if not each:
-        summed = own.clone()
+        summed = local.clone()
         dist.all_reduce(summed, group=mesh.dp_cp_group)
         return summed.unsqueeze(0), 0
-    found = [torch.empty_like(own) for _ in range(mesh.dp_cp_size)]
-    dist.all_gather(found, own, group=mesh.dp_cp_group)
+    found = [torch.empty_like(local) for _ in range(mesh.dp_cp_size)]
+    dist.all_gather(found, local, group=mesh.dp_cp_group)
     return torch.stack(found), mesh.dp_cp_rank

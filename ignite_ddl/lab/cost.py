@@ -762,7 +762,7 @@ def zero_memory(
 
 
 class ShardedStep(NamedTuple):
-    """Of one optimizer step of FSDP2 on a rank.
+    """What a rank sends and holds in one optimizer step of FSDP2.
 
     Attributes:
         gathered: bytes that the rank sends to gather weights.
@@ -787,7 +787,7 @@ def sharded_step(
     passes of the step. Gradients are scattered once, after the last pass, and a shard of them is added over replicas.
 
     Source: of the passes, Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-    SC 2020, section 7.2.2; of the ring, :func:`ring_pass`. Held against counted bytes of ``ddl.auto_model`` on gloo,
+    SC 2020, section 7.2.2; of the ring, :func:`ring_pass`. Compared with counted bytes of ``ddl.auto_model`` on gloo,
     where the layers are of a size that the ranks divide: torch pads others.
 
     Args:

@@ -265,9 +265,9 @@ def key(figure: Figure, entries: dict | list) -> None:
 
 @takes(FITS)
 def on_any_page(figure: Figure) -> Figure:
-    """Takes away the ground, and draws in grey what has no colour of its own: it reads on light and on dark pages.
+    """Removes the background, and draws in grey what has no colour: readable on light and on dark pages.
 
-    Call it last. Words that stand on tiles, or that were given a colour, stay as they are.
+    Call it last. Text on tiles, or with a colour of its own, stays as it is.
 
     Args:
         figure: of :func:`new_figure`, :func:`new_drawing` or :func:`stack`.
@@ -386,7 +386,7 @@ def bar(axes: Axes, place: float, parts: list[tuple], size: float = 0.8, upright
         place: the middle of the bar on the other axis.
         parts: a length, a colour and a text ("" for none) for each part.
         size: thickness. Default: 0.8.
-        upright: whether the bar stands. Default: True.
+        upright: whether the bar is vertical. Default: True.
         look: for ``axes.bar`` or ``axes.barh``.
 
     Returns:

@@ -191,17 +191,17 @@ class Model:
 
     @property
     def attention_width(self) -> int:
-        """Of queries: heads times their width."""
+        """Width of all query heads together."""
         return self.heads * (self.head_width or self.width // self.heads)
 
     @property
     def kv_width(self) -> int:
-        """Of keys, and of values."""
+        """Width of all key heads together, and of all value heads."""
         return self.attention_width * (self.kv_heads or self.heads) // self.heads
 
     @property
     def n_positions(self) -> int:
-        """Learned ones."""
+        """Number of learned positions."""
         return self.sequence if self.positions is None else self.positions
 
     @property
@@ -211,7 +211,7 @@ class Model:
 
     @property
     def matrices(self) -> int:
-        """Of an MLP."""
+        """Number of matrices of an MLP."""
         return 3 if self.gated else 2
 
     def mlp_values(self) -> float:
@@ -223,10 +223,10 @@ class Model:
 
     @property
     def parameters(self) -> float:
-        """Of the whole model; of a GPT equation 2 of Narayanan et al. 2021, which leaves out the last norm."""
+        """Parameters of the model; of a GPT equation 2 of Narayanan et al. 2021, which leaves out the last norm."""
         ends = (2 - self.tied) * self.vocabulary + self.n_positions
-        shared, whole_, experts = self._of_a_layer()
-        return self.layers * (shared + whole_ + experts) + ends * self.width
+        shared, replicated, experts = self._of_a_layer()
+        return self.layers * (shared + replicated + experts) + ends * self.width
 
     @property
     def active_parameters(self) -> float:
@@ -247,14 +247,14 @@ class Model:
         n, bias = self.matrices, self.bias
         shared = 2 * h * (q + k) + bias * (q + 2 * k)
         shared += (1 - share) * (n * h * mlp + bias * (n - 1) * mlp) + share * n * h * self.shared_width
-        whole_ = 6 * h if bias else 2 * h
-        return shared, whole_ + share * h * self.experts, share * self.experts * n * h * (self.expert_width or mlp)
+        replicated = 6 * h if bias else 2 * h
+        return shared, replicated + share * h * self.experts, share * self.experts * n * h * (self.expert_width or mlp)
 
     @takes(pp=COUNT, tp=COUNT, layers=_ANY, ep=COUNT)
     def parameters_on(self, pp: int, tp: int, layers: int, ep: int = 1) -> float:
         """Parameters that a rank of the fuller of the first and the last stage holds.
 
-        Norms and the biases of the two row-parallel products are whole on every tp rank, all else is shared out;
+        Norms and the biases of the two row-parallel products are replicated on every tp rank, all else is sharded;
         experts over ep, too. With pp, a tied embedding lies on both ends.
         """
         return sum(self._held(pp, tp, layers, ep))
@@ -262,12 +262,12 @@ class Model:
     def _held(self, pp: int, tp: int, layers: int, ep: int) -> tuple[float, float]:
         """As :meth:`parameters_on`: those that every dp rank has a copy of, and experts."""
         h, norm = self.width, (2 if self.bias else 1) * self.width
-        shared, whole_, experts = self._of_a_layer()
+        shared, replicated, experts = self._of_a_layer()
         split = layers * shared + -(-self.vocabulary // tp) * tp * h
         if pp == 1:
             split += (not self.tied) * self.vocabulary * h
         ends = max(self.n_positions * h, norm if pp > 1 else 0) + (norm if pp == 1 else 0)
-        return split / tp + layers * whole_ + ends, layers * experts / ep / tp
+        return split / tp + layers * replicated + ends, layers * experts / ep / tp
 
     # ----------------------------------------------------------------------------------- operations, activations
 

@@ -43,7 +43,7 @@ from ignite_ddl.experts.routing import routers_of, update_biases
 from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import LazyLayers, replace_module
 from ignite_ddl.loss_contract import divisor_of
-from ignite_ddl.mesh import DP_AXES, get_mesh, sizes_alone
+from ignite_ddl.mesh import DP_AXES, get_mesh, sizes_without_world
 from ignite_ddl.model import FITS, auto_model, auto_optim, check_model
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
 from ignite_ddl.pipeline.structure import n_rows
@@ -224,7 +224,7 @@ def check_parity(
             assert not report.equal and report.first.name == "loss"
             print(report)
     """
-    sizes = sizes_alone(dp, pp, tp, dp_replicate, dp_shard, cp)
+    sizes = sizes_without_world(dp, pp, tp, dp_replicate, dp_shard, cp)
     mesh = {name: sizes[name] for name in ("dp", "pp", "cp", "tp", *DP_AXES) if name in sizes} | (
         {"ep": ep} if ep > 1 else {}
     )

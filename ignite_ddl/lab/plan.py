@@ -79,7 +79,7 @@ class Cluster:
 
     @takes(width=POSITIVE, kernels=one_of(*KERNELS))
     def efficiency(self, width: float, kernels: str = "fused") -> float:
-        """Of compute, at a model's width."""
+        """The efficiency of compute, at a model's width."""
         return self.best * width / (width + self._half_width(kernels))
 
     def _half_width(self, kernels: str) -> float:
@@ -92,12 +92,12 @@ class Cluster:
             raise ValueError(f"dtype should be one of {', '.join(known) or 'none, without peaks'}, but given {dtype}")
         return dataclasses.replace(self, flops=known[dtype])
 
-    @takes(n_ranks=COUNT, apart=COUNT)
-    def link(self, n_ranks: int, apart: int) -> Link:
-        """The network of a group of ranks that are ``apart`` ranks from each other."""
-        if n_ranks * apart <= self.node:
+    @takes(n_ranks=COUNT, distance=COUNT)
+    def link(self, n_ranks: int, distance: int) -> Link:
+        """The network of a group of ranks whose neighbours are ``distance`` ranks away."""
+        if n_ranks * distance <= self.node:
             return self.inside
-        ports = min(n_ranks, max(1, self.node // apart)) if self.spread else 1
+        ports = min(n_ranks, max(1, self.node // distance)) if self.spread else 1
         if ports == 1:
             return self.between
         return Link(self.between.latency, min(self.inside.bandwidth, ports * self.between.bandwidth))
@@ -359,7 +359,7 @@ def predict(
 
 
 class _Costs:
-    """Of one model, cluster and batch: what many plans share is computed once."""
+    """The costs of one model, cluster and batch: what many plans share is computed once."""
 
     def __init__(self, model: Model, cluster: Cluster, batch: int) -> None:
         self.model, self.cluster, self.batch = model, cluster, batch
@@ -377,12 +377,12 @@ class _Costs:
         head = model.vocabulary * model.width / (self.products + 2 * model.sequence * model.attention_width)
         even = model.layers // n
         equal = [-(-model.layers * (i + 1) // n) + -model.layers * i // n for i in range(n)]
-        best, least = equal, _pace(equal, pp, head)
+        best, least = equal, _slowest_stage(equal, pp, head)
         for last in range(even, max(0, even - math.ceil(head) - 1), -1) if n > 1 else ():
             each_, more = divmod(model.layers - last, n - 1)
             tried = [each_ + (i < more) for i in range(n - 1)] + [last]
-            if _pace(tried, pp, head) < least - 1e-9:
-                best, least = tried, _pace(tried, pp, head)
+            if _slowest_stage(tried, pp, head) < least - 1e-9:
+                best, least = tried, _slowest_stage(tried, pp, head)
         return best, head
 
     def plan(
@@ -498,10 +498,10 @@ class _Costs:
         beside_reduce = backward * passes / m
         if zero == 3:
             total, beside, least = m * reduce + gathers * gather, forward + backward, (reduce + gather) / layers
-            left = _left(total, cluster.overlap * beside, least)
+            left = _exposed(total, cluster.overlap * beside, least)
         else:
-            left = _left(passes * reduce, cluster.overlap * beside_reduce, reduce / layers)
-            left += _left(gathers * gather, cluster.overlap * forward / m, gather / layers) if gathers else 0.0
+            left = _exposed(passes * reduce, cluster.overlap * beside_reduce, reduce / layers)
+            left += _exposed(gathers * gather, cluster.overlap * forward / m, gather / layers) if gathers else 0.0
         each_ = (n - 1) / n
         sent = each_ * (passes * (1 if zero else 2) * gradient + gathers * weight)
         return left, sent + passes * 2 * (replicas - 1) / replicas * gradient / n
@@ -551,8 +551,8 @@ class _Costs:
         return memory
 
 
-def _pace(stages: Sequence[int], pp: int, head: float) -> float:
-    """Of the slowest rank, in layers."""
+def _slowest_stage(stages: Sequence[int], pp: int, head: float) -> float:
+    """The time of the slowest stage, in layers."""
     return max(sum(stages[rank::pp]) + head * (rank == pp - 1) for rank in range(pp))
 
 
@@ -565,8 +565,8 @@ def _ring(n: int, size: float, link: Link) -> float:
     return 2 * _pass(n, size, link)
 
 
-def _left(seconds: float, hidden: float, least: float) -> float:
-    """What is not hidden: a layer's part at least, since nothing is computed beside it."""
+def _exposed(seconds: float, hidden: float, least: float) -> float:
+    """The seconds that are not hidden: a layer's part at least, since nothing is computed beside it."""
     return max(0.0, seconds - hidden, min(seconds, least) if hidden else seconds)
 
 
@@ -622,8 +622,8 @@ def plan(
     costs, found = _Costs(model, cluster, batch), []
     options = [one for one in RECOMPUTE if one in recompute]
     for mesh in _meshes(model, cluster, batch):
-        for how in _ways(model, cluster, batch, mesh, schedules):
-            found.append(_least(costs, mesh, how, options))
+        for how in _mesh_options(model, cluster, batch, mesh, schedules):
+            found.append(_least_recomputation(costs, mesh, how, options))
     if not found:
         raise ValueError(
             f"batch should be divisible by the dp of a mesh of {cluster.devices} devices, with tp a divisor of "
@@ -644,13 +644,13 @@ def _meshes(model: Model, cluster: Cluster, batch: int) -> Iterator[tuple[int, i
         for pp in divisors(cluster.devices // tp):
             for cp in divisors(cluster.devices // tp // pp):
                 dp = cluster.devices // tp // pp // cp
-                whole_heads = model.heads % tp == 0 and (model.kv_heads or model.heads) % tp == 0
-                apart = cp == 1 or (model.sequence % (2 * cp) == 0 and model.sequence // cp >= 4096)
-                if apart and whole_heads and pp <= model.layers and batch % dp == 0:
+                heads_divide = model.heads % tp == 0 and (model.kv_heads or model.heads) % tp == 0
+                enough_tokens = cp == 1 or (model.sequence % (2 * cp) == 0 and model.sequence // cp >= 4096)
+                if enough_tokens and heads_divide and pp <= model.layers and batch % dp == 0:
                     yield dp, pp, tp, cp
 
 
-def _ways(
+def _mesh_options(
     model: Model, cluster: Cluster, batch: int, mesh: tuple[int, int, int, int], schedules: Iterable[str]
 ) -> Iterator[tuple]:
     """ep, ranks that share states, schedule, chunks, microbatches and ZeRO's stage."""
@@ -670,8 +670,8 @@ def _ways(
                         yield ep, shard, schedule, v, m, zero
 
 
-def _least(costs: _Costs, mesh: tuple[int, int, int, int], how: tuple, options: Sequence[str]) -> Plan:
-    """With as little recomputation as fits."""
+def _least_recomputation(costs: _Costs, mesh: tuple[int, int, int, int], how: tuple, options: Sequence[str]) -> Plan:
+    """The plan with as little recomputation as fits."""
     dp, pp, tp, cp = mesh
     tried = []
     for again in options:
@@ -680,7 +680,7 @@ def _least(costs: _Costs, mesh: tuple[int, int, int, int], how: tuple, options: 
             tried.append(one)
             continue
         if again == "full" and one.full_layers > 1:
-            for n in _fewer(costs, one, (dp, pp, tp, cp, *how)):
+            for n in _full_layers_to_try(costs, one, (dp, pp, tp, cp, *how)):
                 some = costs.plan(dp, pp, tp, cp, *how, again, n)
                 if some.fits:
                     return some
@@ -688,7 +688,7 @@ def _least(costs: _Costs, mesh: tuple[int, int, int, int], how: tuple, options: 
     return min(tried, key=lambda one: one.short)
 
 
-def _fewer(costs: _Costs, one: Plan, given: tuple) -> list[int]:
+def _full_layers_to_try(costs: _Costs, one: Plan, given: tuple) -> list[int]:
     """How many layers have to be recomputed in full, by what one of them frees, and one more."""
     none = costs.plan(*given, "full", 0)
     freed = (none.short - one.short) / one.full_layers
@@ -716,8 +716,8 @@ def _checked(
         raise ValueError(f"ep should divide dp={dp} and experts={model.experts}, but given {ep}")
     if full_layers is not None and recompute != "full":
         raise ValueError(f'full_layers is for recompute="full", but given {full_layers} with {recompute}')
-    own = 1 if schedule == "1f1b" else 2
-    n_chunks = 1 if pp == 1 else own if n_chunks is None else n_chunks
+    default_chunks = 1 if schedule == "1f1b" else 2
+    n_chunks = 1 if pp == 1 else default_chunks if n_chunks is None else n_chunks
     if schedule == "1f1b" and n_chunks > 1:
         raise ValueError(f"n_chunks should be 1 for 1f1b, but given {n_chunks}")
     if pp * n_chunks > model.layers:

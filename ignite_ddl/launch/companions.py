@@ -1,4 +1,4 @@
-"""Processes beside the ranks, which are none: the launcher starts, connects and ends them, and knows one kind."""
+"""Processes beside the ranks, such as parameter servers: the launcher starts, connects and ends them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["check_companions", "kind", "names_of"]
 
 
 def kind() -> ModuleType:
-    """What companions do; a run without them does not import it.
+    """The module that companions run; a run without them does not import it.
 
     Each rank has a socket to each companion. A rank calls ``connect(sockets)``. A companion calls ``serve(sockets)``,
     and after a rank has ended ``worker_ended(rank, why)``, which returns why the others cannot go on, or None.
@@ -19,7 +19,7 @@ def kind() -> ModuleType:
 
 
 def names_of(count: int) -> list[str]:
-    """Of the companions of a run, in order."""
+    """The names of a run's companions, in order."""
     return [f"server{index}" for index in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""Imported first by the forkserver: its end is quick, and removes what a parent that was killed has left in folders."""
+"""Imported first by the forkserver: lets it end quickly, and remove the folders that a killed parent has left."""
 
 import atexit
 import glob

@@ -12,9 +12,9 @@ from typing import Any
 from ignite_ddl.launch.frames import without_libraries
 from ignite_ddl.launch.settings import Settings
 
-__all__ = ["ASK_STACK", "MARK", "Job", "RankError", "kill_who_left", "label"]
-# By it the parent asks for the stack of a rank. Programs do not use it, and who is not ready for it does not notice.
-ASK_STACK = getattr(signal, "SIGURG", None)  # None on Windows
+__all__ = ["STACK_SIGNAL", "MARK", "Job", "RankError", "kill_orphans", "label"]
+# By this signal the parent asks for a rank's stack: programs do not use it, and it is ignored by default.
+STACK_SIGNAL = getattr(signal, "SIGURG", None)  # None on Windows
 MARK = "IGNITE_DDL_RUN"  # environment variable of ranks and of what they start: the folder of the run
 
 
@@ -80,8 +80,8 @@ class Job:
     sources: dict[str, list[str]] = field(default_factory=dict)
 
 
-def kill_who_left(folder: str, oldest: int = 0) -> None:
-    """Kills processes that ranks started outside their process groups (setsid), found by their environment.
+def kill_orphans(folder: str, oldest: int = 0) -> None:
+    """Kills orphans, which ranks started outside their process groups (setsid), found by their environment.
 
     Args:
         folder: the folder of the run.

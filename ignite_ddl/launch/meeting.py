@@ -1,6 +1,6 @@
-"""How ranks of several machines meet: who is not there is named, and who is there twice.
+"""The rendezvous of ranks on several machines: names ranks that are missing, or that joined twice.
 
-torch waits for a missing machine without a word, and takes a machine that was started twice, or the file of an
+torch waits for a missing machine silently, and takes a machine that was started twice, or the file of an
 earlier job, for the ranks that it knows.
 """
 
@@ -36,15 +36,15 @@ class Meeting:
         init_method: "env://" or "file://...".
         nproc: ranks on each machine, if that is known.
         note: a file that says for whom this rank waits, while it does.
-        speaks: whether this rank prints that after half a minute.
+        prints: whether this rank prints that after half a minute.
         seed: of this machine; when the ranks have met, machine 0's.
     """
 
     def __init__(
-        self, init_method: str, nproc: int | None = None, note: Path | None = None, speaks: bool = True, seed: int = 0
+        self, init_method: str, nproc: int | None = None, note: Path | None = None, prints: bool = True, seed: int = 0
     ) -> None:
         self.seed = seed
-        self.nproc, self.note, self.speaks, self.waits_for = nproc, note, speaks, ""
+        self.nproc, self.note, self.prints, self.waits_for = nproc, note, prints, ""
         self.path = urlparse(init_method).path
         # A scheme can be registered once in a process.
         scheme = f"ignite-ddl-{id(self)}-{time.monotonic_ns()}"
@@ -57,7 +57,7 @@ class Meeting:
         deadline = time.monotonic() + timeout.total_seconds()
         timer = threading.Timer(_SAY_AFTER, lambda: print(f"rank {rank} {self.waits_for}", file=sys.stderr, flush=True))
         timer.daemon = True
-        if self.speaks:
+        if self.prints:
             timer.start()
         try:
             if self.path:
@@ -158,13 +158,13 @@ def check_file(init_method: str, alone: bool) -> None:
         )
 
 
-def check_address(host: str, port: int, here: bool, patience: float = RESOLVE_SECONDS) -> None:
+def check_address(host: str, port: int, is_machine_0: bool, patience: float = RESOLVE_SECONDS) -> None:
     """Raises a ValueError if ranks cannot meet there.
 
     Args:
         host: of machine 0.
         port: of machine 0.
-        here: whether this is machine 0, where the port should be free.
+        is_machine_0: whether this is machine 0, where the port should be free.
         patience: seconds until the name should be known.
     """
     deadline = time.monotonic() + patience
@@ -179,7 +179,7 @@ def check_address(host: str, port: int, here: bool, patience: float = RESOLVE_SE
                     f"cannot find: {error}"
                 ) from None
             time.sleep(0.2)
-    if not here:
+    if not is_machine_0:
         return
     with socket.socket() as probe:
         if os.name == "posix":

@@ -37,7 +37,7 @@ from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, torchrun
 from ignite_ddl.launch.companions import check_companions
 from ignite_ddl.launch.job import MARK, Job
 from ignite_ddl.launch.meeting import RESOLVE_SECONDS, Meeting, check_address, check_file, file_of
-from ignite_ddl.launch.parent import GRACE_SECONDS, Launch, folder_of_a_run
+from ignite_ddl.launch.parent import GRACE_SECONDS, Launch, run_folder
 from ignite_ddl.launch.rank import run_here
 from ignite_ddl.launch.settings import Settings
 from ignite_ddl.launch.signals import Signals
@@ -359,13 +359,13 @@ class Parallel:
         """
         check("func", func, Fits("a function whose first argument is the local rank", FUNCTION.read))
         if self.nproc_per_node is None:
-            with self._limited(), _told_who_waited():
+            with self._limited(), _explain_lost_peer():
                 return [run_here(func, (idist.get_local_rank(), *args), kwargs)]
         payload = _pack_function(func, args, kwargs)
         _check_folder()
         _check_files(self.nproc_per_node, self.servers)
         self._check_meeting()
-        with Signals() as signals, folder_of_a_run() as folder:
+        with Signals() as signals, run_folder() as folder:
             go_on = self.on_failure == "continue"
             try:
                 return Launch(self._job(folder), self._context(), signals, go_on).run(payload)
@@ -460,16 +460,16 @@ class Parallel:
 
 
 # The last one is what gloo says where another of the rank's operations has timed out, perhaps one in the background.
-_A_PEER_IS_MISSING = re.compile(r"gloo.*(Timed out|(closed|reset) by peer)|Application timeout caused pair closure")
+_LOST_PEER = re.compile(r"gloo.*(Timed out|(closed|reset) by peer)|Application timeout caused pair closure")
 
 
 @contextlib.contextmanager
-def _told_who_waited() -> Iterator[None]:
+def _explain_lost_peer() -> Iterator[None]:
     """Adds to gloo's error of a silent or lost peer, which names neither, what it means."""
     try:
         yield
     except RuntimeError as error:
-        if _A_PEER_IS_MISSING.search(str(error)):
+        if _LOST_PEER.search(str(error)):
             error.add_note(
                 f"rank {idist.get_rank()} on {socket.gethostname()} waited for another rank, which has ended, is cut "
                 "off from this machine, or never made this call; group_timeout of ddl.Parallel is how long a rank waits"
@@ -497,9 +497,9 @@ def _check_files(nproc: int, companions: int) -> None:
     except ImportError:  # Windows
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    here = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 16
+    open_now = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 16
     count = nproc + companions
-    needed = max(here + 4 * count + 2 * nproc * companions + 16, count + 40)
+    needed = max(open_now + 4 * count + 2 * nproc * companions + 16, count + 40)
     if limit < needed:
         raise ValueError(
             f"{count} ranks and servers need about {needed} open files a process, but at most {limit} are allowed: "
@@ -526,14 +526,14 @@ def _pack_function(func: Callable, args: tuple, kwargs: dict) -> bytes:
     try:
         return cloudpickle.dumps((func, args, kwargs))
     except Exception as error:
-        culprit = _find_culprit(func, args, kwargs)
+        unpicklable = _find_unpicklable(func, args, kwargs)
         raise ValueError(
-            f"func and its arguments should be picklable to reach the ranks, but {culprit} is not: {error}. "
+            f"func and its arguments should be picklable to reach the ranks, but {unpicklable} is not: {error}. "
             "Create it inside the function instead."
         ) from error
 
 
-def _find_culprit(func: Callable, args: tuple, kwargs: dict) -> str:
+def _find_unpicklable(func: Callable, args: tuple, kwargs: dict) -> str:
     parts = {f"argument {i + 1}": value for i, value in enumerate(args)}
     parts |= {f"argument {name!r}": value for name, value in kwargs.items()}
     code = getattr(func, "__code__", None)

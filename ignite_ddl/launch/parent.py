@@ -24,12 +24,12 @@ from typing import Any
 import cloudpickle
 
 from ignite_ddl.launch.companions import names_of
-from ignite_ddl.launch.job import Job, RankError, kill_who_left, label
+from ignite_ddl.launch.job import Job, RankError, kill_orphans, label
 from ignite_ddl.launch.output import Output
 from ignite_ddl.launch.rank import companion_main, rank_main
 from ignite_ddl.launch.signals import SIGNAL_SECONDS, Signals, name_of
 
-__all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS", "folder_of_a_run"]
+__all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS", "run_folder"]
 POLL_SECONDS = 0.05  # how often the ranks' output is read
 GRACE_SECONDS = 0.2  # after the first failure: time for the report of the rank that caused it to arrive
 EXIT_SECONDS = 5.0  # after the last result: time for the ranks to close their process group
@@ -52,7 +52,7 @@ class _Rank:
     release: connection.Connection  # closing it lets the rank close its process group
     ready: bool = False  # of a companion: ranks can reach it
     signals: list[int] = field(default_factory=list)  # that it wants passed on
-    asked: int = 0  # of a companion: lost ranks about which it has not answered yet
+    unanswered: int = 0  # of a companion: lost ranks about which it has not answered yet
     done: bool = False
     result: Any = None
 
@@ -148,7 +148,7 @@ class Launch:
         """Waits until every rank has reported, one has failed, or time is up."""
         while True:
             running = [rank for rank in self.ranks if not rank.done]
-            if not running and not any(each.asked for each in self.companions):
+            if not running and not any(each.unanswered for each in self.companions):
                 return
             now = time.monotonic()
             if self.failures and now > min(f.when for f in self.failures) + GRACE_SECONDS:
@@ -156,36 +156,37 @@ class Launch:
             if deadline is not None and now > deadline:
                 self._report_timeout(running or self.companions)
                 return
-            if self.signals.came and not self._pass_on(running):
+            if self.signals.received and not self._forward_signals(running):
                 return
             running = [each for each in self.companions if not each.done] + running
             handles = [handle for rank in running for handle in (rank.reports, rank.process.sentinel)]
             ready = connection.wait(handles, timeout=POLL_SECONDS)
             for rank in running:
                 if rank.reports in ready or rank.process.sentinel in ready:
-                    self._hear(rank)
+                    self._receive_report(rank)
             self.output.show(finished=[rank.done for rank in self.ranks])
 
-    def _pass_on(self, running: list[_Rank]) -> bool:
+    def _forward_signals(self, running: list[_Rank]) -> bool:
         """Passes signals on to the ranks that want them; whether to go on waiting for these."""
-        came, names = self.signals.came, " and ".join(name_of(signum) for signum in dict.fromkeys(self.signals.came))
+        received = self.signals.received
+        names = " and ".join(name_of(signum) for signum in dict.fromkeys(received))
         if self.patience is None:
             self.patience = time.monotonic() + SIGNAL_SECONDS
             said = f"{names}: waiting for the ranks, at most {SIGNAL_SECONDS:g} s; a second {names} ends them at once"
             print(said, file=sys.stderr, flush=True)
         for rank in running:
-            for signum in set(came) & set(rank.signals):
+            for signum in set(received) & set(rank.signals):
                 rank.signals.remove(signum)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.process.pid, signum)
-        again = len(came) > len(set(came))
+        again = len(received) > len(set(received))
         if running and (again or time.monotonic() > self.patience):
             why = "a second one came" if again else f"had not returned {SIGNAL_SECONDS:g} s later"
             summary = f"was stopped: this process got {names}, and {why}"
             self.failures.append(_Failure(running[0].rank, time.monotonic(), False, summary))
         return not self.failures
 
-    def _hear(self, rank: _Rank) -> None:
+    def _receive_report(self, rank: _Rank) -> None:
         rank.done = True
         try:
             if not rank.reports.poll():
@@ -194,9 +195,9 @@ class Launch:
         except (EOFError, OSError):
             rank.process.join(5 * GRACE_SECONDS)  # on a busy machine, the exit code comes late
             code = rank.process.exitcode
-            where = self._where_it_crashed(rank) if code in _CRASHES else ""
-            summary = _how_it_ended(code)
-            if code == _ABORT and self._met_unlike_sizes(rank):
+            where = self._crash_stack(rank) if code in _CRASHES else ""
+            summary = _exit_reason(code)
+            if code == _ABORT and self._has_size_mismatch(rank):
                 summary += _UNLIKE_SIZES
             self._fail(_Failure(rank.rank, time.monotonic(), True, summary, where, exitcode=code))
             return
@@ -206,12 +207,12 @@ class Launch:
             summary = f"returned what cannot be unpickled here: {said}. {advice}"
             message = {"summary": summary, "when": time.monotonic()}
         if "can_go_on" in message:  # from a companion: when ranks can reach it, and after each lost rank
-            rank.done, rank.asked, rank.ready = False, rank.asked - rank.ready, True
+            rank.done, rank.unanswered, rank.ready = False, rank.unanswered - rank.ready, True
             if not message["can_go_on"]:
                 why = message["why_not"]
                 self.failures += [failure.with_note(why) for failure in self.lost]
-            elif not self.failures and not any(each.asked for each in self.companions):
-                self._say_who_is_lost()
+            elif not self.failures and not any(each.unanswered for each in self.companions):
+                self._report_lost_rank()
         elif "signal" in message:
             rank.done = False
             rank.signals.append(message["signal"])
@@ -244,7 +245,7 @@ class Launch:
             _kill(rank.process)
             self._tell_companions(failure.rank, failure.summary)
 
-    def _say_who_is_lost(self) -> None:
+    def _report_lost_rank(self) -> None:
         for failure in self.lost[self.said :]:
             print(f"{label(failure.rank)} {failure.summary}; the others go on", file=sys.stderr, flush=True)
         self.said = len(self.lost)
@@ -252,24 +253,24 @@ class Launch:
     def _tell_companions(self, rank: int, failed: str | None) -> None:
         """Tells the companions that a rank has returned or failed, so that nobody waits for it."""
         for each in self.companions:
-            each.asked += failed is not None
+            each.unanswered += failed is not None
             with contextlib.suppress(OSError):  # it has ended, which is noticed elsewhere
                 each.release.send((rank, failed))
 
     def _report_timeout(self, running: list[_Rank]) -> None:
         from ignite_ddl.diagnose import ask
 
-        missing, text, report = ask.why_late(self.job, self.ranks, running)
+        missing, text, report = ask.explain_timeout(self.job, self.ranks, running)
         summary = f"did not finish within {self.job.timeout:g} s"
         self.failures.append(_Failure(missing, time.monotonic(), False, summary, text, report=report))
 
-    def _where_it_crashed(self, rank: _Rank) -> str:
+    def _crash_stack(self, rank: _Rank) -> str:
         from ignite_ddl.diagnose.stacks import name_cells, read_stack
 
         stack = read_stack(Path(self.job.folder) / f"{rank.rank}.stack")
         return f"It was here (most recent call first):\n{name_cells(stack)}" if stack else ""
 
-    def _met_unlike_sizes(self, rank: _Rank) -> bool:
+    def _has_size_mismatch(self, rank: _Rank) -> bool:
         """Whether gloo, which aborts then, got a tensor of another size than expected."""
         said = (Path(self.job.folder) / f"{rank.rank}.stderr").read_text(errors="replace")
         return "Received data size doesn't match expected size" in said
@@ -307,7 +308,7 @@ class Launch:
             for pipe in (rank.reports, rank.release):
                 pipe.close()
         if pids:
-            kill_who_left(self.job.folder, min(pids))
+            kill_orphans(self.job.folder, min(pids))
 
 
 def _kill(process: multiprocessing.process.BaseProcess) -> None:
@@ -318,7 +319,7 @@ def _kill(process: multiprocessing.process.BaseProcess) -> None:
     process.kill()  # it may not have made its group yet
 
 
-def _how_it_ended(code: int | None) -> str:
+def _exit_reason(code: int | None) -> str:
     if code is None:
         return "closed its connection without a result"
     if code < 0:
@@ -329,13 +330,13 @@ def _how_it_ended(code: int | None) -> str:
     return f"ended with exit code {code} before it returned{more}"
 
 
-def folder_of_a_run() -> tempfile.TemporaryDirectory:
+def run_folder() -> tempfile.TemporaryDirectory:
     """Where ranks meet and write their output. The forkserver removes it if this process is killed before they run."""
-    name = os.path.basename(_folder_of_sockets())
+    name = os.path.basename(_socket_folder())
     return tempfile.TemporaryDirectory(prefix=f"ignite_ddl_{name}_", ignore_cleanup_errors=True)
 
 
-def _folder_of_sockets() -> str:
+def _socket_folder() -> str:
     """Makes multiprocessing's folder of sockets before the first rank starts: ranks share it and leave none behind.
 
     If TMPDIR is too long for the path of a socket, the folder is in /tmp; ranks keep the user's TMPDIR.

@@ -29,16 +29,16 @@ import torch
 
 from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, repair_torchvision, tell_ignite_nproc
 from ignite_ddl.launch.companions import kind
-from ignite_ddl.launch.job import ASK_STACK, MARK, Job, kill_who_left
+from ignite_ddl.launch.job import MARK, STACK_SIGNAL, Job, kill_orphans
 from ignite_ddl.launch.meeting import Meeting
 from ignite_ddl.launch.signals import Signals
 from ignite_ddl.mesh import initialize_mesh
 
-__all__ = ["companion_main", "give_back_signals", "on_signal", "rank_main", "run_here", "wait_before_result"]
+__all__ = ["companion_main", "restore_signals", "on_signal", "rank_main", "run_here", "wait_before_result"]
 
 
 class _Run:
-    """What has been asked for in a run that goes on in this process."""
+    """The signals and last calls that the function of a run in this process has asked for."""
 
     def __init__(self, tell_parent: Callable[[dict[str, Any]], None] | None = None) -> None:
         self.tell_parent = tell_parent
@@ -68,8 +68,8 @@ def wait_before_result(function: Callable[[], None]) -> None:
 def on_signal(signum: int, function: Callable[[], None]) -> None:
     """Calls a function in this process when it gets a signal, or when the process that started it does.
 
-    The handler that was there before is given back when the run of ``ddl.Parallel`` ends, or, outside of one, by
-    :func:`give_back_signals`. The process that started this rank passes the signal on while the run lasts, waits for
+    The previous handler is restored when the run of ``ddl.Parallel`` ends, or, outside of one, by
+    :func:`restore_signals`. The process that started this rank passes the signal on while the run lasts, waits for
     its ranks, and then ends as by the signal (see :class:`ignite_ddl.Parallel`).
 
     Args:
@@ -82,10 +82,10 @@ def on_signal(signum: int, function: Callable[[], None]) -> None:
         run.tell_parent({"signal": int(signum)})
 
 
-def give_back_signals() -> None:
-    """Outside of a run: what :func:`on_signal` has set is given back. In a run, its end does that."""
+def restore_signals() -> None:
+    """Outside of a run, restores the handlers that :func:`on_signal` has replaced. A run does so at its end."""
     if _runs[-1] is _outside:
-        _outside.signals.give_back()
+        _outside.signals.restore()
 
 
 def run_here(
@@ -102,7 +102,7 @@ def run_here(
     finally:
         _runs.remove(run)
         if tell_parent is None:  # else the process ends soon, and a late signal should not come before its result
-            run.signals.give_back()
+            run.signals.restore()
 
 
 def rank_main(
@@ -130,7 +130,7 @@ def rank_main(
         meeting = None
         if job.world_size > job.nproc:
             note = Path(job.folder, f"{rank}.waits") if local_rank == 0 else None
-            meeting = Meeting(job.init_method, job.nproc, note, speaks=local_rank == 0, seed=job.settings.seed)
+            meeting = Meeting(job.init_method, job.nproc, note, prints=local_rank == 0, seed=job.settings.seed)
             init_method = meeting.address
         idist.initialize(job.backend, init_method=init_method, **limit)
         if job.mesh_sizes:
@@ -203,9 +203,9 @@ def _redirect_output(job: Job, rank: int | str) -> None:
         stream = open(descriptor, "w", **options)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    if ASK_STACK is not None:
+    if STACK_SIGNAL is not None:
         stacks = open(os.path.join(job.folder, f"{rank}.stack"), "w")  # noqa: SIM115
-        faulthandler.register(ASK_STACK, file=stacks, all_threads=False)
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
         faulthandler.enable(file=stacks, all_threads=False)  # the stack of a crash
 
 
@@ -222,7 +222,7 @@ def _die_with_parent(
     """Ends this process when its parent ends, and cleans up, which a killed parent cannot do.
 
     Of a rank, the same thread waits for its release. A message before that asks which collectives it has called: the
-    main thread, which may stand in one, could not answer.
+    main thread, which may hang in one, could not answer.
     """
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C of a terminal reaches only the parent, which can kill the whole group
@@ -240,7 +240,7 @@ def _die_with_parent(
             except (EOFError, OSError):
                 released.set()
                 waits = [parent.sentinel]
-        kill_who_left(folder)
+        kill_orphans(folder)
         shutil.rmtree(folder, ignore_errors=True)
         if hasattr(os, "killpg"):
             os.killpg(0, signal.SIGKILL)

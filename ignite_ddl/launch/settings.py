@@ -1,4 +1,4 @@
-"""What a script has set in torch, for the ranks that it starts: they compute as it would itself."""
+"""A script's settings of torch, passed on to the ranks that it starts, which compute as it would."""
 
 from __future__ import annotations
 

@@ -14,42 +14,42 @@ SIGNAL_SECONDS = 600.0  # how long a parent waits for its ranks after a signal t
 
 
 class Signals:
-    """Handlers of signals in this process, which get the signals until :meth:`give_back`.
+    """Handlers of signals in this process, which get the signals until :meth:`restore`.
 
-    As a context, gives them back at its end, and then raises again what came: this process ends as by that signal,
-    or the handler that it had before is called.
+    As a context, restores the previous handlers at its end and raises received signals again: the process ends by
+    them, or its previous handler is called.
     """
 
     def __init__(self) -> None:
-        self.came: list[int] = []
+        self.received: list[int] = []
         self._before: dict[int, Any] = {}
         self._functions: list[tuple[int, Callable[[], None]]] = []
 
     def handle(self, signum: int, function: Callable[[], None] = lambda: None) -> None:
         """Calls the function when the signal comes. In the main thread only, as ``signal.signal``."""
         if signum not in self._before:
-            self._before[signum] = signal.signal(signum, self._hear)
+            self._before[signum] = signal.signal(signum, self._note)
         self._functions.append((signum, function))
 
-    def _hear(self, signum: int, frame: Any) -> None:
-        self.came.append(signum)
+    def _note(self, signum: int, frame: Any) -> None:
+        self.received.append(signum)
         for wanted, function in self._functions:
             if wanted == signum:
                 function()
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         self._functions.clear()
         while self._before:
             signum, handler = self._before.popitem()
-            if signal.getsignal(signum) == self._hear:  # else somebody has set another one since
+            if signal.getsignal(signum) == self._note:  # else somebody has set another one since
                 signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
     def __enter__(self) -> Signals:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
-        self.give_back()
-        for signum in dict.fromkeys(self.came):
+        self.restore()
+        for signum in dict.fromkeys(self.received):
             if signal.getsignal(signum) == signal.SIG_DFL:
                 with contextlib.suppress(Exception):  # nothing is printed or flushed after the signal
                     sys.stderr.write(f"{error}\n" if error else "")

@@ -44,35 +44,34 @@ def address_in_torchrun() -> str | None:
 
 def _meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple]:
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    yield dist.PrefixStore(_name_of_round(store, rank, world_size, timeout), store), rank, world_size
+    yield dist.PrefixStore(_round_name(store, rank, world_size, timeout), store), rank, world_size
 
 
-def _name_of_round(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name that all ranks of this round know, and none before it.
+def _round_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name that is new in this round, the same on all its ranks.
 
-    Each rank leaves a word of its own, and waits for rank 0's answer to this word: what dead ranks have left gets an
-    answer that nobody reads.
+    Each rank stores a token and waits for rank 0's answer to it: answers to tokens of dead ranks are never read.
     """
-    word = uuid.uuid4().hex
+    token = uuid.uuid4().hex
     if rank > 0:
-        store.set(f"{_KEY}/{rank}", word)
-        name = store.get(f"{_KEY}/answer to {word}").decode()
+        store.set(f"{_KEY}/{rank}", token)
+        name = store.get(f"{_KEY}/answer to {token}").decode()
         store.set(f"{name}/{rank} is here", "")
         return name
     absent, deadline, answered = set(range(1, world_size)), time.monotonic() + timeout.total_seconds(), set()
     while absent:
         for other in sorted(absent):
             if store.check([f"{_KEY}/{other}"]):
-                heard = store.get(f"{_KEY}/{other}").decode()
-                if heard not in answered:
-                    answered.add(heard)
-                    store.set(f"{_KEY}/answer to {heard}", word)
-                if store.check([f"{word}/{other} is here"]):
+                other_token = store.get(f"{_KEY}/{other}").decode()
+                if other_token not in answered:
+                    answered.add(other_token)
+                    store.set(f"{_KEY}/answer to {other_token}", token)
+                if store.check([f"{token}/{other} is here"]):
                     absent.discard(other)
         if time.monotonic() > deadline:
             raise TimeoutError(f"ranks {sorted(absent)} did not join the job within {timeout}")
         time.sleep(0.01)
-    return word
+    return token
 
 
 @functools.cache  # one thread, however many jobs are joined

@@ -13,11 +13,11 @@ import cloudpickle
 import torch
 from torch import nn
 
-__all__ = ["MODES", "Shard", "Waits"]
+__all__ = ["MODES", "Shard", "WaitTimeout"]
 MODES = ("sync", "async", "bounded", "backup")
 
 
-class Waits(Exception):
+class WaitTimeout(Exception):
     """Raised when a limit of seconds has passed; its argument is the list of workers that are waited for."""
 
 
@@ -27,9 +27,9 @@ class Shard:
     Each worker's calls come in a thread of its own. Those that may have to wait for other workers take a limit.
     """
 
-    def __init__(self, gone: Mapping[int, str | None] | None = None) -> None:
+    def __init__(self, finished: Mapping[int, str | None] | None = None) -> None:
         self.changed = threading.Condition()
-        self.gone = dict(gone or {})  # workers that have ended: their failure, or None
+        self.finished = dict(finished or {})  # workers that have ended: their failure, or None
         self.agreed: dict[str, Any] | None = None  # settings that all workers share, from create()
         self.others: list[torch.Tensor] = []  # buffers and parameters without gradient
 
@@ -67,15 +67,15 @@ class Shard:
 
         The settings are None if worker 0 ended without calling it.
         """
-        with self._when(lambda: self.agreed is not None or 0 in self.gone, limit):
+        with self._when(lambda: self.agreed is not None or 0 in self.finished, limit):
             return self.agreed, self.others
 
     def pull(self, worker: int, at_least: int, limit: float) -> tuple[int, list[torch.Tensor]]:
         """The version and its parameters, once the mode lets this worker pull."""
-        asked = time.monotonic()
+        requested = time.monotonic()
         with self._when(lambda: self.version >= at_least and self._may_pull(worker), limit):
             now = time.monotonic()
-            self.times[worker] = {"waited": now - asked, "pulled_at": now - self.start}
+            self.times[worker] = {"waited": now - requested, "pulled_at": now - self.start}
             self.reading.add(worker)
             self.bytes_out += self.size
             return self.version, [parameter.detach() for parameter in self.parameters]
@@ -104,20 +104,20 @@ class Shard:
     def end_epoch(self, worker: int) -> None:
         with self._changing():
             self.ended.add(worker)
-            self._someone_left()
+            self._after_worker_left()
 
     def end(self, worker: int, failed: str | None) -> bool:
         """Removes a worker that has returned, or failed; returns whether the others can continue."""
         with self._changing():
-            self.gone[worker] = failed
+            self.finished[worker] = failed
             if self.agreed is None:
                 return failed is None
-            self._someone_left()
+            self._after_worker_left()
             if failed is None or self.mode in ("async", "bounded"):
                 return True
-            return sum(reason is not None for reason in self.gone.values()) <= self.spare
+            return sum(reason is not None for reason in self.finished.values()) <= self.spare
 
-    def why_not(self) -> str:
+    def stop_reason(self) -> str:
         """Why the others cannot continue without a worker that failed, and what to do."""
         with self.changed:
             if self.agreed is None:
@@ -147,7 +147,7 @@ class Shard:
                 "version": self.version,
                 "updates": list(self.updates),
                 "dropped": list(self.dropped),
-                "lost": {worker: reason for worker, reason in self.gone.items() if reason is not None},
+                "lost": {worker: reason for worker, reason in self.finished.items() if reason is not None},
                 "bytes_in": self.bytes_in,
                 "bytes_out": self.bytes_out,
             }
@@ -155,7 +155,7 @@ class Shard:
     # The update rules. All methods below, except _when and _changing, run with the lock held.
 
     def _active(self) -> set[int]:
-        return self.workers - self.ended - self.gone.keys()
+        return self.workers - self.ended - self.finished.keys()
 
     def _may_pull(self, worker: int) -> bool:
         if self.mode == "async":
@@ -167,7 +167,7 @@ class Shard:
             return self.clock[worker] - slowest <= self.staleness
         return worker not in self.pending
 
-    def _someone_left(self) -> None:
+    def _after_worker_left(self) -> None:
         if self.pending:
             self._update_if_complete()
         if not self._active():  # the last worker ended: a new epoch
@@ -216,7 +216,7 @@ class Shard:
         """Holds the lock once a condition holds. It holds then until this worker's next call."""
         with self.changed:
             if not self.changed.wait_for(condition, limit):
-                raise Waits(self.waits_for())
+                raise WaitTimeout(self.waits_for())
             yield
 
     @contextlib.contextmanager

@@ -16,17 +16,17 @@ import cloudpickle
 import numpy
 import torch
 
-from ignite_ddl.parameter_server.server import Shard, Waits
+from ignite_ddl.parameter_server.server import Shard, WaitTimeout
 
 __all__ = ["Servers", "connect", "serve", "worker_ended"]
 _JOIN_SECONDS = 600.0  # limit of making a ParameterServer: workers come at different times, after loading data
-_SPARE_SECONDS = 2.0  # a server says itself that a limit has passed, and for whom it waits; this long it may take
+_SPARE_SECONDS = 2.0  # for a server to report that a limit has passed, and for whom it waits
 _LONGEST_SECONDS = 2e6  # 23 days: poll counts milliseconds in 32 bits
 _BUFFER = 2**17  # bytes: what is smaller is sent together
 _ALIGNED = 16  # bytes: where a tensor begins
 # numpy does not know all types: tensors go as if they were of another one that is as large.
 _OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_CUT_OFF = OSError, EOFError, pickle.UnpicklingError  # of a connection that ends, perhaps within a message
+_DISCONNECTED = OSError, EOFError, pickle.UnpicklingError  # of a connection that ends, perhaps within a message
 
 
 class _Server(NamedTuple):
@@ -36,9 +36,9 @@ class _Server(NamedTuple):
 
 
 _servers: list[_Server] = []  # on a worker, in order
-_asking = threading.Lock()  # on a worker: a connection has one request at a time
-_gone: dict[int, str | None] = {}  # on a server: the workers that have ended, as Shard.gone
-_shards: dict[int, Shard] = defaultdict(lambda: Shard(_gone))  # on a server, by the ParameterServer's number
+_request_lock = threading.Lock()  # on a worker: a connection has one request at a time
+_finished: dict[int, str | None] = {}  # on a server: the workers that have ended, as Shard.finished
+_shards: dict[int, Shard] = defaultdict(lambda: Shard(_finished))  # on a server, by the ParameterServer's number
 _shards_lock = threading.Lock()  # for _gone and _shards
 _numbers = itertools.count()  # on a worker: the numbers of its ParameterServers, the same on all workers
 
@@ -57,16 +57,16 @@ def serve(sockets: list[socket.socket]) -> None:
 def worker_ended(worker: int, failed: str | None) -> str | None:
     """Called on a server when a worker returned or failed. Returns why the others cannot continue, or None."""
     with _shards_lock:
-        _gone[worker] = failed  # for shards made later
+        _finished[worker] = failed  # for shards made later
         shards = [_shards[number] for number in sorted(_shards)]
     can_go_on = [shard.end(worker, failed) for shard in shards]
     if failed is None or can_go_on and can_go_on[-1]:  # earlier shards are no longer in use
         return None
-    return shards[-1].why_not() if shards else "It failed before a ParameterServer was made."
+    return shards[-1].stop_reason() if shards else "It failed before a ParameterServer was made."
 
 
 def _serve(worker: socket.socket) -> None:
-    with contextlib.suppress(*_CUT_OFF), worker, worker.makefile("rwb", _BUFFER) as file:
+    with contextlib.suppress(*_DISCONNECTED), worker, worker.makefile("rwb", _BUFFER) as file:
         while True:
             number, method, arguments = _receive(file)
             with _shards_lock:
@@ -99,7 +99,7 @@ class Servers:
     def __init__(self, mode: str, timeout: float) -> None:
         self.mode, self.timeout = mode, timeout
         self.count = len(_servers)
-        self._here = None if _servers else Shard()
+        self._in_process = None if _servers else Shard()
         self._number = next(_numbers)
 
     def ask(self, method: str, requests: list[tuple], servers: slice = slice(None)) -> list[Any]:
@@ -117,35 +117,35 @@ class Servers:
         limit = _JOIN_SECONDS if method in ("create", "join") else min(self.timeout, _LONGEST_SECONDS)
         if method in ("join", "pull"):  # these may wait for other workers
             requests = [(*request, limit) for request in requests]
-        if self._here is not None:
-            return [getattr(self._here, method)(*request) for request in requests]
-        asked = _servers[servers]
-        with _asking:
-            answers = self._exchange(method, requests, asked, limit)
-        for server, (text, answer) in zip(asked, answers, strict=True):
+        if self._in_process is not None:
+            return [getattr(self._in_process, method)(*request) for request in requests]
+        targets = _servers[servers]
+        with _request_lock:
+            answers = self._exchange(method, requests, targets, limit)
+        for server, (text, answer) in zip(targets, answers, strict=True):
             if text:
                 error = cloudpickle.loads(answer)
-                if isinstance(error, Waits):
+                if isinstance(error, WaitTimeout):
                     waits = f"{server.name} (mode {self.mode!r}) waits for workers {error}"
                     raise TimeoutError(f"{method} took more than {limit:g} s: {waits}")
                 raise error from RuntimeError(f"on {server.name}:\n{text}")
         return [answer for _, answer in answers]
 
-    def _exchange(self, method: str, requests: list[tuple], asked: list[_Server], limit: float) -> list[tuple]:
+    def _exchange(self, method: str, requests: list[tuple], targets: list[_Server], limit: float) -> list[tuple]:
         answers = []
         try:
-            for server, request in zip(asked, requests, strict=True):
+            for server, request in zip(targets, requests, strict=True):
                 server.connection.settimeout(limit + _SPARE_SECONDS)
                 _send(server.file, (self._number, method, request))
-            for server in asked:
+            for server in targets:
                 answers.append(_receive(server.file))
         except BaseException as error:
-            for one in asked:  # what they still send would be taken for the next answer
+            for one in targets:  # what they still send would be taken for the next answer
                 with contextlib.suppress(OSError):
                     one.connection.shutdown(socket.SHUT_RDWR)
             if isinstance(error, TimeoutError):
                 raise TimeoutError(f"{method} took more than {limit:g} s: {server.name} does not answer") from None
-            if isinstance(error, _CUT_OFF):
+            if isinstance(error, _DISCONNECTED):
                 raise ConnectionError(f"{server.name} is gone, at {method}: {error}") from None
             raise
         return answers

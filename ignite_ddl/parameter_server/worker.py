@@ -134,7 +134,7 @@ class ParameterServer:
             )
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-        self._names = _share_out(self._parameters, max(1, self._servers.count))
+        self._names = _assign_parameters(self._parameters, max(1, self._servers.count))
         # Several servers must agree which gradients are late: the first server decides, and is asked first.
         self._first_decides = mode == "backup" and self._servers.count > 1
         self._pulled: list[int] | None = None  # the versions of the latest pull; None after a push
@@ -346,7 +346,7 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"a parameter server needs a data-parallel mesh, but given {mesh!r}")
 
 
-def _share_out(parameters: Mapping[str, nn.Parameter], servers: int) -> list[list[str]]:
+def _assign_parameters(parameters: Mapping[str, nn.Parameter], servers: int) -> list[list[str]]:
     """The parameter names of each server: the largest first, each to the server with the fewest bytes."""
     if len(parameters) < servers:
         raise ValueError(

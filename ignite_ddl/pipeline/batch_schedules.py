@@ -131,7 +131,7 @@ class BatchSchedules:
         return make(stages if known.stages_per_rank > 1 else stages[0], n, loss_fn=loss, scale_grads=False), loss
 
     def _check_same_number(self, n: int) -> None:
-        """Where layers of dp ranks meet, each rank needs the same number of microbatches."""
+        """Where layers communicate over dp, each rank needs the same number of microbatches."""
         meets = any(routers_of(stage) or any(True for _ in experts_of(stage)) for stage in self.stages.values())
         if meets and self.mesh.dp_cp_size > 1:
             numbers: list[int] = [0] * self.mesh.dp_cp_size
@@ -140,7 +140,7 @@ class BatchSchedules:
                 raise UnlikeMicrobatches(numbers)
 
     def _interfaces(self, x: Any, autocast: Context) -> dict[int, tuple[Any, Any]]:
-        """What each stage takes and returns, which torch has to know before it sends: by a microbatch, forward."""
+        """What each stage takes and returns, which torch has to know before it sends: by a microbatch's forward."""
         from ignite_ddl.pipeline.stage import Interface
 
         found = {}

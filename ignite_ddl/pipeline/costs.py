@@ -70,7 +70,7 @@ def layer_costs(model: nn.Module, x: Any, unit: str = "flops", repeats: int = 5)
         )
         for _, layer in layers:
             with torch.random.fork_rng(), torch.enable_grad():
-                layer = _to_try(layer, device)
+                layer = _copy_on(layer, device)
                 cost = _flops if unit == "flops" else _seconds
                 hidden, found = cost(layer, hidden, repeats)
             box[0].append(found)
@@ -79,7 +79,7 @@ def layer_costs(model: nn.Module, x: Any, unit: str = "flops", repeats: int = 5)
     return box[0]
 
 
-def _to_try(layer: nn.Module, device: torch.device) -> nn.Module:
+def _copy_on(layer: nn.Module, device: torch.device) -> nn.Module:
     """A copy of the layer on a device."""
     if isinstance(layer, Lazy):
         return layer.on_meta() if device.type == "meta" else layer.build().to(device)
@@ -89,14 +89,14 @@ def _to_try(layer: nn.Module, device: torch.device) -> nn.Module:
     return layer.to(device)
 
 
-def _cut_off(leaf: Any, device: torch.device | None = None) -> Any:
+def _detached(leaf: Any, device: torch.device | None = None) -> Any:
     """A tensor without its graph, on a device; anything else as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().to(device).requires_grad_(leaf.requires_grad and device is None)
 
 
-def _once(layer: nn.Module, hidden: Any) -> Any:
+def _forward_backward(layer: nn.Module, hidden: Any) -> Any:
     """Forward and backward; returns the input of the next layer."""
     output = layer(hidden)
     reached = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
@@ -105,20 +105,20 @@ def _once(layer: nn.Module, hidden: Any) -> Any:
     layer.zero_grad()
     for tensor in tensors_of(hidden):
         tensor.grad = None
-    return map_leaves(_cut_off, output)
+    return map_leaves(_detached, output)
 
 
 def _flops(layer: nn.Module, hidden: Any, _: int) -> tuple[Any, float]:
     with FlopCounterMode(display=False) as counter:
-        output = _once(layer, hidden)
+        output = _forward_backward(layer, hidden)
     return output, float(counter.get_total_flops())
 
 
 def _seconds(layer: nn.Module, hidden: Any, repeats: int) -> tuple[Any, float]:
-    output, seconds = _once(layer, hidden), []
+    output, seconds = _forward_backward(layer, hidden), []
     for _ in range(repeats):
         start = time.perf_counter()
-        _once(layer, hidden)
+        _forward_backward(layer, hidden)
         if any(tensor.device.type != "cpu" for tensor in tensors_of(hidden)):
             torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - start)

@@ -77,10 +77,10 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 f"model is a {kind}, an nn.Sequential with a forward of its own: say what its layers are, in order, "
                 "in an attribute pipeline_layers"
             )
-        own = [name for name, t in (*model._parameters.items(), *model._buffers.items()) if t is not None]
-        if own:
+        left_over = [name for name, t in (*model._parameters.items(), *model._buffers.items()) if t is not None]
+        if left_over:
             raise ValueError(
-                f"{kind} has {', '.join(own)} besides its layers, which no stage would hold under pp: put them "
+                f"{kind} has {', '.join(left_over)} besides its layers, which no stage would hold under pp: put them "
                 "into layers"
             )
         _check_root(model, list(model._modules))

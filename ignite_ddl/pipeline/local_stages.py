@@ -42,7 +42,7 @@ def on_some_ranks() -> Iterator[None]:
         _not_all_ranks_are_here = before
 
 
-def _check_all_ranks_are_here() -> None:
+def _check_on_all_ranks() -> None:
     if _not_all_ranks_are_here:
         raise ValueError(
             "a pipeline cannot be called in loss_fn, in output_transform or in a layer of another pipeline, which not "
@@ -167,7 +167,7 @@ class PipelineStages:
         self, x: Any, y: Any, loss_fn: Callable, autocast: Context | None = None
     ) -> tuple[Any, torch.Tensor | None]:
         """See :meth:`ignite_ddl.pipeline.pipeline.Pipeline.train_step`."""
-        _check_all_ranks_are_here()
+        _check_on_all_ranks()
         rows = check_rows(x, y)
         tensors, structure = flatten(tree_map(_contiguous, x), "x")
         shapes = repr((structure, [(tuple(t.shape), t.dtype) for t in tensors]))
@@ -183,7 +183,7 @@ class PipelineStages:
             parameter.grad = None
         # All ranks draw one number from their common stream: it stays common whatever the stages draw.
         n = schedule._n_microbatches
-        with random_stream(draw_seed()), _explained(self.cut.schedule), weighted(1 / n), on_some_ranks():
+        with random_stream(draw_seed()), _clear_errors(self.cut.schedule), weighted(1 / n), on_some_ranks():
             output = schedule.step(
                 *(tensors if 0 in self.stages else ()),
                 target=torch.arange(rows) if self.is_last else None,
@@ -208,19 +208,19 @@ class PipelineStages:
         """Does nothing: the schedule has run it."""
 
     def forward_only(self, x: Any) -> Any:
-        _check_all_ranks_are_here()
+        _check_on_all_ranks()
         self._share_buffers()
         with torch.no_grad(), on_some_ranks():
             rows = n_rows(x)
-            n = self._common(min(self.cut.n_microbatches, max(1, rows)))
+            n = self._common_count(min(self.cut.n_microbatches, max(1, rows)))
             microbatches = [rows_of(x, *ends) for ends in itertools.pairwise(rows * i // n for i in range(n + 1))]
             outputs = self.transfer.pass_through(microbatches, lambda s, value: self.stages[s](value))
         for stage in self.local_stages():
             reshard(stage)
         return joined(outputs) if outputs else None
 
-    def _common(self, n: int) -> int:
-        """The least number of microbatches of dp peers, where experts of these meet in each microbatch."""
+    def _common_count(self, n: int) -> int:
+        """The least number of microbatches of dp peers, where their experts communicate in each."""
         if self.mesh.ep_size > 1:
             least = torch.tensor(n, device=idist.device())
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.mesh.dp_cp_group)
@@ -282,7 +282,7 @@ def stages_of(model: nn.Module, model_fn: Callable[[nn.Module, Any], Any] = call
 
 
 @contextlib.contextmanager
-def _explained(schedule: str) -> Iterator[None]:
+def _clear_errors(schedule: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ignite_ddl.compat import take_empty_lists
-from ignite_ddl.guards import PartOfAState, of_the_whole, refuse_pickling
+from ignite_ddl.guards import LocalStateDict, full_state_error, refuse_pickling
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, add_submodule, named_layers, sequential
 from ignite_ddl.pipeline.local_stages import PipelineStages
@@ -65,7 +65,7 @@ class Pipeline(nn.Module):
                 stage.register_forward_pre_hook(_without_hooks)
             if s > 0 and any(getattr(module, "inplace", False) for module in stage.modules()):
                 stage.register_forward_pre_hook(_copied)
-        self._no_weights = [nn.Parameter(torch.empty(0))]  # in a list: not registered
+        self._empty_parameter = [nn.Parameter(torch.empty(0))]  # in a list: not registered
         held = dict(self.named_parameters(remove_duplicate=False))
         for names in cut.shared:
             ranks = {cut.owners[cut.stage_of[name]] for name in names}
@@ -93,7 +93,7 @@ class Pipeline(nn.Module):
     def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> dict[str, Any]:
         """As ``nn.Module.state_dict``, of this rank's stages: it cannot be pickled outside of ``ddl.pickle_shards``."""
         if destination is None:
-            destination = PartOfAState()
+            destination = LocalStateDict()
             destination._metadata = OrderedDict()  # as nn.Module makes it
         return super().state_dict(*args, destination=destination, **kwargs)
 
@@ -102,13 +102,13 @@ class Pipeline(nn.Module):
         held = super().state_dict(keep_vars=True).keys() if strict else ()
         others = [name for name in state_dict if strict and name in self._cut.shapes and name not in held]
         if others:
-            raise of_the_whole(others[0])
+            raise full_state_error(others[0])
         return super().load_state_dict(state_dict, strict, assign)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages; if none is trained, an empty one, too: optimizers need a parameter."""
         held = list(super().parameters(recurse))
-        return iter(held if any(p.requires_grad for p in held) else [*held, *self._no_weights])
+        return iter(held if any(p.requires_grad for p in held) else [*held, *self._empty_parameter])
 
     @property
     def is_last(self) -> bool:
@@ -152,7 +152,7 @@ class Pipeline(nn.Module):
         """As ``nn.Module.requires_grad_``, on every rank; calls :meth:`forget_schedules`."""
         self.forget_schedules()
         super().requires_grad_(requires_grad)
-        self._no_weights[0].requires_grad_()
+        self._empty_parameter[0].requires_grad_()
         return self
 
     def forward_only(self, x: Any) -> Any:
@@ -163,16 +163,16 @@ class Pipeline(nn.Module):
         return self._local_stages.forward_only(x)
 
     def forward(self, x: Any) -> Any:
-        """The output for all rows, on every pp rank, without gradients: what asks for them gets an error."""
+        """The output for all rows, on every pp rank, without gradients: computing one raises an error."""
         output = self._local_stages.from_last_stage(full_tensors(self.forward_only(x)))
         if not torch.is_grad_enabled():
             return output
-        asking = [tensor for tensor in tensors_of(x) if tensor.requires_grad]  # as for a gradient penalty
-        asking += [torch.zeros((), requires_grad=True)] if self.training else []
-        return map_leaves(lambda leaf: _without_gradient(leaf, asking), output) if asking else output
+        requiring_grad = [tensor for tensor in tensors_of(x) if tensor.requires_grad]  # as for a gradient penalty
+        requiring_grad += [torch.zeros((), requires_grad=True)] if self.training else []
+        return map_leaves(lambda leaf: _without_gradient(leaf, requiring_grad), output) if requiring_grad else output
 
     def __getitem__(self, index: Any) -> Any:
-        """What an ``nn.Sequential`` has, and a rank with some of its layers has not.
+        """Refused, unlike indexing an ``nn.Sequential``: a rank has only some of the layers.
 
         Raises:
             ValueError: always.
@@ -237,7 +237,7 @@ def _copied(stage: nn.Module, inputs: tuple) -> tuple:
 
 class _NoGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, *asking: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, *requiring_grad: torch.Tensor) -> torch.Tensor:
         return output.clone()
 
     @staticmethod
@@ -248,6 +248,6 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
-def _without_gradient(leaf: Any, asking: list[torch.Tensor]) -> Any:
+def _without_gradient(leaf: Any, requiring_grad: list[torch.Tensor]) -> Any:
     floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    return _NoGradient.apply(leaf, *asking) if floating else leaf
+    return _NoGradient.apply(leaf, *requiring_grad) if floating else leaf

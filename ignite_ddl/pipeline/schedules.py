@@ -1,6 +1,6 @@
 """The pipeline schedules: their names, stage owners and numbers of microbatches; torch runs them.
 
-In which order each rank runs its passes is torch's to know, and the lab's (``lab/orders.py``). This file and what it
+The order of each rank's passes is in torch, and in ``lab/orders.py``. This file and what it
 imports need only the standard library, so that a web page can run it.
 """
 
@@ -92,11 +92,11 @@ def stage_owners(schedule: str, n_ranks: int, n_chunks: int | None = None) -> li
             assert stage_owners("zbv", 2) == [0, 1, 1, 0]
     """
     known = _known(schedule)
-    own = known.stages_per_rank
-    n_chunks = own if n_chunks is None else n_chunks
+    default = known.stages_per_rank
+    n_chunks = default if n_chunks is None else n_chunks
     n_ranks, n_chunks = check("n_ranks", n_ranks, WORLD), check("n_chunks", n_chunks, WORLD)
-    if n_chunks != own and (own == 1 or known.v_shaped):
-        raise ValueError(f"schedule={schedule!r} has {own} stages on each rank, but given n_chunks={n_chunks}")
+    if n_chunks != default and (default == 1 or known.v_shaped):
+        raise ValueError(f"schedule={schedule!r} has {default} stages on each rank, but given n_chunks={n_chunks}")
     ranks = list(range(n_ranks))
     return ranks + ranks[::-1] if known.v_shaped else ranks * n_chunks
 
@@ -162,13 +162,13 @@ def check_microbatches(schedule: str, n_microbatches: int, n_ranks: int) -> None
 
 
 def divisors(n: int) -> list[int]:
-    """In order."""
+    """The divisors of n, in ascending order."""
     low = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
     return low + [n // k for k in reversed(low) if k * k != n]
 
 
 class UnlikeMicrobatches(ValueError):
-    """dp ranks have unlike numbers of microbatches, but layers that meet in each of them.
+    """dp ranks have different numbers of microbatches, but layers that communicate in each.
 
     Args:
         numbers: the numbers.

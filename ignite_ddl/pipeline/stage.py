@@ -28,7 +28,7 @@ class Interface:
 
     @classmethod
     def of(cls, tree: Any, what: str) -> Interface:
-        """That of a value."""
+        """The interface of a value."""
         tensors, structure = flatten(tree, what)
         empty = [torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad) for t in tensors]
         return cls(structure, tuple(empty))
@@ -88,13 +88,13 @@ class Stage(PipelineStage):
         if structure != self.returns.structure or shapes != expected:
             raise ValueError(
                 f"{self.name} should return the same shapes, dtypes and plain values for each microbatch of a batch, "
-                f"since its neighbour expects them, but returned {_say(structure, shapes)} after "
-                f"{_say(self.returns.structure, expected)}: pad, or return what varies as a tensor"
+                f"since its neighbour expects them, but returned {_describe(structure, shapes)} after "
+                f"{_describe(self.returns.structure, expected)}: pad, or return what varies as a tensor"
             )
         return tuple(self._sendable(tensor, inputs) for tensor in tensors)
 
     def _sendable(self, tensor: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Without gaps in memory, as after attention; and, for torch's backward pass, no input and no view."""
+        """Makes a tensor contiguous (attention's is not) and, for torch's backward pass, no input and no view."""
         passed_on = any(tensor is one for one in inputs)
         if passed_on or (self.split_backward and tensor._is_view()):  # such as a Linear's output for 3-D input
             return tensor.clone(memory_format=torch.contiguous_format)
@@ -106,6 +106,6 @@ class Stage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
-def _say(structure: Structure, shapes: tuple) -> str:
+def _describe(structure: Structure, shapes: tuple) -> str:
     plain = [value for value in structure.plain if value is not ...]
     return f"{[(tuple(shape), dtype) for shape, dtype in shapes]}" + (f" and {plain}" if plain else "")

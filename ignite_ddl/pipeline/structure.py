@@ -174,16 +174,16 @@ def n_rows(tree: Any) -> int:
 
 def some_rows(tree: Any, rows: slice, n: int) -> Any:
     """Some of the ``n`` rows: of each tensor with ``n`` rows, and of each list of ``n`` samples."""
-    if type(tree) in (list, tuple) and len(tree) == n and not any(_has(item, n) for item in tree):
+    if type(tree) in (list, tuple) and len(tree) == n and not any(_has_length(item, n) for item in tree):
         return tree[rows]
     if type(tree) in (list, tuple):
         return type(tree)(some_rows(item, rows, n) for item in tree)
     if type(tree) is dict:
         return {key: some_rows(value, rows, n) for key, value in tree.items()}
-    return map_leaves(lambda leaf: leaf[rows] if _has(leaf, n) else leaf, tree)
+    return map_leaves(lambda leaf: leaf[rows] if _has_length(leaf, n) else leaf, tree)
 
 
-def _has(leaf: Any, n: int) -> bool:
+def _has_length(leaf: Any, n: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == n
 
 
@@ -194,7 +194,8 @@ def concatenated(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         return first
     if type(first) in (list, tuple):
         if all(
-            len(part) == n and not any(_has(item, n) for item in part) for part, n in zip(parts, sizes, strict=True)
+            len(part) == n and not any(_has_length(item, n) for item in part)
+            for part, n in zip(parts, sizes, strict=True)
         ):
             return type(first)(item for part in parts for item in part)
         return type(first)(concatenated(items, sizes) for items in zip(*parts, strict=True))
@@ -202,6 +203,6 @@ def concatenated(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         return {key: concatenated([part[key] for part in parts], sizes) for key in first}
 
     def join(*leaves: Any) -> Any:
-        return torch.cat(leaves) if all(map(_has, leaves, sizes)) else leaves[0]
+        return torch.cat(leaves) if all(map(_has_length, leaves, sizes)) else leaves[0]
 
     return map_leaves(join, *parts)

@@ -40,22 +40,22 @@ class ReplicatedWeights:
         if self.steps_left == 0:
             return
         self.steps_left -= 1
-        asked = {
+        unchecked = {
             name: parameter
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and name not in self.agreed and not _is_sharded_over_tp(parameter)
         }
-        if not asked:
+        if not unchecked:
             return
-        digests = torch.stack([_digest(parameter.grad) for parameter in asked.values()])
+        digests = torch.stack([_digest(parameter.grad) for parameter in unchecked.values()])
         peers = [torch.empty_like(digests) for _ in range(self.mesh.tp_size)]
         dist.all_gather(peers, digests, group=self.mesh.tp_group)
         peers = torch.stack(peers).cpu()  # (tp, weights, 16)
         sizes = peers[..., 8:].norm(dim=2).amax(dim=0)
         differences = (peers - peers[0]).norm(dim=2).amax(dim=0)
         # A gradient far below the others is what rounding left of zero.
-        rounding = sizes.max() * max(torch.finfo(parameter.dtype).eps for parameter in asked.values()) ** 0.5
-        for name, size, difference in zip(asked, sizes, differences, strict=True):
+        rounding = sizes.max() * max(torch.finfo(parameter.dtype).eps for parameter in unchecked.values()) ** 0.5
+        for name, size, difference in zip(unchecked, sizes, differences, strict=True):
             if size > rounding:
                 self.agreed.add(name)
                 if difference > 0.01 * size:

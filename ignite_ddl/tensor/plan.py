@@ -75,7 +75,7 @@ def _is_parametrized(module: nn.Module) -> bool:
 
 
 def _check_channels(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> None:
-    """Refuses weights of single channels in a sharded region of an ``nn.Sequential``, whose order is known."""
+    """Refuses weights of each channel in a sharded region of an ``nn.Sequential``, whose order is known."""
     for name, module in modules.items():
         if type(module).forward is not nn.Sequential.forward:
             continue
@@ -195,7 +195,7 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
 
 
 def _consumers_of_shards(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, list[str]]:
-    """The modules whose code sees what a Column leaves sharded, and the names of these inside."""
+    """The modules whose code sees a Column's sharded output, and the names of these Columns inside."""
     found: dict[str, list[str]] = {}
     for name, style in styles.items():
         parent, _, child = name.rpartition(".")

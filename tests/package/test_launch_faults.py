@@ -22,7 +22,7 @@ import torch
 from ranks import alive, comes_true, failing, on_each_rank, parallel
 
 import ignite_ddl as ddl
-from ignite_ddl.launch.torchrun import _name_of_round
+from ignite_ddl.launch.torchrun import _round_name
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 posix = pytest.mark.skipif(os.name != "posix", reason="signals, sockets and limits of POSIX")
@@ -415,7 +415,7 @@ def test_what_ranks_of_earlier_rounds_have_left_does_not_count():
     store.set("ignite_ddl/round/1", "of a rank that died before it got an answer")
     for _ in range(2):
         with ThreadPoolExecutor(3) as ranks:
-            jobs = [ranks.submit(_name_of_round, store, rank, 3, timedelta(seconds=30)) for rank in (0, 2, 1)]
+            jobs = [ranks.submit(_round_name, store, rank, 3, timedelta(seconds=30)) for rank in (0, 2, 1)]
         [name] = {job.result() for job in jobs}
         names.append(name)
     assert names[0] != names[1]

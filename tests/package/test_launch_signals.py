@@ -12,7 +12,7 @@ import torch
 from ranks import comes_true, gone, parallel
 
 import ignite_ddl as ddl
-from ignite_ddl.launch.rank import give_back_signals, on_signal
+from ignite_ddl.launch.rank import on_signal, restore_signals
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 
@@ -238,7 +238,7 @@ def test_one_process_gets_its_handler_back(heard):
     with pytest.raises(KeyError):
         ddl.Parallel().run(lambda rank: (on_one(rank), {}[0]))
     assert on_one(0) == ["a", "b"]  # outside of a run, by hand
-    give_back_signals()
+    restore_signals()
     os.kill(os.getpid(), signal.SIGTERM)
     assert heard == [signal.SIGTERM]
 

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from ranks import TIMEOUT, mesh_of, on_each_rank, run
 
 import ignite_ddl as ddl
-from ignite_ddl.mesh import AXES, check_mesh, sizes_alone
+from ignite_ddl.mesh import AXES, check_mesh, sizes_without_world
 from ignite_ddl.replicas import check_replicas
 
 axis = st.integers(1, 5)
@@ -62,7 +62,7 @@ def test_dp_is_what_its_two_axes_make_it(replicas, shard, pp, tp):
         for given_parts in (both, {"dp_replicate": replicas}, {"dp_shard": shard}):
             assert check_mesh(world, pp=pp, tp=tp, **dp, **given_parts) == sizes | both
     assert check_mesh(world, pp=pp, tp=tp, dp_shard=-1) == sizes | {"dp_replicate": 1, "dp_shard": sizes["dp"]}
-    assert sizes_alone(None, pp, tp, **both) == sizes | both
+    assert sizes_without_world(None, pp, tp, **both) == sizes | both
 
 
 def test_parallel_refuses_before_anything_starts():

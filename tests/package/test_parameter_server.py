@@ -24,8 +24,8 @@ from torch import nn
 
 import ignite_ddl as ddl
 from ignite_ddl.parameter_server import wire
-from ignite_ddl.parameter_server.server import Shard, Waits
-from ignite_ddl.parameter_server.worker import _share_out
+from ignite_ddl.parameter_server.server import Shard, WaitTimeout
+from ignite_ddl.parameter_server.worker import _assign_parameters
 
 TIMEOUT = 60  # seconds; a run that works takes about one
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest and hypothesis
@@ -227,7 +227,7 @@ def shard_of(workers, mode, staleness=None, backup=0):
 
 def pull(shard, worker):
     """What a pull gets at this moment, or None if it waits."""
-    with contextlib.suppress(Waits):
+    with contextlib.suppress(WaitTimeout):
         return shard.pull(worker, 0, limit=0)
 
 
@@ -297,7 +297,7 @@ def test_bounded_waits_exactly_beyond_s():
     for _ in range(3):  # steps 0, 1, 2: ahead by 0, 1, 2
         version, _ = pull(shard, 0)
         shard.push(0, version, gradients(), 1)
-    with pytest.raises(Waits) as waits:  # ahead by 3
+    with pytest.raises(WaitTimeout) as waits:  # ahead by 3
         shard.pull(0, 0, limit=0)
     assert waits.value.args == ([1],) == (shard.waits_for(),)
     version, _ = pull(shard, 1)
@@ -311,9 +311,9 @@ def test_servers_share_by_bytes(sizes, servers):
     named = {f"p{i}": nn.Parameter(torch.empty(size)) for i, size in enumerate(sizes)}
     if len(named) < servers:
         with pytest.raises(ValueError, match=f"{len(named)} for {servers} servers"):
-            _share_out(named, servers)
+            _assign_parameters(named, servers)
         return
-    shares = _share_out(named, servers)
+    shares = _assign_parameters(named, servers)
     assert sorted(name for share in shares for name in share) == sorted(named)
     held = [sum(named[name].nbytes for name in share) for share in shares]
     assert max(held) - min(held) <= 4 * max(sizes)

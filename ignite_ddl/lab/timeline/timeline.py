@@ -283,8 +283,8 @@ class Timeline:
             if call.thread is not None and call.done is not None:
                 threads[call.rank, call.thread].append(call)
         return [
-            Record(rank, "handlers", name, min(c.launched for c in own), max(c.done for c in own))
-            for (rank, (name, _)), own in threads.items()
+            Record(rank, "handlers", name, min(c.launched for c in of_thread), max(c.done for c in of_thread))
+            for (rank, (name, _)), of_thread in threads.items()
         ]
 
     def totals(self) -> dict[int, dict[str, float]]:
@@ -491,7 +491,7 @@ class Timeline:
                 inside[number] = ("compute", f"{self._names[number]} {iteration}", when)
             elif what == "end":
                 yield from end_run(number, when)
-        latest = max([*seen.values(), *(own[3] for own in self._recorder.spans)], default=0.0)
+        latest = max([*seen.values(), *(span[3] for span in self._recorder.spans)], default=0.0)
         for number in list(begun):
             yield from end_run(number, latest)
 
@@ -615,11 +615,11 @@ def _warn_if_counts_differ(ranks: list[int], calls: list[list[Call]]) -> None:
                 counted[rank] = max(counted[rank], number)
     for (group, *_), counted in numbers.items():
         if len(set(counted.values())) > 1:
-            told = ", ".join(f"{number} by rank {rank}" for rank, number in sorted(counted.items()))
+            counts = ", ".join(f"{number} by rank {rank}" for rank, number in sorted(counted.items()))
             warnings.warn(
-                f"the ranks of group {group!r} recorded different numbers of collectives: {told}. The n-th collective "
-                "of one rank is matched with the n-th of another, so waits may be wrong: begin recording at the same "
-                "collective on every rank",
+                f"the ranks of group {group!r} recorded different numbers of collectives: {counts}. The n-th "
+                "collective of one rank is matched with the n-th of another, so waits may be wrong: begin recording at "
+                "the same collective on every rank",
                 stacklevel=3,
             )
 

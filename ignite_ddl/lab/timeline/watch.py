@@ -103,12 +103,12 @@ class Recorder:
     def other_thread(self) -> tuple[str, int] | None:
         """Name and number of the current thread, if it is another one; autograd's threads are not Python's."""
         current = threading.current_thread()
-        if current is self.thread or current is threading.main_thread() or isinstance(current, _AUTOGRADS):
+        if current is self.thread or current is threading.main_thread() or isinstance(current, _AutogradThread):
             return None
         return current.name, vars(current).setdefault("_number_in_timelines", next(_numbers))
 
 
-_AUTOGRADS = threading._DummyThread  # what current_thread() gives in a thread that Python did not start
+_AutogradThread = threading._DummyThread  # what current_thread() gives in a thread that Python did not start
 _numbers = itertools.count()  # of threads, since their ids are reused
 _watching: list[Recorder] = []
 _hooks = contextlib.ExitStack()
