@@ -274,7 +274,7 @@ def refuse_full_states(owner: nn.Module | torch.optim.Optimizer) -> None:
 def refuse_plain_names(
     model: nn.Module, state: Mapping[str, Any], prefix: str, _: Any, strict: bool, *__: Any
 ) -> None:  # a hook of DistributedDataParallel, which may be pickled
-    """Refuses a state dict of the plain model, of which ``strict=False`` would load nothing without a word."""
+    """Refuses a state dict of the plain model, of which ``strict=False`` would load nothing, silently."""
     names = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
     plain = model.module.state_dict().keys()
     if any(name in plain for name in names) and not any(name.startswith("module.") for name in names):
@@ -326,7 +326,7 @@ class _Hook:
 
 
 def check_handler(handler: Any) -> None:
-    """Refuses Ignite's loggers of weights and gradients on cut weights: they would log a rank's part as the whole.
+    """Refuses Ignite's loggers of weights and gradients on cut weights: they would log a rank's part as if it were all.
 
     Raises:
         ValueError: if so.

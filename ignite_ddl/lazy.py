@@ -31,7 +31,7 @@ def lazy(factory: Callable[P, nn.Module], *args: P.args, **kwargs: P.kwargs) -> 
     Every rank creates every layer, one at a time, from rank 0's random stream, and keeps its part. So the weights are
     those of one process, and memory holds at most the rank's shard and one layer. Under pp, a rank keeps the layers of
     its stages; ``tensor_plan`` and ``shard=True`` are applied to a layer before the next one is created. On a serial
-    run, the layers are created whole.
+    run, the layers are created in full.
 
     Random weights should come from torch's CPU stream; initialise, freeze or load weights in the factory.
     ``model.double()``, ``.to(dtype)``, ``.requires_grad_()`` and ``.eval()`` are applied to the layer later. Weights

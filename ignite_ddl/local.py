@@ -31,7 +31,7 @@ class LocalSGD:
     rows. With ``H=1`` and SGD without momentum this is the training of one process; with ``H > 1``, with momentum or
     with AdamW it is another algorithm, whose numbers depend on the number of dp ranks (Stich 2019, arXiv:1805.09767).
     A rank without rows in a step makes it with gradients of zeros. A loss that is a sum is refused. On a mesh with
-    ``dp_replicate`` and ``dp_shard``, a replica stands here for a rank: dp_shard peers train as one, by FSDP2, and the
+    ``dp_replicate`` and ``dp_shard``, a replica trains as one rank: its dp_shard peers share weights by FSDP2, and the
     average goes over dp_replicate.
 
     In a round each step sends over dp the few numbers of the global loss, which the trainer returns as ever, and the

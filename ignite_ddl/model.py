@@ -141,7 +141,7 @@ def auto_model(
             activations: ``torch.distributed.fsdp.MixedPrecisionPolicy``. Without ranks over which to shard, it has no
             effect. Default: those of the parameters.
         reshard_after_forward: with sharded weights, whether they are freed between the forward and the backward pass
-            (ZeRO-3). With False they are gathered once for both (ZeRO-2), and stay whole until the optimizer steps
+            (ZeRO-3). With False they are gathered once for both (ZeRO-2), and stay full until the optimizer steps
             where gradients are accumulated. Default: True, under pp False.
         offload: with sharded weights, whether this rank's part of them, of gradients and of the optimizer's state are
             in the CPU's memory, where the optimizer steps (``CPUOffloadPolicy``). Default: False.
@@ -360,7 +360,7 @@ def _materialise(model: nn.Module, layout: _Layout) -> None:
 def _shard_lazy_layer(model: nn.Module, names: list[str], layout: _Layout) -> None:
     layer = model.get_submodule(names[0])
     layer.to(idist.device())
-    whole = dict(layer.named_parameters(remove_duplicate=False))
+    uncut = dict(layer.named_parameters(remove_duplicate=False))
     if layout.mesh.tp_size * layout.mesh.ep_size > 1:
         holder = nn.Module()
         for name in names:
@@ -371,7 +371,7 @@ def _shard_lazy_layer(model: nn.Module, names: list[str], layout: _Layout) -> No
     alone = sum(map(layout.stages_with, names)) == 1  # else it is copied before it is sharded
     if layout.shard and alone and layout.mesh.dp_cp_size > 1 and any(True for _ in layer.parameters()):
         fully_shard(layer, layout.mesh, layout.fsdp)
-    copy_parameter_attributes(whole, layer)
+    copy_parameter_attributes(uncut, layer)
 
 
 def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
@@ -382,14 +382,14 @@ def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
         return register_comm_hook(model, layout.comm_hook, layout.mesh)
     if layout.mesh.tp_size * layout.mesh.pp_size > 1:
         share_random_stream(layout.mesh)
-    whole = dict(model.named_parameters(remove_duplicate=False))
+    uncut = dict(model.named_parameters(remove_duplicate=False))
     if layout.cut is not None:
         meets = layout.shard or layout.mesh.ep_size > 1 or bool(routers_of(model))
         model = Pipeline(model, layout.cut, layout.mesh, meets, layout.checks)
     _apply_styles(model, layout.styles, layout.mesh)
     for stage in stages_of(model).local_stages():
         apply_data_parallel(stage, layout.mesh, layout.fsdp if layout.shard else None, layout.local)
-    copy_parameter_attributes(whole, model)
+    copy_parameter_attributes(uncut, model)
     return model
 
 
@@ -527,17 +527,17 @@ def _copy_weights_of_rank_0(model: nn.Module) -> None:
 def auto_optim(optimizer: torch.optim.Optimizer, *, checks: bool = True) -> torch.optim.Optimizer:
     """``idist.auto_optim``: the optimizer itself on gloo and NCCL, adapted on Horovod and XLA; every rank calls it.
 
-    Where the model is cut, small weights are stepped for a moment, cut and whole, by another optimizer of the same
+    Where the model is cut, small weights are stepped for a moment, cut and full, by another optimizer of the same
     class and options: one that computes norms over a weight or over all weights may be right (Muon), fail (Adafactor)
     or be wrong without an error. What optimizers and code of your own must not do is to compute a number from this
-    rank's part: under tp and shard=True, ``p.grad.norm().full_tensor()`` is the norm of the whole gradient, on every
+    rank's part: under tp and shard=True, ``p.grad.norm().full_tensor()`` is the norm of the full gradient, on every
     rank; under pp, a sum over ``model.parameters()`` is that of this rank's stages; ``clip_grad_value_`` is right
     everywhere, :func:`clip_grad_norm_` computes the norm of all gradients.
 
     Args:
         optimizer: an optimizer of the parameters of the model that :func:`auto_model` returned. Under pp, a rank may
             hold none of those that it steps: it takes an empty list there.
-        checks: whether to refuse an optimizer that does not do the same to parts of a model as to the whole, or of
+        checks: whether to refuse an optimizer that does not do the same to parts of a model as to the full one, or of
             which that cannot be found out. Default: True.
 
     Returns:
@@ -545,7 +545,7 @@ def auto_optim(optimizer: torch.optim.Optimizer, *, checks: bool = True) -> torc
 
     Raises:
         ValueError: if it holds parameters that :func:`auto_model` has replaced, steps parts of weights differently
-            from whole ones, or has the names of a tied weight in groups of different options under pp.
+            from full ones, or has the names of a tied weight in groups of different options under pp.
     """
     check_optimizer(optimizer)
     adapt_optimizer(optimizer, checks)

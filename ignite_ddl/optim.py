@@ -34,7 +34,7 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
         checks: as in ``ddl.auto_optim``. Default: True.
 
     Raises:
-        ValueError: if it would do something else to parts of a model than to the whole, or stages that share a weight
+        ValueError: if it would step parts of a model differently from the full one, or stages that share a weight
             would step it differently.
     """
     mesh = get_mesh()
@@ -65,26 +65,26 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
 
 def _split_groups_by_kind(optimizer: torch.optim.Optimizer) -> None:
     """Splits groups in each step where foreach and fused take no list of DTensors and others, or of two meshes."""
-    whole: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
     parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def join(*_: Any) -> None:
         if parts:
             for group, part in parts:
                 group.update({name: value for name, value in part.items() if name != "params"})
-            optimizer.param_groups = whole[:]
+            optimizer.param_groups = groups[:]
             parts.clear()
 
     def split(*_: Any) -> None:
         join()  # if the step before has raised
-        whole[:] = optimizer.param_groups
-        for group in whole:
+        groups[:] = optimizer.param_groups
+        for group in groups:
             kinds: dict[Any, list[torch.Tensor]] = {}
             lists = "foreach" in group or "fused" in group
             for p in group["params"]:
                 kinds.setdefault(p.device_mesh if lists and isinstance(p, DTensor) else None, []).append(p)
             parts.extend((group, group if len(kinds) == 1 else group | {"params": params}) for params in kinds.values())
-        if len(parts) > len(whole):
+        if len(parts) > len(groups):
             optimizer.param_groups = [part for _, part in parts]
         else:
             parts.clear()
@@ -93,11 +93,11 @@ def _split_groups_by_kind(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_post_hook(join)
 
 
-# ------------------------------------------------------------------------- parts of small weights, and the whole
+# ------------------------------------------------------------------------- small weights, cut and full
 
 
 def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Steps small weights that are cut as the model's are, and the same weights whole, and compares.
+    """Steps small weights that are cut as the model's are, and the same weights full, and compares.
 
     Under pp there is a second set of them, as of another stage, that the first has to be independent of.
     """
@@ -110,7 +110,7 @@ def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Non
         return
     other = "take an optimizer that steps each number by itself, such as SGD or AdamW (foreach or fused, too)"
     try:
-        whole = _small_steps(optimizer, given, mesh, stages=min(mesh.pp_size, 2), cut=False)
+        full = _small_steps(optimizer, given, mesh, stages=min(mesh.pp_size, 2), cut=False)
     except Exception as error:
         raise ValueError(
             f"{name} cannot be tried out on small weights ({_first_line(error)}), so that it is not known whether it "
@@ -123,9 +123,9 @@ def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Non
     except Exception as error:
         raise ValueError(
             f"{name} cannot step weights that are cut over ranks ({_first_line(error)}): {other}, with fused=False if "
-            "this is about a fused operator; or leave weights whole, by dp without shard=True"
+            "this is about a fused operator; or leave weights uncut, by dp without shard=True"
         ) from error
-    for before, part, right in zip(_values(given, mesh), parts, whole, strict=False):
+    for before, part, right in zip(_values(given, mesh), parts, full, strict=False):
         size = float((right - before).abs().max())
         difference = float((_local(part) - _local(_like(right, part))).abs().amax()) if _local(part).numel() else 0.0
         # Muon computes in bfloat16: its parts differ by rounding, which is far from what wrong norms make.

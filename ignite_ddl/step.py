@@ -284,7 +284,7 @@ def _clear_errors() -> Iterator[None]:
             raise ValueError(
                 f"the model computes ({found[1] or 'an operation'}) with a plain tensor and a weight that is cut over "
                 "ranks: call the layer that holds the weight instead of reading the weight off it, so that it is "
-                "gathered in time; or keep it whole, by shard=False or a tensor_plan without this layer"
+                "gathered in time; or leave it uncut, by shard=False or a tensor_plan without this layer"
             ) from error
         if "is a view and is being modified inplace" in str(error) and get_mesh().tp_size > 1:
             raise ValueError(

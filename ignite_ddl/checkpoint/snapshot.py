@@ -86,8 +86,8 @@ def _check_per_rank_states(kinds: Kinds) -> None:
         for name, owner in (("its ddl.LocalSGD or ddl.DiLoCo", local and local.averager), ("its comm_state", hook)):
             if owner is not None and not any(other is owner for other in kinds.others.values()):
                 raise ValueError(
-                    f"to_save should have {name} beside {key!r}, which has a state of its own on each rank: a run "
-                    "that is resumed would go on otherwise"
+                    f"to_save should have {name} beside {key!r}, whose state differs by rank: without it a resumed "
+                    "run would differ"
                 )
 
 

@@ -52,7 +52,7 @@ def ring_attention(
     window: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Attention of this rank's tokens to the whole sequence, which the ranks of ``group`` share.
+    """Attention of this rank's tokens to the full sequence, which the ranks of ``group`` share.
 
     Exact: the output and the gradients are those of ``torch.nn.functional.scaled_dot_product_attention`` on the full
     sequence, under autocast in its dtype. Keys and values visit each rank once in the forward pass and once, with
@@ -121,7 +121,7 @@ def ulysses_attention(
     window: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Attention of this rank's tokens to the whole sequence: for a while each rank has all tokens of some heads.
+    """Attention of this rank's tokens to the full sequence: for a while each rank has all tokens of some heads.
 
     Exact, as :func:`ring_attention`, with the same arguments. Two exchanges turn tokens into heads and back (Jacobs et
     al., DeepSpeed Ulysses, arXiv 2309.14509); between them torch's own attention runs. The number of ranks has to

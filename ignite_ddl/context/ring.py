@@ -27,7 +27,7 @@ class Ring:
     """What all steps of one attention share.
 
     Attributes:
-        group: the process group of the cp axis; None if this process has the whole sequence.
+        group: the process group of the cp axis; None if this process has the full sequence.
         mask: which token sees which.
         documents: (P, batch, local tokens), the document of each rank's tokens, if the mask goes by them.
         scale: factor of the scores.
@@ -108,8 +108,8 @@ class _RingAttention(torch.autograd.Function):
                 part = query[:, :, rows], key[:, :, columns], value[:, :, columns]
                 block = block_forward(*part, causal, visible, shared.scale)
                 before = merged[0][:, :, rows], merged[1][:, :, rows]
-                for whole, new in zip(merged, merge(before, (block[0].to(dtype), block[1].to(dtype))), strict=True):
-                    whole[:, :, rows] = new
+                for total, new in zip(merged, merge(before, (block[0].to(dtype), block[1].to(dtype))), strict=True):
+                    total[:, :, rows] = new
         output, logsumexp = merged[0].to(query.dtype), merged[1]
         ctx.save_for_backward(query, pair, output, logsumexp)
         return output

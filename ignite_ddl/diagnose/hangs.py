@@ -89,8 +89,8 @@ class Watch:
                 now = f"{stack}{calls_counted()}"
                 if now != seen:
                     seen, since = now, time.monotonic()
-                stands = time.monotonic() - since > self.after and waits_in(stack) and reported != seen
-                if stands or self.store.check([f"{self.name}/{self.number}"]):
+                hangs = time.monotonic() - since > self.after and waits_in(stack) and reported != seen
+                if hangs or self.store.check([f"{self.name}/{self.number}"]):
                     self.report(f"rank {self.rank} waits for more than {self.after:g} s")
                     reported = seen
         except RuntimeError:  # the store has gone, and the job with it

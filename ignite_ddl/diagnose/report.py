@@ -109,9 +109,9 @@ def hang_report(stacks: Mapping[int, str], records: Mapping[int, Sequence[Mappin
         stacks: of each rank, the most recent call first; "" of a rank that has returned.
         records: of each rank that could say so, what ``diagnose.calls.recorded_calls`` returned there.
     """
-    stands = {rank: next((call for call in calls if not call["done"]), None) for rank, calls in records.items()}
+    pending = {rank: next((call for call in calls if not call["done"]), None) for rank, calls in records.items()}
     awaited: dict[tuple, int] = {}
-    for call in filter(None, stands.values()):
+    for call in filter(None, pending.values()):
         awaited[_group(call)] = min(call["number"], awaited.get(_group(call), call["number"]))
     came = {
         rank: {group: max((c["number"] for c in calls if _group(c) == group), default=0) for group in awaited}
@@ -125,7 +125,7 @@ def hang_report(stacks: Mapping[int, str], records: Mapping[int, Sequence[Mappin
     }
     calls = []
     for rank, stack in sorted(stacks.items()):
-        call = stands.get(rank)
+        call = pending.get(rank)
         frame = user_frame(frames_of(stack), stack) if stack else None
         if call is not None:
             what = call["operation"], call["number"], tuple(call["ranks"]), call["sizes"]

@@ -45,7 +45,7 @@ class OutOfSync:
 def check_in_sync(model: nn.Module) -> list[OutOfSync]:
     """Which weights or buffers differ between ranks that should hold the same, to the last bit; every rank calls it.
 
-    Compared are weights and buffers: copies over dp, those that are whole on each tp rank, and weights that several
+    Compared are weights and buffers: copies over dp, those that are replicated over tp, and weights that several
     stages share; of a weight that is sharded, the same parts. What may differ over dp is compared between the tp peers
     of a dp rank alone: parameters that DDP was told to ignore, and the running statistics of BatchNorm and InstanceNorm
     layers, which are those of each dp rank's own rows from one forward pass to the next, for which all take dp rank 0's
@@ -118,7 +118,7 @@ def check_same_calls() -> list[UnlikeCalls]:
 
     Returns:
         list: one :class:`UnlikeCalls` for each number, the same list on every rank; empty if all agree. Those that
-        differ only in their line stand last: look whether both lines mean the same.
+        differ only in their line come last: look whether both lines mean the same.
 
     Examples:
         .. code-block:: python

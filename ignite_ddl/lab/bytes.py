@@ -52,7 +52,7 @@ class Call:
     def on_a_ring(self) -> float:
         """Bytes that this rank sends if a ring of its group carries the call out.
 
-        Each of n ranks sends (n - 1) / n of the whole tensor in a pass, and an all-reduce takes two passes; sources:
+        Each of n ranks sends (n - 1) / n of the full tensor in a pass, and an all-reduce takes two passes; sources:
         ``ring_pass`` and ``all_reduce_ring`` of ``lab.cost``. A formula, unlike all other counts here.
 
         Raises:
@@ -96,7 +96,7 @@ class Traffic:
 
     @property
     def volume(self) -> dict[str, int]:
-        """For each operation, the bytes of its whole tensors: of a call's inputs or outputs, whichever are more."""
+        """For each operation, the bytes of its full tensors: of a call's inputs or outputs, whichever are more."""
         sizes = dict.fromkeys(sorted(self.ops), 0)
         for call in self.calls:
             sizes[call.op] += max(call.put_in, call.got)

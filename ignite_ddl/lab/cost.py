@@ -1,6 +1,6 @@
 """What parallel training costs, on paper: seconds, bytes and messages in closed form.
 
-Every function says where its formula stands, in which units, and what it leaves out. Times are in seconds, sizes in
+Every function says where its formula is from, in which units, and what it leaves out. Times are in seconds, sizes in
 bytes, and a network is two numbers (a :class:`Link`): the latency of a message and the bandwidth.
 A rank sends one message at a time and can receive one at the same time; additions take no time. ``simulate``
 computes the same quantities message by message, ``timeline`` measures them.

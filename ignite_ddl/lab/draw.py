@@ -51,12 +51,12 @@ __all__ = [
 # What a rank is doing (Okabe and Ito's set, safe for colour-blind readers).
 ACTIVITY = {
     "forward": "#0072B2",
-    "backward": "#E69F00",  # with respect to the input, or whole
+    "backward": "#E69F00",  # with respect to the input, or both parts
     "backward_weight": "#D55E00",
     "communication": "#CC79A7",
     "optimizer": "#009E73",
     "idle": "#B0B0B0",  # dark words read on it; faint on white, and it does not glare on black
-    "compute": "#0072B2",  # where forward and backward are not told apart
+    "compute": "#0072B2",  # where forward and backward are not separated
     "data": "#F0E442",
     "handlers": "#8C8C8C",  # what an engine does between its steps
 }
@@ -372,7 +372,7 @@ def span(
     axes: Axes, row: int, start: float, end: float, colour: str, text="", height: float = 0.84,
     linewidth: float = 0.5, **style,
 ) -> None:  # fmt: skip
-    """A tile in a row of :func:`name_rows`, from ``start`` to ``end``; its text stands on the rows' common line."""
+    """A tile in a row of :func:`name_rows`, from ``start`` to ``end``; its text is on the rows' common line."""
     style = {"va": "center_baseline"} | style
     tile(axes, start, row - height / 2, end - start, height, colour, text, linewidth=linewidth, **style)
 

@@ -140,14 +140,14 @@ def _dualpipev(rank: int, p: int, m: int, v: int) -> list[str]:
     if after == 0:
         main = main.replace("+", " ", 1)  # on the last rank the first pair does not overlap: a smaller bubble
     rest = [1, 0] * (rank + 1) + [0] * after  # chunks of the last backward passes
-    whole, split = rest[: rank + 1], rest[rank + 1 :]  # the later ones are split; the oldest "W" runs first
+    unsplit, split = rest[: rank + 1], rest[rank + 1 :]  # the later ones are split; the oldest "W" runs first
     order = (
         "F0 " * 2 * after
         + "F0 F1 " * (rank + 1)
         + "I1 W1 F1 " * after
         + main
         + "B1 F1+B0 " * after
-        + "".join(f"B{chunk} " for chunk in whole)
+        + "".join(f"B{chunk} " for chunk in unsplit)
         + "".join(f"I{chunk} " for chunk in split[: rank + 1])
         + "".join(f"W{chunk} I0 " for chunk in split[:after])
         + "".join(f"W{chunk} " for chunk in split[after:])

@@ -65,7 +65,7 @@ class Number(NamedTuple):
         rank: the global rank; -1 for a weight that no rank has.
         kind: "loss", "norm", "gradient" or "weight".
         step: from 1.
-        factor: f, where the whole tensor is f times that of one process; else None.
+        factor: f, where the full tensor is f times that of one process; else None.
     """
 
     error: float
@@ -160,7 +160,7 @@ def check_parity(
     Both run the same few steps of SGD in float64: this process with Ignite's own trainer, and the mesh's ranks (gloo,
     one thread each) with ``ddl.create_supervised_trainer`` on the loader of ``ddl.auto_dataloader``. Every second step
     has fewer rows, if possible a number that dp does not divide. The loss of each step, every gradient as the optimizer
-    gets it, and the weights after the last step are compared as whole tensors.
+    gets it, and the weights after the last step are compared as full tensors.
 
     Dropout and BatchNorm's batch statistics, which parity does not cover, are off on both sides, and the report says
     so. BatchNorm uses its running statistics; without these it stays as it is, and differs if a rank or a microbatch
@@ -184,7 +184,7 @@ def check_parity(
         split: layers per stage. Default: balanced by ``costs``.
         costs: what each layer costs, in any unit. Default: its number of parameters.
         shard: as in ``ddl.auto_model``, like the next two arguments. Default: whether dp_shard is more than 1.
-        reshard_after_forward: whether whole weights are freed between the passes. Default: True, under pp False.
+        reshard_after_forward: whether full weights are freed between the passes. Default: True, under pp False.
         offload: whether sharded weights are in the CPU's memory. Default: False.
         steps: number of steps. Default: 3.
         lr: the learning rate. Default: the first step changes the weights by 1 % of their norm.

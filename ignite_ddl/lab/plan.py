@@ -191,10 +191,10 @@ class Plan(NamedTuple):
         """What ``ddl`` cannot do of this plan today, in words; empty if it runs.
 
         Where gradients are not accumulated it shards weights (``zero=3``) or keeps them between the passes
-        (``zero=2``); while they are accumulated, as under pp, gradients stay whole, and so do weights (``zero=1``).
+        (``zero=2``); while they are accumulated, as under pp, gradients stay full, and so do weights (``zero=1``).
         """
         words = []
-        alone = self.pp == 1 and self.microbatches == 1  # else ddl keeps whole gradients while it accumulates them
+        alone = self.pp == 1 and self.microbatches == 1  # else ddl keeps full gradients while it accumulates them
         if self.zero not in ((0, 2, 3) if alone else (0, 1)):
             words.append(
                 f"zero should be {'0, 2 or 3' if alone else '0 or 1'} under pp={self.pp} with "
@@ -543,7 +543,7 @@ class _Costs:
             "activations": activations,
             "buffers": buffers + (pp > 1) * (2 * v - 1) * m * message,
         }
-        # A second copy of the weights: replicate's whole, or FSDP2's shard of what stays whole.
+        # A second copy of the weights: replicate's full one, or FSDP2's shard of what stays full.
         if dp * cp > 1 and (zero in (1, 2) or pp * tp > 1 and not zero):
             memory["buffers"] += (dense + experts) * model.weight_bytes / (n if zero else 1)
         if m == 1:  # gradients come while activations go

@@ -14,7 +14,7 @@ KINDS = (
     "data",
     "handlers",  # what an engine does between its steps
     "forward",  # this and the three below: a pipeline's passes, and user-defined spans
-    "backward",  # with respect to the input, or whole
+    "backward",  # with respect to the input, or both parts
     "backward_weight",
     "optimizer",
 )

@@ -24,7 +24,7 @@ class RankError(RuntimeError):
     Attributes:
         rank: the global rank that failed first, or the name of a companion, such as "server0".
         summary: one line that says what happened.
-        traceback: the rank's traceback as text, whole (the message leaves out most frames of libraries); after a
+        traceback: the rank's traceback as text, in full (the message leaves out most frames of libraries); after a
             timeout, the stacks of all ranks.
         exception: the exception itself if it could be sent back, else None.
         exitcode: the exit code if the process ended without a report (negative: the signal), else None.

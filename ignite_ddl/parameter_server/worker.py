@@ -43,7 +43,7 @@ class ParameterServer:
       dropped and counted (Chen et al., Revisiting Distributed Synchronous SGD, 2016). A step is the
       server's, not the worker's: end training at a version, not after a number of batches.
 
-    With several servers each holds whole parameters, balanced by bytes, so any optimizer that treats parameters one
+    With several servers each holds full parameters, balanced by bytes, so any optimizer that treats parameters one
     by one is exact. A pull from a server is always one version. In "async" and "bounded" each server counts its own
     versions, and a pull may return version 7 of one and 8 of another; in "sync" and "backup" the versions agree.
 

@@ -37,7 +37,7 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
         x: an input with at least two rows: tensors with a row for each sample, in any structure.
         before: names of modules, each called once, in the order of their calls: a layer begins with the call of each.
             "auto" takes the plan that a model of transformers brings along, its ``base_model_pp_plan``: a layer for
-            each block, one for what stands before the blocks, and one each for the last norm and the head.
+            each block, one for what is before the blocks, and one each for the last norm and the head.
 
     Returns:
         nn.Sequential: the layers, ``len(before) + 1``; also the full model, in one process and on any mesh without tp.
@@ -99,8 +99,8 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
         for name in [*layer.uses, *(unused if i == 0 else ())]:
             _register(layer, name, known[name], name in kept)
     layers[0].takes = _kinds(leaves)
-    _check_same(model, whole := nn.Sequential(*layers), x)
-    return whole.train(model.training)
+    _check_same(model, traced := nn.Sequential(*layers), x)
+    return traced.train(model.training)
 
 
 def _check_same(model: nn.Module, layers: nn.Sequential, x: Any) -> None:

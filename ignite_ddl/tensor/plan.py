@@ -136,7 +136,7 @@ def _check_same(names: list[str], layouts: list[str | None]) -> None:
 
 def _wanted_input(style: ParallelStyle) -> str:
     sharded = isinstance(style, RowwiseParallel | InputChannels) and not getattr(style, "whole_input", False)
-    return "this rank's part of the features or channels" if sharded else "whole, as in the uncut model"
+    return "this rank's part of the features or channels" if sharded else "full, as in the uncut model"
 
 
 def _matches(name: str, key: str) -> bool:

@@ -541,11 +541,11 @@ def bubble(records: Iterable[Record]) -> dict[int, float]:
     passes = [record for record in records if record.kind in PASSES]
     if not passes:
         raise ValueError("records should contain forward or backward passes of a pipeline, but contain none")
-    whole = max(record.end for record in passes) - min(record.start for record in passes)
+    length = max(record.end for record in passes) - min(record.start for record in passes)
     busy: dict[int, float] = defaultdict(float)
     for record in passes:
         busy[record.rank] += record.end - record.start
-    return {rank: 1 - busy[rank] / whole for rank in sorted(busy)}
+    return {rank: 1 - busy[rank] / length for rank in sorted(busy)}
 
 
 def _between(passes: list[Record], records: list[Record]) -> list[Record]:
