@@ -134,9 +134,9 @@ def _fsdp_units(root: nn.Module) -> list[nn.Module]:
     passed, units = [root], []
     for module in passed:  # the list grows meanwhile
         shapes = {child: tuple(p.shape for p in child.parameters()) for child in module.children()}
-        alike = Counter(shapes.values() if isinstance(module, _LISTS) else ())
+        shape_counts = Counter(shapes.values() if isinstance(module, _LISTS) else ())
         for child in (child for child in shapes if shapes[child]):
-            block = alike[shapes[child]] > 1 and not isinstance(child, _LISTS)
+            block = shape_counts[shapes[child]] > 1 and not isinstance(child, _LISTS)
             is_lazy_layer = isinstance(child, FSDPModule)  # a lazy layer, already sharded
             alone = _is_called(child) and (block or is_lazy_layer or not _holds_layers(child))
             known = units if alone else passed

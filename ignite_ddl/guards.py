@@ -181,8 +181,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
     stale = [getattr(p, _REPLACED) for p in stepped if hasattr(p, _REPLACED)]
     of_model = [] if model is None else [p for p in model.parameters() if p.numel()]
     trained = {id(p) for p in of_model if p.requires_grad}
-    own = {id(p) for p in stepped if p.numel()}  # none where a stage has nothing to train
-    if stale or (trained and own and trained.isdisjoint(own)):
+    stepped_ids = {id(p) for p in stepped if p.numel()}  # none where a stage has nothing to train
+    if stale or (trained and stepped_ids and trained.isdisjoint(stepped_ids)):
         what = f"{stale[0]!r} as it was before ddl.auto_model cut it" if stale else "none of them"
         raise ValueError(
             f"optimizer should hold parameters of the model, but holds {what}: make it after ddl.auto_model, of the "
@@ -252,14 +252,14 @@ def refuse_full_states(owner: nn.Module | torch.optim.Optimizer) -> None:
                 raise full_state_error(name)
 
     def check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        own = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         saved = [p for group in state["param_groups"] for p in group["params"]]
-        alike = len(own) == len(saved)
-        for parameter, key in zip(own, saved, strict=False):
+        matches = len(parameters) == len(saved)
+        for parameter, key in zip(parameters, saved, strict=False):
             values = [v for v in state["state"].get(key, {}).values() if isinstance(v, torch.Tensor)]
             values = [v for v in values if tuple(v.shape) == tuple(parameter.shape) and v.ndim]
-            alike = alike and all(isinstance(v, DTensor) == isinstance(parameter, DTensor) for v in values)
-        if not alike:
+            matches = matches and all(isinstance(v, DTensor) == isinstance(parameter, DTensor) for v in values)
+        if not matches:
             raise ValueError(
                 "state should be that of this rank's part of the optimizer, but is that of one process or of another "
                 "mesh: take ddl.Checkpoint, which loads an optimizer on any mesh"

@@ -139,7 +139,7 @@ class LazyLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.lazies = list(dict.fromkeys(_in_order(model)))
+        self.lazies = list(dict.fromkeys(_lazy_layers(model)))
 
     @contextlib.contextmanager
     def shapes_only(self) -> Iterator[None]:
@@ -175,12 +175,12 @@ class LazyLayers:
                 del layer  # before the next one is created
 
 
-def _in_order(model: nn.Module) -> Iterator[Lazy]:
+def _lazy_layers(model: nn.Module) -> Iterator[Lazy]:
     for child in model._modules.values():
         if isinstance(child, Lazy):
             yield child
         elif child is not None:
-            yield from _in_order(child)
+            yield from _lazy_layers(child)
 
 
 def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -141,11 +141,11 @@ class LocalSGD:
         share = float(counted / total) if total else 1 / dist.get_world_size(group)
         means: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(t.dtype for t in locals_):  # one message per dtype
-            alike = [(p, t) for p, t in zip(self.trained, locals_, strict=True) if t.dtype == dtype]
+            same_dtype = [(p, t) for p, t in zip(self.trained, locals_, strict=True) if t.dtype == dtype]
             wide = torch.promote_types(dtype, torch.float32)
-            flat = torch.cat([t.reshape(-1).to(idist.device(), wide) for _, t in alike]).mul_(share)
+            flat = torch.cat([t.reshape(-1).to(idist.device(), wide) for _, t in same_dtype]).mul_(share)
             dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
-            for (p, t), mean in zip(alike, flat.split([t.numel() for _, t in alike]), strict=True):
+            for (p, t), mean in zip(same_dtype, flat.split([t.numel() for _, t in same_dtype]), strict=True):
                 means[id(p)] = _like(mean.view(t.shape).to(t), p)
         return means
 

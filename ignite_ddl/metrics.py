@@ -213,8 +213,8 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
         had_rows, batches = True, None  # assumed: the state does not say
         methods["load_state_dict"](state)
 
-    ours = {"reset": reset, "update": update, "compute": compute, "load_state_dict": load_state_dict}
-    for name, method in (methods | ours).items():
+    replacements = {"reset": reset, "update": update, "compute": compute, "load_state_dict": load_state_dict}
+    for name, method in (methods | replacements).items():
 
         @functools.wraps(methods[name])
         def in_view(*args: Any, _method=method, **kwargs: Any) -> Any:

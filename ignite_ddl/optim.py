@@ -22,7 +22,7 @@ from ignite_ddl.pipeline.pipeline import SHARED
 __all__ = ["adapt_optimizer"]
 
 _ADAPTED = "_adapted_to_the_mesh"  # on an optimizer
-_TRIES = 3  # steps
+_N_STEPS = 3  # steps
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # right on every mesh; to try them out takes 30 ms
 
 
@@ -170,7 +170,7 @@ def _small_steps(
                 p.grad = _like(value, p)
         return torch.tensor(1.0 / seed)
 
-    for _ in range(_TRIES):
+    for _ in range(_N_STEPS):
         closure()  # not every step calls it
         twin.step(*([closure] if "closure" in inspect.signature(twin.step).parameters else []))
     return [p.detach() for p in weights]

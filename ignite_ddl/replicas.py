@@ -45,16 +45,16 @@ def check_replicas(model: nn.Module) -> None:
     for axis in ("dp", *(["dp_replicate"] * mesh.hybrid), *(["edp"] * (mesh.ep_size > 1)), "tp"):
         group = mesh.dp_cp_group if axis == "dp" else mesh.groups[axis]
         if dist.get_world_size(group) > 1 and not (axis != "tp" and in_a_round):
-            alike = {
+            copies = {
                 name: tensor
                 for name, tensor in tensors.items()
                 if not _is_cut(tensor, axis) and not (axis == "dp" and id(tensor) in left_out)
             }
             if axis in ("dp_replicate", "edp"):  # the others have been compared over dp
-                alike = {name: tensor for name, tensor in alike.items() if _is_cut(tensor, "dp")}
+                copies = {name: tensor for name, tensor in copies.items() if _is_cut(tensor, "dp")}
             if axis == "edp":
-                alike = {name: tensor for name, tensor in alike.items() if "ep" in tensor.device_mesh.mesh_dim_names}
-            _compare(alike, axis, group)
+                copies = {name: tensor for name, tensor in copies.items() if "ep" in tensor.device_mesh.mesh_dim_names}
+            _compare(copies, axis, group)
     shared: dict[str, torch.Tensor | None] = {}
     for names in stages_of(model).shared_names():
         held = [tensors[name] for name in names if name in tensors]

@@ -83,8 +83,8 @@ def _refill(value: Any, before: Any) -> None:
 
 def _same(value: Any, before: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        alike = isinstance(before, torch.Tensor) and value.shape == before.shape
-        return alike and bool(((value == before) | (value != value) & (before != before)).all())
+        same_shape = isinstance(before, torch.Tensor) and value.shape == before.shape
+        return same_shape and bool(((value == before) | (value != value) & (before != before)).all())
     if isinstance(value, list | dict):
         return type(value) is type(before) and len(value) == len(before)
     return value is before or type(value) is type(before) and not isinstance(value, tuple) and value == before
@@ -161,7 +161,7 @@ def evaluating(stages: Iterable[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
-_FEW = 8  # rows on which a model is tried
+_MAX_ROWS = 8  # rows on which a model is tried
 ROWS_DEPEND = (
     "a row of the model's output should depend on that row of the input alone, but depends on other rows of the batch "
     "(a mean, a norm or attention over rows?), of which each rank or microbatch has some: compute it from one row; or, "
@@ -189,8 +189,8 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
     if _MAY_DEPEND.get():
         return False
     n = n_rows(x)
-    alike = all(len(tensor) == n for tensor in tensors_of(x) if tensor.ndim)
-    few, last = (some_rows(x, slice(_FEW), n), min(n, _FEW)) if alike else (x, n)
+    all_have_rows = all(len(tensor) == n for tensor in tensors_of(x) if tensor.ndim)
+    few, last = (some_rows(x, slice(_MAX_ROWS), n), min(n, _MAX_ROWS)) if all_have_rows else (x, n)
     part = slice(last - max(1, last // 3), None)
 
     carried = False  # rows' own state from call to call, which other rows would take for theirs
@@ -205,12 +205,12 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
     with torch.no_grad(), evaluating(stages):
         try:
             together, again = outputs(few, 0), outputs(few, 1)
-            alone = outputs(some_rows(few, part, last) if alike else few, 0)
+            alone = outputs(some_rows(few, part, last) if all_have_rows else few, 0)
         except Exception:
             return False
     unsettled = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in _modules(stages).values())
     draws = any(not torch.equal(one, other) for one, other in zip(together, again, strict=True))
-    if unsettled or draws or carried or n < 2 or not alike:
+    if unsettled or draws or carried or n < 2 or not all_have_rows:
         return False
     for output, of_part in zip(together, alone, strict=False):
         each = len(output) // last  # such as a row for each token

@@ -94,10 +94,10 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
         held, total = held + size, total + size
     write()
     agree(error)
-    return on_rank_0(lambda: _name(folder, parts, weight_map, total), None)
+    return on_rank_0(lambda: _rename_files(folder, parts, weight_map, total), None)
 
 
-def _name(folder: Path, parts: list[Path], weight_map: Mapping[str, int], total: int) -> list[Path]:
+def _rename_files(folder: Path, parts: list[Path], weight_map: Mapping[str, int], total: int) -> list[Path]:
     """Gives files their final names, the index last; removes what an export before this one has left."""
     names = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
     before = set()

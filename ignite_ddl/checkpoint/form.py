@@ -40,7 +40,7 @@ SUMS, STATE, METADATA = "SHA256SUMS", "state.json", ".metadata"
 VERSION = 1  # of the format; also that of a state.json without a version
 # The names under which these are saved beside the objects.
 RANDOM, RUNS, GRADIENTS = "random states", "runs of engines", "gradients that wait"
-_LONGEST, _MOST = 1 << 28, 1 << 24  # bytes of state.json, and values in it
+_MAX_BYTES, _MAX_VALUES = 1 << 28, 1 << 24  # bytes of state.json, and values in it
 
 
 class DamagedCheckpoint(ValueError):
@@ -122,22 +122,22 @@ def dump_state(state: Mapping[str, Any]) -> bytes:
         raw = json.dumps(state, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"to_save should have names and texts that UTF-8 can hold, but {error}") from error
-    if not _fits(raw):
+    if not _is_within_limits(raw):
         raise ValueError(f"to_save should have less state beside weights: it makes a {STATE} of {len(raw):,} bytes")
     check_state(state)
     return raw
 
 
-def _fits(raw: bytes) -> bool:
-    return len(raw) <= _LONGEST and sum(map(raw.count, (b",", b"[", b"{"))) <= _MOST
+def _is_within_limits(raw: bytes) -> bool:
+    return len(raw) <= _MAX_BYTES and sum(map(raw.count, (b",", b"[", b"{"))) <= _MAX_VALUES
 
 
 def read_state(folder: Path) -> tuple[str, dict[str, Any]]:
     """``SHA256SUMS``, and ``state.json`` if it is what was written."""
-    sums, raw = read(folder / SUMS, 1 << 16).decode(), read(folder / STATE, _LONGEST)
+    sums, raw = read(folder / SUMS, 1 << 16).decode(), read(folder / STATE, _MAX_BYTES)
     if digest_line(STATE, raw) not in sums:
         raise DamagedCheckpoint(f"{folder} is damaged: {STATE} is not what was written")
-    state = json.loads(raw) if _fits(raw) else None
+    state = json.loads(raw) if _is_within_limits(raw) else None
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{folder} is damaged: {STATE} holds {len(raw):,} bytes of something else")
     return sums, state

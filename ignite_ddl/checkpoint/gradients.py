@@ -44,7 +44,7 @@ def _capture_model(key: str, model: nn.Module, shards: dict[str, Shard], mesh: M
         local = gradient.detach().clone()
         layouts[name] = [list(local.shape), str(local.dtype).removeprefix("torch."), placements, unsharded]
         if local.numel():
-            shards[_name(mesh, key, name)] = Shard.full(local)
+            shards[_saved_name(mesh, key, name)] = Shard.full(local)
     return layouts
 
 
@@ -72,7 +72,7 @@ def plan_gradients(
         for name, (shape, dtype, _, _) in names.items():
             local = gradients[key][name] = torch.empty(shape, dtype=getattr(torch, dtype))
             if local.numel():
-                reads[_name(mesh, key, name)] = (_name(mesh, key, name), Shard.full(local))
+                reads[_saved_name(mesh, key, name)] = (_saved_name(mesh, key, name), Shard.full(local))
     return gradients
 
 
@@ -85,7 +85,7 @@ def apply_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor], lay
     set_local_gradients(model, given)
 
 
-def _name(mesh: Mesh, key: str, name: str) -> str:
+def _saved_name(mesh: Mesh, key: str, name: str) -> str:
     return f"gradients of rank {mesh.rank}.{key}.{name}"
 
 

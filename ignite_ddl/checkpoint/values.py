@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 __all__ = ["decoded", "encoded"]
 
 
-_DEEPEST = 100  # containers in containers, so that neither a damaged file nor a list of itself takes all of the stack
+_MAX_DEPTH = 100  # containers in containers, so that neither a damaged file nor a list of itself takes all of the stack
 
 
-def encoded(value: Any, where: str, deepest: int = _DEEPEST) -> Any:
+def encoded(value: Any, where: str, depth: int = _MAX_DEPTH) -> Any:
     """A value as JSON can hold it: containers keep their kind, tensors their bits.
 
     Raises:
@@ -26,18 +26,18 @@ def encoded(value: Any, where: str, deepest: int = _DEEPEST) -> Any:
         value = value.item()  # NumPy's numbers
     if value is None or isinstance(value, bool | float | str) or (isinstance(value, int) and abs(value) < 10**4000):
         return value
-    if not deepest:
-        raise ValueError(f"{where[:200]}… should be at most {_DEEPEST} containers deep")
-    deepest -= 1
+    if not depth:
+        raise ValueError(f"{where[:200]}… should be at most {_MAX_DEPTH} containers deep")
+    depth -= 1
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_quantized):
         full = (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().contiguous()
         data = base64.b64encode(full.reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
         return {"tensor": data, "dtype": str(full.dtype).removeprefix("torch."), "shape": list(full.shape)}
     if isinstance(value, Mapping):
         pairs = value.items()
-        return {"dict": [[encoded(k, where, deepest), encoded(v, f"{where}.{k}", deepest)] for k, v in pairs]}
+        return {"dict": [[encoded(k, where, depth), encoded(v, f"{where}.{k}", depth)] for k, v in pairs]}
     if isinstance(value, list | tuple):
-        items = [encoded(item, f"{where}[{i}]", deepest) for i, item in enumerate(value)]
+        items = [encoded(item, f"{where}[{i}]", depth) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     raise ValueError(
         f"{where} should be numbers, strings, dense tensors, or lists, tuples and dicts of them, so that loading runs "
@@ -45,22 +45,22 @@ def encoded(value: Any, where: str, deepest: int = _DEEPEST) -> Any:
     )
 
 
-def decoded(value: Any, deepest: int = _DEEPEST) -> Any:
+def decoded(value: Any, depth: int = _MAX_DEPTH) -> Any:
     """What :func:`encoded` was given.
 
     Raises:
         Exception: of any type, if it was something else, or containers in containers more than 100 deep.
     """
-    if not deepest:
-        raise ValueError(f"containers are nested more than {_DEEPEST} deep")
+    if not depth:
+        raise ValueError(f"containers are nested more than {_MAX_DEPTH} deep")
     if isinstance(value, list):
-        return [decoded(item, deepest - 1) for item in value]
+        return [decoded(item, depth - 1) for item in value]
     if not isinstance(value, dict):
         return value
     if "dict" in value:
-        return {decoded(k, deepest - 1): decoded(v, deepest - 1) for k, v in value["dict"]}
+        return {decoded(k, depth - 1): decoded(v, depth - 1) for k, v in value["dict"]}
     if "tuple" in value:
-        return tuple(decoded(item, deepest - 1) for item in value["tuple"])
+        return tuple(decoded(item, depth - 1) for item in value["tuple"])
     data = bytearray(base64.b64decode(value["tensor"]))
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return flat.view(getattr(torch, value["dtype"])).reshape(value["shape"])

@@ -79,8 +79,8 @@ def _stacks(job: Job, running: Sequence[Any]) -> dict[int | str, str]:
     files = {rank.rank: Path(job.folder) / f"{rank.rank}.stack" for rank in running}
     while time.monotonic() < deadline and not all(map(stacks.is_main_thread, files.values())):
         time.sleep(POLL_SECONDS)
-    said = {rank: stacks.is_main_thread(file) and stacks.read_stack(file) for rank, file in files.items()}
-    return {rank.rank: said[rank.rank] or _why_no_stack(job, rank) for rank in running}
+    found = {rank: stacks.is_main_thread(file) and stacks.read_stack(file) for rank, file in files.items()}
+    return {rank.rank: found[rank.rank] or _why_no_stack(job, rank) for rank in running}
 
 
 def _why_no_stack(job: Job, rank: Any) -> str:

@@ -110,13 +110,13 @@ class Watch:
         while time.monotonic() < deadline and not self.store.check([f"{key}/{rank}" for rank in others]):
             if self.over.wait(0.05):
                 return
-        came = [rank for rank in others if self.store.check([f"{key}/{rank}"])]
-        parts = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in came}
+        answered = [rank for rank in others if self.store.check([f"{key}/{rank}"])]
+        parts = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in answered}
         report = hang_report(
             {rank: part["stack"] for rank, part in parts.items()}, {rank: part["calls"] for rank, part in parts.items()}
         )
         silent = [str(rank) for rank in others if rank not in parts]
-        said = f"\nNo answer from: {', '.join(silent)}." if silent else ""
+        silence = f"\nNo answer from: {', '.join(silent)}." if silent else ""
         stacks = [f"rank {r} is here (most recent call first):\n{parts[r]['stack']}" for r in parts]
-        sys.stderr.write("\n\n".join([f"{why}\n{report}{said}", *stacks]) + "\n")
+        sys.stderr.write("\n\n".join([f"{why}\n{report}{silence}", *stacks]) + "\n")
         sys.stderr.flush()

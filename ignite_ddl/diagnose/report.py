@@ -65,8 +65,8 @@ class UnlikeCalls:
         same = defaultdict(list)
         for call in self.calls:
             same[f"{call.operation} {call.sizes}".rstrip() + f" at {call.where}"].append(str(call.rank))
-        said = "; ".join(f"{_ranks(ranks)}: {what}" for what, ranks in same.items())
-        return f"call {self.number} of {_ranks(self.group)} differs in {self.differ_in}: {said}"
+        what_ranks_called = "; ".join(f"{_ranks(ranks)}: {what}" for what, ranks in same.items())
+        return f"call {self.number} of {_ranks(self.group)} differs in {self.differ_in}: {what_ranks_called}"
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class HangReport:
         wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows]
         silent = [call.rank for call in self.calls if call.number is None and call.frame and not call.frame[0]]
-        for said, ranks in (("Never came", set(self.missing) - set(silent)), ("No answer from", silent)):
+        for heading, ranks in (("Never came", set(self.missing) - set(silent)), ("No answer from", silent)):
             if ranks:
-                lines.append(f"{said}: {_ranks(sorted(ranks))}.")
+                lines.append(f"{heading}: {_ranks(sorted(ranks))}.")
         return "\n".join(lines + [f"{str(one)[0].upper()}{str(one)[1:]}." for one in self.unlike[:_SHOWN]])
 
 
@@ -113,7 +113,7 @@ def hang_report(stacks: Mapping[int, str], records: Mapping[int, Sequence[Mappin
     awaited: dict[tuple, int] = {}
     for call in filter(None, pending.values()):
         awaited[_group(call)] = min(call["number"], awaited.get(_group(call), call["number"]))
-    came = {
+    n_calls = {
         rank: {group: max((c["number"] for c in calls if _group(c) == group), default=0) for group in awaited}
         for rank, calls in records.items()
     }
@@ -121,7 +121,7 @@ def hang_report(stacks: Mapping[int, str], records: Mapping[int, Sequence[Mappin
         rank
         for group, number in awaited.items()
         for rank in set(group[1]) & set(stacks)
-        if came.get(rank, {}).get(group, 0) < number
+        if n_calls.get(rank, {}).get(group, 0) < number
     }
     calls = []
     for rank, stack in sorted(stacks.items()):
@@ -131,7 +131,7 @@ def hang_report(stacks: Mapping[int, str], records: Mapping[int, Sequence[Mappin
             what = call["operation"], call["number"], tuple(call["ranks"]), call["sizes"]
         else:
             group = next((group for group in awaited if rank in group[1]), None)
-            number = came[rank][group] if group and rank in came else None
+            number = n_calls[rank][group] if group and rank in n_calls else None
             what = waits_in(stack), number, group[1] if group else (), ""
             if what[0] is not None:  # a send or a receive
                 what = what[0], None, (), ""

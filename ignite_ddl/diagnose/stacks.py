@@ -61,11 +61,11 @@ def thread_stack(thread: int) -> str:
 def _from_user(text: str) -> str:
     frames = [line for line in text.splitlines() if line.startswith("  File")]
     for name in ("run_here", "rank_main"):
-        ours = [i for i, line in enumerate(frames) if _RANK in line and line.rstrip().endswith(f" in {name}")]
-        if ours == [0]:
+        launcher = [i for i, line in enumerate(frames) if _RANK in line and line.rstrip().endswith(f" in {name}")]
+        if launcher == [0]:
             return f"  (in {'its function, in code that is not Python' if name == 'run_here' else 'its set-up'})"
-        if ours:
-            return "\n".join(frames[: ours[-1]])
+        if launcher:
+            return "\n".join(frames[: launcher[-1]])
     return "\n".join(frames)
 
 
@@ -96,9 +96,9 @@ def find_missing_rank(
     missing = sorted((rank for rank in calls if calls[rank] != common), key=lambda rank: calls[rank] is not None)
     missing = [rank for rank in known if rank in stacks] if known else missing
     waiting = ", ".join(str(rank) for rank in calls if calls[rank] == common and rank not in missing)
-    said = [f"{label(rank)} was {_place(stacks[rank])}" for rank in missing]
-    said += [f"{label(rank)} had returned" for rank in returned if rank in known or not known]
-    why = f"Missing: {'; '.join(said)}." if said else "No rank is missing: compare lines, groups and sizes."
+    places = [f"{label(rank)} was {_place(stacks[rank])}" for rank in missing]
+    places += [f"{label(rank)} had returned" for rank in returned if rank in known or not known]
+    why = f"Missing: {'; '.join(places)}." if places else "No rank is missing: compare lines, groups and sizes."
     waits = f"Waiting in {common}: {waiting}. " if waiting else ""
     return [*missing, *calls][0], f"\n{waits}{why}"
 

@@ -246,8 +246,8 @@ def check_parity(
             found = parallel.run(_on_a_rank, job, folder)
         except RankError as error:
             files = re.findall(r'File "([^"]+)", line', error.traceback)  # the last one raised it
-            ours = files and Path(files[-1]).is_relative_to(Path(__file__).parents[1])
-            if ours and isinstance(error.exception, ValueError):
+            from_package = files and Path(files[-1]).is_relative_to(Path(__file__).parents[1])
+            if from_package and isinstance(error.exception, ValueError):
                 raise error.exception from None
             raise
     return _report(job, reference, [Number(*values) for values in itertools.chain(*found)], atol)

@@ -377,12 +377,12 @@ class _Costs:
         head = model.vocabulary * model.width / (self.products + 2 * model.sequence * model.attention_width)
         even = model.layers // n
         equal = [-(-model.layers * (i + 1) // n) + -model.layers * i // n for i in range(n)]
-        best, least = equal, _slowest_stage(equal, pp, head)
+        best, least = equal, _slowest_rank(equal, pp, head)
         for last in range(even, max(0, even - math.ceil(head) - 1), -1) if n > 1 else ():
             each_, more = divmod(model.layers - last, n - 1)
             tried = [each_ + (i < more) for i in range(n - 1)] + [last]
-            if _slowest_stage(tried, pp, head) < least - 1e-9:
-                best, least = tried, _slowest_stage(tried, pp, head)
+            if _slowest_rank(tried, pp, head) < least - 1e-9:
+                best, least = tried, _slowest_rank(tried, pp, head)
         return best, head
 
     def plan(
@@ -551,8 +551,8 @@ class _Costs:
         return memory
 
 
-def _slowest_stage(stages: Sequence[int], pp: int, head: float) -> float:
-    """The time of the slowest stage, in layers."""
+def _slowest_rank(stages: Sequence[int], pp: int, head: float) -> float:
+    """The time of the slowest rank, in layers."""
     return max(sum(stages[rank::pp]) + head * (rank == pp - 1) for rank in range(pp))
 
 

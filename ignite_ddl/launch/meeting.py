@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 __all__ = ["Meeting", "check_address", "check_file", "file_of"]
 RESOLVE_SECONDS = 10.0  # how long an address may take to be known: machines of a cluster start together
-_SAY_AFTER = 30.0  # seconds after which a machine says for whom it waits
+_PRINT_AFTER = 30.0  # seconds after which a machine says for whom it waits
 _KEY = "ignite_ddl/meeting"
 
 
@@ -49,13 +49,15 @@ class Meeting:
         # A scheme can be registered once in a process.
         scheme = f"ignite-ddl-{id(self)}-{time.monotonic_ns()}"
         self.address = f"{scheme}://"
-        register_rendezvous_handler(scheme, self._meet)
+        register_rendezvous_handler(scheme, self._rendezvous)
 
-    def _meet(self, url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple]:
+    def _rendezvous(self, url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple]:
         query = dict(parse_qsl(urlparse(url).query))
         rank, world_size = int(query["rank"]), int(query["world_size"])
         deadline = time.monotonic() + timeout.total_seconds()
-        timer = threading.Timer(_SAY_AFTER, lambda: print(f"rank {rank} {self.waits_for}", file=sys.stderr, flush=True))
+        timer = threading.Timer(
+            _PRINT_AFTER, lambda: print(f"rank {rank} {self.waits_for}", file=sys.stderr, flush=True)
+        )
         timer.daemon = True
         if self.prints:
             timer.start()
@@ -78,13 +80,13 @@ class Meeting:
 
     def _wait_for_machine_0(self, host: str, port: int, where: str, deadline: float) -> None:
         """Not left to torch, which sleeps up to half a minute between two attempts."""
-        self._say(f"waits {where} for {self._name([0])}")
+        self._note_wait(f"waits {where} for {self._name_absent([0])}")
         while True:
             try:
                 return socket.create_connection((host, port), timeout=5).close()
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"{self._name([0])} did not come {where}: {error}") from None
+                    raise TimeoutError(f"{self._name_absent([0])} did not come {where}: {error}") from None
                 time.sleep(0.1)
 
     def _check_in(self, store: dist.Store, rank: int, world_size: int, where: str, deadline: float) -> None:
@@ -105,17 +107,17 @@ class Meeting:
                 self.seed = int(store.get(f"{_KEY}/seed"))
                 return
             absent = [other for other in range(world_size) if not store.check(keys[other : other + 1])]
-            self._say(f"waits {where} for {self._name(absent)}")
+            self._note_wait(f"waits {where} for {self._name_absent(absent)}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self._name(absent)} did not come {where}")
+                raise TimeoutError(f"{self._name_absent(absent)} did not come {where}")
             time.sleep(0.05)
 
-    def _say(self, waits_for: str) -> None:
+    def _note_wait(self, waits_for: str) -> None:
         if self.note and waits_for != self.waits_for:
             self.note.write_text(waits_for)
         self.waits_for = waits_for
 
-    def _name(self, absent: list[int]) -> str:
+    def _name_absent(self, absent: list[int]) -> str:
         ranks = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
         machines = sorted({rank // self.nproc for rank in absent}) if self.nproc else []
         names = " and ".join(f"node_rank={machine}" for machine in machines)

@@ -90,7 +90,7 @@ class Launch:
         self.companions: list[_Rank] = []
         self.failures: list[_Failure] = []
         self.lost: list[_Failure] = []  # ranks without which the run continues
-        self.said = 0  # how many of them have been printed
+        self.n_printed = 0  # how many of them have been printed
         names = [job.first_rank + i for i in range(job.nproc)] + names_of(job.companions)
         self.output = Output(Path(job.folder), names)
 
@@ -172,8 +172,8 @@ class Launch:
         names = " and ".join(name_of(signum) for signum in dict.fromkeys(received))
         if self.patience is None:
             self.patience = time.monotonic() + SIGNAL_SECONDS
-            said = f"{names}: waiting for the ranks, at most {SIGNAL_SECONDS:g} s; a second {names} ends them at once"
-            print(said, file=sys.stderr, flush=True)
+            line = f"{names}: waiting for the ranks, at most {SIGNAL_SECONDS:g} s; a second {names} ends them at once"
+            print(line, file=sys.stderr, flush=True)
         for rank in running:
             for signum in set(received) & set(rank.signals):
                 rank.signals.remove(signum)
@@ -202,9 +202,9 @@ class Launch:
             self._fail(_Failure(rank.rank, time.monotonic(), True, summary, where, exitcode=code))
             return
         except BaseException as error:  # for example, a module that only the ranks can import
-            said = "".join(traceback.format_exception_only(error)).strip()
+            error_text = "".join(traceback.format_exception_only(error)).strip()
             advice = "Return numbers, tensors, or containers of them."
-            summary = f"returned what cannot be unpickled here: {said}. {advice}"
+            summary = f"returned what cannot be unpickled here: {error_text}. {advice}"
             message = {"summary": summary, "when": time.monotonic()}
         if "can_go_on" in message:  # from a companion: when ranks can reach it, and after each lost rank
             rank.done, rank.unanswered, rank.ready = False, rank.unanswered - rank.ready, True
@@ -246,9 +246,9 @@ class Launch:
             self._tell_companions(failure.rank, failure.summary)
 
     def _report_lost_rank(self) -> None:
-        for failure in self.lost[self.said :]:
+        for failure in self.lost[self.n_printed :]:
             print(f"{label(failure.rank)} {failure.summary}; the others go on", file=sys.stderr, flush=True)
-        self.said = len(self.lost)
+        self.n_printed = len(self.lost)
 
     def _tell_companions(self, rank: int, failed: str | None) -> None:
         """Tells the companions that a rank has returned or failed, so that nobody waits for it."""
@@ -272,16 +272,16 @@ class Launch:
 
     def _has_size_mismatch(self, rank: _Rank) -> bool:
         """Whether gloo, which aborts then, got a tensor of another size than expected."""
-        said = (Path(self.job.folder) / f"{rank.rank}.stderr").read_text(errors="replace")
-        return "Received data size doesn't match expected size" in said
+        stderr = (Path(self.job.folder) / f"{rank.rank}.stderr").read_text(errors="replace")
+        return "Received data size doesn't match expected size" in stderr
 
     def _first_failure(self) -> RankError:
         # Peers of a dead rank fail too, on their broken connections: the dead rank is the cause.
         first = min(self.failures, key=lambda failure: (not failure.died, failure.when))
         if self.lost and len(self.failures) > 1:
             others = sorted((f for f in self.failures if f is not first), key=lambda failure: failure.when)
-            said = "; ".join(f"{label(f.rank)} {f.summary.splitlines()[0]}" for f in others)
-            more = f"Also lost: {said}. A collective needs all ranks: do not call one after a worker is lost."
+            other_failures = "; ".join(f"{label(f.rank)} {f.summary.splitlines()[0]}" for f in others)
+            more = f"Also lost: {other_failures}. A collective needs all ranks: do not call one after a worker is lost."
             first = first.with_note(more)
         if shutil.disk_usage(self.job.folder).free < _FULL_BYTES:
             more = (

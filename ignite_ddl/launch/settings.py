@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["Settings"]
 _AT_IMPORT = torch.initial_seed()
-_SMALL = 2**32  # the seed that torch takes for itself has 64 random bits, those of users are smaller
+_LARGEST_USER_SEED = 2**32  # the seed that torch takes for itself has 64 random bits, those of users are smaller
 
 
 def _set_deterministic(given: tuple[bool, bool]) -> None:
@@ -48,7 +48,7 @@ class Settings:
         self.values = _now()
         seed = torch.initial_seed()
         # The state, not the seed: a rank does not draw again what this process has drawn, as one process would not.
-        self.random = torch.get_rng_state() if seed != _AT_IMPORT or seed < _SMALL else None
+        self.random = torch.get_rng_state() if seed != _AT_IMPORT or seed < _LARGEST_USER_SEED else None
         self.seed = secrets.randbits(63) if self.random is None else seed
 
     def apply(self, seed: int | None = None) -> None:

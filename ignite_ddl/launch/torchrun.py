@@ -38,11 +38,11 @@ def address_in_torchrun() -> str | None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     with contextlib.suppress(RuntimeError):  # it is registered
-        register_rendezvous_handler(_SCHEME, _meet)
+        register_rendezvous_handler(_SCHEME, _rendezvous)
     return f"{_SCHEME}://"
 
 
-def _meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple]:
+def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple]:
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     yield dist.PrefixStore(_round_name(store, rank, world_size, timeout), store), rank, world_size
 

@@ -20,8 +20,8 @@ from ignite_ddl.parameter_server.server import Shard, WaitTimeout
 
 __all__ = ["Servers", "connect", "serve", "worker_ended"]
 _JOIN_SECONDS = 600.0  # limit of making a ParameterServer: workers come at different times, after loading data
-_SPARE_SECONDS = 2.0  # for a server to report that a limit has passed, and for whom it waits
-_LONGEST_SECONDS = 2e6  # 23 days: poll counts milliseconds in 32 bits
+_REPORT_SECONDS = 2.0  # for a server to report that a limit has passed, and for whom it waits
+_MAX_SECONDS = 2e6  # 23 days: poll counts milliseconds in 32 bits
 _BUFFER = 2**17  # bytes: what is smaller is sent together
 _ALIGNED = 16  # bytes: where a tensor begins
 # numpy does not know all types: tensors go as if they were of another one that is as large.
@@ -114,7 +114,7 @@ class Servers:
             ConnectionError: if a server is gone.
             TimeoutError: if one does not answer in time.
         """
-        limit = _JOIN_SECONDS if method in ("create", "join") else min(self.timeout, _LONGEST_SECONDS)
+        limit = _JOIN_SECONDS if method in ("create", "join") else min(self.timeout, _MAX_SECONDS)
         if method in ("join", "pull"):  # these may wait for other workers
             requests = [(*request, limit) for request in requests]
         if self._in_process is not None:
@@ -135,7 +135,7 @@ class Servers:
         answers = []
         try:
             for server, request in zip(targets, requests, strict=True):
-                server.connection.settimeout(limit + _SPARE_SECONDS)
+                server.connection.settimeout(limit + _REPORT_SECONDS)
                 _send(server.file, (self._number, method, request))
             for server in targets:
                 answers.append(_receive(server.file))

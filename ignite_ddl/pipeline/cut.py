@@ -164,7 +164,7 @@ def _check_sequential(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> 
     )
 
 
-_CALLED = "forward", "_forward_pre_hooks", "_forward_hooks"  # of a module
+_CALLABLES = "forward", "_forward_pre_hooks", "_forward_hooks"  # of a module
 
 
 def _find_other_work(model: nn.Module, layers: list[tuple[str, nn.Module]], x: torch.Tensor) -> str | None:
@@ -184,11 +184,11 @@ def _find_other_work(model: nn.Module, layers: list[tuple[str, nn.Module]], x: t
         passed.append(torch.zeros_like(passed[-1]))
         return passed[-1]
 
-    was = {layer: {name: vars(layer)[name] for name in _CALLED if name in vars(layer)} for _, layer in layers}
+    was = {layer: {name: vars(layer)[name] for name in _CALLABLES if name in vars(layer)} for _, layer in layers}
     try:
         for layer in was:
             vars(layer).update(
-                {name: OrderedDict() for name in _CALLED[1:]}, forward=functools.partial(stand_in, layer)
+                {name: OrderedDict() for name in _CALLABLES[1:]}, forward=functools.partial(stand_in, layer)
             )
         with torch.no_grad():
             output = model.forward(x)

@@ -103,10 +103,10 @@ def check_rows(x: Any, y: Any) -> int:
             )
     rows = {shape[0] if shape else None for found in shapes.values() for shape in found}
     if len(rows) > 1 or not rows.isdisjoint({0, None}):
-        said = ["; ".join(map(str, found)) for found in shapes.values()]
+        x_shapes, y_shapes = ("; ".join(map(str, found)) for found in shapes.values())
         raise ValueError(
-            f"x and y should have a row for each sample, but have shapes {said[0]} and {said[1]}: under pp each tensor "
-            "is cut into microbatches by its first dim; make what all samples share a buffer of the model"
+            f"x and y should have a row for each sample, but have shapes {x_shapes} and {y_shapes}: under pp each "
+            "tensor is cut into microbatches by its first dim; make what all samples share a buffer of the model"
         )
     return rows.pop()
 

@@ -73,7 +73,7 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
             f"x should hold tensors with a row for each of at least two samples, but given shapes {shapes}"
         )
     if before == "auto":
-        before = _blocks(model)
+        before = _block_names(model)
     modules = dict(model.named_modules())
     unknown = [name for name in before if not name or name not in modules]
     if not before or unknown:
@@ -98,7 +98,7 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
     for i, layer in enumerate(layers):
         for name in [*layer.uses, *(unused if i == 0 else ())]:
             _register(layer, name, known[name], name in kept)
-    layers[0].takes = _kinds(leaves)
+    layers[0].takes = _row_shapes(leaves)
     _check_same(model, traced := nn.Sequential(*layers), x)
     return traced.train(model.training)
 
@@ -267,7 +267,7 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _check_input(value: Any, takes: list[Any]) -> None:
-    found = _kinds(tree_leaves(value))
+    found = _row_shapes(tree_leaves(value))
     if found != takes:
         raise ValueError(
             f"the input of a model from ddl.trace_layers should have rows of {takes}, as when it was traced, but given "
@@ -275,7 +275,7 @@ def _check_input(value: Any, takes: list[Any]) -> None:
         )
 
 
-def _kinds(leaves: Sequence[Any]) -> list[Any]:
+def _row_shapes(leaves: Sequence[Any]) -> list[Any]:
     return [(tuple(leaf.shape[1:]), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
@@ -291,7 +291,7 @@ def _register(layer: nn.Module, name: str, tensor: torch.Tensor, persistent: boo
         layer.register_buffer(last, tensor, persistent)
 
 
-def _blocks(model: nn.Module) -> list[str]:
+def _block_names(model: nn.Module) -> list[str]:
     """The modules of the model's own pipeline plan, each element of a list of them, without the first."""
     modules = dict(model.named_modules())
     for outer, module in modules.items():

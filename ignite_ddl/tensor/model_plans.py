@@ -55,9 +55,9 @@ def plan_of_model(model: nn.Module) -> dict[str, ParallelStyle]:
         )
     unknown = {key: style for key, style in names.items() if style not in STYLES and style != "replicate"}
     if unknown:
-        said = ", ".join(f"{style!r} for {key!r}" for key, style in unknown.items())
+        found = ", ".join(f"{style!r} for {key!r}" for key, style in unknown.items())
         raise ValueError(
-            f'tensor_plan="auto" knows the styles {", ".join(STYLES)}, but the plan of {kind} has {said}: give a dict '
+            f'tensor_plan="auto" knows the styles {", ".join(STYLES)}, but the plan of {kind} has {found}: give a dict '
             "from globs of module names to styles, which leaves these modules out"
         )
     return {key: STYLES[style]() for key, style in names.items() if style != "replicate"}

@@ -192,7 +192,7 @@ class Timeline:
                     ...
         """
         if not self._users:
-            self._record_here()
+            self._start_recorder()
         if self.synchronize:
             torch.accelerator.synchronize()
         start = now()
@@ -228,13 +228,13 @@ class Timeline:
         self._recorder.calls.clear()
         self._loaded = None
 
-    def _record_here(self) -> None:
+    def _start_recorder(self) -> None:
         self._loaded = None
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._recorder.rank = self.rank
 
     def _begin(self, user: Any) -> None:
-        self._record_here()
+        self._start_recorder()
         self._users.add(user)
         self._stopped.discard(user)
         if dist.is_available():
