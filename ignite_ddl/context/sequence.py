@@ -150,9 +150,9 @@ def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module],
         return None
     local = _part(first, mesh)
     with torch.no_grad(), evaluating(stages):
-        with without_trace(stages), _noted(stages) as shared:
+        with without_trace(stages), _recorded_calls(stages) as shared:
             run(local)
-        with without_trace(stages), _noted(stages) as full, _full_sequences():
+        with without_trace(stages), _recorded_calls(stages) as full, _full_sequences():
             run(first)
     length = next(tensor.shape[1] for tensor in tensors_of(first) if tensor.ndim > 1)
     for index, ((name, module, given, found), (*_, of_all, expected)) in enumerate(zip(shared, full, strict=False)):
@@ -186,7 +186,7 @@ def _first_tokens(leaf: Any, mesh: Mesh) -> Any:
 
 
 @contextlib.contextmanager
-def _noted(stages: Sequence[nn.Module]) -> Iterator[list[tuple[str, nn.Module, list, list]]]:
+def _recorded_calls(stages: Sequence[nn.Module]) -> Iterator[list[tuple[str, nn.Module, list, list]]]:
     """Notes the name, the inputs and the outputs of each module that ends its call inside."""
     notes: list[tuple[str, nn.Module, list, list]] = []
     handles = []

@@ -28,22 +28,22 @@ from ignite_ddl.tensor.random import draw_seed, random_stream
 __all__ = ["OneStage", "PipelineStages", "Stages", "call", "on_some_ranks", "stages_of"]
 
 
-_not_all_ranks_are_here = False
+_on_some_ranks_only = False
 
 
 @contextlib.contextmanager
 def on_some_ranks() -> Iterator[None]:
     """Around code that not all pp ranks run: a pipeline that it calls would wait for the others."""
-    global _not_all_ranks_are_here
-    before, _not_all_ranks_are_here = _not_all_ranks_are_here, True
+    global _on_some_ranks_only
+    before, _on_some_ranks_only = _on_some_ranks_only, True
     try:
         yield
     finally:
-        _not_all_ranks_are_here = before
+        _on_some_ranks_only = before
 
 
 def _check_on_all_ranks() -> None:
-    if _not_all_ranks_are_here:
+    if _on_some_ranks_only:
         raise ValueError(
             "a pipeline cannot be called in loss_fn, in output_transform or in a layer of another pipeline, which not "
             "all pp ranks run: call it before, such as under torch.no_grad in prepare_batch, and pass its output on "
