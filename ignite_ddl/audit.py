@@ -262,7 +262,8 @@ def _trying_tensor_hooks() -> Iterator[None]:
     def tried(tensor: torch.Tensor, hook: Any) -> Any:
         if isinstance(tensor, nn.Parameter) or not callable(hook):
             return register(tensor, hook)
-        return register(tensor, lambda grad: _linear(hook, (grad,), f"a tensor of shape {tuple(tensor.shape)}"))
+        of = f"a tensor of shape {tuple(tensor.shape)}"  # not the tensor: its graph would never be freed
+        return register(tensor, lambda grad: _linear(hook, (grad,), of))
 
     torch.Tensor.register_hook = tried
     try:

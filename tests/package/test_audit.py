@@ -1,6 +1,7 @@
 """Changes after ddl.auto_model, replicas that drift, and forward passes of our own: found, or without a trace."""
 
 import warnings
+import weakref
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
+from ignite_ddl import audit
 
 generator = torch.Generator().manual_seed(3)
 X = torch.randn(14, 8, generator=generator, dtype=torch.float64)
@@ -691,3 +693,12 @@ def stepping_by(local_rank, whole_norm):
 def test_a_step_that_some_ranks_leave_out_is_refused():
     assert_right(partial(stepping_by, whole_norm=True), pp=2)
     refused(partial(stepping_by, whole_norm=False), "ranks should step the model alike", pp=2)
+
+
+def test_a_hook_on_trial_does_not_keep_its_tensor():
+    with audit._trying_tensor_hooks():
+        y = 2 * torch.ones(3, requires_grad=True)
+        y.register_hook(lambda grad: grad)
+        kept = weakref.ref(y)
+        del y  # and with it the graph, without the garbage collector
+    assert kept() is None
