@@ -93,11 +93,11 @@ class Cluster:
         return dataclasses.replace(self, flops=known[dtype])
 
     @takes(n_ranks=COUNT, distance=COUNT)
-    def link(self, n_ranks: int, distance: int) -> Link:
-        """The network of a group of ranks whose neighbours are ``distance`` ranks away."""
-        if n_ranks * distance <= self.node:
+    def link(self, n_ranks: int, apart: int) -> Link:
+        """The network of a group of ranks whose neighbours are ``apart`` ranks away."""
+        if n_ranks * apart <= self.node:
             return self.inside
-        ports = min(n_ranks, max(1, self.node // distance)) if self.spread else 1
+        ports = min(n_ranks, max(1, self.node // apart)) if self.spread else 1
         if ports == 1:
             return self.between
         return Link(self.between.latency, min(self.inside.bandwidth, ports * self.between.bandwidth))
