@@ -92,7 +92,7 @@ class Cluster:
             raise ValueError(f"dtype should be one of {', '.join(known) or 'none, without peaks'}, but given {dtype}")
         return dataclasses.replace(self, flops=known[dtype])
 
-    @takes(n_ranks=COUNT, distance=COUNT)
+    @takes(n_ranks=COUNT, apart=COUNT)
     def link(self, n_ranks: int, apart: int) -> Link:
         """The network of a group of ranks whose neighbours are ``apart`` ranks away."""
         if n_ranks * apart <= self.node:
