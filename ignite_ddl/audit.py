@@ -1,47 +1,48 @@
-"""The checks of training steps, by which nothing trains wrongly without an error.
+"""The checks of training steps: what would train wrongly without an error raises one.
 
 ====================  ==================================================================  ============================
 check                 what it finds                                                       when
 ====================  ==================================================================  ============================
-the model as it was   parameters added, replaced, re-typed or hooked, and under DDP       before each step
+model unchanged       parameters added, replaced, re-typed or hooked, and under DDP       before each step
                       frozen or unfrozen, since ``ddl.auto_model``; modules added
-values                weights that were not loaded                                        steps 1, 2, 4, 8, …
+weights loaded        weights of ``ddl.empty_weights`` that were not loaded               steps 1, 2, 4, 8, …
 same rows             tp, cp or pp peers with different rows                              steps 1, 2, 4, 8, …
 same modules          dp ranks that call different modules                                each step
-same steps            ranks that leave out a step of the optimizer                        each step
-same lengths          targets padded to other lengths on other ranks                      each step
-the whole model ran   a method called past the wrapper that reduces gradients             each step
-weights left out      DDP waits for gradients of weights that a rank did not use          each step
-rows alone            a model, or a stage, whose output for a row depends on other rows    step 1
-numbers kept          plain attributes that dp ranks computed from their own rows, and     steps 1, 2, 4, 8, …
+same steps            ranks that skip a step of the optimizer                             each step
+same target shapes    targets padded to other lengths on other ranks                      each step
+model called          a step that calls a method of the model instead of the model, past  each step
+                      the wrapper that reduces gradients
+unused weights        weights that a rank did not use, for whose gradients DDP waits      each step
+independent rows      a model, or a stage, whose output for a row depends on other rows   step 1
+stored values         plain attributes that dp ranks computed from their own rows, and    steps 1, 2, 4, 8, …
                       on which outputs depend
-tokens alone          over cp, a module that looks at other tokens, or counts positions   step 1; evaluators'
+independent tokens    over cp, a module that looks at other tokens, or counts positions   step 1; an evaluator's first
 same loss             tp peers that compute different losses                              steps 1, 2, 4, 8, …
-whole gradients       tp peers with other gradients of a replicated weight                until each weight had one
-replicas              weights and buffers that should be equal on ranks, and are not      steps 1, 2, 4, 8, …
+same gradients        tp peers with different gradients of a replicated weight            until each weight had one
+replicas              weights and buffers that should be equal on ranks, but differ       steps 1, 2, 4, 8, …
 ====================  ==================================================================  ============================
 
 The code between cut layers is checked in a model's first forward pass (``regions.py``), losses by ``loss_contract.py``.
 
-What cannot be seen, and differs from one process without an error:
+What is not found, and differs from one process without an error:
 
-- rows that are mixed before the model, as in mixup over the whole batch, a norm by statistics of the batch, or padding
-  that a ``DistributedSampler`` adds: give whole batches to ``ddl.auto_dataloader``, mix in the dataset;
-- random numbers for rows that dp ranks draw each for its own (:mod:`ignite_ddl.tensor.random` has the rules), and seeds
-  of each rank for an initialisation of weights that ``shard=True`` cuts;
-- a number that a script computes from what a rank has, as if it were everything: the loss or output of its rows in an
+- rows that are mixed before the model, as in mixup over the batch or a norm by statistics of the batch, and rows that
+  a ``DistributedSampler`` adds: give global batches to ``ddl.auto_dataloader``, mix in the dataset;
+- random numbers that each dp rank draws for its own rows (:mod:`ignite_ddl.tensor.random` has the rules), and weights
+  that ``shard=True`` cuts if each rank initialises them with a different seed;
+- a number that a script computes from one rank's part as if it were everything: the loss or output of its rows in an
   engine of its own, a metric such as ``Average`` of them, a maximum that a hook logs; under pp sums, norms and names of
   ``model.parameters()`` and ``model.state_dict()``, which are those of its stages;
 - an ``autograd.Function`` whose backward is not linear (a clamped gradient), since a rank's gradients are those of its
-  rows times the number of dp ranks; backward hooks of modules and of tensors are asked;
+  rows times the number of dp ranks; backward hooks of modules and of tensors are checked;
 - a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on the padding;
-- hooks that a script gives to a pipeline itself, whose stages are called in its place;
-- numbers that a script draws for weights or gradients under pp, where each stage draws its own;
+- hooks that a script registers on a pipeline itself: its stages are called, the pipeline is not;
+- random numbers that a script draws for weights or gradients under pp, where each stage draws different ones;
 - with ``loss_divisor="rows"``, a batch of a second loader that was read in another step than the one that trains on it;
-- a loss that is a mean over rows in steps 1, 2, 4, 8, … and another thing only between them;
-- a sequence as long as the batch, in targets with rows in dim 1;
-- initial values that a pipeline's stages draw after ``ddl.auto_model``, and a loop of your own whose ranks have unlike
-  numbers of rows: both are warned of.
+- a loss that is a mean over rows in steps 1, 2, 4, 8, …, where it is checked, but not in the steps between;
+- targets with rows in dim 1 whose dim 0 has the same length;
+- initial values that a pipeline's stages draw after ``ddl.auto_model``, and a loop of your own whose ranks have
+  different numbers of rows: these two give a warning.
 """
 
 from __future__ import annotations
@@ -70,23 +71,23 @@ from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import map_leaves, n_rows, tensors_of
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest
-from ignite_ddl.state import AS_MADE
+from ignite_ddl.state import INITIAL_VALUES
 from ignite_ddl.tensor.gradients import ReplicatedWeights
-from ignite_ddl.traceless import ROWS_DEPEND, numbers_kept, numbers_matter, rows_depend_on_each_other
+from ignite_ddl.traceless import ROWS_DEPEND, outputs_depend_on, rows_depend_on_each_other, stored_values
 
 __all__ = [
     "N_SHAPES",
-    "TOKENS_ALONE",
+    "TOKENS_CHECKED",
     "Audit",
     "check_same_rows",
-    "check_tokens_are_alone",
+    "check_tokens_are_independent",
     "check_unchanged",
-    "remember",
+    "take_fingerprint",
     "shapes_of",
 ]
 
-TOKENS_ALONE = "_tokens_alone"  # of a model that was asked, or should not be
-N_SHAPES = 4  # numbers of :func:`shapes_of`
+TOKENS_CHECKED = "_tokens_checked"  # on a model whose tokens have been checked, or are not to be
+N_SHAPES = 4  # how many numbers :func:`shapes_of` returns
 
 
 class Audit:
@@ -94,58 +95,66 @@ class Audit:
 
     Args:
         model: what ``ddl.auto_model`` returned.
-        stages: it as stages.
+        stages: the model as stages.
         mesh: the mesh.
     """
 
     def __init__(self, model: nn.Module, stages: Any, mesh: Mesh) -> None:
         self.model, self.stages, self.mesh = model, stages, mesh
-        self.step, self.again, self.first_x, self.x, self.inputs = 0, True, None, None, None
-        self.hooks = contextlib.ExitStack()  # in steps that check hooks of tensors
-        known = _remembered(model)
-        foreign = known is None and not isinstance(model, DistributedDataParallel | FSDPModule)
-        if foreign and mesh.dp_cp_size > 1 and any(p.requires_grad for p in model.parameters()):
+        self.step, self.is_check_step = 0, True  # steps 1, 2, 4, 8, …
+        self.x_for_rows: Any = None  # inputs of this step, in steps that check that rows are independent
+        self.x_for_values: Any = None  # and in those that check what modules store
+        self.stage_inputs: list[tuple[nn.Module, list[Any], Any]] | None = None
+        self.tensor_hooks = contextlib.ExitStack()  # in steps that check hooks of tensors
+        fingerprint = _fingerprint_of(model)
+        unprepared = fingerprint is None and not isinstance(model, DistributedDataParallel | FSDPModule)
+        if unprepared and mesh.dp_cp_size > 1 and any(p.requires_grad for p in model.parameters()):
             raise ValueError(
                 "model should be what ddl.auto_model returned, whose gradients are averaged over ranks, but this "
                 f"{type(model).__name__} is not: model = ddl.auto_model(model)"
             )
         self.modules = ModulesInUse(stages.local_stages(), mesh)
-        self.whole_weights = ReplicatedWeights(mesh)
-        self.ran = None if known is None or known.sharded or mesh.dp_cp_size == 1 or mesh.pp_size > 1 else _Ran()
-        if self.ran is not None:
-            model.register_forward_pre_hook(self.ran)
+        self.replicated_weights = ReplicatedWeights(mesh)
+        self.model_called: _CallFlag | None = None
+        if fingerprint is not None and not fingerprint.sharded and mesh.dp_cp_size > 1 and mesh.pp_size == 1:
+            self.model_called = _CallFlag()
+            model.register_forward_pre_hook(self.model_called)
 
     def begin(self, rows: tuple[int, int] | None, x: Any, y: Any) -> None:
         """Before the forward pass."""
         self.step += 1
-        self.again = self.step & (self.step - 1) == 0
+        self.is_check_step = self.step & (self.step - 1) == 0
         check_unchanged(self.model)
-        if self.again:
-            _check_values(self.model)
-            _warn_of_draws(self.model)
-            check_same_rows(self.mesh, x, y)
-            stages = self.stages.local_stages() if self.mesh.tp_size > 1 else []
-            for stage in stages:
-                check_regions_once(stage, trains=self.stages.is_last and stage is stages[-1])
-            if self.mesh.dp_cp_size * self.mesh.pp_size > 1:
-                for module in self.model.modules():
-                    _try_backward_hooks(module)
-        if rows is not None and self.mesh.pp_size > 1:
+        if self.is_check_step:
+            self._check_before_forward(x, y)
+        mesh = self.mesh
+        if rows is not None and mesh.pp_size > 1:
             _check_rows_are_in_dim_0(rows[0] or 1, x)
-        self.first_x = x if self.step == 1 and self.mesh.dp_cp_size > 1 and self.mesh.pp_size == 1 else None
-        self.x = x if self.again and self.mesh.dp_size > 1 and self.mesh.pp_size == 1 else None
-        self.inputs = _note_inputs(self.stages) if self.step == 1 and self.mesh.pp_size > 1 else None
-        if self.again and self.mesh.dp_cp_size * self.mesh.pp_size > 1:
-            self.hooks.enter_context(_trying_tensor_hooks())
-        if self.ran is not None:
-            self.ran.said = False
+        self.x_for_rows = x if self.step == 1 and mesh.dp_cp_size > 1 and mesh.pp_size == 1 else None
+        self.x_for_values = x if self.is_check_step and mesh.dp_size > 1 and mesh.pp_size == 1 else None
+        self.stage_inputs = _record_inputs(self.stages) if self.step == 1 and mesh.pp_size > 1 else None
+        if self.is_check_step and mesh.dp_cp_size * mesh.pp_size > 1:
+            self.tensor_hooks.enter_context(_checking_tensor_hooks())
+        if self.model_called is not None:
+            self.model_called.value = False
         if self.step == 1:
-            check_tokens_are_alone(self.model, self.stages, x)
+            check_tokens_are_independent(self.model, self.stages, x)
         self.modules.begin()
 
-    def told(self, updates: int) -> list[float]:
-        """After the forward pass: whether this rank has stepped the model before, how often, and the square of that;
-        and for each pp rank the digest of its modules and its square, to be summed over dp.
+    def _check_before_forward(self, x: Any, y: Any) -> None:
+        _check_weights_are_loaded(self.model)
+        _warn_of_random_values(self.model)
+        check_same_rows(self.mesh, x, y)
+        stages = self.stages.local_stages() if self.mesh.tp_size > 1 else []
+        for stage in stages:
+            check_regions_once(stage, trains=self.stages.is_last and stage is stages[-1])
+        if self.mesh.dp_cp_size * self.mesh.pp_size > 1:
+            for module in self.model.modules():
+                _check_backward_hooks(module)
+
+    def numbers_to_sum(self, updates: int) -> list[float]:
+        """After the forward pass, to be summed over dp: whether this rank has stepped the model before, how often, and
+        the square of that; and for each pp rank the digest of its modules and the square of that.
         """
         digests = [0.0] * (2 * self.mesh.pp_size)
         digest = self.modules.digest()
@@ -154,42 +163,45 @@ class Audit:
 
     def end(self, last: bool) -> None:
         """After the backward pass, before anything else is sent."""
-        self.hooks.close()
-        if self.ran is not None and not self.ran.said:
+        self.tensor_hooks.close()
+        if self.model_called is not None and not self.model_called.value:
             raise ValueError(
                 "the model should be called as a whole, model(x), but this step called only a method or a part of it, "
                 "past the wrapper that averages gradients over dp: let forward do it, perhaps chosen by an argument"
             )
         if last:
             self.modules.check_gradients()
-        if self.first_x is not None:  # here, since all ranks have called the same modules
-            x, self.first_x = self.first_x, None
-            _check_rows_are_alone([(self.stages.forward_only, x, self.stages.local_stages())])
-        if self.x is not None:
-            x, self.x = self.x, None
-            _check_numbers_kept(self.stages, x, self.mesh)
-        if self.inputs is not None:
-            inputs, self.inputs = self.inputs, None
+        # After the backward pass, when all ranks are known to have called the same modules.
+        if self.x_for_rows is not None:
+            x, self.x_for_rows = self.x_for_rows, None
+            _check_rows_are_independent([(self.stages.forward_only, x, self.stages.local_stages())])
+        if self.x_for_values is not None:
+            x, self.x_for_values = self.x_for_values, None
+            _check_stored_values(self.stages, x, self.mesh)
+        if self.stage_inputs is not None:
+            inputs, self.stage_inputs = self.stage_inputs, None
             for _, _, handle in inputs:
                 handle.remove()
-            _check_rows_are_alone([(lambda rows, s=stage: s(*rows), of[0], [stage]) for stage, of, _ in inputs if of])
+            _check_rows_are_independent(
+                [(lambda rows, s=stage: s(*rows), given[0], [stage]) for stage, given, _ in inputs if given]
+            )
             for stage, _, _ in inputs:
                 reshard(stage)
 
     def compare(self, summed: list[float], contract: LossContract) -> None:
-        """What was summed with the loss: :func:`shapes_of` and :meth:`told`.
+        """Compares what was summed with the loss: :func:`shapes_of` and :meth:`numbers_to_sum`.
 
         Raises:
             ValueError: on every rank, if dp ranks called different modules, or have targets of different lengths, or
-                some ranks have stepped less often than others.
+                some ranks have skipped a step of the optimizer.
         """
         n, shapes, squares, pads, stepping, updates, squared = summed[: N_SHAPES + 3]
         digests = summed[N_SHAPES + 3 :]
         if stepping * squared != updates**2:
             raise ValueError(
-                "ranks should step the model alike, but some have left out a step that others have made: decide by a "
-                "number that all ranks have, such as the loss of ddl.forward_backward or what ddl.clip_grad_norm_ "
-                "returns, and not by this rank's own part of the model, of its gradients or of the rows"
+                "all ranks should step the model equally often, but some have skipped a step that others have made: "
+                "decide by a number that is the same on all ranks, such as the loss of ddl.forward_backward or what "
+                "ddl.clip_grad_norm_ returns, and not by this rank's part of the model, of its gradients or of the rows"
             )
         if any(
             self.mesh.dp_cp_size * square != digest**2
@@ -200,17 +212,17 @@ class Audit:
         if n * squares != shapes**2 and not contract.padded:
             raise ValueError(
                 "the targets of dp ranks should have the same shape, but for the number of rows, as in one process; "
-                "they differ (padded by each rank to its own length?), so that it is not known what counts: pad all "
-                "to one length, or pass loss_divisor=, a function from targets to the number of those that count"
+                "they differ (padded by each rank to another length?), so the number of targets that count is not "
+                "known: pad all to one length, or pass loss_divisor=, a function from targets to that number"
             )
 
     def before_optimizer(self, loss: torch.Tensor) -> None:
-        """After gradients are what the optimizer takes."""
+        """When gradients are ready for the optimizer."""
         if self.mesh.tp_size > 1:
-            if self.again:
+            if self.is_check_step:
                 _check_same_loss(loss, self.mesh)
-            self.whole_weights.check(self.model)
-        if self.again:
+            self.replicated_weights.check(self.model)
+        if self.is_check_step:
             check_replicas(self.model)
 
 
@@ -218,67 +230,67 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _try_backward_hooks(module: nn.Module) -> None:
-    """Asks, in this step, whether a module's backward hooks are linear: they get gradients of a part of the rows."""
+def _check_backward_hooks(module: nn.Module) -> None:
+    """Lets a module's backward hooks be checked when they are next called; see :func:`_call_linear`."""
     for hooks in (module._backward_hooks, module._backward_pre_hooks):
         for key, hook in list(hooks.items()):
 
-            def tried(module: nn.Module, *grads: Any, hooks=hooks, key=key, hook=hook) -> Any:
+            def checked(module: nn.Module, *grads: Any, hooks=hooks, key=key, hook=hook) -> Any:
                 hooks[key] = hook
-                return _linear(functools.partial(hook, module), grads, f"a {type(module).__name__}")
+                return _call_linear(functools.partial(hook, module), grads, f"a {type(module).__name__}")
 
-            hooks[key] = tried
+            hooks[key] = checked
 
 
-def _linear(hook: Any, grads: tuple, of: str) -> Any:
-    """What a backward hook makes of gradients, which has to be twice as much of gradients that are twice as large."""
+def _call_linear(hook: Any, grads: tuple, owner: str) -> Any:
+    """Calls a backward hook, which has to be linear: for gradients twice as large it has to return twice as much."""
     kept = tree_map(lambda g: g.clone() if isinstance(g, torch.Tensor) else g, grads)  # it may change them in place
-    made = hook(*grads)
-    if made is not None or not _alike(grads, kept):
+    result = hook(*grads)
+    if result is not None or not _all_close(grads, kept):
         larger = tree_map(lambda g: 2 * g if isinstance(g, torch.Tensor) else g, kept)
         finite = all(bool(_local(g).isfinite().all()) for g in tree_leaves(larger) if g is not None)
         twice = hook(*larger)
-        changed, twice = (grads, larger) if made is None else (made, twice)
+        changed, twice = (grads, larger) if result is None else (result, twice)
         doubled = tree_map(lambda g: 2 * g if isinstance(g, torch.Tensor) else g, changed)
-        if finite and not _alike(doubled, twice, rtol=1e-5, atol=1e-8):
+        if finite and not _all_close(doubled, twice, rtol=1e-5, atol=1e-8):
             raise ValueError(
-                f"a backward hook of {of} should be linear in gradients (not clamp or normalise them), since on this "
-                "mesh it gets those of a rank's rows or of a microbatch, times another factor: change p.grad between "
-                "ddl.forward_backward and the optimizer's step"
+                f"a backward hook of {owner} should be linear in gradients (not clamp or normalise them), since on "
+                "this mesh it gets those of a rank's rows or of a microbatch, times another factor: change p.grad "
+                "between ddl.forward_backward and the optimizer's step"
             )
-    return made
+    return result
 
 
-def _alike(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> bool:
+def _all_close(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> bool:
     pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
     return all(torch.allclose(_local(a), _local(b), rtol, atol, equal_nan=True) for a, b in pairs if a is not None)
 
 
 @contextlib.contextmanager
-def _trying_tensor_hooks() -> Iterator[None]:
-    """Inside, hooks that a forward pass gives to tensors are asked, too, but those of parameters, which were asked."""
+def _checking_tensor_hooks() -> Iterator[None]:
+    """Inside, hooks that a forward pass registers on tensors are checked; those of parameters were checked before."""
     register = torch.Tensor.register_hook
 
-    def tried(tensor: torch.Tensor, hook: Any) -> Any:
+    def register_checked(tensor: torch.Tensor, hook: Any) -> Any:
         if isinstance(tensor, nn.Parameter) or not callable(hook):
             return register(tensor, hook)
-        of = f"a tensor of shape {tuple(tensor.shape)}"  # not the tensor: its graph would never be freed
-        return register(tensor, lambda grad: _linear(hook, (grad,), of))
+        owner = f"a tensor of shape {tuple(tensor.shape)}"  # not the tensor: its graph would never be freed
+        return register(tensor, lambda grad: _call_linear(hook, (grad,), owner))
 
-    torch.Tensor.register_hook = tried
+    torch.Tensor.register_hook = register_checked
     try:
         yield
     finally:
         torch.Tensor.register_hook = register
 
 
-class _Ran:
-    """A hook that notes that the model was called as a whole; it can be copied and pickled with the model."""
+class _CallFlag:
+    """A forward hook that notes that the model was called; it can be copied and pickled with the model."""
 
-    said = False
+    value = False
 
     def __call__(self, *_: Any) -> None:
-        self.said = True
+        self.value = True
 
 
 def shapes_of(y: Any, divisor: Divisor) -> list[float]:
@@ -287,12 +299,12 @@ def shapes_of(y: Any, divisor: Divisor) -> list[float]:
     return [1.0, digest, digest**2, float(divisor.may_pad(y))]
 
 
-def _check_values(model: nn.Module) -> None:
-    empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
-    if empty is not None:
+def _check_weights_are_loaded(model: nn.Module) -> None:
+    unloaded = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if unloaded is not None:
         raise ValueError(
-            f"{empty!r} has no values yet, since the model was made in ddl.empty_weights: call ddl.import_weights or "
-            "ddl.load_full_state_dict first"
+            f"{unloaded!r} has no values yet, since the model was made in ddl.empty_weights: call ddl.import_weights "
+            "or ddl.load_full_state_dict first"
         )
 
 
@@ -302,15 +314,15 @@ def _check_same_loss(loss: torch.Tensor, mesh: Mesh) -> None:
     if any(abs(float(peer - peers[0])) > 1e-3 * abs(float(peers[0])) for peer in peers):  # other kernels may round
         raise ValueError(
             f"tp peers should compute the same loss, but get {', '.join(f'{float(peer):.6g}' for peer in peers)}: it "
-            "uses a rank's part of something, such as features between layers that tensor_plan cuts; compute it from "
-            "outputs that are whole, or leave these layers out of the plan"
+            "uses what is sharded over tp, such as features between layers that tensor_plan cuts; compute it from full "
+            "outputs, or leave these layers out of the plan"
         )
 
 
-def _note_inputs(stages: Any) -> list[tuple[nn.Module, list[Any], Any]]:
-    """Keeps what each stage of this rank is given last: a microbatch, after those by which its schedule is set up."""
+def _record_inputs(stages: Any) -> list[tuple[nn.Module, list[Any], Any]]:
+    """Keeps the last input of each stage of this rank: a microbatch, after those by which its schedule is set up."""
 
-    def note(stage: nn.Module) -> tuple[nn.Module, list[Any], Any]:
+    def record(stage: nn.Module) -> tuple[nn.Module, list[Any], Any]:
         given: list[Any] = []
 
         def hook(_: nn.Module, args: tuple) -> None:
@@ -318,10 +330,10 @@ def _note_inputs(stages: Any) -> list[tuple[nn.Module, list[Any], Any]]:
 
         return stage, given, stage.register_forward_pre_hook(hook)
 
-    return [note(stage) for stage in stages.local_stages()]
+    return [record(stage) for stage in stages.local_stages()]
 
 
-def _check_rows_are_alone(calls: list[tuple[Any, Any, list[nn.Module]]]) -> None:
+def _check_rows_are_independent(calls: list[tuple[Any, Any, list[nn.Module]]]) -> None:
     depends = [rows_depend_on_each_other(*call) for call in calls]
     found = torch.tensor(float(any(depends)), device=idist.device())
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -329,48 +341,59 @@ def _check_rows_are_alone(calls: list[tuple[Any, Any, list[nn.Module]]]) -> None
         raise ValueError(ROWS_DEPEND)
 
 
-def _check_numbers_kept(stages: Any, x: Any, mesh: Mesh) -> None:
-    """Raises a ValueError if modules keep other numbers on dp ranks, in plain attributes that their outputs depend on.
+def _check_stored_values(stages: Any, x: Any, mesh: Mesh) -> None:
+    """Raises a ValueError if modules store different values on dp ranks, in plain attributes on which outputs depend.
 
-    Buffers are compared by :func:`check_replicas`; what is only kept for a look, such as the last loss, may differ.
+    Buffers are compared by :func:`check_replicas`; what is stored only to be looked at, such as the last loss, may
+    differ.
     """
     modules = [stages.plain_module()]
-    own = numbers_kept(modules, n_rows(x))
+    local = stored_values(modules, n_rows(x))
     peers: list[dict[str, Any]] = [{} for _ in range(mesh.world_size)]
-    dist.all_gather_object(peers, {name: _told(value) for name, value in own.items()})
-    places = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
-    alike = [peers[mesh.rank_at(**(place | {"dp": 0}))] for place in places]
-    unlike = sorted({n for peer, of in zip(peers, alike, strict=True) for n in peer if n in of and peer[n] != of[n]})
-    if not unlike:
+    dist.all_gather_object(peers, {name: _comparable(value) for name, value in local.items()})
+    coordinates = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
+    expected = [peers[mesh.rank_at(**(of_rank | {"dp": 0}))] for of_rank in coordinates]
+    different = sorted(
+        {n for peer, of in zip(peers, expected, strict=True) for n in peer if n in of and peer[n] != of[n]}
+    )
+    if not different:
         return
-    given = [[own.get(name) for name in unlike]]
-    dist.broadcast_object_list(given, src=dist.get_global_rank(mesh.dp_group, 0), group=mesh.dp_group)
-    numbers = {name: value for name, value in zip(unlike, given[0], strict=True) if name in own}
-    matters = numbers_matter(stages.forward_only, x, modules, numbers)
-    found = torch.tensor(float(matters), device=idist.device())
+    of_dp_rank_0 = [[local.get(name) for name in different]]
+    dist.broadcast_object_list(of_dp_rank_0, src=dist.get_global_rank(mesh.dp_group, 0), group=mesh.dp_group)
+    others = {name: value for name, value in zip(different, of_dp_rank_0[0], strict=True) if name in local}
+    depends = outputs_depend_on(stages.forward_only, x, modules, others)
+    found = torch.tensor(float(depends), device=idist.device())
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     if found:
         raise ValueError(
-            f"forward keeps {unlike[0]!r}, which differs between dp ranks, and its outputs depend on it: it is "
-            "computed from a rank's own rows; sum what it is computed from over ranks (torch.distributed.all_reduce in "
-            "forward), or keep it out of forward"
+            f"forward keeps {different[0]!r}, which differs between dp ranks, since it is computed from a rank's own "
+            "rows, and the model's outputs depend on it: sum over ranks what it is computed from "
+            "(torch.distributed.all_reduce in forward), or compute it outside of forward"
         )
 
 
-def _told(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
+    """A value of any structure with digests in place of tensors."""
     leaves = tree_leaves(value)
     return [(tuple(leaf.shape), digest(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
-def check_tokens_are_alone(model: nn.Module, stages: Any, x: Any, again: bool = True) -> None:
-    """Over cp, raises a ValueError if a module looks at other tokens than it gets; on every rank."""
+def check_tokens_are_independent(model: nn.Module, stages: Any, x: Any, repeat: bool = True) -> None:
+    """Over cp, raises a ValueError on every rank if a module looks at other tokens than its rank's own.
+
+    Args:
+        model: the model.
+        stages: the model as stages.
+        x: its inputs.
+        repeat: whether to check also where this was done before. Default: True.
+    """
     mesh = get_mesh()
-    if mesh.cp_size == 1 or (not again and hasattr(model, TOKENS_ALONE)):
+    if mesh.cp_size == 1 or (not repeat and hasattr(model, TOKENS_CHECKED)):
         return
-    setattr(model, TOKENS_ALONE, True)
+    setattr(model, TOKENS_CHECKED, True)
     found: list[tuple[int, str] | None] = [None] * mesh.world_size
     dist.all_gather_object(found, check_tokens(stages.forward_only, x, stages.local_stages(), mesh))
-    first = min(((mesh.coordinates(rank)["pp"], *one) for rank, one in enumerate(found) if one), default=None)
+    first = min(((mesh.coordinates(rank)["pp"], *name) for rank, name in enumerate(found) if name), default=None)
     if first is not None:
         name = first[2].removeprefix("module.")
         raise ValueError(
@@ -381,25 +404,31 @@ def check_tokens_are_alone(model: nn.Module, stages: Any, x: Any, again: bool = 
         )
 
 
-def _check_rows_are_in_dim_0(dealt: int, x: Any) -> None:
+def _check_rows_are_in_dim_0(loader_rows: int, x: Any) -> None:
     first = next((tensor for tensor in tensors_of(x) if tensor.ndim), None)
-    if first is not None and first.ndim > 1 and len(first) != dealt and first.shape[1] == dealt:
+    if first is not None and first.ndim > 1 and len(first) != loader_rows and first.shape[1] == loader_rows:
         raise ValueError(
-            f"x should count its {dealt} rows in dim 0 under pp, where microbatches are cut, but has shape "
+            f"x should have its {loader_rows} rows in dim 0 under pp, which cuts microbatches there, but has shape "
             f"{tuple(first.shape)}: let collate_fn put rows first, and transpose in the model's first layer"
         )
 
 
-# ------------------------------------------------------------------------------------------- the model as it was
+# ------------------------------------------------------------------------------------------- the model is unchanged
 
 
 class _Fingerprint:
-    """A model as ``ddl.auto_model`` has returned it; copies of the model have none."""
+    """What ``ddl.auto_model`` has returned, to find later changes; a copy of the model has none.
+
+    Attributes:
+        by_ddp: whether DDP wraps the model.
+        sharded: whether weights are sharded over dp or averaged by rounds, so that no wrapper has to be called.
+        finds_unused: whether DDP allows weights to be left out of a step.
+    """
 
     def __init__(self, model: nn.Module, sharded: bool) -> None:
         self.by_ddp, self.sharded = isinstance(model, DistributedDataParallel), sharded
         self.finds_unused = self.by_ddp and (model.find_unused_parameters or model.static_graph)
-        self.note(model)
+        self.take(model)
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -407,112 +436,117 @@ class _Fingerprint:
     def __reduce__(self) -> tuple:
         return type(None), ()
 
-    def note(self, model: nn.Module) -> None:
+    def take(self, model: nn.Module) -> None:
         dicts = [d for module in model.modules() for d in (module._parameters, module._modules)]
         self.sizes = [(d, len(d)) for d in dicts]
-        self.places = [(d, name, value) for d in dicts for name, value in d.items()]
-        self.attributes = len(vars(model))
+        self.entries = [(d, name, value) for d in dicts for name, value in d.items()]
+        self.n_attributes = len(vars(model))
         self.parameters = [(name, p, p.dtype, p.requires_grad, _has_hooks(p)) for name, p in model.named_parameters()]
         self.strides = [(name, p, p.stride()) for name, p in model.named_parameters() if p.ndim > 3]
 
-    def same_places(self) -> bool:
+    def has_same_entries(self) -> bool:
         """Looks in the modules' own dicts: walking through the model takes 20 times as long."""
-        return all(d.get(name) is value for d, name, value in self.places) and all(len(d) == n for d, n in self.sizes)
+        return all(d.get(name) is value for d, name, value in self.entries) and all(len(d) == n for d, n in self.sizes)
 
 
-def remember(model: nn.Module, sharded: bool) -> None:
-    """Notes a model as it is, for :func:`check_unchanged`."""
+def take_fingerprint(model: nn.Module, sharded: bool) -> None:
+    """Records a model as it is now, for :func:`check_unchanged`."""
     model._fingerprint = _Fingerprint(model, sharded)
     if get_mesh().pp_size > 1:
-        own = [(p, digest(p)) for p in model.parameters() if not p.is_meta]
-        setattr(model, AS_MADE, (torch.get_rng_state(), own))
-        model.register_load_state_dict_post_hook(_was_loaded)
+        digests = [(p, digest(p)) for p in model.parameters() if not p.is_meta]
+        setattr(model, INITIAL_VALUES, (torch.get_rng_state(), digests))
+        model.register_load_state_dict_post_hook(_forget_initial_values)
 
 
-def _was_loaded(model: nn.Module, *_: Any) -> None:
-    vars(model).pop(AS_MADE, None)
+def _forget_initial_values(model: nn.Module, *_: Any) -> None:
+    vars(model).pop(INITIAL_VALUES, None)
 
 
-def _warn_of_draws(model: nn.Module) -> None:
-    """Stages that draw initial values each for themselves draw others than one process, which nothing else shows."""
-    before, own = vars(model).pop(AS_MADE, (None, ()))
+def _warn_of_random_values(model: nn.Module) -> None:
+    """Stages that draw initial values draw others than one process, each for itself; nothing else shows that."""
+    before, digests = vars(model).pop(INITIAL_VALUES, (None, ()))
     if before is None or torch.equal(before, torch.get_rng_state()):
         return
-    for p, known in own:
-        if digest(p) != known and len(_local(p.detach()).unique()) > 2:  # one or two: a constant
+    for p, initial in digests:
+        if digest(p) != initial and len(_local(p.detach()).unique()) > 2:  # one or two: a constant
             name = next(name for name, other in model.named_parameters() if other is p)
             warnings.warn(
                 f"{name!r} was changed after ddl.auto_model. If it was initialised with random numbers, each stage of "
                 "the pipeline has drawn its own, and not those of one process: initialise before ddl.auto_model. If "
-                "it was loaded or computed, this is as it should be",
+                "it was loaded or computed, nothing is wrong",
                 stacklevel=2,
             )
             return
 
 
-def _remembered(model: nn.Module) -> _Fingerprint | None:
+def _fingerprint_of(model: nn.Module) -> _Fingerprint | None:
     return getattr(getattr(model, "_orig_mod", model), "_fingerprint", None)
 
 
 def check_unchanged(model: nn.Module) -> None:
     """Raises a ValueError if a model was changed since ``ddl.auto_model``, so that gradients would not be reduced."""
-    known, mesh = _remembered(model), get_mesh()
-    if (
-        known is None or mesh.dp_cp_size * mesh.pp_size == 1
-    ):  # over tp alone, torch reduces what is cut in its own layers
+    fingerprint, mesh = _fingerprint_of(model), get_mesh()
+    if fingerprint is None or mesh.dp_cp_size * mesh.pp_size == 1:  # over tp alone, torch's layers reduce what is cut
         return
-    if getattr(model, "_holds_weights", False):  # FSDP2's whole ones, until the optimizer steps
+    if getattr(model, "_holds_weights", False):  # FSDP2's full ones, until the optimizer steps
         return
-    if not known.same_places():
+    if not fingerprint.has_same_entries():
         reshard(model)  # FSDP2 puts unsharded parameters in the places of others
-        if not known.same_places():
-            _check_new_places(model, known)
-            known.note(model)
-    if known.by_ddp and len(vars(model)) != known.attributes:
-        misplaced = next((k for k in list(vars(model))[known.attributes :] if hasattr(model.module, k)), None)
+        if not fingerprint.has_same_entries():
+            _check_new_parameters(model, fingerprint)
+            fingerprint.take(model)
+    for name, parameter, stride in fingerprint.strides:
+        if parameter.stride() != stride:
+            raise ValueError(
+                f"{name!r} has another memory format than when ddl.auto_model made its buffers of gradients, which "
+                "keep the old one: leave out model.to(memory_format=...), and give it to inputs alone"
+            )
+    if fingerprint.by_ddp:
+        _check_unchanged_under_ddp(model, fingerprint)
+    for name, parameter, _, _, hooked in fingerprint.parameters:  # hooked by a style of the plan
+        if not hooked and _has_hooks(parameter):
+            name = name.removeprefix("module.") if fingerprint.by_ddp else name
+            check_parameter_hooks([(name, parameter)], mesh, fingerprint.by_ddp)
+
+
+def _check_unchanged_under_ddp(model: DistributedDataParallel, fingerprint: _Fingerprint) -> None:
+    if len(vars(model)) != fingerprint.n_attributes:
+        misplaced = next((k for k in list(vars(model))[fingerprint.n_attributes :] if hasattr(model.module, k)), None)
         if misplaced is not None:
             raise ValueError(
                 f"{misplaced!r} was set on DDP's wrapper, where the model does not see it: set it on model.module"
             )
-    for name, parameter, stride in known.strides:
-        if parameter.stride() != stride:
-            raise ValueError(
-                f"{name!r} has got another memory format since ddl.auto_model, whose buffers of gradients keep the one "
-                "it had: leave out model.to(memory_format=...), and give it to inputs alone"
-            )
-    for name, parameter, dtype, trained, hooked in known.parameters:  # hooked by a style of the plan
-        name = name.removeprefix("module.") if known.by_ddp else name
-        if known.by_ddp and parameter.dtype is not dtype:
+    for name, parameter, dtype, trained, _ in fingerprint.parameters:
+        name = name.removeprefix("module.")
+        if parameter.dtype is not dtype:
             raise ValueError(
                 f"{name!r} was {dtype} when ddl.auto_model wrapped the model in DDP, whose buffers keep that, and is "
                 f"{parameter.dtype}: change the dtype before"
             )
-        if known.by_ddp and parameter.requires_grad is not trained and not (trained and known.finds_unused):
+        if parameter.requires_grad is not trained and not (trained and fingerprint.finds_unused):
             raise ValueError(
-                f"{name!r} was {'' if trained else 'not '}trained when ddl.auto_model wrapped the model in DDP, which "
-                f"{'waits for' if trained else 'does not average'} its gradient: pass shard=True to ddl.auto_model, "
-                "which follows such changes, or call ddl.auto_model on model.module again, and make the optimizer and "
-                "the trainer anew"
+                f"{name!r} was {'unfrozen' if trained else 'frozen'} when ddl.auto_model wrapped the model in DDP, "
+                f"which {'waits for' if trained else 'does not average'} its gradient: pass shard=True to "
+                "ddl.auto_model, which follows such changes, or call ddl.auto_model on model.module again, and make "
+                "the optimizer and the trainer anew"
             )
-        if not hooked and _has_hooks(parameter):
-            check_parameter_hooks([(name, parameter)], mesh, known.by_ddp)
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def _check_new_places(model: nn.Module, known: _Fingerprint) -> None:
-    before = {id(p): name for name, p, _, trained, _ in known.parameters if trained}
+def _check_new_parameters(model: nn.Module, fingerprint: _Fingerprint) -> None:
+    before = {id(p): name for name, p, _, trained, _ in fingerprint.parameters if trained}
     after = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    new, gone = ([names[i] for i in names if i not in others] for names, others in ((after, before), (before, after)))
-    if new or gone and known.by_ddp and not known.finds_unused:
-        name = (new or gone)[0].removeprefix("module." if known.by_ddp else "")
-        what = f"added or replaced {name!r}" if new else f"took away {name!r}"
+    new = [name for i, name in after.items() if i not in before]
+    removed = [name for i, name in before.items() if i not in after]
+    if new or removed and fingerprint.by_ddp and not fingerprint.finds_unused:
+        name = (new or removed)[0].removeprefix("module." if fingerprint.by_ddp else "")
         raise ValueError(
-            f"something {what} after ddl.auto_model had made the model ready for its ranks, which share gradients of "
-            "the parameters it had then: add heads, adapters and parametrizations before ddl.auto_model, and load "
-            "weights in place (ddl.load_full_state_dict)"
+            f"{name!r} was {'added or replaced' if new else 'removed'} after ddl.auto_model, but ranks average the "
+            "gradients of the parameters that the model had then: add heads, adapters and parametrizations before "
+            "ddl.auto_model, and load weights in place (ddl.load_full_state_dict)"
         )
 
 
@@ -536,17 +570,17 @@ class ModulesInUse:
     """
 
     def __init__(self, stages: list[nn.Module], mesh: Mesh) -> None:
-        self.mesh, self.strict = mesh, True
+        self.mesh, self.is_first_step = mesh, True
         # In order, each module once, since dp ranks may have different numbers of microbatches.
         self.calls: dict[int, None] = {}
         self.names: list[str] = []
         self.handles: list[Any] = []
-        self.once = False  # whether the hooks are for the first step only: under DDP
+        self.first_step_only = False  # whether the hooks are for the first step only: under DDP
         self.weights: list[tuple[str, nn.Parameter]] = []  # whose gradients DDP waits for
         if mesh.dp_cp_size == 1 or any(_finds_unused(stage) for stage in stages):
             return
         ddp = [stage for stage in stages if isinstance(stage, DistributedDataParallel)]
-        self.once = bool(ddp)
+        self.first_step_only = bool(ddp)
         for stage in ddp:
             if not stage.static_graph:  # static_graph allows unused weights
                 named = stage.module.named_parameters()
@@ -554,10 +588,10 @@ class ModulesInUse:
         for stage in stages:
             for name, module in stage.named_modules():
                 if any(True for _ in module.parameters(recurse=False)) or isinstance(module, FSDPModule):
-                    hook = self._called(len(self.names), module)
+                    hook = self._hook(len(self.names), module)
                     self.handles.append(module.register_forward_pre_hook(hook, prepend=True))
                     self.names.append(name.removeprefix("module.") or type(module).__name__)
-            self.handles.append(stage.register_forward_hook(self._called(END, stage)))
+            self.handles.append(stage.register_forward_hook(self._hook(END, stage)))
 
     def begin(self) -> None:
         """Starts a step."""
@@ -565,8 +599,8 @@ class ModulesInUse:
 
     def digest(self) -> int:
         """A number below 2 ** 20 for the modules called in this step, in order."""
-        self.strict = False
-        if self.once:
+        self.is_first_step = False
+        if self.first_step_only:
             while self.handles:
                 self.handles.pop().remove()
         return hash(tuple(self.calls)) % 2**20
@@ -574,7 +608,7 @@ class ModulesInUse:
     def check_gradients(self) -> None:
         """Raises a ValueError if DDP has waited for the gradient of a weight that this rank did not use.
 
-        Its peers may be waiting still: the launcher ends them.
+        Its peers may still be waiting: the launcher ends them.
         """
         for name, parameter in self.weights:
             if parameter.requires_grad and parameter.grad is None:
@@ -584,25 +618,23 @@ class ModulesInUse:
                     "ddl.auto_model"
                 )
 
-    def _called(self, number: int, module: nn.Module) -> Any:
-        meets = number == END or isinstance(module, FSDPModule)
+    def _hook(self, number: int, module: nn.Module) -> Any:
+        communicates = number == END or isinstance(module, FSDPModule)
 
         def hook(*_: Any) -> None:
             if torch.is_grad_enabled() and number not in self.calls:
                 self.calls[number] = None
-                if meets:
+                if communicates and self.is_first_step:
                     self._compare(number)
 
         return hook
 
     def _compare(self, number: int) -> None:
-        """In the first step, raises a ValueError unless all dp ranks have called the same modules."""
-        if not self.strict:
-            return
-        here = torch.tensor([number, hash(tuple(self.calls)) % 2**20], device=idist.device())
-        peers = [torch.empty_like(here) for _ in range(self.mesh.dp_cp_size)]
-        dist.all_gather(peers, here, group=self.mesh.dp_cp_group)
-        if any(not torch.equal(peer, here) for peer in peers):
+        """Raises a ValueError unless all dp ranks have called the same modules."""
+        local = torch.tensor([number, hash(tuple(self.calls)) % 2**20], device=idist.device())
+        peers = [torch.empty_like(local) for _ in range(self.mesh.dp_cp_size)]
+        dist.all_gather(peers, local, group=self.mesh.dp_cp_group)
+        if any(not torch.equal(peer, local) for peer in peers):
             last = self.names[[called for called in self.calls if called != END][-1]]
             raise ValueError(f"{UNLIKE_MODULES} This rank was at {last!r}")
 
@@ -627,13 +659,13 @@ def check_same_rows(mesh: Mesh, *parts: Any, axes: tuple[str, ...] = ("tp", "pp"
     for axis in axes:
         if mesh.sizes[axis] == 1:
             continue
-        here = torch.stack([_checksum(part) for part in parts])
-        peers = [torch.empty_like(here) for _ in range(mesh.sizes[axis])]
-        dist.all_gather(peers, here, group=mesh.groups[axis])
-        if any(not torch.equal(peer, here) for peer in peers):
+        local = torch.stack([_checksum(part) for part in parts])
+        peers = [torch.empty_like(local) for _ in range(mesh.sizes[axis])]
+        dist.all_gather(peers, local, group=mesh.groups[axis])
+        if any(not torch.equal(peer, local) for peer in peers):
             raise ValueError(
-                f"{axis} peers should get the same rows, but got different ones: use ddl.auto_dataloader, and let what "
-                "draws random numbers in a dataset draw from torch's (Python's and NumPy's differ from rank to rank)"
+                f"{axis} peers should get the same rows, but got different ones: use ddl.auto_dataloader, and draw a "
+                "dataset's random numbers from torch's generator (Python's and NumPy's differ from rank to rank)"
             )
 
 

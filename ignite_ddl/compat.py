@@ -80,10 +80,10 @@ __all__ = [
     "MODELS",
     "PART_OF_A_MODEL",
     "address_for_ignite",
-    "attach_metrics_over",
+    "reduce_metrics_over_dp",
     "called_by_ignites_checkpoint",
     "flattened",
-    "guard_parts",
+    "guard_cut_model",
     "hide_gpus_if_too_few",
     "is_part",
     "local_gradients",
@@ -94,19 +94,19 @@ __all__ = [
     "refuse_pickling",
     "repair_torchvision",
     "replicate",
-    "serial_on_cpu",
+    "keep_serial_runs_on_cpu",
     "set_local_gradients",
-    "tell_ignite_nproc",
-    "torchrun_not_slurm",
-    "unobserved",
+    "set_nproc_per_node",
+    "hide_slurm_under_torchrun",
+    "without_dispatch_modes",
     "unsharded_parameters",
-    "wait_as_the_world",
+    "use_world_timeout",
 ]
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """torch's data parallelism for modules with DTensors and in pipelines; a private module, torch 2.11 to 2.13."""
-    from torch.distributed._composable.replicate_with_fsdp import replicate  # here: a slow import
+    from torch.distributed._composable.replicate_with_fsdp import replicate  # a slow import
 
     return replicate(module, mesh=mesh)
 
@@ -156,22 +156,20 @@ def set_local_gradients(
         local, placements, unsharded = gradients.get(id(parameter), (None, None, False))
         parameter.grad = None if local is None or unsharded else as_gradient(local, parameter, placements)
     if any(unsharded for _, _, unsharded in gradients.values()):
-        for module in model.modules():  # torch makes the parameter that computes when it first gathers
+        for module in model.modules():  # torch makes the unsharded parameters when it first gathers
             if isinstance(module, FSDPModule):
                 module.unshard()
                 module.reshard()
     for key, one in _fsdp_parameters(model).items():
-        computes, (local, placements, unsharded) = (
-            getattr(one, "_unsharded_param", None),
-            gradients.get(key, (None,) * 3),
-        )
-        if computes is None:
+        parameter = getattr(one, "_unsharded_param", None)
+        if parameter is None:
             continue
-        gradient = as_gradient(local, computes, placements) if unsharded else None
+        local, placements, unsharded = gradients.get(key, (None, None, False))
+        gradient = as_gradient(local, parameter, placements) if unsharded else None
         if isinstance(getattr(type(one), "unsharded_accumulated_grad", None), property):  # torch 2.15
-            computes.grad = gradient
+            parameter.grad = gradient
         else:
-            computes.grad, one.unsharded_accumulated_grad = None, gradient
+            parameter.grad, one.unsharded_accumulated_grad = None, gradient
 
 
 @contextlib.contextmanager
@@ -187,7 +185,7 @@ def quiet_redistribution() -> Iterator[None]:
 
 
 def quiet_warnings() -> None:
-    """Filters warnings of torch that a user cannot avoid. Called on ranks only."""
+    """Filters warnings of torch that a user cannot avoid; called on ranks only."""
     for message in (
         "FSDP2-wrapped module .* returned a view tensor",  # a DTensor's local part is a view; it is not changed
         ".*alltoall.*gloo.*",  # DTensor then uses another collective
@@ -197,7 +195,7 @@ def quiet_warnings() -> None:
 
 
 def called_by_ignites_checkpoint() -> bool:
-    """Whether the function that asks was called, some frames up, by Ignite's Checkpoint, which offers no hook."""
+    """Whether Ignite's Checkpoint, which offers no hook, is among the callers of the function that calls this one."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -211,50 +209,58 @@ def called_by_ignites_checkpoint() -> bool:
 
 PART_OF_A_MODEL = "_part_of_a_model"  # on a parameter of a model that pp or tp has cut
 _MESHES: set[DeviceMesh] = set()  # of the weights that auto_model has cut
-_PARTS: list[weakref.ref] = []  # to models that pp or tp has cut; torch cannot swap a tensor that has a weakref
+_CUT_MODELS: list[weakref.ref] = []  # by pp or tp; not of their tensors: torch cannot swap one that has a weakref
 
 
-def guard_parts(model: nn.Module, whole: bool) -> None:
-    """Makes torch refuse to take what one rank holds of a cut model for the whole of it.
+def guard_cut_model(model: nn.Module, part_of_each: bool) -> None:
+    """Makes torch raise an error where it would take this rank's part of a cut model for the full model.
 
     Refused are pickling a DTensor that is cut, reading a number off one (torch gives this rank's part), and
     ``torch.nn.utils``'s norm of gradients of a part of the model, whose ``clip_grad_value_`` is right. Random numbers
-    for a DTensor are a part of those of the whole tensor, and what torch cannot compute with one is said in our words.
+    for a DTensor are a part of those of the full tensor, and where torch cannot compute with a DTensor, the error says
+    what to do instead.
 
     Args:
         model: a cut model.
-        whole: whether this rank holds a part of each weight, as FSDP2's ranks do, so that torch's norm is right.
+        part_of_each: whether this rank holds a part of each weight, as FSDP2's ranks do, so that torch's norm is right.
     """
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             _MESHES.add(parameter.device_mesh)
-        if not whole:
+        if not part_of_each:
             setattr(parameter, PART_OF_A_MODEL, True)
-    if not whole:
-        _PARTS.append(weakref.ref(model))
-    if "__reduce_ex__" in vars(DTensor):
-        return
+    if not part_of_each:
+        _CUT_MODELS.append(weakref.ref(model))
+    if "__reduce_ex__" not in vars(DTensor):
+        _guard_dtensors()
+        _guard_norms()
+
+
+def _guard_dtensors() -> None:
     for name in ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__"):
-        setattr(DTensor, name, _refusing_parts(getattr(torch.Tensor, name)))
+        setattr(DTensor, name, _refuse_parts(getattr(torch.Tensor, name)))
     DTensor.__reduce_ex__ = _reduce_ex
     for name in _IN_PLACE:
-        setattr(DTensor, name, _in_our_words(getattr(torch.Tensor, name)))
+        setattr(DTensor, name, _explain_refusals(getattr(torch.Tensor, name)))
     dispatcher, aten = DTensor._op_dispatcher, torch.ops.aten
     for name in _REFUSALS & set(dir(dispatcher)):
-        setattr(dispatcher, name, _in_our_words(getattr(dispatcher, name)))
+        setattr(dispatcher, name, _explain_refusals(getattr(dispatcher, name)))
     drawn = [getattr(aten, name).default for name in ("uniform_", "normal_", "exponential_", "rand_like", "randn_like")]
     for operator in (*drawn, aten.bernoulli_.float, aten.randint_like.default, aten.randint_like.low_dtype):
         known = dispatcher._custom_op_handlers.get(operator)
-        dispatcher._custom_op_handlers[operator] = functools.partial(_draw_whole, known)
+        dispatcher._custom_op_handlers[operator] = functools.partial(_draw_full, known)
+
+
+def _guard_norms() -> None:
+    """Guards also what a script has imported before: torch's functions look this one up when they are called."""
     from torch.nn.utils import clip_grad
     from torch.optim import swa_utils
 
-    # What a script has imported before is guarded, too: torch's functions look this one up when they are called.
     group = clip_grad._group_tensors_by_device_and_dtype
 
     def guarded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if sys._getframe(1).f_code.co_name == "_get_total_norm":
-            models = [model for part in _PARTS if (model := part()) is not None]
+            models = [model for reference in _CUT_MODELS if (model := reference()) is not None]
             parts = {id(tensor) for model in models for p in model.parameters() for tensor in (p, p.grad)}
             if any(id(tensor) in parts for tensor in tensors[0]):
                 raise ValueError(
@@ -262,24 +268,24 @@ def guard_parts(model: nn.Module, whole: bool) -> None:
                     "ddl.clip_grad_norm_(model, max_norm), or pass max_norm to ddl.create_supervised_trainer"
                 )
             return group(tensors, *args, **kwargs)
-        return _each_kind_alone(group, tensors, *args, **kwargs)
+        return _group_each_kind(group, tensors, *args, **kwargs)
 
     clip_grad._group_tensors_by_device_and_dtype = guarded
-    swa_utils._group_tensors_by_device_and_dtype = functools.partial(_each_kind_alone, group)
+    swa_utils._group_tensors_by_device_and_dtype = functools.partial(_group_each_kind, group)
 
 
-def _each_kind_alone(group: Callable, tensors: Sequence[Sequence[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
-    """torch's groups for foreach operators, which take no list of DTensors and others."""
+def _group_each_kind(group: Callable, tensors: Sequence[Sequence[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+    """Groups DTensors and other tensors separately: torch's foreach operators take no list of both."""
     found: dict[Any, Any] = {}
-    for is_cut in (True, False):
-        chosen = [i for i, tensor in enumerate(tensors[0]) if isinstance(tensor, DTensor) is is_cut]
+    for is_dtensor in (True, False):
+        chosen = [i for i, tensor in enumerate(tensors[0]) if isinstance(tensor, DTensor) is is_dtensor]
         if chosen:
             groups = group([[of[i] for i in chosen] for of in tensors], *args, **kwargs)
-            found |= {(device, (dtype, is_cut)): lists for (device, dtype), lists in groups.items()}
+            found |= {(device, (dtype, is_dtensor)): lists for (device, dtype), lists in groups.items()}
     return found
 
 
-# Methods of the dispatcher of DTensors that refuse operators, private, torch 2.13; and what scripts write weights with.
+# Methods of DTensors' dispatcher that refuse operators (private, torch 2.13), and methods by which scripts set weights.
 _REFUSALS = {"_propagate_op_sharding_dispatch_slow_path", "unwrap_to_op_info"}
 _IN_PLACE = ("add_", "sub_", "mul_", "div_", "copy_", "lerp_", "fill_diagonal_", "masked_fill_", "index_fill_")
 _IN_PLACE += ("index_copy_", "scatter_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
@@ -293,33 +299,35 @@ class PartError(ValueError):
             f"torch cannot compute this with a weight or gradient that is cut over ranks, a DTensor "
             f"({str(error).splitlines()[0][:200].rstrip('.!')}): change weights before ddl.auto_model, or change the "
             "state of ddl.full_state_dict(model) and give it to ddl.load_full_state_dict on every rank; to compute "
-            "with a whole weight, take p.full_tensor() on every rank"
+            "with a full weight, take p.full_tensor() on every rank"
         )
 
     def __reduce__(self) -> Any:
         return ValueError, self.args
 
 
-def _in_our_words(method: Callable) -> Callable:
+def _explain_refusals(method: Callable) -> Callable:
+    """Raises a :class:`PartError` in place of torch's error, where a weight of ``ddl.auto_model`` is involved."""
+
     @functools.wraps(method)
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)
         except Exception as error:
-            if isinstance(error, PartError) or not any(_of_auto_model(leaf) for leaf in tree_leaves(args)):
+            if isinstance(error, PartError) or not any(_is_from_auto_model(leaf) for leaf in tree_leaves(args)):
                 raise
             raise PartError(error) from error
 
     return explained
 
 
-def _of_auto_model(value: Any) -> bool:
+def _is_from_auto_model(value: Any) -> bool:
     mesh = value if isinstance(value, DeviceMesh) else value.device_mesh if isinstance(value, DTensor) else None
     return mesh is not None and mesh in _MESHES
 
 
-def _draw_whole(known: Callable | None, operator: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Draws for all of a DTensor, of which each rank takes its part: the numbers of one process with the same seed."""
+def _draw_full(known: Callable | None, operator: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Draws a full tensor, of which each rank keeps its part: the numbers of one process with the same seed."""
     tensor = args[0]
     handlers = DTensor._op_dispatcher._custom_op_handlers
     if tensor.device_mesh not in _MESHES:
@@ -328,8 +336,8 @@ def _draw_whole(known: Callable | None, operator: Any, args: tuple, kwargs: Mapp
             return operator(*args, **kwargs) if known is None else known(operator, args, kwargs)
         finally:
             handlers[operator] = ours
-    whole = operator(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args[1:], **kwargs)
-    part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    full = operator(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args[1:], **kwargs)
+    part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
     return tensor.copy_(part) if operator._schema.is_mutable else part
 
 
@@ -351,7 +359,7 @@ def _reduce_ex(tensor: DTensor, protocol: Any) -> Any:
     return torch.Tensor.__reduce_ex__(tensor, protocol)
 
 
-def _refusing_parts(read: Callable) -> Callable:
+def _refuse_parts(read: Callable) -> Callable:
     @functools.wraps(read)
     def guarded(tensor: torch.Tensor) -> Any:
         if is_part(tensor):
@@ -364,19 +372,19 @@ def _refusing_parts(read: Callable) -> Callable:
     return guarded
 
 
-def take_empty_lists() -> None:
-    """Lets torch's optimizers take a list without parameters: a stage may have none of those that they are to step."""
+def allow_empty_parameter_lists() -> None:
+    """Lets torch's optimizers take an empty list: a stage may have none of the parameters that a script optimizes."""
     init = torch.optim.Optimizer.__init__
-    if hasattr(init, "_takes_empty_lists"):
+    if hasattr(init, "_allows_empty_lists"):
         return
 
     @functools.wraps(init)
-    def taking(optimizer: torch.optim.Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
+    def allowing(optimizer: torch.optim.Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
         given = params if isinstance(params, torch.Tensor) else list(params) or [{"params": []}]
         init(optimizer, given, *args, **kwargs)
 
-    taking._takes_empty_lists = True
-    torch.optim.Optimizer.__init__ = taking
+    allowing._allows_empty_lists = True
+    torch.optim.Optimizer.__init__ = allowing
 
 
 BELONGS_TO_A_MODEL = "_belongs_to_a_model"  # on a parameter of a model from ddl.auto_model, whose gradient is reduced
@@ -384,12 +392,12 @@ MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # from ddl.auto_model, o
 
 
 def newest_node() -> int:
-    """The number of the newest node of autograd's graph: those that are made from now on have at least this one."""
+    """A number of autograd's nodes: each node that is made from now on has at least this one."""
     return torch._C._autograd._get_sequence_nr()
 
 
-def unobserved() -> contextlib.AbstractContextManager:
-    """Inside, the caller's dispatch modes (which count bytes, memory or operations) see nothing."""
+def without_dispatch_modes() -> contextlib.AbstractContextManager:
+    """Inside, the caller's dispatch modes, which count bytes, memory or operations, are off."""
     return torch.utils._python_dispatch._disable_current_modes()
 
 
@@ -401,17 +409,17 @@ def unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 _COPIERS = ("copy", "torch.distributed.checkpoint._state_dict_stager")  # the latter for DCP's async_save
-_may_pickle = 0
+_pickling_allowed = 0  # how many `with pickle_shards()` are open
 
 
 def refuse_pickling() -> bool:
-    """Called by ``__reduce_ex__``, also for copies, which stay on this rank: whether this is for a copy."""
+    """Called by ``__reduce_ex__``: raises an error, or returns whether this is for a copy, which stays on this rank."""
     copying = sys._getframe(2).f_globals.get("__name__") in _COPIERS
-    if not _may_pickle and not copying:
+    if not _pickling_allowed and not copying:
         raise ValueError(
             "pickling (torch.save) would save this rank's part of a model that is cut over ranks, without the others': "
             "save ddl.full_state_dict(model), which every rank calls, or take ddl.Checkpoint for the model and its "
-            "optimizer; where each rank is to save its own part, do so in `with ddl.pickle_shards():`"
+            "optimizer; to save one file a rank, do so in `with ddl.pickle_shards():`"
         )
     return copying
 
@@ -442,15 +450,15 @@ def pickle_shards() -> Iterator[None]:
             with tempfile.TemporaryDirectory() as folder, ddl.Parallel(backend="gloo", nproc_per_node=2) as parallel:
                 parallel.run(saving, folder)
     """
-    global _may_pickle
-    _may_pickle += 1
+    global _pickling_allowed
+    _pickling_allowed += 1
     try:
         yield
     finally:
-        _may_pickle -= 1
+        _pickling_allowed -= 1
 
 
-def attach_metrics_over(over_data_parallel: Callable[[Metric], Metric]) -> None:
+def reduce_metrics_over_dp(over_data_parallel: Callable[[Metric], Metric]) -> None:
     """Makes metrics on Ignite's Engine reduce as on a MeshEngine: otherwise each tp peer would count the rows."""
     if hasattr(Engine.add_event_handler, "over_data_parallel"):
         return
@@ -478,14 +486,14 @@ def address_for_ignite(init_method: str, rank: int, world_size: int) -> str:
     return f"{init_method}{'&' if '?' in init_method else '?'}rank={rank}&world_size={world_size}"
 
 
-def tell_ignite_nproc(nproc: int) -> None:
-    """Tells idist the number of ranks here, for which it would make and destroy a process group (30 ms)."""
+def set_nproc_per_node(nproc: int) -> None:
+    """Sets idist's number of ranks a machine, to compute which it would make and destroy a process group (30 ms)."""
     if hasattr(_NativeDistModel, "_compute_nproc_per_node"):
         _NativeDistModel._compute_nproc_per_node = lambda model: nproc
 
 
-def serial_on_cpu() -> None:
-    """Makes a serial run compute on the CPU, as ranks do where there is no CUDA: idist would take a Mac's own GPU.
+def keep_serial_runs_on_cpu() -> None:
+    """Makes a serial run compute on the CPU, as ranks do where there is no CUDA: idist would take a Mac's GPU.
 
     That GPU has no float64, and its numbers are not those of the ranks.
     """
@@ -493,13 +501,13 @@ def serial_on_cpu() -> None:
 
 
 @contextlib.contextmanager
-def torchrun_not_slurm() -> Iterator[None]:
-    """Hides Slurm's job from idist where torchrun, itself started by srun, has said where each rank is.
+def hide_slurm_under_torchrun() -> Iterator[None]:
+    """Hides Slurm's job from idist where torchrun, itself started by srun, has set each rank's variables.
 
-    idist wants torchrun's ranks to be those of srun's tasks, but one task a machine starts all ranks of it.
+    idist takes srun's tasks for the ranks, but srun starts one task a machine, torchrun, which starts all ranks there.
     """
-    says_all = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    job = os.environ.pop("SLURM_JOB_ID", None) if says_all else None
+    under_torchrun = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    job = os.environ.pop("SLURM_JOB_ID", None) if under_torchrun else None
     try:
         yield
     finally:
@@ -507,7 +515,7 @@ def torchrun_not_slurm() -> Iterator[None]:
             os.environ["SLURM_JOB_ID"] = job
 
 
-def wait_as_the_world(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def use_world_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Gives a group the time-out of the world and returns it: torch gives every new group its default, 30 minutes."""
     for device in group._device_types:
         with contextlib.suppress(AttributeError, RuntimeError):  # a backend without time-outs
@@ -517,7 +525,7 @@ def wait_as_the_world(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def hide_gpus_if_too_few(nproc: int) -> None:
-    """Hides GPUs if there are fewer than ranks: idist assigns GPU r to rank r, also for gloo."""
+    """Hides all GPUs if there are fewer of them than ranks: idist assigns GPU r to rank r, also for gloo."""
     if torch.cuda.device_count() < nproc:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if hasattr(torch.cuda.device_count, "cache_clear"):
@@ -533,21 +541,21 @@ def repair_torchvision() -> None:
     work, box operators raise torchvision's own message when they are called. Where torchvision can be imported, nothing
     is declared.
     """
-    if not any(isinstance(finder, _FindTorchvision) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _FindTorchvision())
+    if not any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TorchvisionFinder())
 
 
-class _FindTorchvision(importlib.abc.MetaPathFinder):
+class _TorchvisionFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != "torchvision":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _LoadTorchvision(spec.loader.name, spec.loader.path)
+            spec.loader = _TorchvisionLoader(spec.loader.name, spec.loader.path)
         return spec
 
 
-class _LoadTorchvision(importlib.machinery.SourceFileLoader):
+class _TorchvisionLoader(importlib.machinery.SourceFileLoader):
     declared: list[Library] = []  # torch forgets a declaration when the Library that made it is collected
 
     def exec_module(self, module: Any) -> None:

@@ -42,15 +42,16 @@ __all__ = ["Pass", "ShardedDataLoader", "auto_dataloader", "part", "without_rows
 
 
 def _is_sampler(value: Any) -> bool:
-    no_row = isinstance(value, str | bytes | Mapping | type) or getattr(value, "ndim", 1) == 0
-    return hasattr(value, "__iter__") and not no_row
+    other = isinstance(value, str | bytes | Mapping | type) or getattr(value, "ndim", 1) == 0
+    return hasattr(value, "__iter__") and not other
 
 
 def _is_state(value: Any) -> bool:
     numbers = value.get("next", 0), value["epoch"], value["batches"], value["rows"]
     states = [value[name] for name in ("stream", "generator", "generator_now") if value.get(name) is not None]
-    plain = isinstance(value["seed"], int | None) and all(isinstance(one, int) and one >= 0 for one in numbers)
-    return plain and all(isinstance(one, torch.Tensor) and one.dtype == torch.uint8 for one in states)
+    counts = all(isinstance(number, int) and number >= 0 for number in numbers)
+    random = all(isinstance(state, torch.Tensor) and state.dtype == torch.uint8 for state in states)
+    return isinstance(value["seed"], int | None) and counts and random
 
 
 def _is_dataset(value: Any) -> bool:
@@ -73,7 +74,7 @@ FITS = {
 
 
 class _Rows(Protocol):
-    """A list, a tensor, and whatever else has rows."""
+    """A list, a tensor, or anything else that has rows."""
 
     def __getitem__(self, index: Any, /) -> Any: ...
     def __len__(self) -> int: ...
@@ -111,27 +112,27 @@ def auto_dataloader(dataset: Dataset[Any] | _Rows, **kwargs: Unpack[LoaderOption
     dropped: of the last global batch a rank may get fewer rows, or none. ``ddl.create_supervised_trainer`` weights
     losses and gradients by rows, so results do not change.
 
-    On a mesh with cp, cp peers get the same rows, and of each tensor with a dim 1 their part of the tokens that it
-    counts; see :func:`sequence_positions`.
+    On a mesh with cp, cp peers get the same rows; a tensor with a dim 1 is cut there, and each rank gets its part of
+    the tokens; see :func:`sequence_positions`.
 
     Shuffling is the same on every rank and differs by epoch without ``set_epoch``. An epoch ends when an iterator
     returns its last batch; if iteration stops before, the next iterator has the same order. So a single rank may look
     at the first batch, provided that an epoch has more than one. Random samplers and transforms should use torch's
-    random stream, so that tp and pp peers get the same rows. On a mesh with tp or pp, transforms draw from a
-    stream of the loader's own: other numbers than in one process, but with ``num_workers`` the same. An iterable
-    dataset, and a sampler or a ``generator`` with a random state of its own, change state with every iterator: create
+    random numbers, so that tp and pp peers get the same rows. On a mesh with tp or pp, transforms draw from a separate
+    random stream of the loader: other numbers than in one process, but the same ones with ``num_workers``. An iterable
+    dataset, and a sampler or a ``generator`` with a separate random state, change state with every iterator: create
     iterators of these on all ranks.
 
     Args:
         dataset: a map-style or an iterable dataset. An iterable one is read entirely on each rank, with the same
             random numbers on all.
         kwargs: those of ``torch.utils.data.DataLoader``. ``batch_size`` is the global one, ``num_workers`` is
-            divided among the ranks of a machine (not for an iterable dataset, where each worker makes batches of its
-            own), ``sampler`` and ``batch_sampler`` are those of one process and must be finite: an epoch's batches are
-            listed when it begins.
+            divided among the ranks of a machine (not for an iterable dataset, where each worker makes separate
+            batches), ``sampler`` and ``batch_sampler`` are those of one process and must be finite: an epoch's batches
+            are listed when it begins.
 
     Returns:
-        ShardedDataLoader: the loader; its ``rows`` are the numbers of rows of the current batch, here and in all.
+        ShardedDataLoader: the loader; its ``rows`` are the local and the global number of rows of the current batch.
 
     Raises:
         ValueError: if a sampler is given that already divides the data among ranks.
@@ -154,11 +155,11 @@ def auto_dataloader(dataset: Dataset[Any] | _Rows, **kwargs: Unpack[LoaderOption
     """
     mesh = get_mesh()
     loader = _make_loader(dataset, mesh, **kwargs)
-    streamed = isinstance(dataset, IterableDataset)  # read by each dp rank, with the same random numbers
-    if mesh.dp_size < mesh.world_size or (streamed and mesh.world_size > 1):
-        seed = _common_seed(mesh) + 1 + (0 if streamed else mesh.dp_rank)
+    iterable = isinstance(dataset, IterableDataset)  # read by each dp rank, with the same random numbers
+    if mesh.dp_size < mesh.world_size or (iterable and mesh.world_size > 1):
+        seed = _common_seed(mesh) + 1 + (0 if iterable else mesh.dp_rank)
         loader.stream = torch.Generator().manual_seed(seed)
-        loader.loops = _Reader(loader)
+        loader.loops = _Consumer(loader)
     return loader
 
 
@@ -185,7 +186,7 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
     kwargs.setdefault("pin_memory", idist.device().type == "cuda")
     drop_last = kwargs.pop("drop_last", False)
     if isinstance(dataset, IterableDataset):
-        parts = _StreamParts(dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", None) or default_collate)
+        parts = _LocalStream(dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", None) or default_collate)
         return ShardedDataLoader(parts, batch_size=None, **kwargs)
     batches = kwargs.pop("batch_sampler", None)
     if batches is None:
@@ -196,36 +197,36 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
             sampler = RandomSampler(dataset, generator=kwargs.get("generator"))
         batches = BatchSampler(sampler if sampler is not None else SequentialSampler(dataset), batch_size, drop_last)
     generator, workers = kwargs.get("generator"), kwargs.get("num_workers", 0)
-    batches = _Batches(batches, _common_seed(mesh), mesh.dp_rank, mesh.dp_size, generator, workers)
+    batches = _LocalBatches(batches, _common_seed(mesh), mesh.dp_rank, mesh.dp_size, generator, workers)
     return ShardedDataLoader(dataset, batch_sampler=batches, **kwargs)
 
 
 class ShardedDataLoader(DataLoader):
     """Loads this rank's part of every global batch. Made by :func:`auto_dataloader`.
 
-    Each ``iter(loader)`` is a :class:`Pass`. A ``ddl.MeshEngine`` counts the epochs of its own passes, which others do
-    not change; ``for`` loops and Ignite's plain engines count together.
+    Each ``iter(loader)`` is a :class:`Pass`. Each ``ddl.MeshEngine`` has its own count of epochs; ``for`` loops and
+    Ignite's plain engines share one.
 
     Attributes:
-        rows: ``(here, in all)``: number of rows of the last batch given, on this rank and on the whole dp axis.
+        rows: ``(local, global)``: number of rows of the last batch, on this rank and on all dp ranks.
         filler: if ``rows[0]`` is 0, a batch with one row of the global batch, which a rank without rows computes with
             weight 0 so that its peers do not wait; else None.
     """
 
     filler: Any = None
-    stream: torch.Generator | None = None  # the random stream of transforms with which each reader begins
+    stream: torch.Generator | None = None  # the random stream of transforms, of which each consumer gets a copy
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.first_epoch = 0  # of each reader
-        self.loops = _Reader(self)  # for loops and plain engines
-        self.readers: WeakKeyDictionary[Any, _Reader] = WeakKeyDictionary()  # by engine
-        self._workers_of: weakref.ref[Pass] | None = None  # the pass that has the persistent workers
-        self._rows, self._weighs = (0, 0), False  # whether somebody has asked for the numbers of rows
+        self.first_epoch = 0  # of each consumer
+        self.loops = _Consumer(self)  # for loops and plain engines
+        self.consumers: WeakKeyDictionary[Any, _Consumer] = WeakKeyDictionary()  # by engine
+        self._workers_pass: weakref.ref[Pass] | None = None  # the pass that has the persistent workers
+        self._rows, self._rows_are_used = (0, 0), False  # whether a script has read `rows`, perhaps to weight by them
 
     @property
     def rows(self) -> tuple[int, int]:
-        self._weighs = True
+        self._rows_are_used = True
         return self._rows
 
     def __iter__(self) -> Pass:
@@ -233,25 +234,25 @@ class ShardedDataLoader(DataLoader):
 
     def pass_of(self, engine: Any) -> Pass:
         """A new pass of an engine that counts its own epochs."""
-        return Pass(self, self._reader(engine))
+        return Pass(self, self._consumer(engine))
 
-    def _reader(self, engine: Any) -> _Reader:
-        return self.loops if engine is None else self.readers.setdefault(engine, _Reader(self))
+    def _consumer(self, engine: Any) -> _Consumer:
+        return self.loops if engine is None else self.consumers.setdefault(engine, _Consumer(self))
 
-    def torch_iterator(self, of: Pass) -> Iterator[Any]:
+    def torch_iterator(self, new: Pass) -> Iterator[Any]:
         """torch's iterator for a pass. Persistent workers serve one pass at a time; another one gets new workers."""
-        busy = self._workers_of and self._workers_of()
+        busy = self._workers_pass and self._workers_pass()
         if busy is not None and not busy.ended and busy.iterator is self._iterator:
             return self._get_iterator()
-        self._workers_of = weakref.ref(of)
+        self._workers_pass = weakref.ref(new)
         return super().__iter__()
 
     @takes(epoch=whole(0))
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next pass's shuffling, of loops and engines, which otherwise advances by itself."""
         self.first_epoch = epoch
-        for reader in (self.loops, *self.readers.values()):
-            reader.epoch = epoch
+        for consumer in (self.loops, *self.consumers.values()):
+            consumer.epoch = epoch
         if self.loops.resumed is not None and self.loops.resumed["epoch"] != epoch:
             self.loops.resumed = None
 
@@ -261,69 +262,69 @@ class ShardedDataLoader(DataLoader):
 
         Args:
             engine: the engine whose pass it is. Default: none; of the loops that have begun and not ended, the one that
-                has given most batches. A loop that was left by ``break`` has ended: save inside it.
+                has returned most batches. A loop that was left by ``break`` has ended: save inside it.
             new_pass: whether the next batch begins a new pass. Default: False.
 
         Returns:
-            dict: the epoch, the batches and rows of it that have been given, and what the order of the rows and the
-            random numbers of transforms depend on; None if the engine has not read this loader.
+            dict: the epoch, the batches and rows of it that have been returned, and the random states on which the
+            order of the rows and the transforms depend; None if the engine has not read this loader.
         """
         current = getattr(engine, "_dataloader_iter", None)
         if isinstance(current, Pass) and current.loader is self:
-            reader = current.reader
+            consumer = current.consumer
         else:
-            current, reader = None, self.loops if engine is None else self.readers.get(engine)
-        if reader is None:
+            current, consumer = None, self.loops if engine is None else self.consumers.get(engine)
+        if consumer is None:
             return None
         sampler, generator = self.batch_sampler, self.generator
         now = None if generator is None else generator.get_state()
         state = {"generator": now, "generator_now": now, "seed": getattr(sampler, "seed", None)}
-        return state | reader.state_dict(current, new_pass)
+        return state | consumer.state_dict(current, new_pass)
 
     @takes(state=a("of state_dict of a loader of ddl.auto_dataloader", _is_state), engine=ENGINE)
     def load_state_dict(self, state: Mapping[str, Any], engine: Any = None) -> None:
-        """Lets the next pass go on where the one of :meth:`state_dict` was. The mesh may be another one.
+        """Continues a pass at the position of :meth:`state_dict`, perhaps on another mesh: the next pass begins there.
 
-        The next pass raises a ValueError if batch size, dataset or sampler give another order of rows.
+        It raises a ValueError if batch size, dataset or sampler give another order of rows.
 
         Args:
             state: from :meth:`state_dict`.
-            engine: a ``ddl.MeshEngine``: its next pass goes on. Default: none, the next loop.
+            engine: the ``ddl.MeshEngine`` whose pass is continued. Default: none, the next loop.
         """
-        reader = self._reader(engine)
-        reader.passes, reader.resumed = [], dict(state) if state["batches"] else None
-        reader.epoch = state.get("next", state["epoch"])
-        if reader.stream is not None and state["stream"] is not None:
-            reader.stream.set_state(state["stream"])
-        if isinstance(self.batch_sampler, _Batches):
+        consumer = self._consumer(engine)
+        consumer.passes, consumer.resumed = [], dict(state) if state["batches"] else None
+        consumer.epoch = state.get("next", state["epoch"])
+        if consumer.stream is not None and state["stream"] is not None:
+            consumer.stream.set_state(state["stream"])
+        if isinstance(self.batch_sampler, _LocalBatches):
             self.batch_sampler.seed = state["seed"]
         generator = state.get("generator_now", state.get("generator"))
         if self.generator is not None and generator is not None:
             self.generator.set_state(generator)
 
     def reseed(self, engine: Any = None) -> None:
-        """Another random stream of transforms: on a dp rank that the saved run did not have."""
-        stream = self._reader(engine).stream
+        """Gives transforms another random stream, on a dp rank that the saved run did not have."""
+        stream = self._consumer(engine).stream
         if stream is not None:
             stream.manual_seed(stream.initial_seed() + get_mesh().dp_rank + 1)
 
 
-class _Reader:
-    """Who reads a loader pass by pass, an engine or the loops: the epoch and random stream of its next pass."""
+class _Consumer:
+    """The epoch and random stream of the next pass of one consumer of a loader: an engine, or all loops together."""
 
     def __init__(self, loader: ShardedDataLoader) -> None:
         self.epoch, self.stream = loader.first_epoch, loader.stream and loader.stream.clone_state()
         self.resumed: dict[str, Any] | None = None  # where the next pass begins, if not at the beginning
-        self.passes: list[weakref.ref[Pass]] = []  # begun, and perhaps ended or left
+        self.passes: list[weakref.ref[Pass]] = []  # that have begun, and perhaps ended or been left
 
     def state_dict(self, current: Pass | None, new_pass: bool) -> dict[str, Any]:
         state = {"epoch": self.epoch, "batches": 0, "rows": 0}
-        alive = [one for one in (ref() for ref in self.passes) if one is not None and one.reader is self]
-        begun = [one for one in (alive if current is None else [current]) if one.batches and not one.ended]
+        alive = [found for ref in self.passes if (found := ref()) is not None and found.consumer is self]
+        unfinished = [found for found in (alive if current is None else [current]) if found.batches and not found.ended]
         if self.resumed is not None:  # loaded, and nothing read since
             state = self.resumed
-        elif begun and not new_pass:
-            state = max(begun, key=lambda one: one.batches).position()
+        elif unfinished and not new_pass:
+            state = max(unfinished, key=lambda found: found.batches).position()
         stream = self.stream if state is self.resumed else state.get("stream", self.stream)
         return state | {"next": self.epoch, "stream": stream and stream.get_state()}
 
@@ -332,21 +333,22 @@ class Pass:
     """One pass over a loader: an iterator of this rank's part of each global batch, from its first ``next`` on.
 
     Attributes:
-        rows: ``(here, in all)`` of the batch that it gave last.
+        rows: ``(local, global)`` number of rows of its last batch.
         filler: as the loader's, of that batch.
         epoch: the epoch of its shuffling.
-        batches: number of batches that it has given, those before it was resumed included.
-        ended: whether it has given its last batch.
+        batches: number of batches that it has returned, those before it was resumed included.
+        ended: whether it has returned its last batch.
+        full_batch: over cp, of batches 1, 2, 4, 8, …: the batch before its tokens were divided among cp peers.
     """
 
-    def __init__(self, loader: ShardedDataLoader, reader: _Reader) -> None:
-        self.loader, self.reader, self.epoch = loader, reader, reader.epoch
+    def __init__(self, loader: ShardedDataLoader, consumer: _Consumer) -> None:
+        self.loader, self.consumer, self.epoch = loader, consumer, consumer.epoch
         self.rows, self.filler, self.batches, self.n_rows, self.ended = (0, 0), None, 0, 0, False
-        self.plan: _Plan | None = None  # not of an iterable dataset
-        self.whole: Any = None  # over cp, of batches 1, 2, 4, 8, ...: what the cp peers share
+        self.plan: _EpochPlan | None = None  # not of an iterable dataset
+        self.full_batch: Any = None
         self.stream: torch.Generator | None = None
         self._digest: int | None = None  # of an iterable dataset: a number for the samples of the last batch
-        self._begun: torch.Tensor | None = None  # and the random state in which it was begun
+        self._start_state: torch.Tensor | None = None  # of an iterable dataset: the random state at its beginning
         self.iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Pass:
@@ -357,82 +359,86 @@ class Pass:
             raise StopIteration
         if self.iterator is None:
             self._begin()
-        batch, here, in_all = self._read()
-        self.rows, self.filler = (here, in_all), None
-        if here == 0:
+        batch, n_local, n_global = self._read()
+        self.rows, self.filler = (n_local, n_global), None
+        if self.rows[0] == 0:
             self.filler, batch = batch, without_rows(batch)
         self.loader._rows, self.loader.filler = self.rows, self.filler
-        self.note()
-        if self.reader is self.loader.loops:
-            _note_loop(self.loader)
+        self.begin_step()
+        if self.consumer is self.loader.loops:
+            _watch_optimizer_steps(self.loader)
         return batch
 
-    def note(self) -> None:
-        """Notes that a step begins with this pass's batch."""
-        global _read_last
-        _read_last = weakref.ref(self)
+    def begin_step(self) -> None:
+        """Records that a step begins with this pass's batch."""
+        global _latest_pass
+        _latest_pass = weakref.ref(self)
 
     def rows_in(self, x: Any) -> tuple[int, int | None]:
-        """The numbers of rows of what a step is given: of this pass's batch; if the step has read another loader since,
-        ``x`` may be of that, so its rows are counted, and None says that the others' have to be.
+        """The local and the global number of rows of a step's input ``x``.
+
+        Those of this pass's batch; if the step has read another loader since, ``x`` may be of that: its rows are
+        counted, and the global number is None, since ranks have to sum it up.
         """
-        latest = _read_last and _read_last()
+        latest = _latest_pass and _latest_pass()
         if latest is self:
             return self.rows
-        here = n_rows(x)
-        if self.rows[0] == 0 and here == n_rows(self.filler):  # x may be the row that fills this pass's batch
+        n_local = n_rows(x)
+        if self.rows[0] == 0 and n_local == n_rows(self.filler):  # x may be the row that fills this pass's batch
             pairs = zip(tensors_of(x), tensors_of(self.filler), strict=False)
-            if latest is None or latest.rows[0] != here or all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs):
-                here = 0
-        return here, None
+            if latest is None or latest.rows[0] != n_local or all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs):
+                n_local = 0
+        return n_local, None
 
     def position(self) -> dict[str, Any]:
-        """Where it is, for the loader's ``state_dict``."""
+        """Its position, for the loader's ``state_dict``."""
         plan = self.plan
         return {
             "epoch": self.epoch,
             "batches": self.batches,
             "rows": self.n_rows,
             "digest": self._digest if plan is None else plan.digest,
-            "begun": self._begun,
+            "begun": self._start_state,
             "generator": plan and plan.generator,
             "stream": self.stream,
         }
 
     def close(self) -> None:
-        """Ends its workers; its position stays."""
+        """Ends its workers, and keeps its position."""
         self.iterator = iter(())
 
     def _begin(self) -> None:
-        loader, reader = self.loader, self.reader
-        first, reader.resumed = reader.resumed, None
-        self.epoch = reader.epoch if first is None else first["epoch"]
-        reader.passes = [ref for ref in reader.passes if ref() is not None] + [weakref.ref(self)]
+        loader, consumer = self.loader, self.consumer
+        first, consumer.resumed = consumer.resumed, None
+        self.epoch = consumer.epoch if first is None else first["epoch"]
+        consumer.passes = [ref for ref in consumer.passes if ref() is not None] + [weakref.ref(self)]
         if loader.batch_sampler is None:
             self._begin_stream(first)
             return
         if first is not None:
             self.batches, self.n_rows = first["batches"], first["rows"]
-        self.plan = loader.batch_sampler.plan = _Plan(loader.batch_sampler, self.epoch, first)
-        stream = self.stream = reader.stream and reader.stream.clone_state()
+        self.plan = loader.batch_sampler.plan = _EpochPlan(loader.batch_sampler, self.epoch, first)
+        stream = self.stream = consumer.stream and consumer.stream.clone_state()
         drawn = stream and stream.get_state()
-        # A new iterator draws a number; where a run is resumed, the interrupted one has drawn it before.
+        # torch's new iterator draws a random number; that of a resumed pass was drawn in the interrupted run.
         with torch.random.fork_rng(devices=[], enabled=first is not None), _shared_random_stream(stream):
             self.iterator = loader.torch_iterator(self)
         loader.batch_sampler.plan = None
-        if stream is not None and first is None and reader is not loader.loops and loader.generator is None:
-            torch.empty((), dtype=torch.int64).random_()  # as in one process; a loop may be one rank's alone
+        if stream is not None and first is None and consumer is not loader.loops and loader.generator is None:
+            torch.empty(
+                (), dtype=torch.int64
+            ).random_()  # as in one process; not in loops, which one rank may run alone
         if first is not None and stream is not None:
             stream.set_state(drawn)
 
     def _begin_stream(self, first: dict[str, Any] | None) -> None:
-        """An iterable dataset: a resumed pass reads it from its beginning, with the random numbers of then."""
-        self.stream = self.reader.stream
+        """Begins a pass over an iterable dataset; a resumed one reads it again, with the same random numbers."""
+        self.stream = self.consumer.stream
         source = self.stream or torch.default_generator
-        self._begun = before = source.get_state()
+        self._start_state = before = source.get_state()
         if first is not None:
-            self._begun = first["begun"]
-            source.set_state(self._begun)
+            self._start_state = first["begun"]
+            source.set_state(self._start_state)
         with _shared_random_stream(self.stream):
             self.iterator = self.loader.torch_iterator(self)
         if first is None:
@@ -442,76 +448,76 @@ class Pass:
                 self._read()
         if (self.n_rows, self._digest) != (first["rows"], first.get("digest", first.get("order"))):
             raise ValueError(
-                "dataset should give the samples of the interrupted run once more, but gives others: take the same "
-                "batch_size, and let it draw random numbers from torch"
+                "dataset should give the samples of the interrupted run again, but gives different ones: take the same "
+                "batch_size, and draw its random numbers from torch"
             )
         if self.stream is None:
             source.set_state(before)
 
     def _read(self) -> tuple[Any, int, int]:
-        """The next batch, and its numbers of rows here and in all."""
+        """The next batch, and its local and global number of rows."""
         with _shared_random_stream(self.stream):
             batch = next(self.iterator, self)
         if batch is self:
             self.ended = True
             raise StopIteration
         if self.plan is None:
-            batch, here, in_all, self._digest = batch
+            batch, n_local, n_global, self._digest = batch
             if self.batches == 0:
                 _check_same_samples(self._digest)
         else:
-            here, in_all = self.plan.rows_of(self.batches)
+            n_local, n_global = self.plan.rows_of(self.batches)
             self.ended = self.batches + 1 == len(self.plan.sizes)
-        self.batches, self.n_rows = self.batches + 1, self.n_rows + in_all
+        self.batches, self.n_rows = self.batches + 1, self.n_rows + n_global
         # Advanced with the last batch: one rank alone may begin an epoch, and Ignite does not exhaust iterators.
-        if self.ended and self.reader.epoch == self.epoch:
-            self.reader.epoch, self.reader.stream = self.epoch + 1, self.stream
-        self.whole = batch if self.batches & (self.batches - 1) == 0 and get_mesh().cp_size > 1 else None
-        return shard_batch(batch), here, in_all
+        if self.ended and self.consumer.epoch == self.epoch:
+            self.consumer.epoch, self.consumer.stream = self.epoch + 1, self.stream
+        self.full_batch = batch if self.batches & (self.batches - 1) == 0 and get_mesh().cp_size > 1 else None
+        return shard_batch(batch), n_local, n_global
 
 
-_read_last: weakref.ref[Pass] | None = None  # that has given a batch last
-_UNEVEN: list[weakref.ref] = []  # the loader that a loop or a plain engine has read last, if ranks had unlike rows
-_watches = False
+_latest_pass: weakref.ref[Pass] | None = None  # the one of the last batch
+_uneven_loader: weakref.ref[ShardedDataLoader] | None = None  # of the last batch of loops, if its rows are uneven
+_is_watching = False
 
 
-def _note_loop(loader: ShardedDataLoader) -> None:
-    """Warns, once, where an optimizer then steps with an average over ranks that is not the average over rows."""
-    global _watches
-    _UNEVEN[:] = [weakref.ref(loader)] if loader._rows[1] % get_mesh().dp_size else []
-    if _UNEVEN and not _watches:
-        _watches = True
+def _watch_optimizer_steps(loader: ShardedDataLoader) -> None:
+    """Warns, once, if an optimizer then steps with an average over ranks that is not the average over rows."""
+    global _is_watching, _uneven_loader
+    _uneven_loader = weakref.ref(loader) if loader._rows[1] % get_mesh().dp_size else None
+    if _uneven_loader is not None and not _is_watching:
+        _is_watching = True
         register_optimizer_step_pre_hook(_warn_of_uneven_rows)
 
 
 def _warn_of_uneven_rows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    loader = _UNEVEN[0]() if _UNEVEN else None
+    loader = _uneven_loader and _uneven_loader()
     stepped = (p for group in optimizer.param_groups for p in group["params"])
-    if loader is not None and not loader._weighs and any(hasattr(p, BELONGS_TO_A_MODEL) for p in stepped):
-        loader._weighs = True  # said once
-        here, in_all = loader._rows
+    if loader is not None and not loader._rows_are_used and any(hasattr(p, BELONGS_TO_A_MODEL) for p in stepped):
+        loader._rows_are_used = True  # warns once
+        n_local, n_global = loader._rows
         warnings.warn(
-            f"this rank has {here} of the batch's {in_all} rows, so the average of gradients over ranks is not that of "
-            "one process, which counts each row once: let ddl.create_supervised_trainer, or ddl.forward_backward in a "
-            "ddl.MeshEngine, compute them, take a batch_size and drop_last=True by which all ranks have the same "
-            "number of rows, or weight each rank's loss by loader.rows",
+            f"this rank has {n_local} of the batch's {n_global} rows, so the average of gradients over ranks is not "
+            "that of one process, which counts each row once: let ddl.create_supervised_trainer, or "
+            "ddl.forward_backward in a ddl.MeshEngine, compute them, take a batch_size and drop_last=True by which all "
+            "ranks have the same number of rows, or weight each rank's loss by loader.rows",
             stacklevel=2,
         )
 
 
 def without_rows(batch: Any) -> Any:
     """A batch, or the model's output for it, with all rows removed."""
-    return tree_map(_no_rows, batch, is_leaf=_is_strings)
+    return tree_map(_leaf_without_rows, batch, is_leaf=_is_strings)
 
 
 def _is_strings(leaf: Any) -> bool:
     """Whether this is a batch of strings, as made by the default collate function."""
-    return isinstance(leaf, list | tuple) and len(leaf) > 0 and all(isinstance(w, str | bytes) for w in leaf)
+    return isinstance(leaf, list | tuple) and len(leaf) > 0 and all(isinstance(item, str | bytes) for item in leaf)
 
 
-def _no_rows(leaf: Any) -> Any:
-    rows = isinstance(leaf, torch.Tensor) and leaf.ndim > 0  # a scalar of the whole batch is kept
-    return leaf[:0] if rows or _is_strings(leaf) else leaf
+def _leaf_without_rows(leaf: Any) -> Any:
+    has_rows = isinstance(leaf, torch.Tensor) and leaf.ndim > 0  # a scalar of the batch is kept
+    return leaf[:0] if has_rows or _is_strings(leaf) else leaf
 
 
 @contextlib.contextmanager
@@ -526,54 +532,54 @@ def _shared_random_stream(stream: torch.Generator | None) -> Iterator[None]:
         stream.set_state(torch.get_rng_state())
 
 
-class _Batches(Sampler[list[int]]):
-    """One process's batches, of which torch's loader gets this rank's parts by the plan of the pass that begins."""
+class _LocalBatches(Sampler[list[int]]):
+    """This rank's parts of one process's batches, by the plan of the pass that begins; a batch sampler for torch."""
 
     def __init__(
         self, batches: Any, seed: int, rank: int, size: int, generator: torch.Generator | None, workers: int
     ) -> None:
         self.batches, self.seed, self.rank, self.size = batches, seed, rank, size
         self.generator, self.workers = generator, workers
-        self.plan: _Plan | None = None
+        self.plan: _EpochPlan | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (self.plan or _Plan(self, 0)).batches()
+        return (self.plan or _EpochPlan(self, 0)).batches()
 
     def __len__(self) -> int:
         return len(self.batches)
 
 
-class _Plan:
-    """Which rows of an epoch this rank reads, drawn when the first of them are asked for.
+class _EpochPlan:
+    """Which rows of an epoch this rank reads; drawn when :meth:`batches` is first iterated over.
 
     Attributes:
         sizes: the number of rows of each global batch.
-        rows: this rank's rows of all batches, one after the other; of a batch without any, one that another rank has.
-        digest: a number for the order of the rows of all ranks.
+        rows: this rank's rows of all batches, one after the other; of a batch without any, one row of another rank.
+        digest: a number that depends on the order of the rows of all ranks.
         generator: the state of the user's generator from which that order was drawn.
     """
 
-    def __init__(self, sampler: _Batches, epoch: int, resumed: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, sampler: _LocalBatches, epoch: int, resumed: Mapping[str, Any] | None = None) -> None:
         self.sampler, self.epoch, self.resumed = sampler, epoch, resumed
         self.sizes, self.rows, self.digest = array("q"), array("q"), 0
         self.generator: torch.Tensor | None = None
 
     def rows_of(self, number: int) -> tuple[int, int]:
-        """A batch's numbers of rows here and in all."""
+        """A batch's local and global number of rows."""
         start, end = part(self.sizes[number], self.sampler.rank, self.sampler.size)
         return end - start, self.sizes[number]
 
     def batches(self) -> Iterator[list[int]]:
-        """This rank's rows of each batch that is left."""
+        """This rank's rows of each remaining batch."""
         self._draw()
-        sampler, at, done = self.sampler, 0, self.resumed["batches"] if self.resumed else 0
+        sampler, start, done = self.sampler, 0, self.resumed["batches"] if self.resumed else 0
         for number in range(len(self.sizes)):
-            here, in_all = self.rows_of(number)
-            end = at + max(here, min(in_all, 1))
+            n_local, n_global = self.rows_of(number)
+            end = start + max(n_local, min(n_global, 1))
             if number >= done:
-                rows = list(self.rows[at:end])
+                rows = list(self.rows[start:end])
                 yield _SeededRows(rows, sampler.seed, self.epoch, number, sampler.rank) if sampler.workers else rows
-            at = end
+            start = end
 
     def _draw(self) -> None:
         sampler, resumed, generator = self.sampler, self.resumed or {}, self.sampler.generator
@@ -589,8 +595,8 @@ class _Plan:
             generator.set_state(resumed["generator_now"])
         if self.digest != resumed.get("digest", self.digest):
             raise ValueError(
-                "loader should go on with the rows of the interrupted run, but batch_size, dataset or sampler give "
-                "another order: make them the same; a sampler with random numbers of its own should draw from torch's"
+                "loader should continue with the rows of the interrupted run, but batch_size, dataset or sampler give "
+                "another order: make them the same, and let a sampler draw its random numbers from torch"
             )
 
     def _add(self, batch: list[int]) -> None:
@@ -598,14 +604,14 @@ class _Plan:
         start, end = part(len(batch), self.sampler.rank, self.sampler.size)
         try:
             values = array("q", batch).tobytes()
-        except (TypeError, OverflowError):  # keys of another kind
+        except (TypeError, OverflowError):  # keys that are not integers
             values, self.rows = repr(batch).encode(), list(self.rows)
         self.digest = zlib.crc32(values, zlib.crc32(self.sizes[-1:].tobytes(), self.digest))
         self.rows.extend(batch[start:end] or batch[:1])
 
 
 class _SeededRows(list):
-    """The rows of a batch for a worker, which seeds its random numbers by them when it receives them.
+    """The rows of a batch, with seeds for the random numbers of the worker that receives them.
 
     So transforms draw the same for a batch, however many workers there are and wherever a run was resumed.
     """
@@ -615,10 +621,10 @@ class _SeededRows(list):
         self.seeds = seeds
 
     def __reduce__(self) -> tuple:
-        return _received, (list(self), self.seeds)
+        return _seed_worker, (list(self), self.seeds)
 
 
-def _received(rows: list[int], seeds: tuple[int, ...]) -> list[int]:
+def _seed_worker(rows: list[int], seeds: tuple[int, ...]) -> list[int]:
     if get_worker_info() is not None:
         seed = zlib.crc32(repr(seeds).encode())
         torch.manual_seed(seed)
@@ -628,8 +634,8 @@ def _received(rows: list[int], seeds: tuple[int, ...]) -> list[int]:
     return rows
 
 
-class _StreamParts(IterableDataset):
-    """This rank's part of each ``batch_size`` samples of a stream."""
+class _LocalStream(IterableDataset):
+    """This rank's part of each ``batch_size`` samples of an iterable dataset."""
 
     def __init__(self, dataset: IterableDataset, batch_size: int, drop_last: bool, mesh: Mesh, collate: Any) -> None:
         self.dataset, self.batch_size, self.drop_last, self.collate = dataset, batch_size, drop_last, collate
@@ -651,7 +657,7 @@ class _StreamParts(IterableDataset):
 
 
 def _fingerprint(samples: list[Any]) -> int:
-    """A number for the values of samples of any structure."""
+    """A number that depends on the values of samples of any structure."""
     found = 0
     for leaf in tree_leaves(samples):
         array = leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf
@@ -660,13 +666,13 @@ def _fingerprint(samples: list[Any]) -> int:
 
 
 def _check_same_samples(fingerprint: int) -> None:
-    """All ranks read an iterable dataset whole: one that gives each rank a part of its own would be divided twice."""
+    """Each rank reads a full iterable dataset: one that gives each rank another part would be divided twice."""
     if idist.get_world_size() > 1:
         found = idist.all_gather(fingerprint)
         if len(set(found)) > 1:
             raise ValueError(
                 "dataset should give every rank the same samples, which auto_dataloader divides among them, but this "
-                "iterable dataset gives others on other ranks: take out what splits it by rank, or draw random numbers "
+                "iterable dataset gives different ones: remove what splits it by rank, and draw its random numbers "
                 "from torch"
             )
 

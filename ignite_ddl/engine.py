@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
-from ignite_ddl.audit import TOKENS_ALONE, check_same_rows, check_tokens_are_alone
+from ignite_ddl.audit import TOKENS_CHECKED, check_same_rows, check_tokens_are_independent
 from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
@@ -48,7 +48,7 @@ __all__ = [
     "create_supervised_evaluator",
     "create_supervised_trainer",
     "forward_backward",
-    "in_a_step",
+    "mid_step_error",
 ]
 
 
@@ -94,12 +94,12 @@ class MeshEngine(Engine):
         engine.rows = None
         if isinstance(batches, Pass):
             engine.rows = batches.rows
-            batches.note()
+            batches.begin_step()
         if get_mesh().cp_size > 1:
             if engine.rows is None:
                 raise ValueError(NOT_SHARED)
-            if batches.whole is not None:
-                check_same_rows(get_mesh(), batches.whole, axes=("cp",))
+            if batches.full_batch is not None:
+                check_same_rows(get_mesh(), batches.full_batch, axes=("cp",))
         engine.weighted = []
         engine.updates, engine.updated = engine.updates + engine.updated, False
         if get_mesh().world_size == 1:
@@ -166,7 +166,7 @@ class MeshEngine(Engine):
             ValueError: in the middle of a step.
         """
         if self._in_step:
-            raise in_a_step(self.state.iteration)
+            raise mid_step_error(self.state.iteration)
         done, left = self.state.iteration - self._epoch_began, self.should_terminate_single_epoch
         begun, ended = self._in_epoch and left != "skip_epoch_completed", bool(left) or done == self.state.epoch_length
         return {"epoch": self.state.epoch, "iterations": done, "begun": begun, "ended": ended}
@@ -181,7 +181,7 @@ class MeshEngine(Engine):
         # Handlers of ProgressBar.attach; the user's own handlers of the bar run on every rank.
         draws = isinstance(handler, BaseOutputHandler) and any(isinstance(arg, ProgressBar) for arg in args)
         if draws and idist.get_rank() > 0:
-            handler = _show_nothing
+            handler = _do_nothing
         added = super().add_event_handler(event_name, handler, *args, **kwargs)
         for handlers in self._event_handlers.values():  # a checkpoint holds what all others have done
             handlers.sort(key=_runs_last)
@@ -234,7 +234,7 @@ def _has_closure(args: tuple, kwargs: dict) -> bool:
     return kwargs.get("closure") is not None or any(callable(given) for given in args[1:])  # args[0]: the optimizer
 
 
-def in_a_step(iteration: int) -> ValueError:
+def mid_step_error(iteration: int) -> ValueError:
     """The error of a save in the middle of a step."""
     return ValueError(
         f"the step of iteration {iteration} has begun and is not complete: save in a handler of "
@@ -248,7 +248,7 @@ def _runs_last(handler: tuple) -> int:
     return getattr(filtered() if filtered is not None else function, "runs_last", 0)
 
 
-def _show_nothing(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     """In place of a progress bar."""
 
 
@@ -365,7 +365,7 @@ def create_supervised_trainer(
     step, autocast = TrainingStep(model, model_transform, checks, model_fn), autocast_for(amp_mode, device)
     divisor_of(loss_fn, loss_divisor)  # refuses what is none
     if not checks:
-        setattr(model, TOKENS_ALONE, True)
+        setattr(model, TOKENS_CHECKED, True)
     grad_scaler = make_scaler(scaler, amp_mode, device)
     scaled = None if grad_scaler is None else ScaledOptimizer(optimizer)
 
@@ -543,7 +543,7 @@ def create_supervised_evaluator(
             if engine.rows is None and engine.state.iteration == 1:  # not a loader of ours
                 check_same_rows(get_mesh(), x, y)
             with autocast:
-                check_tokens_are_alone(model, stages, x, again=False)
+                check_tokens_are_independent(model, stages, x, repeat=False)
                 y_pred = stages.forward_only(x)
                 if y_pred is not None:
                     y_pred = model_transform(y_pred)

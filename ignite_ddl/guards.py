@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, guard_parts, refuse_pickling
+from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, guard_cut_model, refuse_pickling
 from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = [
@@ -153,7 +153,7 @@ def copy_parameter_attributes(before: Mapping[str, nn.Parameter], model: nn.Modu
     after = dict(model.named_parameters(remove_duplicate=False))
     mesh = get_mesh()
     if mesh.world_size > 1:
-        guard_parts(model, whole=mesh.tp_size * mesh.pp_size == 1)
+        guard_cut_model(model, part_of_each=mesh.tp_size * mesh.pp_size == 1)
     still = {id(parameter) for parameter in after.values()}
     replaced = {name: old for name, old in before.items() if id(old) not in still}
     for name, old in replaced.items():

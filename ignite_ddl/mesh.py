@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ignite_ddl.arguments import COUNT, Fits, check, one_of, takes, whole
-from ignite_ddl.compat import flattened, quiet_warnings, wait_as_the_world
+from ignite_ddl.compat import flattened, quiet_warnings, use_world_timeout
 
 __all__ = ["Mesh", "check_experts", "check_mesh", "get_mesh", "initialize_mesh", "sizes_without_world"]
 
@@ -310,7 +310,7 @@ def initialize_mesh(
         grid = (sizes["pp"], sizes["dp"] * tokens // ep, ep, sizes["tp"])
         of_experts = init_device_mesh(device_mesh.device_type, grid, mesh_dim_names=("pp", "edp", "ep", "tp"))
         meshes |= {"edp": of_experts["edp"], "ep": of_experts["ep"]}
-    groups = {axis: wait_as_the_world(mesh.get_group()) for axis, mesh in meshes.items()}
+    groups = {axis: use_world_timeout(mesh.get_group()) for axis, mesh in meshes.items()}
     _mesh = Mesh(sizes, dist.get_rank(), device_mesh, groups, shard, ep, of_experts)
     _made_for = dist.group.WORLD
     return _mesh

@@ -21,7 +21,7 @@ from ignite.exceptions import NotComputableError
 from ignite.metrics import HSIC, GpuInfo, Loss, MaximumMeanDiscrepancy, Metric, RunningAverage
 from torch.utils._pytree import tree_leaves
 
-from ignite_ddl.compat import wait_as_the_world
+from ignite_ddl.compat import use_world_timeout
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.loss_contract import LossContract, divisor_of
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -93,7 +93,7 @@ def _group_of(ranks: list[int]) -> dist.ProcessGroup:
         _groups_of = dist.group.WORLD
     key = tuple(ranks)
     if key not in _groups:
-        _groups[key] = wait_as_the_world(dist.new_group(ranks, use_local_synchronization=True))
+        _groups[key] = use_world_timeout(dist.new_group(ranks, use_local_synchronization=True))
     return _groups[key]
 
 

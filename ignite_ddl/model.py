@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import AMOUNTS, COUNT, FLAG, MODULE, OPTIMIZER, WORLD, a, each, one_of, takes
-from ignite_ddl.audit import TOKENS_ALONE, remember
+from ignite_ddl.audit import TOKENS_CHECKED, take_fingerprint
 from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
-from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, attach_metrics_over
+from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, reduce_metrics_over_dp
 from ignite_ddl.data_parallel import LOCAL_ROUNDS, LocalRound, apply_data_parallel, fully_shard
 from ignite_ddl.experts.routing import routers_of
 from ignite_ddl.experts.style import Experts, apply_experts, check_experts_of, check_shards
@@ -428,15 +428,15 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
             if layout.checks and layout.mesh.tp_size > 1:
                 check_regions_once(stage)
         if layout.mesh.tp_size * layout.mesh.pp_size > 1:
-            attach_metrics_over(over_data_parallel)
+            reduce_metrics_over_dp(over_data_parallel)
         refuse_ignites_checkpoint(model)
         refuse_full_states(model)
     for parameter in model.parameters():
         setattr(parameter, BELONGS_TO_A_MODEL, True)
     MODELS.add(model)
     if not layout.checks:
-        setattr(model, TOKENS_ALONE, True)
-    remember(model, layout.shard or layout.local)  # later changes would not reach what reduces its gradients
+        setattr(model, TOKENS_CHECKED, True)
+    take_fingerprint(model, layout.shard or layout.local)  # later changes would not reach what reduces its gradients
     return model
 
 

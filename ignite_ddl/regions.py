@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ignite_ddl.compat import unobserved
+from ignite_ddl.compat import without_dispatch_modes
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import map_leaves, some_rows, tensors_of
@@ -40,7 +40,7 @@ def check_regions_once(stage: nn.Module, trains: bool = False) -> None:
 
     def check(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         skip_region_check(module)
-        with unobserved():
+        with without_dispatch_modes():
             _check(module, args, kwargs, trains)
 
     if hasattr(stage, "_orig_mod"):  # of torch.compile, whose graph would be made anew for the check

@@ -22,7 +22,7 @@ from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.tensor.layers import ROW_ORDER
 
 __all__ = [
-    "AS_MADE",
+    "INITIAL_VALUES",
     "Shard",
     "full_state_dict",
     "is_extra_state",
@@ -34,7 +34,7 @@ __all__ = [
     "full_tensors",
 ]
 
-AS_MADE = "_as_made"  # on a pipeline: digests of its weights, until some are loaded; see audit.py
+INITIAL_VALUES = "_initial_values"  # on a pipeline: digests of its weights, until some are loaded; see audit.py
 WAIT_SECONDS = 60  # until every rank has called
 
 
@@ -158,7 +158,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     for name, in_state in names.items():
         if shapes[name] != (given := shape_of(in_state)):
             raise ValueError(f"state[{name!r}] should have shape {shapes[name]}, but has {given}")
-    vars(model).pop(AS_MADE, None)
+    vars(model).pop(INITIAL_VALUES, None)
     with torch.no_grad():
         for name, target in targets.items():
             _assign(target, state[names[name]])  # a function, so that one full tensor is alive at a time

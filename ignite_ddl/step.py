@@ -227,7 +227,13 @@ class TrainingStep:
         counted = float(not is_sum) if local_divisor is None else local_divisor
         if self.mesh.world_size == 1:
             return loss, counted, None
-        parts = [0.0, 0.0, 0.0, *([0.0] * N_SHAPES), *(self.audit.told(self.updates) if self.audit is not None else ())]
+        parts = [
+            0.0,
+            0.0,
+            0.0,
+            *([0.0] * N_SHAPES),
+            *(self.audit.numbers_to_sum(self.updates) if self.audit is not None else ()),
+        ]
         empty = rows is not None and rows[0] == 0
         if loss is not None:
             parts[1] = counted

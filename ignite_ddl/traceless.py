@@ -19,8 +19,8 @@ from ignite_ddl.tensor.random import random_stream
 __all__ = [
     "ROWS_DEPEND",
     "evaluating",
-    "numbers_kept",
-    "numbers_matter",
+    "stored_values",
+    "outputs_depend_on",
     "rows_depend_on_each_other",
     "rows_may_depend",
     "state_that_grows",
@@ -116,7 +116,7 @@ def state_that_grows(stages: Iterable[nn.Module], found: list[str]) -> Iterator[
     found += [f"{name}.{attribute}".removeprefix(".") for name, attribute in changed if attribute is not None]
 
 
-def numbers_kept(stages: Iterable[nn.Module], n: int) -> dict[str, Any]:
+def stored_values(stages: Iterable[nn.Module], n: int) -> dict[str, Any]:
     """What modules keep in plain attributes and forward passes may read: numbers, and tensors without n rows."""
     found = {}
     for name, module in _modules(stages).items():
@@ -128,7 +128,7 @@ def numbers_kept(stages: Iterable[nn.Module], n: int) -> dict[str, Any]:
     return found
 
 
-def numbers_matter(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], numbers: dict[str, Any]) -> bool:
+def outputs_depend_on(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], numbers: dict[str, Any]) -> bool:
     """Whether outputs change if modules keep these numbers instead; two passes on every rank."""
 
     def outputs(given: dict[str, Any]) -> list[torch.Tensor]:

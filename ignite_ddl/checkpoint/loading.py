@@ -21,7 +21,7 @@ from ignite_ddl.checkpoint.snapshot import groups_by_name, per_rank_name
 from ignite_ddl.checkpoint.storage import Folder, agree, attempt
 from ignite_ddl.checkpoint.values import decoded
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.state import AS_MADE, Shard, local_state, set_extra_state, shard_of
+from ignite_ddl.state import INITIAL_VALUES, Shard, local_state, set_extra_state, shard_of
 from ignite_ddl.tensor.random import draw_seed, set_random_states
 
 __all__ = ["load"]
@@ -278,7 +278,7 @@ def apply(found: Plan) -> None:
     _, error = attempt(found.folder.read, found.checked)
     agree(error)
     for key, model in found.kinds.models.items():
-        vars(model).pop(AS_MADE, None)
+        vars(model).pop(INITIAL_VALUES, None)
         extra = found.folder.content["models"][key]["extra"]
         for name in local_state(model)[2]:
             if name in extra:

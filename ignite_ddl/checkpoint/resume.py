@@ -13,7 +13,7 @@ from ignite.engine import Engine, Events
 from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.values import encoded
 from ignite_ddl.data import Pass, ShardedDataLoader
-from ignite_ddl.engine import MeshEngine, in_a_step
+from ignite_ddl.engine import MeshEngine, mid_step_error
 
 __all__ = ["Resume", "capture_runs", "load_engine", "load_loader", "resumed_engine"]
 
@@ -55,7 +55,7 @@ def _progress(engine: Engine) -> dict[str, Any]:
         return engine.progress()
     state, last = engine.state, engine.last_event_name
     if last in (Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.EXCEPTION_RAISED):
-        raise in_a_step(state.iteration)
+        raise mid_step_error(state.iteration)
     done = state.iteration % (state.epoch_length or state.iteration + 1)
     if done and engine._dataloader_iter is None and isinstance(state.dataloader, ShardedDataLoader):
         raise ValueError(
@@ -180,7 +180,7 @@ class Resume:
             return True
         engine.resume = None  # the user has set max_epochs to None: a new run
         if isinstance(engine.state.dataloader, ShardedDataLoader):
-            engine.state.dataloader.readers.pop(engine, None)
+            engine.state.dataloader.consumers.pop(engine, None)
         return False
 
     def _reapply(self, engine: Engine) -> None:

@@ -1,6 +1,6 @@
 """What only the chapters use: data, small models, figures and the checks of the exercises."""
 
-from ignite_ddl.compat import serial_on_cpu
+from ignite_ddl.compat import keep_serial_runs_on_cpu
 from ignite_ddl.course.bucket_steps import watch_buckets
 from ignite_ddl.course.clock import median_seconds, other_programs, time_steps
 from ignite_ddl.course.copies import steps_to_target, train_copies
@@ -78,4 +78,4 @@ __all__ = [
     "watch_step",
 ]
 
-serial_on_cpu()  # every chapter compares ranks with one process
+keep_serial_runs_on_cpu()  # every chapter compares ranks with one process

@@ -33,7 +33,7 @@ import ignite.distributed as idist
 import torch
 
 from ignite_ddl.arguments import FUNCTION, PROCESSES, SECONDS, TEXT, WORLD, Fits, a, check, one_of, shown, takes, whole
-from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, torchrun_not_slurm
+from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, hide_slurm_under_torchrun
 from ignite_ddl.launch.companions import check_companions
 from ignite_ddl.launch.job import MARK, Job
 from ignite_ddl.launch.meeting import RESOLVE_SECONDS, Meeting, check_address, check_file, file_of
@@ -313,7 +313,7 @@ class Parallel:
                 hide_gpus_if_too_few(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             limit = {} if self.group_timeout is None else {"timeout": timedelta(seconds=self.group_timeout)}
             end_with_torchrun()
-            with torchrun_not_slurm():
+            with hide_slurm_under_torchrun():
                 idist.initialize(self.backend, init_method=self._address(), **limit)
             self._joined = True
             if self.mesh_sizes:
@@ -335,7 +335,7 @@ class Parallel:
     def __exit__(self, *exc_info: Any) -> None:
         if self._joined:
             self._joined = False
-            with torchrun_not_slurm():
+            with hide_slurm_under_torchrun():
                 idist.finalize()
 
     def run(self, func: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:

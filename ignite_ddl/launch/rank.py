@@ -27,7 +27,7 @@ import cloudpickle
 import ignite.distributed as idist
 import torch
 
-from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, repair_torchvision, tell_ignite_nproc
+from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, repair_torchvision, set_nproc_per_node
 from ignite_ddl.launch.companions import kind
 from ignite_ddl.launch.job import MARK, STACK_SIGNAL, Job, kill_orphans
 from ignite_ddl.launch.meeting import Meeting
@@ -125,7 +125,7 @@ def rank_main(
         limit = {"timeout": timedelta(seconds=longest)} if longest else {}
         if not job.init_method.startswith("env") or job.world_size > job.nproc:
             limit |= {"rank": rank, "world_size": job.world_size}
-        tell_ignite_nproc(job.nproc)
+        set_nproc_per_node(job.nproc)
         init_method = address_for_ignite(job.init_method, rank, job.world_size)
         meeting = None
         if job.world_size > job.nproc:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ignite_ddl.compat import take_empty_lists
+from ignite_ddl.compat import allow_empty_parameter_lists
 from ignite_ddl.guards import LocalStateDict, full_state_error, refuse_pickling
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, add_submodule, named_layers, sequential
@@ -49,7 +49,7 @@ class Pipeline(nn.Module):
 
     def __init__(self, model: nn.Module, cut: Cut, mesh: Mesh, shard: bool = False, checks: bool = True) -> None:
         super().__init__()
-        take_empty_lists()
+        allow_empty_parameter_lists()
         # Private names, since layers are registered under names of the user's.
         self._cut, self._mesh = cut, mesh
         layers = dict(named_layers(model))

@@ -119,7 +119,7 @@ NO_MODEL = "optimizer holds a weight of shape .* of no model from ddl.auto_model
         (slightly_hooked, "'0.weight' has a hook", {}),
         (hooked_in_place, "'0.weight' has a hook", {}),
         (accumulating, "'0.weight' has a hook", {}),
-        (frozen, "'0.weight' was trained when ddl.auto_model wrapped the model in DDP", {}),
+        (frozen, "'0.weight' was unfrozen when ddl.auto_model wrapped the model in DDP", {}),
         (seeded, "'0.weight' should be the same on all dp ranks", {}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -138,9 +138,9 @@ def late(local_rank, **options):
 
 
 def test_changes_between_steps_are_refused():
-    refused(late, "something added or replaced '2.weight' after ddl.auto_model", dp=2)
-    refused(partial(late, tensor_plan=PLAN), "something added or replaced '2.weight'", dp=2, tp=2)
-    refused(partial(late, shard=True), "something added or replaced '2.weight'", dp=2)
+    refused(late, "'2.weight' was added or replaced after ddl.auto_model", dp=2)
+    refused(partial(late, tensor_plan=PLAN), "'2.weight' was added or replaced", dp=2, tp=2)
+    refused(partial(late, shard=True), "'2.weight' was added or replaced", dp=2)
 
 
 def activation(model):

@@ -884,14 +884,14 @@ def test_a_loader_of_other_rows_is_refused():
         ddl.auto_dataloader(torch.arange(11), batch_size=3),
     ):
         other.load_state_dict(state)
-        with pytest.raises(ValueError, match="should go on with the rows of the interrupted run"):
+        with pytest.raises(ValueError, match="should continue with the rows of the interrupted run"):
             next(iter(other))
     stream = ddl.auto_dataloader(Words(seeded=False), batch_size=3)
     begun = iter(stream)
     next(begun)
     other = ddl.auto_dataloader(Words(seeded=False), batch_size=3)
     other.load_state_dict(stream.state_dict())
-    with pytest.raises(ValueError, match="should give the samples of the interrupted run once more"):
+    with pytest.raises(ValueError, match="should give the samples of the interrupted run again"):
         next(iter(other))
 
 

@@ -596,7 +596,7 @@ def branching(make=Branch, inner=8, **options):
         (partial(early, through="auto_optim"), {"tp": 2}, EARLY),
         (partial(early, through="trainer"), {"tp": 2}, EARLY),
         (clipped, {"pp": 2}, r"computes the norm of this rank's part .* call ddl.clip_grad_norm_"),
-        (thawed, {"dp": 2}, "'0.weight' was not trained when ddl.auto_model wrapped the model in DDP"),
+        (thawed, {"dp": 2}, "'0.weight' was frozen when ddl.auto_model wrapped the model in DDP"),
         (hooked, {"tp": 2}, "'0.bias' has a hook, which would get this rank's gradient"),
         (partial(penalised, shard=True), {"dp": 2}, TWICE),
         (partial(penalised, tensor_plan=PLAN), {"tp": 2}, TWICE),
