@@ -425,9 +425,7 @@ class Pass:
             self.iterator = loader.torch_iterator(self)
         loader.batch_sampler.plan = None
         if stream is not None and first is None and consumer is not loader.loops and loader.generator is None:
-            torch.empty(
-                (), dtype=torch.int64
-            ).random_()  # as in one process; not in loops, which one rank may run alone
+            torch.empty((), dtype=torch.int64).random_()  # as in one process; a rank may run a loop alone
         if first is not None and stream is not None:
             stream.set_state(drawn)
 

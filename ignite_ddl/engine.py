@@ -1,7 +1,7 @@
 """Ignite's supervised trainer and evaluator, with the same state on every rank of a mesh.
 
 Losses are means over the rows of the global batch, gradients are clipped by their global norm, and metrics reduce over
-the ranks that saw different rows. So handlers that depend on these values decide the same on every rank.
+the ranks that had different rows. So handlers that depend on these values decide the same on every rank.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ __all__ = [
 
 
 def _is_data(value: Any) -> bool:
-    kind, rows = type(value), getattr(value, "ndim", 1) and not isinstance(value, type)
-    return bool(rows) and (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__"))
+    kind, has_rows = type(value), getattr(value, "ndim", 1) != 0 and not isinstance(value, type)
+    return has_rows and (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__"))
 
 
 _DATA = a("batches: a loader, or what can be iterated over", _is_data)
 
 
 class MeshEngine(Engine):
-    """An Ignite ``Engine`` for a mesh: metrics that are attached reduce over the data-parallel group.
+    """An Ignite ``Engine`` for a mesh: metrics that are attached to it reduce over the data-parallel group.
 
     Use it in place of ``ignite.engine.Engine`` with an update function of your own that calls
     :func:`forward_backward`. With the loader of ``ddl.auto_dataloader``, a rank without rows gets one row of another
@@ -72,7 +72,7 @@ class MeshEngine(Engine):
         process_function: as in Ignite: takes the engine and a batch, returns the output.
 
     Attributes:
-        rows: ``(here, in all)``, the numbers of rows of the current batch on this dp rank and on all dp ranks; None if
+        rows: ``(local, global)``, the numbers of rows of the current batch on this dp rank and on all dp ranks; None if
             the loader is not that of ``ddl.auto_dataloader``.
     """
 
@@ -83,10 +83,11 @@ class MeshEngine(Engine):
         self.rows: tuple[int, int] | None = None
         self.steps: dict[int, TrainingStep] = {}  # by id of the model
         self.weighted: list[nn.Module] = []  # models whose gradients of this batch are weighted by rows
-        self.updates, self.updated = 0, False  # batches after which a model was stepped; whether this is one
-        self.resume: Any = None  # what was loaded, until the run goes on from there
+        self.updates, self.updated = 0, False  # earlier batches after which a model was stepped; whether this is one
+        self.resume: Any = None  # what was loaded, until the run continues from there
         self._pass: Pass | None = None  # over the loader; also after the run, so that its position can be saved
-        self._in_step, self._in_epoch, self._epoch_began = False, False, 0  # after which iteration
+        self._in_step, self._in_epoch = False, False
+        self._epoch_began = 0  # after this iteration
 
     @staticmethod
     def _process(process_function: Callable, engine: MeshEngine, batch: Any) -> Any:
@@ -117,7 +118,7 @@ class MeshEngine(Engine):
         max_iters: int | None = None,
         epoch_length: int | None = None,
     ) -> State:
-        """As in Ignite. A run that was loaded and is complete ends at once, where Ignite would begin it anew."""
+        """As in Ignite; but a run that was loaded and is complete ends at once, where Ignite would begin it anew."""
         try:
             return super().run(data, max_epochs, max_iters, epoch_length)
         except BaseException:
@@ -160,7 +161,7 @@ class MeshEngine(Engine):
         super()._fire_event(event_name, *args, **kwargs)
 
     def progress(self) -> dict[str, Any]:
-        """Where it is: the epoch, the iterations of it that are done, whether it has begun and ended.
+        """The position in the run: the epoch, how many of its iterations are done, whether it has begun and ended.
 
         Raises:
             ValueError: in the middle of a step.
@@ -178,12 +179,12 @@ class MeshEngine(Engine):
             over_data_parallel(owner)
         if isinstance(owner, FastaiLRFinder) and handler == owner._log_lr_and_loss:
             handler = on_this_rank(owner, handler)
-        # Handlers of ProgressBar.attach; the user's own handlers of the bar run on every rank.
-        draws = isinstance(handler, BaseOutputHandler) and any(isinstance(arg, ProgressBar) for arg in args)
-        if draws and idist.get_rank() > 0:
+        # Handlers of ProgressBar.attach; a user's handlers of the bar run on every rank.
+        shows = isinstance(handler, BaseOutputHandler) and any(isinstance(arg, ProgressBar) for arg in args)
+        if shows and idist.get_rank() > 0:
             handler = _do_nothing
         added = super().add_event_handler(event_name, handler, *args, **kwargs)
-        for handlers in self._event_handlers.values():  # a checkpoint holds what all others have done
+        for handlers in self._event_handlers.values():  # checkpoints last: they hold what all others have done
             handlers.sort(key=_runs_last)
         return added
 
@@ -191,34 +192,14 @@ class MeshEngine(Engine):
 @contextlib.contextmanager
 def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
     """Refuses an optimizer step with gradients that were not reduced, or not weighted where ranks have unlike rows."""
-    uneven = engine.rows is not None and engine.rows[1] % get_mesh().dp_size != 0
-
-    def check(optimizer: torch.optim.Optimizer) -> None:
-        waiting = [step for step in engine.steps.values() if step.open]
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]} if waiting else set()
-        if any(id(parameter) in held for step in waiting for parameter in step.model.parameters()):
-            raise ValueError(
-                "the optimizer steps, but the last ddl.forward_backward of its model had last=False, so that gradients "
-                "are not reduced over ranks: pass last=True before a step"
-            )
-        if not uneven:
-            return
-        weighted = {id(parameter) for model in engine.weighted for parameter in model.parameters()}
-        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if any(id(parameter) not in weighted for parameter in stepped):
-            here, in_all = engine.rows
-            raise ValueError(
-                f"this rank has {here} of the batch's {in_all} rows, so an average over ranks is not the average over "
-                "rows: call ddl.forward_backward, which weights by rows, instead of backward() in the update function"
-            )
 
     def before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if not _has_closure(args, kwargs):
-            check(optimizer)
+            _check_gradients(engine, optimizer)
 
     def after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if _has_closure(args, kwargs):  # which has computed the gradients
-            check(optimizer)
+            _check_gradients(engine, optimizer)
         stepped = (p for group in optimizer.param_groups for p in group["params"])
         engine.updated = engine.updated or any(hasattr(p, BELONGS_TO_A_MODEL) for p in stepped)
 
@@ -228,6 +209,25 @@ def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _check_gradients(engine: MeshEngine, optimizer: torch.optim.Optimizer) -> None:
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    waiting = {id(p) for step in engine.steps.values() if step.open for p in step.model.parameters()}
+    if waiting and any(id(parameter) in waiting for parameter in stepped):
+        raise ValueError(
+            "the optimizer steps, but the last ddl.forward_backward of its model had last=False, so that gradients "
+            "are not reduced over ranks: pass last=True before a step"
+        )
+    if engine.rows is None or engine.rows[1] % get_mesh().dp_size == 0:
+        return
+    weighted = {id(parameter) for model in engine.weighted for parameter in model.parameters()}
+    if any(parameter.grad is not None and id(parameter) not in weighted for parameter in stepped):
+        n_local, n_global = engine.rows
+        raise ValueError(
+            f"this rank has {n_local} of the batch's {n_global} rows, so an average over ranks is not the average over "
+            "rows: call ddl.forward_backward, which weights by rows, instead of backward() in the update function"
+        )
 
 
 def _has_closure(args: tuple, kwargs: dict) -> bool:
@@ -244,19 +244,19 @@ def mid_step_error(iteration: int) -> ValueError:
 
 def _runs_last(handler: tuple) -> int:
     function = handler[0]
-    filtered = getattr(function, "_parent", None)  # of an event with a filter, such as every=2: a weak reference
-    return getattr(filtered() if filtered is not None else function, "runs_last", 0)
+    parent = getattr(function, "_parent", None)  # of an event with a filter, such as every=2: a weak reference
+    return getattr(parent() if parent is not None else function, "runs_last", 0)
 
 
 def _do_nothing(*_: Any) -> None:
-    """In place of a progress bar."""
+    """In place of a progress bar's handler."""
 
 
 def _is_device(value: Any) -> bool:
     return isinstance(value, str | torch.device | int) and torch.device(value) is not None
 
 
-MAX_NORM = number(above=0, most=math.inf)  # inf: the norm alone
+MAX_NORM = number(above=0, most=math.inf)  # inf: computes the norm without clipping
 FITS = {
     "model": MODULE,
     "optimizer": OPTIMIZER,
@@ -293,8 +293,8 @@ def create_supervised_trainer(
 
     Requirements on a mesh: run the trainer on the loader of ``ddl.auto_dataloader`` itself; ``loss_fn`` is a mean over
     rows, or ``loss_divisor`` gives its divisor; under pp, each tensor of ``x`` and ``y`` has a row for each sample. A
-    row of the output depends on that row of the input alone, but for BatchNorm, which normalises over the rows of a dp
-    rank or a microbatch and refuses a single row, as in DDP; its running statistics are those of dp rank 0.
+    row of the output depends on that row of the input alone, except for BatchNorm, which normalises over the rows of a
+    dp rank or a microbatch and refuses a single row, as in DDP; its running statistics are those of dp rank 0.
 
     Args:
         model: what ``ddl.auto_model`` returned.
@@ -312,12 +312,12 @@ def create_supervised_trainer(
         amp_mode: mixed precision by autocast: "amp" (float16 on CUDA, bfloat16 on CPU), "bfloat16" or "float16".
             Default None: none. With ``shard=True`` weights are gathered in their own dtype; to gather them in another
             one, give ``mp_policy`` to ``ddl.auto_model`` instead.
-        scaler: whether to scale losses by a GradScaler, which is then ``engine.state.scaler``, or the GradScaler. All
+        scaler: whether to scale losses by a GradScaler, which is then ``engine.state.scaler``, or a GradScaler. All
             ranks skip a step if a gradient of any of them is not finite. Default: False.
         gradient_accumulation_steps: iterations per optimizer step, default 1. The gradient is that of one batch with
-            the rows of all of them, also on one process (Ignite's is the mean of their means); a loss that is a sum is
-            divided by their number, as in Ignite. Gradients are reduced over dp in the last iteration, or under pp in
-            each, because torch's schedules do so.
+            the rows of all these iterations, also in one process (Ignite's is the mean of their means); a loss that is
+            a sum is divided by the number of iterations, as in Ignite. Gradients are reduced over dp in the last
+            iteration, or under pp in each, because torch's schedules do so.
         model_fn: as in Ignite: takes the model and ``x``, returns the output. Not under pp.
         max_norm: clips the gradients that the optimizer steps, of all ranks, by their global 2-norm. Default None: no
             clipping. The norm before clipping is ``engine.state.grad_norm``.
@@ -325,8 +325,8 @@ def create_supervised_trainer(
             to a number, such as ``lambda y: (y != 0).sum()``. Default None: torch's classification losses and
             ``ddl.cross_entropy`` are recognised with ``ignore_index``, ``weight`` and ``reduction``; another loss has
             to be a mean over rows, which is checked by calling it with parts of a batch: until that was conclusive,
-            and in steps 1, 2, 4, 8, …, so other things that it does happen again. A loss that uses something else than
-            rows of the output, such as a loss that the model returns, has to be declared.
+            and in steps 1, 2, 4, 8, …, so its side effects are repeated. A loss that uses something else than rows of
+            the output, such as a loss that the model returns, has to be declared.
         checks: whether steps check for errors that would otherwise be silent; :mod:`ignite_ddl.audit` lists them.
             Default: True.
 
@@ -363,11 +363,22 @@ def create_supervised_trainer(
     adapt_optimizer(optimizer, checks)
     device = idist.device() if device is None else device
     step, autocast = TrainingStep(model, model_transform, checks, model_fn), autocast_for(amp_mode, device)
-    divisor_of(loss_fn, loss_divisor)  # refuses what is none
+    divisor_of(loss_fn, loss_divisor)  # raises an error here, not in the first step
     if not checks:
         setattr(model, TOKENS_CHECKED, True)
     grad_scaler = make_scaler(scaler, amp_mode, device)
     scaled = None if grad_scaler is None else ScaledOptimizer(optimizer)
+
+    def step_optimizer(engine: MeshEngine) -> None:
+        if scaled is not None:
+            scaled.unscale(grad_scaler)
+        if max_norm is not None:
+            engine.state.grad_norm = float(clip_grad_norm_(model, max_norm, optimizer))
+        if scaled is not None:
+            grad_scaler.step(scaled)
+            grad_scaler.update()
+        else:
+            optimizer.step()
 
     def update(engine: MeshEngine, batch: Any) -> Any:
         iteration = engine.state.iteration
@@ -383,15 +394,7 @@ def create_supervised_trainer(
         y_pred, loss = step(engine.rows, x, y, loss_fn, loss_divisor, scale, last, n, autocast)
         engine.weighted += step.models
         if last:
-            if scaled is not None:
-                scaled.unscale(grad_scaler)
-            if max_norm is not None:
-                engine.state.grad_norm = float(clip_grad_norm_(model, max_norm, optimizer))
-            if scaled is not None:
-                grad_scaler.step(scaled)
-                grad_scaler.update()
-            else:
-                optimizer.step()
+            step_optimizer(engine)
         if output_transform is None:
             return loss.item()
         return _output(step.stages, lambda: output_transform(x, y, y_pred, loss))
@@ -540,7 +543,7 @@ def create_supervised_evaluator(
         with torch.no_grad():
             x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
             _check_rows(x)
-            if engine.rows is None and engine.state.iteration == 1:  # not a loader of ours
+            if engine.rows is None and engine.state.iteration == 1:  # not a loader of ddl.auto_dataloader
                 check_same_rows(get_mesh(), x, y)
             with autocast:
                 check_tokens_are_independent(model, stages, x, repeat=False)
@@ -550,7 +553,7 @@ def create_supervised_evaluator(
             return _output(stages, lambda: output_transform(x, y, y_pred))
 
     evaluator = MeshEngine(evaluate)
-    evaluator.repeats = True
+    evaluator.is_evaluator = True
     for name, metric in (metrics or {}).items():
         metric.attach(evaluator, name)
     return evaluator
@@ -569,7 +572,7 @@ def _check_rows(x: Any) -> None:
 
 
 def _output(stages: Stages, transform: Callable[[], Any]) -> Any:
-    # Plain tensors, as Ignite's metrics expect; only cut logits that output_transform returns are gathered.
+    # Ignite's metrics expect plain tensors. Cut logits are gathered only if output_transform returns them.
     with on_some_ranks() if isinstance(stages, PipelineStages) else contextlib.nullcontext():
         output = full_tensors(transform()) if stages.is_last else None
     return stages.from_last_stage(output)
@@ -592,43 +595,41 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Op
     Raises:
         ValueError: if ``max_norm`` is not positive.
     """
-    mesh = get_mesh()
-    total = torch.zeros((), dtype=torch.float64, device=idist.device())
-    cut = False
-    gradients = []
-    stages, local = stages_of(model), local_round(model) is not None
-    inside = mesh.dp_shard_size if mesh.hybrid else 1
-    all_copies = (inside if local else mesh.dp_cp_size) * mesh.tp_size
+    mesh, stages, is_local = get_mesh(), stages_of(model), local_round(model) is not None
+    shard_size = mesh.dp_shard_size if mesh.hybrid else 1
+    n_ranks = (shard_size if is_local else mesh.dp_cp_size) * mesh.tp_size
     stepped = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+    total = torch.zeros((), dtype=torch.float64, device=idist.device())
+    gradients, is_cut = [], False
     for name, parameter in model.named_parameters():
         if parameter.grad is None or (stepped is not None and id(parameter) not in stepped):
             continue
         redistribute_gradient(parameter)
-        own, copies = _local_and_copies(parameter.grad, all_copies)
-        gradients.append(own)
-        cut = cut or copies < all_copies
+        local, n_copies = _local_and_copies(parameter.grad, n_ranks)
+        gradients.append(local)
+        is_cut = is_cut or n_copies < n_ranks
         if stages.counts(name):
-            real = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
-            total += real.double().square().sum() / copies
-    if local and mesh.world_size > 1:
-        for group in (mesh.tp_group, mesh.pp_group, *([mesh.groups["dp_shard"]] if inside > 1 else [])):
+            real = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
+            total += real.double().square().sum() / n_copies
+    if is_local and mesh.world_size > 1:
+        for group in (mesh.tp_group, mesh.pp_group, *([mesh.groups["dp_shard"]] if shard_size > 1 else [])):
             dist.all_reduce(total, group=group)
-    elif mesh.world_size > 1 and (cut or mesh.pp_size > 1):
+    elif mesh.world_size > 1 and (is_cut or mesh.pp_size > 1):
         dist.all_reduce(total)
     else:
-        total *= all_copies
+        total *= n_ranks
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for own in gradients:
-        own.mul_(scale.to(own.device))
+    for local in gradients:
+        local.mul_(scale.to(local.device))
     return norm
 
 
-def _local_and_copies(grad: torch.Tensor, copies: int) -> tuple[torch.Tensor, int]:
-    """A gradient's local part, and the number of ranks of a stage that hold the same part."""
+def _local_and_copies(grad: torch.Tensor, n_ranks: int) -> tuple[torch.Tensor, int]:
+    """A gradient's local part, and how many of a stage's ``n_ranks`` ranks hold the same part."""
     if not isinstance(grad, DTensor):
-        return grad, copies
+        return grad, n_ranks
     for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
         if not placement.is_replicate():  # Shard, or _StridedShard where FSDP2 cuts what tp has cut
-            copies //= size
-    return grad.to_local(), copies
+            n_ranks //= size
+    return grad.to_local(), n_ranks

@@ -278,7 +278,7 @@ class _Batches:
 
     def _check_mean(self, loss_fn: Callable, y_pred: Any, y: Any) -> None:
         contract = LossContract(loss_fn, self.divisor, get_mesh(), None)
-        contract.seen = [(y_pred, y)]
+        contract.pairs = [(y_pred, y)]
         try:
             contract.compare()
         except ValueError as error:

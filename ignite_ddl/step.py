@@ -98,8 +98,8 @@ class TrainingStep:
             _check_local(self.local, contract)
         if rows is None and self.mesh.dp_cp_size == 1:  # a loader of another library
             rows = (n_rows(y if tensors_of(y) else x),) * 2
-        strict = self.audit is not None and self.mesh.dp_cp_size > 1 and not contract.calls
-        local_divisor = contract.divisor.here(rows, x, y, strict)
+        strict = self.audit is not None and self.mesh.dp_cp_size > 1 and not contract.n_steps
+        local_divisor = contract.divisor.local(rows, x, y, strict)
         if self.audit is not None:
             with autocast:
                 self.audit.begin(rows, x, y)
@@ -112,8 +112,8 @@ class TrainingStep:
         def loss_of(output: Any, target: Any) -> torch.Tensor:
             since = newest_node()
             loss = _loss(loss_fn, output, target, contract, empty)
-            if contract.looks:
-                contract.look(loss, output, target, since)
+            if contract.is_checking:
+                contract.inspect(loss, output, target, since)
             return loss
 
         share = contract.divisor.share
@@ -237,7 +237,7 @@ class TrainingStep:
         empty = rows is not None and rows[0] == 0
         if loss is not None:
             parts[1] = counted
-            if contract.looks and contract.is_compared:
+            if contract.is_checking and contract.is_compared:
                 parts[2] = float(not contract.compare())
             if self.audit is not None and not empty:
                 parts[3 : 3 + N_SHAPES] = shapes_of(y, contract.divisor)

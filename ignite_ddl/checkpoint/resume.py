@@ -19,7 +19,7 @@ __all__ = ["Resume", "capture_runs", "load_engine", "load_loader", "resumed_engi
 
 
 def capture_runs(kinds: Kinds) -> dict[str, dict[str, Any]]:
-    """Where each engine is in its run, and where it is in each loader, by their names.
+    """The position of each engine in its run and in each loader, by their names.
 
     Raises:
         ValueError: in the middle of a step.
@@ -30,7 +30,7 @@ def capture_runs(kinds: Kinds) -> dict[str, dict[str, Any]]:
 def _capture_run(name: str, engine: Engine, kinds: Kinds) -> dict[str, Any]:
     state, resume = engine.state, getattr(engine, "resume", None)
     if isinstance(state.dataloader, Pass):
-        raise ValueError(f"{name!r} should run on the loader itself, so that it can go on, not on an iterator over it")
+        raise ValueError(f"{name!r} should run on the loader itself, so that it can resume, not on an iterator over it")
     if resume:  # it was loaded, and has not run since
         run = dict(resume.run)
     else:
@@ -50,7 +50,7 @@ def _capture_run(name: str, engine: Engine, kinds: Kinds) -> dict[str, Any]:
 
 
 def _progress(engine: Engine) -> dict[str, Any]:
-    """As ``MeshEngine.progress``; of Ignite's own engine by what it fired last."""
+    """As ``MeshEngine.progress``; of Ignite's plain engine by its last event."""
     if isinstance(engine, MeshEngine):
         return engine.progress()
     state, last = engine.state, engine.last_event_name
@@ -59,7 +59,7 @@ def _progress(engine: Engine) -> dict[str, Any]:
     done = state.iteration % (state.epoch_length or state.iteration + 1)
     if done and engine._dataloader_iter is None and isinstance(state.dataloader, ShardedDataLoader):
         raise ValueError(
-            "a run of Ignite's own Engine that was left in mid-epoch has lost its place in the loader: save in one of "
+            "a run of Ignite's Engine that was left in mid-epoch has lost its position in the loader: save in one of "
             "its handlers, or run a ddl.MeshEngine"
         )
     ended = done == 0 and last == Events.ITERATION_COMPLETED
@@ -78,7 +78,7 @@ def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def resumed_engine(engines: Mapping[str, Engine], runs: Mapping[str, Any]) -> str | None:
     """The engine to resume: a trainer, not an evaluator; preferably one that was running."""
-    trainers = [key for key, engine in engines.items() if not hasattr(engine, "repeats")]
+    trainers = [key for key, engine in engines.items() if not hasattr(engine, "is_evaluator")]
     return max(trainers, key=lambda key: runs.get(key, {}).get("weight", []), default=None)
 
 
@@ -102,20 +102,20 @@ def load_loader(
     engines: Mapping[str, Engine],
     runs: Mapping[str, Any],
 ) -> None:
-    """Gives each position to the reader that had it: a MeshEngine, or the next loop."""
+    """Gives each position to the consumer that had it: a MeshEngine, or the next loop."""
     found = {name: runs[name].get("positions", {}).get(key) for name in engines if name in runs}
     positions = [(engines[name], position) for name, position in found.items() if position is not None]
     if engines and not runs:
         positions = [(next(iter(engines.values())), state)]
     for engine, position in positions or [(None, state)]:
-        reader = engine if isinstance(engine, MeshEngine) else None
-        loader.load_state_dict(position, reader)
+        consumer = engine if isinstance(engine, MeshEngine) else None
+        loader.load_state_dict(position, consumer)
         if moved:
-            loader.reseed(reader)
+            loader.reseed(consumer)
 
 
 class Resume:
-    """Repeats what a resumed run needs again, since Ignite begins it as a new one.
+    """Applies loaded state again where Ignite's handlers have reset it, since Ignite begins a resumed run as a new one.
 
     Ignite fires STARTED, and in mid-epoch EPOCH_STARTED, once more: their handlers may reset what was loaded (running
     averages, schedulers, seeds), so it is set again after them. An EPOCH_COMPLETED that was still to come is fired
@@ -123,7 +123,7 @@ class Resume:
 
     Args:
         engine: the engine, loaded.
-        run: where it is, of :func:`capture_runs`.
+        run: its position, of :func:`capture_runs`.
         loader: the loader that it has to run on; None: any.
         apply_resettable: sets the states that those handlers may reset. Default None: none.
         accumulating: models that have gradients of an open window of gradient accumulation.
@@ -173,7 +173,7 @@ class Resume:
     _after_started.runs_last = _after_epoch_started.runs_last = 1  # before a checkpoint
 
     def _is_waiting(self, engine: Engine) -> bool:
-        """Whether this is the run that was loaded, and it has not gone on yet."""
+        """Whether this is the run that was loaded, and it has not continued yet."""
         if engine.resume is not self:
             return False
         if engine.state.iteration == self.iteration:

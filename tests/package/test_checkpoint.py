@@ -806,7 +806,7 @@ def test_ignites_own_engine_goes_on(tmp_path):
     trainer = checkpoint.to_save["trainer"]
     trainer.on(at(10))(trainer.terminate)
     trainer.run(checkpoint.to_save["loader"], max_epochs=3)
-    with pytest.raises(ValueError, match="left in mid-epoch has lost its place"):
+    with pytest.raises(ValueError, match="left in mid-epoch has lost its position"):
         checkpoint.save("late")
 
 

@@ -603,7 +603,7 @@ def test_a_loss_of_a_part_of_the_tokens_has_to_add_up(name, monkeypatch):
     contract = LossContract(loss_fn, divisor_of(loss_fn, declared), mesh, None)
     draw = torch.Generator().manual_seed(1)
     output, y = torch.randn(8, LENGTH, WORDS, generator=draw), hide(torch.randint(WORDS, (8, LENGTH), generator=draw))
-    contract.seen = [(output, y)]
+    contract.pairs = [(output, y)]
     if words:
         with pytest.raises(ValueError, match=words):
             contract.compare()

@@ -288,7 +288,7 @@ def test_a_mean_over_what_collate_fn_makes_of_rows(collate):
 
 
 def test_rows_in_dim_1_are_declared():
-    refused(partial(trained, loader=partial(loader_of, turned)), "if dim 1 counts rows, pass loss_divisor=", dp=2)
+    refused(partial(trained, loader=partial(loader_of, turned)), "if rows are in dim 1, pass loss_divisor=", dp=2)
     assert_right(partial(trained, loader=partial(loader_of, turned, 5), divisor="rows"), dp=2)
     refused(
         lambda r: trained(0, loader=partial(loader_of, turned), divisor="rows"), "should have its 6 rows in dim 0", pp=2
