@@ -110,6 +110,12 @@ class MeshEngine(Engine):
                 return without_rows(process_function(engine, batches.filler))
             return process_function(engine, batch)
 
+    def _run_step(self, step: TrainingStep, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
+        step.updates = self.updates
+        output, loss = step(*args, **kwargs)
+        self.weighted += step.models
+        return output, loss
+
     @takes(data=_DATA, max_epochs=COUNT, max_iters=COUNT, epoch_length=COUNT)
     def run(
         self,
@@ -367,18 +373,7 @@ def create_supervised_trainer(
     if not checks:
         setattr(model, TOKENS_CHECKED, True)
     grad_scaler = make_scaler(scaler, amp_mode, device)
-    scaled = None if grad_scaler is None else ScaledOptimizer(optimizer)
-
-    def step_optimizer(engine: MeshEngine) -> None:
-        if scaled is not None:
-            scaled.unscale(grad_scaler)
-        if max_norm is not None:
-            engine.state.grad_norm = float(clip_grad_norm_(model, max_norm, optimizer))
-        if scaled is not None:
-            grad_scaler.step(scaled)
-            grad_scaler.update()
-        else:
-            optimizer.step()
+    scaled = None if grad_scaler is None else ScaledOptimizer(optimizer, grad_scaler)
 
     def update(engine: MeshEngine, batch: Any) -> Any:
         iteration = engine.state.iteration
@@ -388,13 +383,15 @@ def create_supervised_trainer(
         model.train()
         x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
         _check_rows(x)
-        scale = 1.0 if grad_scaler is None else float(grad_scaler.scale(torch.ones((), device=device)))
-        n = gradient_accumulation_steps
-        step.updates = engine.updates
-        y_pred, loss = step(engine.rows, x, y, loss_fn, loss_divisor, scale, last, n, autocast)
-        engine.weighted += step.models
+        scale = 1.0 if scaled is None else scaled.loss_scale(device)
+        window = gradient_accumulation_steps
+        y_pred, loss = engine._run_step(step, engine.rows, x, y, loss_fn, loss_divisor, scale, last, window, autocast)
         if last:
-            step_optimizer(engine)
+            if scaled is not None:
+                scaled.unscale()
+            if max_norm is not None:
+                engine.state.grad_norm = float(clip_grad_norm_(model, max_norm, optimizer))
+            (optimizer.step if scaled is None else scaled.step_if_finite)()
         if output_transform is None:
             return loss.item()
         return _output(step.stages, lambda: output_transform(x, y, y_pred, loss))
@@ -476,11 +473,8 @@ def forward_backward(
     if step is None:
         step = engine.steps[id(model)] = TrainingStep(model)
     autocast, batches = autocast_for(amp_mode, idist.device()), engine._dataloader_iter
-    step.updates = engine.updates
     rows = batches.rows_in(x) if isinstance(batches, Pass) else engine.rows
-    output, loss = step(rows, x, y, loss_fn, loss_divisor, scale, last, autocast=autocast)
-    engine.weighted += step.models
-    return output, loss
+    return engine._run_step(step, rows, x, y, loss_fn, loss_divisor, scale, last, autocast=autocast)
 
 
 def _are_metrics(value: Any) -> bool:

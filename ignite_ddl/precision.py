@@ -26,7 +26,7 @@ def autocast_for(amp_mode: str | None, device: str | torch.device) -> contextlib
         device: where the model is.
 
     Returns:
-        the context, which may be entered again and again.
+        the context, which may be entered several times.
 
     Raises:
         ValueError: if ``amp_mode`` is another one.
@@ -50,21 +50,32 @@ def make_scaler(scaler: bool | GradScaler, amp_mode: str | None, device: str | t
 
 
 class ScaledOptimizer:
-    """What a GradScaler takes for an optimizer, so that all ranks make a step or all skip it.
+    """An optimizer with a GradScaler, of which all ranks make a step or all skip it.
 
-    torch's scaler skips a step if it finds an infinite or NaN gradient among its own. On a mesh each rank holds other
-    gradients. So the ranks look for such gradients together, and the scaler gets one number that says what they found.
+    torch's scaler skips a step if it finds an infinite or NaN gradient. On a mesh each rank holds other gradients. So
+    the ranks look for such gradients together, and the scaler gets, in place of an optimizer, this object with one
+    parameter, whose gradient says whether one was found.
 
     Args:
         optimizer: what ``ddl.auto_optim`` returned.
+        scaler: the scaler.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.step = optimizer, optimizer.step
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
+        self.optimizer, self.scaler, self.step = optimizer, scaler, optimizer.step
         self.found = torch.zeros(())
         self.param_groups = [{"params": [self.found]}]
 
-    def unscale(self, scaler: GradScaler) -> None:
+    def loss_scale(self, device: str | torch.device) -> float:
+        """The factor of losses."""
+        return float(self.scaler.scale(torch.ones((), device=device)))
+
+    def step_if_finite(self) -> None:
+        """Steps the optimizer unless a gradient of a rank is not finite; updates the scale."""
+        self.scaler.step(self)
+        self.scaler.update()
+
+    def unscale(self) -> None:
         """Divides the gradients by the scale, and tells the scaler whether those of any rank are not finite.
 
         Raises:
@@ -79,11 +90,11 @@ class ScaledOptimizer:
         if get_mesh().world_size > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         for gradient in gradients:
-            gradient.mul_(1 / scaler.get_scale())
+            gradient.mul_(1 / self.scaler.get_scale())
         self.found = torch.zeros_like(found)
         self.found.grad = torch.zeros_like(found).masked_fill_(found > 0, math.inf)  # whatever the default dtype
         self.param_groups = [{"params": [self.found]}]
-        scaler.unscale_(self)
+        self.scaler.unscale_(self)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

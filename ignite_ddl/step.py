@@ -32,9 +32,9 @@ _CONTRACTS_KEPT = 64  # of a model: loss functions that are made anew in each st
 class TrainingStep:
     """Forward, loss and backward of a model, and the reduction of its gradients before the optimizer step.
 
-    The gradient of a batch is that of its loss on all rows: of the sum of the ranks' losses, each times what it divides
-    by, over the sum of these divisors. Of several batches before an optimizer step (a window) it is the same of all
-    their rows.
+    The gradient of a batch is that of its loss on all rows: of the sum of the ranks' losses, each times its divisor,
+    over the sum of these divisors. The gradient of several batches before an optimizer step (a window) is that of one
+    batch with the rows of all of them.
 
     Args:
         model: what ``ddl.auto_model`` returned.
@@ -45,7 +45,7 @@ class TrainingStep:
     Attributes:
         open: whether gradients wait for another batch before the optimizer steps.
         models: the model, and others that the last loss depends on: their gradients are weighted by rows.
-        updates: the number of batches so far after which this rank has stepped a model.
+        updates: the number of earlier batches after which this rank has stepped a model.
     """
 
     def __init__(
@@ -61,7 +61,9 @@ class TrainingStep:
         self.contracts: dict[Any, LossContract] = {}
         self.local, self.has_routers = local_round(model), bool(routers_of(model))
         self.open, self.models, self.updates = False, [model], 0
-        self.expected = self.counted = 0.0  # divisors of this window: as gradients are divided, and summed up
+        # Divisors of this window: the one by which gradients are divided, and the sum of those of its batches.
+        self.expected = self.counted = 0.0
+        self.replica_divisor = 0.0  # with dp_sync="local": of this batch, on the ranks that hold a replica
 
     def __call__(
         self,
@@ -78,8 +80,8 @@ class TrainingStep:
         """Runs one batch forward and backward.
 
         Args:
-            rows: the numbers of rows of the batch here and on all dp ranks, None if that has to be counted; None: the
-                same number on each rank.
+            rows: the local and the global number of rows of the batch, the latter None if ranks have to sum it up;
+                None: the same number on each rank.
             x: this dp rank's rows, the same on its tp and pp peers.
             y: their targets.
             loss_fn: takes the output and the targets of some rows, returns their loss.
@@ -98,28 +100,13 @@ class TrainingStep:
             _check_local(self.local, contract)
         if rows is None and self.mesh.dp_cp_size == 1:  # a loader of another library
             rows = (n_rows(y if tensors_of(y) else x),) * 2
-        strict = self.audit is not None and self.mesh.dp_cp_size > 1 and not contract.n_steps
-        local_divisor = contract.divisor.local(rows, x, y, strict)
-        if self.audit is not None:
-            with autocast:
-                self.audit.begin(rows, x, y)
-            contract.begin(y)
+        local_divisor = self._begin(contract, rows, x, y, autocast)
         weight, of_batch = self._weight(contract, rows, local_divisor, window)
         weight, of_batch = weight * scale / (window or 1), of_batch * scale / (window or 1)
-
-        empty = n_rows(x) == 0  # of a loader that gives this rank none
-
-        def loss_of(output: Any, target: Any) -> torch.Tensor:
-            since = newest_node()
-            loss = _loss(loss_fn, output, target, contract, empty)
-            if contract.is_checking:
-                contract.inspect(loss, output, target, since)
-            return loss
-
-        share = contract.divisor.share
+        loss_of, share = _checked_loss(contract, empty=n_rows(x) == 0), contract.divisor.share
         with (
             gradient_sync(self.stages.local_stages(), last),
-            _clear_errors(),
+            _explaining_errors(),
             weighted(of_batch, rows is None or rows[0] > 0),
         ):
             output, loss = self.stages.forward(x, y, loss_of, self.transform, share, weight, autocast)
@@ -132,7 +119,7 @@ class TrainingStep:
                 self.audit.end(last)  # before the next collective, which would meet DDP's on a peer that waits
         loss, total = self._end_reduction(*reduction, contract)
         if self.local is not None:
-            total = reduction[1] if local_divisor is None else self.of_replica
+            total = self.replica_divisor
             self.local.counted, self.local.steps = self.local.counted + total, self.local.steps + last
         self.open, self.counted, self.models = not last, self.counted + total, [self.model, *contract.others]
         if last:
@@ -149,6 +136,23 @@ class TrainingStep:
         contract.loss_fn, contract.divisor = loss_fn, divisor_of(loss_fn, loss_divisor)
         return contract
 
+    def _begin(
+        self,
+        contract: LossContract,
+        rows: tuple[int, int | None] | None,
+        x: Any,
+        y: Any,
+        autocast: contextlib.AbstractContextManager,
+    ) -> float | None:
+        """Checks the batch; returns the divisor of this rank's part of it, None for a sum."""
+        strict = self.audit is not None and self.mesh.dp_cp_size > 1 and not contract.n_steps
+        local_divisor = contract.divisor.local(rows, x, y, strict)
+        if self.audit is not None:
+            with autocast:
+                self.audit.begin(rows, x, y)
+            contract.begin(y)
+        return local_divisor
+
     def _weight(
         self,
         contract: LossContract,
@@ -156,49 +160,52 @@ class TrainingStep:
         local_divisor: float | None,
         window: int | None,
     ) -> tuple[float, float]:
-        """The factors of this rank's loss with which the average over dp ranks is the loss of the global batch, and of
-        losses that are those of the global batch already (of routers).
+        """The factor of this rank's loss by which the average over dp ranks is the loss of the global batch; and the
+        factor of losses that are those of the global batch already (of routers).
 
-        In a window, up to a factor for all of it, which is known at its end: the divisor that its first batch is
-        expected to have, from the first batch of all, over the divisors that were counted.
+        In a window, the divisors of later batches are not known yet: losses are divided by the expected divisor of the
+        first batch, and :meth:`_finish` corrects the gradients.
         """
         dp = self.mesh.dp_cp_size
         if local_divisor is None:
-            empty = rows is not None and rows[0] == 0
-            return ((0.0 if empty else float(dp)) if contract.divisor.kind == "sum" else 1.0), 1.0
-        if self.local is not None:  # the mean of this rank, or of the dp_shard peers whose gradients FSDP2 averages
-            self.of_replica, peers = local_divisor, self.mesh.dp_shard_size if self.mesh.hybrid else 1
-            if peers > 1:
-                summed = torch.tensor(local_divisor, dtype=torch.float64, device=idist.device())
-                dist.all_reduce(summed, group=self.mesh.groups["dp_shard"])
-                self.of_replica = float(summed)
-            if not self.open or not self.expected:
-                self.counted, self.expected = 0.0, self.of_replica or 1.0
-            return local_divisor * peers / (self.of_replica or 1.0 if window is None else self.expected), 1.0
-        in_all = None if rows is None else rows[1]
-        dealt = contract.divisor.kind == "rows" and in_all is not None and (window or contract.divisor.certain)
-        total = float(in_all * self.mesh.cp_size) if dealt else None
+            return (0.0 if rows is not None and rows[0] == 0 else float(dp)), 1.0
+        if self.local is not None:
+            return self._weight_in_round(local_divisor, window), 1.0
+        n_global = None if rows is None else rows[1]
+        by_rows = contract.divisor.kind == "rows" and n_global is not None and (window or contract.divisor.certain)
+        total = float(n_global * self.mesh.cp_size) if by_rows else None
         if total is None and (window is None or contract.density is None):
-            total = self._over_dp(local_divisor)
-            contract.density = total / in_all if in_all else total
+            total = self._sum_over_dp(local_divisor)
+            contract.density = total / n_global if n_global else total
         if window is None:
             return (local_divisor * dp / total if total else 0.0), 1.0
         if not self.open or not self.expected:
             self.counted = 0.0
-            self.expected = total if total is not None else contract.density * (in_all or 1)
+            self.expected = total if total is not None else contract.density * (n_global or 1)
         expected = self.expected or 1.0
         if total is None and self.has_routers:  # not for `expected`, which stages without routers have to have, too
-            total = self._over_dp(local_divisor)
+            total = self._sum_over_dp(local_divisor)
         return local_divisor * dp / expected, (total or 0.0) / expected
 
-    def _over_dp(self, local_divisor: float) -> float:
+    def _weight_in_round(self, local_divisor: float, window: int | None) -> float:
+        """The same for the mean over a replica's rows: those of this rank, or of the dp_shard peers that share it."""
+        self.replica_divisor, n_peers = local_divisor, self.mesh.dp_shard_size if self.mesh.hybrid else 1
+        if n_peers > 1:
+            summed = torch.tensor(local_divisor, dtype=torch.float64, device=idist.device())
+            dist.all_reduce(summed, group=self.mesh.groups["dp_shard"])
+            self.replica_divisor = float(summed)
+        if not self.open or not self.expected:
+            self.counted, self.expected = 0.0, self.replica_divisor or 1.0
+        return local_divisor * n_peers / (self.replica_divisor or 1.0 if window is None else self.expected)
+
+    def _sum_over_dp(self, local_divisor: float) -> float:
         summed = torch.tensor(local_divisor, dtype=torch.float64, device=idist.device())
         if self.mesh.dp_cp_size > 1:
             dist.all_reduce(summed, group=self.mesh.dp_cp_group)
         return float(summed)
 
     def _finish(self, window: int | None, loss: torch.Tensor) -> None:
-        """Makes gradients what the optimizer takes: divided, and the same where weights are the same."""
+        """Makes gradients ready for the optimizer: divided, and the same where weights are the same."""
         if window is not None and self.expected and self.counted:
             factor = window * self.expected / self.counted
             if factor != 1.0:
@@ -223,8 +230,7 @@ class TrainingStep:
         contract: LossContract,
     ) -> tuple[torch.Tensor, float, dist.Work | None]:
         """Starts to reduce the loss times its divisor, the divisor, and what the checks compare between ranks."""
-        is_sum = contract.divisor.kind == "sum"
-        counted = float(not is_sum) if local_divisor is None else local_divisor
+        counted = local_divisor or 0.0
         if self.mesh.world_size == 1:
             return loss, counted, None
         parts = [
@@ -243,20 +249,20 @@ class TrainingStep:
                 parts[3 : 3 + N_SHAPES] = shapes_of(y, contract.divisor)
         summed = torch.tensor(parts, dtype=torch.float64, device=idist.device())
         if loss is not None and not empty:
-            summed[0] = loss.to(torch.float64) * (1.0 if is_sum else counted)
+            summed[0] = loss.to(torch.float64) * (1.0 if local_divisor is None else counted)
         return summed, counted, self.stages.reduce_loss(summed)
 
     def _end_reduction(
         self, summed: torch.Tensor, counted: float, work: dist.Work | None, contract: LossContract
     ) -> tuple[torch.Tensor, float]:
-        """The loss of the global batch, on every rank, and its divisor, once what was compared agrees."""
+        """The loss of the global batch, on every rank, and its divisor; raises if ranks differ in what is compared."""
         if work is None:
             return summed, counted
         work.wait()
-        loss, total, doubtful, *compared = summed.tolist()
+        _, total, n_inconclusive, *compared = summed.tolist()
         if self.audit is not None:
             self.audit.compare(compared, contract)
-            contract.conclude(doubtful)
+            contract.conclude(n_inconclusive)
         return summed[0] / total if total else summed[0], total
 
 
@@ -273,12 +279,12 @@ def _check_local(local: LocalRound, contract: LossContract) -> None:
         )
 
 
-# What torch and Python say where code gets a part of a tensor and counts on all of it.
+# Words of torch's and Python's errors where code gets a part of a tensor and expects all of it.
 _ABOUT_SHAPES = re.compile(r"shape|size|dim|DTensor|to unpack|channels|elements")
 
 
 @contextlib.contextmanager
-def _clear_errors() -> Iterator[None]:
+def _explaining_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -312,8 +318,19 @@ _IN_A_PIPELINE = (
 )
 
 
-def _loss(loss_fn: Callable, output: Any, y: Any, contract: LossContract, empty: bool) -> torch.Tensor:
-    """Calls the loss function; torch's own losses fail on cut logits, or return a DTensor."""
+def _checked_loss(contract: LossContract, empty: bool) -> Callable[[Any, Any], torch.Tensor]:
+    def loss_of(output: Any, y: Any) -> torch.Tensor:
+        since = newest_node()
+        loss = _loss(contract, output, y, empty)
+        if contract.is_checking:
+            contract.inspect(loss, output, y, since)
+        return loss
+
+    return loss_of
+
+
+def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Tensor:
+    """Calls the loss function; torch's losses fail on cut logits, or return a DTensor."""
     kind = contract.divisor.kind
     if empty and kind != "sum" or callable(kind) and contract.divisor.of(y) == 0:  # a mean of nothing is NaN
         tensors = [tensor for tensor in tensors_of(output) if tensor.ndim and tensor.is_floating_point()]
@@ -328,7 +345,7 @@ def _loss(loss_fn: Callable, output: Any, y: Any, contract: LossContract, empty:
         "computed from cut ones: use weight_decay, or compute it in a layer"
     )
     try:
-        loss = loss_fn(output, y)
+        loss = contract.loss_fn(output, y)
     except Exception as error:
         if "mixed torch.Tensor and DTensor" in str(error):
             raise ValueError(f"loss_fn should take what the model returns, but fails on a DTensor: {advice}") from error
