@@ -387,11 +387,7 @@ def create_supervised_trainer(
         window = gradient_accumulation_steps
         y_pred, loss = engine._run_step(step, engine.rows, x, y, loss_fn, loss_divisor, scale, last, window, autocast)
         if last:
-            if scaled is not None:
-                scaled.unscale()
-            if max_norm is not None:
-                engine.state.grad_norm = float(clip_grad_norm_(model, max_norm, optimizer))
-            (optimizer.step if scaled is None else scaled.step_if_finite)()
+            _step_optimizer(engine, model, optimizer, max_norm, scaled)
         if output_transform is None:
             return loss.item()
         return _output(step.stages, lambda: output_transform(x, y, y_pred, loss))
@@ -403,6 +399,23 @@ def create_supervised_trainer(
     if deterministic:
         trainer.add_event_handler(Events.STARTED, _choose_deterministic_algorithms)
     return trainer
+
+
+def _step_optimizer(
+    engine: MeshEngine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    max_norm: float | None,
+    scaled: ScaledOptimizer | None,
+) -> None:
+    if scaled is not None:
+        scaled.unscale()
+    if max_norm is not None:
+        engine.state.grad_norm = float(clip_grad_norm_(model, max_norm, optimizer))
+    if scaled is not None:
+        scaled.step_if_finite()
+    else:
+        optimizer.step()
 
 
 @takes(FITS, engine=a("the ddl.MeshEngine that runs the update function", MeshEngine), scale=NUMBER)
