@@ -1,8 +1,8 @@
-"""Any Ignite metric, reduced over the ranks that saw different rows.
+"""Any Ignite metric, reduced over the ranks that had different rows.
 
-Ignite's metrics reduce over the world. On a mesh, tp and pp peers see the same rows, so this would count each row
+Ignite's metrics reduce over the world. On a mesh, tp and pp peers have the same rows, so this would count each row
 more than once. During a metric's methods, idist's world is therefore replaced by the data-parallel group; the
-metric's class stays Ignite's own.
+metric's class is not changed.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _view(mesh: Mesh, ranks: Sequence[int] | None = None) -> Iterator[None]:
 
 
 def on_this_rank(owner: Any, handler: Callable) -> Callable:
-    """Wraps a method of Ignite that sums over the world what all ranks have in common: it sees a world of one rank."""
+    """Wraps a method of Ignite that sums over the world what is the same on all ranks: its world is one rank."""
 
     @functools.wraps(handler)
     def alone(*args: Any, **kwargs: Any) -> Any:
@@ -172,63 +172,74 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
     if "_over_data_parallel" in vars(metric):  # getattr makes a MetricsLambda of any name
         return metric
     metric._over_data_parallel = True
-    inside = list(_metrics_inside(list(vars(metric).values())))
-    # Metrics made of others leave rows to these; RunningAverage and GpuInfo do not reduce in compute.
-    counts_rows = not inside and not isinstance(metric, (RunningAverage, GpuInfo))
-    compares_rows = isinstance(metric, _COMPARE_ROWS)
-    methods = {name: getattr(metric, name) for name in _METHODS}
-    had_rows = False
-    batches = _batches_of(metric)
-
-    def reset() -> None:
-        nonlocal had_rows
-        had_rows = False
-        if batches is not None:
-            batches.losses.clear()
-        methods["reset"]()
-
-    def update(output: Any) -> None:
-        nonlocal had_rows
-        if compares_rows:
-            output = _gather_rows(output)
-        empty = counts_rows and _without_rows(output)
-        if batches is not None:
-            batches.note(output, empty)
-        if empty:
-            return
-        if counts_rows and not had_rows and (mesh or get_mesh()).cp_size > 1 and (batches is None or batches.adds_up):
-            _check_tokens_count(metric, methods, output, mesh or get_mesh())
-        had_rows = True
-        methods["update"](output)
-
-    def compute() -> Any:
-        if not counts_rows:
-            return methods["compute"]()
-        if batches is not None and not batches.adds_up and (mesh or get_mesh()).dp_cp_size > 1:
-            return batches.compute(mesh or get_mesh())
-        return _compute_on_ranks_with_rows(methods["compute"], had_rows, mesh or get_mesh())
-
-    def load_state_dict(state: Mapping) -> None:
-        nonlocal had_rows, batches
-        had_rows, batches = True, None  # assumed: the state does not say
-        methods["load_state_dict"](state)
-
-    replacements = {"reset": reset, "update": update, "compute": compute, "load_state_dict": load_state_dict}
-    for name, method in (methods | replacements).items():
-
-        @functools.wraps(methods[name])
-        def in_view(*args: Any, _method=method, **kwargs: Any) -> Any:
-            with data_parallel_view(mesh):
-                return _method(*args, **kwargs)
-
-        setattr(metric, name, in_view)
-    for inner in inside:
+    inner_metrics = list(_metrics_inside(list(vars(metric).values())))
+    methods = _Methods(metric, mesh, is_composed=bool(inner_metrics))
+    for name, original in methods.original.items():
+        setattr(metric, name, _in_view(getattr(methods, name, original), original, mesh))
+    for inner in inner_metrics:
         over_data_parallel(inner, mesh)
     return metric
 
 
+def _in_view(method: Callable, original: Callable, mesh: Mesh | None) -> Callable:
+    @functools.wraps(original)
+    def in_view(*args: Any, **kwargs: Any) -> Any:
+        with data_parallel_view(mesh):
+            return method(*args, **kwargs)
+
+    return in_view
+
+
+class _Methods:
+    """What a metric's methods do on a mesh, by calling the original ones."""
+
+    def __init__(self, metric: Metric, mesh: Mesh | None, is_composed: bool) -> None:
+        self.metric, self._mesh = metric, mesh
+        # Metrics made of others leave rows to these; RunningAverage and GpuInfo do not reduce in compute.
+        self.counts_rows = not is_composed and not isinstance(metric, (RunningAverage, GpuInfo))
+        self.compares_rows = isinstance(metric, _COMPARE_ROWS)
+        self.original = {name: getattr(metric, name) for name in _METHODS}
+        self.losses = _BatchLosses(metric) if type(metric) is Loss else None
+        self.had_rows = False  # since the reset
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._mesh or get_mesh()
+
+    def reset(self) -> None:
+        self.had_rows = False
+        if self.losses is not None:
+            self.losses.clear()
+        self.original["reset"]()
+
+    def update(self, output: Any) -> None:
+        if self.compares_rows:
+            output = _gather_rows(output)
+        empty = self.counts_rows and _without_rows(output)
+        if self.losses is not None:
+            self.losses.add(output, empty)
+        if empty:
+            return
+        by_ignite = self.losses is None or self.losses.adds_up
+        if self.counts_rows and not self.had_rows and by_ignite and self.mesh.cp_size > 1:
+            _check_tokens_count(self.metric, self.original, output, self.mesh)
+        self.had_rows = True
+        self.original["update"](output)
+
+    def compute(self) -> Any:
+        if not self.counts_rows:
+            return self.original["compute"]()
+        if self.losses is not None and not self.losses.adds_up and self.mesh.dp_cp_size > 1:
+            return self.losses.compute(self.mesh)
+        return _compute_on_ranks_with_rows(self.original["compute"], self.had_rows, self.mesh)
+
+    def load_state_dict(self, state: Mapping) -> None:
+        self.had_rows, self.losses = True, None  # assumed: the state does not say
+        self.original["load_state_dict"](state)
+
+
 def _check_tokens_count(metric: Metric, methods: Mapping[str, Callable], output: Any, mesh: Mesh) -> None:
-    """Raises unless a metric is the same for two halves of the tokens as for all; it is as new before and after."""
+    """Raises a ValueError unless a metric is the same for two halves of the tokens as for all; it ends reset."""
     halves = two_halves(output)
     if halves is None:
         return
@@ -236,11 +247,11 @@ def _check_tokens_count(metric: Metric, methods: Mapping[str, Callable], output:
     with _view(mesh, [mesh.rank]):
         try:
             for updates in ([output], halves):
-                for each in updates:
-                    methods["update"](each)
+                for update in updates:
+                    methods["update"](update)
                 values.append([torch.as_tensor(leaf).double() for leaf in tree_leaves(methods["compute"]())])
                 methods["reset"]()
-        except Exception:  # no value of so few tokens, or the update itself will say it
+        except Exception:  # no value of so few tokens, or the update itself will raise it
             methods["reset"]()
             return
     if not all(torch.allclose(one, other, rtol=1e-4, equal_nan=True) for one, other in zip(*values, strict=True)):
@@ -250,8 +261,8 @@ def _check_tokens_count(metric: Metric, methods: Mapping[str, Callable], output:
         )
 
 
-class _Batches:
-    """What Ignite's Loss has seen, batch by batch: it takes losses for means over rows, and some are not."""
+class _BatchLosses:
+    """The losses of the batches of Ignite's Loss, which takes them for means over rows; some are not."""
 
     def __init__(self, metric: Loss) -> None:
         self.metric, self.divisor = metric, divisor_of(metric._loss_fn)
@@ -259,7 +270,10 @@ class _Batches:
         self.losses: list[torch.Tensor] = []  # of each batch: the loss times its divisor, the divisor, the rows
         self.updates = 0
 
-    def note(self, output: Any, empty: bool) -> None:
+    def clear(self) -> None:
+        self.losses.clear()
+
+    def add(self, output: Any, empty: bool) -> None:
         if get_mesh().dp_cp_size == 1:
             return
         numbers: list[Any] = [0.0, 0.0, 0.0]
@@ -296,10 +310,6 @@ class _Batches:
         total, counted, rows = losses.unbind(1)
         loss = total / counted if callable(self.divisor.kind) else total
         return float((loss * rows).sum() / rows.sum())
-
-
-def _batches_of(metric: Metric) -> _Batches | None:
-    return _Batches(metric) if type(metric) is Loss else None
 
 
 _COMPARE_ROWS = HSIC, MaximumMeanDiscrepancy  # those of a batch with each other; the mean over batches counts

@@ -384,8 +384,8 @@ def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
         share_random_stream(layout.mesh)
     uncut = dict(model.named_parameters(remove_duplicate=False))
     if layout.cut is not None:
-        meets = layout.shard or layout.mesh.ep_size > 1 or bool(routers_of(model))
-        model = Pipeline(model, layout.cut, layout.mesh, meets, layout.checks)
+        dp_communicates = layout.shard or layout.mesh.ep_size > 1 or bool(routers_of(model))
+        model = Pipeline(model, layout.cut, layout.mesh, dp_communicates, layout.checks)
     _apply_styles(model, layout.styles, layout.mesh)
     for stage in stages_of(model).local_stages():
         apply_data_parallel(stage, layout.mesh, layout.fsdp if layout.shard else None, layout.local)
@@ -412,7 +412,9 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
         return model
     for router in routers_of(model) if not layout.local else ():
         router.over_ranks = True
-    if layout.ddp is not None:
+    if layout.ddp is None:
+        _protect_cut_model(model, layout)
+    else:
         mark_trained(model.parameters(), frozen_too=False)
         if not _trains(model):
             model.register_load_state_dict_pre_hook(strip_ddp_prefix)
@@ -421,16 +423,6 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
             vars(model).update({k: m for k, m in model.module._modules.items() if not hasattr(model, k)})
             model.named_parameters, model.named_buffers = model.module.named_parameters, model.module.named_buffers
             model.register_load_state_dict_pre_hook(refuse_plain_names)
-    else:
-        for stage in stages_of(model).local_stages():
-            refuse_copies(stage)
-            mark_trained(stage.parameters(), frozen_too=layout.mesh.dp_cp_size == 1 or _trains(stage))
-            if layout.checks and layout.mesh.tp_size > 1:
-                check_regions_once(stage)
-        if layout.mesh.tp_size * layout.mesh.pp_size > 1:
-            reduce_metrics_over_dp(over_data_parallel)
-        refuse_ignites_checkpoint(model)
-        refuse_full_states(model)
     for parameter in model.parameters():
         setattr(parameter, BELONGS_TO_A_MODEL, True)
     MODELS.add(model)
@@ -438,6 +430,18 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
         setattr(model, TOKENS_CHECKED, True)
     take_fingerprint(model, layout.shard or layout.local)  # later changes would not reach what reduces its gradients
     return model
+
+
+def _protect_cut_model(model: nn.Module, layout: _Layout) -> None:
+    for stage in stages_of(model).local_stages():
+        refuse_copies(stage)
+        mark_trained(stage.parameters(), frozen_too=layout.mesh.dp_cp_size == 1 or _trains(stage))
+        if layout.checks and layout.mesh.tp_size > 1:
+            check_regions_once(stage)
+    if layout.mesh.tp_size * layout.mesh.pp_size > 1:
+        reduce_metrics_over_dp(over_data_parallel)
+    refuse_ignites_checkpoint(model)
+    refuse_full_states(model)
 
 
 def _trains(module: nn.Module) -> bool:
@@ -503,14 +507,14 @@ def check_model(
     _warn_without_plan(tensor_plan, tp, stacklevel=4)
     _, cut = _check_cut(model, tensor_plan, pp, tp, (schedule, n_microbatches, split, costs), ep)
     _check_routers(model, dp, cp, cut, False, ep)
-    meets = ep > 1 or bool(routers_of(model))
+    dp_communicates = ep > 1 or bool(routers_of(model))
     if cut is not None:
         for rows in batches:
             numbers = {  # of a dp rank
                 microbatches_for(dp_rows, cut.n_microbatches, schedule, pp)[0]
                 for dp_rows in {rows // dp, -(-rows // dp)} - {0}
             }
-            if meets and len(numbers) > 1:
+            if dp_communicates and len(numbers) > 1:
                 raise UnlikeMicrobatches(numbers)
 
 

@@ -44,23 +44,29 @@ class MicrobatchLoss:
 
 
 class BatchSchedules:
-    """The schedules of a pipeline by shape of the batch, alike on all pp ranks.
+    """The schedules of a pipeline by shape of the batch, the same on all pp ranks.
 
     Args:
         cut: the stages.
         mesh: the mesh.
         stages: those of this rank, by number.
         transfer: the messages between stages.
-        sharded: whether the stages are sharded over dp, or layers of dp ranks meet in forward passes.
+        dp_communicates: whether dp ranks communicate in forward passes: FSDP2, experts, routers.
         checks: whether to refuse layers that keep a state from one forward pass to the next.
     """
 
     def __init__(
-        self, cut: Cut, mesh: Mesh, stages: dict[int, nn.Module], transfer: Transfer, sharded: bool, checks: bool
+        self,
+        cut: Cut,
+        mesh: Mesh,
+        stages: dict[int, nn.Module],
+        transfer: Transfer,
+        dp_communicates: bool,
+        checks: bool,
     ) -> None:
         self.cut, self.mesh, self.stages, self.transfer = cut, mesh, stages, transfer
-        self.sharded, self.checks = sharded, checks
-        self.made: dict[tuple, tuple[Any, MicrobatchLoss]] = {}  # the last one used at the end
+        self.dp_communicates, self.checks = dp_communicates, checks
+        self.made: dict[tuple, tuple[Any, MicrobatchLoss]] = {}  # the one used last comes last
         self.trained: dict[int, bool] = {}  # whether a stage had trainable weights when schedules were set up
 
     def forget(self) -> None:
@@ -71,7 +77,7 @@ class BatchSchedules:
     def is_new(self, key: tuple) -> bool:
         """Whether to set up a schedule. That runs the stages, so where FSDP2 gathers, all dp peers have to do it."""
         new = key not in self.made
-        if self.sharded:
+        if self.dp_communicates:
             # A last batch may have 32 rows on one dp rank, a known shape, and 31 on another.
             on_any = torch.tensor(float(new), device=idist.device())
             dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=self.mesh.dp_cp_group)
@@ -132,8 +138,8 @@ class BatchSchedules:
 
     def _check_same_number(self, n: int) -> None:
         """Where layers communicate over dp, each rank needs the same number of microbatches."""
-        meets = any(routers_of(stage) or any(True for _ in experts_of(stage)) for stage in self.stages.values())
-        if meets and self.mesh.dp_cp_size > 1:
+        exchanges = any(routers_of(stage) or any(True for _ in experts_of(stage)) for stage in self.stages.values())
+        if exchanges and self.mesh.dp_cp_size > 1:
             numbers: list[int] = [0] * self.mesh.dp_cp_size
             dist.all_gather_object(numbers, n, group=self.mesh.dp_cp_group)
             if len(set(numbers)) > 1:

@@ -33,7 +33,7 @@ _on_some_ranks_only = False
 
 @contextlib.contextmanager
 def on_some_ranks() -> Iterator[None]:
-    """Around code that not all pp ranks run: a pipeline that it calls would wait for the others."""
+    """Context of code that not all pp ranks run: a pipeline that it calls would wait for the others."""
     global _on_some_ranks_only
     before, _on_some_ranks_only = _on_some_ranks_only, True
     try:
@@ -150,17 +150,17 @@ class PipelineStages:
         cut: all stages.
         mesh: the mesh.
         stages: those of this rank, by number.
-        sharded: whether they are going to be sharded over dp.
+        dp_communicates: whether dp ranks communicate in forward passes.
         checks: whether to refuse layers that keep a state from one forward pass to the next.
     """
 
     def __init__(
-        self, module: nn.Module, cut: Cut, mesh: Mesh, stages: dict[int, nn.Module], sharded: bool, checks: bool
+        self, module: nn.Module, cut: Cut, mesh: Mesh, stages: dict[int, nn.Module], dp_communicates: bool, checks: bool
     ) -> None:
         self.module, self.cut, self.mesh, self.stages = module, cut, mesh, stages
         self.is_last = cut.owners[-1] == mesh.pp_rank
         self.transfer = Transfer(cut, mesh)
-        self.schedules = BatchSchedules(cut, mesh, stages, self.transfer, sharded, checks)
+        self.schedules = BatchSchedules(cut, mesh, stages, self.transfer, dp_communicates, checks)
         self.from_last_stage, self.gather_stages = self.transfer.from_last_stage, self.transfer.gather
 
     def train_step(
@@ -183,7 +183,7 @@ class PipelineStages:
             parameter.grad = None
         # All ranks draw one number from their common stream: it stays common whatever the stages draw.
         n = schedule._n_microbatches
-        with random_stream(draw_seed()), _clear_errors(self.cut.schedule), weighted(1 / n), on_some_ranks():
+        with random_stream(draw_seed()), _explaining_errors(self.cut.schedule), weighted(1 / n), on_some_ranks():
             output = schedule.step(
                 *(tensors if 0 in self.stages else ()),
                 target=torch.arange(rows) if self.is_last else None,
@@ -273,7 +273,7 @@ def stages_of(model: nn.Module, model_fn: Callable[[nn.Module, Any], Any] = call
         return OneStage(model, model_fn)
     if stages.module is not model:  # of torch.compile
         raise ValueError(
-            "a pipeline cannot be compiled as a whole: compile its layers before ddl.auto_model, for example "
+            "a pipeline cannot be compiled: compile its layers before ddl.auto_model, for example "
             "nn.Sequential(*(torch.compile(layer) for layer in model))"
         )
     if model_fn is not call:
@@ -282,12 +282,12 @@ def stages_of(model: nn.Module, model_fn: Callable[[nn.Module, Any], Any] = call
 
 
 @contextlib.contextmanager
-def _clear_errors(schedule: str) -> Iterator[None]:
+def _explaining_errors(schedule: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         if "failed to run forward" in str(error) and error.__cause__ is not None:
-            raise error.__cause__ from None  # torch hides what a layer has raised behind the shapes of its input
+            raise error.__cause__ from None  # a layer's error, in place of which torch's has the shapes of its input
         if "Failed to run stage backward" in str(error) and isinstance(error.__cause__, ValueError):
             raise error.__cause__ from None  # of a hook
         if SCHEDULES[schedule].split_backward and "backward through the graph a second time" in str(error):
