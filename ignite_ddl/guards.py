@@ -223,7 +223,7 @@ def refuse_ignites_checkpoint(owner: nn.Module | torch.optim.Optimizer) -> None:
 def full_state_error(name: str) -> ValueError:
     """The error for a full state dict where this rank holds a part of the model."""
     return ValueError(
-        f"state has {name!r} of the whole model, but this rank holds a part of it: call "
+        f"state has {name!r} of the full model, but this rank holds a part of it: call "
         "ddl.load_full_state_dict(model, state) on every rank"
     )
 

@@ -237,7 +237,7 @@ def _check(
     shard = _shards(mesh, shard)
     if local and ((shard and not mesh.hybrid) or mesh.cp_size > 1):
         raise ValueError(
-            f'dp_sync="local" needs all weights and whole sequences on each dp rank, or on its dp_shard peers, but the '
+            f'dp_sync="local" needs all weights and full sequences on each dp rank, or on its dp_shard peers, but the '
             f"mesh is {mesh!r}, shard={shard}: leave out shard and cp, give dp_replicate, too, or leave out dp_sync"
         )
     by_ddp = mesh.dp_cp_size == mesh.world_size and not ((shard or local or mesh.ep_size > 1) and mesh.world_size > 1)

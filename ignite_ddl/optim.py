@@ -114,7 +114,7 @@ def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Non
     except Exception as error:
         raise ValueError(
             f"{name} cannot be tried out on small weights ({_first_line(error)}), so that it is not known whether it "
-            "does the same to parts of a model as to the whole: pass checks=False to ddl.auto_optim if it steps each "
+            "does the same to a part of a model as to the full one: pass checks=False to ddl.auto_optim if it steps each "
             f"number by itself, or {other}"
         ) from error
     try:
@@ -132,7 +132,7 @@ def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Non
         if not difference < 0.05 * size:  # a size of 0 shows nothing
             raise ValueError(
                 f"{name} should do the same to a weight that is cut over ranks, or to a stage of a pipeline, as to the "
-                "whole model, but does not: it seems to compute norms or the like of what a rank holds. Use another "
+                "full model, but does not: it seems to compute norms or the like of what a rank holds. Use another "
                 f"mesh (dp without shard=True), or {other}"
             )
 

@@ -59,17 +59,17 @@ def skip_region_check(stage: nn.Module) -> None:
 
 def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any], trains: bool) -> None:
     rows = {len(tensor) for tensor in tensors_of((args, kwargs)) if tensor.ndim}
-    few = [some_rows(given, slice(_ROWS), max(rows)) for given in (args, kwargs)] if len(rows) == 1 else None
-    found, error = None, None
-    for given in filter(None, (few, [args, kwargs])):  # all rows where code counts on their number
+    few_rows = [some_rows(given, slice(_ROWS), max(rows)) for given in (args, kwargs)] if len(rows) == 1 else None
+    actual, error = None, None
+    for given in filter(None, (few_rows, [args, kwargs])):  # all rows if code does not run with fewer
         try:
-            found = _run(stage, *given)
+            actual = _run(stage, *given)
             with full_between_layers():
-                known = _run(stage, *given)
+                expected = _run(stage, *given)
             break
         except Exception as raised:
-            found, error = None, raised
-    if found is None:
+            actual, error = None, raised
+    if actual is None:
         warnings.warn(
             "the code between the layers that tensor_plan cuts could not be checked, since it does not run with all "
             f"features ({(str(error) or repr(error)).splitlines()[0]}): run ddl.check_parity on a small copy of the "
@@ -77,14 +77,14 @@ def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any], trains: bool) 
             stacklevel=2,
         )
         return
-    compared = {name: part for name, part in known.items() if trains or name not in _OUTPUTS}
-    wrong = [name for name, part in compared.items() if name not in found or _differ(found[name], part)]
+    compared = {name: part for name, part in expected.items() if trains or name not in _OUTPUTS}
+    wrong = [name for name, part in compared.items() if name not in actual or _differ(actual[name], part)]
     on_any = torch.tensor(float(bool(wrong)), device=idist.device())
     dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=get_mesh().tp_group)  # tp peers raise together
-    if on_any and wrong and wrong[0] in _OUTPUTS and found[wrong[0]].shape != known[wrong[0]].shape:
+    if on_any and wrong and wrong[0] in _OUTPUTS and actual[wrong[0]].shape != expected[wrong[0]].shape:
         raise ValueError(
-            f"the model's output has shape {tuple(found[wrong[0]].shape)} on two rows, a part of "
-            f"{tuple(known[wrong[0]].shape)}, since tensor_plan leaves the outputs of its last layer cut: say "
+            f"the model's output has shape {tuple(actual[wrong[0]].shape)} on two rows, a part of "
+            f"{tuple(expected[wrong[0]].shape)}, since tensor_plan leaves the outputs of its last layer cut: use "
             "ddl.Column(output_layouts=Replicate()), or Column(use_local_output=False) and ddl.cross_entropy"
         )
     if on_any:

@@ -34,7 +34,7 @@ __all__ = [
     "full_tensors",
 ]
 
-INITIAL_VALUES = "_initial_values"  # on a pipeline: digests of its weights, until some are loaded; see audit.py
+INITIAL_VALUES = "_initial_values"  # on a pipeline, until weights are loaded: their digests; see audit.py
 WAIT_SECONDS = 60  # until every rank has called
 
 
@@ -101,7 +101,7 @@ def full_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, torc
 
 
 def _shared_state(model: nn.Module, mesh: Mesh) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """As :func:`_split`, once all ranks have called; with the buffers of dp rank 0."""
+    """As :func:`_tensors_and_extra_state`, once all ranks have called; with the buffers of dp rank 0."""
     refuse_in_a_round(model, "the weights are gathered")
     _wait_for_all(mesh)
     stages = stages_of(model)

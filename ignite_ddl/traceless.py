@@ -31,8 +31,8 @@ _KINDS = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, 
 _OF_EACH_MODULE = frozenset(vars(nn.Module()))
 
 
-class _Kept:
-    """What a module keeps in a dict, its attributes or its buffers, with copies of what may be changed in place."""
+class _SavedState:
+    """A module's attributes, or its buffers, with copies of what may be changed in place."""
 
     def __init__(self, held: dict[str, Any]) -> None:
         self.held = held
@@ -95,9 +95,9 @@ def _modules(stages: Iterable[nn.Module]) -> dict[str, nn.Module]:
 
 
 @contextlib.contextmanager
-def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_Kept]]:
+def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_SavedState]]:
     """Restores at its end what forward passes inside change in these modules; random numbers have a separate stream."""
-    kept = [_Kept(held) for module in _modules(stages).values() for held in (module._buffers, vars(module))]
+    kept = [_SavedState(held) for module in _modules(stages).values() for held in (module._buffers, vars(module))]
     try:
         with random_stream(seed):
             yield kept
@@ -110,14 +110,14 @@ def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_
 def state_that_grows(stages: Iterable[nn.Module], found: list[str]) -> Iterator[None]:
     """Adds to ``found`` the names of buffers and attributes that a forward pass inside has changed, but BatchNorm's."""
     modules = {name: module for name, module in _modules(stages).items() if not isinstance(module, _NormBase)}
-    kept = [(name, _Kept(held)) for name, module in modules.items() for held in (module._buffers, vars(module))]
+    kept = [(name, _SavedState(held)) for name, module in modules.items() for held in (module._buffers, vars(module))]
     yield
     changed = [(name, of_module.changed()) for name, of_module in kept]
     found += [f"{name}.{attribute}".removeprefix(".") for name, attribute in changed if attribute is not None]
 
 
 def stored_values(stages: Iterable[nn.Module], n: int) -> dict[str, Any]:
-    """What modules keep in plain attributes and forward passes may read: numbers, and tensors without n rows."""
+    """Plain attributes of modules that forward passes may read: numbers, and tensors without n rows."""
     found = {}
     for name, module in _modules(stages).items():
         for attribute, value in vars(module).items():
@@ -128,8 +128,8 @@ def stored_values(stages: Iterable[nn.Module], n: int) -> dict[str, Any]:
     return found
 
 
-def outputs_depend_on(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], numbers: dict[str, Any]) -> bool:
-    """Whether outputs change if modules keep these numbers instead; two passes on every rank."""
+def outputs_depend_on(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], others: dict[str, Any]) -> bool:
+    """Whether outputs change if attributes of modules have these values instead; two passes on every rank."""
 
     def outputs(given: dict[str, Any]) -> list[torch.Tensor]:
         with without_trace(stages):
@@ -140,7 +140,7 @@ def outputs_depend_on(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Mod
 
     try:
         with torch.no_grad():
-            plain, other = outputs({}), outputs(numbers)
+            plain, other = outputs({}), outputs(others)
     except Exception:
         return False
     return not all(
@@ -165,7 +165,7 @@ _MAX_ROWS = 8  # rows on which a model is tried
 ROWS_DEPEND = (
     "a row of the model's output should depend on that row of the input alone, but depends on other rows of the batch "
     "(a mean, a norm or attention over rows?), of which each rank or microbatch has some: compute it from one row; or, "
-    "if a rank's own rows are what you want, pass checks=False to ddl.auto_model and ddl.create_supervised_trainer"
+    "if you want it for each rank's rows, pass checks=False to ddl.auto_model and ddl.create_supervised_trainer"
 )
 _MAY_DEPEND = contextvars.ContextVar("rows may depend on each other", default=False)
 
@@ -193,13 +193,13 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
     few, last = (some_rows(x, slice(_MAX_ROWS), n), min(n, _MAX_ROWS)) if all_have_rows else (x, n)
     part = slice(last - max(1, last // 3), None)
 
-    carried = False  # rows' own state from call to call, which other rows would take for theirs
+    keeps_rows = False  # whether modules keep a state of each row from call to call, which other rows would read
 
     def outputs(rows: Any, seed: int) -> list[torch.Tensor]:
-        nonlocal carried
+        nonlocal keeps_rows
         with without_trace(stages, seed) as kept:
             found = [_local(output).clone() for output in tensors_of(run(rows)) if output.ndim]
-            carried = carried or any(of_module.has_rows(n_rows(rows)) for of_module in kept)
+            keeps_rows = keeps_rows or any(of_module.has_rows(n_rows(rows)) for of_module in kept)
             return found
 
     with torch.no_grad(), evaluating(stages):
@@ -208,9 +208,9 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
             alone = outputs(some_rows(few, part, last) if all_have_rows else few, 0)
         except Exception:
             return False
-    unsettled = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in _modules(stages).values())
+    no_statistics = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in _modules(stages).values())
     draws = any(not torch.equal(one, other) for one, other in zip(together, again, strict=True))
-    if unsettled or draws or carried or n < 2 or not all_have_rows:
+    if no_statistics or draws or keeps_rows or n < 2 or not all_have_rows:
         return False
     for output, of_part in zip(together, alone, strict=False):
         each = len(output) // last  # such as a row for each token

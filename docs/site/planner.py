@@ -4,7 +4,7 @@ import json
 from html import escape
 
 from ignite_ddl.lab import plan as plans, simulate
-from ignite_ddl.lab.plan import A100, APART, H100, Cluster, Model, predict
+from ignite_ddl.lab.plan import A100, CLOSE_RATIO, H100, Cluster, Model, predict
 from ignite_ddl.pipeline.schedules import SCHEDULES
 
 GPT = {"vocabulary": 51200, "sequence": 2048}
@@ -115,7 +115,7 @@ def best(given: dict) -> dict:
     words = (
         f"{_many(len(found), 'plan')} for {_many(batch, 'row')} a step; {len(able):,} run with this version of ddl, "
         f"{fit:,} of them fit. {'The fastest' if fit else 'Those that lack the least memory'} first; ~ is within "
-        f"{APART - 1:.0%} of the fastest, which paper cannot tell apart:"
+        f"{CLOSE_RATIO - 1:.0%} of the fastest, too close for a prediction to decide:"
     )
     heading = f"<h2>Best plans: {escape(given['model'])} on {_many(given['devices'], given['device'])}</h2>"
     return {
@@ -133,7 +133,7 @@ def answer(question: str) -> str:
 # Chapter 24: of 209 published runs to which nothing was fitted; ratios as in lab.plan.table.
 UNSURE = (
     "Of 209 published runs 94 % were predicted within 20 %; two plans of one model can be told apart if their times "
-    f"differ by more than {APART - 1:.0%}."
+    f"differ by more than {CLOSE_RATIO - 1:.0%}."
 )
 
 

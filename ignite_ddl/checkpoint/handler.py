@@ -133,7 +133,7 @@ class Checkpoint(IgniteCheckpoint):
                 assert resumed[0] == uninterrupted[0] and abs(resumed[1] - uninterrupted[1]) < 1e-6
     """
 
-    runs_last = 2  # of the handlers of an event: MeshEngine sees to it
+    runs_last = 2  # after the other handlers of an event: MeshEngine sorts them
 
     @takes(
         save_handler=Fits("a folder", PATH.read), n_saved=or_none(COUNT),
@@ -307,7 +307,7 @@ class Checkpoint(IgniteCheckpoint):
                 warnings.warn(f"{damage}; loaded {path} instead", stacklevel=3)
             return path
         if damages:
-            raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(damages)}")
+            raise ValueError(f"no checkpoint in {folder} is undamaged: {'; '.join(damages)}")
         return None
 
     @takes(load_kwargs=a("a dict of strict", lambda given: isinstance(given, Mapping) and given.keys() <= {"strict"}))

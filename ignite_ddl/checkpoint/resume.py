@@ -98,7 +98,7 @@ def load_loader(
     key: str,
     loader: ShardedDataLoader,
     state: dict[str, Any],
-    moved: bool,
+    of_other_rank: bool,
     engines: Mapping[str, Engine],
     runs: Mapping[str, Any],
 ) -> None:
@@ -110,7 +110,7 @@ def load_loader(
     for engine, position in positions or [(None, state)]:
         consumer = engine if isinstance(engine, MeshEngine) else None
         loader.load_state_dict(position, consumer)
-        if moved:
+        if of_other_rank:
             loader.reseed(consumer)
 
 

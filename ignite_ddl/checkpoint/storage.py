@@ -152,7 +152,7 @@ def _write(
         if isinstance(cause, ValueError):
             raise cause from error
         raise OSError(
-            f"{folder} could not be written (rank {rank}: {cause}); the checkpoints before it are whole"
+            f"{folder} could not be written (rank {rank}: {cause}); the checkpoints before it are complete"
         ) from error
 
 

@@ -334,8 +334,8 @@ def _from_config(config: Any) -> dict[str, Any]:
     read["positions"] = config.n_positions if kind == "gpt2" else 0
     if read.get("experts"):
         layers = range(read["layers"])
-        apart, step = set(getattr(config, "mlp_only_layers", None) or ()), getattr(config, "decoder_sparse_step", 1)
-        read["expert_layers"] = sum(n not in apart and (n + 1) % step == 0 for n in layers)
+        dense, step = set(getattr(config, "mlp_only_layers", None) or ()), getattr(config, "decoder_sparse_step", 1)
+        read["expert_layers"] = sum(n not in dense and (n + 1) % step == 0 for n in layers)
     else:
         for field in ("experts", "chosen", "expert_width", "shared_width"):
             read.pop(field, None)

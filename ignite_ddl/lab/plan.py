@@ -29,7 +29,7 @@ __all__ = ["A100", "H100", "Cluster", "Model", "Plan", "figure", "plan", "predic
 
 # Those with closed forms that torch can run.
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
-APART = 1.1  # see table
+CLOSE_RATIO = 1.1  # see table
 
 
 @takes(
@@ -737,9 +737,9 @@ def _checked(
 def table(plans: Sequence[Plan], n: int = 10) -> str:
     """The first ``n`` plans, a line each.
 
-    "*" marks what ``ddl`` cannot run, "~" seconds that cannot be told from those of the fastest that fits: a ratio of
-    at most ``APART``. Of 167 pairs of published runs of one model on one kind of device, two of three have a ratio that
-    is predicted within it (``course/published.py``). Measure such plans.
+    "*" marks what ``ddl`` cannot run, "~" seconds that are too close to those of the fastest plan that fits for a
+    prediction to decide: a ratio of at most ``CLOSE_RATIO``. Of 167 pairs of published runs of one model on one kind of
+    device, two of three have a ratio that is predicted within it (``course/published.py``). Measure such plans.
 
     Args:
         plans: of :func:`plan` or :func:`predict`.
@@ -764,7 +764,7 @@ def table(plans: Sequence[Plan], n: int = 10) -> str:
         zero = f"{one.zero}:{one.dp_shard}" if one.zero and one.dp_shard < one.dp else one.zero
         some = one.recompute == "full" and one.full_layers < sum(one.stages[:: one.pp])
         again = f"full {one.full_layers}" if some else one.recompute
-        close = "~" if one.fits and fastest < seconds <= APART * fastest else ""
+        close = "~" if one.fits and fastest < seconds <= CLOSE_RATIO * fastest else ""
         lines.append(
             f"{mesh:>14}  {schedule:<23} {f'{one.microbatches} × {rows}':>9} {zero:>6}  {again:<10} "
             f"{sum(one.memory.values()) / unit:>7.1f} {'' if one.fits else f'{one.short / unit:.1f}':>7} "
@@ -790,7 +790,7 @@ def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory"
     Args:
         plans: of :func:`plan`, of one cluster.
         title: what the figure shows.
-        colour: what colours tell apart, "dp", "pp" (default), "tp", "cp" or "zero".
+        colour: what colours stand for, "dp", "pp" (default), "tp", "cp" or "zero".
 
     Returns:
         the figure.

@@ -244,7 +244,7 @@ class Parallel:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
             if self.backend is not None and not (value := os.environ.get(name, "0")).isdigit():
                 raise ValueError(
-                    f"the environment variable {name} should be a whole number, but given {value!r}: correct it, or "
+                    f"the environment variable {name} should be an integer, but given {value!r}: correct it, or "
                     "unset it if there is no job to join"
                 )
         slurm = self.backend is not None and not starts and "RANK" not in os.environ and _inside_a_job()

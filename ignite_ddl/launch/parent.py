@@ -220,7 +220,7 @@ class Launch:
                 self.signals.handle(message["signal"])
         elif "result" in message:
             rank.result = message["result"]
-            self._tell_companions(rank.rank, None)
+            self._notify_companions(rank.rank, None)
         else:
             from ignite_ddl.diagnose.stacks import name_cells
 
@@ -243,15 +243,15 @@ class Launch:
             rank.result = failure.error()
             # Else it would wait for its release, and collectives of the others would wait for it.
             _kill(rank.process)
-            self._tell_companions(failure.rank, failure.summary)
+            self._notify_companions(failure.rank, failure.summary)
 
     def _report_lost_rank(self) -> None:
         for failure in self.lost[self.n_printed :]:
             print(f"{label(failure.rank)} {failure.summary}; the others go on", file=sys.stderr, flush=True)
         self.n_printed = len(self.lost)
 
-    def _tell_companions(self, rank: int, failed: str | None) -> None:
-        """Tells the companions that a rank has returned or failed, so that nobody waits for it."""
+    def _notify_companions(self, rank: int, failed: str | None) -> None:
+        """Notifies the companions that a rank has returned or failed, so that nobody waits for it."""
         for each in self.companions:
             each.unanswered += failed is not None
             with contextlib.suppress(OSError):  # it has ended, which is noticed elsewhere

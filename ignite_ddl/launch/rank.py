@@ -40,8 +40,8 @@ __all__ = ["companion_main", "restore_signals", "on_signal", "rank_main", "run_h
 class _Run:
     """The signals and last calls that the function of a run in this process has asked for."""
 
-    def __init__(self, tell_parent: Callable[[dict[str, Any]], None] | None = None) -> None:
-        self.tell_parent = tell_parent
+    def __init__(self, send_to_parent: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self.send_to_parent = send_to_parent
         self.waits: list[Callable[[], None]] = []
         self.signals = Signals()
 
@@ -78,8 +78,8 @@ def on_signal(signum: int, function: Callable[[], None]) -> None:
     """
     run = _runs[-1]
     run.signals.handle(signum, function)
-    if run.tell_parent is not None:
-        run.tell_parent({"signal": int(signum)})
+    if run.send_to_parent is not None:
+        run.send_to_parent({"signal": int(signum)})
 
 
 def restore_signals() -> None:
@@ -89,10 +89,10 @@ def restore_signals() -> None:
 
 
 def run_here(
-    func: Callable, args: tuple, kwargs: dict, tell_parent: Callable[[dict[str, Any]], None] | None = None
+    func: Callable, args: tuple, kwargs: dict, send_to_parent: Callable[[dict[str, Any]], None] | None = None
 ) -> Any:
     """Calls the user's function in this process, and what has been given to :func:`wait_before_result`."""
-    run = _Run(tell_parent)
+    run = _Run(send_to_parent)
     _runs.append(run)
     try:
         result = func(*args, **kwargs)
@@ -101,7 +101,7 @@ def run_here(
         return result
     finally:
         _runs.remove(run)
-        if tell_parent is None:  # else the process ends soon, and a late signal should not come before its result
+        if send_to_parent is None:  # else the process ends soon, and a late signal should not come before its result
             run.signals.restore()
 
 
@@ -116,7 +116,7 @@ def rank_main(
     rank = job.first_rank + local_rank
     _redirect_output(job, rank)
     released = threading.Event()
-    _die_with_parent(job.folder, release, released, os.path.join(job.folder, f"{rank}.calls"))
+    _end_with_parent(job.folder, release, released, os.path.join(job.folder, f"{rank}.calls"))
     try:
         _set_up(job, {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
         func, args, kwargs = cloudpickle.loads(payload)
@@ -158,7 +158,7 @@ def companion_main(
 ) -> None:
     """Runs a companion, which answers the ranks until the parent closes the pipe."""
     _redirect_output(job, name)
-    _die_with_parent(job.folder)
+    _end_with_parent(job.folder)
     try:
         _set_up(job, {})
         kind().serve(ranks)
@@ -216,7 +216,7 @@ def _flush() -> None:
             stream.flush()
 
 
-def _die_with_parent(
+def _end_with_parent(
     folder: str, release: connection.Connection | None = None, released: threading.Event | None = None, calls: str = ""
 ) -> None:
     """Ends this process when its parent ends, and cleans up, which a killed parent cannot do.

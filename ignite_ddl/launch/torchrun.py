@@ -1,6 +1,6 @@
 """What torchrun's ranks need besides torch: to meet again after a restart, and to end when torchrun is killed.
 
-torchrun keeps one store for all its restarts and hands it to the ranks without telling the rounds apart (torch 2.13:
+torchrun keeps one store for all its restarts and gives it to the ranks without separating the rounds (torch 2.13:
 ``DynamicRendezvousHandler`` makes its server once, ``rendezvous.py`` takes it for a new one; pytorch issue 135712 is
 of the same kind). Restarted ranks then read the addresses of the dead ones: "Gloo connectFullMesh failed: Connection
 refused". Neither the number of restarts, which each agent counts for itself, nor anything else in the environment is

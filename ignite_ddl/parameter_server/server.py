@@ -37,7 +37,7 @@ class Shard:
         self, agreed: dict[str, Any], optimizer: bytes, tensors: list[torch.Tensor], others: list[torch.Tensor]
     ) -> None:
         """Called by worker 0: sets the initial parameters and makes their optimizer."""
-        with self._changing():
+        with self._locked_for_change():
             self.mode, self.staleness = agreed["mode"], agreed["staleness"]
             self.workers = set(range(agreed["workers"]))
             self.needed = agreed["workers"] - agreed["backup"]  # gradients per synchronous update
@@ -67,13 +67,13 @@ class Shard:
 
         The settings are None if worker 0 ended without calling it.
         """
-        with self._when(lambda: self.agreed is not None or 0 in self.finished, limit):
+        with self._locked_once(lambda: self.agreed is not None or 0 in self.finished, limit):
             return self.agreed, self.others
 
     def pull(self, worker: int, at_least: int, limit: float) -> tuple[int, list[torch.Tensor]]:
         """The version and its parameters, once the mode lets this worker pull."""
         requested = time.monotonic()
-        with self._when(lambda: self.version >= at_least and self._may_pull(worker), limit):
+        with self._locked_once(lambda: self.version >= at_least and self._may_pull(worker), limit):
             now = time.monotonic()
             self.times[worker] = {"waited": now - requested, "pulled_at": now - self.start}
             self.reading.add(worker)
@@ -82,7 +82,7 @@ class Shard:
 
     def push(self, worker: int, pulled: int, gradients: list[torch.Tensor | None], rows: int) -> bool:
         """Takes a gradient; returns False if it is too late and was dropped."""
-        with self._changing():
+        with self._locked_for_change():
             self.bytes_in += _bytes(gradients)
             self.reading.discard(worker)
             record = {"worker": worker, "step": self.pushes[worker], "pulled": pulled, "rows": rows}
@@ -102,13 +102,13 @@ class Shard:
             return True
 
     def end_epoch(self, worker: int) -> None:
-        with self._changing():
+        with self._locked_for_change():
             self.ended.add(worker)
             self._after_worker_left()
 
     def end(self, worker: int, failed: str | None) -> bool:
         """Removes a worker that has returned, or failed; returns whether the others can continue."""
-        with self._changing():
+        with self._locked_for_change():
             self.finished[worker] = failed
             if self.agreed is None:
                 return failed is None
@@ -152,7 +152,7 @@ class Shard:
                 "bytes_out": self.bytes_out,
             }
 
-    # The update rules. All methods below, except _when and _changing, run with the lock held.
+    # The update rules. All methods below, except _locked_once and _locked_for_change, run with the lock held.
 
     def _active(self) -> set[int]:
         return self.workers - self.ended - self.finished.keys()
@@ -212,15 +212,15 @@ class Shard:
         self.version += 1
 
     @contextlib.contextmanager
-    def _when(self, condition: Callable[[], bool], limit: float):
-        """Holds the lock once a condition holds. It holds then until this worker's next call."""
+    def _locked_once(self, condition: Callable[[], bool], limit: float):
+        """Waits until a condition is true, and holds the lock. It stays true until this worker's next call."""
         with self.changed:
             if not self.changed.wait_for(condition, limit):
                 raise WaitTimeout(self.waits_for())
             yield
 
     @contextlib.contextmanager
-    def _changing(self):
+    def _locked_for_change(self):
         """Holds the lock for a change, then wakes those that wait for one."""
         with self.changed:
             yield

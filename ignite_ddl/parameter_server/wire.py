@@ -39,7 +39,7 @@ _servers: list[_Server] = []  # on a worker, in order
 _request_lock = threading.Lock()  # on a worker: a connection has one request at a time
 _finished: dict[int, str | None] = {}  # on a server: the workers that have ended, as Shard.finished
 _shards: dict[int, Shard] = defaultdict(lambda: Shard(_finished))  # on a server, by the ParameterServer's number
-_shards_lock = threading.Lock()  # for _gone and _shards
+_shards_lock = threading.Lock()  # for _finished and _shards
 _numbers = itertools.count()  # on a worker: the numbers of its ParameterServers, the same on all workers
 
 

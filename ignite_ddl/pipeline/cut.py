@@ -143,7 +143,7 @@ def _check_root(model: nn.Module, names: Sequence[str]) -> None:
     if left is not None:
         raise ValueError(
             f"{type(model).__name__} has a train() of its own, which leaves {left!r} in evaluation mode, and which "
-            "nobody would call under pp, where stages hold the layers: give such a train() to the layer"
+            "would not be called under pp, where stages hold the layers: give such a train() to the layer"
         )
 
 

@@ -205,8 +205,8 @@ class Pipeline(nn.Module):
             ValueError: always.
         """
         raise ValueError(
-            "a pipeline cannot run Hugging Face's generate, which calls the whole model with a cache of keys and "
-            "values: load ddl.full_state_dict(model) into a whole model, use dp and tp only, or call the model on the "
+            "a pipeline cannot run Hugging Face's generate, which calls the full model with a cache of keys and "
+            "values: load ddl.full_state_dict(model) into an uncut model, use dp and tp only, or call the model on the "
             "last tokens in a loop, as ignite_ddl.course.generate does"
         )
 

@@ -67,7 +67,7 @@ class Stage(PipelineStage):
         floats = all(t.dtype.is_floating_point for t in returns.tensors)
         if index + 1 < n_stages and not floats and not SENDS_ANY_DTYPE:
             raise ValueError(
-                f"{name} returns whole numbers or a mask, which torch {torch.__version__} cannot send to the next "
+                f"{name} returns integers or a mask, which torch {torch.__version__} cannot send to the next "
                 "stage: install torch 2.12 or newer, or return them as floating-point numbers"
             )
         super().__init__(

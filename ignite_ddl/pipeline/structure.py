@@ -1,4 +1,4 @@
-"""What a batch or an activation is besides its tensors: tuples, lists, dicts, and numbers that are no tensors."""
+"""The structure of a batch or an activation: tuples, lists and dicts around its tensors, and other values."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def cross_entropy(
     largest logit, the sum of exponentials, and the logit of the target (Shoeybi et al. 2019, "Megatron-LM", section 3).
     The backward pass needs no communication. It is torch's ``loss_parallel``, but the gradient is computed in the
     forward pass, so that ``backward()`` may be called anywhere, once; there is no second derivative. Half-precision
-    logits are converted to float32. Whole logits are passed to ``F.cross_entropy``.
+    logits are converted to float32. Full logits are passed to ``F.cross_entropy``.
 
     Args:
         logits: scores of shape (N, C) or (N, C, ...); a DTensor sharded along the classes, or a plain tensor.

@@ -12,7 +12,7 @@ from packaging.version import Version
 from ignite_ddl.course import GPT, measure_plan, published, published_since
 from ignite_ddl.lab import cost, simulate
 from ignite_ddl.lab.cost import Link
-from ignite_ddl.lab.plan import A100, APART, H100, Cluster, Model, figure, plan, predict, table
+from ignite_ddl.lab.plan import A100, CLOSE_RATIO, H100, Cluster, Model, figure, plan, predict, table
 
 SEVEN = Model(layers=36, width=4096, heads=32, vocabulary=51200, sequence=2048)
 SMALL = Model(4, 128, 4, 512, 64, True, False, 4, 4, 8, 4, 0)  # float32, Adam, no dropout
@@ -154,7 +154,7 @@ def test_published_runs_that_do_not_fit_by_our_count_are_known():
 def test_plans_that_cannot_be_told_apart_are_marked():
     found = published.ratios([*published.ROWS, *published_since.ROWS])
     assert len(found) == 167
-    assert statistics.quantiles(found, n=3)[1] == pytest.approx(APART, abs=0.01)  # two of three are below
+    assert statistics.quantiles(found, n=3)[1] == pytest.approx(CLOSE_RATIO, abs=0.01)  # two of three are below
     one, other, third = (predict(SEVEN, Cluster(16, **A100), 128, dp=dp, tp=16 // dp, zero=1) for dp in (16, 8, 1))
     seconds = [line.split()[-2] for line in table([one, other, third]).split("\n")[1:]]
     assert [each.startswith("~") for each in seconds] == [False, True, False]

@@ -566,7 +566,7 @@ def test_damage_is_named_and_the_one_before_is_taken(what, two, kept, tmp_path):
         path, weights = newest(tmp_path)
     assert (path.name, weights) == ("checkpoint_1", kept[1])
     damage(tmp_path / "checkpoint_1")
-    with pytest.raises(ValueError, match="no checkpoint in .* is whole"):
+    with pytest.raises(ValueError, match="no checkpoint in .* is undamaged"):
         newest(tmp_path)
 
 

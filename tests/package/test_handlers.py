@@ -339,7 +339,7 @@ AROUND = {
 }
 HOW = ("EMAHandler", "average by hand", "recomputation", "compiled", "compiled layers")
 COPIED = "cannot be copied. For a moving average, copy the model before ddl.auto_model"
-COMPILED = "a pipeline cannot be compiled as a whole: compile its layers before ddl.auto_model"
+COMPILED = "a pipeline cannot be compiled: compile its layers before ddl.auto_model"
 
 
 @functools.cache

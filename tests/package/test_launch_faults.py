@@ -157,7 +157,7 @@ def test_a_rank_cannot_start_ranks(rank):
 
 def test_what_is_left_in_the_environment_is_named(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "junk")
-    with pytest.raises(ValueError, match="environment variable MASTER_PORT should be a whole number, but given 'junk'"):
+    with pytest.raises(ValueError, match="environment variable MASTER_PORT should be an integer, but given 'junk'"):
         parallel()
     monkeypatch.delenv("MASTER_PORT")
     monkeypatch.setenv("RANK", "0")

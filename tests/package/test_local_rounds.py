@@ -351,7 +351,7 @@ def test_what_does_not_hold_is_refused():
     for axes, options, words in (
         ({"dp": 2}, {"dp_sync": "local", "shard": True}, "needs all weights"),
         ({"dp_replicate": 1, "dp_shard": 2}, {"dp_sync": "local"}, "needs all weights"),
-        ({"dp": 2, "cp": 2}, {"dp_sync": "local"}, "needs all weights and whole sequences"),
+        ({"dp": 2, "cp": 2}, {"dp_sync": "local"}, "needs all weights and full sequences"),
         ({"dp": 2}, {"dp_sync": "local", "comm_hook": "fp16"}, "comm_hook compresses what DDP sends"),
         ({"dp": 2, "pp": 2}, {"comm_hook": "fp16"}, "comm_hook compresses what DDP sends"),
         ({"dp": 2}, {"shard": True, "comm_hook": "powersgd"}, "comm_hook compresses what DDP sends"),
