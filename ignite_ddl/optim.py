@@ -114,8 +114,8 @@ def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Non
     except Exception as error:
         raise ValueError(
             f"{name} cannot be tried out on small weights ({_first_line(error)}), so that it is not known whether it "
-            "does the same to a part of a model as to the full one: pass checks=False to ddl.auto_optim if it steps each "
-            f"number by itself, or {other}"
+            "does the same to parts of a model as to the full model: pass checks=False to ddl.auto_optim if it steps "
+            f"each number by itself, or {other}"
         ) from error
     try:
         with quiet_redistribution():

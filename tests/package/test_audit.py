@@ -692,7 +692,7 @@ def stepping_by(local_rank, whole_norm):
 
 def test_a_step_that_some_ranks_leave_out_is_refused():
     assert_right(partial(stepping_by, whole_norm=True), pp=2)
-    refused(partial(stepping_by, whole_norm=False), "ranks should step the model alike", pp=2)
+    refused(partial(stepping_by, whole_norm=False), "all ranks should step the model equally often", pp=2)
 
 
 def test_a_hook_on_trial_does_not_keep_its_tensor():
