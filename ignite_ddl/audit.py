@@ -59,7 +59,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -68,7 +67,7 @@ from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import Divisor, LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline.structure import map_leaves, n_rows, tensors_of
+from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, tensors_of
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest
 from ignite_ddl.state import INITIAL_VALUES
@@ -82,8 +81,8 @@ __all__ = [
     "check_same_rows",
     "check_tokens_are_independent",
     "check_unchanged",
-    "take_fingerprint",
     "shapes_of",
+    "take_fingerprint",
 ]
 
 TOKENS_CHECKED = "_tokens_checked"  # on a model whose tokens have been checked, or are not to be
@@ -226,10 +225,6 @@ class Audit:
             check_replicas(self.model)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _check_backward_hooks(module: nn.Module) -> None:
     """Lets a module's backward hooks be checked when they are next called; see :func:`_call_linear`."""
     for hooks in (module._backward_hooks, module._backward_pre_hooks):
@@ -248,7 +243,7 @@ def _call_linear(hook: Any, grads: tuple, owner: str) -> Any:
     result = hook(*grads)
     if result is not None or not _all_close(grads, kept):
         larger = tree_map(lambda g: 2 * g if isinstance(g, torch.Tensor) else g, kept)
-        finite = all(bool(_local(g).isfinite().all()) for g in tree_leaves(larger) if g is not None)
+        finite = all(bool(local_tensor(g).isfinite().all()) for g in tree_leaves(larger) if g is not None)
         twice = hook(*larger)
         changed, twice = (grads, larger) if result is None else (result, twice)
         doubled = tree_map(lambda g: 2 * g if isinstance(g, torch.Tensor) else g, changed)
@@ -263,7 +258,9 @@ def _call_linear(hook: Any, grads: tuple, owner: str) -> Any:
 
 def _all_close(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> bool:
     pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
-    return all(torch.allclose(_local(a), _local(b), rtol, atol, equal_nan=True) for a, b in pairs if a is not None)
+    return all(
+        torch.allclose(local_tensor(a), local_tensor(b), rtol, atol, equal_nan=True) for a, b in pairs if a is not None
+    )
 
 
 @contextlib.contextmanager
@@ -468,7 +465,7 @@ def _warn_of_random_values(model: nn.Module) -> None:
     if before is None or torch.equal(before, torch.get_rng_state()):
         return
     for p, initial in digests:
-        if digest(p) != initial and len(_local(p.detach()).unique()) > 2:  # one or two: a constant
+        if digest(p) != initial and len(local_tensor(p.detach()).unique()) > 2:  # one or two: a constant
             name = next(name for name, other in model.named_parameters() if other is p)
             warnings.warn(
                 f"{name!r} was changed after ddl.auto_model. If it was initialised with random numbers, each stage of "

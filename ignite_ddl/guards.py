@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, guard_cut_model, refuse_pickling
 from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.pipeline.structure import local_tensor
 
 __all__ = [
     "LocalStateDict",
@@ -123,7 +124,7 @@ def check_parameter_hooks(
 
 def _is_linear(hook: Callable, parameter: nn.Parameter) -> bool:
     """Whether the average of what a hook makes of gradients is what it makes of their average."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_tensor(parameter)
 
     def hooked(gradient: torch.Tensor) -> torch.Tensor:
         changed = gradient.clone()  # perhaps in place

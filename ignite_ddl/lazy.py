@@ -11,10 +11,10 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ignite_ddl.arguments import a, takes
 from ignite_ddl.mesh import Mesh
+from ignite_ddl.pipeline.structure import local_tensor
 
 __all__ = ["Lazy", "LazyLayers", "empty_weights", "lazy", "materialize", "replace_module"]
 P = ParamSpec("P")
@@ -270,7 +270,7 @@ def materialize(model: nn.Module) -> None:
         if parameter.is_meta:
             made = torch.empty_like(parameter, device=idist.device())
             with torch.no_grad():
-                (made.to_local() if isinstance(made, DTensor) else made).fill_(math.nan)
+                local_tensor(made).fill_(math.nan)
             made = nn.Parameter(made, requires_grad=parameter.requires_grad)
             vars(made).update(vars(parameter))
             torch.utils.swap_tensors(parameter, made)

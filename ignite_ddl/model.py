@@ -38,7 +38,7 @@ from ignite_ddl.lazy import LazyLayers, materialize
 from ignite_ddl.mesh import Mesh, check_experts, get_mesh, sizes_without_world
 from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
-from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages
+from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages, trains
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.pipeline import Pipeline
 from ignite_ddl.pipeline.schedules import NAME, ROWS, SCHEDULES, UnlikeMicrobatches, microbatches_for
@@ -353,7 +353,7 @@ def _materialise(model: nn.Module, layout: _Layout) -> None:
         _shard_lazy_layer(model, names, layout)
     if layout.ddp is not None:
         materialize(model)  # with NaN: DDP sends weights when it wraps, if it has something to train
-        if layout.mesh.world_size > 1 and not _trains(model):
+        if layout.mesh.world_size > 1 and not trains(model):
             _copy_weights_of_rank_0(model)
 
 
@@ -377,7 +377,7 @@ def _shard_lazy_layer(model: nn.Module, names: list[str], layout: _Layout) -> No
 def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
     """Leaves each rank its part: its stages (pp), its part of their layers (tp), its rows or weights (dp)."""
     if layout.ddp is not None:  # which refuses a model that trains nothing
-        if layout.mesh.world_size == 1 or _trains(model):
+        if layout.mesh.world_size == 1 or trains(model):
             model = idist.auto_model(model, **layout.ddp)
         return register_comm_hook(model, layout.comm_hook, layout.mesh)
     if layout.mesh.tp_size * layout.mesh.pp_size > 1:
@@ -416,7 +416,7 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
         _protect_cut_model(model, layout)
     else:
         mark_trained(model.parameters(), frozen_too=False)
-        if not _trains(model):
+        if not trains(model):
             model.register_load_state_dict_pre_hook(strip_ddp_prefix)
             return model
         if isinstance(model, DistributedDataParallel):  # names as on every other mesh, without "module."
@@ -435,17 +435,13 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
 def _protect_cut_model(model: nn.Module, layout: _Layout) -> None:
     for stage in stages_of(model).local_stages():
         refuse_copies(stage)
-        mark_trained(stage.parameters(), frozen_too=layout.mesh.dp_cp_size == 1 or _trains(stage))
+        mark_trained(stage.parameters(), frozen_too=layout.mesh.dp_cp_size == 1 or trains(stage))
         if layout.checks and layout.mesh.tp_size > 1:
             check_regions_once(stage)
     if layout.mesh.tp_size * layout.mesh.pp_size > 1:
         reduce_metrics_over_dp(over_data_parallel)
     refuse_ignites_checkpoint(model)
     refuse_full_states(model)
-
-
-def _trains(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
 
 
 @takes(FITS, batches=each(ROWS, "numbers of rows"))

@@ -18,6 +18,7 @@ from ignite_ddl.compat import is_part, quiet_redistribution
 from ignite_ddl.guards import LocalStateDict, refuse_full_states, refuse_ignites_checkpoint
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.pipeline import SHARED
+from ignite_ddl.pipeline.structure import local_tensor
 
 __all__ = ["adapt_optimizer"]
 
@@ -127,7 +128,8 @@ def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Non
         ) from error
     for before, part, right in zip(_values(given, mesh), parts, full, strict=False):
         size = float((right - before).abs().max())
-        difference = float((_local(part) - _local(_like(right, part))).abs().amax()) if _local(part).numel() else 0.0
+        differences = local_tensor(part) - local_tensor(_cut_like(right, part))
+        difference = float(differences.abs().amax()) if differences.numel() else 0.0
         # Muon computes in bfloat16: its parts differ by rounding, which is far from what wrong norms make.
         if not difference < 0.05 * size:  # a size of 0 shows nothing
             raise ValueError(
@@ -146,7 +148,7 @@ def _small_steps(
     options = {k: v for k, v in optimizer.defaults.items() if k in accepted or takes_any}
     originals = [p for _, params in given for p in params]  # the model's weights, each in place of a small one
     weights = [
-        nn.Parameter(_like(value, p) if cut else value)
+        nn.Parameter(_cut_like(value, p) if cut else value)
         for value, p in zip(_values(given, mesh, stages), originals * stages, strict=True)
     ]
     left, groups = iter(range(len(originals))), []
@@ -167,7 +169,7 @@ def _small_steps(
         seed = next(seeds)
         with torch.no_grad():
             for p, value in zip(weights, _values(given, mesh, stages, seed), strict=True):
-                p.grad = _like(value, p)
+                p.grad = _cut_like(value, p)
         return torch.tensor(1.0 / seed)
 
     for _ in range(_N_STEPS):
@@ -193,8 +195,8 @@ def _values(given: Sequence[tuple[dict, list]], mesh: Mesh, stages: int = 1, see
     return found
 
 
-def _like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Cut as a parameter is, without communication."""
+def _cut_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor cut as a parameter is, without communication."""
     if not isinstance(parameter, DTensor):
         return value
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -204,10 +206,6 @@ def _kind(parameter: torch.Tensor) -> Any:
     if isinstance(parameter, DTensor):
         return parameter.ndim, parameter.device_mesh, parameter.placements
     return parameter.ndim
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _first_line(error: Exception) -> str:

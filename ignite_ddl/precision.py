@@ -8,10 +8,10 @@ import math
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
-from torch.distributed.tensor import DTensor
 
 from ignite_ddl.arguments import Fits, check, one_of
 from ignite_ddl.mesh import get_mesh
+from ignite_ddl.pipeline.structure import local_tensor
 
 __all__ = ["AMP_MODES", "ScaledOptimizer", "autocast_for", "make_scaler"]
 AMP_MODES = {"amp": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,7 +84,7 @@ class ScaledOptimizer:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if any(p.dtype == torch.float16 for p in parameters):
             raise ValueError("scaler is for float32 parameters under amp_mode, but the model has float16 ones")
-        gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+        gradients = [local_tensor(p.grad).detach() for p in parameters if p.grad is not None]
         finite = torch.nn.utils.get_total_norm(gradients, math.inf).isfinite()
         found = (~finite).to(parameters[0].device, torch.float32)  # and not the norm: a maximum of NaN may be a number
         if get_mesh().world_size > 1:
@@ -95,7 +95,3 @@ class ScaledOptimizer:
         self.found.grad = torch.zeros_like(found).masked_fill_(found > 0, math.inf)  # whatever the default dtype
         self.param_groups = [{"params": [self.found]}]
         self.scaler.unscale_(self)
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient.detach()

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_ddl.data_parallel import local_round
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
+from ignite_ddl.pipeline.structure import local_tensor
 from ignite_ddl.state import local_state
 
 __all__ = ["check_replicas", "digest", "dp_local_statistics"]
@@ -98,7 +99,7 @@ def _is_cut(tensor: torch.Tensor, axis: str) -> bool:
 
 def digest(tensor: torch.Tensor) -> int:
     """64 bits that depend on each bit of what this rank holds, and on its place; the same for any number of threads."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     octets = local.detach().contiguous().view(-1).view(torch.uint8)
     if octets.storage_offset() % 8:  # where words of 8 octets cannot begin
         octets = octets.clone()
@@ -125,7 +126,7 @@ def _compare(tensors: Mapping[str, torch.Tensor | None], axis: str, group: dist.
 
 
 def _nearly_equal(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
+    local = local_tensor(tensor).detach().contiguous()
     peers = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(peers, local, group=group)
     first = peers[0].double()

@@ -22,7 +22,7 @@ from ignite_ddl.guards import advice_of
 from ignite_ddl.loss_contract import LossContract, divisor_of, key_of
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.local_stages import call, stages_of
-from ignite_ddl.pipeline.structure import n_rows, tensors_of
+from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
 from ignite_ddl.tensor.gradients import redistribute_gradient
 
 __all__ = ["TrainingStep"]
@@ -211,7 +211,7 @@ class TrainingStep:
             if factor != 1.0:
                 gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
                 if gradients:
-                    torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+                    torch._foreach_mul_([local_tensor(g) for g in gradients], factor)
         self.expected = self.counted = 0.0
         update_biases(self.model)
         self.stages.sum_shared_gradients()

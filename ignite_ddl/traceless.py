@@ -9,21 +9,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_leaves
 
-from ignite_ddl.pipeline.structure import map_leaves, n_rows, some_rows, tensors_of
+from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.random import random_stream
 
 __all__ = [
     "ROWS_DEPEND",
     "evaluating",
-    "stored_values",
     "outputs_depend_on",
     "rows_depend_on_each_other",
     "rows_may_depend",
     "state_that_grows",
+    "stored_values",
     "without_trace",
 ]
 
@@ -136,7 +135,7 @@ def outputs_depend_on(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Mod
             for name, value in given.items():
                 module, _, attribute = name.rpartition(".")
                 setattr(_modules(stages)[module], attribute, map_leaves(_copied, value))
-            return [_local(output).clone() for output in tensors_of(run(x)) if output.is_floating_point()]
+            return [local_tensor(output).clone() for output in tensors_of(run(x)) if output.is_floating_point()]
 
     try:
         with torch.no_grad():
@@ -198,7 +197,7 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
     def outputs(rows: Any, seed: int) -> list[torch.Tensor]:
         nonlocal keeps_rows
         with without_trace(stages, seed) as kept:
-            found = [_local(output).clone() for output in tensors_of(run(rows)) if output.ndim]
+            found = [local_tensor(output).clone() for output in tensors_of(run(rows)) if output.ndim]
             keeps_rows = keeps_rows or any(of_module.has_rows(n_rows(rows)) for of_module in kept)
             return found
 
@@ -224,10 +223,6 @@ def norm_over_rows(stages: Iterable[nn.Module]) -> str | None:
     """The name of a BatchNorm that takes the statistics of the rows that it gets; None if there is none."""
     norms = ((name, module) for name, module in _modules(stages).items() if isinstance(module, _BatchNorm))
     return next((name for name, norm in norms if norm.training or norm.running_mean is None), None)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _unlike(rows: torch.Tensor, alone: torch.Tensor) -> bool:

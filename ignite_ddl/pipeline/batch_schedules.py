@@ -17,7 +17,7 @@ from ignite_ddl.data_parallel import local_round, reshard
 from ignite_ddl.experts.routing import routers_of
 from ignite_ddl.experts.style import experts_of
 from ignite_ddl.mesh import Mesh
-from ignite_ddl.pipeline.cut import Cut, check_trains
+from ignite_ddl.pipeline.cut import Cut, check_trains, trains
 from ignite_ddl.pipeline.schedules import SCHEDULES, UnlikeMicrobatches, microbatches_for
 from ignite_ddl.pipeline.structure import Structure, joined, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
@@ -93,7 +93,7 @@ class BatchSchedules:
             self.made[key] = self.made.pop(key)
             return self.made[key]
         self._check_gradients()
-        self.trained = {s: _trains(stage) for s, stage in self.stages.items()}
+        self.trained = {s: trains(stage) for s, stage in self.stages.items()}
         if len(self.made) == _KEPT:
             del self.made[next(iter(self.made))]
         self.made[key] = self._make(x, rows, autocast)
@@ -101,7 +101,7 @@ class BatchSchedules:
 
     def _check_as_set_up(self) -> None:
         for s, trained in self.trained.items():
-            if _trains(self.stages[s]) != trained:
+            if trains(self.stages[s]) != trained:
                 raise ValueError(
                     f"{self.cut.describe(s)} had {'' if trained else 'no '}weights to train when its schedule was set "
                     "up: after freezing or unfreezing a stage, call the model's forget_schedules() on every rank"
@@ -111,7 +111,7 @@ class BatchSchedules:
         for s, stage in self.stages.items():
             check_trains(self.cut, s, stage)
             averaged = isinstance(stage, FSDPModule) or local_round(stage) is not None
-            if self.mesh.dp_cp_size > 1 and not averaged and _trains(stage):
+            if self.mesh.dp_cp_size > 1 and not averaged and trains(stage):
                 raise ValueError(
                     f"{self.cut.describe(s)} was frozen when the model was cut, so that nothing averages its gradients "
                     "over dp: freeze it after ddl.auto_model"
@@ -178,10 +178,6 @@ class BatchSchedules:
         for stage in stages:
             reshard(stage)
         return found
-
-
-def _trains(stage: nn.Module) -> bool:
-    return any(p.requires_grad for p in stage.parameters())
 
 
 def _leaf(value: Any) -> Any:

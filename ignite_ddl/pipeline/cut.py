@@ -24,6 +24,7 @@ __all__ = [
     "cut_into_stages",
     "named_layers",
     "sequential",
+    "trains",
 ]
 
 
@@ -304,9 +305,14 @@ def cut_into_stages(
     return cut
 
 
+def trains(module: nn.Module) -> bool:
+    """Whether a module has trainable weights."""
+    return any(p.requires_grad for p in module.parameters())
+
+
 def check_trains(cut: Cut, stage: int, module: nn.Module) -> None:
     """Refuses a stage without trainable weights if the schedule splits the backward pass: torch loses gradients."""
-    if SCHEDULES[cut.schedule].split_backward and not any(p.requires_grad for p in module.parameters()):
+    if SCHEDULES[cut.schedule].split_backward and not trains(module):
         raise ValueError(
             f"schedule={cut.schedule!r} cannot run {cut.describe(stage)}: it has no trainable parameter, and gradients "
             "would be lost; use '1f1b' or 'interleaved_1f1b', or another split"

@@ -19,6 +19,7 @@ __all__ = [
     "flatten",
     "full_tensors",
     "joined",
+    "local_tensor",
     "map_leaves",
     "n_rows",
     "rows_of",
@@ -132,6 +133,11 @@ def joined(parts: Sequence[Any]) -> Any:
             "joined, but holds a single number: return it for each sample, or compute it in loss_fn"
         )
     return tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], torch.Tensor) else leaves[0], *parts)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensors(tree: Any) -> Any:

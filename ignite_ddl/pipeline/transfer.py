@@ -10,11 +10,10 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut
-from ignite_ddl.pipeline.structure import flatten
+from ignite_ddl.pipeline.structure import flatten, local_tensor
 from ignite_ddl.tensor.gradients import redistribute_gradient
 
 __all__ = ["Transfer"]
@@ -74,11 +73,11 @@ class Transfer:
             for p in copies:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 redistribute_gradient(p)
-            total = sum(_local(p.grad) for p in copies)
+            total = sum(local_tensor(p.grad) for p in copies)
             if len(ranks) > 1:
                 total = self._sum(total, ranks)
             for p in copies:
-                _local(p.grad).copy_(total)
+                local_tensor(p.grad).copy_(total)
 
     def _sum(self, part: torch.Tensor, ranks: list[int]) -> torch.Tensor:
         parts = {r: torch.empty_like(part) for r in ranks} | {self.mesh.pp_rank: part}
@@ -111,7 +110,3 @@ class Transfer:
         return structure.unflatten(
             [received(shape, dtype).requires_grad_(needs_grad) for shape, dtype, needs_grad in known]
         )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

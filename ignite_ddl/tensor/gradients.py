@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.mesh import Mesh
+from ignite_ddl.pipeline.structure import local_tensor
 
 __all__ = ["ReplicatedWeights", "layout_of", "redistribute_gradient"]
 
@@ -78,8 +79,7 @@ def _digest(gradient: torch.Tensor | None) -> torch.Tensor:
     """16 numbers: the sum and the norm of each eighth, scaled so that they differ by no more than the gradients."""
     if gradient is None:
         return torch.zeros(16, dtype=torch.float64, device=idist.device())
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    parts = local.detach().to(idist.device(), torch.float64).flatten().tensor_split(8)
+    parts = local_tensor(gradient).detach().to(idist.device(), torch.float64).flatten().tensor_split(8)
     sums = [part.sum() / max(len(part), 1) ** 0.5 for part in parts]
     return torch.stack(sums + [part.norm() for part in parts])
 

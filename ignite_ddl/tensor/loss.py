@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from ignite_ddl.arguments import INTEGER, SHARE, TENSOR, Fits, one_of, takes
+from ignite_ddl.pipeline.structure import local_tensor
 
 __all__ = ["cross_entropy"]
 
@@ -68,7 +69,7 @@ def cross_entropy(
                 assert all(abs(loss - losses(0)) < 1e-6 for loss in parallel.run(losses))
     """
     if not isinstance(logits, DTensor) or all(placement.is_replicate() for placement in logits.placements):
-        logits = logits.to_local() if isinstance(logits, DTensor) else logits
+        logits = local_tensor(logits)
         options = {"ignore_index": ignore_index, "reduction": reduction, "weight": weight}
         return F.cross_entropy(logits, target, **options, label_smoothing=label_smoothing)
     classes = 1 if logits.ndim > 1 else 0
