@@ -350,9 +350,8 @@ def _check_stored_values(stages: Any, x: Any, mesh: Mesh) -> None:
     dist.all_gather_object(peers, {name: _comparable(value) for name, value in local.items()})
     coordinates = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
     expected = [peers[mesh.rank_at(**(of_rank | {"dp": 0}))] for of_rank in coordinates]
-    different = sorted(
-        {n for peer, of in zip(peers, expected, strict=True) for n in peer if n in of and peer[n] != of[n]}
-    )
+    pairs = list(zip(peers, expected, strict=True))
+    different = sorted({name for peer, of in pairs for name in peer if name in of and peer[name] != of[name]})
     if not different:
         return
     of_dp_rank_0 = [[local.get(name) for name in different]]

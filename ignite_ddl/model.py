@@ -384,8 +384,8 @@ def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
         share_random_stream(layout.mesh)
     uncut = dict(model.named_parameters(remove_duplicate=False))
     if layout.cut is not None:
-        dp_communicates = layout.shard or layout.mesh.ep_size > 1 or bool(routers_of(model))
-        model = Pipeline(model, layout.cut, layout.mesh, dp_communicates, layout.checks)
+        communicates = layout.shard or layout.mesh.ep_size > 1 or bool(routers_of(model))
+        model = Pipeline(model, layout.cut, layout.mesh, communicates, layout.checks)
     _apply_styles(model, layout.styles, layout.mesh)
     for stage in stages_of(model).local_stages():
         apply_data_parallel(stage, layout.mesh, layout.fsdp if layout.shard else None, layout.local)
@@ -503,14 +503,14 @@ def check_model(
     _warn_without_plan(tensor_plan, tp, stacklevel=4)
     _, cut = _check_cut(model, tensor_plan, pp, tp, (schedule, n_microbatches, split, costs), ep)
     _check_routers(model, dp, cp, cut, False, ep)
-    dp_communicates = ep > 1 or bool(routers_of(model))
+    communicates = ep > 1 or bool(routers_of(model))
     if cut is not None:
         for rows in batches:
             numbers = {  # of a dp rank
                 microbatches_for(dp_rows, cut.n_microbatches, schedule, pp)[0]
                 for dp_rows in {rows // dp, -(-rows // dp)} - {0}
             }
-            if dp_communicates and len(numbers) > 1:
+            if communicates and len(numbers) > 1:
                 raise UnlikeMicrobatches(numbers)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager as Context
 from typing import Any
 
 import ignite.distributed as idist
@@ -26,6 +27,7 @@ from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
 from ignite_ddl.tensor.gradients import redistribute_gradient
 
 __all__ = ["TrainingStep"]
+Rows = tuple[int, int | None] | None  # the local and the global number of rows of a batch
 _CONTRACTS_KEPT = 64  # of a model: loss functions that are made anew in each step
 
 
@@ -67,7 +69,7 @@ class TrainingStep:
 
     def __call__(
         self,
-        rows: tuple[int, int | None] | None,
+        rows: Rows,
         x: Any,
         y: Any,
         loss_fn: Callable[[Any, Any], torch.Tensor],
@@ -75,7 +77,7 @@ class TrainingStep:
         scale: float = 1.0,
         last: bool = True,
         window: int | None = None,
-        autocast: contextlib.AbstractContextManager | None = None,
+        autocast: Context | None = None,
     ) -> tuple[Any, torch.Tensor]:
         """Runs one batch forward and backward.
 
@@ -136,14 +138,7 @@ class TrainingStep:
         contract.loss_fn, contract.divisor = loss_fn, divisor_of(loss_fn, loss_divisor)
         return contract
 
-    def _begin(
-        self,
-        contract: LossContract,
-        rows: tuple[int, int | None] | None,
-        x: Any,
-        y: Any,
-        autocast: contextlib.AbstractContextManager,
-    ) -> float | None:
+    def _begin(self, contract: LossContract, rows: Rows, x: Any, y: Any, autocast: Context) -> float | None:
         """Checks the batch; returns the divisor of this rank's part of it, None for a sum."""
         strict = self.audit is not None and self.mesh.dp_cp_size > 1 and not contract.n_steps
         local_divisor = contract.divisor.local(rows, x, y, strict)
@@ -154,11 +149,7 @@ class TrainingStep:
         return local_divisor
 
     def _weight(
-        self,
-        contract: LossContract,
-        rows: tuple[int, int | None] | None,
-        local_divisor: float | None,
-        window: int | None,
+        self, contract: LossContract, rows: Rows, local_divisor: float | None, window: int | None
     ) -> tuple[float, float]:
         """The factor of this rank's loss by which the average over dp ranks is the loss of the global batch; and the
         factor of losses that are those of the global batch already (of routers).
@@ -222,12 +213,7 @@ class TrainingStep:
             self.audit.before_optimizer(loss)
 
     def _start_reduction(
-        self,
-        loss: torch.Tensor | None,
-        local_divisor: float | None,
-        rows: tuple[int, int | None] | None,
-        y: Any,
-        contract: LossContract,
+        self, loss: torch.Tensor | None, local_divisor: float | None, rows: Rows, y: Any, contract: LossContract
     ) -> tuple[torch.Tensor, float, dist.Work | None]:
         """Starts to reduce the loss times its divisor, the divisor, and what the checks compare between ranks."""
         counted = local_divisor or 0.0

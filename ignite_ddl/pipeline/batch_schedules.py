@@ -51,21 +51,15 @@ class BatchSchedules:
         mesh: the mesh.
         stages: those of this rank, by number.
         transfer: the messages between stages.
-        dp_communicates: whether dp ranks communicate in forward passes: FSDP2, experts, routers.
+        communicates: whether dp ranks communicate in forward passes: FSDP2, experts, routers.
         checks: whether to refuse layers that keep a state from one forward pass to the next.
     """
 
     def __init__(
-        self,
-        cut: Cut,
-        mesh: Mesh,
-        stages: dict[int, nn.Module],
-        transfer: Transfer,
-        dp_communicates: bool,
-        checks: bool,
+        self, cut: Cut, mesh: Mesh, stages: dict[int, nn.Module], transfer: Transfer, communicates: bool, checks: bool
     ) -> None:
         self.cut, self.mesh, self.stages, self.transfer = cut, mesh, stages, transfer
-        self.dp_communicates, self.checks = dp_communicates, checks
+        self.communicates, self.checks = communicates, checks
         self.made: dict[tuple, tuple[Any, MicrobatchLoss]] = {}  # the one used last comes last
         self.trained: dict[int, bool] = {}  # whether a stage had trainable weights when schedules were set up
 
@@ -77,7 +71,7 @@ class BatchSchedules:
     def is_new(self, key: tuple) -> bool:
         """Whether to set up a schedule. That runs the stages, so where FSDP2 gathers, all dp peers have to do it."""
         new = key not in self.made
-        if self.dp_communicates:
+        if self.communicates:
             # A last batch may have 32 rows on one dp rank, a known shape, and 31 on another.
             on_any = torch.tensor(float(new), device=idist.device())
             dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=self.mesh.dp_cp_group)

@@ -150,17 +150,17 @@ class PipelineStages:
         cut: all stages.
         mesh: the mesh.
         stages: those of this rank, by number.
-        dp_communicates: whether dp ranks communicate in forward passes.
+        communicates: whether dp ranks communicate in forward passes.
         checks: whether to refuse layers that keep a state from one forward pass to the next.
     """
 
     def __init__(
-        self, module: nn.Module, cut: Cut, mesh: Mesh, stages: dict[int, nn.Module], dp_communicates: bool, checks: bool
+        self, module: nn.Module, cut: Cut, mesh: Mesh, stages: dict[int, nn.Module], communicates: bool, checks: bool
     ) -> None:
         self.module, self.cut, self.mesh, self.stages = module, cut, mesh, stages
         self.is_last = cut.owners[-1] == mesh.pp_rank
         self.transfer = Transfer(cut, mesh)
-        self.schedules = BatchSchedules(cut, mesh, stages, self.transfer, dp_communicates, checks)
+        self.schedules = BatchSchedules(cut, mesh, stages, self.transfer, communicates, checks)
         self.from_last_stage, self.gather_stages = self.transfer.from_last_stage, self.transfer.gather
 
     def train_step(

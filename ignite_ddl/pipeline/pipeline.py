@@ -43,13 +43,11 @@ class Pipeline(nn.Module):
         model: the full model, in which the layers of this rank's stages have been made.
         cut: the stages, from :func:`~ignite_ddl.pipeline.cut.cut_into_stages`.
         mesh: the mesh; its pp axis has more than one rank.
-        dp_communicates: whether dp ranks communicate in forward passes: FSDP2, experts, routers. Default: False.
+        communicates: whether dp ranks communicate in forward passes: FSDP2, experts, routers. Default: False.
         checks: whether to refuse layers that keep a state from one forward pass to the next. Default: True.
     """
 
-    def __init__(
-        self, model: nn.Module, cut: Cut, mesh: Mesh, dp_communicates: bool = False, checks: bool = True
-    ) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, mesh: Mesh, communicates: bool = False, checks: bool = True) -> None:
         super().__init__()
         allow_empty_parameter_lists()
         # Private names, since layers are registered under the user's names.
@@ -74,8 +72,7 @@ class Pipeline(nn.Module):
             for name in names:
                 if name in held:
                     setattr(held[name], SHARED, (names[0], frozenset(ranks)))
-        options = dp_communicates and mesh.dp_cp_size > 1, checks
-        self._local_stages = PipelineStages(self, cut, mesh, stages, *options)
+        self._local_stages = PipelineStages(self, cut, mesh, stages, communicates and mesh.dp_cp_size > 1, checks)
 
     def __deepcopy__(self, memo: dict) -> Pipeline:
         """The same stages with separate weights, as Ignite's EMAHandler makes them; on the same mesh."""
@@ -85,7 +82,7 @@ class Pipeline(nn.Module):
         rest = {name: value for name, value in vars(self).items() if name not in (*shared, "_local_stages")}
         vars(copied).update(shared | copy.deepcopy(rest, memo))
         stages, schedules = copy.deepcopy(self._local_stages.stages, memo), self._local_stages.schedules
-        options = schedules.dp_communicates, schedules.checks
+        options = schedules.communicates, schedules.checks
         copied._local_stages = PipelineStages(copied, self._cut, self._mesh, stages, *options)
         return copied
 
