@@ -269,21 +269,7 @@ def cut_into_stages(
     if n_microbatches is None:
         n_microbatches = len(owners)
     check_microbatches(schedule, n_microbatches, pp_size)
-    if costs is None:
-        costs = [1.0 + sum(p.numel() for p in layer.parameters()) for _, layer in layers]
-    elif not hasattr(costs, "__len__") or len(costs) != len(layers) or not _are_costs(costs):
-        raise ValueError(
-            f"costs should hold a number of at least 0 for each of {len(layers)} layers, but given {costs!r}"
-        )
-    try:
-        sizes = balance(costs, len(owners)) if split is None else [operator.index(n) for n in split]
-    except TypeError:  # not a sequence of integers
-        sizes = []
-    if len(sizes) != len(owners) or sum(sizes) != len(layers) or min(sizes) < 1:
-        raise ValueError(
-            f"split should name the layers of each of {len(owners)} stages, at least one each, "
-            f"{len(layers)} in all, but given {split!r}"
-        )
+    sizes = _stage_sizes(layers, len(owners), split, costs)
     ends = list(itertools.accumulate(sizes))
     stages = [layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     # For each parameter and each stage that has it: the first name there, and the stage.
@@ -303,6 +289,28 @@ def cut_into_stages(
     for s, stage in enumerate(stages):
         check_trains(cut, s, sequential(stage))
     return cut
+
+
+def _stage_sizes(
+    layers: list[tuple[str, nn.Module]], n_stages: int, split: Sequence[int] | None, costs: Sequence[float] | None
+) -> list[int]:
+    """The number of layers of each stage: as given by ``split``, or balanced by ``costs``."""
+    if costs is None:
+        costs = [1.0 + sum(p.numel() for p in layer.parameters()) for _, layer in layers]
+    elif not hasattr(costs, "__len__") or len(costs) != len(layers) or not _are_costs(costs):
+        raise ValueError(
+            f"costs should hold a number of at least 0 for each of {len(layers)} layers, but given {costs!r}"
+        )
+    try:
+        sizes = balance(costs, n_stages) if split is None else [operator.index(n) for n in split]
+    except TypeError:  # not a sequence of integers
+        sizes = []
+    if len(sizes) != n_stages or sum(sizes) != len(layers) or min(sizes) < 1:
+        raise ValueError(
+            f"split should name the layers of each of {n_stages} stages, at least one each, "
+            f"{len(layers)} in all, but given {split!r}"
+        )
+    return sizes
 
 
 def trains(module: nn.Module) -> bool:
