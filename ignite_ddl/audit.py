@@ -16,6 +16,8 @@ unused weights        weights that a rank did not use, for whose gradients DDP w
 independent rows      a model, or a stage, whose output for a row depends on other rows   step 1
 stored values         plain attributes that dp ranks computed from their own rows, and    steps 1, 2, 4, 8, …
                       on which outputs depend
+padding               rows padded to other lengths on other dp ranks, on which outputs    steps 1, 2, 4, 8, …;
+                      depend                                                              a warning
 independent tokens    over cp, a module that looks at other tokens, or counts positions   step 1; an evaluator's first
 same loss             tp peers that compute different losses                              steps 1, 2, 4, 8, …
 same gradients        tp peers with different gradients of a replicated weight            until each weight had one
@@ -35,8 +37,7 @@ What is not found, and differs from one process without an error:
   ``model.parameters()`` and ``model.state_dict()``, which are those of its stages;
 - an ``autograd.Function`` whose backward is not linear (a clamped gradient), since a rank's gradients are those of its
   rows times the number of dp ranks; backward hooks of modules and of tensors are checked;
-- a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on the padding;
-- hooks that a script registers on a pipeline itself: its stages are called, the pipeline is not;
+- under pp, a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on it;
 - random numbers that a script draws for weights or gradients under pp, where each stage draws different ones;
 - with ``loss_divisor="rows"``, a batch of a second loader that was read in another step than the one that trains on it;
 - a loss that is a mean over rows in steps 1, 2, 4, 8, …, where it is checked, but not in the steps between;
@@ -67,12 +68,19 @@ from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import Divisor, LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.pipeline.cut import check_root_hooks
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, tensors_of
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest
 from ignite_ddl.state import INITIAL_VALUES
 from ignite_ddl.tensor.gradients import ReplicatedWeights
-from ignite_ddl.traceless import ROWS_DEPEND, outputs_depend_on, rows_depend_on_each_other, stored_values
+from ignite_ddl.traceless import (
+    ROWS_DEPEND,
+    outputs_depend_on,
+    outputs_depend_on_padding,
+    rows_depend_on_each_other,
+    stored_values,
+)
 
 __all__ = [
     "N_SHAPES",
@@ -143,6 +151,8 @@ class Audit:
     def _check_before_forward(self, x: Any, y: Any) -> None:
         _check_weights_are_loaded(self.model)
         _warn_of_random_values(self.model)
+        if self.mesh.pp_size > 1:
+            _check_hooks_of_pipeline(self.model, self.stages)
         check_same_rows(self.mesh, x, y)
         stages = self.stages.local_stages() if self.mesh.tp_size > 1 else []
         for stage in stages:
@@ -176,7 +186,7 @@ class Audit:
             _check_rows_are_independent([(self.stages.forward_only, x, self.stages.local_stages())])
         if self.x_for_values is not None:
             x, self.x_for_values = self.x_for_values, None
-            _check_stored_values(self.stages, x, self.mesh)
+            _compare_with_dp_peers(self.stages, x, self.mesh)
         if self.stage_inputs is not None:
             inputs, self.stage_inputs = self.stage_inputs, None
             for _, _, handle in inputs:
@@ -316,6 +326,14 @@ def _check_same_loss(loss: torch.Tensor, mesh: Mesh) -> None:
         )
 
 
+def _check_hooks_of_pipeline(model: nn.Module, stages: Any) -> None:
+    """Refuses hooks given after ``ddl.auto_model`` to a pipeline, or to a module that only holds its layers."""
+    called = {module for stage in stages.local_stages() for module in stage.modules()}
+    for name, module in model.named_modules():
+        if module not in called:
+            check_root_hooks(module, name)
+
+
 def _record_inputs(stages: Any) -> list[tuple[nn.Module, list[Any], Any]]:
     """Keeps the last input of each stage of this rank: a microbatch, after those by which its schedule is set up."""
 
@@ -332,22 +350,27 @@ def _record_inputs(stages: Any) -> list[tuple[nn.Module, list[Any], Any]]:
 
 def _check_rows_are_independent(calls: list[tuple[Any, Any, list[nn.Module]]]) -> None:
     depends = [rows_depend_on_each_other(*call) for call in calls]
-    found = torch.tensor(float(any(depends)), device=idist.device())
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    if found:
+    if _on_any_rank(any(depends)):
         raise ValueError(ROWS_DEPEND)
 
 
-def _check_stored_values(stages: Any, x: Any, mesh: Mesh) -> None:
+def _compare_with_dp_peers(stages: Any, x: Any, mesh: Mesh) -> None:
+    """Compares what modules store, and to which lengths rows are padded, in one exchange."""
+    local = stored_values([stages.plain_module()], n_rows(x))
+    lengths = [t.shape[1:] if len(t.shape) > 1 and len(t) == n_rows(x) else torch.Size() for t in tensors_of(x)]
+    peers: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(peers, ({name: _comparable(value) for name, value in local.items()}, lengths))
+    _check_stored_values(stages, x, mesh, local, [values for values, _ in peers])
+    dp_peers = [mesh.rank_at(**(mesh.coordinates(mesh.rank) | {"dp": i})) for i in range(mesh.dp_size)]
+    _warn_of_padding(stages, x, mesh, lengths, [peers[rank][1] for rank in dp_peers])
+
+
+def _check_stored_values(stages: Any, x: Any, mesh: Mesh, local: dict[str, Any], peers: list[dict[str, Any]]) -> None:
     """Raises a ValueError if modules store different values on dp ranks, in plain attributes on which outputs depend.
 
     Buffers are compared by :func:`check_replicas`; what is stored only to be looked at, such as the last loss, may
     differ.
     """
-    modules = [stages.plain_module()]
-    local = stored_values(modules, n_rows(x))
-    peers: list[dict[str, Any]] = [{} for _ in range(mesh.world_size)]
-    dist.all_gather_object(peers, {name: _comparable(value) for name, value in local.items()})
     coordinates = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
     expected = [peers[mesh.rank_at(**(of_rank | {"dp": 0}))] for of_rank in coordinates]
     pairs = list(zip(peers, expected, strict=True))
@@ -357,15 +380,35 @@ def _check_stored_values(stages: Any, x: Any, mesh: Mesh) -> None:
     of_dp_rank_0 = [[local.get(name) for name in different]]
     dist.broadcast_object_list(of_dp_rank_0, src=dist.get_global_rank(mesh.dp_group, 0), group=mesh.dp_group)
     others = {name: value for name, value in zip(different, of_dp_rank_0[0], strict=True) if name in local}
-    depends = outputs_depend_on(stages.forward_only, x, modules, others)
-    found = torch.tensor(float(depends), device=idist.device())
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    if found:
+    if _on_any_rank(outputs_depend_on(stages.forward_only, x, [stages.plain_module()], others)):
         raise ValueError(
             f"forward keeps {different[0]!r}, which differs between dp ranks, since it is computed from a rank's own "
             "rows, and the model's outputs depend on it: sum over ranks what it is computed from "
             "(torch.distributed.all_reduce in forward), or compute it outside of forward"
         )
+
+
+def _warn_of_padding(stages: Any, x: Any, mesh: Mesh, lengths: list[torch.Size], peers: list[list[torch.Size]]) -> None:
+    """Warns if dp ranks have padded their rows to different lengths, and outputs depend on it."""
+    same_dims = all([*map(len, peer)] == [*map(len, lengths)] for peer in peers)  # else rows are of different kinds
+    if not same_dims or all(peer == lengths for peer in peers) or mesh.cp_size > 1:
+        return
+    longest = [torch.Size(map(max, zip(*of_ranks, strict=True))) for of_ranks in zip(*peers, strict=True)]
+    longest = [most or tensor.shape[1:] for most, tensor in zip(longest, tensors_of(x), strict=True)]
+    depends = outputs_depend_on_padding(stages.forward_only, x, longest, [stages.plain_module()])
+    if _on_any_rank(depends) and mesh.rank == 0:
+        warnings.warn(
+            "each dp rank has padded its rows to its own longest one, and the model's outputs change if zeros are "
+            "appended: one process would pad all rows to the longest of the batch. Pad to one length in collate_fn, or "
+            "let the model leave padding out (a mask). A model that leaves out another value than zero is right",
+            stacklevel=2,
+        )
+
+
+def _on_any_rank(found: bool) -> bool:
+    flag = torch.tensor(float(found), device=idist.device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def _comparable(value: Any) -> Any:
