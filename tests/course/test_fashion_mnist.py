@@ -83,7 +83,7 @@ def test_nothing_is_declared_where_the_operators_load():
         from ignite_ddl.course.vision import import_torchvision
         import_torchvision()
         kept = torch.ops.torchvision.nms(boxes, scores, 0.5)
-        print(compat._LoadTorchvision.declared, kept.tolist() == before.tolist(), kept.tolist() in ([0, 2], [0]))
+        print(compat._TorchvisionLoader.declared, kept.tolist() == before.tolist(), kept.tolist() in ([0, 2], [0]))
     """
     assert prints(code) == ["[] True True"]
 

@@ -696,7 +696,7 @@ def test_a_step_that_some_ranks_leave_out_is_refused():
 
 
 def test_a_hook_on_trial_does_not_keep_its_tensor():
-    with audit._trying_tensor_hooks():
+    with audit._checking_tensor_hooks():
         y = 2 * torch.ones(3, requires_grad=True)
         y.register_hook(lambda grad: grad)
         kept = weakref.ref(y)
