@@ -82,15 +82,28 @@ def roofline(kernels: dict[str, float], peak: float, bandwidth: float) -> draw.F
     """
     slope, flat = ACTIVITY["data"], ACTIVITY["compute"]
     figure, axes = draw.new_figure("Left of the corner memory sets the pace, right of it the arithmetic", height=3.1)
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s, at best")
-    low, high, corner = min(kernels.values()) / 2, max(kernels.values()) * 4, peak / bandwidth
+    low, high, corner = min(kernels.values()) / 2, max(kernels.values()) * 8, peak / bandwidth
+    middle = (low * corner) ** 0.5
     axes.plot([low, corner], [low * bandwidth / 1e12, peak / 1e12], color=slope, linewidth=3)
     axes.plot([corner, high], [peak / 1e12] * 2, color=flat, linewidth=3)
-    for name, intensity in kernels.items():
+    below = -14
+    for name, intensity in sorted(kernels.items(), key=lambda kernel: kernel[1]):
+        fast = intensity >= corner
         height = min(peak, intensity * bandwidth) / 1e12
-        axes.plot(intensity, height, "o", color=flat if intensity >= corner else slope, markersize=8, markeredgecolor=INK)
-        draw.note(axes, name, (intensity, height), (0, -14) if intensity >= corner else (9, -4), INK, fontsize=9)
-    draw.note(axes, f"memory: {bandwidth / 1e9:.0f} GB/s", (corner**0.5 / 3, 0), (0, 0), INK)
+        axes.plot(intensity, height, "o", color=flat if fast else slope, markersize=8, markeredgecolor=INK)
+        left = middle < intensity < corner  # of the slope, where there is more room
+        offset = (-8, below) if fast else (-10, 6) if left else (10, -5)
+        draw.note(axes, name, (intensity, height), offset, INK, weight="normal", ha="right" if left else "left")
+        below -= 15 * fast  # each name on the flat part one line lower
+    draw.note(axes, f"memory: {bandwidth / 1e9:.0f} GB/s", (middle, middle * bandwidth / 1e12), (14, -6), INK)
+    draw.note(axes, f"arithmetic: {peak / 1e12:.1f} TFLOP/s", (corner, peak / 1e12), (0, 10), INK)
+    draw.note(axes, f"{corner:.0f}", (corner, low * bandwidth / 1e12), (4, 8), INK, weight="normal")
+    axes.axvline(corner, color=INK, linewidth=1.2, linestyle=":")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s, at best")
+    axes.set(xlim=(low, high), ylim=(low * bandwidth / 1e12, 3 * peak / 1e12))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     return on_any_page(figure)
 
 
