@@ -10,9 +10,9 @@ __all__ = ["device_timelines", "host_and_device", "loss_scales", "memory_stages"
 ALT = {
     "host_and_device": "Left the host with Python and host memory, right the device with the GPU and device memory. "
     "Between them a queue of launches, and copies over the bus.",
-    "roofline": "Speed against FLOP per byte, both logarithmic: a slope up to a corner at 25 FLOP per byte, then a flat "
-    "line at 8.1 TFLOP/s. The sum of two matrices stands far left on the slope at 0.03 TFLOP/s, a product of 64 rows "
-    "near the corner, products of 1024 and 4096 rows on the flat part.",
+    "roofline": "Speed against FLOP per byte, both logarithmic: a slope up to a corner at 25 FLOP per byte, then a "
+    "flat line at 8.1 TFLOP/s. The sum of two matrices stands far left on the slope at 0.03 TFLOP/s, a product of 64 "
+    "rows near the corner, products of 1024 and 4096 rows on the flat part.",
     "reading": "Two panels, each with a row for the host and one for the kernels. Above, host and device take turns "
     "and one is always idle. Below, the host prepares the next batch while the device works.",
     "pinned": "Three panels with rows for host, copies and kernels. Above, the host waits for each copy before it "
