@@ -367,6 +367,16 @@ def test_02_stages_stack_to_their_sum_without_crumbs():
     assert {"12", "16", "parameters 8", "activations 4", "gradients 8"} <= set(texts(axes))
 
 
+def test_02_a_kernel_stands_on_the_slope_or_on_the_flat_part():
+    [axes] = ch02.roofline({"sum": 0.1, "product": 100.0}, peak=8e12, bandwidth=400e9).axes
+    slope, flat, *kernels, corner = [line.get_xydata().tolist() for line in axes.lines]
+    assert slope[1] == flat[0] == [20, 8]
+    assert [x for [[x, _]] in kernels] == [0.1, 100]
+    assert [round(y, 9) for [[_, y]] in kernels] == [0.04, 8]
+    assert [x for x, _ in corner] == [20, 20]
+    assert {"sum", "product", "20", "memory: 400 GB/s", "arithmetic: 8.0 TFLOP/s"} <= set(texts(axes))
+
+
 def test_02_scales_that_overflow_are_a_field_and_no_point():
     zeros, errors = {0: 0.3, 2: 0.1, 4: 0.0, 6: 0.0}, {0: 0.2, 2: 0.0, 4: float("inf"), 6: float("nan")}
     [axes] = ch02.loss_scales(zeros, errors, start=2).axes

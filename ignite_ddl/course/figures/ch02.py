@@ -1,15 +1,18 @@
-"""The figures of chapter 02: host and device, memory, the loss scale, and which rank takes which GPU."""
+"""The figures of chapter 02: host and device, a roofline, memory, the loss scale, and which rank takes which GPU."""
 
 from __future__ import annotations
 
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, RANK, on_any_page
 
-__all__ = ["device_timelines", "host_and_device", "loss_scales", "memory_stages", "ranks_on_gpus"]
+__all__ = ["device_timelines", "host_and_device", "loss_scales", "memory_stages", "ranks_on_gpus", "roofline"]
 
 ALT = {
     "host_and_device": "Left the host with Python and host memory, right the device with the GPU and device memory. "
     "Between them a queue of launches, and copies over the bus.",
+    "roofline": "Speed against FLOP per byte, both logarithmic: a slope up to a corner at 25 FLOP per byte, then a "
+    "flat line at 8.1 TFLOP/s. The sum of two matrices stands far left on the slope at 0.03 TFLOP/s, a product of 64 "
+    "rows near the corner, products of 1024 and 4096 rows on the flat part.",
     "reading": "Two panels, each with a row for the host and one for the kernels. Above, host and device take turns "
     "and one is always idle. Below, the host prepares the next batch while the device works.",
     "pinned": "Three panels with rows for host, copies and kernels. Above, the host waits for each copy before it "
@@ -55,6 +58,52 @@ def host_and_device() -> draw.Figure:
     axes.text(5.5, 3.25, "a queue of launches", size=9, ha="center", va="bottom")
     axes.text(5.5, 1.05, "copies over the bus", size=9, ha="center", va="bottom")
     axes.set(xlim=(-0.1, 11.1), ylim=(-0.1, 4.4))
+    return on_any_page(figure)
+
+
+def roofline(kernels: dict[str, float], peak: float, bandwidth: float) -> draw.Figure:
+    """How fast a kernel can be at best: memory's slope, then the flat peak of the arithmetic, and where kernels stand.
+
+    Args:
+        kernels: name of a kernel to its FLOP per byte.
+        peak: FLOP a second that the device does at best.
+        bandwidth: bytes a second that its memory moves at best.
+
+    Returns:
+        the figure; both axes are logarithmic.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.course.figures import ch02 as figures
+
+            figure = figures.roofline({"sum": 1 / 12, "product": 100.0}, peak=8.1e12, bandwidth=320e9)
+            assert figure.axes[0].get_xlabel() == "FLOP per byte"
+    """
+    slope, flat = ACTIVITY["data"], ACTIVITY["compute"]
+    figure, axes = draw.new_figure("Left of the corner memory sets the pace, right of it the arithmetic", height=3.1)
+    low, high, corner = min(kernels.values()) / 2, max(kernels.values()) * 8, peak / bandwidth
+    middle = (low * corner) ** 0.5
+    axes.plot([low, corner], [low * bandwidth / 1e12, peak / 1e12], color=slope, linewidth=3)
+    axes.plot([corner, high], [peak / 1e12] * 2, color=flat, linewidth=3)
+    below = -14
+    for name, intensity in sorted(kernels.items(), key=lambda kernel: kernel[1]):
+        fast = intensity >= corner
+        height = min(peak, intensity * bandwidth) / 1e12
+        axes.plot(intensity, height, "o", color=flat if fast else slope, markersize=8, markeredgecolor=INK)
+        left = middle < intensity < corner  # of the slope, where there is more room
+        offset = (-8, below) if fast else (-10, 6) if left else (10, -5)
+        draw.note(axes, name, (intensity, height), offset, INK, weight="normal", ha="right" if left else "left")
+        below -= 15 * fast  # each name on the flat part one line lower
+    draw.note(axes, f"memory: {bandwidth / 1e9:.0f} GB/s", (middle, middle * bandwidth / 1e12), (14, -6), INK)
+    draw.note(axes, f"arithmetic: {peak / 1e12:.1f} TFLOP/s", (corner, peak / 1e12), (0, 10), INK)
+    draw.note(axes, f"{corner:.0f}", (corner, low * bandwidth / 1e12), (4, 8), INK, weight="normal")
+    axes.axvline(corner, color=INK, linewidth=1.2, linestyle=":")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s, at best")
+    axes.set(xlim=(low, high), ylim=(low * bandwidth / 1e12, 3 * peak / 1e12))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     return on_any_page(figure)
 
 

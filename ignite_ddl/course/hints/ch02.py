@@ -1,6 +1,11 @@
 """Hints for chapter 02's guesses: wrong answers that have a reason, from what its cells have computed."""
 
 
+def rows(flop_a_byte):
+    """From how many rows on a product is compute-bound; flop_a_byte is what the device can do in the time of a byte."""
+    return {round(flop_a_byte): "So many FLOP a byte the device can do. The product does n / 6."}
+
+
 def done(n_kernels):
     """How many kernels are done when the loop has ended."""
     return {n_kernels: "The loop only writes the orders."}
@@ -18,11 +23,6 @@ def reading(with_reading, n_steps, prepare, step):
 def pinned(pageable, two_queues):
     """Milliseconds from pinned memory, with one queue."""
     return {pageable: "That is pageable memory.", two_queues: "That needs a second queue, for the copies."}
-
-
-def arrives(with_waiting):
-    """What arrives where the sender does not wait."""
-    return {tuple(with_waiting): "The copy has been ordered; when does it read the buffer?"}
 
 
 def peak(mib):
