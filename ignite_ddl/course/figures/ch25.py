@@ -21,7 +21,7 @@ ALT = {  # what the chapter's figures show, in words
         "block 1 and head. Of each layer a rank computes with one half, outlined, and keeps one quarter, filled."
     ),
     "curve": (
-        "Bits per character over 180 steps. They start above 6, fall fast, and then slowly pass the mark of letters "
+        "Bits per character over 120 steps. They start above 6, fall fast, and then slowly pass the mark of letters "
         "only. The dots of eight ranks and the line of the process that took over lie on one curve."
     ),
     "overfitting": (
