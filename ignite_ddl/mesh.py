@@ -1,4 +1,4 @@
-"""The world as a grid of four axes: pp (pipeline stages) × dp (rows) × cp (tokens of a sequence) × tp (tensors).
+"""The world as a grid of four axes: dp (rows) × pp (pipeline stages) × cp (tokens of a sequence) × tp (tensors).
 
 Ranks are numbered along tp first, then cp, dp and pp: tp peers, which communicate most, have neighbouring ranks, and
 share a machine if machines are filled in rank order. dp may be a grid of its own, dp_replicate × dp_shard (HSDP): the

@@ -304,7 +304,7 @@ def test_20_a_bar_holds_the_axes_and_nothing_else():
 
 
 def test_20_a_figure_without_a_ground_keeps_none(monkeypatch):
-    figure = ch20.mesh_on_machines({"pp": 2, "dp": 2, "tp": 2}, 4)
+    figure = ch20.mesh_on_machines({"dp": 2, "pp": 2, "tp": 2}, 4)
     saved = {}
     monkeypatch.setattr(figure, "savefig", lambda *_, **look: saved.update(look))
     show(figure, alt=ALT)

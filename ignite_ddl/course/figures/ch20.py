@@ -19,8 +19,8 @@ ALT = {  # what the chapter's figures show, in words
         "148 rows. Over dp, rank 0 adds its own 18 and the 19 of rank 2: 37 rows."
     ),
     "bytes_by_axis": (
-        "Bytes that rank 7 sends on rings. 1 by 8 by 1: dp 60,032. 1 by 4 by 2: dp 26,112, tp 14,336. 2 by 2 by 2: "
-        "dp 8,704, pp 4,096, tp 16,384. 4 by 1 by 2: pp 8,192, tp 16,384. 4 by 2 by 1: dp 8,576, pp 4,096."
+        "Bytes that rank 7 sends on rings. 8 by 1 by 1: dp 60,032. 4 by 1 by 2: dp 26,112, tp 14,336. 2 by 2 by 2: "
+        "dp 8,704, pp 4,096, tp 16,384. 1 by 4 by 2: pp 8,192, tp 16,384. 2 by 4 by 1: dp 8,576, pp 4,096."
     ),
 }
 
@@ -32,7 +32,7 @@ def mesh_on_machines(sizes: Mapping[str, int], ranks_per_machine: int) -> draw.F
     """Two machines full of ranks, each tile with its place, and the groups of each axis as lines between tiles.
 
     Args:
-        sizes: of the axes "pp", "dp" and "tp", of which each is 2.
+        sizes: of the axes "dp", "pp" and "tp", of which each is 2.
         ranks_per_machine: 4.
 
     Returns:
@@ -43,7 +43,7 @@ def mesh_on_machines(sizes: Mapping[str, int], ranks_per_machine: int) -> draw.F
 
             from ignite_ddl.course.figures import ch20 as figures
 
-            figure = figures.mesh_on_machines({"pp": 2, "dp": 2, "tp": 2}, ranks_per_machine=4)
+            figure = figures.mesh_on_machines({"dp": 2, "pp": 2, "tp": 2}, ranks_per_machine=4)
     """
     title = "Ranks of one layer are neighbours; stages are a machine apart"
     figure, axes = draw.new_drawing(title, width=7, height=3)
@@ -67,7 +67,7 @@ def mesh_on_machines(sizes: Mapping[str, int], ranks_per_machine: int) -> draw.F
                 bend = (0.2 if dp else -0.2) if axis == "pp" else 0.0
                 style = {"arrowstyle": "-", "linewidth": 3, "connectionstyle": f"arc3,rad={bend}"}
                 draw.arrow(axes, starts[axis], ends[axis], AXIS[axis], shrinkA=0, shrinkB=0, **style)
-        text = f"rank {(pp * sizes['dp'] + dp) * sizes['tp'] + tp}\npp {pp}  dp {dp}  tp {tp}"
+        text = f"rank {(pp * sizes['dp'] + dp) * sizes['tp'] + tp}\ndp {dp}  pp {pp}  tp {tp}"
         draw.tile(axes, x - wide / 2, y - tall / 2, wide, tall, "#5B6B7B", text, edge="none")
     words = {"tp": "tp: parts of a layer", "dp": "dp: copies of weights", "pp": "pp: stages of the model"}
     for place, (axis, text) in enumerate(words.items()):
@@ -142,5 +142,5 @@ def bytes_by_axis(sent: Mapping[str, Mapping[str, int]], title: str) -> draw.Fig
     draw.name_rows(axes, list(sent), bare=True)
     axes.set_xlim(0, 1.02 * widest)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("bytes that a rank sends on rings, a step (pp × dp × tp)")
+    axes.set_xlabel("bytes that a rank sends on rings, a step (dp × pp × tp)")
     return draw.on_any_page(figure)

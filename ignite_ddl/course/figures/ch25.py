@@ -21,7 +21,7 @@ ALT = {  # what the chapter's figures show, in words
         "block 1 and head. Of each layer a rank computes with one half, outlined, and keeps one quarter, filled."
     ),
     "curve": (
-        "Bits per character over 180 steps. They start above 6, fall fast, and then slowly pass the mark of letters "
+        "Bits per character over 120 steps. They start above 6, fall fast, and then slowly pass the mark of letters "
         "only. The dots of eight ranks and the line of the process that took over lie on one curve."
     ),
     "overfitting": (
@@ -93,7 +93,7 @@ def placement(plan: Plan, layers: Sequence[str], split: Sequence[int]) -> draw.F
     for rank in range(n_ranks):
         stage, dp, tp = rank // (plan.dp * plan.tp), rank // plan.tp % plan.dp, rank % plan.tp
         draw.label_rank(axes, -0.95, rank, rank)
-        axes.text(-0.08, rank, f"pp {stage} dp {dp} tp {tp}", size=9, ha="right", va="center")
+        axes.text(-0.08, rank, f"dp {dp} pp {stage} tp {tp}", size=9, ha="right", va="center")
         for layer in range(ends[stage] - split[stage], ends[stage]):
             top = rank - 0.42
             draw.tile(axes, layer, top, 0.96, 0.84, draw.SHADE, edge="none")

@@ -1,14 +1,14 @@
 """Hints for chapter 22's guesses: wrong answers that have a reason, from what its cells have computed."""
 
 
-def mean(in_order, of_rank_1):
-    """Rank 0's mean where rank 1 sums in another order."""
-    return {in_order: "That is in one order.", of_rank_1: "That is rank 1's."}
-
-
 def steps(n_different):
     """Steps of all starts together, of n_different that a run has."""
     return {n_different: "What was done since the last checkpoint is done again."}
+
+
+def found():
+    """Whether check_in_sync finds a gradient that is wrong before the sum over ranks, or after it."""
+    return {"both": "What does the sum do with a wrong gradient?", "before": "What do all ranks get from the sum?"}
 
 
 def lost(interval, save, restart, mean_time):
