@@ -317,6 +317,8 @@ def _reduce_ex(owner: Any, protocol: Any) -> Any:
 class _Hook:
     """A hook on a cut model: pickling it is pickling the model."""
 
+    is_ours = True
+
     def __init__(self, function: Callable) -> None:
         self.function = function
 

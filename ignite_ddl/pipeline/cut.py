@@ -110,8 +110,8 @@ _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def check_root_hooks(model: nn.Module, name: str = "") -> None:
-    """Refuses hooks of a module that holds layers, which a pipeline calls in its place."""
-    found = next((kind for kind in _HOOKS if getattr(model, kind)), None)
+    """Refuses a user's hooks of a module that holds layers, which a pipeline calls in its place."""
+    found = next((k for k in _HOOKS if not all(hasattr(hook, "is_ours") for hook in getattr(model, k).values())), None)
     if found is not None:
         raise ValueError(
             f"{repr(name) if name else 'the model'} has a {found.strip('_').removesuffix('s').replace('_', ' ')}, "
