@@ -136,9 +136,8 @@ def curve(first: Sequence[float], whole: Sequence[float], saved: int, marks: dic
         axes.axhline(bits, color=GREY, linewidth=1, linestyle="--")
         draw.note(axes, name, (len(whole), bits), (0, 7), GREY, ha="right")
     axes.axvline(saved + 0.5, color=GREY, linewidth=1)
-    draw.note(axes, "saved", (saved + 0.5, marks and max(marks.values()) or whole[0]), (6, -12), GREY)
-    middle = len(first) // 2
-    draw.note(axes, "eight ranks", (middle + 1, first[middle]), (24, 4), ACTIVITY["backward_weight"])
+    draw.note(axes, "saved", (saved + 0.5, min(whole) - 0.4), (6, 10), GREY)
+    draw.note(axes, "eight ranks", (len(first), first[-1]), (12, 4), ACTIVITY["backward_weight"])
     late = (2 * len(whole)) // 3
     draw.note(
         axes, "one process", (late + 1, min(whole[late - 9 : late + 9])), (0, -14), ACTIVITY["compute"], ha="center"
