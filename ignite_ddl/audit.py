@@ -15,7 +15,8 @@ weights left out      DDP waits for gradients of weights that a rank did not use
 rows alone            a model, or a stage, whose output for a row depends on other rows    step 1
 numbers kept          plain attributes that dp ranks computed from their own rows, and     steps 1, 2, 4, 8, …
                       on which outputs depend
-tokens alone          over cp, a module that looks at other tokens, or counts positions   step 1; evaluators'
+tokens alone          over cp, a module that looks at other tokens, or counts positions   steps 1, 2, 4, 8, …;
+                                                                                          evaluators' step 1
 same loss             tp peers that compute different losses                              steps 1, 2, 4, 8, …
 whole gradients       tp peers with other gradients of a replicated weight                until each weight had one
 replicas              weights and buffers that should be equal on ranks, and are not      steps 1, 2, 4, 8, …
@@ -48,6 +49,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -86,6 +88,7 @@ __all__ = [
 ]
 
 TOKENS_ALONE = "_tokens_alone"  # of a model that was asked, or should not be
+MOST_IN_FULL = 4096  # tokens of a rank's part of a sequence, up to which a model that mixes tokens is tried in full
 N_SHAPES = 4  # numbers of :func:`shapes_of`
 
 
@@ -139,7 +142,7 @@ class Audit:
             self.hooks.enter_context(_trying_tensor_hooks())
         if self.ran is not None:
             self.ran.said = False
-        if self.step == 1:
+        if self.again:
             check_tokens_are_alone(self.model, self.stages, x)
         self.modules.begin()
 
@@ -162,12 +165,12 @@ class Audit:
             )
         if last:
             self.modules.check_gradients()
-        if self.first_x is not None:  # here, since all ranks have called the same modules
-            x, self.first_x = self.first_x, None
-            _check_rows_are_alone([(self.stages.forward_only, x, self.stages.local_stages())])
-        if self.x is not None:
+        if self.x is not None:  # here, since all ranks have called the same modules
             x, self.x = self.x, None
             _check_numbers_kept(self.stages, x, self.mesh)
+        if self.first_x is not None:
+            x, self.first_x = self.first_x, None
+            _check_rows_are_alone([(self.stages.forward_only, x, self.stages.local_stages())])
         if self.inputs is not None:
             inputs, self.inputs = self.inputs, None
             for _, _, handle in inputs:
@@ -265,7 +268,8 @@ def _trying_tensor_hooks() -> Iterator[None]:
         of = f"a tensor of shape {tuple(tensor.shape)}"  # not the tensor: its graph would never be freed
         return register(tensor, lambda grad: _linear(hook, (grad,), of))
 
-    torch.Tensor.register_hook = tried
+    # torch.compile would trace it, and call it for the method that it stands for, without end
+    torch.Tensor.register_hook = torch.compiler.disable(tried) if "torch._dynamo" in sys.modules else tried
     try:
         yield
     finally:
@@ -368,11 +372,18 @@ def check_tokens_are_alone(model: nn.Module, stages: Any, x: Any, again: bool = 
     if mesh.cp_size == 1 or (not again and hasattr(model, TOKENS_ALONE)):
         return
     setattr(model, TOKENS_ALONE, True)
-    found: list[tuple[int, str] | None] = [None] * mesh.world_size
-    dist.all_gather_object(found, check_tokens(stages.forward_only, x, stages.local_stages(), mesh))
-    first = min(((mesh.coordinates(rank)["pp"], *one) for rank, one in enumerate(found) if one), default=None)
+
+    def mixes(in_full: bool) -> tuple[int, int, str] | None:
+        """Of the first module that mixes tokens its stage, its place among the calls, and its name."""
+        found: list[tuple[int, str] | None] = [None] * mesh.world_size
+        dist.all_gather_object(found, check_tokens(stages.forward_only, x, stages.local_stages(), mesh, in_full))
+        return min(((mesh.coordinates(rank)["pp"], *one) for rank, one in enumerate(found) if one), default=None)
+
+    first = mixes(in_full=False)
+    if first is not None and max((t.shape[1] for t in tensors_of(x) if t.ndim > 1), default=0) <= MOST_IN_FULL:
+        first = mixes(in_full=True)  # perhaps in blocks, which a rank's part of a sequence has as a whole
     if first is not None:
-        name = first[2].removeprefix("module.")
+        name = "" if first[2] == "module" else first[2].removeprefix("module.")  # DDP's name for the model
         raise ValueError(
             f"{repr(name) if name else 'the model'} gives other outputs for a cp rank's tokens than for the full "
             "sequence: attention should be ddl.ring_attention or ddl.ulysses_attention, and positions those of "
