@@ -12,7 +12,8 @@ same steps            ranks that leave out a step of the optimizer              
 same lengths          targets padded to other lengths on other ranks                      each step
 the whole model ran   a method called past the wrapper that reduces gradients             each step
 weights left out      DDP waits for gradients of weights that a rank did not use          each step
-rows alone            a model, or a stage, whose output for a row depends on other rows    step 1
+rows alone            a model, or a stage, whose output for a row depends on other rows,   step 1
+                      in training or in evaluation
 numbers kept          plain attributes that dp ranks computed from their own rows, and     steps 1, 2, 4, 8, …
                       on which outputs depend
 tokens alone          over cp, a module that looks at other tokens, or counts positions   steps 1, 2, 4, 8, …;

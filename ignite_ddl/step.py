@@ -101,7 +101,7 @@ class TrainingStep:
         strict = self.audit is not None and self.mesh.dp_cp_size > 1 and not contract.calls
         local_divisor = contract.divisor.here(rows, x, y, strict)
         if self.audit is not None:
-            with autocast:
+            with autocast, _clear_errors():
                 self.audit.begin(rows, x, y)
             contract.begin(y)
         weight, of_batch = self._weight(contract, rows, local_divisor, window)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ignite_ddl.arguments import a, takes, whole
 from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence
+from ignite_ddl.guards import THIS_WAS_IN
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import map_leaves, tensors_of
 from ignite_ddl.traceless import evaluating, norm_over_rows, without_trace
@@ -177,9 +178,9 @@ def _calls(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh:
                 run(_part(x, mesh))
         except (AssertionError, IndexError, RuntimeError) as error:
             error.add_note(
-                f"With cp={mesh.cp_size}, a rank's model gets its part of the tokens of a sequence: what needs all of "
-                "them (a layer over tokens, a table as long as the sequence that is not indexed by "
-                "ddl.sequence_positions) cannot run on a mesh with cp"
+                f"{THIS_WAS_IN}a model that gets a cp rank's part of the tokens of a sequence: what needs all of them "
+                "(a layer over tokens, a table as long as the sequence that is not indexed by ddl.sequence_positions) "
+                "cannot run on a mesh with cp"
             )
             raise
     return shared, full
