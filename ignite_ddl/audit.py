@@ -13,12 +13,14 @@ same target shapes    targets padded to other lengths on other ranks            
 model called          a step that calls a method of the model instead of the model, past  each step
                       the wrapper that reduces gradients
 unused weights        weights that a rank did not use, for whose gradients DDP waits      each step
-independent rows      a model, or a stage, whose output for a row depends on other rows   step 1
+independent rows      a model, or a stage, whose output for a row depends on other rows,  step 1
+                      in training or in evaluation
 stored values         plain attributes that dp ranks computed from their own rows, and    steps 1, 2, 4, 8, …
                       on which outputs depend
 padding               rows padded to other lengths on other dp ranks, on which outputs    steps 1, 2, 4, 8, …;
                       depend                                                              a warning
-independent tokens    over cp, a module that looks at other tokens, or counts positions   step 1; an evaluator's first
+independent tokens    over cp, a module that looks at other tokens, or counts positions   steps 1, 2, 4, 8, …;
+                                                                                          an evaluator's first
 same loss             tp peers that compute different losses                              steps 1, 2, 4, 8, …
 same gradients        tp peers with different gradients of a replicated weight            until each weight had one
 replicas              weights and buffers that should be equal on ranks, but differ       steps 1, 2, 4, 8, …
@@ -50,6 +52,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -94,6 +97,7 @@ __all__ = [
 ]
 
 TOKENS_CHECKED = "_tokens_checked"  # on a model whose tokens have been checked, or are not to be
+MOST_IN_FULL = 4096  # tokens of a rank's part of a sequence, up to which a model that mixes tokens is tried in full
 N_SHAPES = 4  # how many numbers :func:`shapes_of` returns
 
 
@@ -144,7 +148,7 @@ class Audit:
             self.tensor_hooks.enter_context(_checking_tensor_hooks())
         if self.model_called is not None:
             self.model_called.value = False
-        if self.step == 1:
+        if self.is_check_step:
             check_tokens_are_independent(self.model, self.stages, x)
         self.modules.begin()
 
@@ -181,12 +185,12 @@ class Audit:
         if last:
             self.modules.check_gradients()
         # After the backward pass, when all ranks are known to have called the same modules.
-        if self.x_for_rows is not None:
-            x, self.x_for_rows = self.x_for_rows, None
-            _check_rows_are_independent([(self.stages.forward_only, x, self.stages.local_stages())])
         if self.x_for_values is not None:
             x, self.x_for_values = self.x_for_values, None
             _compare_with_dp_peers(self.stages, x, self.mesh)
+        if self.x_for_rows is not None:
+            x, self.x_for_rows = self.x_for_rows, None
+            _check_rows_are_independent([(self.stages.forward_only, x, self.stages.local_stages())])
         if self.stage_inputs is not None:
             inputs, self.stage_inputs = self.stage_inputs, None
             for _, _, handle in inputs:
@@ -284,7 +288,10 @@ def _checking_tensor_hooks() -> Iterator[None]:
         owner = f"a tensor of shape {tuple(tensor.shape)}"  # not the tensor: its graph would never be freed
         return register(tensor, lambda grad: _call_linear(hook, (grad,), owner))
 
-    torch.Tensor.register_hook = register_checked
+    # torch.compile would trace it, and call it for the method that it stands for, without end
+    torch.Tensor.register_hook = (
+        torch.compiler.disable(register_checked) if "torch._dynamo" in sys.modules else register_checked
+    )
     try:
         yield
     finally:
@@ -430,11 +437,18 @@ def check_tokens_are_independent(model: nn.Module, stages: Any, x: Any, repeat: 
     if mesh.cp_size == 1 or (not repeat and hasattr(model, TOKENS_CHECKED)):
         return
     setattr(model, TOKENS_CHECKED, True)
-    found: list[tuple[int, str] | None] = [None] * mesh.world_size
-    dist.all_gather_object(found, check_tokens(stages.forward_only, x, stages.local_stages(), mesh))
-    first = min(((mesh.coordinates(rank)["pp"], *name) for rank, name in enumerate(found) if name), default=None)
+
+    def mixes(in_full: bool) -> tuple[int, int, str] | None:
+        """Of the first module that mixes tokens its stage, its place among the calls, and its name."""
+        found: list[tuple[int, str] | None] = [None] * mesh.world_size
+        dist.all_gather_object(found, check_tokens(stages.forward_only, x, stages.local_stages(), mesh, in_full))
+        return min(((mesh.coordinates(rank)["pp"], *name) for rank, name in enumerate(found) if name), default=None)
+
+    first = mixes(in_full=False)
+    if first is not None and max((t.shape[1] for t in tensors_of(x) if t.ndim > 1), default=0) <= MOST_IN_FULL:
+        first = mixes(in_full=True)  # perhaps in blocks, which a rank's part of a sequence has as a whole
     if first is not None:
-        name = first[2].removeprefix("module.")
+        name = "" if first[2] == "module" else first[2].removeprefix("module.")  # DDP's name for the model
         raise ValueError(
             f"{repr(name) if name else 'the model'} gives other outputs for a cp rank's tokens than for the full "
             "sequence: attention should be ddl.ring_attention or ddl.ulysses_attention, and positions those of "

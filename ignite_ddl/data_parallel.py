@@ -91,7 +91,8 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, how: Mapping[str, Any] | 
     if how is None:  # not DistributedDataParallel, which loses parameters of models with DTensors and of pipelines
         for experts in experts_of(module):
             replicate(experts, mesh.expert_mesh["edp"])
-        replicate(module, mesh.device_mesh["dp"])
+        for part in [*_apart_by_dtype(module), module]:
+            replicate(part, mesh.device_mesh["dp"])
     else:
         refuse_second_derivatives(module, type(module).__name__)
         fully_shard(module, mesh, how)
@@ -118,7 +119,8 @@ def fully_shard(module: nn.Module, mesh: Mesh, how: Mapping[str, Any]) -> None:
                 experts, mesh=mesh.expert_mesh["edp"], shard_placement_fn=partial(_shard_experts, mesh=mesh), **how
             )
     for unit in [*_fsdp_units(module), module]:  # the last one has the remaining parameters
-        fsdp.fully_shard(unit, **{"mesh": mesh.dp_mesh, **how})
+        for part in [*_apart_by_dtype(unit), unit]:
+            fsdp.fully_shard(part, **{"mesh": mesh.dp_mesh, **how})
     module._keeps_gathered = not how["reshard_after_forward"] and mesh.pp_size == 1  # read by gradient_sync
 
 
@@ -150,6 +152,27 @@ def _fsdp_units(root: nn.Module) -> list[nn.Module]:
         for unit in units
         if not isinstance(unit, FSDPModule) and all(holders[id(p)] == 1 for p in unit.parameters())
     ]
+
+
+def _apart_by_dtype(unit: nn.Module) -> list[nn.Module]:
+    """The modules with weights in a unit that has weights of several dtypes, of which torch reduces one together."""
+    inside = [unit]
+    for module in inside:  # the list grows meanwhile
+        inside += [m for m in module.children() if not isinstance(m, FSDPModule) and m not in inside]
+    own = {m: [p for p in m.parameters(recurse=False) if p.requires_grad] for m in inside}
+    if len({p.dtype for weights in own.values() for p in weights}) < 2:
+        return []
+    holders = Counter(id(p) for weights in own.values() for p in weights)
+    apart = [m for m in inside[1:] if own[m] and _is_called(m) and all(holders[id(p)] == 1 for p in own[m])]
+    together = [*([m] for m in apart), [m for m in inside if m not in apart]]
+    for modules in together:
+        dtypes = sorted({str(p.dtype) for m in modules for p in own[m]})
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"a {type(modules[0]).__name__} has weights of {' and '.join(dtypes)} side by side, which torch does "
+                "not reduce together on this mesh: give each dtype a module of its own, or all weights one dtype"
+            )
+    return apart[::-1]
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -411,7 +412,7 @@ def _step_optimizer(
     if scaled is not None:
         scaled.unscale()
     if max_norm is not None:
-        engine.state.grad_norm = float(clip_grad_norm_(model, max_norm, optimizer))
+        engine.state.grad_norm = float(_clip(model, max_norm, optimizer, _of_others(optimizer, model)))
     if scaled is not None:
         scaled.step_if_finite()
     else:
@@ -602,13 +603,25 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Op
     Raises:
         ValueError: if ``max_norm`` is not positive.
     """
+    return _clip(model, max_norm, optimizer)
+
+
+def _of_others(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Parameter]:
+    """Weights that the optimizer steps, but that are another model's, such as those of a loss."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+
+
+def _clip(
+    model: nn.Module, max_norm: float, optimizer: torch.optim.Optimizer | None, others: Iterable[nn.Parameter] = ()
+) -> torch.Tensor:
     mesh, stages, is_local = get_mesh(), stages_of(model), local_round(model) is not None
     shard_size = mesh.dp_shard_size if mesh.hybrid else 1
     n_ranks = (shard_size if is_local else mesh.dp_cp_size) * mesh.tp_size
     stepped = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     total = torch.zeros((), dtype=torch.float64, device=idist.device())
     gradients, is_cut = [], False
-    for name, parameter in model.named_parameters():
+    for name, parameter in itertools.chain(model.named_parameters(), (("", parameter) for parameter in others)):
         if parameter.grad is None or (stepped is not None and id(parameter) not in stepped):
             continue
         redistribute_gradient(parameter)

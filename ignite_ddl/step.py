@@ -143,7 +143,7 @@ class TrainingStep:
         strict = self.audit is not None and self.mesh.dp_cp_size > 1 and not contract.n_steps
         local_divisor = contract.divisor.local(rows, x, y, strict)
         if self.audit is not None:
-            with autocast:
+            with autocast, _explaining_errors():
                 self.audit.begin(rows, x, y)
             contract.begin(y)
         return local_divisor

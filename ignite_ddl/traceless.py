@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, some_rows, tensors_of
-from ignite_ddl.tensor.random import random_stream
+from ignite_ddl.tensor.random import random_states, random_stream, set_random_states
 
 __all__ = [
     "ROWS_DEPEND",
@@ -96,12 +97,14 @@ def _modules(stages: Iterable[nn.Module]) -> dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_SavedState]]:
-    """Restores at its end what forward passes inside change in these modules; random numbers have a separate stream."""
+    """Restores at its end what forward passes inside change in these modules; torch draws from a separate stream."""
     kept = [_SavedState(held) for module in _modules(stages).values() for held in (module._buffers, vars(module))]
+    drawn = random_states()
     try:
         with random_stream(seed):
             yield kept
     finally:
+        set_random_states(drawn)  # Python's and NumPy's
         for of_module in kept:
             of_module.restore()
 
@@ -178,16 +181,27 @@ def outputs_depend_on_padding(
 
 
 @contextlib.contextmanager
-def evaluating(stages: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, modules are in evaluation mode."""
+def evaluating(stages: Iterable[nn.Module], all_of_them: bool = True) -> Iterator[None]:
+    """Inside, modules are in evaluation mode; or only torch's and ours, whose rules for training are stated."""
     was = [(module, module.training) for module in _modules(stages).values()]
-    for module, _ in was:
-        module.training = False
+    for module, training in was:
+        stated = isinstance(module, _BatchNorm) or type(module).__module__.startswith(("torch.", "ignite_ddl."))
+        module.training = training and not (all_of_them or stated)
     try:
         yield
     finally:
         for module, training in was:
             module.training = training
+
+
+class _Meeting(TorchDispatchMode):
+    """Notes whether a forward pass sums or gathers over ranks by itself, as DDP, FSDP2 and DTensor do not."""
+
+    noted = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.noted = self.noted or str(func) in ("c10d.allreduce_.default", "c10d.allgather_.default")
+        return func(*args, **(kwargs or {}))
 
 
 _MAX_ROWS = 8  # rows on which a model is tried
@@ -210,13 +224,19 @@ def rows_may_depend() -> Iterator[None]:
 
 
 def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module]) -> bool:
-    """Whether the outputs for some rows change if these rows run without the others, in evaluation mode.
+    """Whether the outputs for some rows change if these rows run without the others, in training or in evaluation.
 
-    False where it cannot be known: of a model that draws random numbers there, or cannot be called with fewer rows, and
-    of BatchNorm without running statistics, which takes a rank's rows by a stated rule. Every rank makes three passes.
+    False where it cannot be known: of a model that draws random numbers there, sums over ranks by itself, or cannot be
+    called with fewer rows, and of BatchNorm without running statistics, which takes a rank's rows by a stated rule. In
+    training, torch's modules and ours are in evaluation mode for that reason. Every rank makes six passes.
     """
     if _MAY_DEPEND.get():
         return False
+    in_training, in_evaluation = (_depend(run, x, stages, evaluates) for evaluates in (False, True))
+    return in_training or in_evaluation
+
+
+def _depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], evaluates: bool) -> bool:
     n = n_rows(x)
     all_have_rows = all(len(tensor) == n for tensor in tensors_of(x) if tensor.ndim)
     few, last = (some_rows(x, slice(_MAX_ROWS), n), min(n, _MAX_ROWS)) if all_have_rows else (x, n)
@@ -231,7 +251,7 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
             keeps_rows = keeps_rows or any(of_module.has_rows(n_rows(rows)) for of_module in kept)
             return found
 
-    with torch.no_grad(), evaluating(stages):
+    with torch.no_grad(), evaluating(stages, evaluates), _Meeting() as meeting:
         try:
             together, again = outputs(few, 0), outputs(few, 1)
             alone = outputs(some_rows(few, part, last) if all_have_rows else few, 0)
@@ -239,12 +259,13 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
             return False
     no_statistics = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in _modules(stages).values())
     draws = any(not torch.equal(one, other) for one, other in zip(together, again, strict=True))
-    if no_statistics or draws or keeps_rows or n < 2 or not all_have_rows:
+    if no_statistics or draws or keeps_rows or meeting.noted or n < 2 or not all_have_rows:
         return False
     for output, of_part in zip(together, alone, strict=False):
         each = len(output) // last  # such as a row for each token
         rows = output[part.start * each :]
-        if output.is_floating_point() and len(output) == each * last and _unlike(rows, of_part):
+        of_rows = len(output) == each * last and len(of_part) < len(output)  # not a table, which has as many entries
+        if output.is_floating_point() and of_rows and _unlike(rows, of_part):
             return True
     return False
 
@@ -258,5 +279,6 @@ def norm_over_rows(stages: Iterable[nn.Module]) -> str | None:
 def _unlike(rows: torch.Tensor, alone: torch.Tensor) -> bool:
     if rows.shape != alone.shape or not rows.numel():
         return rows.shape != alone.shape
-    tolerance = 10 * torch.finfo(rows.dtype).eps ** 0.5 * max(float(alone.abs().max()), 1e-6)
-    return float((rows - alone).abs().nan_to_num().max()) > tolerance
+    tolerance = 10 * torch.finfo(rows.dtype).eps ** 0.5 * max(float(alone.abs().nan_to_num().max()), 1e-6)
+    unlike = float((rows - alone).abs().nan_to_num().max()) > tolerance
+    return unlike or not torch.equal(rows.isnan(), alone.isnan())  # such as the deviation of a single row

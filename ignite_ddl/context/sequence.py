@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ignite_ddl.arguments import a, takes, whole
 from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence
+from ignite_ddl.guards import THIS_WAS_IN
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import map_leaves, tensors_of
 from ignite_ddl.traceless import evaluating, norm_over_rows, without_trace
@@ -32,6 +33,7 @@ NOT_SHARED = (
 _FULL = contextvars.ContextVar("the model has full sequences", default=False)
 _CONVOLUTIONS = (*(nn.Conv1d, nn.Conv2d, nn.Conv3d), *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
 _CHUNK = 2  # tokens of a chunk in check_tokens
+_ROWS, _WINDOWS = 4, 4  # on which a model is tried: rows of a batch, and windows of each
 _tokens = 0  # of each row of the last batch on this rank
 
 
@@ -125,18 +127,22 @@ def _full_sequences() -> Iterator[None]:
         _FULL.reset(token)
 
 
-def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh: Mesh) -> tuple[int, str] | None:
-    """Runs the model on the first tokens of a row twice, shared by the cp ranks and full on each of them.
+def check_tokens(
+    run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh: Mesh, in_full: bool = False
+) -> tuple[int, str] | None:
+    """Runs the model on short windows of rows twice, shared by the cp ranks and full on each of them.
 
     Every rank calls it. Random numbers, buffers and modes of the model are as before afterwards. It runs in evaluation
-    mode, on four tokens for each rank: what mixes tokens in training alone is not seen, nor what only reaches tokens
-    farther away, but for convolutions, whose kernels tell.
+    mode, on four tokens of a window for each rank: what mixes tokens in training alone is not seen, nor what only
+    reaches tokens farther away, but for convolutions, whose kernels tell, nor what mixes tokens only where a token is
+    in none of the windows, such as the end of a document.
 
     Args:
         run: the forward pass.
         x: this rank's part of a batch.
         stages: this rank's stages.
         mesh: the mesh.
+        in_full: whether to run it on rows in full instead. Default: False.
 
     Returns:
         tuple: the first module whose output depends on other tokens than it gets: its place among the calls, and its
@@ -145,21 +151,39 @@ def check_tokens(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module],
     norm = norm_over_rows(stages)  # which a pass in evaluation mode does not show
     if norm is not None:
         return 0, norm
-    first = map_leaves(lambda leaf: _first_tokens(leaf, mesh), x)
+    first = map_leaves(lambda leaf: _windows(leaf, mesh, in_full), x)
     if not any(tensor.ndim > 1 for tensor in tensors_of(first)):
         return None
-    local = _part(first, mesh)
-    with torch.no_grad(), evaluating(stages):
-        with without_trace(stages), _recorded_calls(stages) as shared:
-            run(local)
-        with without_trace(stages), _recorded_calls(stages) as full, _full_sequences():
-            run(first)
+    try:
+        shared, full = _calls(run, first, stages, mesh)
+    except (AssertionError, IndexError, RuntimeError):
+        if mesh.pp_size == 1 and not in_full:  # perhaps it takes blocks of more tokens
+            return check_tokens(run, x, stages, mesh, in_full=True)
+        raise
     length = next(tensor.shape[1] for tensor in tensors_of(first) if tensor.ndim > 1)
     for index, ((name, module, given, found), (*_, of_all, expected)) in enumerate(zip(shared, full, strict=False)):
         mixes = not _are_shards(found, expected, length, mesh) or _convolves_tokens(module, given, of_all)
         if _are_shards(given, of_all, length, mesh) and mixes:
             return index, name
     return None
+
+
+def _calls(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh: Mesh) -> tuple[list, list]:
+    """The calls of modules with this rank's tokens, and with all."""
+    with torch.no_grad(), evaluating(stages):
+        with without_trace(stages), _recorded_calls(stages) as full, _full_sequences():
+            run(x)
+        try:
+            with without_trace(stages), _recorded_calls(stages) as shared:
+                run(_part(x, mesh))
+        except (AssertionError, IndexError, RuntimeError) as error:
+            error.add_note(
+                f"{THIS_WAS_IN}a model that gets a cp rank's part of the tokens of a sequence: what needs all of them "
+                "(a layer over tokens, a table as long as the sequence that is not indexed by ddl.sequence_positions) "
+                "cannot run on a mesh with cp"
+            )
+            raise
+    return shared, full
 
 
 def _convolves_tokens(module: nn.Module, given: list[torch.Tensor], of_all: list[torch.Tensor]) -> bool:
@@ -171,18 +195,25 @@ def _convolves_tokens(module: nn.Module, given: list[torch.Tensor], of_all: list
     return any(kernel > 1 and a < b for kernel, a, b in zip(module.kernel_size, local_lengths, full, strict=True))
 
 
-def _first_tokens(leaf: Any, mesh: Mesh) -> Any:
-    """The first tokens of the first row, gathered from the ranks that share it."""
+def _windows(leaf: Any, mesh: Mesh, in_full: bool) -> Any:
+    """Windows of the first rows, or these rows in full, gathered from the ranks that share them; each is a row.
+
+    What numbers the tokens of each row (position ids) begins with 0 in each window, as ``sequence_positions`` does.
+    """
     if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
         return leaf
-    leaf = leaf[:1]
+    leaf, n = leaf[:_ROWS], 1 if in_full else _WINDOWS
     if leaf.ndim == 1:
-        return leaf
+        return leaf.repeat_interleave(n)
     parts = [torch.empty_like(leaf) for _ in range(mesh.cp_size)]
     dist.all_gather(parts, leaf.contiguous(), group=mesh.cp_group)
     full = torch.cat(parts, 1)
     full = full.index_select(1, natural_order(full.shape[1], mesh.cp_size, full.device))
-    return full.narrow(1, 0, min(full.shape[1], 2 * mesh.cp_size * _CHUNK))
+    length = full.shape[1] if in_full else min(full.shape[1], 2 * mesh.cp_size * _CHUNK)
+    numbers = full.ndim == 2 and bool((full == torch.arange(full.shape[1], device=full.device)).all())
+    last = 0 if numbers else full.shape[1] - length
+    places = [last * i // max(n - 1, 1) for i in range(n)]
+    return torch.stack([full.narrow(1, place, length) for place in places], 1).flatten(0, 1)
 
 
 @contextlib.contextmanager
@@ -224,8 +255,9 @@ def _are_shards(some: list[torch.Tensor], full: list[torch.Tensor], length: int,
             if not torch.equal(part, expected):
                 return False
         elif part.numel():
-            tolerance = 10 * torch.finfo(part.dtype).eps ** 0.5 * max(float(expected.abs().max()), 1e-6)
-            if float((part - expected).abs().nan_to_num().max()) > tolerance:
+            tolerance = 10 * torch.finfo(part.dtype).eps ** 0.5 * max(float(expected.abs().nan_to_num().max()), 1e-6)
+            unlike = float((part - expected).abs().nan_to_num().max()) > tolerance
+            if unlike or not torch.equal(part.isnan(), expected.isnan()):
                 return False
     return True
 

@@ -1,11 +1,13 @@
 """Changes after ddl.auto_model, replicas that drift, and forward passes of our own: found, or without a trace."""
 
+import random
 import warnings
 import weakref
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from ignite.engine import Events
 from ignite.handlers import FastaiLRFinder
@@ -523,6 +525,18 @@ def test_a_model_that_is_compiled_after_an_eager_call():
     assert_right(partial(compiled, tensor_plan=PLAN), tp=2)
 
 
+def each_compiled():
+    model = mlp()
+    for layer in model:
+        layer.compile(backend="eager")
+    return model
+
+
+@pytest.mark.slow
+def test_layers_that_are_compiled_while_hooks_of_tensors_are_asked():
+    assert_right(partial(trained, make=each_compiled, tensor_plan=PLAN), dp=2, tp=2)
+
+
 def looked_at(local_rank, **options):
     torch.manual_seed(0)
     model = ddl.auto_model(mlp().append(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()), **options)
@@ -617,14 +631,72 @@ class AboveMedian(nn.Module):
         return x * (x > x.median())
 
 
+class Mixed(nn.Module):
+    """Mixup, which evaluation leaves out."""
+
+    def forward(self, x):
+        return 0.7 * x + 0.3 * x.flip(0) if self.training else x
+
+
+class OfUnitDeviation(nn.Module):
+    """One row alone has no deviation."""
+
+    def forward(self, x):
+        return x / x.std(0)
+
+
+class CentredOverRanks(nn.Module):
+    """A mean of the rows of all ranks."""
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        summed = torch.cat([x.detach().sum(0), x.new_tensor([len(x)])])
+        if dist.is_initialized():
+            dist.all_reduce(summed)
+        return x - summed[:-1] / summed[-1]
+
+
+class Tossed(nn.Module):
+    """A coin of Python's, which all ranks toss alike."""
+
+    def forward(self, x):
+        return x * (2 if self.training and random.random() < 0.5 else 1)
+
+
 def centred(how=Centred):
+    random.seed(1)
     return nn.Sequential(nn.Linear(8, 16), how(), nn.Tanh(), nn.Linear(16, 4))
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}, {"dp": 2, "pp": 2}], ids=str)
 def test_rows_that_depend_on_each_other_are_refused(axes):
-    for how in (Centred, AboveMedian):
+    for how in (Centred, AboveMedian, Mixed, OfUnitDeviation):
         refused(partial(trained, make=partial(centred, how)), "depends on other rows of the batch", **axes)
+
+
+class WithCounts(nn.Linear):
+    """Beside its output, how many rows are largest in each of 8 features."""
+
+    def forward(self, x):
+        return super().forward(x), torch.bincount(x.argmax(1), minlength=8).to(x.dtype)
+
+
+def with_counts(local_rank):
+    torch.manual_seed(0)
+    model = ddl.auto_model(WithCounts(8, 4).double())
+    trainer = trainer_of(model, F.mse_loss, model_transform=lambda output: output[0])
+    data = TensorDataset(X.repeat(2, 1), Y.repeat(2, 1))
+    return [trainer.run(ddl.auto_dataloader(data, batch_size=20)).output], whole(model)
+
+
+def test_a_table_as_long_as_the_rows_that_are_tried_is_right():
+    assert_right(with_counts, dp=2)
+
+
+def test_rows_of_all_ranks_and_coins_that_all_toss_alike_are_right():
+    for how in (CentredOverRanks, Tossed):
+        assert_right(partial(trained, make=partial(centred, how)), dp=2)
 
 
 class Keeps(nn.Module):

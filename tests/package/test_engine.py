@@ -1,5 +1,7 @@
 """What the trainer and the clipping refuse, before anything is sent."""
 
+from functools import partial
+
 import ignite.distributed as idist
 import pytest
 import torch
@@ -76,3 +78,34 @@ def test_an_evaluator_whose_tp_or_pp_peers_get_other_rows(axis):
         on(evaluated, True, **{axis: 2})
     first, second = on(evaluated, False, **{axis: 2})
     assert first == second
+
+
+def with_a_loss_of_weights(local_rank, **options):
+    """Norms and weights where the optimizer steps the weights of a loss, too."""
+    torch.manual_seed(0)
+    model, head = (ddl.auto_model(nn.Linear(3, 3).double(), **options) for _ in range(2))
+    optimizer = ddl.auto_optim(torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.5))
+    rows = torch.randn(9, 3, dtype=torch.float64)
+    trainer = ddl.create_supervised_trainer(
+        model, optimizer, lambda output, y: (head(output) - y).square().mean(), max_norm=0.1
+    )
+    trainer.run(ddl.auto_dataloader(TensorDataset(rows, rows.flip(1)), batch_size=5), max_epochs=2)
+    found = [torch.tensor([trainer.state.grad_norm], dtype=torch.float64)]
+    return torch.cat(found + [w.flatten() for m in (model, head) for w in ddl.full_state_dict(m).values()])
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=str)
+def test_the_norm_counts_all_that_the_optimizer_steps(options):
+    torch.manual_seed(0)
+    model, head = (nn.Linear(3, 3).double() for _ in range(2))
+    weights = [*model.parameters(), *head.parameters()]
+    optimizer = torch.optim.SGD(weights, lr=0.5)
+    rows = torch.randn(9, 3, dtype=torch.float64)
+    for x in (*rows.split(5), *rows.split(5)):
+        optimizer.zero_grad()
+        (head(model(x)) - x.flip(1)).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(weights, 0.1)
+        optimizer.step()
+    expected = torch.cat([norm.reshape(1), *(w.detach().flatten() for w in weights)])
+    for found in (with_a_loss_of_weights(0, **options), *on(partial(with_a_loss_of_weights, **options), dp=2)):
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)

@@ -4,6 +4,7 @@ import copy
 import logging
 import re
 from collections import OrderedDict
+from functools import partial
 
 import ignite.distributed as idist
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Events
 from parity import each_alone
-from ranks import on_each_rank, trainer_of
+from ranks import on, on_each_rank, trainer_of
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.utils.data import TensorDataset
@@ -351,3 +352,47 @@ def test_a_weight_that_is_read_off_a_sharded_layer_is_refused(local_rank):
     trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
     with pytest.raises(ValueError, match="a weight that is cut over ranks: call the layer that holds the weight"):
         trainer.run([(torch.ones(4, 4), torch.ones(4, 4))])
+
+
+class InComplex(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype)).abs()
+
+
+def of_two_dtypes():
+    torch.manual_seed(0)
+    middle = InComplex(4, 4, dtype=torch.complex128)
+    block = Around(first=nn.Linear(4, 4).double(), last=InComplex(4, 4, dtype=torch.complex128))
+    return nn.Sequential(nn.Linear(4, 4).double(), middle, block, nn.Linear(4, 2).double())
+
+
+def trained_in_two_dtypes(local_rank, **options):
+    model = ddl.auto_model(of_two_dtypes(), **options)
+    trainer = trainer_of(model, F.mse_loss)
+    rows = torch.randn(9, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    trainer.run(ddl.auto_dataloader(TensorDataset(rows, rows[:, :2]), batch_size=5), max_epochs=2)
+    return ddl.full_state_dict(model)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [({"dp": 2}, {"shard": True}), ({"dp": 2, "tp": 2}, {"tensor_plan": {}}),
+     pytest.param({"dp": 2, "tp": 2}, {"tensor_plan": {}, "shard": True}, marks=pytest.mark.slow)],
+    ids=str,
+)  # fmt: skip
+def test_weights_of_two_dtypes(axes, options):
+    expected = trained_in_two_dtypes(0)
+    for found in on(partial(trained_in_two_dtypes, **options), **axes):
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, atol=1e-12, rtol=0)
+
+
+def side_by_side(local_rank):
+    model = nn.Linear(4, 4).double()
+    model.bias = nn.Parameter(model.bias.detach().float())
+    with pytest.raises(ValueError, match="a Linear has weights of torch.float32 and torch.float64 side by side"):
+        ddl.auto_model(model, shard=True)
+
+
+def test_two_dtypes_in_one_module_are_refused():
+    on(side_by_side, dp=2)
