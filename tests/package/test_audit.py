@@ -187,16 +187,18 @@ class Words(nn.Module):
 
 
 class Tracking(nn.Sequential):
-    """A buffer that follows the rows that a rank has seen."""
+    """A buffer that follows the rows that a rank has seen, before this pass or with it."""
 
-    def __init__(self, *layers):
+    def __init__(self, *layers, first=False):
         super().__init__(*layers)
         self.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
+        self.first = first
 
     def forward(self, x):
+        before = self.mean.clone()
         if self.training:
             self.mean.lerp_(x.detach().mean(0), 0.1)
-        return super().forward(x - self.mean)
+        return super().forward(x - (self.mean if self.first else before))
 
 
 def test_replicas_that_drift_are_named():
@@ -204,6 +206,7 @@ def test_replicas_that_drift_are_named():
     for options in ({}, {"shard": True}):  # FSDP2 would lose what forward changes
         refused(partial(trained, make=Words, data=(words, Y), **options), "'embed' has max_norm=0.5", dp=2)
     refused(partial(trained, make=lambda: Tracking(*mlp())), "'mean' should be the same on all dp ranks", dp=2)
+    refused(partial(trained, make=lambda: Tracking(*mlp(), first=True)), "depends on other rows of the batch", dp=2)
 
 
 def test_options_of_an_optimizer_that_differ_by_rank():
