@@ -19,11 +19,14 @@ from ignite_ddl.tensor.random import random_stream
 __all__ = [
     "ROWS_DEPEND",
     "evaluating",
+    "local_part",
+    "norm_over_rows",
     "numbers_kept",
     "numbers_matter",
     "rows_depend_on_each_other",
     "rows_may_depend",
     "state_that_grows",
+    "unlike",
     "without_trace",
 ]
 
@@ -136,7 +139,7 @@ def numbers_matter(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module
             for name, value in given.items():
                 module, _, attribute = name.rpartition(".")
                 setattr(_modules(stages)[module], attribute, map_leaves(_copied, value))
-            return [_local(output).clone() for output in tensors_of(run(x)) if output.is_floating_point()]
+            return [local_part(output).clone() for output in tensors_of(run(x)) if output.is_floating_point()]
 
     try:
         with torch.no_grad():
@@ -198,7 +201,7 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
     def outputs(rows: Any, seed: int) -> list[torch.Tensor]:
         nonlocal carried
         with without_trace(stages, seed) as kept:
-            found = [_local(output).clone() for output in tensors_of(run(rows)) if output.ndim]
+            found = [local_part(output).clone() for output in tensors_of(run(rows)) if output.ndim]
             carried = carried or any(of_module.has_rows(n_rows(rows)) for of_module in kept)
             return found
 
@@ -215,7 +218,7 @@ def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequenc
     for output, of_part in zip(together, alone, strict=False):
         each = len(output) // last  # such as a row for each token
         rows = output[part.start * each :]
-        if output.is_floating_point() and len(output) == each * last and _unlike(rows, of_part):
+        if output.is_floating_point() and len(output) == each * last and unlike(rows, of_part):
             return True
     return False
 
@@ -226,11 +229,13 @@ def norm_over_rows(stages: Iterable[nn.Module]) -> str | None:
     return next((name for name, norm in norms if norm.training or norm.running_mean is None), None)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _unlike(rows: torch.Tensor, alone: torch.Tensor) -> bool:
+def unlike(rows: torch.Tensor, alone: torch.Tensor) -> bool:
+    """Whether two results of the same computation differ by more than rounding."""
     if rows.shape != alone.shape or not rows.numel():
         return rows.shape != alone.shape
     tolerance = 10 * torch.finfo(rows.dtype).eps ** 0.5 * max(float(alone.abs().max()), 1e-6)
