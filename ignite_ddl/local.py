@@ -92,12 +92,8 @@ class LocalSGD:
         self.model, self.optimizer, self.round = model, optimizer, local
         self.trained = [p for p in model.parameters() if p.requires_grad]
         local.averager = self
-        trainer.add_event_handler(Events.ITERATION_STARTED, self._begin)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._completed)
         trainer.add_event_handler(Events.COMPLETED | Events.TERMINATE, self.end_round)
-
-    def _begin(self) -> None:
-        pass
 
     def _completed(self) -> None:
         if self.round.steps >= self.H:
@@ -226,9 +222,10 @@ class DiLoCo(LocalSGD):
         self.old = [nn.Parameter(p.detach().clone()) for p in self.trained]
         self.outer = self.make_outer(self.old)
         adapt_optimizer(self.outer)
+        trainer.add_event_handler(Events.ITERATION_STARTED, self._keep_old)
 
     @torch.no_grad()
-    def _begin(self) -> None:
+    def _keep_old(self) -> None:
         if not self.round.steps:  # weights may have been loaded since the last round
             for old, p in zip(self.old, self.trained, strict=True):
                 old.copy_(p)

@@ -19,12 +19,14 @@ from ignite_ddl.tensor.random import random_states, random_stream, set_random_st
 __all__ = [
     "ROWS_DEPEND",
     "evaluating",
+    "norm_over_rows",
     "outputs_depend_on",
     "outputs_depend_on_padding",
     "rows_depend_on_each_other",
     "rows_may_depend",
     "state_that_grows",
     "stored_values",
+    "unlike",
     "without_trace",
 ]
 
@@ -177,7 +179,7 @@ def outputs_depend_on_padding(
     except Exception:
         return False
     pairs = [(a, b[tuple(map(slice, a.shape))]) for a, b in zip(plain, with_more, strict=False) if a.ndim == b.ndim]
-    return any(_unlike(a, b) for a, b in pairs)
+    return any(unlike(a, b) for a, b in pairs)
 
 
 @contextlib.contextmanager
@@ -265,7 +267,7 @@ def _depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], eval
         each = len(output) // last  # such as a row for each token
         rows = output[part.start * each :]
         of_rows = len(output) == each * last and len(of_part) < len(output)  # not a table, which has as many entries
-        if output.is_floating_point() and of_rows and _unlike(rows, of_part):
+        if output.is_floating_point() and of_rows and unlike(rows, of_part):
             return True
     return False
 
@@ -276,9 +278,10 @@ def norm_over_rows(stages: Iterable[nn.Module]) -> str | None:
     return next((name for name, norm in norms if norm.training or norm.running_mean is None), None)
 
 
-def _unlike(rows: torch.Tensor, alone: torch.Tensor) -> bool:
+def unlike(rows: torch.Tensor, alone: torch.Tensor) -> bool:
+    """Whether two results of the same computation differ by more than rounding."""
     if rows.shape != alone.shape or not rows.numel():
         return rows.shape != alone.shape
     tolerance = 10 * torch.finfo(rows.dtype).eps ** 0.5 * max(float(alone.abs().nan_to_num().max()), 1e-6)
-    unlike = float((rows - alone).abs().nan_to_num().max()) > tolerance
-    return unlike or not torch.equal(rows.isnan(), alone.isnan())  # such as the deviation of a single row
+    differ = float((rows - alone).abs().nan_to_num().max()) > tolerance
+    return differ or not torch.equal(rows.isnan(), alone.isnan())  # such as the deviation of a single row

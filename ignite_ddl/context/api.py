@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ignite_ddl.arguments import COUNT, FLAG, a, number, takes
-from ignite_ddl.context.layout import check_length, natural_order
+from ignite_ddl.arguments import COUNT, FLAG, Fits, a, number, takes
+from ignite_ddl.context.layout import check_length, natural_order, place_in, which_see
 from ignite_ddl.context.ring import Ring, ring
 from ignite_ddl.context.sequence import cp_group
 from ignite_ddl.context.ulysses import heads_to_tokens, tokens_to_heads
-from ignite_ddl.context.visible import Mask
 
 __all__ = ["ring_attention", "ulysses_attention"]
 
@@ -28,8 +27,13 @@ def _is_documents(value: object) -> bool:
 
 FITS = {
     **dict.fromkeys(("query", "key", "value"), a("a tensor, (batch, heads, tokens, head width)", _is_query)),
+    "attn_mask": a(
+        "None where the sequence is sharded, since a mask of this rank's tokens says nothing of the other ranks' (say "
+        "is_causal=True, documents= or window=)",
+        type(None),
+    ),
+    "dropout_p": Fits("0 where the sequence is sharded", number(0.0, 0.0).read),
     **dict.fromkeys(("is_causal", "enable_gqa"), FLAG),
-    "dropout_p": number(0.0, 1.0),
     "scale": number(),
     "window": COUNT,
     "documents": a("a tensor of integers, (batch, tokens)", _is_documents),
@@ -63,8 +67,8 @@ def ring_attention(
         query: this rank's tokens, (batch, heads, tokens, head width).
         key: as ``query``, perhaps with fewer heads (``enable_gqa=True``).
         value: as ``key``.
-        attn_mask: not supported: say ``is_causal``, ``documents`` and ``window``.
-        dropout_p: not supported but 0.
+        attn_mask: only None: say ``is_causal``, ``documents`` and ``window`` instead.
+        dropout_p: only 0.
         is_causal: whether a token sees only itself and the tokens before it, default False.
         scale: factor of the scores, default one over the square root of the head width.
         enable_gqa: whether ``key`` and ``value`` have fewer heads than ``query``, default False.
@@ -98,12 +102,9 @@ def ring_attention(
             assert torch.allclose(expected[:, :, [0, 1, 6, 7]], first, atol=1e-6)
             assert torch.allclose(expected[:, :, [2, 3, 4, 5]], second, atol=1e-6)
     """
-    group = cp_group() if group is None else group
-    query, key, value = _as_autocast(query, key, value)
-    size = _check(query, key, value, attn_mask, dropout_p, enable_gqa, documents, window, group)
-    mask = Mask(is_causal, window, documents is not None)
-    everybodys = None if documents is None else _gather(documents, group, size)
-    return ring(query, key, value, Ring(group, mask, everybodys, _scale(query, scale), query.device))
+    query, key, value, documents, group = _prepared(query, key, value, enable_gqa, documents, group)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return ring(query, key, value, Ring(group, is_causal, window, documents, scale))
 
 
 @takes(FITS)
@@ -146,9 +147,8 @@ def ulysses_attention(
     Raises:
         ValueError: as :func:`ring_attention`, and if the ranks do not divide the heads.
     """
-    group = cp_group() if group is None else group
-    query, key, value = _as_autocast(query, key, value)
-    size = _check(query, key, value, attn_mask, dropout_p, enable_gqa, documents, window, group)
+    query, key, value, documents, group = _prepared(query, key, value, enable_gqa, documents, group)
+    _, size = place_in(group)
     if key.shape[1] % size:
         raise ValueError(
             f"ulysses_attention gives each rank some heads: cp = {size} should divide the {key.shape[1]} heads of "
@@ -157,13 +157,11 @@ def ulysses_attention(
     length = query.shape[2] * size
     order = natural_order(length, size, query.device)
     query, key, value = (tokens_to_heads(tensor, group)[:, :, order] for tensor in (query, key, value))
-    mask, visible = Mask(is_causal, window, documents is not None), None
-    if mask.needs_pairs:
+    visible = None
+    if window is not None or documents is not None:
         positions = torch.arange(length, device=query.device)
-        everybodys = ()
-        if documents is not None:
-            everybodys = (_gather(documents, group, size).movedim(0, 1).flatten(1)[:, order],) * 2
-        visible = mask.visible(positions, positions, *everybodys)
+        of_all = None if documents is None else (documents.movedim(0, 1).flatten(1)[:, order],) * 2
+        visible = which_see(positions, positions, is_causal, window, of_all)
     causal = is_causal and visible is None
     output = F.scaled_dot_product_attention(
         query, key, value, visible, is_causal=causal, scale=scale, enable_gqa=enable_gqa
@@ -171,48 +169,18 @@ def ulysses_attention(
     return heads_to_tokens(output[:, :, order.argsort()], group)
 
 
-def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """In autocast's dtype, as torch's own attention takes them; float64 stays."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors]
-
-
-def _scale(query: torch.Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-
-
-def _gather(documents: torch.Tensor, group: dist.ProcessGroup | None, size: int) -> torch.Tensor:
-    if group is None:
-        return documents.unsqueeze(0)
-    parts = [torch.empty_like(documents) for _ in range(size)]
-    dist.all_gather(parts, documents.contiguous(), group=group)
-    return torch.stack(parts)
-
-
-def _check(
+def _prepared(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: None,
-    dropout_p: float,
     enable_gqa: bool,
     documents: torch.Tensor | None,
-    window: int | None,
     group: dist.ProcessGroup | None,
-) -> int:
-    """The number of ranks that share the sequence, after a look at all arguments."""
-    if attn_mask is not None:
-        raise ValueError(
-            "attn_mask should be None where the sequence is sharded, since a mask of this rank's tokens says nothing "
-            "of the other ranks': say is_causal=True, documents= or window="
-        )
-    if dropout_p:
-        raise ValueError(f"dropout_p should be 0 where the sequence is sharded, but is {dropout_p}")
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None]:
+    """Checks arguments; the tensors in autocast's dtype, all ranks' documents, (P, batch, tokens), and the group."""
+    query, key, value = _as_autocast(query, key, value)
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if query.dim() != 4 or key.shape != value.shape or key.dim() != 4 or query.shape[::2] != key.shape[::2]:
+    if key.shape != value.shape or query.shape[::2] != key.shape[::2]:
         raise ValueError(
             f"query, key and value should be (batch, heads, tokens, head width) with equal batch and tokens, and key "
             f"and value of one shape, but are {shapes}"
@@ -226,10 +194,24 @@ def _check(
         raise ValueError(
             f"query, key and value should have one dtype, but have {query.dtype}, {key.dtype} and {value.dtype}"
         )
-    if documents is not None and documents.shape != (query.shape[0], query.shape[2]):
-        raise ValueError(
-            f"documents should be (batch, tokens), {(query.shape[0], query.shape[2])}, but is {tuple(documents.shape)}"
-        )
-    size = 1 if group is None else group.size()
+    group = cp_group() if group is None else group
+    _, size = place_in(group)
     check_length(query.shape[2] * size, size)
-    return size
+    if documents is not None:
+        if documents.shape != (expected := (query.shape[0], query.shape[2])):
+            raise ValueError(f"documents should be (batch, tokens), {expected}, but is {tuple(documents.shape)}")
+        parts = [documents]
+        if size > 1:
+            parts = [torch.empty_like(documents) for _ in range(size)]
+            dist.all_gather(parts, documents.contiguous(), group=group)
+        documents = torch.stack(parts)
+    return query, key, value, documents, group
+
+
+def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In autocast's dtype, as torch's own attention takes them; float64 stays."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors]

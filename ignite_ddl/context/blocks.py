@@ -10,44 +10,28 @@ from __future__ import annotations
 
 import torch
 
-from ignite_ddl.context.kernels import attention, attention_backward, has_kernel
+from ignite_ddl.context.kernels import Pairs, attention, attention_backward, has_kernel, repeated, sum_by_key_head
 
 __all__ = ["Block", "block_backward", "block_forward", "merge"]
 
 Block = tuple[torch.Tensor, torch.Tensor]  # output, and the logarithm of the sum of exponentials, (batch, heads, rows)
 
 
-def block_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    causal: bool,
-    visible: torch.Tensor | None,
-    scale: float,
-) -> Block:
-    """Attention of ``query`` to one block of keys.
-
-    Args:
-        query: (batch, heads, rows, head width).
-        key: (batch, key heads, columns, head width).
-        value: as ``key``.
-        causal: whether row i sees columns up to i alone.
-        visible: (batch or 1, 1, rows, columns), True where a row sees a column; None for all.
-        scale: factor of the scores.
+def block_forward(pairs: Pairs) -> Block:
+    """Attention of queries to one block of keys.
 
     Returns:
         tuple: the output and the logarithm of the sum of exponentials, -inf for rows that see no column.
     """
-    bias = _bias(visible, query)
-    if has_kernel(query, bias):
-        output, logsumexp = attention(query, key, value, causal, bias, scale)
+    if has_kernel(pairs):
+        output, logsumexp = attention(pairs)
     else:
-        scores = _scores(query, key, causal, bias, scale)
+        scores, value = _scores(pairs)
         logsumexp = scores.logsumexp(-1)
-        output = torch.exp(scores - logsumexp.unsqueeze(-1)).nan_to_num() @ _repeated(value, query)
-        output = output.to(query.dtype)
-    if visible is not None:  # the CPU's kernel returns 0 where a row sees nothing
-        empty = ~visible.any(-1).expand(logsumexp.shape)
+        output = torch.exp(scores - logsumexp.unsqueeze(-1)).nan_to_num() @ value
+        output = output.to(pairs.query.dtype)
+    if pairs.visible is not None:  # the CPU's kernel returns 0 where a row sees nothing
+        empty = ~pairs.visible.any(-1).expand(logsumexp.shape)
         logsumexp = logsumexp.masked_fill(empty, float("-inf"))
         output = output.masked_fill(empty.unsqueeze(-1), 0)
     return output, logsumexp
@@ -61,72 +45,37 @@ def merge(first: Block, second: Block) -> Block:
     return torch.lerp(output, other, share.unsqueeze(-1)), torch.logaddexp(logsumexp, logsumexp_other)
 
 
-def block_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    merged: Block,
-    causal: bool,
-    visible: torch.Tensor | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def block_backward(gradient: torch.Tensor, pairs: Pairs, merged: Block) -> tuple[torch.Tensor, ...]:
     """What one block of keys adds to the gradients of query, key and value.
 
     Args:
         gradient: the gradient of the merged output.
-        query: as in the forward pass; so are key, value, causal, visible and scale.
-        key: see ``query``.
-        value: see ``query``.
+        pairs: as in the forward pass.
         merged: output and logarithm of all blocks together, of the query's dtype and at least float32.
-        causal: see ``query``.
-        visible: see ``query``.
-        scale: see ``query``.
-
-    Returns:
-        tuple: the gradients of query, key and value.
     """
     output, logsumexp = merged
-    bias = _bias(visible, query)
-    if has_kernel(query, bias):
-        return attention_backward(gradient, query, key, value, output, logsumexp, causal, bias, scale)
+    if has_kernel(pairs):
+        return attention_backward(gradient, pairs, output, logsumexp)
     # Dao et al., FlashAttention, arXiv 2205.14135, appendix B.4
-    probabilities = torch.exp(_scores(query, key, causal, bias, scale) - logsumexp.unsqueeze(-1)).nan_to_num()
+    query, key = pairs.query, pairs.key
+    scores, value = _scores(pairs)
+    probabilities = torch.exp(scores - logsumexp.unsqueeze(-1)).nan_to_num()
     gradient = gradient.to(probabilities.dtype)
-    of_value = probabilities.transpose(-1, -2) @ gradient
-    of_probabilities = gradient @ _repeated(value, query).transpose(-1, -2)
     rows = (gradient * output.to(gradient.dtype)).sum(-1, keepdim=True)
-    of_scores = probabilities * (of_probabilities - rows) * scale
-    of_query = of_scores @ _repeated(key, query)
-    of_key = of_scores.transpose(-1, -2) @ query.to(of_scores.dtype)
-    return of_query, _by_key_head(of_key, key), _by_key_head(of_value, value)
+    of_scores = probabilities * (gradient @ value.mT - rows) * pairs.scale
+    of_query = of_scores @ repeated(key, query).to(of_scores.dtype)
+    of_pair = of_scores.mT @ query.to(of_scores.dtype), probabilities.mT @ gradient
+    return of_query, *(sum_by_key_head(tensor, key) for tensor in of_pair)
 
 
-def _bias(visible: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    if visible is None:
-        return None
-    zero = torch.zeros((), dtype=query.dtype, device=query.device)
-    return torch.where(visible, zero, float("-inf")).expand(query.shape[0], -1, -1, -1)
-
-
-def _scores(
-    query: torch.Tensor, key: torch.Tensor, causal: bool, bias: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(dtype) @ _repeated(key, query).transpose(-1, -2) * scale
-    if bias is not None:
-        scores = scores + bias
-    if causal:
+def _scores(pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores of all pairs, -inf where a row does not see a column, and values of as many heads and this dtype."""
+    dtype = torch.promote_types(pairs.query.dtype, torch.float32)
+    key, value = (repeated(tensor, pairs.query).to(dtype) for tensor in (pairs.key, pairs.value))
+    scores = pairs.query.to(dtype) @ key.mT * pairs.scale
+    if pairs.visible is not None:
+        scores = scores.masked_fill(~pairs.visible, float("-inf"))
+    if pairs.causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
-    return scores
-
-
-def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Keys or values with as many heads as the query, of at least float32."""
-    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
-
-
-def _by_key_head(gradient: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    return gradient.unflatten(1, (key.shape[1], -1)).sum(2)
+    return scores, value

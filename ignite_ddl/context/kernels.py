@@ -6,53 +6,85 @@ float16 and bfloat16 without a mask; they were written from torch's schemas and 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-__all__ = ["attention", "attention_backward", "has_kernel"]
+__all__ = ["Pairs", "attention", "attention_backward", "has_kernel", "repeated", "sum_by_key_head"]
 
 _aten = torch.ops.aten
 Tensors = tuple[torch.Tensor, ...]
 
 
-def has_kernel(query: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether torch has a kernel for a query and a mask of this kind."""
+class Pairs(NamedTuple):
+    """Some queries and one block of keys, and which of their pairs count.
+
+    Attributes:
+        query: (batch, heads, rows, head width).
+        key: (batch, key heads, columns, head width).
+        value: as ``key``.
+        causal: whether row i sees columns up to i alone.
+        visible: (batch or 1, 1, rows, columns), True where a row sees a column; None for all.
+        scale: factor of the scores.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    causal: bool
+    visible: torch.Tensor | None
+    scale: float
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """What kernels add to the scores: -inf where a row does not see a column."""
+        if self.visible is None:
+            return None
+        zero = torch.zeros((), dtype=self.query.dtype, device=self.query.device)
+        return torch.where(self.visible, zero, float("-inf")).expand(len(self.query), -1, -1, -1)
+
+
+def has_kernel(pairs: Pairs) -> bool:
+    """Whether torch has a kernel for tensors and a mask of this kind."""
+    query = pairs.query
     if query.device.type == "cpu":
         return True
-    return query.device.type == "cuda" and bias is None and query.dtype in (torch.float16, torch.bfloat16)
+    return query.device.type == "cuda" and pairs.visible is None and query.dtype in (torch.float16, torch.bfloat16)
 
 
-def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, bias: torch.Tensor | None, scale: float
-) -> Tensors:
+def attention(pairs: Pairs) -> Tensors:
     """Output, and the logarithm of the sum of exponentials."""
+    query, key, value, causal, _, scale = pairs
     if query.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+            query, key, value, 0.0, causal, attn_mask=pairs.bias, scale=scale
         )
-    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
+    key, value = (repeated(tensor, query) for tensor in (key, value))
     return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
 
 
-def attention_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor,
-    causal: bool,
-    bias: torch.Tensor | None,
-    scale: float,
-) -> Tensors:
+def attention_backward(gradient: torch.Tensor, pairs: Pairs, output: torch.Tensor, logsumexp: torch.Tensor) -> Tensors:
     """The gradients of query, key and value."""
+    query, key, value, causal, _, scale = pairs
     if query.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, output, logsumexp, 0.0, causal, attn_mask=bias, scale=scale
+            gradient, query, key, value, output, logsumexp, 0.0, causal, attn_mask=pairs.bias, scale=scale
         )
-    heads, rows, columns = key.shape[1], query.shape[2], key.shape[2]
-    key, value = (tensor.repeat_interleave(query.shape[1] // heads, dim=1) for tensor in (key, value))
+    rows, columns = query.shape[2], key.shape[2]
+    of_all_heads = (repeated(tensor, query) for tensor in (key, value))
     seed = torch.empty((), dtype=torch.int64, device="cpu")  # of dropout, which is 0
     of_query, *of_pair = _aten._scaled_dot_product_flash_attention_backward(
-        gradient, query, key, value, output, logsumexp, None, None, rows, columns, 0.0, causal, seed, seed, scale=scale
+        *(gradient, query, *of_all_heads, output, logsumexp, None, None, rows, columns, 0.0, causal, seed, seed),
+        scale=scale,
     )
-    return of_query, *(tensor.unflatten(1, (heads, -1)).sum(2) for tensor in of_pair)
+    return of_query, *(sum_by_key_head(tensor, key) for tensor in of_pair)
+
+
+def repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values with as many heads as the query."""
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
+
+
+def sum_by_key_head(gradient: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The gradient of keys or values, from that of :func:`repeated` ones."""
+    return gradient.unflatten(1, (key.shape[1], -1)).sum(2)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ignite_ddl.context.blocks import Block, block_backward, block_forward, merge
-from ignite_ddl.context.layout import local_positions
-from ignite_ddl.context.visible import Mask
+from ignite_ddl.context.kernels import Pairs
+from ignite_ddl.context.layout import local_positions, place_in, which_see
 
 __all__ = ["Ring", "ring"]
 
@@ -28,54 +28,50 @@ class Ring:
 
     Attributes:
         group: the process group of the cp axis; None if this process has the full sequence.
-        mask: which token sees which.
-        documents: (P, batch, local tokens), the document of each rank's tokens, if the mask goes by them.
+        causal: whether a token sees only itself and the tokens before it.
+        window: a token sees those less than so many positions away; None: all.
+        documents: (P, batch, local tokens), the document of each rank's tokens; None if a row is one.
         scale: factor of the scores.
-        device: where the tensors are.
     """
 
     group: dist.ProcessGroup | None
-    mask: Mask
+    causal: bool
+    window: int | None
     documents: torch.Tensor | None
     scale: float
-    device: torch.device
 
-    @property
-    def rank(self) -> int:
-        """This rank's position in the ring."""
-        return 0 if self.group is None else self.group.rank()
+    rank = property(lambda self: place_in(self.group)[0], doc="This rank's position in the ring.")
+    size = property(lambda self: place_in(self.group)[1], doc="Number of ranks in the ring.")
 
-    @property
-    def size(self) -> int:
-        """Number of ranks in the ring."""
-        return 1 if self.group is None else self.group.size()
-
-    def pairs(self, source: int, length: int) -> Iterator[tuple[slice, slice, bool, torch.Tensor | None]]:
-        """What this rank computes with the keys of rank ``source``: rows, columns, whether causal, and what is visible.
+    def part(
+        self, source: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[slice, slice, Pairs | None]:
+        """What this rank's queries have to do with the keys of rank ``source``: rows, columns, and their pairs, if any.
 
         Without documents and window, chunks r and 2 P - 1 - r of a causal sequence need no mask but the kernel's
         causal one: keys of an earlier rank are seen by all rows in their first half alone, keys of a later rank by the
         second half of the rows.
         """
-        everything, half = slice(None), length // 2
-        if self.mask.needs_pairs:
-            visible = self._visible(source, length)
-            if visible.any():
-                yield everything, everything, False, visible
-        elif not self.mask.causal:
-            yield everything, everything, False, None
-        elif source == self.rank:
-            yield everything, everything, True, None
-        elif source < self.rank:
-            yield everything, slice(half), False, None
+        rows = columns = slice(None)
+        half, causal, visible = query.shape[2] // 2, False, None
+        if self.window is not None or self.documents is not None:
+            visible = self._visible(source, query)
+            if not visible.any():
+                return rows, columns, None
+        elif self.causal and source < self.rank:
+            columns = slice(half)
+        elif self.causal and source > self.rank:
+            rows = slice(half, None)
         else:
-            yield slice(half, None), everything, False, None
+            causal = self.causal
+        part = query[:, :, rows], key[:, :, columns], value[:, :, columns]
+        return rows, columns, Pairs(*part, causal, visible, self.scale)
 
-    def _visible(self, source: int, length: int) -> torch.Tensor:
-        ranks, full = (self.rank, source), length * self.size
-        positions = (local_positions(full, rank, self.size, self.device) for rank in ranks)
-        documents = () if self.documents is None else (self.documents[rank] for rank in ranks)
-        return self.mask.visible(*positions, *documents)
+    def _visible(self, source: int, query: torch.Tensor) -> torch.Tensor:
+        ranks, length = (self.rank, source), query.shape[2] * self.size
+        positions = (local_positions(length, rank, self.size, query.device) for rank in ranks)
+        documents = None if self.documents is None else tuple(self.documents[rank] for rank in ranks)
+        return which_see(*positions, self.causal, self.window, documents)
 
     def send_to_next(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[dist.Work]]:
         """Starts an exchange: to the next rank goes ``tensor``, from the previous rank comes what is returned."""
@@ -104,10 +100,9 @@ class _RingAttention(torch.autograd.Function):
         output: torch.Tensor = torch.zeros_like(query, dtype=dtype)
         merged: Block = output, output.new_full(query.shape[:-1], float("-inf"))
         for source, (key, value) in _circulate(pair, shared):
-            for rows, columns, causal, visible in shared.pairs(source, query.shape[2]):
-                part = query[:, :, rows], key[:, :, columns], value[:, :, columns]
-                block = block_forward(*part, causal, visible, shared.scale)
-                before = merged[0][:, :, rows], merged[1][:, :, rows]
+            rows, _, pairs = shared.part(source, query, key, value)
+            if pairs is not None:
+                before, block = (merged[0][:, :, rows], merged[1][:, :, rows]), block_forward(pairs)
                 for total, new in zip(merged, merge(before, (block[0].to(dtype), block[1].to(dtype))), strict=True):
                     total[:, :, rows] = new
         output, logsumexp = merged[0].to(query.dtype), merged[1]
@@ -124,10 +119,10 @@ class _RingAttention(torch.autograd.Function):
         of_pair, works, added = torch.zeros_like(pair, dtype=dtype), [], None
         for source, (key, value) in _circulate(pair, shared):
             sent, added = added, torch.zeros_like(pair, dtype=dtype)  # a tensor that is being sent must not change
-            for rows, columns, causal, visible in shared.pairs(source, query.shape[2]):
-                part = query[:, :, rows], key[:, :, columns], value[:, :, columns]
+            rows, columns, pairs = shared.part(source, query, key, value)
+            if pairs is not None:
                 merged = output[:, :, rows], logsumexp[:, :, rows]
-                gradients = block_backward(gradient[:, :, rows], *part, merged, causal, visible, shared.scale)
+                gradients = block_backward(gradient[:, :, rows], pairs, merged)
                 of_query[:, :, rows] += gradients[0]
                 added[0, :, :, columns] += gradients[1]
                 added[1, :, :, columns] += gradients[2]

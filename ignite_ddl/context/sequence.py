@@ -15,14 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ignite_ddl.arguments import a, takes, whole
-from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence
+from ignite_ddl.context.layout import local_positions, natural_order, place_in, shard_sequence
 from ignite_ddl.guards import THIS_WAS_IN
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline.structure import map_leaves, tensors_of
-from ignite_ddl.traceless import evaluating, norm_over_rows, without_trace
+from ignite_ddl.pipeline.structure import local_tensor, map_leaves, tensors_of
+from ignite_ddl.traceless import evaluating, norm_over_rows, unlike, without_trace
 
 __all__ = ["NOT_SHARED", "check_tokens", "cp_group", "sequence_positions", "shard_batch", "some_tokens", "two_halves"]
 
@@ -66,8 +65,7 @@ def sequence_positions(tokens: int, device: torch.device | None = None) -> torch
             with ddl.Parallel(backend="gloo", nproc_per_node=2, cp=2) as parallel:
                 assert parallel.run(positions) == [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
-    group = cp_group()
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    rank, size = place_in(cp_group())
     return local_positions(tokens * size, rank, size, device)
 
 
@@ -225,7 +223,7 @@ def _recorded_calls(stages: Sequence[nn.Module]) -> Iterator[list[tuple[str, nn.
         for name, module in stage.named_modules():
 
             def note(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                trees = ([_local(t).clone() for t in tensors_of(tree)] for tree in ((args, kwargs), output))
+                trees = ([local_tensor(t).clone() for t in tensors_of(tree)] for tree in ((args, kwargs), output))
                 notes.append((name, module, *trees))
 
             handles.append(module.register_forward_hook(note, with_kwargs=True))
@@ -241,26 +239,15 @@ def _are_shards(some: list[torch.Tensor], full: list[torch.Tensor], length: int,
     if len(some) != len(full):
         return False
     for part, expected in zip(some, full, strict=True):
-        if part.shape != expected.shape:
-            longer = [
-                d for d in range(expected.ndim) if expected.ndim == part.ndim and expected.shape[d] != part.shape[d]
-            ]
-            if len(longer) != 1 or expected.shape[longer[0]] % length:
+        if part.ndim != expected.ndim:
+            return False
+        longer = [d for d in range(part.ndim) if expected.shape[d] != part.shape[d]]
+        if longer:
+            dim = longer[0]
+            if len(longer) > 1 or expected.shape[dim] % length:
                 return False
-            rows = expected.unflatten(longer[0], (-1, length)) if expected.shape[longer[0]] != length else expected
-            expected = shard_sequence(rows, longer[0] + (rows is not expected), mesh.cp_rank, mesh.cp_size).reshape(
-                part.shape
-            )
-        if not part.is_floating_point():
-            if not torch.equal(part, expected):
-                return False
-        elif part.numel():
-            tolerance = 10 * torch.finfo(part.dtype).eps ** 0.5 * max(float(expected.abs().nan_to_num().max()), 1e-6)
-            unlike = float((part - expected).abs().nan_to_num().max()) > tolerance
-            if unlike or not torch.equal(part.isnan(), expected.isnan()):
-                return False
+            sequences = expected.unflatten(dim, (-1, length))  # several, where rows and tokens are one dim
+            expected = shard_sequence(sequences, dim + 1, mesh.cp_rank, mesh.cp_size).reshape(part.shape)
+        if unlike(part, expected) if part.is_floating_point() else not torch.equal(part, expected):
+            return False
     return True
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
+
+from ignite_ddl.exchange import exchange
 
 __all__ = ["heads_to_tokens", "tokens_to_heads"]
 
@@ -15,7 +15,7 @@ def tokens_to_heads(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> to
     if group is None:
         return tensor
     parts = tensor.unflatten(1, (group.size(), -1)).movedim(1, 0)
-    return _Exchange.apply(parts, group).movedim(0, 2).flatten(2, 3)
+    return exchange(parts, group).movedim(0, 2).flatten(2, 3)
 
 
 def heads_to_tokens(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -23,19 +23,4 @@ def heads_to_tokens(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> to
     if group is None:
         return tensor
     parts = tensor.unflatten(2, (group.size(), -1)).movedim(2, 0)
-    return _Exchange.apply(parts, group).movedim(0, 1).flatten(1, 2)
-
-
-class _Exchange(torch.autograd.Function):
-    """Part i goes to rank i; backward, its gradient comes back."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, parts.contiguous(), group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Exchange.apply(gradient, ctx.group), None
+    return exchange(parts, group).movedim(0, 1).flatten(1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ignite_ddl as ddl
 from ignite_ddl.course.exercises import Hint
 from ignite_ddl.lab.bytes import Traffic, count_bytes
-from ignite_ddl.launch.parallel import PRELOAD
+from ignite_ddl.launch.parallel import PRELOAD, start_forkserver
 
 __all__ = ["NumbersSent", "counted_on_ranks", "on_nodes", "on_ranks", "try_on_ranks"]
 PRELOAD.append("ignite_ddl.course")  # nearly every cell's function uses it: imported once, not by each rank
+if "ipykernel" in sys.modules:  # in a notebook: so that its first launch need not wait for imports
+    start_forkserver()
 
 
 def on_ranks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -24,8 +25,9 @@ class SideBySide:
         n_seeds: networks for each rate.
         batch_size: images of a gradient. Default: 16.
         hidden: units of each hidden layer. Default: one of 32.
-        classes: the labels of the images to train on. Default: all ten.
-        reader: number of this reader, where several train the same networks: each draws rows of its own. Default: 0.
+        classes: for each reader the labels of its images. Several readers train the same networks, each on rows of its
+            own: gradients, and weights that readers have changed alone, are (readers, networks, ...). Default: one
+            reader, of all ten.
 
     Example:
         >>> networks = SideBySide([0.1, 0.05], n_seeds=3)
@@ -37,18 +39,17 @@ class SideBySide:
 
     def __init__(
         self, rates: list[float], n_seeds: int, batch_size: int = 16, hidden: tuple[int, ...] = (32,),
-        classes: Sequence[int] = range(10), reader: int = 0,
+        classes: Sequence[Sequence[int]] = (range(10),),
     ):  # fmt: skip
         self.sizes = (49, *hidden, 10)
         self.n_rates, self.n_seeds, self.batch_size = len(rates), n_seeds, batch_size
         self.rate_of = torch.tensor(rates).repeat_interleave(n_seeds).view(-1, 1, 1)
-        parts = (fashion_mnist_tensors(), fashion_mnist_tensors(train=False))
-        (self.tiles, self.labels), (self.test_tiles, self.test_labels) = (
-            (F.avg_pool2d(images, 4).flatten(1), labels) for images, labels in (part.tensors for part in parts)
-        )
-        chosen = torch.isin(self.labels, torch.tensor(classes))
-        self.tiles, self.labels = self.tiles[chosen], self.labels[chosen]
-        self.rows = [torch.Generator().manual_seed(1000 * (reader + 1) + seed) for seed in range(n_seeds)]
+        (self.tiles, self.labels), (self.test_tiles, self.test_labels) = _tiles(True), _tiles(False)
+        self.images = [torch.isin(self.labels, torch.tensor(own)).nonzero()[:, 0] for own in classes]
+        self.rows = [
+            [torch.Generator().manual_seed(1000 * (reader + 1) + seed) for seed in range(n_seeds)]
+            for reader in range(len(classes))
+        ]
 
     def start(self) -> list[torch.Tensor]:
         """The first weights: for each layer a matrix and a bias, their first dimension is (rate, seed)."""
@@ -60,12 +61,20 @@ class SideBySide:
         return weights
 
     def gradients(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients at these weights, of the next batch of each seed."""
-        rows = [torch.randint(len(self.tiles), (self.batch_size,), generator=source) for source in self.rows]
-        rows = torch.stack(rows).repeat(self.n_rates, 1)
-        weights = [weight.detach().requires_grad_() for weight in weights]
+        """The gradients at these weights, of the next batch of each reader and seed."""
+        drawn = [
+            own[torch.randint(len(own), (self.batch_size,), generator=source)]
+            for own, sources in zip(self.images, self.rows, strict=True)
+            for source in sources
+        ]
+        rows = torch.stack(drawn).view(len(self.rows), self.n_seeds, -1).repeat(1, self.n_rates, 1).flatten(0, 1)
+        weights = [
+            weight.detach().expand(len(self.rows), *weight.shape[-3:]).flatten(0, 1).requires_grad_()
+            for weight in weights
+        ]
         loss = F.cross_entropy(_logits(weights, self.tiles[rows]).transpose(1, 2), self.labels[rows])
-        return list(torch.autograd.grad(len(rows) * loss, weights))  # of each network's own mean
+        found = torch.autograd.grad(len(rows) * loss, weights)  # of each network's own mean
+        return [each.unflatten(0, (len(self.rows), -1)) for each in found] if len(self.rows) > 1 else list(found)
 
     def step(self, weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """New weights: each network's gradients subtracted at its own rate."""
@@ -90,3 +99,9 @@ def _logits(
     for place in range(0, len(weights) - 2, 2):
         x = torch.baddbmm(weights[place + 1], x, weights[place]).relu()
     return torch.baddbmm(weights[-1], x, weights[-2])
+
+
+@cache
+def _tiles(train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = fashion_mnist_tensors(train=train).tensors
+    return F.avg_pool2d(images, 4).flatten(1), labels

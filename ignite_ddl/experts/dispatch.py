@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
+from ignite_ddl.exchange import exchange
 from ignite_ddl.mesh import Mesh
 
 __all__ = ["Dispatch", "sorted_by_expert"]
@@ -64,28 +63,8 @@ class Dispatch:
 
     def to_experts(self, x: torch.Tensor) -> torch.Tensor:
         """A row for each token that chose an expert of this rank, from (tokens, width) of this rank's tokens."""
-        return _Exchange.apply(x[self.order // self.top_k], self.sent, self.got, self.group, float(self.ep))
+        return exchange(x[self.order // self.top_k], self.group, self.sent, self.got, float(self.ep))
 
     def to_tokens(self, y: torch.Tensor) -> torch.Tensor:
         """What experts made of these rows, back where the tokens are, in the order of ``order``."""
-        return _Exchange.apply(y, self.got, self.sent, self.group, 1 / self.ep)
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows to each rank and from each rank; the gradient goes the same way back, times a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sent: list, got: list, group: Any, factor: float) -> torch.Tensor:
-        ctx.sizes, ctx.group, ctx.factor = (got, sent), group, factor
-        return _exchange(x, sent, got, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return _exchange(grad * ctx.factor, *ctx.sizes, ctx.group), None, None, None, None
-
-
-def _exchange(x: torch.Tensor, sent: list[int], got: list[int], group: Any) -> torch.Tensor:
-    out = x.new_empty(sum(got), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), got, sent, group=group)
-    return out
+        return exchange(y, self.group, self.got, self.sent, 1 / self.ep)

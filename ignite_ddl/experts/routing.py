@@ -15,7 +15,7 @@ from ignite_ddl.experts.balance import add_loss, balance_loss, change_of_bias, h
 from ignite_ddl.experts.dispatch import sorted_by_expert
 from ignite_ddl.mesh import get_mesh
 
-__all__ = ["Router", "counts_tokens", "routers_of", "update_biases"]
+__all__ = ["Router", "routers_of", "update_biases"]
 
 
 @takes(
@@ -116,7 +116,7 @@ class Router(nn.Module):
             weights = probabilities.gather(1, index)
             if self.normalize:
                 weights = weights / weights.sum(1, keepdim=True)
-            adds = self.training and torch.is_grad_enabled() and counts_tokens(self, capacity=False)
+            adds = self.training and torch.is_grad_enabled() and self.counts_choices
             drops = self.training and self.capacity_factor is not None
             if adds or drops:
                 index, weights = self._with_all_tokens(logits, probabilities, index, weights, adds, drops)
@@ -151,19 +151,19 @@ class Router(nn.Module):
             weights = weights.masked_fill(index == self.n_experts, 0.0)
         return index, weights
 
+    @property
+    def counts_choices(self) -> bool:
+        """Whether a loss or the bias needs to know how often each expert is chosen."""
+        return bool(self.balance_weight or self.z_weight or self.bias_rate)
+
     def extra_repr(self) -> str:
         return f"n_features={self.weight.shape[1]}, n_experts={self.n_experts}, top_k={self.top_k}"
 
 
-def counts_tokens(router: Router, capacity: bool = True) -> bool:
-    """Whether a router's numbers in training depend on the tokens of all ranks."""
-    adds = router.balance_weight or router.z_weight or router.bias_rate
-    return bool(adds) or capacity and router.capacity_factor is not None
-
-
 def routers_of(model: nn.Module) -> list[Router]:
-    """The routers inside of a model whose numbers depend on the tokens of all ranks."""
-    return [module for module in model.modules() if isinstance(module, Router) and counts_tokens(module)]
+    """The routers inside of a model whose numbers in training depend on the tokens of all ranks."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    return [router for router in routers if router.counts_choices or router.capacity_factor is not None]
 
 
 def update_biases(model: nn.Module) -> None:
@@ -186,7 +186,7 @@ def update_biases(model: nn.Module) -> None:
 def _counts_of_ranks(local: torch.Tensor, each: bool) -> tuple[torch.Tensor, int]:
     """Counts of all ranks of dp × cp, of each of them or their sum, and this rank's place."""
     mesh = get_mesh()
-    if mesh.dp_cp_group is None or mesh.dp_cp_size == 1:
+    if mesh.dp_cp_size == 1:
         return local.unsqueeze(0), 0
     if not each:
         summed = local.clone()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ignite_ddl.arguments import MAPPING, takes
@@ -20,26 +18,27 @@ from ignite_ddl.mesh import Mesh, get_mesh
 
 __all__ = ["Experts", "apply_experts", "check_experts_of", "check_shards", "dim_to_shard", "experts_of"]
 
-_HELD = "_experts_over_ranks"  # on a module: its style was applied
-
 
 @takes(tp=MAPPING)
 class Experts(ParallelStyle):
-    """A module with a weight for all experts, (experts, ...), of which each ep rank keeps an equal part in dim 0.
+    """A module that holds experts: on a mesh with ep, each ep rank keeps as many of them as the others.
 
-    The module's forward takes tokens (tokens, width), the experts of each of them (tokens, top_k), and their weights
-    (tokens, top_k), and returns the weighted sum of what the experts make of a token: the experts of
-    ``ddl.MixtureOfExperts``, and those of Hugging Face's transformers 5. On a mesh with ep, an all-to-all of uneven
-    sizes sends tokens to the ranks of their experts, and a second one back, where the weights are applied (GShard,
-    Lepikhin et al. 2020, arXiv:2006.16668, section 3; there with padding). Nothing is padded, and nothing is dropped
-    but what the router has dropped. Without ep, the plan's key has no effect.
+    Its weights are (experts, ...), one for all experts. Its forward takes tokens (tokens, width), the experts of each
+    token (tokens, top_k) and the weights of these (tokens, top_k), and returns for each token the weighted sum of its
+    experts' outputs: so do the experts of ``ddl.MixtureOfExperts``, and those of Hugging Face's transformers 5. An
+    all-to-all of uneven sizes sends each token to the ranks of its experts, and a second one brings the outputs back
+    to the token's rank, which weights and sums them (GShard, Lepikhin et al. 2020, arXiv:2006.16668, section 3, where
+    they are padded). Nothing is padded, and only choices that the router has dropped are left out. On a mesh without
+    ep, experts stay where they are.
 
-    With tp, each tp peer does the same for the same tokens, with all of an expert's weights, or with a part of them.
+    With tp besides, tp peers have the same tokens and exchange the same ones with other ep ranks. Without ``tp=`` each
+    of them holds its experts whole, and all compute the same. With it each holds a part of every expert, and their
+    outputs are summed.
 
     Args:
-        tp: names of weights and the dim in which they are cut over tp, such that the sum over tp of what the parts
-            return is what the whole returns: ``{"gate": 1, "up": 1, "down": 2}`` for ``ddl.MixtureOfExperts``.
-            A weight that holds two of these, as transformers' ``gate_up_proj``, is refused. Default: none.
+        tp: for each weight, the dim in which tp cuts it: ``{"gate": 1, "up": 1, "down": 2}`` for
+            ``ddl.MixtureOfExperts``. The outputs of the parts have to sum to that of the whole expert. A weight that
+            is two in one, as transformers' ``gate_up_proj``, is refused. Default: none is cut.
 
     Examples:
         .. code-block:: python
@@ -60,65 +59,70 @@ class Experts(ParallelStyle):
 
     def check(self, name: str, module: nn.Module, parent: nn.Module, tp_size: int) -> None:
         """Raises a ValueError if the module does not hold experts, or tp does not divide a weight."""
-        weights = dict(module.named_parameters(recurse=False))
-        sizes = {len(weight) if weight.ndim else 0 for weight in weights.values()}
-        inside = any(True for child in module.children() for _ in child.parameters())
-        if inside or len(sizes) != 1 or not any(weight.ndim > 2 for weight in weights.values()):
-            shapes = ", ".join(f"{n} {tuple(w.shape)}" for n, w in module.named_parameters())
+        every, weights = dict(module.named_parameters()), dict(module.named_parameters(recurse=False))
+        shapes = ", ".join(f"{weight} {tuple(p.shape)}" for weight, p in every.items()) or "no weights"
+        n_experts = {tuple(p.shape[:1]) for p in weights.values()}
+        if every.keys() != weights.keys() or len(n_experts) != 1 or not any(p.ndim > 2 for p in weights.values()):
             raise ValueError(
                 f"Experts is for a module whose own weights are (experts, ...) in dim 0, but {name!r} is a "
-                f"{type(module).__name__} with {shapes or 'no weights'}: name the module that holds the experts, or "
+                f"{type(module).__name__} with {shapes}: name the module that holds the experts, or "
                 "stack the weights of a list of experts"
             )
         if any(True for _ in module.buffers()):
             raise ValueError(f"Experts cuts weights, but {name!r} has buffers, too: keep them outside of the experts")
-        given = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
-        if len(given) != 3:
+        needed = [p.name for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
+        if len(needed) != 3:
             raise ValueError(
                 f"Experts is for a module whose forward takes (tokens, experts of each, their weights), but that of "
-                f"{name!r} takes ({', '.join(p.name for p in given)})"
+                f"{name!r} takes ({', '.join(needed)})"
             )
         if self.tp and self.tp.keys() != weights.keys():
             raise ValueError(
                 f"Experts(tp=) should cut each weight of {name!r}, {', '.join(weights)}, or none, but given {self.tp}"
             )
         for weight, dim in self.tp.items():
-            if not isinstance(dim, int) or not 0 < dim < weights[weight].ndim or weights[weight].shape[dim] % tp_size:
-                has = ", ".join(f"{n} {tuple(w.shape)}" for n, w in weights.items())
+            shape = weights[weight].shape
+            if not isinstance(dim, int) or not 0 < dim < len(shape) or shape[dim] % tp_size:
                 raise ValueError(
                     f"Experts(tp=) should give names of weights a dim from 1 that tp={tp_size} divides, but given "
-                    f"{weight!r}: {dim} for {name!r}, which has {has}"
+                    f"{weight!r}: {dim} for {name!r}, which has {shapes}"
                 )
         cut = {weight: weights[weight].shape[dim] for weight, dim in self.tp.items()}
         if len(set(cut.values())) > 1:
-            said = ", ".join(f"{weight} in {size}" for weight, size in cut.items())
+            sizes = ", ".join(f"{weight} in {size}" for weight, size in cut.items())
             raise ValueError(
-                f"Experts(tp=) should cut all weights of {name!r} between the same features, but given {said}: a "
+                f"Experts(tp=) should cut all weights of {name!r} between the same features, but given {sizes}: a "
                 "weight that holds gates and values is not cut right; leave tp= out, and tp peers compute whole experts"
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        names = device_mesh.mesh_dim_names
-        n_experts = len(next(module.parameters()))
+        axes, n_experts = device_mesh.mesh_dim_names, len(next(module.parameters()))
         for name, weight in list(module.named_parameters(recurse=False)):
             dims = {"ep": 0} | ({"tp": self.tp[name]} if name in self.tp else {})
-            placements = [Shard(dims[axis]) if axis in dims else Replicate() for axis in names]
-            cut = distribute_tensor(weight.detach(), device_mesh, placements, src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(cut, requires_grad=weight.requires_grad))
-        over_ep = "ep" in names
+            placements = [Shard(dims[axis]) if axis in dims else Replicate() for axis in axes]
+            part = distribute_tensor(weight.detach(), device_mesh, placements, src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(part, requires_grad=weight.requires_grad))
+        over_ep = "ep" in axes
         if over_ep and isinstance(getattr(module, "num_experts", None), int):
             module.num_experts = n_experts // get_mesh().ep_size  # read by transformers' forward
-        setattr(module, _HELD, over_ep)
-        module.forward = _OverRanks(module, n_experts, over_ep, "tp" in names and bool(self.tp))
+        tp_mesh = get_mesh().device_mesh["tp"] if "tp" in axes and self.tp else None
+        module.forward = _OverRanks(module, n_experts, over_ep, tp_mesh)
         return module
 
 
 class _OverRanks:
-    """The forward of a module whose experts are on ep ranks."""
+    """The forward of a module whose experts, or parts of them, are on several ranks.
 
-    def __init__(self, module: nn.Module, n_experts: int, over_ep: bool, over_tp: bool) -> None:
+    Args:
+        module: it holds this rank's part of the weights.
+        n_experts: on all ep ranks together.
+        over_ep: whether other ep ranks hold other experts.
+        tp_mesh: the tp peers that hold other parts of the same experts; None if there are none.
+    """
+
+    def __init__(self, module: nn.Module, n_experts: int, over_ep: bool, tp_mesh: DeviceMesh | None) -> None:
         self.module, self.forward, self.n_experts = module, module.forward, n_experts
-        self.over_ep, self.over_tp = over_ep, over_tp
+        self.over_ep, self.tp_mesh = over_ep, tp_mesh
 
     def __call__(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if any(isinstance(tensor, DTensor) for tensor in (x, index, weights)):
@@ -127,85 +131,52 @@ class _OverRanks:
                 "tensor_plan return whole outputs (not ddl.Sequence's parts)"
             )
         if not self.over_ep:
-            return self.own(x, index, weights)
+            return self.on_this_rank(x, index, weights)
         dispatch = Dispatch(index, self.n_experts, get_mesh())
-        got = dispatch.to_experts(x)
-        local = dispatch.local.unsqueeze(1)
-        made = dispatch.to_tokens(self.own(got, local, got.new_ones(local.shape)))
-        return combined(made, dispatch.order, weights, x)
+        rows, local_index = dispatch.to_experts(x), dispatch.local.unsqueeze(1)
+        outputs = self.on_this_rank(rows, local_index, rows.new_ones(local_index.shape))
+        return combined(dispatch.to_tokens(outputs), dispatch.order, weights, x)
 
-    def own(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """What this rank's experts, or its parts of them, make of rows."""
-        kept = dict(self.module._parameters)
-        local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in kept.items()}
-        tp_group = get_mesh().tp_group
-        if self.over_tp:
-            x, weights = _SumOfGradients.apply(x, tp_group), _SumOfGradients.apply(weights, tp_group)
+    def on_this_rank(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What the experts here make of tokens that are here, the sum of all parts of an expert."""
+        uncut = dict(self.module._parameters)
+        local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in uncut.items()}
+        if not len(x):  # so that backward passes, which communicate, reach this rank's weights, too
+            return x + sum(p.flatten()[:0].sum() for p in local.values())
+        if self.tp_mesh is not None:
+            x, weights = (_with_summed_gradient(tensor, self.tp_mesh) for tensor in (x, weights))
         self.module._parameters.update(local)  # DTensor knows no sums over the tokens of other ranks
         try:
-            made = self.forward(x, index, weights).to(x.dtype) if len(x) else torch.zeros_like(x)
+            outputs = self.forward(x, index, weights).to(x.dtype)
         finally:
-            self.module._parameters.update(kept)
-        if not len(x):  # a rank without tokens takes part in backward passes, too
-            made = _WithoutTokens.apply(made, x, *local.values())
-        return _Sum.apply(made, tp_group) if self.over_tp else made
+            self.module._parameters.update(uncut)
+        return outputs if self.tp_mesh is None else _sum_over(outputs, self.tp_mesh)
 
 
-class _WithoutTokens(torch.autograd.Function):
-    """No rows, with a gradient of zero for tensors on which rows would depend."""
-
-    @staticmethod
-    def forward(ctx: Any, made: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return made.view_as(made)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
+def _with_summed_gradient(x: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
+    """The same tensor on each tp rank; the gradient is the sum of what comes back on each of them."""
+    return DTensor.from_local(x, tp_mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over a group, of which each rank's part has the whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        summed = x.clone()
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return grad, None
-
-
-class _SumOfGradients(torch.autograd.Function):
-    """The same on each rank of a group, each of which computes a part of what comes of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        summed = grad.clone()
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
+def _sum_over(x: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of the tp ranks' tensors; each of them has the whole gradient of the sum."""
+    return DTensor.from_local(x, tp_mesh, [Partial()], run_check=False).full_tensor()
 
 
 def dim_to_shard(shape: Sequence[int], copies: int) -> int | None:
-    """The dim in which FSDP2 can cut a rank's part of a weight of experts: dim 0 is that of experts."""
-    whole = copies == 1 and len(shape) == 1
-    return 0 if whole else next((dim for dim in range(1, len(shape)) if shape[dim] % copies == 0), None)
+    """The dim in which FSDP2 cuts an ep rank's part of a weight over the ranks that have the same experts, if any.
+
+    Not in dim 0, which ep has cut already, unless it is the only one and there is a single copy.
+    """
+    if copies == 1 and len(shape) == 1:
+        return 0
+    return next((dim for dim in range(1, len(shape)) if shape[dim] % copies == 0), None)
 
 
 def check_shards(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], mesh: Mesh) -> None:
     """Refuses experts that ``shard=True`` cannot cut once more."""
     copies = mesh.dp_cp_size // mesh.ep_size
-    held = {name: style for name, style in styles.items() if isinstance(style, Experts) and mesh.ep_size > 1}
-    for name, style in held.items():
+    for name, style in _styles_of_experts(styles).items() if mesh.ep_size > 1 else ():
         for weight_name, weight in modules[name].named_parameters():
             shape = list(weight.shape)
             if weight_name in style.tp:
@@ -220,30 +191,33 @@ def check_shards(modules: Mapping[str, nn.Module], styles: Mapping[str, Parallel
 
 def check_experts_of(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], ep: int) -> None:
     """Refuses experts that ep does not divide, and a mesh with ep whose plan names no experts."""
-    held = {name: style for name, style in styles.items() if isinstance(style, Experts)}
-    if ep > 1 and not held:
+    of_experts = _styles_of_experts(styles)
+    if ep > 1 and not of_experts:
         raise ValueError(
             f'ep={ep} should share experts, but tensor_plan names none: {{"blocks.*.moe.experts": ddl.Experts()}}'
         )
-    for name in held:
+    for name in of_experts:
         n = len(next(modules[name].parameters()))
         if n % ep:
             raise ValueError(f"ep={ep} should divide the experts of {name!r}, but there are {n}")
 
 
+def _styles_of_experts(styles: Mapping[str, ParallelStyle]) -> dict[str, Experts]:
+    return {name: style for name, style in styles.items() if isinstance(style, Experts)}
+
+
 def apply_experts(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Mesh) -> None:
     """Cuts the experts that ``styles`` names; names that the model, or this rank's stages, do not have are ignored."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name, style in styles.items():
-        if name not in modules or not isinstance(style, Experts) or hasattr(modules[name], _HELD):
+    for name, style in _styles_of_experts(styles).items():
+        if name not in modules or isinstance(modules[name].forward, _OverRanks):  # of a lazy layer: cut already
             continue
         if mesh.ep_size > 1:
-            whole_on_tp = mesh.tp_size == 1
-            style._apply(modules[name], mesh.expert_mesh["ep"] if whole_on_tp else mesh.expert_mesh["ep", "tp"])
+            style._apply(modules[name], mesh.expert_mesh["ep", "tp"] if mesh.tp_size > 1 else mesh.expert_mesh["ep"])
         elif mesh.tp_size > 1 and style.tp:
             style._apply(modules[name], mesh.device_mesh["tp"])
 
 
 def experts_of(module: nn.Module) -> Iterable[nn.Module]:
-    """The modules inside whose experts are on several ranks."""
-    return (m for m in module.modules() if getattr(m, _HELD, False))
+    """The modules inside whose experts are on several ep ranks."""
+    return (m for m in module.modules() if isinstance(m.forward, _OverRanks) and m.forward.over_ep)

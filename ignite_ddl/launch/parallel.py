@@ -25,6 +25,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -37,14 +38,14 @@ from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, hide_slu
 from ignite_ddl.launch.companions import check_companions
 from ignite_ddl.launch.job import MARK, Job
 from ignite_ddl.launch.meeting import RESOLVE_SECONDS, Meeting, check_address, check_file, file_of
-from ignite_ddl.launch.parent import GRACE_SECONDS, Launch, run_folder
+from ignite_ddl.launch.parent import GRACE_SECONDS, Launch, no_main_module, run_folder
 from ignite_ddl.launch.rank import run_here
 from ignite_ddl.launch.settings import Settings
 from ignite_ddl.launch.signals import Signals
 from ignite_ddl.launch.torchrun import address_in_torchrun, end_with_torchrun
 from ignite_ddl.mesh import AXIS, check_experts, check_mesh, initialize_mesh
 
-__all__ = ["PRELOAD", "Parallel"]
+__all__ = ["PRELOAD", "Parallel", "start_forkserver"]
 P = ParamSpec("P")
 T = TypeVar("T")
 # Imported once by the forkserver instead of by each rank. Modules may be appended; if the forkserver is already
@@ -457,6 +458,14 @@ class Parallel:
                 os.environ.setdefault("OBJC_DISABLE_INITIALIZE_FORK_SAFETY", "YES")
             context.set_forkserver_preload(PRELOAD)
         return context
+
+
+def start_forkserver() -> None:
+    """Starts the process from which ranks are forked, as the first run would: its imports go on beside this process."""
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        with no_main_module():
+            Parallel()._context()
+            forkserver.ensure_running()
 
 
 # The last one is what gloo says where another of the rank's operations has timed out, perhaps one in the background.

@@ -29,7 +29,7 @@ from ignite_ddl.launch.output import Output
 from ignite_ddl.launch.rank import companion_main, rank_main
 from ignite_ddl.launch.signals import SIGNAL_SECONDS, Signals, name_of
 
-__all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS", "run_folder"]
+__all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS", "no_main_module", "run_folder"]
 POLL_SECONDS = 0.05  # how often the ranks' output is read
 GRACE_SECONDS = 0.2  # after the first failure: time for the report of the rank that caused it to arrive
 EXIT_SECONDS = 5.0  # after the last result: time for the ranks to close their process group
@@ -96,7 +96,7 @@ class Launch:
 
     def run(self, payload: bytes) -> list[Any]:
         try:
-            with _no_main_module():
+            with no_main_module():
                 self._start_all(payload)
             # The time starts here, because starting the forkserver may take long.
             self._watch(None if self.job.timeout is None else time.monotonic() + self.job.timeout)
@@ -352,7 +352,7 @@ def _socket_folder() -> str:
 
 
 @contextlib.contextmanager
-def _no_main_module():
+def no_main_module():
     """Hides ``__main__`` while processes start, so that no rank runs the user's script again.
 
     Functions travel by value, so ranks need no ``__main__``, and a script needs no ``if __name__`` guard.

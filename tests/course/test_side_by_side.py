@@ -37,10 +37,19 @@ def test_gradients_are_those_of_the_mean_loss_of_a_network():
 
 
 def test_a_reader_has_rows_of_its_own_and_only_its_classes():
-    one, other = (SideBySide([0.1], n_seeds=2, classes=(3, 4), reader=reader) for reader in (0, 1))
-    assert set(one.labels.tolist()) == {3, 4}
-    assert [source.initial_seed() for source in (*one.rows, *other.rows)] == [1000, 1001, 2000, 2001]
-    assert len(set(one.test_labels.tolist())) == 10
+    both = SideBySide([0.4, 0.1], n_seeds=2, classes=((3, 4), range(10)))
+    assert set(both.labels[both.images[0]].tolist()) == {3, 4}
+    assert [source.initial_seed() for sources in both.rows for source in sources] == [1000, 1001, 2000, 2001]
+    assert len(set(both.test_labels.tolist())) == 10
+    alone = [SideBySide([0.4, 0.1], n_seeds=2, classes=[own]) for own in ((3, 4), range(10))]
+    alone[1].rows = [[torch.Generator().manual_seed(2000 + seed) for seed in range(2)]]
+    start = both.start()
+    for weights in (start, [torch.stack((weight, 2 * weight)) for weight in start]):  # the same, and apart
+        found = both.gradients(weights)
+        for reader, one in enumerate(alone):
+            of_reader = [weight if weight.ndim == 3 else weight[reader] for weight in weights]
+            for many, right in zip(found, one.gradients(of_reader), strict=True):
+                torch.testing.assert_close(many[reader], right)
 
 
 def test_losses_are_those_of_the_test_images():

@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl.context import sequence
+from ignite_ddl.context import blocks, sequence
 from ignite_ddl.context.api import ring_attention, ulysses_attention
-from ignite_ddl.context.blocks import block_forward, merge
-from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence
-from ignite_ddl.context.visible import Mask
+from ignite_ddl.context.blocks import block_backward, block_forward, merge
+from ignite_ddl.context.kernels import Pairs
+from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence, which_see
 from ignite_ddl.course.gpt import GPT, Embedding
 from ignite_ddl.lab.bytes import count_bytes
 from ignite_ddl.lab.memory import SavedBytes
@@ -42,7 +42,7 @@ def on_one(length, key_heads, causal, window, by_document):
     (*leaves, gradient), documents = tensors(length, key_heads)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     positions = torch.arange(length)
-    visible = Mask(causal, window, by_document).visible(positions, positions, documents, documents)
+    visible = which_see(positions, positions, causal, window, (documents, documents) if by_document else None)
     output = F.scaled_dot_product_attention(*leaves, attn_mask=visible, enable_gqa=True)
     output.backward(gradient)
     return [output.detach(), *(leaf.grad for leaf in leaves)]
@@ -175,7 +175,7 @@ def test_blocks_are_merged_as_by_torchs_merger():
     expected, ours = torchs._SDPAMerger(False, 2), None
     query, *pairs = torch.randn(7, 2, 3, 8, 4, dtype=torch.float64)
     for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-        block = block_forward(query, key, value, False, None, 0.5)
+        block = block_forward(Pairs(query, key, value, False, None, 0.5))
         expected.step(*block, False)
         ours = block if ours is None else merge(ours, block)
     torch.testing.assert_close(ours, expected.results(), atol=1e-14, rtol=0)
@@ -185,15 +185,31 @@ def test_a_row_that_sees_nothing_of_a_block():
     query, key, value = torch.randn(3, 1, 2, 4, 4, dtype=torch.float64)
     visible = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(-1)  # row 0 sees nothing
     empty = torch.zeros_like(visible)
-    output, logsumexp = block_forward(query, key, value, False, visible, 0.5)
+    output, logsumexp = block_forward(Pairs(query, key, value, False, visible, 0.5))
     assert logsumexp[:, :, 0].eq(float("-inf")).all()
     assert not output[:, :, 0].any()
-    nothing = block_forward(query, key, value, False, empty, 0.5)
+    nothing = block_forward(Pairs(query, key, value, False, empty, 0.5))
     for merged in (merge(nothing, (output, logsumexp)), merge((output, logsumexp), nothing)):
         torch.testing.assert_close(merged, (output, logsumexp), atol=0, rtol=0)
     both = merge(nothing, nothing)
     assert not both[0].any()
     assert both[1].eq(float("-inf")).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_without_a_kernel_are_those_of_the_kernel(causal, monkeypatch):
+    """As on a GPU with a mask, or in float32; fewer key heads than query heads."""
+    torch.manual_seed(0)
+    query, gradient = torch.randn(2, 2, 6, 4, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 3, 4, 8, dtype=torch.float64)
+    some = torch.eye(4, dtype=torch.bool) | (torch.rand(2, 1, 4, 4) < 0.5)
+    for visible in (None,) if causal else (None, some):
+        pairs, found = Pairs(query, key, value, causal, visible, 0.5), []
+        for has_kernel in (True, False):
+            monkeypatch.setattr(blocks, "has_kernel", lambda pairs, has_kernel=has_kernel: has_kernel)
+            block = block_forward(pairs)
+            found.append([*block, *block_backward(gradient, pairs, block)])
+        torch.testing.assert_close(*found, atol=1e-14, rtol=0)
 
 
 def one(**changes):
@@ -274,7 +290,7 @@ class Documents(nn.Module):
         q, k, v = (part(batch["x"]).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
         if self.function is F.scaled_dot_product_attention:
             positions, documents = torch.arange(LENGTH), batch["documents"]
-            mask = Mask(True, 5, True).visible(positions, positions, documents, documents)
+            mask = which_see(positions, positions, True, 5, (documents, documents))
             mixed = self.function(q, k, v, mask, enable_gqa=True)
         else:
             mixed = self.function(q, k, v, is_causal=True, window=5, documents=batch["documents"], enable_gqa=True)

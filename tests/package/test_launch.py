@@ -609,6 +609,24 @@ def test_two_nodes_on_one_machine():
     assert outputs == ["[(0, 0, 2, 0, 4), (1, 1, 2, 0, 4)]", "[(0, 2, 2, 1, 4), (1, 3, 2, 1, 4)]"]
 
 
+EARLY = """
+import os
+from multiprocessing import forkserver
+import ignite_ddl as ddl
+from ignite_ddl.launch.parallel import start_forkserver
+start_forkserver()
+pid = forkserver._forkserver._forkserver_pid
+with ddl.Parallel("gloo", nproc_per_node=2) as parallel:
+    print(parallel.run(lambda rank: os.getppid()) == [pid, pid])
+"""
+
+
+@posix
+def test_the_forkserver_may_be_started_before_the_first_run():
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True\n", done.stderr
+
+
 @pytest.mark.slow
 def test_spawn_works_and_warns_once_where_there_is_no_forkserver(monkeypatch):
     assert parallel(2, start_method="spawn", timeout=120).run(lambda rank: idist.all_reduce(rank)) == [1, 1]

@@ -16,12 +16,12 @@ ALT = {
     "follows each token. The rank of expert 1 receives six tokens, that of expert 3 two.",
     "queues": "Eight bars, one an expert, and a line at 16 places. Three experts are asked more often: what stands "
     "above the line is dropped. The others have empty places.",
-    "nothing": "Each of eight experts' part of the tokens over 200 steps, as bands. At the end a few wide bands hold "
-    "nearly all tokens, and others have vanished.",
+    "nothing": "Each of eight experts' part of the tokens over 120 steps, as bands. At the end some bands are "
+    "wide, and others have nearly vanished.",
     "balanced": "The same bands for three ways to balance: with the counts of each rank, with those of all, and with a "
     "bias. In all three, eight bands of about equal width.",
     "dense": "A row of three dots for each of three dense layers: how far their test loss is above that of experts. At "
-    "equal compute all are above zero, at either rate; with eight times the compute they are nearer to it.",
+    "the first rate all are above zero; at three times the rate they are nearer to it.",
 }
 
 
