@@ -168,7 +168,7 @@ def padding_matters(run: Callable[[Any], Any], x: Any, lengths: list[torch.Size]
 
     def outputs(rows: Any) -> list[torch.Tensor]:
         with without_trace(stages):
-            return [_local(output).clone() for output in tensors_of(run(rows)) if output.is_floating_point()]
+            return [local_part(output).clone() for output in tensors_of(run(rows)) if output.is_floating_point()]
 
     try:
         with torch.no_grad(), evaluating(stages):
@@ -176,7 +176,7 @@ def padding_matters(run: Callable[[Any], Any], x: Any, lengths: list[torch.Size]
     except Exception:
         return False
     pairs = [(a, b[tuple(map(slice, a.shape))]) for a, b in zip(plain, with_more, strict=False) if a.ndim == b.ndim]
-    return any(_unlike(a, b) for a, b in pairs)
+    return any(unlike(a, b) for a, b in pairs)
 
 
 @contextlib.contextmanager
