@@ -168,7 +168,7 @@ def differences(rows: dict[str, Sequence[float]], title: str) -> draw.Figure:
         axes.plot([mean, mean], [row - 0.36, row + 0.36], color=colour, linewidth=2)
     axes.axvline(0, color=ACTIVITY["forward"], linewidth=2)
     draw.name_rows(axes, list(rows), bare=True)
-    draw.note(axes, "experts", (0, len(rows) - 1), colour=ACTIVITY["forward"], size=9)
+    draw.note(axes, "experts", (0, 0), colour=ACTIVITY["forward"], size=9)
     axes.grid(axis="x", color=SHADE, linewidth=0.7)
     axes.set_xlabel("test loss above that of experts with the same seed, in thousandths")
     return draw.on_any_page(figure)
