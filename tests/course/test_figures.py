@@ -429,7 +429,7 @@ def test_11_bars_add_up_to_the_step_and_say_the_share():
 
 def test_16_the_saved_model_stands_beside_its_run():
     losses, saved = {"with": [2.0, 1.0, 0.5], "without": [2.0, 1.1, 0.6]}, {"with": 0.5, "without": 1.5}
-    [axes] = ch16.told_and_saved(losses, saved, "It falls").axes
+    [axes] = ch16.reported_and_saved(losses, saved, "It falls").axes
     found = [(line.get_color(), list(line.get_ydata())) for line in axes.lines]
     blue, red = ACTIVITY["forward"], ACTIVITY["backward_weight"]
     assert found == [(blue, [2.0, 1.0, 0.5]), (blue, [0.5]), (red, [2.0, 1.1, 0.6]), (red, [1.5])]

@@ -79,32 +79,32 @@ N_RANKS = 2
 
 
 @exercise(
-    cases=((4, 4, 4), (4, 4, 2), (3,), (1, 5)),  # rows of each micro-batch of a rank
-    about=lambda *rows: f"micro-batches of {', '.join(map(str, rows))} rows on each of {N_RANKS} ranks",
+    cases=((4, 4, 4), (4, 4, 2), (3,), (1, 5)),  # rows of each microbatch of a rank
+    about=lambda *rows: f"microbatches of {', '.join(map(str, rows))} rows on each of {N_RANKS} ranks",
     right="the big batch's gradient, for one all-reduce",
 )
 def accumulate(function, *rows):
-    """The gradient of all micro-batches together, for one all-reduce."""
+    """The gradient of all microbatches together, for one all-reduce."""
     ranks = on_ranks(N_RANKS, _accumulate_on_a_rank, function, rows, timeout=WAIT_SECONDS)
     right, alike, added = (_gradient(rows, weights) for weights in ("rows", "alike", "added"))
     for rank, (gradient, n_sent, _) in enumerate(ranks):
         if gradient is None:
             raise Hint(f"rank {rank} has no gradient; did you call backward, and leave .grad alone?")
         if n_sent == 0:
-            raise Hint(f"rank {rank} sends nothing: the last micro-batch has to leave no_sync")
+            raise Hint(f"rank {rank} sends nothing: the last microbatch has to leave no_sync")
         if _near(gradient, right):
             continue
         if _near(gradient, added):
             raise Hint(
-                f"the gradients add up, one mean loss for each micro-batch; you want one mean over all {sum(rows)} rows"
+                f"the gradients add up, one mean loss for each microbatch; you want one mean over all {sum(rows)} rows"
             )
         if _near(gradient, alike):
-            raise Hint("a row of a small micro-batch counts more than a row of a large one; weight by rows")
+            raise Hint("a row of a small microbatch counts more than a row of a large one; weight by rows")
         error = float((gradient - right).norm() / right.norm())
         raise Hint(f"the gradient of rank {rank} is {error:.0%} off that of the big batch")
     if (most := max(longest for _, _, longest in ranks)) > max(rows):
         raise Hint(
-            f"right, but a forward pass of {most} rows; the largest micro-batch has {max(rows)}, and more do not fit"
+            f"right, but a forward pass of {most} rows; the largest microbatch has {max(rows)}, and more do not fit"
         )
     if (most := max(n_sent for _, n_sent, _ in ranks)) > 1:
         raise Hint(
@@ -118,7 +118,7 @@ def _model():
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-def _micro_batches(rank, rows):
+def _microbatches(rank, rows):
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(sum(rows), 6, generator=generator, dtype=torch.float64)
     y = torch.randint(3, (sum(rows),), generator=generator)
@@ -130,17 +130,17 @@ def _accumulate_on_a_rank(local_rank, function, rows):
     model.register_forward_pre_hook(lambda module, inputs: passed.append(len(inputs[0])))
     replica = DistributedDataParallel(model)
     with count_bytes() as traffic:
-        function(replica, _micro_batches(local_rank, rows))
+        function(replica, _microbatches(local_rank, rows))
     gradients = [parameter.grad for parameter in replica.parameters()]
     whole = None if None in gradients else torch.cat([gradient.flatten() for gradient in gradients])
     return whole, len(traffic.of("all_reduce")), max(passed, default=0)
 
 
 def _gradient(rows, weights):
-    """One process's, with the losses of micro-batches weighted by rows, all alike, or added up."""
+    """One process's, with the losses of microbatches weighted by rows, all alike, or added up."""
     model = _model()
     for rank in range(N_RANKS):
-        for x, y in _micro_batches(rank, rows):
+        for x, y in _microbatches(rank, rows):
             share = {"rows": len(x) / sum(rows), "alike": 1 / len(rows), "added": 1.0}[weights]
             (F.cross_entropy(model(x), y) * share / N_RANKS).backward()
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])

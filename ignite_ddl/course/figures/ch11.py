@@ -12,9 +12,9 @@ ALT = {
     "600 into 10, of 3000 into 2.",
     "over_batch_sizes": "Test accuracy after 12 epochs against batch size, three curves. At the same rate it "
     "falls. Scaled, it holds at 120 and collapses at 600. Scaled and warmed up it comes nearest at 600.",
-    "steps_to_target": "Steps to 78 % against batch size, both logarithmic. From 24 to 120 the points for SGD and"
-    " Adam fall along the line of perfect scaling; then they bend and are nearly level at 3000. A curve through "
-    "two of SGD's points passes by the others.",
+    "steps_to_target": "Steps to 78 % against batch size, both logarithmic, beside a line of perfect scaling. SGD's "
+    "point at 120 lies a little above that line, those at 600 and 3000 far above it. A curve through two of SGD's "
+    "points passes by the others. Adam's points, at 24, 600 and 3000, are near.",
     "batch_or_rate": "Left: the noise scale falls to a fifth after epoch 7 for the decayed rate and the grown "
     "batch alike. Right: their accuracies rise together and stay together; the run that changes neither stays "
     "below.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, RANK, on_any_page
 
-__all__ = ["cut_products", "held_blocks", "place", "told_and_saved"]
+__all__ = ["cut_products", "held_blocks", "place", "reported_and_saved"]
 
 ALT = {
     "products": "Two products X times W is Y, cut for four ranks. By columns: X whole on every rank, W and Y in four "
@@ -134,12 +134,12 @@ def held_blocks(
     return on_any_page(figure)
 
 
-def told_and_saved(
+def reported_and_saved(
     losses: dict[str, list[float]],
     saved: dict[str, float],
-    title: str = "Without the sum the loss falls as well, but the saved model is another",
+    title: str = "Without the sum the loss falls as well, but the saved model is worse",
 ) -> draw.Figure:
-    """Losses that ranks told in training, and beside the last the loss of the model that rank 0 would save.
+    """Losses that ranks reported in training, and beside the last the loss of the model that rank 0 would save.
 
     Args:
         losses: name of a run, of two, to its loss in each step.
@@ -155,13 +155,13 @@ def told_and_saved(
             from ignite_ddl.course.figures import ch16 as figures
 
             losses = {"with the sum": [2.0, 1.0, 0.7], "without": [2.0, 1.1, 0.8]}
-            figure = figures.told_and_saved(losses, {"with the sum": 0.7, "without": 1.4}, "It falls")
+            figure = figures.reported_and_saved(losses, {"with the sum": 0.7, "without": 1.4}, "It falls")
     """
     figure, axes = draw.new_figure(title, width=7.4, height=2.8)
     colours = ACTIVITY["forward"], ACTIVITY["backward_weight"]
     last = max(map(len, losses.values()))
     for (name, values), colour, style in zip(losses.items(), colours, ("-", "--"), strict=True):
-        axes.plot(values, color=colour, linewidth=2, linestyle=style, label=f"{name}: told in training")
+        axes.plot(values, color=colour, linewidth=2, linestyle=style, label=f"{name}: reported in training")
         look = {"color": colour, "markersize": 8, "linestyle": "none"}
         axes.plot(1.04 * last, saved[name], "D", label=f"{name}: the saved model", **look)
         axes.text(1.07 * last, saved[name], f"{saved[name]:.2f}", size=10, color=colour, va="center")

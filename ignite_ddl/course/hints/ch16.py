@@ -17,7 +17,7 @@ def summed_twice():
 
 
 def saved_loss():
-    """How the loss of the model that rank 0 saves compares with the last one told, without the sum."""
+    """How the loss of the model that rank 0 saves compares with the last one reported, without the sum."""
     return {
         "equal": "The slices of ranks 1 to 3 have learned behind another first layer.",
         "lower": "Who has trained the first layer that is saved?",

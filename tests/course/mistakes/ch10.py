@@ -16,15 +16,15 @@ MISTAKES = {
         "bucket 0 should hold": lambda sizes, cap, first_cap: [[i] for i in reversed(range(len(sizes)))],
     },
     "accumulate": {
-        "has no gradient": lambda replica, micro_batches: None,
+        "has no gradient": lambda replica, microbatches: None,
         "sends nothing": {
-            "    x, y = micro_batches[-1]\n": "    with replica.no_sync():\n        x, y = micro_batches[-1]\n    "
+            "    x, y = microbatches[-1]\n": "    with replica.no_sync():\n        x, y = microbatches[-1]\n    "
         },
         "add up": {WEIGHT: ")"},
-        "weight by rows": {WEIGHT: ").div(len(micro_batches))"},
-        "off that of the big batch": {"n_rows =": "micro_batches = micro_batches[-1:]\n    n_rows ="},
-        "right, but a forward pass of 12 rows; the largest micro-batch has 4": {
-            "n_rows =": "micro_batches = [tuple(map(torch.cat, zip(*micro_batches)))]\n    n_rows ="
+        "weight by rows": {WEIGHT: ").div(len(microbatches))"},
+        "off that of the big batch": {"n_rows =": "microbatches = microbatches[-1:]\n    n_rows ="},
+        "right, but a forward pass of 12 rows; the largest microbatch has 4": {
+            "n_rows =": "microbatches = [tuple(map(torch.cat, zip(*microbatches)))]\n    n_rows ="
         },
         "right, but 3 all-reduces": {"with replica.no_sync()": "if True"},
     },
