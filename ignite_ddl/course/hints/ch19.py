@@ -27,11 +27,6 @@ def wasted(percent):
     return {percent["interleaved_1f1b"]: "It splits the backward pass, too.", percent["1f1b"]: "That is 1F1B."}
 
 
-def step(of_1f1b):
-    """A step of interleaved_1f1b with two stages a rank; of_1f1b is that of 1F1B."""
-    return {of_1f1b: "Each wait is for a smaller stage now.", of_1f1b / 2: "The work is not halved, the waiting is."}
-
-
 def faster(of_free_messages):
     """The faster of 1 and 4 stages a rank; of_free_messages where messages take no time."""
     return {of_free_messages: "That is with free messages. It gains 13.5 units and sends 192 messages more."}
