@@ -638,13 +638,6 @@ class Mixed(nn.Module):
         return 0.7 * x + 0.3 * x.flip(0) if self.training else x
 
 
-class OfUnitDeviation(nn.Module):
-    """One row alone has no deviation."""
-
-    def forward(self, x):
-        return x / x.std(0)
-
-
 class CentredOverRanks(nn.Module):
     """A mean of the rows of all ranks."""
 
@@ -671,27 +664,8 @@ def centred(how=Centred):
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}, {"dp": 2, "pp": 2}], ids=str)
 def test_rows_that_depend_on_each_other_are_refused(axes):
-    for how in (Centred, AboveMedian, Mixed, OfUnitDeviation):
+    for how in (Centred, AboveMedian, Mixed):
         refused(partial(trained, make=partial(centred, how)), "depends on other rows of the batch", **axes)
-
-
-class WithCounts(nn.Linear):
-    """Beside its output, how many rows are largest in each of 8 features."""
-
-    def forward(self, x):
-        return super().forward(x), torch.bincount(x.argmax(1), minlength=8).to(x.dtype)
-
-
-def with_counts(local_rank):
-    torch.manual_seed(0)
-    model = ddl.auto_model(WithCounts(8, 4).double())
-    trainer = trainer_of(model, F.mse_loss, model_transform=lambda output: output[0])
-    data = TensorDataset(X.repeat(2, 1), Y.repeat(2, 1))
-    return [trainer.run(ddl.auto_dataloader(data, batch_size=20)).output], whole(model)
-
-
-def test_a_table_as_long_as_the_rows_that_are_tried_is_right():
-    assert_right(with_counts, dp=2)
 
 
 def test_rows_of_all_ranks_and_coins_that_all_toss_alike_are_right():

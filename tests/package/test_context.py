@@ -310,15 +310,6 @@ class Rows(torch.utils.data.Dataset):
         return x, ids[1:]
 
 
-def in_blocks(function):
-    """Besides, attention inside blocks of four tokens: a rank of two has chunks of four."""
-    model = text_model(function)
-    model.block0.also = Blocks(4)
-    plain = model.block0.forward
-    model.block0.forward = lambda x: model.block0.also(plain(x))
-    return model
-
-
 def hide(y):
     """Targets that do not count: of an odd row all in the middle, which is all that rank 1 of 2 has."""
     y = y.clone()
@@ -342,7 +333,6 @@ def texts(length=LENGTH, rows=ROWS, transform=lambda y: y):
 
 KINDS = {
     "text": (text_model, texts, {"max_norm": 0.1}),
-    "blocks": (in_blocks, texts, {}),
     "packed": (packed_model, lambda: Rows(packed=True), {"max_norm": 0.1}),
     "ignored": (text_model, lambda: texts(transform=hide), {"loss_divisor": counted}),
     "accumulated": (text_model, lambda: texts(transform=hide),
@@ -401,7 +391,6 @@ def trained_on(_, kind, options):
 
 TRAININGS = {
     "cp2 packed": ({"cp": 2}, "packed", {}),
-    "cp2 blocks": ({"cp": 2}, "blocks", {}),
     "dp2 x cp2 shard ignored": ({"dp": 2, "cp": 2}, "ignored", {"shard": True}),
     "cp2 x tp2": ({"cp": 2, "tp": 2}, "text", {"plan": PLAN}),
 }
@@ -492,44 +481,6 @@ def counting():
     return model
 
 
-def ended():
-    """Texts whose first row has no end."""
-    data = texts()
-    data.tensors[0][0].clamp_(min=1)
-    return data
-
-
-def counts_ends():
-    model = text_model()
-    for index in range(2):
-        getattr(model, f"block{index}").attention.mix.function = in_document
-    model.register_forward_pre_hook(note_ends)
-    return model
-
-
-def note_ends(model, args):
-    _document[:] = [args[0].eq(0).long().cumsum(1)]
-
-
-_document: list = []
-
-
-def in_document(q, k, v, is_causal):
-    return ring_attention(q, k, v, is_causal=is_causal, documents=_document[0])
-
-
-class Blocks(nn.Module):
-    """Attention inside blocks of some tokens, which ranks have as a whole if they are no longer than a chunk."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.size = size
-
-    def forward(self, x):
-        blocks = x.unflatten(1, (-1, self.size))
-        return x + F.scaled_dot_product_attention(blocks, blocks, blocks).flatten(1, 2)
-
-
 def shifting(output, y):
     return token_loss(output[:, :-1], y[:, 1:])
 
@@ -571,11 +522,6 @@ REFUSALS = {
                      f"'block0.also.norm' {TOKENS}"),
     "recurrence": ({"make": with_(lambda self, x: x + self.rnn(x)[0], rnn=nn.RNN(16, 16, batch_first=True))},
                    f"'block0.also.rnn' {TOKENS}"),
-    "documents counted from words": ({"make": counts_ends, "data": ended}, TOKENS),
-    "blocks of more than a chunk": ({"make": with_(lambda self, x: self.blocks(x), blocks=Blocks(8))},
-                                    f"'block0.also.blocks' {TOKENS}"),
-    "a layer over tokens": ({"make": with_(lambda self, x: x + self.over(x.mT).mT, over=nn.Linear(LENGTH, LENGTH))},
-                            "a model that gets a cp rank's part of the tokens of a sequence"),
     "one token": ({"make": with_(lambda self, x: x + x[:, :1])}, f"'block0.also' {TOKENS}"),
     "more ranks than key heads": ({"make": one_head}, "cp = 2 should divide the 1 heads of key and value"),
     "other loader": ({"loader": lambda: torch.utils.data.DataLoader(texts(), batch_size=8)},
