@@ -16,6 +16,8 @@ rows alone            a model, or a stage, whose output for a row depends on oth
                       in training or in evaluation
 numbers kept          plain attributes that dp ranks computed from their own rows, and     steps 1, 2, 4, 8, …
                       on which outputs depend
+padding               rows padded to other lengths on other dp ranks, on which outputs    steps 1, 2, 4, 8, …;
+                      depend                                                              a warning
 tokens alone          over cp, a module that looks at other tokens, or counts positions   steps 1, 2, 4, 8, …;
                                                                                           evaluators' step 1
 same loss             tp peers that compute different losses                              steps 1, 2, 4, 8, …
@@ -36,8 +38,7 @@ What cannot be seen, and differs from one process without an error:
   ``model.parameters()`` and ``model.state_dict()``, which are those of its stages;
 - an ``autograd.Function`` whose backward is not linear (a clamped gradient), since a rank's gradients are those of its
   rows times the number of dp ranks; backward hooks of modules and of tensors are asked;
-- a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on the padding;
-- hooks that a script gives to a pipeline itself, whose stages are called in its place;
+- under pp, a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on it;
 - numbers that a script draws for weights or gradients under pp, where each stage draws its own;
 - with ``loss_divisor="rows"``, a batch of a second loader that was read in another step than the one that trains on it;
 - a loss that is a mean over rows in steps 1, 2, 4, 8, … and another thing only between them;
@@ -70,12 +71,13 @@ from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import Divisor, LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.pipeline.cut import check_root_hooks
 from ignite_ddl.pipeline.structure import map_leaves, n_rows, tensors_of
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest
 from ignite_ddl.state import AS_MADE
 from ignite_ddl.tensor.gradients import ReplicatedWeights
-from ignite_ddl.traceless import ROWS_DEPEND, numbers_kept, numbers_matter, rows_depend_on_each_other
+from ignite_ddl.traceless import ROWS_DEPEND, numbers_kept, numbers_matter, padding_matters, rows_depend_on_each_other
 
 __all__ = [
     "N_SHAPES",
@@ -127,6 +129,8 @@ class Audit:
         if self.again:
             _check_values(self.model)
             _warn_of_draws(self.model)
+            if self.mesh.pp_size > 1:
+                _check_hooks_of_holders(self.model, self.stages)
             check_same_rows(self.mesh, x, y)
             stages = self.stages.local_stages() if self.mesh.tp_size > 1 else []
             for stage in stages:
@@ -168,7 +172,7 @@ class Audit:
             self.modules.check_gradients()
         if self.x is not None:  # here, since all ranks have called the same modules
             x, self.x = self.x, None
-            _check_numbers_kept(self.stages, x, self.mesh)
+            _compare_with_dp_peers(self.stages, x, self.mesh)
         if self.first_x is not None:
             x, self.first_x = self.first_x, None
             _check_rows_are_alone([(self.stages.forward_only, x, self.stages.local_stages())])
@@ -312,6 +316,14 @@ def _check_same_loss(loss: torch.Tensor, mesh: Mesh) -> None:
         )
 
 
+def _check_hooks_of_holders(model: nn.Module, stages: Any) -> None:
+    """Refuses hooks given after ``ddl.auto_model`` to a pipeline, or to a module that only holds its layers."""
+    called = {module for stage in stages.local_stages() for module in stage.modules()}
+    for name, module in model.named_modules():
+        if module not in called:
+            check_root_hooks(module, name)
+
+
 def _note_inputs(stages: Any) -> list[tuple[nn.Module, list[Any], Any]]:
     """Keeps what each stage of this rank is given last: a microbatch, after those by which its schedule is set up."""
 
@@ -328,38 +340,64 @@ def _note_inputs(stages: Any) -> list[tuple[nn.Module, list[Any], Any]]:
 
 def _check_rows_are_alone(calls: list[tuple[Any, Any, list[nn.Module]]]) -> None:
     depends = [rows_depend_on_each_other(*call) for call in calls]
-    found = torch.tensor(float(any(depends)), device=idist.device())
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    if found:
+    if _on_any_rank(any(depends)):
         raise ValueError(ROWS_DEPEND)
 
 
-def _check_numbers_kept(stages: Any, x: Any, mesh: Mesh) -> None:
+def _compare_with_dp_peers(stages: Any, x: Any, mesh: Mesh) -> None:
+    """Compares what forward passes keep, and to which lengths rows are padded, in one exchange."""
+    numbers = numbers_kept([stages.plain_module()], n_rows(x))
+    lengths = [t.shape[1:] if len(t.shape) > 1 and len(t) == n_rows(x) else torch.Size() for t in tensors_of(x)]
+    peers: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(peers, ({name: _told(value) for name, value in numbers.items()}, lengths))
+    _check_numbers_kept(stages, x, mesh, numbers, [kept for kept, _ in peers])
+    dp_peers = [mesh.rank_at(**(mesh.coordinates(mesh.rank) | {"dp": i})) for i in range(mesh.dp_size)]
+    _warn_of_padding(stages, x, mesh, lengths, [peers[rank][1] for rank in dp_peers])
+
+
+def _check_numbers_kept(stages: Any, x: Any, mesh: Mesh, numbers: dict[str, Any], peers: list[dict[str, Any]]) -> None:
     """Raises a ValueError if modules keep other numbers on dp ranks, in plain attributes that their outputs depend on.
 
     Buffers are compared by :func:`check_replicas`; what is only kept for a look, such as the last loss, may differ.
     """
-    modules = [stages.plain_module()]
-    own = numbers_kept(modules, n_rows(x))
-    peers: list[dict[str, Any]] = [{} for _ in range(mesh.world_size)]
-    dist.all_gather_object(peers, {name: _told(value) for name, value in own.items()})
     places = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
     alike = [peers[mesh.rank_at(**(place | {"dp": 0}))] for place in places]
     unlike = sorted({n for peer, of in zip(peers, alike, strict=True) for n in peer if n in of and peer[n] != of[n]})
     if not unlike:
         return
-    given = [[own.get(name) for name in unlike]]
+    given = [[numbers.get(name) for name in unlike]]
     dist.broadcast_object_list(given, src=dist.get_global_rank(mesh.dp_group, 0), group=mesh.dp_group)
-    numbers = {name: value for name, value in zip(unlike, given[0], strict=True) if name in own}
-    matters = numbers_matter(stages.forward_only, x, modules, numbers)
-    found = torch.tensor(float(matters), device=idist.device())
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    if found:
+    of_others = {name: value for name, value in zip(unlike, given[0], strict=True) if name in numbers}
+    matters = numbers_matter(stages.forward_only, x, [stages.plain_module()], of_others)
+    if _on_any_rank(matters):
         raise ValueError(
             f"forward keeps {unlike[0]!r}, which differs between dp ranks, and its outputs depend on it: it is "
             "computed from a rank's own rows; sum what it is computed from over ranks (torch.distributed.all_reduce in "
             "forward), or keep it out of forward"
         )
+
+
+def _warn_of_padding(stages: Any, x: Any, mesh: Mesh, lengths: list[torch.Size], peers: list[list[torch.Size]]) -> None:
+    """Warns if dp ranks have padded their rows to unlike lengths, and outputs depend on it."""
+    alike = all([*map(len, peer)] == [*map(len, lengths)] for peer in peers)  # else ranks have unlike kinds of rows
+    if not alike or all(peer == lengths for peer in peers) or mesh.cp_size > 1:
+        return
+    longest = [torch.Size(map(max, zip(*of_ranks, strict=True))) for of_ranks in zip(*peers, strict=True)]
+    longest = [most or tensor.shape[1:] for most, tensor in zip(longest, tensors_of(x), strict=True)]
+    matters = padding_matters(stages.forward_only, x, longest, [stages.plain_module()])
+    if _on_any_rank(matters) and mesh.rank == 0:
+        warnings.warn(
+            "each dp rank has padded its rows to its own longest one, and the model's outputs change if zeros are "
+            "appended: one process would pad all rows to the longest of the batch. Pad to one length in collate_fn, or "
+            "let the model leave padding out (a mask). A model that leaves out another value than zero is right",
+            stacklevel=2,
+        )
+
+
+def _on_any_rank(found: bool) -> bool:
+    flag = torch.tensor(float(found), device=idist.device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def _told(value: Any) -> Any:

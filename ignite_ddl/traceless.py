@@ -22,6 +22,7 @@ __all__ = [
     "evaluating",
     "numbers_kept",
     "numbers_matter",
+    "padding_matters",
     "rows_depend_on_each_other",
     "rows_may_depend",
     "state_that_grows",
@@ -149,6 +150,33 @@ def numbers_matter(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module
     return not all(
         a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in zip(plain, other, strict=False)
     )
+
+
+def padding_matters(run: Callable[[Any], Any], x: Any, lengths: list[torch.Size], stages: Sequence[nn.Module]) -> bool:
+    """Whether outputs change if zeros are appended to each tensor of x, up to these lengths of a row.
+
+    Two passes on every rank, in evaluation mode. False of a model that cannot be called with longer rows.
+    """
+    longer = iter(lengths)
+
+    def padded(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        larger = leaf.new_zeros((*leaf.shape[:1], *next(longer)))
+        larger[tuple(map(slice, leaf.shape))] = leaf
+        return larger
+
+    def outputs(rows: Any) -> list[torch.Tensor]:
+        with without_trace(stages):
+            return [_local(output).clone() for output in tensors_of(run(rows)) if output.is_floating_point()]
+
+    try:
+        with torch.no_grad(), evaluating(stages):
+            plain, with_more = outputs(x), outputs(map_leaves(padded, x))
+    except Exception:
+        return False
+    pairs = [(a, b[tuple(map(slice, a.shape))]) for a, b in zip(plain, with_more, strict=False) if a.ndim == b.ndim]
+    return any(_unlike(a, b) for a, b in pairs)
 
 
 @contextlib.contextmanager

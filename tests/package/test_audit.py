@@ -748,3 +748,73 @@ def test_a_hook_on_trial_does_not_keep_its_tensor():
         kept = weakref.ref(y)
         del y  # and with it the graph, without the garbage collector
     assert kept() is None
+
+
+class Pooled(nn.Module):
+    """The mean over the tokens of a row: of all, or but for padding."""
+
+    def __init__(self, masked):
+        super().__init__()
+        self.masked, self.embed, self.out = masked, nn.Embedding(10, 8), nn.Linear(8, 4)
+
+    def forward(self, ids):
+        counts = (ids != 0).to(torch.float64) if self.masked else torch.ones_like(ids, dtype=torch.float64)
+        return self.out((self.embed(ids) * counts[..., None]).sum(1) / counts.sum(1, keepdim=True))
+
+
+SENTENCES = [(torch.arange(n) % 9 + 1, Y[i]) for i, n in enumerate([3, 5, 2, 4, 7, 9, 8, 6])]
+
+
+def padded(rows):
+    ids, targets = zip(*rows, strict=True)
+    return nn.utils.rnn.pad_sequence(ids, batch_first=True), torch.stack(targets)
+
+
+def trained_on_sentences(local_rank, masked, collate=padded, **options):
+    torch.manual_seed(0)
+    model = ddl.auto_model(Pooled(masked).double(), **options)
+    trainer, losses = trainer_of(model, F.mse_loss), []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.run(ddl.auto_dataloader(SENTENCES, batch_size=8, collate_fn=collate), max_epochs=2)
+    return losses, whole(model), [str(w.message) for w in caught if "its own longest one" in str(w.message)]
+
+
+def to_nine(rows):
+    ids, targets = padded(rows)
+    return F.pad(ids, (0, 9 - ids.shape[1])), targets
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_padding_on_which_outputs_depend_is_warned_of(axes):
+    options = {"tensor_plan": {}} if "tp" in axes else {"shard": True}
+    for masked, collate, warned in ((False, padded, True), (True, padded, False), (False, to_nine, False)):
+        alone = trained_on_sentences(0, masked, collate)
+        ranks = on(partial(trained_on_sentences, masked=masked, collate=collate, **options), **axes)
+        assert [bool(found) for *_, found in ranks] == [warned] + [False] * (len(ranks) - 1)
+        unlike = max((weights - alone[1]).abs().max() for _, weights, _ in ranks)
+        assert unlike > 1e-3 if warned else unlike < 1e-12
+
+
+class Held(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.pipeline_layers = [f"layers.{i}" for i in range(3)]
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def hooked_root(model):
+    model.register_forward_hook(lambda *_: None)
+
+
+def hooked_holder(model):
+    model.layers.register_forward_pre_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(("change", "name"), [(hooked_root, "the model"), (hooked_holder, "'layers'")])
+def test_hooks_that_a_pipeline_would_not_call(change, name):
+    refused(partial(trained, change=change, make=Held), f"{name} has a forward .*hook, which would not run", pp=2)
