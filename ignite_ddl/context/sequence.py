@@ -248,9 +248,10 @@ def _are_shards(some: list[torch.Tensor], full: list[torch.Tensor], length: int,
             if len(longer) != 1 or expected.shape[longer[0]] % length:
                 return False
             rows = expected.unflatten(longer[0], (-1, length)) if expected.shape[longer[0]] != length else expected
-            expected = shard_sequence(rows, longer[0] + (rows is not expected), mesh.cp_rank, mesh.cp_size).reshape(
-                part.shape
-            )
+            expected = shard_sequence(rows, longer[0] + (rows is not expected), mesh.cp_rank, mesh.cp_size)
+            if expected.numel() != part.numel():  # such as the tokens of an expert
+                return False
+            expected = expected.reshape(part.shape)
         if not part.is_floating_point():
             if not torch.equal(part, expected):
                 return False
