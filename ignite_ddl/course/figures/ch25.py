@@ -165,7 +165,7 @@ def overfitting(runs: dict[str, dict[str, list[tuple[float, float]]]], marks: di
             figure = figures.overfitting({"little text": lines, "much text": lines}, {"letters only": 4.4})
     """
     figure, panels = draw.new_figure(
-        "A text seen often is learned by heart; one seen a few times is not yet",
+        "A text seen often is learned by heart; one seen eight times hardly",
         height=3.2,
         columns=len(runs),
         sharey=True,
