@@ -239,7 +239,7 @@ def check_parity(
     shard = {"shard": shard, "reshard_after_forward": reshard_after_forward, "offload": offload}
     job = _Job(model, plan, batch, loss_fn, mesh, cut, shard, steps, max_norm, smaller or {}, trainer or {})
     with tempfile.TemporaryDirectory(prefix="ignite_ddl_parity_", ignore_cleanup_errors=True) as folder:
-        reference = _Reference(job, lr).run()
+        reference = _in_one_process(job, lr)
         torch.save(reference, Path(folder) / "reference.pt")
         parallel = Parallel("gloo", sizes["dp"] * pp * cp * tp, **mesh, timeout=timeout, threads_per_rank=1)
         try:
@@ -376,97 +376,81 @@ def _comparable() -> Iterator[_Comparable]:
 # --------------------------------------------------------------------------------------- one process, and a rank
 
 
-class _Reference:
-    """Training in one process with the batches of a mesh.
+def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
+    """The numbers of one process by (step, kind, name), and what the ranks and the report need besides."""
+    values: dict[tuple[int, str, str], torch.Tensor] = {}
+    sizes: dict[tuple[int, str], float] = {}
 
-    Attributes:
-        values: the numbers, by step, kind and name.
-        sizes: the largest absolute value, by step and kind.
-    """
-
-    def __init__(self, job: _Job, lr: float | None) -> None:
-        self.job, self.lr = job, lr
-        self.values: dict[tuple[int, str, str], torch.Tensor] = {}
-        self.sizes: dict[tuple[int, str], float] = {}
-        self.divisor, self.divisors = divisor_of(job.loss_fn, job.trainer.get("loss_divisor")), []
-        self.window = job.trainer.get("gradient_accumulation_steps", 1)
-        # Ignite's loss of a window is a mean of means, ddl's the mean over the window's rows.
-        self.weights_windows = self.window > 1 and self.divisor.kind != "sum"
-        self.n_microbatches, self.router_weight = 1, contextlib.ExitStack()
-
-    def run(self) -> dict[str, Any]:
-        """What the ranks and the report need."""
-        job = self.job
-        options = {name: v for name, v in job.trainer.items() if name not in ("checks", "loss_divisor", "max_norm")}
-        if job.mesh["pp"] > 1:
-            options |= {"model_fn": self.model_fn}
-        if self.weights_windows:
-            options |= {"output_transform": lambda x, y, output, loss: loss.item() / self.divisors[-1]}
-        with _comparable() as mode, self.router_weight:
-            self.model = job.make_model()
-            job.rows = _rows(job, self.model)
-            for lazy in LazyLayers(self.model).lazies:
-                replace_module(self.model, lazy, lazy.build())
-            self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-            if not self.parameters:
-                raise ValueError("model should have weights to train, but has none")
-            self.optimizer = SGD(self.parameters, lr=self.lr or 0.0)
-            self.optimizer.register_step_pre_hook(self.before_step)
-            self.trainer = create_plain_trainer(self.model, self.optimizer, self.loss_fn, device="cpu", **options)
-            loader = DataLoader(job.samples(), batch_size=job.rows[0])
-            job.train(self.model, self.trainer, loader, self.optimizer, self.record)
-        notes = sorted(mode.notes | ({_LOOPED} if job.loops else set()))
-        lr = self.optimizer.param_groups[0]["lr"]
-        return {"values": self.values, "sizes": self.sizes, "lr": lr, "dead": self.find_dead(), "notes": notes}
-
-    def record(self, step: int, kind: str, name: str, value: torch.Tensor) -> None:
+    def record(step: int, kind: str, name: str, value: torch.Tensor) -> None:
         if not value.isfinite().all():
             number = Number(math.inf, name, 0, kind, step)
             raise ValueError(
                 f"{number} should be finite, but in one process is not: use a smaller lr, or another batch"
             )
-        self.values[step, kind, name] = value
-        self.sizes[step, kind] = max(self.sizes.get((step, kind), 0.0), _largest(value))
+        values[step, kind, name] = value
+        sizes[step, kind] = max(sizes.get((step, kind), 0.0), _largest(value))
 
-    def loss_fn(self, output: Any, y: Any) -> torch.Tensor:
-        self.divisors.append(self.divisor.of(y) if self.weights_windows else 1.0)
-        self.router_weight.close()
-        self.router_weight.enter_context(weighted(self.divisors[-1] / self.window / self.n_microbatches))
-        return self.job.loss_fn(output, y) * self.divisors[-1]
+    n, counts = job.trainer.get("gradient_accumulation_steps", 1), []
+    divisor = divisor_of(job.loss_fn, job.trainer.get("loss_divisor"))
+    joins = n > 1 and divisor.kind != "sum"  # Ignite's is a mean of means, ddl's that of the window's rows
+    plain = {name: value for name, value in job.trainer.items() if name not in ("checks", "loss_divisor", "max_norm")}
 
-    def model_fn(self, model: nn.Module, x: Any) -> Any:
-        parts = _microbatches(self.job, n_rows(x)) if routers_of(model) else [slice(None)]
-        self.n_microbatches = len(parts)
-        if len(parts) == 1:
+    def loss_fn(output: Any, y: Any) -> torch.Tensor:
+        counts.append(divisor.of(y) if joins else 1.0)
+        of_routers.close()
+        of_routers.enter_context(weighted(counts[-1] / n / microbatches))
+        return job.loss_fn(output, y) * counts[-1]
+
+    def model_fn(model: nn.Module, x: Any) -> Any:
+        nonlocal microbatches
+        parts = _microbatches(job, n_rows(x)) if routers_of(model) else [slice(None)]
+        microbatches = len(parts)
+        if microbatches == 1:
             return model(x)
         outputs = [model(tree_map(lambda t, rows=rows: t[rows], x)) for rows in parts]
         order = torch.cat(parts).argsort()
         return tree_map(lambda *parts: torch.cat(parts)[order], *outputs)
 
-    def before_step(self, *_: Any) -> None:
-        update_biases(self.model)
-        for parameter in self.parameters if self.weights_windows else ():
-            if parameter.grad is not None:
-                parameter.grad.mul_(self.window / sum(self.divisors[-self.window :]))
-        if self.job.max_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self.parameters, self.job.max_norm)
-            self.trainer.state.grad_norm = float(norm)
-        if not self.optimizer.param_groups[0]["lr"]:
-            weights = nn.utils.get_total_norm(self.parameters).item()
-            gradients = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]).item()
-            self.optimizer.param_groups[0]["lr"] = 0.01 * (weights or 1.0) / (gradients or 1.0)
+    of_routers, microbatches = contextlib.ExitStack(), 1
+    if job.mesh["pp"] > 1:
+        plain |= {"model_fn": model_fn}
+    if joins:
+        plain |= {"output_transform": lambda x, y, output, loss: loss.item() / counts[-1]}
 
-    def find_dead(self) -> list[str]:
-        """The weights whose gradients are zero in all steps; "loss" if all are so small that it does not move."""
-        gradients = {name: 0.0 for name, p in _named(self.model) if p.requires_grad}
-        for (_, kind, name), value in self.values.items():
-            if kind == "gradient":
-                gradients[name] = max(gradients[name], _largest(value))
-        largest = max(gradients.values())
-        dead = [name for name, size in gradients.items() if size <= DEAD * largest]
-        if largest <= DEAD * max(size for (_, kind), size in self.sizes.items() if kind == "loss"):
-            dead.append("loss")
-        return dead
+    def before_step(*_: Any) -> None:
+        update_biases(model)
+        for parameter in parameters if joins else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(n / sum(counts[-n:]))
+        if job.max_norm is not None:
+            trainer.state.grad_norm = float(nn.utils.clip_grad_norm_(parameters, job.max_norm))
+        if not optimizer.param_groups[0]["lr"]:
+            weights = nn.utils.get_total_norm(parameters).item()
+            gradients = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
+            optimizer.param_groups[0]["lr"] = 0.01 * (weights or 1.0) / (gradients or 1.0)
+
+    with _comparable() as mode, of_routers:
+        model = job.make_model()
+        job.rows = _rows(job, model)
+        for lazy in LazyLayers(model).lazies:
+            replace_module(model, lazy, lazy.build())
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if not parameters:
+            raise ValueError("model should have weights to train, but has none")
+        optimizer = SGD(parameters, lr=lr or 0.0)
+        optimizer.register_step_pre_hook(before_step)
+        trainer = create_plain_trainer(model, optimizer, loss_fn, device="cpu", **plain)
+        job.train(model, trainer, DataLoader(job.samples(), batch_size=job.rows[0]), optimizer, record)
+    gradients = {name: 0.0 for name, p in _named(model) if p.requires_grad}
+    for (_, kind, name), value in values.items():
+        if kind == "gradient":
+            gradients[name] = max(gradients[name], _largest(value))
+    largest = max(gradients.values())
+    dead = [name for name, size in gradients.items() if size <= DEAD * largest]
+    if largest <= DEAD * max(size for (_, kind), size in sizes.items() if kind == "loss"):
+        dead.append("loss")
+    return {"values": values, "sizes": sizes, "lr": optimizer.param_groups[0]["lr"], "dead": dead,
+            "notes": sorted(mode.notes | ({_LOOPED} if job.loops else set()))}  # fmt: skip
 
 
 def _microbatches(job: _Job, rows: int) -> list[torch.Tensor]:
