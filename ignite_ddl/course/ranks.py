@@ -20,7 +20,7 @@ from ignite_ddl.launch.parallel import PRELOAD, start_forkserver
 
 __all__ = ["NumbersSent", "counted_on_ranks", "on_nodes", "on_ranks", "try_on_ranks"]
 PRELOAD.append("ignite_ddl.course")  # nearly every cell's function uses it: imported once, not by each rank
-if "ipykernel" in sys.modules:  # in a notebook: so that its first launch need not wait for imports
+if "IPython" in sys.modules and sys.modules["IPython"].get_ipython():  # so that the first launch finds imports done
     start_forkserver()
 
 
