@@ -204,7 +204,8 @@ class TrainingStep:
                 if gradients:
                     torch._foreach_mul_([local_tensor(g) for g in gradients], factor)
         self.expected = self.counted = 0.0
-        update_biases(self.model)
+        if self.has_routers:
+            update_biases(self.model)
         self.stages.sum_shared_gradients()
         if self.mesh.tp_size > 1:
             for parameter in self.model.parameters():
