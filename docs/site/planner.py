@@ -209,6 +209,12 @@ def _code(one: plans.Plan) -> str:
     if one.recompute == "full":
         lines.insert(-2, f"model.gradient_checkpointing_enable()  # of transformers; {one.full_layers} layers a rank")
     elif one.recompute != "none":
-        kept = {"selective": "fused attention: attn_implementation='sdpa'", "pointwise": "products and attention kept"}
+        fused = "fused attention" + (": attn_implementation='sdpa'" if one.cp == 1 else ", as ring attention is")
+        kept = {"selective": fused, "pointwise": "products and attention kept"}
         lines.insert(-2, f"# recomputation: {kept[one.recompute]}")
+    if one.cp > 1:
+        lines[-2:-2] = [
+            "register_attention()  # of ignite_ddl.context.huggingface; in a model of your own: ddl.ring_attention",
+            'model.set_attn_implementation("ddl_ring")  # of transformers; batches bring input_ids and position_ids',
+        ]
     return f'<pre tabindex="0">{escape(chr(10).join(lines))}</pre>'
