@@ -249,7 +249,7 @@ def _check(
     if mesh.world_size > 1:
         check_layers(model, mesh, by_ddp)
         check_parameter_hooks(model.named_parameters(), mesh, by_ddp, before=True)
-    _warn_without_plan(tensor_plan, mesh.tp_size, stacklevel=5)
+    warn_without_plan(tensor_plan, mesh.tp_size, stacklevel=5)
     styles, cut = _check_cut(model, tensor_plan, mesh.pp_size, mesh.tp_size, stages, mesh.ep_size)
     if shard:
         with LazyLayers(model).shapes_only():
@@ -288,7 +288,8 @@ def _fsdp_arguments(
     }
 
 
-def _warn_without_plan(tensor_plan: Any, tp_size: int, stacklevel: int) -> None:
+def warn_without_plan(tensor_plan: Any, tp_size: int, stacklevel: int) -> None:
+    """Of tp ranks that all compute the same, on rank 0 and once."""
     if tp_size > 1 and tensor_plan is None and idist.get_rank() == 0:
         warnings.warn(
             f"the mesh has tp={tp_size}, but tensor_plan is None: every tp rank computes the full model; give a plan, "
@@ -500,7 +501,7 @@ def check_model(
     sizes = sizes_without_world(dp, pp, tp, dp_replicate, dp_shard, cp)
     check_experts(sizes, ep)
     dp = sizes["dp"]
-    _warn_without_plan(tensor_plan, tp, stacklevel=4)
+    warn_without_plan(tensor_plan, tp, stacklevel=4)
     _, cut = _check_cut(model, tensor_plan, pp, tp, (schedule, n_microbatches, split, costs), ep)
     _check_routers(model, dp, cp, cut, False, ep)
     communicates = ep > 1 or bool(routers_of(model))

@@ -44,7 +44,7 @@ from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import LazyLayers, replace_module
 from ignite_ddl.loss_contract import divisor_of
 from ignite_ddl.mesh import DP_AXES, get_mesh, sizes_without_world
-from ignite_ddl.model import FITS, auto_model, auto_optim, check_model
+from ignite_ddl.model import FITS, auto_model, auto_optim, check_model, warn_without_plan
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
 from ignite_ddl.pipeline.structure import n_rows
 from ignite_ddl.state import full_tensor
@@ -237,6 +237,8 @@ def check_parity(
     batch = tree_map(lambda t: t.detach().cpu().double() if t.is_floating_point() else t.cpu(), batch)
     cut = {"schedule": schedule, "n_microbatches": n_microbatches, "split": split, "costs": costs}
     shard = {"shard": shard, "reshard_after_forward": reshard_after_forward, "offload": offload}
+    warn_without_plan(plan, tp, stacklevel=4)
+    plan = {} if plan is None else plan  # which neither check_model nor the ranks warn of again
     job = _Job(model, plan, batch, loss_fn, mesh, cut, shard, steps, max_norm, smaller or {}, trainer or {})
     with tempfile.TemporaryDirectory(prefix="ignite_ddl_parity_", ignore_cleanup_errors=True) as folder:
         reference = _in_one_process(job, lr)
@@ -258,7 +260,7 @@ class _Job:
     """What is trained, and how: the same in one process and on the ranks."""
 
     model: Any
-    plan: Mapping[str, ParallelStyle] | None
+    plan: Mapping[str, ParallelStyle]
     batch: Any
     loss_fn: Callable
     mesh: dict[str, int]
