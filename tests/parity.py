@@ -1014,6 +1014,7 @@ def main(words_of_lines):
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP would warn on each rank of what powersgd needs
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("word", nargs="*", help="run the cases whose line has all these words")
     sys.exit(main(parser.parse_args().word))
