@@ -15,44 +15,6 @@ from datetime import timedelta
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
-__all__ = [
-    "AMOUNT",
-    "AMOUNTS",
-    "COUNT",
-    "ENGINE",
-    "FLAG",
-    "FUNCTION",
-    "INTEGER",
-    "MAPPING",
-    "MODULE",
-    "NAMES",
-    "NUMBER",
-    "OPTIMIZER",
-    "PATH",
-    "POSITIVE",
-    "PROCESSES",
-    "SECONDS",
-    "SHARE",
-    "TENSOR",
-    "TEXT",
-    "WORLD",
-    "Fits",
-    "a",
-    "check",
-    "check_count",
-    "each",
-    "having",
-    "is_count",
-    "limit_in_seconds",
-    "number",
-    "one_of",
-    "or_none",
-    "seconds",
-    "shown",
-    "takes",
-    "whole",
-]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -75,34 +75,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.library import Library
 from torch.utils._pytree import tree_leaves
 
-__all__ = [
-    "BELONGS_TO_A_MODEL",
-    "MODELS",
-    "PART_OF_A_MODEL",
-    "address_for_ignite",
-    "called_by_ignites_checkpoint",
-    "flattened",
-    "guard_cut_model",
-    "hide_gpus_if_too_few",
-    "hide_slurm_under_torchrun",
-    "is_part",
-    "keep_serial_runs_on_cpu",
-    "local_gradients",
-    "newest_node",
-    "pickle_shards",
-    "quiet_redistribution",
-    "quiet_warnings",
-    "reduce_metrics_over_dp",
-    "refuse_pickling",
-    "repair_torchvision",
-    "replicate",
-    "set_local_gradients",
-    "set_nproc_per_node",
-    "unsharded_parameters",
-    "use_world_timeout",
-    "without_dispatch_modes",
-]
-
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """torch's data parallelism for modules with DTensors and in pipelines; a private module, torch 2.11 to 2.13."""

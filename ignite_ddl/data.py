@@ -38,8 +38,6 @@ from ignite_ddl.context.sequence import shard_batch
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import n_rows, tensors_of
 
-__all__ = ["Pass", "ShardedDataLoader", "auto_dataloader", "part", "without_rows"]
-
 
 def _is_sampler(value: Any) -> bool:
     other = isinstance(value, str | bytes | Mapping | type) or getattr(value, "ndim", 1) == 0

@@ -43,15 +43,6 @@ from ignite_ddl.precision import AMP_MODE, ScaledOptimizer, autocast_for, make_s
 from ignite_ddl.step import TrainingStep
 from ignite_ddl.tensor.gradients import redistribute_gradient
 
-__all__ = [
-    "MeshEngine",
-    "clip_grad_norm_",
-    "create_supervised_evaluator",
-    "create_supervised_trainer",
-    "forward_backward",
-    "mid_step_error",
-]
-
 
 def _is_data(value: Any) -> bool:
     kind, has_rows = type(value), getattr(value, "ndim", 1) != 0 and not isinstance(value, type)

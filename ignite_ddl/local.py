@@ -20,8 +20,6 @@ from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.state import local_state
 
-__all__ = ["DiLoCo", "LocalSGD"]
-
 
 class LocalSGD:
     """Averages the weights of dp ranks every ``H`` optimizer steps, which each rank makes for itself.

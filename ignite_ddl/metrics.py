@@ -26,8 +26,6 @@ from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.loss_contract import LossContract, divisor_of
 from ignite_ddl.mesh import Mesh, get_mesh
 
-__all__ = ["data_parallel_view", "on_this_rank", "over_data_parallel"]
-
 
 class _DataParallelModel(_NativeDistModel):
     """idist's model of the world, with the data-parallel group, or some of its ranks, as the world."""

@@ -47,9 +47,6 @@ from ignite_ddl.regions import check_regions_once
 from ignite_ddl.tensor.plan import apply_plan, check_plan
 from ignite_ddl.tensor.random import share_random_stream
 
-__all__ = ["auto_model", "auto_optim", "check_model"]
-
-
 FITS = {
     "model": MODULE,
     "tensor_plan": a(

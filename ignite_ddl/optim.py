@@ -20,8 +20,6 @@ from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.pipeline import SHARED
 from ignite_ddl.pipeline.structure import local_tensor
 
-__all__ = ["adapt_optimizer"]
-
 _ADAPTED = "_adapted_to_the_mesh"  # on an optimizer
 _N_STEPS = 3  # steps
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # right on every mesh; to try them out takes 30 ms

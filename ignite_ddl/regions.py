@@ -19,8 +19,6 @@ from ignite_ddl.pipeline.structure import map_leaves, some_rows, tensors_of
 from ignite_ddl.tensor.layers import full_between_layers, local_input, region_ends
 from ignite_ddl.traceless import evaluating, without_trace
 
-__all__ = ["check_regions_once", "skip_region_check"]
-
 _ROWS = 2  # of a batch that the check runs on: plain attention takes memory
 
 

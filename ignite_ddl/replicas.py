@@ -18,8 +18,6 @@ from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.structure import local_tensor
 from ignite_ddl.state import local_state
 
-__all__ = ["check_replicas", "digest", "dp_local_statistics"]
-
 _CUDA_TOLERANCE = 0.01  # over tp: its kernels may add in another order on each rank; not run on several GPUs yet
 _CHUNK = 2**20  # words that are summed at once, so that large weights need little extra memory
 

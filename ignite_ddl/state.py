@@ -21,19 +21,6 @@ from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.tensor.layers import ROW_ORDER
 
-__all__ = [
-    "INITIAL_VALUES",
-    "Shard",
-    "full_state_dict",
-    "is_extra_state",
-    "load_full_state_dict",
-    "local_state",
-    "set_extra_state",
-    "shard_of",
-    "full_tensor",
-    "full_tensors",
-]
-
 INITIAL_VALUES = "_initial_values"  # on a pipeline, until weights are loaded: their digests; see audit.py
 WAIT_SECONDS = 60  # until every rank has called
 

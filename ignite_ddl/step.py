@@ -26,7 +26,6 @@ from ignite_ddl.pipeline.local_stages import call, stages_of
 from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
 from ignite_ddl.tensor.gradients import redistribute_gradient
 
-__all__ = ["TrainingStep"]
 Rows = tuple[int, int | None] | None  # the local and the global number of rows of a batch
 _CONTRACTS_KEPT = 64  # of a model: loss functions that are made anew in each step
 

@@ -25,17 +25,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from ignite_ddl.checkpoint.values import decoded
 
-__all__ = [
-    "DamagedCheckpoint",
-    "check_state",
-    "digest_line",
-    "dump_state",
-    "open_regular_file",
-    "read",
-    "read_metadata",
-    "read_state",
-]
-
 SUMS, STATE, METADATA = "SHA256SUMS", "state.json", ".metadata"
 VERSION = 1  # of the format; also that of a state.json without a version
 # The names under which these are saved beside the objects.

@@ -14,8 +14,6 @@ from ignite_ddl.compat import local_gradients, set_local_gradients
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.state import Shard, local_state
 
-__all__ = ["apply_gradients", "capture_gradients", "plan_gradients"]
-
 
 def capture_gradients(kinds: Kinds, shards: dict[str, Shard], mesh: Mesh) -> dict[str, Any]:
     """Adds this rank's gradients of open windows to ``shards``; returns their layouts by model and name."""

@@ -24,8 +24,6 @@ from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.state import INITIAL_VALUES, Shard, local_state, set_extra_state, shard_of
 from ignite_ddl.tensor.random import draw_seed, set_random_states
 
-__all__ = ["load"]
-
 
 def load(folder: Folder, objects: Mapping[str, Any], strict: bool = True) -> None:
     """Loads objects from a checkpoint; every rank calls it.

@@ -15,8 +15,6 @@ from ignite_ddl.checkpoint.values import encoded
 from ignite_ddl.data import Pass, ShardedDataLoader
 from ignite_ddl.engine import MeshEngine, mid_step_error
 
-__all__ = ["Resume", "capture_runs", "load_engine", "load_loader", "resumed_engine"]
-
 
 def capture_runs(kinds: Kinds) -> dict[str, dict[str, Any]]:
     """The position of each engine in its run and in each loader, by their names.

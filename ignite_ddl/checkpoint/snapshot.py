@@ -23,8 +23,6 @@ from ignite_ddl.replicas import check_replicas
 from ignite_ddl.state import Shard, local_state, shard_of
 from ignite_ddl.tensor.random import random_states
 
-__all__ = ["Snapshot", "capture", "groups_by_name", "merge"]
-
 
 @dataclass
 class Snapshot:

@@ -61,17 +61,6 @@ from ignite_ddl.checkpoint.form import (
 from ignite_ddl.checkpoint.owners import make_temporary_folder, publish, remove, sync_folder
 from ignite_ddl.state import Shard
 
-__all__ = [
-    "Folder",
-    "agree",
-    "attempt",
-    "complete_checkpoints",
-    "is_single_process",
-    "on_rank_0",
-    "times_saved",
-    "write",
-]
-
 _BLOCK = 1 << 20
 
 

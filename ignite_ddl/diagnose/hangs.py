@@ -16,7 +16,6 @@ from ignite_ddl.diagnose.calls import calls_counted, job_store, recorded_calls
 from ignite_ddl.diagnose.report import NEWEST, hang_report
 from ignite_ddl.diagnose.stacks import thread_stack, waits_in
 
-__all__ = ["Watch", "answer", "report_hangs"]
 PATIENCE = 12.0  # seconds for which the others' parts are waited for; on a busy machine a part takes several
 
 

@@ -19,8 +19,6 @@ from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.replicas import digest, dp_local_statistics
 from ignite_ddl.state import local_state, shard_of
 
-__all__ = ["OutOfSync", "check_in_sync", "check_same_calls"]
-
 
 @dataclass(frozen=True)
 class OutOfSync:

@@ -29,7 +29,6 @@ from ignite_ddl.launch.output import Output
 from ignite_ddl.launch.rank import companion_main, rank_main
 from ignite_ddl.launch.signals import SIGNAL_SECONDS, Signals, name_of
 
-__all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS", "no_main_module", "run_folder"]
 POLL_SECONDS = 0.05  # how often the ranks' output is read
 GRACE_SECONDS = 0.2  # after the first failure: time for the report of the rank that caused it to arrive
 EXIT_SECONDS = 5.0  # after the last result: time for the ranks to close their process group

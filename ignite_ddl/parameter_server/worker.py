@@ -18,8 +18,6 @@ from ignite_ddl.mesh import get_mesh
 from ignite_ddl.parameter_server.server import MODES
 from ignite_ddl.parameter_server.wire import Servers
 
-__all__ = ["ParameterServer"]
-
 
 class ParameterServer:
     """A worker's connection to the parameter server: pull the parameters, push gradients.

@@ -23,7 +23,6 @@ from ignite_ddl.pipeline.structure import Structure, joined, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
 from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other, state_that_grows, without_trace
 
-__all__ = ["BatchSchedules", "MicrobatchLoss"]
 _KEPT = 16  # schedules of a pipeline; each holds receive buffers
 
 

@@ -15,18 +15,6 @@ from torch import nn
 
 from ignite_ddl.pipeline.schedules import SCHEDULES, check_microbatches, stage_owners
 
-__all__ = [
-    "Cut",
-    "add_submodule",
-    "balance",
-    "check_root_hooks",
-    "check_trains",
-    "cut_into_stages",
-    "named_layers",
-    "sequential",
-    "trains",
-]
-
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers between which a pipeline may cut, in the order in which the model calls them.

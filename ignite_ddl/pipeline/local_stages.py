@@ -25,9 +25,6 @@ from ignite_ddl.pipeline.structure import check_rows, flatten, joined, n_rows, r
 from ignite_ddl.pipeline.transfer import Transfer
 from ignite_ddl.tensor.random import draw_seed, random_stream
 
-__all__ = ["OneStage", "PipelineStages", "Stages", "call", "on_some_ranks", "stages_of"]
-
-
 _on_some_ranks_only = False
 
 

@@ -19,7 +19,6 @@ from ignite_ddl.pipeline.cut import Cut, add_submodule, named_layers, sequential
 from ignite_ddl.pipeline.local_stages import PipelineStages
 from ignite_ddl.pipeline.structure import full_tensors, map_leaves, tensors_of
 
-__all__ = ["SHARED", "Pipeline"]
 SHARED = "_shared_with"  # on a parameter that several stages hold: its first name, and the pp ranks
 
 

@@ -12,18 +12,6 @@ from typing import Any, NamedTuple
 
 from ignite_ddl.arguments import COUNT, WORLD, check, one_of, whole
 
-__all__ = [
-    "SCHEDULES",
-    "Schedule",
-    "UnlikeMicrobatches",
-    "check_microbatches",
-    "divisors",
-    "microbatches_for",
-    "stage_owners",
-    "suits",
-]
-
-
 # ------------------------------------------------------------------------------------------- the table
 
 

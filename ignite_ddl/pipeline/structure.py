@@ -12,21 +12,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = [
-    "Structure",
-    "check_rows",
-    "concatenated",
-    "flatten",
-    "full_tensors",
-    "joined",
-    "local_tensor",
-    "map_leaves",
-    "n_rows",
-    "rows_of",
-    "some_rows",
-    "tensors_of",
-]
-
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
 
 

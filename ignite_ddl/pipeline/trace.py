@@ -12,7 +12,6 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from ignite_ddl.arguments import MODULE, NAMES, Fits, takes
 
-__all__ = ["TracedLayer", "trace_layers"]
 BEFORE = Fits(
     'a list of names of modules, or "auto"',
     lambda before: before if isinstance(before, str) and before == "auto" else NAMES.read(before),

@@ -16,8 +16,6 @@ from ignite_ddl.pipeline.cut import Cut
 from ignite_ddl.pipeline.structure import flatten, local_tensor
 from ignite_ddl.tensor.gradients import redistribute_gradient
 
-__all__ = ["Transfer"]
-
 
 class Transfer:
     """Messages between the pp ranks of a model replica.

@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.structure import local_tensor
 
-__all__ = ["ReplicatedWeights", "layout_of", "redistribute_gradient"]
-
 
 class ReplicatedWeights:
     """Checks once for each replicated weight that all tp peers have the same gradient.

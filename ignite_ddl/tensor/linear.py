@@ -28,8 +28,6 @@ from ignite_ddl.tensor.layers import (
     local_input,
 )
 
-__all__ = ["Column", "Row", "SharedInput", "leaves_output_sharded"]
-
 
 class _Layouts(TypedDict, total=False):
     input_layouts: Placement | None
