@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ignite_ddl.checkpoint.form import GRADIENTS, RANDOM, RUNS
-from ignite_ddl.checkpoint.gradients import apply_gradients, plan_gradients
 from ignite_ddl.checkpoint.kinds import Kinds
+from ignite_ddl.checkpoint.per_rank import apply_gradients, plan_gradients, plan_tensors
 from ignite_ddl.checkpoint.resume import Resume, load_engine, load_loader, resumed_engine
-from ignite_ddl.checkpoint.snapshot import groups_by_name, per_rank_name
+from ignite_ddl.checkpoint.snapshot import groups_by_name
 from ignite_ddl.checkpoint.storage import Folder, agree, attempt
 from ignite_ddl.checkpoint.values import decoded
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -118,14 +118,8 @@ def _plan_per_rank(found: Plan, key: str, state: dict[str, Any]) -> None:
             f"to_load[{key!r}] belongs to the ranks of {found.folder.content['mesh']}, so that it cannot be loaded on "
             f"{found.mesh!r}: leave it out of to_load, and it begins anew there"
         )
-    tensors = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in state["tensors"].items()
-    }
+    tensors = plan_tensors(f"{key} of rank {found.mesh.rank}", state["tensors"], found.reads)
     found.per_rank[key] = state | {"tensors": tensors}
-    for name, tensor in tensors.items():
-        if tensor.numel():
-            saved = per_rank_name(found.mesh, key, name)
-            found.reads[saved] = saved, Shard.full(tensor)
 
 
 def _check_kinds(folder: Folder, kinds: Kinds) -> None:
