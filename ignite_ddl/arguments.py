@@ -203,24 +203,18 @@ def number(least: float = -sys.float_info.max, most: float = sys.float_info.max,
     return Fits("a number" if least < -1e300 else f"a number of at least {least:g}", read)
 
 
-def seconds(longest: float = 1e9) -> Fits:
+def _seconds(value: Any) -> float:
     """A time limit, also a ``timedelta``, as seconds; 1e9 are thirty years, which fit into nanosecond clocks."""
-
-    positive = number(above=0, most=math.inf)
-
-    def read(value: Any) -> float:
-        value = positive.read(value.total_seconds() if isinstance(value, timedelta) else value)
-        if value > longest:
-            raise _Detail(f"; the longest is {longest:g}")
-        return float(value)
-
-    return Fits("a positive number of seconds", read)
+    value = number(above=0, most=math.inf).read(value.total_seconds() if isinstance(value, timedelta) else value)
+    if value > 1e9:
+        raise _Detail("; the longest is 1e+09")
+    return float(value)
 
 
 COUNT, INTEGER = whole(), whole(-(2**63))
 WORLD = whole(most=10**6)  # something is made for each rank
 NUMBER, AMOUNT, POSITIVE, SHARE = number(), number(0), number(above=0), number(0, 1)
-SECONDS = seconds()
+SECONDS = Fits("a positive number of seconds", _seconds)
 
 
 def is_count(value: Any, least: int = 1) -> bool:
@@ -229,16 +223,6 @@ def is_count(value: Any, least: int = 1) -> bool:
         return whole(least).read(value) >= least
     except Exception:
         return False
-
-
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raises a ValueError unless ``value`` is an integer of at least ``least``."""
-    check(name, value, whole(least))
-
-
-def limit_in_seconds(timeout: float | timedelta, name: str = "timeout", longest: float = 1e9) -> float:
-    """A time limit as a number of seconds; raises a ValueError if it is not a positive one, or too long."""
-    return check(name, timeout, seconds(longest))
 
 
 # ------------------------------------------------------------------------------------------- all else
