@@ -375,9 +375,7 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager:
 
 def unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that FSDP2 computes with, in place of those that the optimizer steps."""
-    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in module.modules() if isinstance(unit, FSDPModule)]
-    known = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
-    return [parameter._unsharded_param for parameter in known if hasattr(parameter, "_unsharded_param")]
+    return [one._unsharded_param for one in _fsdp_parameters(module).values() if hasattr(one, "_unsharded_param")]
 
 
 _COPIERS = ("copy", "torch.distributed.checkpoint._state_dict_stager")  # the latter for DCP's async_save
