@@ -8,12 +8,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import ignite.distributed as idist
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.compat import is_part, quiet_redistribution
 from ignite_ddl.guards import LocalStateDict, refuse_full_states, refuse_ignites_checkpoint
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -45,9 +44,7 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
     if dtensors:
         _split_groups_by_kind(optimizer)
     if mesh.pp_size > 1:
-        n = torch.tensor(len(parameters), device=idist.device())
-        dist.all_reduce(n, group=mesh.pp_group)
-        if not n:
+        if not on_any_rank(bool(parameters), mesh.pp_group):
             raise ValueError(
                 "optimizer should hold parameters of the model, but holds none on any stage: choose some of "
                 "model.named_parameters(), whose names are those of the uncut model"
@@ -221,8 +218,7 @@ def _check_shared(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         for p in group["params"]
         if hasattr(p, SHARED) and p.requires_grad
     ]
-    of_ranks: list[list] = [[] for _ in range(mesh.pp_size)]
-    dist.all_gather_object(of_ranks, shared, group=mesh.pp_group)
+    of_ranks = gathered_values(shared, mesh.pp_group)
     for name, ranks in dict.fromkeys((name, ranks) for of_rank in of_ranks for name, ranks, _ in of_rank):
         held = [(r, options) for r, of_rank in enumerate(of_ranks) for n, _, options in of_rank if n == name]
         if {r for r, _ in held} != ranks or len({options for _, options in held}) > 1:

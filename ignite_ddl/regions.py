@@ -6,12 +6,11 @@ import copy
 import warnings
 from typing import Any
 
-import ignite.distributed as idist
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ignite_ddl.collectives import on_any_rank
 from ignite_ddl.compat import without_dispatch_modes
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.mesh import get_mesh
@@ -77,8 +76,7 @@ def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any], trains: bool) 
         return
     compared = {name: part for name, part in expected.items() if trains or name not in _OUTPUTS}
     wrong = [name for name, part in compared.items() if name not in actual or _differ(actual[name], part)]
-    on_any = torch.tensor(float(bool(wrong)), device=idist.device())
-    dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=get_mesh().tp_group)  # tp peers raise together
+    on_any = on_any_rank(bool(wrong), get_mesh().tp_group)  # tp peers raise together
     if on_any and wrong and wrong[0] in _OUTPUTS and actual[wrong[0]].shape != expected[wrong[0]].shape:
         raise ValueError(
             f"the model's output has shape {tuple(actual[wrong[0]].shape)} on two rows, a part of "

@@ -59,6 +59,7 @@ from ignite_ddl.checkpoint.form import (
     read_state,
 )
 from ignite_ddl.checkpoint.owners import make_temporary_folder, publish, remove, sync_folder
+from ignite_ddl.collectives import gathered_values
 from ignite_ddl.state import Shard
 
 _BLOCK = 1 << 20
@@ -388,10 +389,7 @@ def agree(error: Exception | None, group: dist.ProcessGroup | None = None, value
         ValueError: if that differs.
     """
     from_this_rank = _pickled(error), same, value
-    found: list[Any] = [from_this_rank]
-    if not is_single_process(group):
-        found *= dist.get_world_size(group)
-        dist.all_gather_object(found, from_this_rank, group=group)
+    found = [from_this_rank] if is_single_process(group) else gathered_values(from_this_rank, group)
     for rank, (carried, *_) in enumerate(found):
         if carried is None:
             continue

@@ -8,11 +8,11 @@ from typing import Any
 
 import ignite.distributed as idist
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
+from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.data_parallel import local_round, reshard
 from ignite_ddl.experts.routing import routers_of
 from ignite_ddl.experts.style import experts_of
@@ -72,9 +72,7 @@ class BatchSchedules:
         new = key not in self.made
         if self.communicates:
             # A last batch may have 32 rows on one dp rank, a known shape, and 31 on another.
-            on_any = torch.tensor(float(new), device=idist.device())
-            dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=self.mesh.dp_cp_group)
-            new = bool(on_any)
+            new = on_any_rank(new, self.mesh.dp_cp_group)
             if new:
                 self.made.pop(key, None)
         return new
@@ -133,8 +131,7 @@ class BatchSchedules:
         """Where layers communicate over dp, each rank needs the same number of microbatches."""
         exchanges = any(routers_of(stage) or any(True for _ in experts_of(stage)) for stage in self.stages.values())
         if exchanges and self.mesh.dp_cp_size > 1:
-            numbers: list[int] = [0] * self.mesh.dp_cp_size
-            dist.all_gather_object(numbers, n, group=self.mesh.dp_cp_group)
+            numbers = gathered_values(n, self.mesh.dp_cp_group)
             if len(set(numbers)) > 1:
                 raise UnlikeMicrobatches(numbers)
 
