@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ignite_ddl.pipeline.schedules import SCHEDULES, check_microbatches, stage_owners
+from ignite_ddl.traceless import evaluating
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -117,18 +118,12 @@ def _check_root(model: nn.Module, names: Sequence[str]) -> None:
         check_root_hooks(modules[name], name)
     if all("train" not in vars(modules[n]) and type(modules[n]).train is nn.Module.train for n in holders):
         return
-    was = {module: module.training for module in model.modules()}
-    try:
+    with evaluating([model]):
         for name in names:
             modules[name].train()
-        alone = {module: module.training for module in was}
+        alone = {name: module.training for name, module in modules.items()}
         model.train()
-        left = next(
-            (name for name in modules if name not in holders and modules[name].training < alone[modules[name]]), None
-        )
-    finally:
-        for module, training in was.items():
-            module.training = training
+        left = next((name for name in modules if name not in holders and modules[name].training < alone[name]), None)
     if left is not None:
         raise ValueError(
             f"{type(model).__name__} has a train() of its own, which leaves {left!r} in evaluation mode, and which "

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from ignite_ddl.arguments import MODULE, NAMES, Fits, takes
+from ignite_ddl.traceless import evaluating
 
 BEFORE = Fits(
     'a list of names of modules, or "auto"',
@@ -80,12 +81,8 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
             f"before should list names of modules of the model, but given {before!r}; it has "
             f"{', '.join(name for name in modules if name)}"
         )
-    was = [(module, module.training) for module in modules.values()]
-    try:
+    with evaluating([model]):  # at its end each module is in its mode again
         traces = {training: _Trace(model.train(training), x, before) for training in (True, False)}
-    finally:
-        for module, training in was:
-            module.training = training
     layers = [TracedLayer({mode: trace.parts[i] for mode, trace in traces.items()}) for i in range(len(before) + 1)]
     known = dict(_tensors_of(model))
     used = {name for layer in layers for name in layer.uses}
@@ -104,11 +101,9 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
 
 def _check_same(model: nn.Module, layers: nn.Sequential, x: Any) -> None:
     """Raises a ValueError unless the layers give what the model gives in evaluation mode."""
-    was = [(module, module.training) for module in model.modules()]
-    random = torch.get_rng_state()
     try:
-        with torch.no_grad():
-            pairs = zip(tree_leaves(model.eval()(x)), tree_leaves(layers.eval()(x)), strict=True)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), evaluating([model]), evaluating([layers]):
+            pairs = zip(tree_leaves(model(x)), tree_leaves(layers(x)), strict=True)
             same = all(
                 torch.allclose(*pair, rtol=1e-3, atol=1e-5, equal_nan=True) if torch.is_tensor(pair[0]) else True
                 for pair in pairs
@@ -118,10 +113,6 @@ def _check_same(model: nn.Module, layers: nn.Sequential, x: Any) -> None:
             f"the layers that torch.export makes of {type(model).__name__} do not run "
             f"({str(error).strip().splitlines()[0]}): make it an nn.Sequential instead"
         ) from error
-    finally:
-        torch.set_rng_state(random)
-        for module, training in was:
-            module.training = training
     if not same:
         raise ValueError(
             f"the layers that torch.export makes of {type(model).__name__} give other numbers than the model for x: "
