@@ -10,7 +10,7 @@ import ignite.distributed as idist
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.data_parallel import local_round, reshard
@@ -142,7 +142,7 @@ class BatchSchedules:
         found = {}
 
         def run(s: int, value: Any) -> Any:
-            value = tree_map(_leaf, value)
+            value = tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
             output = self.stages[s](value)
             if self.checks and rows_depend_on_each_other(self.stages[s], value, [self.stages[s]]):
                 raise ValueError(ROWS_DEPEND)
@@ -168,7 +168,3 @@ class BatchSchedules:
         for stage in stages:
             reshard(stage)
         return found
-
-
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ignite_ddl.data_parallel import local_round, reshard, share_buffers
 from ignite_ddl.experts.balance import weighted
@@ -166,7 +166,7 @@ class PipelineStages:
         """See :meth:`ignite_ddl.pipeline.pipeline.Pipeline.train_step`."""
         _check_on_all_ranks()
         rows = check_rows(x, y)
-        tensors, structure = flatten(tree_map(_contiguous, x), "x")
+        tensors, structure = flatten(tree_map_only(torch.Tensor, torch.Tensor.contiguous, x), "x")
         shapes = repr((structure, [(tuple(t.shape), t.dtype) for t in tensors]))
         key = rows, shapes, getattr(autocast, "fast_dtype", None)
         new = self.schedules.is_new(key)
@@ -294,7 +294,3 @@ def _explaining_errors(schedule: str) -> Iterator[None]:
                 "without it, as w in tanh(linear(x * w)) + w; use '1f1b' or 'interleaved_1f1b'"
             ) from error
         raise
-
-
-def _contiguous(value: Any) -> Any:
-    return value.contiguous() if isinstance(value, torch.Tensor) else value
