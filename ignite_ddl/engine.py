@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
-from ignite_ddl.audit import TOKENS_CHECKED, check_same_rows, check_tokens_are_independent
+from ignite_ddl.audit import check_same_rows, check_tokens_are_independent
 from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
@@ -362,8 +362,6 @@ def create_supervised_trainer(
     device = idist.device() if device is None else device
     step, autocast = TrainingStep(model, model_transform, checks, model_fn), autocast_for(amp_mode, device)
     divisor_of(loss_fn, loss_divisor)  # raises an error here, not in the first step
-    if not checks:
-        setattr(model, TOKENS_CHECKED, True)
     grad_scaler = make_scaler(scaler, amp_mode, device)
     scaled = None if grad_scaler is None else ScaledOptimizer(optimizer, grad_scaler)
 

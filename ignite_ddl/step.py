@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ignite_ddl.audit import N_SHAPES, Audit, shapes_of
+from ignite_ddl.audit import N_SHAPES, TOKENS_CHECKED, Audit, shapes_of
 from ignite_ddl.compat import newest_node
 from ignite_ddl.data_parallel import LocalRound, gradient_sync, local_round
 from ignite_ddl.experts.balance import weighted
@@ -59,6 +59,8 @@ class TrainingStep:
         self.model, self.transform, self.checks = model, transform, checks
         self.mesh, self.stages = get_mesh(), stages_of(model, model_fn)
         self.audit = Audit(model, self.stages, self.mesh) if checks and self.mesh.world_size > 1 else None
+        if not checks:
+            setattr(model, TOKENS_CHECKED, True)
         self.contracts: dict[Any, LossContract] = {}
         self.local, self.has_routers = local_round(model), bool(routers_of(model))
         self.open, self.models, self.updates = False, [model], 0
