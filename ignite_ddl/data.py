@@ -45,8 +45,8 @@ def _is_sampler(value: Any) -> bool:
 
 
 def _is_state(value: Any) -> bool:
-    numbers = value.get("next", 0), value["epoch"], value["batches"], value["rows"]
-    states = [value[name] for name in ("stream", "generator", "generator_now") if value.get(name) is not None]
+    numbers = value["next"], value["epoch"], value["batches"], value["rows"]
+    states = [value[name] for name in ("stream", "generator", "generator_now") if value[name] is not None]
     counts = all(isinstance(number, int) and number >= 0 for number in numbers)
     random = all(isinstance(state, torch.Tensor) and state.dtype == torch.uint8 for state in states)
     return isinstance(value["seed"], int | None) and counts and random
@@ -291,14 +291,13 @@ class ShardedDataLoader(DataLoader):
         """
         consumer = self._consumer(engine)
         consumer.passes, consumer.resumed = [], dict(state) if state["batches"] else None
-        consumer.epoch = state.get("next", state["epoch"])
+        consumer.epoch = state["next"]
         if consumer.stream is not None and state["stream"] is not None:
             consumer.stream.set_state(state["stream"])
         if isinstance(self.batch_sampler, _LocalBatches):
             self.batch_sampler.seed = state["seed"]
-        generator = state.get("generator_now", state.get("generator"))
-        if self.generator is not None and generator is not None:
-            self.generator.set_state(generator)
+        if self.generator is not None and state["generator_now"] is not None:
+            self.generator.set_state(state["generator_now"])
 
     def reseed(self, engine: Any = None) -> None:
         """Gives transforms another random stream, on a dp rank that the saved run did not have."""
@@ -442,7 +441,7 @@ class Pass:
         with contextlib.suppress(StopIteration):
             while self.batches < first["batches"]:
                 self._read()
-        if (self.n_rows, self._digest) != (first["rows"], first.get("digest", first.get("order"))):
+        if (self.n_rows, self._digest) != (first["rows"], first["digest"]):
             raise ValueError(
                 "dataset should give the samples of the interrupted run again, but gives different ones: take the same "
                 "batch_size, and draw its random numbers from torch"

@@ -304,14 +304,14 @@ def _apply_resettable(found: Plan) -> None:
 
 def _apply_runs(found: Plan) -> None:
     """Puts loaders and engines where they were; the trainer goes on from there."""
-    kinds, has_runs = found.kinds, RUNS in found.folder.content["objects"]
-    saved = found.state_of(RUNS, on_any_mesh=True)[0] if has_runs else {}
+    kinds, (runs, _) = found.kinds, found.state_of(RUNS, on_any_mesh=True)
     for key, loader in kinds.loaders.items():
-        load_loader(key, loader, *found.state_of(key, on_any_mesh=True), kinds.engines, saved)
-    runs = {key: load_engine(engine, found.state_of(key)[0], saved.get(key)) for key, engine in kinds.engines.items()}
-    trainer = resumed_engine(kinds.engines, saved)
+        load_loader(key, loader, *found.state_of(key, on_any_mesh=True), kinds.engines, runs)
     for key, engine in kinds.engines.items():
-        loader = kinds.loaders.get(runs[key].get("reads"))
+        load_engine(engine, found.state_of(key)[0], runs[key])
+    trainer = resumed_engine(kinds.engines, runs)
+    for key, engine in kinds.engines.items():
+        loader = kinds.loaders.get(runs[key]["reads"])
         if key == trainer:
             accumulating = [kinds.models[name] for name in found.gradients]
             Resume(engine, runs[key], loader, lambda: _apply_resettable(found), accumulating)
@@ -319,6 +319,6 @@ def _apply_runs(found: Plan) -> None:
             Resume(engine, runs[key], loader)
         else:
             continue
-        for name, (expected, counted) in runs[key].get("windows", {}).items():
+        for name, (expected, counted) in runs[key]["windows"].items():
             if step := getattr(engine, "steps", {}).get(id(kinds.models.get(name))):
                 step.expected, step.counted = expected, counted
