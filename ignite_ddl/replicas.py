@@ -45,15 +45,7 @@ def check_replicas(model: nn.Module) -> None:
     for axis in ("dp", *(["dp_replicate"] * mesh.hybrid), *(["edp"] * (mesh.ep_size > 1)), "tp"):
         group = mesh.dp_cp_group if axis == "dp" else mesh.groups[axis]
         if dist.get_world_size(group) > 1 and not (axis != "tp" and in_a_round):
-            copies = {
-                name: tensor
-                for name, tensor in tensors.items()
-                if not is_cut(tensor, axis) and not (axis == "dp" and id(tensor) in left_out)
-            }
-            if axis in ("dp_replicate", "edp"):  # the others have been compared over dp
-                copies = {name: tensor for name, tensor in copies.items() if is_cut(tensor, "dp")}
-            if axis == "edp":
-                copies = {name: tensor for name, tensor in copies.items() if "ep" in tensor.device_mesh.mesh_dim_names}
+            copies = {name: tensor for name, tensor in tensors.items() if _is_copied(tensor, axis, left_out)}
             _compare(copies, axis, group)
     shared: dict[str, torch.Tensor | None] = {}
     for names in stages_of(model).shared_names():
@@ -62,6 +54,17 @@ def check_replicas(model: nn.Module) -> None:
             _raise(names[0], "pp")
         shared[names[0]] = held[0] if held else None
     _compare(shared, "pp", mesh.pp_group)
+
+
+def _is_copied(tensor: torch.Tensor, axis: str, left_out: set[int]) -> bool:
+    """Whether ranks on this axis hold the same tensor, which is not compared over another one."""
+    if is_cut(tensor, axis):
+        return False
+    if axis == "dp":
+        return id(tensor) not in left_out
+    if axis in ("dp_replicate", "edp"):  # the others have been compared over dp
+        return is_cut(tensor, "dp") and (axis != "edp" or "ep" in tensor.device_mesh.mesh_dim_names)
+    return True
 
 
 def _compare_caches(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
