@@ -169,15 +169,21 @@ class TrainingStep:
         if total is None and (window is None or contract.density is None):
             total = self._sum_over_dp(local_divisor)
             contract.density = total / n_global if n_global else total
-        if window is None:
-            return (local_divisor * dp / total if total else 0.0), 1.0
+        if window is not None:
+            return self._weight_in_window(contract, n_global, local_divisor, total)
+        return (local_divisor * dp / total if total else 0.0), 1.0
+
+    def _weight_in_window(
+        self, contract: LossContract, n_global: int | None, local_divisor: float, total: float | None
+    ) -> tuple[float, float]:
+        """The same in a window of gradient accumulation, whose divisor is expected to be that of its first batch."""
         if not self.open or not self.expected:
             self.counted = 0.0
             self.expected = total if total is not None else contract.density * (n_global or 1)
         expected = self.expected or 1.0
         if total is None and self.has_routers:  # not for `expected`, which stages without routers have to have, too
             total = self._sum_over_dp(local_divisor)
-        return local_divisor * dp / expected, (total or 0.0) / expected
+        return local_divisor * self.mesh.dp_cp_size / expected, (total or 0.0) / expected
 
     def _weight_in_round(self, local_divisor: float, window: int | None) -> float:
         """The same for the mean over a replica's rows: those of this rank, or of the dp_shard peers that share it."""
