@@ -185,6 +185,15 @@ class Launch:
             self.failures.append(_Failure(running[0].rank, time.monotonic(), False, summary))
         return not self.failures
 
+    def _failure_of_dead(self, rank: _Rank) -> _Failure:
+        rank.process.join(5 * GRACE_SECONDS)  # on a busy machine, the exit code comes late
+        code = rank.process.exitcode
+        where = self._crash_stack(rank) if code in _CRASHES else ""
+        summary = _exit_reason(code)
+        if code == _ABORT and self._has_size_mismatch(rank):
+            summary += _UNLIKE_SIZES
+        return _Failure(rank.rank, time.monotonic(), True, summary, where, exitcode=code)
+
     def _receive_report(self, rank: _Rank) -> None:
         rank.done = True
         try:
@@ -192,13 +201,7 @@ class Launch:
                 raise EOFError
             message = cloudpickle.loads(rank.reports.recv_bytes())
         except (EOFError, OSError):
-            rank.process.join(5 * GRACE_SECONDS)  # on a busy machine, the exit code comes late
-            code = rank.process.exitcode
-            where = self._crash_stack(rank) if code in _CRASHES else ""
-            summary = _exit_reason(code)
-            if code == _ABORT and self._has_size_mismatch(rank):
-                summary += _UNLIKE_SIZES
-            self._fail(_Failure(rank.rank, time.monotonic(), True, summary, where, exitcode=code))
+            self._fail(self._failure_of_dead(rank))
             return
         except BaseException as error:  # for example, a module that only the ranks can import
             error_text = "".join(traceback.format_exception_only(error)).strip()
