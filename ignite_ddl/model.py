@@ -232,15 +232,7 @@ def _check(
     """Decides everything, and refuses what the mesh does not support, without making, changing or sending anything."""
     mesh = get_mesh()
     shard = _shards(mesh, shard)
-    if local and ((shard and not mesh.hybrid) or mesh.cp_size > 1):
-        raise ValueError(
-            f'dp_sync="local" needs all weights and full sequences on each dp rank, or on its dp_shard peers, but the '
-            f"mesh is {mesh!r}, shard={shard}: leave out shard and cp, give dp_replicate, too, or leave out dp_sync"
-        )
-    by_ddp = mesh.dp_cp_size == mesh.world_size and not ((shard or local or mesh.ep_size > 1) and mesh.world_size > 1)
-    if ddp and not by_ddp:
-        sync = ', dp_sync="local"' if local else ""
-        raise ValueError(f"{', '.join(ddp)} are for DDP, but the mesh is {mesh!r}, shard={shard}{sync}: leave them out")
+    by_ddp = _is_by_ddp(mesh, shard, local, ddp)
     if comm_hook is not None:
         check_comm_hook(comm_hook, mesh, by_ddp, ddp)
     if mesh.world_size > 1:
@@ -266,6 +258,20 @@ def _shards(mesh: Mesh, shard: bool | None) -> bool:
             f"given {shard}: the mesh says over how many of the {mesh.dp_size} dp ranks weights are sharded"
         )
     return mesh.dp_shard_size > 1
+
+
+def _is_by_ddp(mesh: Mesh, shard: bool, local: bool, ddp: Mapping[str, Any]) -> bool:
+    """Whether DDP reduces gradients, which takes ``ddp``."""
+    if local and ((shard and not mesh.hybrid) or mesh.cp_size > 1):
+        raise ValueError(
+            f'dp_sync="local" needs all weights and full sequences on each dp rank, or on its dp_shard peers, but the '
+            f"mesh is {mesh!r}, shard={shard}: leave out shard and cp, give dp_replicate, too, or leave out dp_sync"
+        )
+    by_ddp = mesh.dp_cp_size == mesh.world_size and not ((shard or local or mesh.ep_size > 1) and mesh.world_size > 1)
+    if ddp and not by_ddp:
+        sync = ', dp_sync="local"' if local else ""
+        raise ValueError(f"{', '.join(ddp)} are for DDP, but the mesh is {mesh!r}, shard={shard}{sync}: leave them out")
+    return by_ddp
 
 
 def _fsdp_arguments(
