@@ -84,19 +84,20 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
     with evaluating([model]):  # at its end each module is in its mode again
         traces = {training: _Trace(model.train(training), x, before) for training in (True, False)}
     layers = [TracedLayer({mode: trace.parts[i] for mode, trace in traces.items()}) for i in range(len(before) + 1)]
-    known = dict(_tensors_of(model))
-    used = {name for layer in layers for name in layer.uses}
-    names_of: dict[int, list[str]] = {}
-    for name, tensor in known.items():
-        names_of.setdefault(id(tensor), []).append(name)
-    kept = model.state_dict()
-    unused = [name for name, tensor in known.items() if name in kept and used.isdisjoint(names_of[id(tensor)])]
-    for i, layer in enumerate(layers):
-        for name in [*layer.uses, *(unused if i == 0 else ())]:
-            _register(layer, name, known[name], name in kept)
+    _distribute_tensors(model, layers)
     layers[0].takes = _row_shapes(leaves)
     _check_same(model, traced := nn.Sequential(*layers), x)
     return traced.train(model.training)
+
+
+def _distribute_tensors(model: nn.Module, layers: list[TracedLayer]) -> None:
+    """Gives each layer the parameters and buffers that it uses, and the first one those that none does."""
+    known, kept = dict(_tensors_of(model)), model.state_dict()
+    used = {id(known[name]) for layer in layers for name in layer.uses}
+    unused = [name for name, tensor in known.items() if name in kept and id(tensor) not in used]
+    for i, layer in enumerate(layers):
+        for name in [*layer.uses, *(unused if i == 0 else ())]:
+            _register(layer, name, known[name], name in kept)
 
 
 def _check_same(model: nn.Module, layers: nn.Sequential, x: Any) -> None:
