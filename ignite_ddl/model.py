@@ -41,7 +41,7 @@ from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages, trains
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.pipeline import Pipeline
-from ignite_ddl.pipeline.schedules import NAME, ROWS, SCHEDULES, UnlikeMicrobatches, microbatches_for
+from ignite_ddl.pipeline.schedules import NAME, ROWS, SCHEDULES, check_same_microbatches, microbatches_for
 from ignite_ddl.pipeline.trace import TracedLayer
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.tensor.plan import apply_plan, check_plan
@@ -513,8 +513,8 @@ def check_model(
                 microbatches_for(dp_rows, cut.n_microbatches, schedule, pp)[0]
                 for dp_rows in {rows // dp, -(-rows // dp)} - {0}
             }
-            if communicates and len(numbers) > 1:
-                raise UnlikeMicrobatches(numbers)
+            if communicates:
+                check_same_microbatches(numbers)
 
 
 def _copy_weights_of_rank_0(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from ignite_ddl.experts.routing import routers_of
 from ignite_ddl.experts.style import experts_of
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, check_trains, trains
-from ignite_ddl.pipeline.schedules import SCHEDULES, UnlikeMicrobatches, microbatches_for
+from ignite_ddl.pipeline.schedules import SCHEDULES, check_same_microbatches, microbatches_for
 from ignite_ddl.pipeline.structure import Structure, joined, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
 from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other, state_that_grows, without_trace
@@ -131,9 +131,7 @@ class BatchSchedules:
         """Where layers communicate over dp, each rank needs the same number of microbatches."""
         exchanges = any(routers_of(stage) or any(True for _ in experts_of(stage)) for stage in self.stages.values())
         if exchanges and self.mesh.dp_cp_size > 1:
-            numbers = gathered_values(n, self.mesh.dp_cp_group)
-            if len(set(numbers)) > 1:
-                raise UnlikeMicrobatches(numbers)
+            check_same_microbatches(gathered_values(n, self.mesh.dp_cp_group))
 
     def _interfaces(self, x: Any, autocast: Context) -> dict[int, tuple[Any, Any]]:
         """What each stage takes and returns, which torch has to know before it sends: by a microbatch's forward."""
