@@ -742,19 +742,7 @@ def _checked(
     microbatches: int | None, cp: int, ep: int, recompute: str, full_layers: int | None,
 ) -> tuple[int, int]:  # fmt: skip
     """Refuses a plan that cannot be; returns the numbers of stages on each rank and of microbatches."""
-    if dp * pp * tp * cp > cluster.devices:
-        also = f", with cp={cp}" if cp > 1 else ""
-        raise ValueError(
-            f"dp, pp and tp should be {cluster.devices} devices at most, but given {dp}, {pp} and {tp}{also}"
-        )
-    if model.heads % tp:
-        raise ValueError(f"tp should divide {model.heads} heads, but given {tp}")
-    if model.kv_heads and model.kv_heads % tp:
-        raise ValueError(f"tp should divide {model.kv_heads} heads of keys and values, but given {tp}")
-    if cp > 1 and model.sequence % cp:
-        raise ValueError(f"cp should divide sequence={model.sequence}, but given {cp}")
-    if ep > 1 and (dp % ep or not model.experts or model.experts % ep):
-        raise ValueError(f"ep should divide dp={dp} and experts={model.experts}, but given {ep}")
+    _check_mesh(model, cluster, dp, pp, tp, cp, ep)
     if full_layers is not None and recompute != "full":
         raise ValueError(f'full_layers is for recompute="full", but given {full_layers} with {recompute}')
     default_chunks = 1 if schedule == "1f1b" else 2
@@ -772,6 +760,22 @@ def _checked(
         kind = "at least" if n_chunks == 1 else "a multiple of"
         raise ValueError(f"microbatches should be {kind} pp={pp} for {schedule}, but given {count}")
     return n_chunks, count
+
+
+def _check_mesh(model: Model, cluster: Cluster, dp: int, pp: int, tp: int, cp: int, ep: int) -> None:
+    if dp * pp * tp * cp > cluster.devices:
+        also = f", with cp={cp}" if cp > 1 else ""
+        raise ValueError(
+            f"dp, pp and tp should be {cluster.devices} devices at most, but given {dp}, {pp} and {tp}{also}"
+        )
+    if model.heads % tp:
+        raise ValueError(f"tp should divide {model.heads} heads, but given {tp}")
+    if model.kv_heads and model.kv_heads % tp:
+        raise ValueError(f"tp should divide {model.kv_heads} heads of keys and values, but given {tp}")
+    if cp > 1 and model.sequence % cp:
+        raise ValueError(f"cp should divide sequence={model.sequence}, but given {cp}")
+    if ep > 1 and (dp % ep or not model.experts or model.experts % ep):
+        raise ValueError(f"ep should divide dp={dp} and experts={model.experts}, but given {ep}")
 
 
 @takes(plans=each(a("a Plan", Plan), "a list of plans"), n=COUNT)
