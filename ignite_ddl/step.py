@@ -325,14 +325,8 @@ def _checked_loss(contract: LossContract, empty: bool) -> Callable[[Any, Any], t
 def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Tensor:
     """Calls the loss function; torch's losses fail on cut logits, or return a DTensor."""
     kind = contract.divisor.kind
-    if empty and kind != "sum" or callable(kind) and contract.divisor.of(y) == 0:  # a mean of nothing is NaN
-        tensors = [tensor for tensor in tensors_of(output) if tensor.ndim and tensor.is_floating_point()]
-        if not tensors and any(not tensor.isfinite().all() for tensor in tensors_of(output)):
-            raise ValueError(
-                "the model returns a loss that is not finite where none of a rank's targets count: let it return its "
-                "output, and compute the loss in loss_fn"
-            )
-        return sum(tensor.sum() * 0.0 for tensor in tensors or tensors_of(output))
+    if empty and kind != "sum" or callable(kind) and contract.divisor.of(y) == 0:
+        return _loss_of_nothing(output)
     advice = (
         "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn; a term of the weights cannot be "
         "computed from cut ones: use weight_decay, or compute it in a layer"
@@ -351,3 +345,14 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
         given = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"loss_fn should return one number, but gave {given}")
     return loss
+
+
+def _loss_of_nothing(output: Any) -> torch.Tensor:
+    """A loss of 0, by which gradients are zeros: the mean of no rows would be NaN."""
+    tensors = [tensor for tensor in tensors_of(output) if tensor.ndim and tensor.is_floating_point()]
+    if not tensors and any(not tensor.isfinite().all() for tensor in tensors_of(output)):
+        raise ValueError(
+            "the model returns a loss that is not finite where none of a rank's targets count: let it return its "
+            "output, and compute the loss in loss_fn"
+        )
+    return sum(tensor.sum() * 0.0 for tensor in tensors or tensors_of(output))
