@@ -138,6 +138,11 @@ def shown(value: Any) -> str:
     return text if fits else f"a {type(value).__name__}"
 
 
+def first_line(error: BaseException) -> str:
+    """An exception for a message: the first line of its text, or what it is if it has none."""
+    return (str(error).strip() or repr(error)).splitlines()[0][:200].rstrip(".")
+
+
 def a(says: str, fits: type | tuple[type, ...] | Callable[[Any], Any]) -> Fits:
     """Objects of a class, or for which a function returns True."""
     is_class = isinstance(fits, type | tuple)

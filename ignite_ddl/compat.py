@@ -75,6 +75,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.library import Library
 from torch.utils._pytree import tree_leaves
 
+from ignite_ddl.arguments import first_line
+
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """torch's data parallelism for modules with DTensors and in pipelines; a private module, torch 2.11 to 2.13."""
@@ -269,7 +271,7 @@ class PartError(ValueError):
     def __init__(self, error: Exception) -> None:
         super().__init__(
             f"torch cannot compute this with a weight or gradient that is cut over ranks, a DTensor "
-            f"({str(error).splitlines()[0][:200].rstrip('.!')}): change weights before ddl.auto_model, or change the "
+            f"({first_line(error).rstrip('!')}): change weights before ddl.auto_model, or change the "
             "state of ddl.full_state_dict(model) and give it to ddl.load_full_state_dict on every rank; to compute "
             "with a full weight, take p.full_tensor() on every rank"
         )

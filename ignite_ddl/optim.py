@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ignite_ddl.arguments import first_line
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.compat import is_part, quiet_redistribution
 from ignite_ddl.guards import LocalStateDict, refuse_full_states, refuse_ignites_checkpoint
@@ -109,7 +110,7 @@ def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Non
         full = _small_steps(optimizer, given, mesh, stages=min(mesh.pp_size, 2), cut=False)
     except Exception as error:
         raise ValueError(
-            f"{name} cannot be tried out on small weights ({_first_line(error)}), so that it is not known whether it "
+            f"{name} cannot be tried out on small weights ({first_line(error)}), so that it is not known whether it "
             "does the same to parts of a model as to the full model: pass checks=False to ddl.auto_optim if it steps "
             f"each number by itself, or {other}"
         ) from error
@@ -118,7 +119,7 @@ def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Non
             parts = _small_steps(optimizer, given, mesh, stages=1, cut=True)
     except Exception as error:
         raise ValueError(
-            f"{name} cannot step weights that are cut over ranks ({_first_line(error)}): {other}, with fused=False if "
+            f"{name} cannot step weights that are cut over ranks ({first_line(error)}): {other}, with fused=False if "
             "this is about a fused operator; or leave weights uncut, by dp without shard=True"
         ) from error
     for before, part, right in zip(_values(given, mesh), parts, full, strict=False):
@@ -201,10 +202,6 @@ def _kind(parameter: torch.Tensor) -> Any:
     if isinstance(parameter, DTensor):
         return parameter.ndim, parameter.device_mesh, parameter.placements
     return parameter.ndim
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0][:200].rstrip(".")
 
 
 # ------------------------------------------------------------------------- one weight on several stages

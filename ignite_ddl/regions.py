@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ignite_ddl.arguments import first_line
 from ignite_ddl.collectives import on_any_rank
 from ignite_ddl.compat import without_dispatch_modes
 from ignite_ddl.data_parallel import reshard
@@ -69,7 +70,7 @@ def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any], trains: bool) 
     if actual is None:
         warnings.warn(
             "the code between the layers that tensor_plan cuts could not be checked, since it does not run with all "
-            f"features ({(str(error) or repr(error)).splitlines()[0]}): run ddl.check_parity on a small copy of the "
+            f"features ({first_line(error)}): run ddl.check_parity on a small copy of the "
             "model",
             stacklevel=2,
         )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ignite_ddl.arguments import first_line
 from ignite_ddl.audit import N_SHAPES, TOKENS_CHECKED, Audit, shapes_of
 from ignite_ddl.compat import newest_node
 from ignite_ddl.data_parallel import LocalRound, gradient_sync, local_round
@@ -283,8 +284,7 @@ def _explaining_errors() -> Iterator[None]:
     except Exception as error:
         advice = advice_of(error)
         if advice and _ABOUT_SHAPES.search(str(error)):
-            first = str(error).splitlines()[0].rstrip(".")
-            raise ValueError(" ".join([f"{first}.", *advice])) from error
+            raise ValueError(" ".join([f"{first_line(error)}.", *advice])) from error
         if found := re.search(r"(?:aten\.(\w+)\S* )?got mixed torch\.Tensor and DTensor", str(error)):
             raise ValueError(
                 f"the model computes ({found[1] or 'an operation'}) with a plain tensor and a weight that is cut over "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ignite_ddl.arguments import first_line
 from ignite_ddl.pipeline.schedules import SCHEDULES, check_microbatches, stage_owners
 from ignite_ddl.traceless import evaluating
 
@@ -137,7 +138,7 @@ def _check_sequential(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> 
         try:
             problem = _find_other_work(model, layers, torch.zeros([2] * ndim, dtype=dtype))
         except Exception as error:  # perhaps because of this shape
-            problem = f"it could not be tried ({str(error).splitlines()[0] if str(error) else error!r})"
+            problem = f"it could not be tried ({first_line(error)})"
             continue
         if problem is None:
             return

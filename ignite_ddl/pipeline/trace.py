@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
-from ignite_ddl.arguments import MODULE, NAMES, Fits, takes
+from ignite_ddl.arguments import MODULE, NAMES, Fits, first_line, takes
 from ignite_ddl.traceless import evaluating
 
 BEFORE = Fits(
@@ -112,7 +112,7 @@ def _check_same(model: nn.Module, layers: nn.Sequential, x: Any) -> None:
     except Exception as error:
         raise ValueError(
             f"the layers that torch.export makes of {type(model).__name__} do not run "
-            f"({str(error).strip().splitlines()[0]}): make it an nn.Sequential instead"
+            f"({first_line(error)}): make it an nn.Sequential instead"
         ) from error
     if not same:
         raise ValueError(
@@ -168,11 +168,10 @@ class _Trace:
         try:
             program = torch.export.export(model, (x,), dynamic_shapes=(dims,))
         except Exception as error:
-            first = str(error).strip().splitlines()[0]
             raise ValueError(
                 f"torch.export cannot trace {type(model).__name__}, since its forward depends on values of tensors or "
-                f"on the number of rows, or does what export does not know ({first}): make it an nn.Sequential "
-                "instead"
+                f"on the number of rows, or does what export does not know ({first_line(error)}): make it an "
+                "nn.Sequential instead"
             ) from error
         finally:
             for hook in hooks:
