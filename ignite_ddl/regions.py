@@ -56,25 +56,7 @@ def skip_region_check(stage: nn.Module) -> None:
 
 
 def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any], trains: bool) -> None:
-    rows = {len(tensor) for tensor in tensors_of((args, kwargs)) if tensor.ndim}
-    few_rows = [some_rows(given, slice(_ROWS), max(rows)) for given in (args, kwargs)] if len(rows) == 1 else None
-    actual, error = None, None
-    for given in filter(None, (few_rows, [args, kwargs])):  # all rows if code does not run with fewer
-        try:
-            actual = _run(stage, *given)
-            with full_between_layers():
-                expected = _run(stage, *given)
-            break
-        except Exception as raised:
-            actual, error = None, raised
-    if actual is None:
-        warnings.warn(
-            "the code between the layers that tensor_plan cuts could not be checked, since it does not run with all "
-            f"features ({first_line(error)}): run ddl.check_parity on a small copy of the "
-            "model",
-            stacklevel=2,
-        )
-        return
+    actual, expected = _run_both_ways(stage, args, kwargs)
     compared = {name: part for name, part in expected.items() if trains or name not in _OUTPUTS}
     wrong = [name for name, part in compared.items() if name not in actual or _differ(actual[name], part)]
     on_any = on_any_rank(bool(wrong), get_mesh().tp_group)  # tp peers raise together
@@ -91,6 +73,25 @@ def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any], trains: bool) 
             "over them): leave the layers around it out of the plan, or, if one layer computes q, k and v, use "
             "ddl.Column(parts=3)"
         )
+
+
+def _run_both_ways(stage: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[dict, dict]:
+    """What :func:`_run` finds with this rank's features and with all; empty, with a warning, if it does not run so."""
+    rows = {len(tensor) for tensor in tensors_of((args, kwargs)) if tensor.ndim}
+    few_rows = [some_rows(given, slice(_ROWS), max(rows)) for given in (args, kwargs)] if len(rows) == 1 else None
+    for given in filter(None, (few_rows, [args, kwargs])):  # all rows if code does not run with fewer
+        try:
+            actual = _run(stage, *given)
+            with full_between_layers():
+                return actual, _run(stage, *given)
+        except Exception as raised:
+            error = raised
+    warnings.warn(
+        "the code between the layers that tensor_plan cuts could not be checked, since it does not run with all "
+        f"features ({first_line(error)}): run ddl.check_parity on a small copy of the model",
+        stacklevel=3,
+    )
+    return {}, {}
 
 
 _OUTPUTS = [f"output {i}" for i in range(16)]
