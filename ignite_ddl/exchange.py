@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["exchange"]
-
 
 def exchange(
     x: torch.Tensor,

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_ddl.arguments import FUNCTION, Fits, check, one_of
+from ignite_ddl.arguments import FUNCTION, Fits, check, first_line, one_of
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, unsharded_parameters
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.mesh import Mesh
@@ -312,7 +312,7 @@ class LossContract:
                 ]
         except Exception as error:
             raise ValueError(
-                f"loss_fn should be a mean over rows, but fails with a part of them ({str(error).splitlines()[0]}), so "
+                f"loss_fn should be a mean over rows, but fails with a part of them ({first_line(error)}), so "
                 f"what it divides by cannot be checked: {_DECLARE}"
             ) from error
         return float(loss), torch.finfo(loss.dtype).eps, values
@@ -328,7 +328,7 @@ class LossContract:
         except Exception as error:
             raise ValueError(
                 f"loss_fn should be a mean over tokens on a mesh with cp, but fails with a part of them "
-                f"({str(error).splitlines()[0]}): pass loss_divisor=, a function from targets to the number that counts"
+                f"({first_line(error)}): pass loss_divisor=, a function from targets to the number that counts"
             ) from error
         scale = 0.5 if self.divisor.kind == "rows" else 1.0
         if math.isfinite(loss) and not abs(scale * sum(parts) - loss) <= 1e-4 * max(1e-3, abs(loss)):

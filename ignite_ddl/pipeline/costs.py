@@ -18,9 +18,6 @@ from ignite_ddl.lazy import Lazy, LazyLayers, replace_module
 from ignite_ddl.pipeline.cut import named_layers
 from ignite_ddl.pipeline.structure import map_leaves, tensors_of
 
-__all__ = ["layer_costs"]
-
-
 UNIT = Fits('"flops" or "seconds"', one_of("flops", "seconds").read)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from ignite_ddl.arguments import COUNT, TEXT, check_count, each, takes
+from ignite_ddl.arguments import COUNT, TEXT, check, each, takes
 from ignite_ddl.tensor.layers import (
     CONVOLUTIONS,
     FITS,
@@ -27,8 +27,6 @@ from ignite_ddl.tensor.layers import (
     is_transposed,
     local_input,
 )
-
-__all__ = ["Column", "Row", "SharedInput", "leaves_output_sharded"]
 
 
 class _Layouts(TypedDict, total=False):
@@ -94,7 +92,7 @@ class Column(ColwiseParallel):
                     f"{type(parent).__name__} has none of that name"
                 )
             units, what = getattr(parent, self.units), self.units
-            check_count(f"units={self.units!r} of {name!r}", units)
+            check(f"units={self.units!r} of {name!r}", units, COUNT)
         elif self.units is not None:
             units, what = self.units, "units"
         if self.units is None and leaves_output_sharded(self):
