@@ -15,6 +15,7 @@ model called          a step that calls a method of the model instead of the mod
 unused weights        weights that a rank did not use, for whose gradients DDP waits      each step
 independent rows      a model, or a stage, whose output for a row depends on other rows,  step 1
                       in training or in evaluation
+declared loss         a ``loss_divisor`` by which the losses of some rows do not add up    steps 1, 2, 4, 8, …
 stored values         plain attributes that dp ranks computed from their own rows, and    steps 1, 2, 4, 8, …
                       on which outputs depend
 padding               rows padded to other lengths on other dp ranks, on which outputs    steps 1, 2, 4, 8, …;
@@ -79,10 +80,13 @@ from ignite_ddl.state import INITIAL_VALUES
 from ignite_ddl.tensor.gradients import ReplicatedWeights
 from ignite_ddl.traceless import (
     ROWS_DEPEND,
+    evaluating,
+    few_rows,
     outputs_depend_on,
     outputs_depend_on_padding,
     rows_depend_on_each_other,
     stored_values,
+    without_trace,
 )
 
 __all__ = [
@@ -200,6 +204,34 @@ class Audit:
             )
             for stage, _, _ in inputs:
                 reshard(stage)
+
+    def compare_declared(self, contract: LossContract, x: Any, y: Any, transform: Any) -> None:
+        """Compares a declared loss that uses more than rows of the output, such as one that the model returns.
+
+        In the first step of this loss, the model runs with parts of a few rows, so that what the loss uses is of these.
+
+        Raises:
+            ValueError: if the losses of the parts do not add up to that of all as declared.
+        """
+        mesh = self.mesh
+        if (
+            not contract.divisor.declared
+            or contract.n_steps > 1
+            or mesh.dp_size == 1
+            or mesh.pp_size * mesh.cp_size > 1
+        ):
+            return
+        if not _on_any_rank(contract.uses_more):
+            return
+        stages = [self.stages.plain_module()]
+
+        def loss_of(rows: tuple[Any, Any]) -> torch.Tensor:
+            with without_trace(stages):
+                return contract.loss_fn(transform(self.stages.forward_only(rows[0])), rows[1])
+
+        few, parts = few_rows((x, y))
+        with evaluating(stages, all_of_them=False):
+            contract.compare_parts(loss_of, few, parts)
 
     def compare(self, summed: list[float], contract: LossContract) -> None:
         """Compares what was summed with the loss: :func:`shapes_of` and :meth:`numbers_to_sum`.

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
 from ignite_ddl.audit import check_same_rows, check_tokens_are_independent
-from ignite_ddl.compat import BELONGS_TO_A_MODEL
+from ignite_ddl.compat import BELONGS_TO_A_MODEL, PartError
 from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
 from ignite_ddl.data_parallel import local_round, refuse_in_a_round
@@ -119,8 +119,10 @@ class MeshEngine(Engine):
         """As in Ignite; but a run that was loaded and is complete ends at once, where Ignite would begin it anew."""
         try:
             return super().run(data, max_epochs, max_iters, epoch_length)
-        except BaseException:
+        except BaseException as error:
             self._internal_run_generator = None  # with which Ignite's next run would return at once
+            if isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error):
+                raise PartError(error) from error  # of a handler or of an update function of one's own
             raise
         finally:
             if self._pass is not None and self._dataloader_iter is None:
@@ -324,7 +326,10 @@ def create_supervised_trainer(
             ``ddl.cross_entropy`` are recognised with ``ignore_index``, ``weight`` and ``reduction``; another loss has
             to be a mean over rows, which is checked by calling it with parts of a batch: until that was conclusive,
             and in steps 1, 2, 4, 8, …, so its side effects are repeated. A loss that uses something else than rows of
-            the output, such as a loss that the model returns, has to be declared.
+            the output, such as a loss that the model returns, has to be declared. What is declared is compared in the
+            same steps, where losses of some rows can be computed. "local" is not: the mean, weighted by rows, of what
+            each rank and microbatch computes from its own rows, another number than that of one process where rows
+            meet in the loss.
         checks: whether steps check for errors that would otherwise be silent; :mod:`ignite_ddl.audit` lists them.
             Default: True.
 

@@ -121,6 +121,7 @@ class TrainingStep:
         if self.audit is not None:
             with autocast:
                 self.audit.end(last)  # before the next collective, which would meet DDP's on a peer that waits
+                self.audit.compare_declared(contract, x, y, self.transform)
         loss, total = self._end_reduction(*reduction, contract)
         if self.local is not None:
             total = self.replica_divisor
@@ -292,6 +293,12 @@ def _explaining_errors() -> Iterator[None]:
                 "ranks: call the layer that holds the weight instead of reading the weight off it, so that it is "
                 "gathered in time; or leave it uncut, by shard=False or a tensor_plan without this layer"
             ) from error
+        if "Expected more than 1 value per channel when training" in str(error):
+            raise ValueError(
+                "a BatchNorm in training got one value for each channel, since this rank or microbatch has one row of "
+                "the batch: take a larger batch_size, drop_last=True or fewer microbatches, or nn.GroupNorm, whose "
+                "numbers are those of one process"
+            ) from error
         if "is a view and is being modified inplace" in str(error) and get_mesh().tp_size > 1:
             raise ValueError(
                 "a layer works in place (inplace=True) on what a layer that is cut over ranks has returned, which "
@@ -315,12 +322,21 @@ _IN_A_PIPELINE = (
 def _checked_loss(contract: LossContract, empty: bool) -> Callable[[Any, Any], torch.Tensor]:
     def loss_of(output: Any, y: Any) -> torch.Tensor:
         since = newest_node()
+        if contract.is_checking and any(_is_freed(tensor) for tensor in tensors_of(output)):
+            raise ValueError(
+                "the model returns one of its weights, whose memory shard=True frees after the forward pass: let "
+                "forward return a copy, weight.clone(), which has the same gradient"
+            )
         loss = _loss(contract, output, y, empty)
         if contract.is_checking:
             contract.inspect(loss, output, y, since)
         return loss
 
     return loss_of
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 
 
 def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Tensor:

@@ -290,6 +290,9 @@ def _check_is_layer(style: ParallelStyle, name: str, module: nn.Module) -> None:
     if not isinstance(module, nn.Linear | nn.Embedding) and not is_transposed(module):
         kin = "OutputChannels" if isinstance(style, Column) else "InputChannels"
         hint = f"; ddl.{kin} is for convolutions" if isinstance(module, CONVOLUTIONS) else ""
+        if isinstance(getattr(module, "base_layer", None), nn.Linear):  # of peft
+            inner = "lora_B" if isinstance(style, Column) else "lora_A"
+            hint = f" that wraps one: name '{name}.base_layer' and '{name}.{inner}.*' instead"
         raise ValueError(
             f"{type(style).__name__} cuts an nn.Linear or nn.Embedding, but {name!r} is a {type(module).__name__}{hint}"
         )
