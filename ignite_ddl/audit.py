@@ -89,17 +89,6 @@ from ignite_ddl.traceless import (
     without_trace,
 )
 
-__all__ = [
-    "N_SHAPES",
-    "TOKENS_CHECKED",
-    "Audit",
-    "check_same_rows",
-    "check_tokens_are_independent",
-    "check_unchanged",
-    "shapes_of",
-    "take_fingerprint",
-]
-
 TOKENS_CHECKED = "_tokens_checked"  # on a model whose tokens have been checked, or are not to be
 MOST_IN_FULL = 4096  # tokens of a rank's part of a sequence, up to which a model that mixes tokens is tried in full
 N_SHAPES = 4  # how many numbers :func:`shapes_of` returns

@@ -35,8 +35,6 @@ from ignite_ddl.pipeline.structure import concatenated, map_leaves, n_rows, some
 from ignite_ddl.tensor.loss import cross_entropy
 from ignite_ddl.traceless import Meeting
 
-__all__ = ["Divisor", "LossContract", "divisor_of"]
-
 DIVISOR = Fits(
     '"rows", "sum", "local" or a function from targets to a number', (one_of("rows", "sum", "local") | FUNCTION).read
 )

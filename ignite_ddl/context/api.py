@@ -14,8 +14,6 @@ from ignite_ddl.context.ring import Ring, ring
 from ignite_ddl.context.sequence import cp_group
 from ignite_ddl.context.ulysses import heads_to_tokens, tokens_to_heads
 
-__all__ = ["ring_attention", "ulysses_attention"]
-
 
 def _is_query(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 4 and value.is_floating_point()

@@ -23,8 +23,6 @@ from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, tensors_of
 from ignite_ddl.traceless import evaluating, norm_over_rows, unlike, without_trace
 
-__all__ = ["NOT_SHARED", "check_tokens", "cp_group", "sequence_positions", "shard_batch", "some_tokens", "two_halves"]
-
 NOT_SHARED = (
     "on a mesh with cp, batches should come from ddl.auto_dataloader, which gives each cp rank its tokens: run the "
     "engine on that loader"

@@ -7,8 +7,6 @@ import torch.distributed as dist
 
 from ignite_ddl.exchange import exchange
 
-__all__ = ["heads_to_tokens", "tokens_to_heads"]
-
 
 def tokens_to_heads(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """From (batch, heads, tokens / P, width) to (batch, heads / P, tokens, width), rank 0's tokens first."""

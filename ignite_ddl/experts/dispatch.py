@@ -8,8 +8,6 @@ import torch.distributed as dist
 from ignite_ddl.exchange import exchange
 from ignite_ddl.mesh import Mesh
 
-__all__ = ["Dispatch", "sorted_by_expert"]
-
 
 def sorted_by_expert(index: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The choices of all tokens by expert, those of one expert in the order of tokens.

@@ -15,8 +15,6 @@ from ignite_ddl.experts.balance import add_loss, balance_loss, change_of_bias, h
 from ignite_ddl.experts.dispatch import sorted_by_expert
 from ignite_ddl.mesh import get_mesh
 
-__all__ = ["Router", "routers_of", "update_biases"]
-
 
 @takes(
     n_features=COUNT, n_experts=COUNT, top_k=COUNT, normalize=FLAG, capacity_factor=or_none(number(0.0)),

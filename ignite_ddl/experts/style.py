@@ -16,8 +16,6 @@ from ignite_ddl.experts.dispatch import Dispatch
 from ignite_ddl.experts.layer import combined
 from ignite_ddl.mesh import Mesh, get_mesh
 
-__all__ = ["Experts", "apply_experts", "check_experts_of", "check_shards", "dim_to_shard", "experts_of"]
-
 
 @takes(tp=MAPPING)
 class Experts(ParallelStyle):
