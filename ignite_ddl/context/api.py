@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ignite_ddl.arguments import COUNT, FLAG, Fits, a, number, takes
+from ignite_ddl.collectives import gathered
 from ignite_ddl.context.layout import check_length, natural_order, place_in, which_see
 from ignite_ddl.context.ring import Ring, ring
 from ignite_ddl.context.sequence import cp_group
@@ -198,11 +199,7 @@ def _prepared(
     if documents is not None:
         if documents.shape != (expected := (query.shape[0], query.shape[2])):
             raise ValueError(f"documents should be (batch, tokens), {expected}, but is {tuple(documents.shape)}")
-        parts = [documents]
-        if size > 1:
-            parts = [torch.empty_like(documents) for _ in range(size)]
-            dist.all_gather(parts, documents.contiguous(), group=group)
-        documents = torch.stack(parts)
+        documents = torch.stack(gathered(documents, group) if size > 1 else [documents])
     return query, key, value, documents, group
 
 
