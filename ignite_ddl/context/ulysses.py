@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ignite_ddl.exchange import exchange
+from ignite_ddl.collectives import exchange
 
 
 def tokens_to_heads(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
