@@ -74,7 +74,7 @@ from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import Divisor, LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.cut import check_root_hooks
-from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, tensors_of
+from ignite_ddl.pipeline.structure import detached, local_tensor, n_rows, tensors_of
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest
 from ignite_ddl.state import INITIAL_VALUES
@@ -369,7 +369,7 @@ def _record_inputs(stages: Any) -> list[tuple[nn.Module, list[Any], Any]]:
         given: list[Any] = []
 
         def hook(_: nn.Module, args: tuple) -> None:
-            given[:] = [map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, args)]
+            given[:] = [detached(args)]
 
         return stage, given, stage.register_forward_pre_hook(hook)
 
