@@ -1,7 +1,8 @@
-"""What ranks tell each other beside training: the tensors, the values or a yes of all ranks of a group."""
+"""What all ranks of a group tell each other: tensors, values, a yes; and rows, with a gradient that goes back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ignite.distributed as idist
@@ -29,3 +30,35 @@ def on_any_rank(found: bool, group: dist.ProcessGroup | None = None) -> bool:
     flag = torch.tensor(float(found), device=idist.device())
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag)
+
+
+def exchange(
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    sent: Sequence[int] | None = None,
+    got: Sequence[int] | None = None,
+    factor: float = 1.0,
+) -> torch.Tensor:
+    """Sends rows to each rank of a group, and returns those of each rank, rank 0's first.
+
+    Args:
+        x: (rows, ...), those for rank 0 first.
+        group: the ranks that call it together.
+        sent: how many rows go to each rank. Default: as many to each.
+        got: how many come from each rank. Default: as many from each.
+        factor: of the gradient on its way back. Default: 1.
+    """
+    return _Exchange.apply(x, sent, got, group, factor)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sent: Any, got: Any, group: Any, factor: float) -> torch.Tensor:
+        ctx.back, ctx.factor = (got, sent, group, 1.0), factor
+        arrived = x.new_empty(len(x) if got is None else sum(got), *x.shape[1:])
+        dist.all_to_all_single(arrived, x.contiguous(), got, sent, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        return _Exchange.apply(gradient * ctx.factor, *ctx.back), None, None, None, None

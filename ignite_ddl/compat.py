@@ -30,7 +30,6 @@ file                                    what it uses
 ``pipeline/structure.py``               ``torch.utils._pytree``
 ``pipeline/pipeline.py``                ``torch.utils._pytree``
 ``pipeline/local_stages.py``            ``torch.utils._pytree``
-``pipeline/batch_schedules.py``         ``torch.utils._pytree``
 ``pipeline/trace.py``                   ``torch.distributed.pipelining.Pipe._from_traced``, ``torch.utils._pytree``
 ``tensor/linear.py``                    ``ParallelStyle._apply``, which every style overrides, as in the next two
 ``tensor/sequence.py``                  and ``SequenceParallel._replicate_module_fn``

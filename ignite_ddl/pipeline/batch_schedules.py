@@ -10,7 +10,6 @@ import ignite.distributed as idist
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map_only
 
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.data_parallel import local_round, reshard
@@ -19,7 +18,7 @@ from ignite_ddl.experts.style import experts_of
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, check_trains, trains
 from ignite_ddl.pipeline.schedules import SCHEDULES, check_same_microbatches, microbatches_for
-from ignite_ddl.pipeline.structure import Structure, joined, rows_of
+from ignite_ddl.pipeline.structure import Structure, detached, joined, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
 from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other, state_that_grows, without_trace
 
@@ -140,7 +139,7 @@ class BatchSchedules:
         found = {}
 
         def run(s: int, value: Any) -> Any:
-            value = tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
+            value = detached(value)
             output = self.stages[s](value)
             if self.checks and rows_depend_on_each_other(self.stages[s], value, [self.stages[s]]):
                 raise ValueError(ROWS_DEPEND)

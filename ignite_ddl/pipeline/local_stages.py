@@ -195,10 +195,10 @@ class PipelineStages:
     def forward(
         self, x: Any, y: Any, loss_fn: Callable, transform: Callable, share: Callable, weight: float, autocast: Context
     ) -> tuple[Any, torch.Tensor | None]:
-        def weighted(output: Any, target: Any) -> torch.Tensor:
+        def weighted_loss(output: Any, target: Any) -> torch.Tensor:
             return loss_fn(transform(output), target) * (share(target, y) * weight)
 
-        output, loss = self.train_step(x, y, weighted, autocast)
+        output, loss = self.train_step(x, y, weighted_loss, autocast)
         return (None, None) if loss is None else (transform(output), loss / weight if weight else loss)
 
     def backward(self, loss: torch.Tensor | None, weight: float) -> None:

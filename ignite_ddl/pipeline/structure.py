@@ -151,6 +151,13 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
     return tree_map(inside, *trees, is_leaf=_is_record)
 
 
+def detached(tree: Any) -> Any:
+    """The same values without their graphs; what requires a gradient still does."""
+    return map_leaves(
+        lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf, tree
+    )
+
+
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors of a batch or an output of any structure, in order."""
     found: list[torch.Tensor] = []

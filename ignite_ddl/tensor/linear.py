@@ -20,6 +20,7 @@ from ignite_ddl.tensor.layers import (
     CONVOLUTIONS,
     FITS,
     ROW_ORDER,
+    check_divides,
     contiguous_output,
     dim_of_outputs,
     distribute,
@@ -99,9 +100,9 @@ class Column(ColwiseParallel):
             _check_heads([size], name, parent, tp_size)
         if self.units is None and not leaves_output_sharded(self):
             _check_no_rank_is_empty(tp_size, size, what, name)
-        elif units % tp_size:
-            raise ValueError(f"tp={tp_size} should divide the {units} {what} of {name!r}, but does not")
-        elif size % units:
+            return
+        check_divides(tp_size, units, what, name)
+        if size % units:
             raise ValueError(f"the {units} {what} of {name!r} should divide its {size} outputs, but do not")
 
     def _sizes(self, name: str, module: nn.Module, tp_size: int) -> list[int]:
@@ -216,10 +217,8 @@ class Row(RowwiseParallel):
         if isinstance(module, nn.Embedding):
             _check_no_rank_is_empty(tp_size, module.weight.shape[0], "entries of the vocabulary", name)
             return
-        size = module.weight.shape[1 - dim_of_outputs(module)]
-        if size % tp_size:
-            what = "rows" if is_transposed(module) else "columns"
-            raise ValueError(f"tp={tp_size} should divide the {size} {what} of the weight of {name!r}, but does not")
+        what = "rows of the weight" if is_transposed(module) else "columns of the weight"
+        check_divides(tp_size, module.weight.shape[1 - dim_of_outputs(module)], what, name)
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired_input_layouts, module, inputs, device_mesh):
