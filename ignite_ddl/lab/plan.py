@@ -852,9 +852,10 @@ def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory"
     limit = (sum(plans[0].memory.values()) - plans[0].short) / unit
     axes.axvline(limit, color=draw.INK, linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel=f"memory of a device, {name}", ylabel="seconds a step")
-    draw.log_ticks(axes, *axes.get_ylim())
-    low, high = axes.get_xlim()
-    axes.set_xticks([n * 10**power for power in range(-3, 5) for n in (1, 2, 5) if low < n * 10**power < high])
+    for (low, high), ticks in ((axes.get_xlim(), axes.set_xticks), (axes.get_ylim(), axes.set_yticks)):
+        steps = (1, 2, 5) if high > 10 * low else range(1, 10)
+        ticks([n * 10**power for power in range(-3, 7) for n in steps if low < n * 10**power < high])
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     draw.key(made, {f"{colour} {size}": shade for size, shade in shades.items()} | {"does not fit": draw.GREY})
