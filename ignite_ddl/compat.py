@@ -30,7 +30,6 @@ file                                    what it uses
 ``pipeline/structure.py``               ``torch.utils._pytree``
 ``pipeline/pipeline.py``                ``torch.utils._pytree``
 ``pipeline/local_stages.py``            ``torch.utils._pytree``
-``pipeline/batch_schedules.py``         ``torch.utils._pytree``
 ``pipeline/trace.py``                   ``torch.distributed.pipelining.Pipe._from_traced``, ``torch.utils._pytree``
 ``tensor/linear.py``                    ``ParallelStyle._apply``, which every style overrides, as in the next two
 ``tensor/sequence.py``                  and ``SequenceParallel._replicate_module_fn``
@@ -75,33 +74,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.library import Library
 from torch.utils._pytree import tree_leaves
 
-__all__ = [
-    "BELONGS_TO_A_MODEL",
-    "MODELS",
-    "PART_OF_A_MODEL",
-    "address_for_ignite",
-    "called_by_ignites_checkpoint",
-    "flattened",
-    "guard_cut_model",
-    "hide_gpus_if_too_few",
-    "hide_slurm_under_torchrun",
-    "is_part",
-    "keep_serial_runs_on_cpu",
-    "local_gradients",
-    "newest_node",
-    "pickle_shards",
-    "quiet_redistribution",
-    "quiet_warnings",
-    "reduce_metrics_over_dp",
-    "refuse_pickling",
-    "repair_torchvision",
-    "replicate",
-    "set_local_gradients",
-    "set_nproc_per_node",
-    "unsharded_parameters",
-    "use_world_timeout",
-    "without_dispatch_modes",
-]
+from ignite_ddl.arguments import first_line
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -241,7 +214,11 @@ def _guard_dtensors() -> None:
         setattr(DTensor, name, _refuse_parts(getattr(torch.Tensor, name)))
     DTensor.__reduce_ex__ = _reduce_ex
     for name in _IN_PLACE:
-        setattr(DTensor, name, _explain_refusals(getattr(torch.Tensor, name)))
+        setattr(DTensor, name, _explain_refusals(_refuse_copies_of_parts(getattr(torch.Tensor, name))))
+    for name in _SLICES:
+        setattr(DTensor, name, _mark_copies_of_parts(getattr(torch.Tensor, name)))
+    DTensor.storage = _refuse_safetensors
+    DTensor.data = property(torch.Tensor.data.__get__, _set_data)
     dispatcher, aten = DTensor._op_dispatcher, torch.ops.aten
     for name in _REFUSALS & set(dir(dispatcher)):
         setattr(dispatcher, name, _explain_refusals(getattr(dispatcher, name)))
@@ -289,6 +266,10 @@ def _group_each_kind(group: Callable, tensors: Sequence[Sequence[torch.Tensor]],
 _REFUSALS = {"_propagate_op_sharding_dispatch_slow_path", "unwrap_to_op_info"}
 _IN_PLACE = ("add_", "sub_", "mul_", "div_", "copy_", "lerp_", "fill_diagonal_", "masked_fill_", "index_fill_")
 _IN_PLACE += ("index_copy_", "scatter_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
+_IN_PLACE += ("zero_", "fill_", "normal_", "uniform_", "clamp_", "clamp_min_", "clamp_max_", "neg_", "pow_", "sign_")
+_IN_PLACE += ("addcmul_", "addcdiv_")
+_SLICES = ("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal")
+_COPY_OF_A_PART = "_copy_of_a_part"  # on what a slice of a cut tensor has gathered: torch has no view of it
 
 
 class PartError(ValueError):
@@ -297,7 +278,7 @@ class PartError(ValueError):
     def __init__(self, error: Exception) -> None:
         super().__init__(
             f"torch cannot compute this with a weight or gradient that is cut over ranks, a DTensor "
-            f"({str(error).splitlines()[0][:200].rstrip('.!')}): change weights before ddl.auto_model, or change the "
+            f"({first_line(error).rstrip('!')}): change weights before ddl.auto_model, or change the "
             "state of ddl.full_state_dict(model) and give it to ddl.load_full_state_dict on every rank; to compute "
             "with a full weight, take p.full_tensor() on every rank"
         )
@@ -319,6 +300,48 @@ def _explain_refusals(method: Callable) -> Callable:
             raise PartError(error) from error
 
     return explained
+
+
+def _mark_copies_of_parts(method: Callable) -> Callable:
+    """Marks slices that are no views, as they are in one process, since they cross ranks."""
+
+    @functools.wraps(method)
+    def marked(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+        found = method(tensor, *args, **kwargs)
+        chosen = [i for arg in args for i in (arg if isinstance(arg, tuple) else (arg,))]
+        copies = any(isinstance(i, list | torch.Tensor) for i in chosen)  # in one process, too
+        if is_part(tensor) and not copies:
+            held = tensor._local_tensor.untyped_storage().data_ptr()
+            for piece in found if isinstance(found, tuple | list) else (found,):
+                if isinstance(piece, DTensor) and piece._local_tensor.untyped_storage().data_ptr() != held:
+                    setattr(piece, _COPY_OF_A_PART, True)
+        return found
+
+    return marked
+
+
+def _refuse_copies_of_parts(method: Callable) -> Callable:
+    """Refuses to change a slice that is no view: the weight would stay as it is."""
+
+    @functools.wraps(method)
+    def guarded(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(tensor, _COPY_OF_A_PART):
+            raise PartError(RuntimeError("a slice that crosses ranks is a copy, whose change the weight does not see"))
+        return method(tensor, *args, **kwargs)
+
+    return guarded
+
+
+def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
+    """``p.data = value``, of which torch would keep the shape alone: this rank's part stays where it was."""
+    same = value.shape == tensor.shape and value.dtype == tensor.dtype
+    if not _is_from_auto_model(tensor) or not same:
+        torch.Tensor.data.__set__(tensor, value)
+        return
+    with torch.no_grad():
+        if not isinstance(value, DTensor):
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(value)
 
 
 def _is_from_auto_model(value: Any) -> bool:
@@ -357,6 +380,13 @@ def _reduce_ex(tensor: DTensor, protocol: Any) -> Any:
     if is_part(tensor):
         refuse_pickling()
     return torch.Tensor.__reduce_ex__(tensor, protocol)
+
+
+def _refuse_safetensors(tensor: DTensor) -> Any:
+    """safetensors, as in ``save_pretrained``, asks for the memory of each tensor that it writes."""
+    if _is_from_auto_model(tensor) and str(sys._getframe(1).f_globals.get("__name__")).startswith("safetensors"):
+        refuse_pickling()
+    return torch.Tensor.storage(tensor)
 
 
 def _refuse_parts(read: Callable) -> Callable:
@@ -403,9 +433,7 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager:
 
 def unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that FSDP2 computes with, in place of those that the optimizer steps."""
-    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in module.modules() if isinstance(unit, FSDPModule)]
-    known = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
-    return [parameter._unsharded_param for parameter in known if hasattr(parameter, "_unsharded_param")]
+    return [one._unsharded_param for one in _fsdp_parameters(module).values() if hasattr(one, "_unsharded_param")]
 
 
 _COPIERS = ("copy", "torch.distributed.checkpoint._state_dict_stager")  # the latter for DCP's async_save
@@ -418,8 +446,9 @@ def refuse_pickling() -> bool:
     if not _pickling_allowed and not copying:
         raise ValueError(
             "pickling (torch.save) would save this rank's part of a model that is cut over ranks, without the others': "
-            "save ddl.full_state_dict(model), which every rank calls, or take ddl.Checkpoint for the model and its "
-            "optimizer; to save one file a rank, do so in `with ddl.pickle_shards():`"
+            "save ddl.full_state_dict(model), which every rank calls (save_pretrained takes it as state_dict=), or use "
+            "ddl.Checkpoint for the model and its optimizer; to save one file a rank, do so in `with "
+            "ddl.pickle_shards():`"
         )
     return copying
 

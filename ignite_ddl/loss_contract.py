@@ -2,7 +2,9 @@
 
 - *Known*: torch's classification losses and ``ddl.cross_entropy`` divide by the targets that count (``ignore_index``,
   ``weight``), and every loss of torch with ``reduction="sum"`` has no divisor.
-- *Declared*: ``loss_divisor=`` is ``"rows"``, ``"sum"``, or a function from targets to the divisor.
+- *Declared*: ``loss_divisor=`` is ``"rows"``, ``"sum"``, or a function from targets to the divisor; in steps 1, 2, 4,
+  8, … its values for parts of the rows have to add up to that of all. ``"local"`` is the mean of what ranks and
+  microbatches compute from their own rows, whatever that is: it is not compared with anything.
 - *Checked*: any other loss is assumed to be a mean over rows, and compared with the mean of its values for parts of the
   rows: in each step until a comparison was conclusive, and again in steps 2, 4, 8, …, since the first mask or padding
   may come later. What cannot be checked has to be declared.
@@ -25,22 +27,29 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_ddl.arguments import FUNCTION, Fits, check, one_of
+from ignite_ddl.arguments import FUNCTION, Fits, check, first_line, one_of
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, unsharded_parameters
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.mesh import Mesh
-from ignite_ddl.pipeline.structure import concatenated, map_leaves, n_rows, some_rows, tensors_of
+from ignite_ddl.pipeline.structure import concatenated, detached, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.loss import cross_entropy
+from ignite_ddl.traceless import Meeting
 
-__all__ = ["Divisor", "LossContract", "divisor_of"]
-
-DIVISOR = Fits('"rows", "sum" or a function from targets to a number', (one_of("rows", "sum") | FUNCTION).read)
+DIVISOR = Fits(
+    '"rows", "sum", "local" or a function from targets to a number', (one_of("rows", "sum", "local") | FUNCTION).read
+)
 IGNORED = -100  # torch's default of ignore_index
 _CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss, cross_entropy)
 _MAX_INCONCLUSIVE = 16  # inconclusive checks, after which there is a warning
 _DECLARE = (
     'pass loss_divisor="rows" for a mean over rows, "sum" for a sum, or a function from targets to the divisor of the '
     "loss, such as lambda y: (y != 0).sum()"
+)
+_ROWS_MEET = (
+    "A loss in which rows meet (negatives of the batch, statistics over rows, a balance of experts) needs those of all "
+    "ranks: gather them in the loss, use a mesh of tp alone, and for experts balance_weight of ddl.Router; or pass "
+    'loss_divisor="local" for the mean of what each rank and microbatch computes from its own rows, which is not the '
+    "number of one process"
 )
 
 
@@ -51,7 +60,7 @@ class Divisor:
         kind: "rows", "sum" (no divisor), or a function from targets to a number.
         certain: whether it is known or declared; else it is checked.
         pads: whether targets of a batch may be padding, which does not count: a function of them, or a bool.
-        declared: whether the user has declared it.
+        declared: whether the user has declared it, so that it is compared where that is possible.
     """
 
     def __init__(
@@ -120,7 +129,7 @@ def divisor_of(loss_fn: Callable, declared: str | Callable[[Any], Any] | None = 
 
     Args:
         loss_fn: the loss function; its keyword arguments may be given by ``functools.partial``.
-        declared: the user's ``loss_divisor``: "rows", "sum", a function of targets, or None.
+        declared: the user's ``loss_divisor``: "rows", "sum", "local", a function of targets, or None.
 
     Returns:
         Divisor: the divisor; of an unknown function "rows", not certain.
@@ -138,14 +147,15 @@ def divisor_of(loss_fn: Callable, declared: str | Callable[[Any], Any] | None = 
             assert divisor_of(loss_fn).of(torch.tensor([0, 3, 1])) == 2
     """
     if declared is not None:
-        return Divisor(check("loss_divisor", declared, DIVISOR), pads=True, declared=True)
+        kind = check("loss_divisor", declared, DIVISOR)
+        return Divisor("rows" if kind == "local" else kind, pads=True, declared=kind != "local")
     options: dict[str, Any] = {}
     function = loss_fn
     while isinstance(function, functools.partial):
         options = {**function.keywords, **options}
         function = function.func
     is_classification = function in _CLASSIFICATION_LOSSES
-    if isinstance(function, nn.modules.loss._Loss):
+    if type(function).__module__ == nn.modules.loss.__name__:  # a subclass may compute something else
         names = ("ignore_index", "weight", "reduction")
         options = {name: getattr(function, name) for name in names if hasattr(function, name)}
         is_classification = isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
@@ -189,6 +199,7 @@ class LossContract:
         others: other models of ``ddl.auto_model`` on whose weights the loss depends.
         is_checking: whether this step checks the loss.
         is_confirmed: whether the divisor is certain, or a check was conclusive.
+        uses_more: whether the loss depends on something else than rows of the output.
     """
 
     def __init__(self, loss_fn: Callable, divisor: Divisor, mesh: Mesh, model: nn.Module) -> None:
@@ -199,7 +210,8 @@ class LossContract:
         self.padded = False  # whether targets of a step were padding
         self.is_checking = False
         self.is_confirmed = divisor.certain or mesh.dp_cp_size * mesh.pp_size == 1
-        self.is_compared = not divisor.certain or (mesh.cp_size > 1 and divisor.declared)
+        self.is_compared = divisor.declared or not divisor.certain
+        self.uses_more = False  # whether the loss depends on something else than rows of the output
         self.pairs: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
         self.earlier_pairs: list[tuple[Any, Any]] = []  # of earlier steps, until there are two rows
 
@@ -231,14 +243,15 @@ class LossContract:
             self._check_weights(weights)
             n = n_rows(y) if tensors_of(y) else n_rows(output)
             no_rows = bool(outputs) and not any(tensor.ndim and len(tensor) == n for tensor in outputs)
-            if not self.divisor.certain and (uses_older or no_rows):
+            self.uses_more = uses_older or no_rows
+            if not self.divisor.certain and self.uses_more:
                 what = "a number without rows" if no_rows else "something that the model has kept besides its output"
                 raise ValueError(
                     f"loss_fn should be a function of the output's rows, but uses {what} (a loss or an auxiliary term "
                     f"that the model computes), so what it divides by cannot be checked: {_DECLARE}"
                 )
         if self.is_compared:
-            self.pairs.append(map_leaves(_detached, (output, y)))
+            self.pairs.append(detached((output, y)))
 
     def _check_weights(self, weights: list[nn.Parameter]) -> None:
         if not weights:
@@ -275,6 +288,7 @@ class LossContract:
             for output, y in self.pairs:
                 self._compare_tokens(output, y)
         if self.divisor.certain:
+            self._compare_declared()
             return True
         pairs = [*self.earlier_pairs, *self.pairs]
         sizes = [n_rows(y) if tensors_of(y) else n_rows(output) for output, y in pairs]
@@ -294,10 +308,52 @@ class LossContract:
         if not abs(mean - loss) <= tolerance:  # False for NaN, too
             raise ValueError(
                 f"loss_fn should be a mean over rows, but gives {loss:.6g} for {n} rows and {mean:.6g} for the "
-                f"weighted mean of parts of them: {_DECLARE}. If the mean of the dp ranks' losses is what you want, "
-                'pass loss_divisor="rows"'
+                f"weighted mean of parts of them: {_DECLARE}. {_ROWS_MEET}"
             )
         return n > 1 and max(values) - min(values) > tolerance
+
+    def _compare_declared(self) -> None:
+        """Compares a declared loss of each microbatch with what its values for two parts of the rows add up to.
+
+        Nothing is concluded where rows of outputs and targets cannot be told, or from a loss that draws random numbers,
+        fails with a part of the rows or sums over ranks by itself.
+
+        Raises:
+            ValueError: if they differ.
+        """
+        pairs = [] if self.uses_more or self.mesh.dp_size * self.mesh.pp_size == 1 else self.pairs
+        for output, y in pairs:
+            n = n_rows(output)
+            if n < 2 or any(len(tensor) != n for tensor in tensors_of((output, y)) if tensor.ndim):
+                continue
+            halves = [tuple(some_rows(of, rows, n) for of in (output, y)) for rows in _halves(n)]
+            self.compare_parts(lambda pair: self.loss_fn(*pair), (output, y), halves)
+
+    def compare_parts(self, loss_of: Callable[[Any], torch.Tensor], whole: Any, parts: list[Any]) -> None:
+        """Compares a loss of ``whole``, which ends with the targets, with what those of its parts add up to.
+
+        Makes as many calls on each rank; parts that are ``whole`` itself say nothing.
+
+        Raises:
+            ValueError: if they differ.
+        """
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), Meeting() as meeting:
+                shares = [self.divisor.share(part[-1], whole[-1]) for part in parts]
+                first = loss_of(whole)
+                if meeting.noted:
+                    return
+                values = [float(loss_of(part)) for part in parts]
+                total = sum(value * share for value, share in zip(values, shares, strict=True) if share)
+                loss, again = float(first), float(loss_of(whole))
+        except Exception:
+            return
+        tolerance = torch.finfo(first.dtype).eps ** 0.5 * max(1e-3, abs(loss))
+        if parts[0] is not whole and math.isfinite(total) and abs(again - loss) <= tolerance < abs(total - loss):
+            raise ValueError(
+                f"loss_divisor should be what the loss divides by, but the loss of some rows is {loss:.6g}, and those "
+                f"of two parts of them, weighted by it, add up to {total:.6g}. {_ROWS_MEET}"
+            )
 
     def _losses_of_parts(
         self, output: Any, y: Any, n: int, parts: list[tuple[int, int]]
@@ -312,7 +368,7 @@ class LossContract:
                 ]
         except Exception as error:
             raise ValueError(
-                f"loss_fn should be a mean over rows, but fails with a part of them ({str(error).splitlines()[0]}), so "
+                f"loss_fn should be a mean over rows, but fails with a part of them ({first_line(error)}), so "
                 f"what it divides by cannot be checked: {_DECLARE}"
             ) from error
         return float(loss), torch.finfo(loss.dtype).eps, values
@@ -328,7 +384,7 @@ class LossContract:
         except Exception as error:
             raise ValueError(
                 f"loss_fn should be a mean over tokens on a mesh with cp, but fails with a part of them "
-                f"({str(error).splitlines()[0]}): pass loss_divisor=, a function from targets to the number that counts"
+                f"({first_line(error)}): pass loss_divisor=, a function from targets to the number that counts"
             ) from error
         scale = 0.5 if self.divisor.kind == "rows" else 1.0
         if math.isfinite(loss) and not abs(scale * sum(parts) - loss) <= 1e-4 * max(1e-3, abs(loss)):
@@ -356,6 +412,11 @@ class LossContract:
                 f"{_DECLARE}",
                 stacklevel=2,
             )
+
+
+def _halves(n: int) -> tuple[slice, slice]:
+    """Two parts of n rows, of unlike size if possible."""
+    return slice(0, max(1, n // 3)), slice(max(1, n // 3), n)
 
 
 def _parameter_ids(model: nn.Module) -> set[int]:
@@ -387,10 +448,6 @@ def _dependencies(loss: torch.Tensor, output: Any, since: int) -> tuple[list[tor
         else:
             pending += [following for following, _ in node.next_functions]
     return outputs, weights, uses_older
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def key_of(loss_fn: Callable, declared: Any) -> Hashable:

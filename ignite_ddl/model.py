@@ -41,14 +41,11 @@ from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages, trains
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.pipeline import Pipeline
-from ignite_ddl.pipeline.schedules import NAME, ROWS, SCHEDULES, UnlikeMicrobatches, microbatches_for
+from ignite_ddl.pipeline.schedules import NAME, ROWS, SCHEDULES, check_same_microbatches, microbatches_for
 from ignite_ddl.pipeline.trace import TracedLayer
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.tensor.plan import apply_plan, check_plan
 from ignite_ddl.tensor.random import share_random_stream
-
-__all__ = ["auto_model", "auto_optim", "check_model"]
-
 
 FITS = {
     "model": MODULE,
@@ -235,15 +232,7 @@ def _check(
     """Decides everything, and refuses what the mesh does not support, without making, changing or sending anything."""
     mesh = get_mesh()
     shard = _shards(mesh, shard)
-    if local and ((shard and not mesh.hybrid) or mesh.cp_size > 1):
-        raise ValueError(
-            f'dp_sync="local" needs all weights and full sequences on each dp rank, or on its dp_shard peers, but the '
-            f"mesh is {mesh!r}, shard={shard}: leave out shard and cp, give dp_replicate, too, or leave out dp_sync"
-        )
-    by_ddp = mesh.dp_cp_size == mesh.world_size and not ((shard or local or mesh.ep_size > 1) and mesh.world_size > 1)
-    if ddp and not by_ddp:
-        sync = ', dp_sync="local"' if local else ""
-        raise ValueError(f"{', '.join(ddp)} are for DDP, but the mesh is {mesh!r}, shard={shard}{sync}: leave them out")
+    by_ddp = _is_by_ddp(mesh, shard, local, ddp)
     if comm_hook is not None:
         check_comm_hook(comm_hook, mesh, by_ddp, ddp)
     if mesh.world_size > 1:
@@ -269,6 +258,20 @@ def _shards(mesh: Mesh, shard: bool | None) -> bool:
             f"given {shard}: the mesh says over how many of the {mesh.dp_size} dp ranks weights are sharded"
         )
     return mesh.dp_shard_size > 1
+
+
+def _is_by_ddp(mesh: Mesh, shard: bool, local: bool, ddp: Mapping[str, Any]) -> bool:
+    """Whether DDP reduces gradients, which takes ``ddp``."""
+    if local and ((shard and not mesh.hybrid) or mesh.cp_size > 1):
+        raise ValueError(
+            f'dp_sync="local" needs all weights and full sequences on each dp rank, or on its dp_shard peers, but the '
+            f"mesh is {mesh!r}, shard={shard}: leave out shard and cp, give dp_replicate, too, or leave out dp_sync"
+        )
+    by_ddp = mesh.dp_cp_size == mesh.world_size and not ((shard or local or mesh.ep_size > 1) and mesh.world_size > 1)
+    if ddp and not by_ddp:
+        sync = ', dp_sync="local"' if local else ""
+        raise ValueError(f"{', '.join(ddp)} are for DDP, but the mesh is {mesh!r}, shard={shard}{sync}: leave them out")
+    return by_ddp
 
 
 def _fsdp_arguments(
@@ -511,8 +514,8 @@ def check_model(
                 microbatches_for(dp_rows, cut.n_microbatches, schedule, pp)[0]
                 for dp_rows in {rows // dp, -(-rows // dp)} - {0}
             }
-            if communicates and len(numbers) > 1:
-                raise UnlikeMicrobatches(numbers)
+            if communicates:
+                check_same_microbatches(numbers)
 
 
 def _copy_weights_of_rank_0(model: nn.Module) -> None:

@@ -16,20 +16,6 @@ from torch.utils._pytree import tree_leaves
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.random import random_states, random_stream, set_random_states
 
-__all__ = [
-    "ROWS_DEPEND",
-    "evaluating",
-    "norm_over_rows",
-    "outputs_depend_on",
-    "outputs_depend_on_padding",
-    "rows_depend_on_each_other",
-    "rows_may_depend",
-    "state_that_grows",
-    "stored_values",
-    "unlike",
-    "without_trace",
-]
-
 _KINDS = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, torch.Tensor)
 _OF_EACH_MODULE = frozenset(vars(nn.Module()))
 
@@ -196,8 +182,8 @@ def evaluating(stages: Iterable[nn.Module], all_of_them: bool = True) -> Iterato
             module.training = training
 
 
-class _Meeting(TorchDispatchMode):
-    """Notes whether a forward pass sums or gathers over ranks by itself, as DDP, FSDP2 and DTensor do not."""
+class Meeting(TorchDispatchMode):
+    """Notes whether code sums or gathers over ranks by itself, as DDP, FSDP2 and DTensor do not."""
 
     noted = False
 
@@ -253,7 +239,7 @@ def _depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], eval
             keeps_rows = keeps_rows or any(of_module.has_rows(n_rows(rows)) for of_module in kept)
             return found
 
-    with torch.no_grad(), evaluating(stages, evaluates), _Meeting() as meeting:
+    with torch.no_grad(), evaluating(stages, evaluates), Meeting() as meeting:
         try:
             together, again = outputs(few, 0), outputs(few, 1)
             alone = outputs(some_rows(few, part, last) if all_have_rows else few, 0)
@@ -270,6 +256,17 @@ def _depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], eval
         if output.is_floating_point() and of_rows and unlike(rows, of_part):
             return True
     return False
+
+
+def few_rows(batch: tuple[Any, Any]) -> tuple[Any, list[Any]]:
+    """A few rows of inputs and targets, and two parts of these; the parts are all of them where rows cannot be told."""
+    n = n_rows(batch)
+    if n < 2 or any(len(tensor) != n for tensor in tensors_of(batch) if tensor.ndim):
+        return batch, [batch, batch]
+    last = min(n, _MAX_ROWS)
+    first = max(1, last // 3)
+    few = some_rows(batch, slice(last), n)
+    return few, [some_rows(few, rows, last) for rows in (slice(first), slice(first, last))]
 
 
 def norm_over_rows(stages: Iterable[nn.Module]) -> str | None:

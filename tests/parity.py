@@ -42,7 +42,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl import exchange, model as ddl_model
+from ignite_ddl import collectives, model as ddl_model
 from ignite_ddl.compat import quiet_redistribution
 from ignite_ddl.context import ring
 from ignite_ddl.course import CNN, GPT, MLP
@@ -710,12 +710,12 @@ def _by_copies(x, sent, got, group, factor):
     return _EXCHANGE(x, sent, got, group, 1.0)
 
 
-_ADD_LOSS, _EXCHANGE = balance.add_loss, exchange._Exchange.apply
+_ADD_LOSS, _EXCHANGE = balance.add_loss, collectives._Exchange.apply
 OF_EXPERTS = {  # wrong variants: what they replace
     "loss of routers over dp": (routing, "add_loss", lambda x, loss, then: _ADD_LOSS(x, loss / 2, then)),
     "each rank's own tokens": (routing, "_counts_of_ranks", _own_tokens),
     "capacity of each rank": (routing, "_counts_of_ranks", _own_tokens),
-    "experts divided by their copies": (exchange._Exchange, "apply", _by_copies),
+    "experts divided by their copies": (collectives._Exchange, "apply", _by_copies),
 }
 
 

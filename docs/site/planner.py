@@ -4,6 +4,7 @@ import json
 from html import escape
 
 from ignite_ddl.lab import plan as plans, simulate
+from ignite_ddl.lab.model import RECOMPUTE
 from ignite_ddl.lab.plan import A100, CLOSE_RATIO, H100, Cluster, Model, predict
 from ignite_ddl.pipeline.schedules import SCHEDULES
 
@@ -107,7 +108,9 @@ def best(given: dict) -> dict:
     """The fastest plans for the same model, devices and rows of a step, as a table."""
     try:
         batch = given["dp"] * given["microbatches"] * given["rows"]
-        found = plans.plan(MODELS[given["model"]], Cluster(given["devices"], **DEVICES[given["device"]]), batch)
+        cluster = Cluster(given["devices"], **DEVICES[given["device"]])
+        fused = RECOMPUTE[1:]  # without "none": the efficiencies are of fused attention, which keeps no pairs
+        found = plans.plan(MODELS[given["model"]], cluster, batch, recompute=fused)
     except ValueError as error:
         return {"refused": str(error)}
     able = [one for one in found if not one.lacks]

@@ -33,9 +33,10 @@ def register_attention() -> None:
 
     Both are causal :func:`ring_attention`, with the sliding window that the model has. Batches bring ``position_ids``:
     of "ddl_ring" the tokens' places in the row, of "ddl_ring_packed" their places in their document, of which a row
-    has several side by side. Masks of other kinds, padding among them, are refused: pad on the right, with targets of
-    -100, and leave ``attention_mask`` out. Losses are computed by the trainer, from targets that the dataset has
-    shifted; a model's own (``labels=``) would lose a target at each cut.
+    has several side by side. (transformers' own attention, with which one may compare, sees these documents with
+    ``use_cache=False`` only: where a model makes a cache, it attends across them.) Masks of other kinds, padding among
+    them, are refused: pad on the right, with targets of -100, and leave ``attention_mask`` out. Losses are computed by
+    the trainer, from targets that the dataset has shifted; a model's own (``labels=``) would lose a target at each cut.
 
     Examples:
         .. code-block:: python

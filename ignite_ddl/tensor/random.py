@@ -33,8 +33,6 @@ import torch.distributed as dist
 
 from ignite_ddl.mesh import Mesh
 
-__all__ = ["draw_seed", "random_states", "random_stream", "set_random_states", "share_random_stream"]
-
 
 def draw_seed() -> int:
     """A number from the CPU's stream, to seed another stream."""

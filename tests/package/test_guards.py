@@ -396,6 +396,21 @@ def test_attributes_of_parameters_stay(local_rank, options):
     assert [n for n, p in model.named_parameters() if hasattr(p, "no_weight_decay")] == ["0.bias"]
 
 
+def with_batch_norm(local_rank, rows, **options):
+    model = ddl.auto_model(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double(), **options)
+    trainer = ddl.create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+    trainer.run(
+        ddl.auto_dataloader(TensorDataset(torch.ones(4, 8).double(), torch.ones(4, 1).double()), batch_size=rows)
+    )
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_a_single_row_for_a_batch_norm_is_refused(axes):
+    with pytest.raises(ValueError, match="a BatchNorm in training got one value for each channel.*drop_last"):
+        on(with_batch_norm, 2, **axes)
+    on(with_batch_norm, 4, **axes)
+
+
 # --- update functions of one's own
 
 

@@ -4,8 +4,10 @@ import itertools
 from dataclasses import dataclass
 from functools import partial
 
+import ignite.distributed as idist
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from ignite.engine import Events
 from ranks import on, trainer_of
@@ -102,6 +104,16 @@ def test_ignored_targets_are_looked_at_in_whatever_step_they_come():
 def test_one_row_a_rank_is_joined_with_the_next():
     refused(partial(trained, loss_fn=summed, rows=2), NO_MEAN, dp=2)
     assert_right(partial(trained, rows=2), dp=2)
+
+
+def of_three_rows(output, y):
+    if len(y) != 3:
+        raise AssertionError  # without words, as a bare assert
+    return F.mse_loss(output, y)
+
+
+def test_a_loss_that_asserts_the_number_of_rows_has_to_be_declared():
+    refused(partial(trained, loss_fn=of_three_rows), r"fails with a part of them \(AssertionError\(\)\)", dp=2)
 
 
 def test_equal_values_of_all_parts_say_nothing():
@@ -250,6 +262,91 @@ def test_an_optimizer_of_a_model_whose_gradients_nobody_weighted_is_refused():
         ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5))
 
     refused(gan, "this rank has . of the batch's 5 rows", dp=2)
+
+
+# --- what is declared is compared, too
+
+
+def negatives_of_the_batch(output, y):
+    return F.cross_entropy(output @ y.T, torch.arange(len(y)))
+
+
+def negatives_of_all_ranks(output, y):
+    y = y.contiguous()
+    parts = [torch.empty_like(y) for _ in range(idist.get_world_size())]
+    if len(parts) == 1:
+        return negatives_of_the_batch(output, y)
+    dist.all_gather(parts, y)
+    return F.cross_entropy(output @ torch.cat(parts).T, torch.arange(len(y)) + idist.get_rank() * len(y))
+
+
+def at_least_one(output, y):
+    counts = (y > 1.5).double()
+    return ((output - y).square() * (1 + counts)).sum() / counts.sum().clamp(min=1)
+
+
+WRONGLY = "loss_divisor should be what the loss divides by"
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("loss_fn", "divisor"),
+    [(negatives_of_the_batch, "rows"), (F.mse_loss, "sum"), (at_least_one, lambda y: (y > 1.5).sum())],
+    ids=["negatives", "a mean as a sum", "some parts without any"],
+)
+def test_a_declared_divisor_that_does_not_hold_is_refused(loss_fn, divisor, axes):
+    refused(partial(trained, loss_fn=loss_fn, divisor=divisor), WRONGLY, **axes)
+    assert len(on(partial(trained, loss_fn=loss_fn, divisor="local"), **axes)) == 2
+
+
+def test_declared_losses_of_which_parts_cannot_be_compared_are_taken():
+    assert_right(partial(trained, loss_fn=negatives_of_all_ranks, divisor="rows", rows=2), dp=2)  # 22 rows
+    assert_right(partial(trained, loss_fn=negatives_of_the_batch, divisor="rows"), tp=2)
+    noisy = partial(trained, loss_fn=lambda o, y: F.mse_loss(o, y) * (1 + torch.rand(())), divisor="rows")
+    assert len(on(noisy, dp=2)) == 2
+
+
+class Keeping(nn.Module):
+    """Keeps a term of its loss: of each row, or of how all rows meet, as a balance of experts."""
+
+    def __init__(self, meets):
+        super().__init__()
+        self.body, self.meets = mlp(), meets
+
+    def forward(self, x):
+        output = self.body(x)
+        p = output.softmax(1)
+        balance = 7 * (p.mean(0) * F.one_hot(p.argmax(1), 7).double().mean(0)).sum()
+        self.kept = balance if self.meets else p.square().sum(1).mean()
+        return output
+
+
+def with_a_kept_term(local_rank, meets, shard=False, **axes):
+    torch.manual_seed(0)
+    plain = Keeping(meets).double()
+    model = ddl.auto_model(plain, shard=shard)
+    trainer, losses = trainer_of(model, lambda o, y: F.mse_loss(o, y) + plain.kept, loss_divisor="rows"), []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=6))
+    return losses, torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_declared_loss_of_what_the_model_keeps_is_compared_by_forward_passes(shard):
+    refused(partial(with_a_kept_term, meets=True, shard=shard), WRONGLY, dp=2)
+    assert_right(partial(with_a_kept_term, meets=False, shard=shard), dp=2)
+
+
+class Penalised(nn.CrossEntropyLoss):
+    def forward(self, output, y):
+        return super().forward(output, y) + output.square().mean()
+
+
+def test_a_subclass_of_a_loss_of_torch_is_not_that_loss():
+    weight = torch.arange(1.0, 8.0, dtype=torch.float64)
+    of = partial(trained, loss_fn=Penalised(weight), data=(X, Y.argmax(1)))
+    refused(of, NO_MEAN, dp=2)
+    assert_right(partial(trained, loss_fn=Penalised(), data=(X, Y.argmax(1))), dp=2)
 
 
 # --- batches whose rows are not those that the loader dealt

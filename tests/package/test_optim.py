@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 import re
+import tempfile
 from functools import partial
 
 import ignite.distributed as idist
@@ -337,6 +338,88 @@ def test_a_number_read_off_a_part_is_refused(axes, options):
         assert whole == pytest.approx(reading(0, {})[1], rel=1e-12)
 
 
+def assigned(local_rank, options):
+    """Weights that a script sets by ``data``: from themselves, and a whole one."""
+    model, _ = with_gradients(options)
+    weight = model[0].weight
+    weight.data = weight.data / weight.data.norm(dim=1, keepdim=True)
+    weight.data[torch.tensor([2])].mul_(2.0)  # of a copy, in one process, too
+    model[0].bias.data = torch.arange(16.0, dtype=torch.float64)
+    return weights_of(model)
+
+
+@on_meshes("tp2", slow=["dp2 shard", "dp2 x tp2"])
+def test_weights_that_a_script_assigns(axes, options):
+    right = assigned(0, {})
+    for found in on(assigned, options, **axes):
+        assert (found - right).abs().max() <= 1e-12
+
+
+SLICES = {
+    "row": lambda p: p[1].zero_(),
+    "rows": lambda p: p.data[1:9].mul_(2),
+    "narrow": lambda p: p.narrow(0, 4, 8).fill_(0.0),
+    "half": lambda p: nn.init.uniform_(p.chunk(2)[1]),
+    "whole lists": lambda p: torch.cat([p.grad.flatten(), torch.ones(3, dtype=torch.float64)]),
+}
+
+
+def sliced(local_rank, options):
+    model, _ = with_gradients(options)
+    said = []
+
+    def change(change):
+        with torch.no_grad():
+            change(model[0].weight)
+
+    for name, one in SLICES.items():
+        trainer = ddl.MeshEngine(lambda engine, batch, one=one: change(one))
+        try:
+            trainer.run([0])
+            said.append(name)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@on_meshes("tp2", slow=["dp2 shard"])
+def test_what_would_change_a_copy_of_a_part_is_refused(axes, options):
+    assert sliced(0, {}) == list(SLICES)
+    for said in on(sliced, options, **axes):
+        assert all("with a weight or gradient that is cut over ranks" in words for words in said), said
+
+
+class Returning(nn.Module):
+    """Returns a weight of its own, as a learned balance of two losses."""
+
+    def __init__(self, copies):
+        super().__init__()
+        self.body, self.balance, self.copies = nn.Linear(8, 4), nn.Parameter(torch.ones(1)), copies
+
+    def forward(self, x):
+        return self.body(x), self.balance.clone() if self.copies else self.balance
+
+
+def balanced(local_rank, copies, options):
+    torch.manual_seed(0)
+    model = ddl.auto_model(Returning(copies).double(), **options)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def loss_fn(output, y):
+        return (-output[1]).exp().sum() * F.mse_loss(output[0], y) + output[1].sum()
+
+    trainer = ddl.create_supervised_trainer(model, optimizer, loss_fn)
+    trainer.run(loader())
+    return weights_of(model)
+
+
+def test_a_model_that_returns_a_weight():
+    with pytest.raises(ValueError, match="let forward return a copy, weight.clone"):
+        on(balanced, False, {"shard": True}, dp=2)
+    for found in on(balanced, True, {"shard": True}, dp=2):
+        assert (found - balanced(0, True, {})).abs().max() <= 1e-12
+
+
 class Tied(nn.Module):
     pipeline_layers = ("embed", "inner", "head")
 
@@ -412,6 +495,19 @@ SAVES = {
     "model": lambda model, optimizer: model,
     "optimizer": lambda model, optimizer: optimizer.state_dict(),
 }
+
+
+def written(local_rank, options):
+    from safetensors.torch import save_file
+
+    state = dict(saving(options, SAVES["state"]))  # as save_pretrained of transformers does
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(ValueError, match=PART):
+        save_file(state, f"{folder}/model.safetensors")
+
+
+@on_meshes("tp2", slow=["dp2 shard"])
+def test_writing_a_part_by_safetensors_is_refused(axes, options):
+    on(written, options, **axes)
 
 
 def saving(options, make):
