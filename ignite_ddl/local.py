@@ -34,8 +34,10 @@ class LocalSGD:
     average goes over dp_replicate.
 
     In a round each step sends over dp the few numbers of the global loss, which the trainer returns as ever, and the
-    overflow flag of a GradScaler. Clipping goes by the norm of a dp rank. The optimizer's state stays with its rank.
-    BatchNorm's running statistics are those of dp rank 0 from the end of a round. The end of a run ends its round.
+    overflow flag of a GradScaler: where a gradient of one rank is not finite, all skip the step, so that each has made
+    the same number of steps at the end of a round. Clipping goes by the norm of a dp rank. The optimizer's state stays
+    with its rank. BatchNorm's running statistics are those of dp rank 0 from the end of a round. The end of a run ends
+    its round.
 
     The evaluator and ``ddl.full_state_dict`` are refused in the middle of a round. A checkpoint there holds the average
     of the weights as the model; put this object into ``to_save``, which holds what is each rank's own, also at the end

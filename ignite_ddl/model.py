@@ -380,12 +380,12 @@ def _shard_lazy_layer(model: nn.Module, names: list[str], layout: _Layout) -> No
 
 def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
     """Leaves each rank its part: its stages (pp), its part of their layers (tp), its rows or weights (dp)."""
+    if layout.mesh.world_size > layout.mesh.dp_size:
+        share_random_stream(layout.mesh)
     if layout.ddp is not None:  # which refuses a model that trains nothing
         if layout.mesh.world_size == 1 or trains(model):
             model = idist.auto_model(model, **layout.ddp)
         return register_comm_hook(model, layout.comm_hook, layout.mesh)
-    if layout.mesh.tp_size * layout.mesh.pp_size > 1:
-        share_random_stream(layout.mesh)
     uncut = dict(model.named_parameters(remove_duplicate=False))
     if layout.cut is not None:
         communicates = layout.shard or layout.mesh.ep_size > 1 or bool(routers_of(model))

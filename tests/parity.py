@@ -172,6 +172,13 @@ def experts(**options):
     return make
 
 
+def cp_experts():
+    model = experts(bias_rate=0.02)()
+    model.embed, model.head = Placed(UNEVEN_WORDS, EVEN_LENGTH, WIDTH), Head(UNEVEN_WORDS, WIDTH)
+    model.block0.attention.mix, model.block1.attention.mix = CpHeads(), CpHeads()
+    return model
+
+
 EXPERTS_PLAN = {"block*.moe.experts": ddl.Experts()}
 CUT_EXPERTS_PLAN = {"block*.moe.experts": ddl.Experts(tp={"gate": 1, "up": 1, "down": 2})}
 
@@ -232,6 +239,7 @@ MODELS = {
     "experts": (experts(), words, word_loss, EXPERTS_PLAN),
     "experts cut": (experts(), words, word_loss, CUT_EXPERTS_PLAN),
     "experts bias": (experts(bias_rate=0.02), words, word_loss, EXPERTS_PLAN),
+    "experts cp": (cp_experts, lines, word_loss, EXPERTS_PLAN),
     "experts drop": (experts(capacity_factor=0.8, normalize=False), words, word_loss, EXPERTS_PLAN),
     "dropout": (lambda: lab_gpt(dropout=0.3), lines, word_loss, GPT.tensor_plan),
     "dropout seq": (lambda: lab_gpt(dropout=0.3), lines, cut_loss, GPT.sequence_plan),
@@ -346,6 +354,10 @@ def expert_cases():
     for wrong in ("loss of routers over dp", "each rank's own tokens", "experts divided by their copies"):
         yield Case("uneven", model="experts", wrong=wrong, **two, **UNEVEN)
     yield Case("capacity by rank", model="experts drop", wrong="capacity of each rank", **two)
+    yield Case("over ranks that share sequences, uneven", cp=2, ep=2, model="experts cp", max_norm=0.1, **UNEVEN)
+    for ep in (2, 4):
+        yield Case("over ranks that share sequences, uneven", dp=2, cp=2, ep=ep, model="experts cp", shard=ep == 2,
+                   max_norm=0.1, **slow, **UNEVEN)  # fmt: skip
     yield Case("max_norm, uneven", dp=4, ep=2, model="experts", shard=True, max_norm=0.1, **UNEVEN)
     yield Case("bias, losses of microbatches", pp=2, model="experts bias", n_microbatches=2, **two)
     yield Case("capacity, accumulation", pp=2, model="experts drop", n_microbatches=2, accumulation=2, **slow, **two)
