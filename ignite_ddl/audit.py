@@ -468,9 +468,7 @@ def check_tokens_are_independent(model: nn.Module, stages: Any, x: Any, repeat: 
         return min(((mesh.coordinates(rank)["pp"], *name) for rank, name in enumerate(found) if name), default=None)
 
     first, length = mixes(in_full=False), max((t.shape[1] for t in tensors_of(x) if t.ndim > 1), default=0)
-    differs = (
-        first is None and is_first and mesh.pp_size == 1 and not on_any_rank(length * mesh.cp_size > MOST_IN_FULL)
-    )
+    differs = first is None and is_first and mesh.pp_size == 1 and not on_any_rank(length * mesh.cp_size > MOST_IN_FULL)
     if differs:
         differs = on_any_rank(length_matters(stages.forward_only, x, stages.local_stages(), mesh))
     if differs or (first is not None and length <= MOST_IN_FULL):
