@@ -37,6 +37,11 @@ FILES = {
 }
 PACKAGES = ("torch", "pytorch-ignite", "accelerate", "ipyparallel")
 MARKS = "<!-- benchmarks/run.py writes this table -->\n", "\n<!-- its end -->"
+LAUNCHES = (
+    "Launches of ddl.Parallel are later ones of a session, copies of a process that has torch loaded; the first, which "
+    "starts that process, takes about 2 s more. notebook_launcher copies one, too; idist.spawn and torchrun start "
+    "Python anew each time."
+)
 # Quoted in the repository's README: what, against what.
 QUOTED = [
     ("ddl.Parallel, 4 ranks", "idist.spawn"),
@@ -113,6 +118,8 @@ ratios; half of them lie in the middle half. The control is "against" measured t
 as is the middle half over the root of the rounds; a target that is nearer than that is not decided. CPU: the same
 ratio in processor seconds of all ranks.
 
+{LAUNCHES}
+
 {described(results)}.
 
 {sides.table(all_rows(results))}
@@ -138,7 +145,7 @@ def described(results: dict) -> str:
 def quoted(results: dict) -> str:
     """The README's table."""
     rows = {(found["what"], found.get("against")): found for found in all_rows(results)}
-    lines = ["| what | against | time, as a ratio | middle half |", "|---|---|--:|---|"]
+    lines = [LAUNCHES, "", "| what | against | time, as a ratio | middle half |", "|---|---|--:|---|"]
     for key in QUOTED:
         found = rows.get(key, {})
         low, high = map(sides.digits, found.get("middle_half", (None, None)))

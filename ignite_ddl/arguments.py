@@ -15,44 +15,6 @@ from datetime import timedelta
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
-__all__ = [
-    "AMOUNT",
-    "AMOUNTS",
-    "COUNT",
-    "ENGINE",
-    "FLAG",
-    "FUNCTION",
-    "INTEGER",
-    "MAPPING",
-    "MODULE",
-    "NAMES",
-    "NUMBER",
-    "OPTIMIZER",
-    "PATH",
-    "POSITIVE",
-    "PROCESSES",
-    "SECONDS",
-    "SHARE",
-    "TENSOR",
-    "TEXT",
-    "WORLD",
-    "Fits",
-    "a",
-    "check",
-    "check_count",
-    "each",
-    "having",
-    "is_count",
-    "limit_in_seconds",
-    "number",
-    "one_of",
-    "or_none",
-    "seconds",
-    "shown",
-    "takes",
-    "whole",
-]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -176,6 +138,11 @@ def shown(value: Any) -> str:
     return text if fits else f"a {type(value).__name__}"
 
 
+def first_line(error: BaseException) -> str:
+    """An exception for a message: the first line of its text, or what it is if it has none."""
+    return (str(error).strip() or repr(error)).splitlines()[0][:200].rstrip(".")
+
+
 def a(says: str, fits: type | tuple[type, ...] | Callable[[Any], Any]) -> Fits:
     """Objects of a class, or for which a function returns True."""
     is_class = isinstance(fits, type | tuple)
@@ -241,24 +208,18 @@ def number(least: float = -sys.float_info.max, most: float = sys.float_info.max,
     return Fits("a number" if least < -1e300 else f"a number of at least {least:g}", read)
 
 
-def seconds(longest: float = 1e9) -> Fits:
+def _seconds(value: Any) -> float:
     """A time limit, also a ``timedelta``, as seconds; 1e9 are thirty years, which fit into nanosecond clocks."""
-
-    positive = number(above=0, most=math.inf)
-
-    def read(value: Any) -> float:
-        value = positive.read(value.total_seconds() if isinstance(value, timedelta) else value)
-        if value > longest:
-            raise _Detail(f"; the longest is {longest:g}")
-        return float(value)
-
-    return Fits("a positive number of seconds", read)
+    value = number(above=0, most=math.inf).read(value.total_seconds() if isinstance(value, timedelta) else value)
+    if value > 1e9:
+        raise _Detail("; the longest is 1e+09")
+    return float(value)
 
 
 COUNT, INTEGER = whole(), whole(-(2**63))
 WORLD = whole(most=10**6)  # something is made for each rank
 NUMBER, AMOUNT, POSITIVE, SHARE = number(), number(0), number(above=0), number(0, 1)
-SECONDS = seconds()
+SECONDS = Fits("a positive number of seconds", _seconds)
 
 
 def is_count(value: Any, least: int = 1) -> bool:
@@ -267,16 +228,6 @@ def is_count(value: Any, least: int = 1) -> bool:
         return whole(least).read(value) >= least
     except Exception:
         return False
-
-
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raises a ValueError unless ``value`` is an integer of at least ``least``."""
-    check(name, value, whole(least))
-
-
-def limit_in_seconds(timeout: float | timedelta, name: str = "timeout", longest: float = 1e9) -> float:
-    """A time limit as a number of seconds; raises a ValueError if it is not a positive one, or too long."""
-    return check(name, timeout, seconds(longest))
 
 
 # ------------------------------------------------------------------------------------------- all else

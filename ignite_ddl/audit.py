@@ -68,13 +68,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
 from ignite_ddl.context.sequence import check_tokens, length_matters
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import Divisor, LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.cut import check_root_hooks
-from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, tensors_of
+from ignite_ddl.pipeline.structure import detached, local_tensor, n_rows, tensors_of
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest
 from ignite_ddl.state import INITIAL_VALUES
@@ -89,17 +90,6 @@ from ignite_ddl.traceless import (
     stored_values,
     without_trace,
 )
-
-__all__ = [
-    "N_SHAPES",
-    "TOKENS_CHECKED",
-    "Audit",
-    "check_same_rows",
-    "check_tokens_are_independent",
-    "check_unchanged",
-    "shapes_of",
-    "take_fingerprint",
-]
 
 TOKENS_CHECKED = "_tokens_checked"  # on a model whose tokens have been checked, or are not to be
 MOST_IN_FULL = 4096  # tokens of a rank's part of a sequence, up to which a model that mixes tokens is tried in full
@@ -224,7 +214,7 @@ class Audit:
             or mesh.pp_size * mesh.cp_size > 1
         ):
             return
-        if not _on_any_rank(contract.uses_more):
+        if not on_any_rank(contract.uses_more):
             return
         stages = [self.stages.plain_module()]
 
@@ -364,8 +354,7 @@ def _check_weights_are_loaded(model: nn.Module) -> None:
 
 
 def _check_same_loss(loss: torch.Tensor, mesh: Mesh) -> None:
-    peers = [torch.empty_like(loss) for _ in range(mesh.tp_size)]
-    dist.all_gather(peers, loss, group=mesh.tp_group)
+    peers = gathered(loss, mesh.tp_group)
     if any(abs(float(peer - peers[0])) > 1e-3 * abs(float(peers[0])) for peer in peers):  # other kernels may round
         raise ValueError(
             f"tp peers should compute the same loss, but get {', '.join(f'{float(peer):.6g}' for peer in peers)}: it "
@@ -389,7 +378,7 @@ def _record_inputs(stages: Any) -> list[tuple[nn.Module, list[Any], Any]]:
         given: list[Any] = []
 
         def hook(_: nn.Module, args: tuple) -> None:
-            given[:] = [map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, args)]
+            given[:] = [detached(args)]
 
         return stage, given, stage.register_forward_pre_hook(hook)
 
@@ -398,7 +387,7 @@ def _record_inputs(stages: Any) -> list[tuple[nn.Module, list[Any], Any]]:
 
 def _check_rows_are_independent(calls: list[tuple[Any, Any, list[nn.Module]]]) -> None:
     depends = [rows_depend_on_each_other(*call) for call in calls]
-    if _on_any_rank(any(depends)):
+    if on_any_rank(any(depends)):
         raise ValueError(ROWS_DEPEND)
 
 
@@ -406,8 +395,7 @@ def _compare_with_dp_peers(stages: Any, x: Any, mesh: Mesh) -> None:
     """Compares what modules store, and to which lengths rows are padded, in one exchange."""
     local = stored_values([stages.plain_module()], n_rows(x))
     lengths = [t.shape[1:] if len(t.shape) > 1 and len(t) == n_rows(x) else torch.Size() for t in tensors_of(x)]
-    peers: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(peers, ({name: _comparable(value) for name, value in local.items()}, lengths))
+    peers = gathered_values(({name: _comparable(value) for name, value in local.items()}, lengths))
     _check_stored_values(stages, x, mesh, local, [values for values, _ in peers])
     dp_peers = [mesh.rank_at(**(mesh.coordinates(mesh.rank) | {"dp": i})) for i in range(mesh.dp_size)]
     _warn_of_padding(stages, x, mesh, lengths, [peers[rank][1] for rank in dp_peers])
@@ -428,7 +416,7 @@ def _check_stored_values(stages: Any, x: Any, mesh: Mesh, local: dict[str, Any],
     of_dp_rank_0 = [[local.get(name) for name in different]]
     dist.broadcast_object_list(of_dp_rank_0, src=dist.get_global_rank(mesh.dp_group, 0), group=mesh.dp_group)
     others = {name: value for name, value in zip(different, of_dp_rank_0[0], strict=True) if name in local}
-    if _on_any_rank(outputs_depend_on(stages.forward_only, x, [stages.plain_module()], others)):
+    if on_any_rank(outputs_depend_on(stages.forward_only, x, [stages.plain_module()], others)):
         raise ValueError(
             f"forward keeps {different[0]!r}, which differs between dp ranks, since it is computed from a rank's own "
             "rows, and the model's outputs depend on it: sum over ranks what it is computed from "
@@ -444,19 +432,13 @@ def _warn_of_padding(stages: Any, x: Any, mesh: Mesh, lengths: list[torch.Size],
     longest = [torch.Size(map(max, zip(*of_ranks, strict=True))) for of_ranks in zip(*peers, strict=True)]
     longest = [most or tensor.shape[1:] for most, tensor in zip(longest, tensors_of(x), strict=True)]
     depends = outputs_depend_on_padding(stages.forward_only, x, longest, [stages.plain_module()])
-    if _on_any_rank(depends) and mesh.rank == 0:
+    if on_any_rank(depends) and mesh.rank == 0:
         warnings.warn(
             "each dp rank has padded its rows to its own longest one, and the model's outputs change if zeros are "
             "appended: one process would pad all rows to the longest of the batch. Pad to one length in collate_fn, or "
             "let the model leave padding out (a mask). A model that leaves out another value than zero is right",
             stacklevel=2,
         )
-
-
-def _on_any_rank(found: bool) -> bool:
-    flag = torch.tensor(float(found), device=idist.device())
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag)
 
 
 def _comparable(value: Any) -> Any:
@@ -482,16 +464,13 @@ def check_tokens_are_independent(model: nn.Module, stages: Any, x: Any, repeat: 
 
     def mixes(in_full: bool) -> tuple[int, int, str] | None:
         """Of the first module that mixes tokens its stage, its place among the calls, and its name."""
-        found: list[tuple[int, str] | None] = [None] * mesh.world_size
-        dist.all_gather_object(found, check_tokens(stages.forward_only, x, stages.local_stages(), mesh, in_full))
+        found = gathered_values(check_tokens(stages.forward_only, x, stages.local_stages(), mesh, in_full))
         return min(((mesh.coordinates(rank)["pp"], *name) for rank, name in enumerate(found) if name), default=None)
 
     first, length = mixes(in_full=False), max((t.shape[1] for t in tensors_of(x) if t.ndim > 1), default=0)
-    differs = (
-        first is None and is_first and mesh.pp_size == 1 and not _on_any_rank(length * mesh.cp_size > MOST_IN_FULL)
-    )
+    differs = first is None and is_first and mesh.pp_size == 1 and not on_any_rank(length * mesh.cp_size > MOST_IN_FULL)
     if differs:
-        differs = _on_any_rank(length_matters(stages.forward_only, x, stages.local_stages(), mesh))
+        differs = on_any_rank(length_matters(stages.forward_only, x, stages.local_stages(), mesh))
     if differs or (first is not None and length <= MOST_IN_FULL):
         # Perhaps in blocks, which a rank's part of a sequence has as a whole.
         first = mixes(in_full=True) or ((0, 0, "") if differs else None)
@@ -736,9 +715,7 @@ class ModulesInUse:
     def _compare(self, number: int) -> None:
         """Raises a ValueError unless all dp ranks have called the same modules."""
         local = torch.tensor([number, hash(tuple(self.calls)) % 2**20], device=idist.device())
-        peers = [torch.empty_like(local) for _ in range(self.mesh.dp_cp_size)]
-        dist.all_gather(peers, local, group=self.mesh.dp_cp_group)
-        if any(not torch.equal(peer, local) for peer in peers):
+        if any(not torch.equal(peer, local) for peer in gathered(local, self.mesh.dp_cp_group)):
             last = self.names[[called for called in self.calls if called != END][-1]]
             raise ValueError(f"{UNLIKE_MODULES} This rank was at {last!r}")
 
@@ -763,22 +740,10 @@ def check_same_rows(mesh: Mesh, *parts: Any, axes: tuple[str, ...] = ("tp", "pp"
     for axis in axes:
         if mesh.sizes[axis] == 1:
             continue
-        local = torch.stack([_checksum(part) for part in parts])
-        peers = [torch.empty_like(local) for _ in range(mesh.sizes[axis])]
-        dist.all_gather(peers, local, group=mesh.groups[axis])
-        if any(not torch.equal(peer, local) for peer in peers):
+        digests = [hash(tuple(digest(t) for t in tree_leaves(part) if isinstance(t, torch.Tensor))) for part in parts]
+        local = torch.tensor(digests, device=idist.device())
+        if any(not torch.equal(peer, local) for peer in gathered(local, mesh.groups[axis])):
             raise ValueError(
                 f"{axis} peers should get the same rows, but got different ones: use ddl.auto_dataloader, and draw a "
                 "dataset's random numbers from torch's generator (Python's and NumPy's differ from rank to rank)"
             )
-
-
-def _checksum(batch: Any) -> torch.Tensor:
-    """64 bits that depend on each value and its position, of a batch of any structure."""
-    total = torch.zeros((), dtype=torch.int64, device=idist.device())
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            values = leaf.detach().contiguous().view(-1).view(torch.uint8).to(total.device, torch.int64)
-            places = torch.arange(1, len(values) + 1, device=total.device)
-            total = total * 31 + (values * (places * 2654435761 % 2**31)).sum()
-    return total

@@ -13,8 +13,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from ignite_ddl.arguments import COUNT, FUNCTION, Fits, shown
 from ignite_ddl.mesh import Mesh
 
-__all__ = ["COMM_HOOK", "CommState", "check_comm_hook", "register_comm_hook"]
-
 _STATELESS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 _NOT_ON_GLOO = {
     default_hooks.bf16_compress_hook: "gloo cannot average bfloat16",

@@ -30,7 +30,6 @@ file                                    what it uses
 ``pipeline/structure.py``               ``torch.utils._pytree``
 ``pipeline/pipeline.py``                ``torch.utils._pytree``
 ``pipeline/local_stages.py``            ``torch.utils._pytree``
-``pipeline/batch_schedules.py``         ``torch.utils._pytree``
 ``pipeline/trace.py``                   ``torch.distributed.pipelining.Pipe._from_traced``, ``torch.utils._pytree``
 ``tensor/linear.py``                    ``ParallelStyle._apply``, which every style overrides, as in the next two
 ``tensor/sequence.py``                  and ``SequenceParallel._replicate_module_fn``
@@ -75,33 +74,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.library import Library
 from torch.utils._pytree import tree_leaves
 
-__all__ = [
-    "BELONGS_TO_A_MODEL",
-    "MODELS",
-    "PART_OF_A_MODEL",
-    "address_for_ignite",
-    "called_by_ignites_checkpoint",
-    "flattened",
-    "guard_cut_model",
-    "hide_gpus_if_too_few",
-    "hide_slurm_under_torchrun",
-    "is_part",
-    "keep_serial_runs_on_cpu",
-    "local_gradients",
-    "newest_node",
-    "pickle_shards",
-    "quiet_redistribution",
-    "quiet_warnings",
-    "reduce_metrics_over_dp",
-    "refuse_pickling",
-    "repair_torchvision",
-    "replicate",
-    "set_local_gradients",
-    "set_nproc_per_node",
-    "unsharded_parameters",
-    "use_world_timeout",
-    "without_dispatch_modes",
-]
+from ignite_ddl.arguments import first_line
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -305,7 +278,7 @@ class PartError(ValueError):
     def __init__(self, error: Exception) -> None:
         super().__init__(
             f"torch cannot compute this with a weight or gradient that is cut over ranks, a DTensor "
-            f"({str(error).splitlines()[0][:200].rstrip('.!')}): change weights before ddl.auto_model, or change the "
+            f"({first_line(error).rstrip('!')}): change weights before ddl.auto_model, or change the "
             "state of ddl.full_state_dict(model) and give it to ddl.load_full_state_dict on every rank; to compute "
             "with a full weight, take p.full_tensor() on every rank"
         )
@@ -462,9 +435,7 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager:
 
 def unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that FSDP2 computes with, in place of those that the optimizer steps."""
-    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in module.modules() if isinstance(unit, FSDPModule)]
-    known = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
-    return [parameter._unsharded_param for parameter in known if hasattr(parameter, "_unsharded_param")]
+    return [one._unsharded_param for one in _fsdp_parameters(module).values() if hasattr(one, "_unsharded_param")]
 
 
 _COPIERS = ("copy", "torch.distributed.checkpoint._state_dict_stager")  # the latter for DCP's async_save

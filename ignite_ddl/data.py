@@ -40,8 +40,6 @@ from ignite_ddl.context.sequence import shard_batch
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import n_rows, tensors_of
 
-__all__ = ["Pass", "ShardedDataLoader", "auto_dataloader", "part", "without_rows"]
-
 
 def _is_sampler(value: Any) -> bool:
     other = isinstance(value, str | bytes | Mapping | type) or getattr(value, "ndim", 1) == 0
@@ -49,8 +47,8 @@ def _is_sampler(value: Any) -> bool:
 
 
 def _is_state(value: Any) -> bool:
-    numbers = value.get("next", 0), value["epoch"], value["batches"], value["rows"]
-    states = [value[name] for name in ("stream", "generator", "generator_now") if value.get(name) is not None]
+    numbers = value["next"], value["epoch"], value["batches"], value["rows"]
+    states = [value[name] for name in ("stream", "generator", "generator_now") if value[name] is not None]
     counts = all(isinstance(number, int) and number >= 0 for number in numbers)
     random = all(isinstance(state, torch.Tensor) and state.dtype == torch.uint8 for state in states)
     return isinstance(value["seed"], int | None) and counts and random
@@ -166,42 +164,51 @@ def auto_dataloader(dataset: Dataset[Any] | _Rows, **kwargs: Unpack[LoaderOption
 
 
 def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoader:
-    for name in ("sampler", "batch_sampler"):
-        given = kwargs.get(name)
-        inner = getattr(given, "sampler", None)  # of a BatchSampler
-        divided = next((s for s in (given, inner) if isinstance(s, DistributedSampler)), None)
-        if divided is not None:
-            raise ValueError(
-                f"{name} should be the sampler of one process, which auto_dataloader divides among the ranks, "
-                f"but given a {type(divided).__name__}"
-            )
-    if kwargs.get("batch_sampler") is not None and ({"batch_size", "drop_last"} & set(kwargs)):
-        raise ValueError("batch_sampler excludes batch_size and drop_last: it decides the batches")
-    batch_size = kwargs.pop("batch_size", 1)
+    iterable = isinstance(dataset, IterableDataset)
+    _check_samplers(kwargs)
+    batch_size, drop_last = kwargs.pop("batch_size", 1), kwargs.pop("drop_last", False)
     if kwargs.get("batch_sampler") is None:
         batch_size = check("batch_size", batch_size, BATCH_SIZE)
-        if kwargs.get("sampler") is None and not isinstance(dataset, IterableDataset):
+        if kwargs.get("sampler") is None and not iterable:
             check("dataset", dataset, a(DATASET.says, lambda value: len(value) >= 0))
     workers = kwargs.get("num_workers", 0)
-    if workers and idist.get_world_size() > 1 and not isinstance(dataset, IterableDataset):
+    if workers and idist.get_world_size() > 1 and not iterable:
         kwargs["num_workers"] = -(-workers // idist.get_nproc_per_node())
     kwargs.setdefault("pin_memory", idist.device().type == "cuda")
-    drop_last = kwargs.pop("drop_last", False)
-    if isinstance(dataset, IterableDataset):
+    if iterable:
         parts = _LocalStream(dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", None) or default_collate)
         return ShardedDataLoader(parts, batch_size=None, **kwargs)
     _check_same_dataset(dataset)
     batches = kwargs.pop("batch_sampler", None)
     if batches is None:
-        sampler = kwargs.pop("sampler", None)
-        if kwargs.pop("shuffle", False):
-            if sampler is not None:
-                raise ValueError("sampler and shuffle=True exclude each other: the sampler decides the order")
-            sampler = RandomSampler(dataset, generator=kwargs.get("generator"))
-        batches = BatchSampler(sampler if sampler is not None else SequentialSampler(dataset), batch_size, drop_last)
+        sampler = _sampler(dataset, kwargs.pop("sampler", None), kwargs.pop("shuffle", False), kwargs.get("generator"))
+        batches = BatchSampler(sampler, batch_size, drop_last)
     generator, workers = kwargs.get("generator"), kwargs.get("num_workers", 0)
     batches = _LocalBatches(batches, _common_seed(mesh), mesh.dp_rank, mesh.dp_size, generator, workers)
     return ShardedDataLoader(dataset, batch_sampler=batches, **kwargs)
+
+
+def _check_samplers(given: Mapping[str, Any]) -> None:
+    for name in ("sampler", "batch_sampler"):
+        sampler = given.get(name)
+        inner = getattr(sampler, "sampler", None)  # of a BatchSampler
+        divided = next((s for s in (sampler, inner) if isinstance(s, DistributedSampler)), None)
+        if divided is not None:
+            raise ValueError(
+                f"{name} should be the sampler of one process, which auto_dataloader divides among the ranks, "
+                f"but given a {type(divided).__name__}"
+            )
+    if given.get("batch_sampler") is not None and ({"batch_size", "drop_last"} & set(given)):
+        raise ValueError("batch_sampler excludes batch_size and drop_last: it decides the batches")
+
+
+def _sampler(dataset: Any, sampler: Any, shuffle: bool | None, generator: torch.Generator | None) -> Any:
+    """The order of one process's rows."""
+    if not shuffle:
+        return SequentialSampler(dataset) if sampler is None else sampler
+    if sampler is not None:
+        raise ValueError("sampler and shuffle=True exclude each other: the sampler decides the order")
+    return RandomSampler(dataset, generator=generator)
 
 
 class ShardedDataLoader(DataLoader):
@@ -296,14 +303,13 @@ class ShardedDataLoader(DataLoader):
         """
         consumer = self._consumer(engine)
         consumer.passes, consumer.resumed = [], dict(state) if state["batches"] else None
-        consumer.epoch = state.get("next", state["epoch"])
+        consumer.epoch = state["next"]
         if consumer.stream is not None and state["stream"] is not None:
             consumer.stream.set_state(state["stream"])
         if isinstance(self.batch_sampler, _LocalBatches):
             self.batch_sampler.seed = state["seed"]
-        generator = state.get("generator_now", state.get("generator"))
-        if self.generator is not None and generator is not None:
-            self.generator.set_state(generator)
+        if self.generator is not None and state["generator_now"] is not None:
+            self.generator.set_state(state["generator_now"])
 
     def reseed(self, engine: Any = None) -> None:
         """Gives transforms another random stream, on a dp rank that the saved run did not have."""
@@ -447,7 +453,7 @@ class Pass:
         with contextlib.suppress(StopIteration):
             while self.batches < first["batches"]:
                 self._read()
-        if (self.n_rows, self._digest) != (first["rows"], first.get("digest", first.get("order"))):
+        if (self.n_rows, self._digest) != (first["rows"], first["digest"]):
             raise ValueError(
                 "dataset should give the samples of the interrupted run again, but gives different ones: take the same "
                 "batch_size, and draw its random numbers from torch"

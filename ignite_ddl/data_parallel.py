@@ -23,18 +23,6 @@ from ignite_ddl.experts.style import dim_to_shard, experts_of
 from ignite_ddl.guards import refuse_second_derivatives
 from ignite_ddl.mesh import Mesh, get_mesh
 
-__all__ = [
-    "LOCAL_ROUNDS",
-    "LocalRound",
-    "apply_data_parallel",
-    "fully_shard",
-    "gradient_sync",
-    "local_round",
-    "refuse_in_a_round",
-    "reshard",
-    "share_buffers",
-]
-
 LOCAL_ROUNDS = "_trains_in_local_rounds"  # on a parameter
 
 

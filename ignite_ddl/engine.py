@@ -27,14 +27,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
-from ignite_ddl.audit import TOKENS_CHECKED, check_same_rows, check_tokens_are_independent
+from ignite_ddl.audit import check_same_rows, check_tokens_are_independent
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, PartError
 from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
 from ignite_ddl.data_parallel import local_round, refuse_in_a_round
 from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.loss_contract import DIVISOR, divisor_of
-from ignite_ddl.mesh import get_mesh
+from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import on_this_rank, over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.local_stages import PipelineStages, Stages, call, on_some_ranks, stages_of
@@ -42,15 +42,6 @@ from ignite_ddl.pipeline.structure import full_tensors, n_rows
 from ignite_ddl.precision import AMP_MODE, ScaledOptimizer, autocast_for, make_scaler
 from ignite_ddl.step import TrainingStep
 from ignite_ddl.tensor.gradients import redistribute_gradient
-
-__all__ = [
-    "MeshEngine",
-    "clip_grad_norm_",
-    "create_supervised_evaluator",
-    "create_supervised_trainer",
-    "forward_backward",
-    "mid_step_error",
-]
 
 
 def _is_data(value: Any) -> bool:
@@ -377,8 +368,6 @@ def create_supervised_trainer(
     device = idist.device() if device is None else device
     step, autocast = TrainingStep(model, model_transform, checks, model_fn), autocast_for(amp_mode, device)
     divisor_of(loss_fn, loss_divisor)  # raises an error here, not in the first step
-    if not checks:
-        setattr(model, TOKENS_CHECKED, True)
     grad_scaler = make_scaler(scaler, amp_mode, device)
     scaled = None if grad_scaler is None else ScaledOptimizer(optimizer, grad_scaler)
 
@@ -637,11 +626,8 @@ def _clip(
         if stages.counts(name):
             real = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
             total += real.double().square().sum() / n_copies
-    if is_local and mesh.world_size > 1:
-        for group in (mesh.tp_group, mesh.pp_group, *([mesh.groups["dp_shard"]] if shard_size > 1 else [])):
-            dist.all_reduce(total, group=group)
-    elif mesh.world_size > 1 and (is_cut or mesh.pp_size > 1):
-        dist.all_reduce(total)
+    if is_local or is_cut or mesh.pp_size > 1:
+        _sum_over_ranks(total, mesh, is_local)
     else:
         total *= n_ranks
     norm = total.sqrt()
@@ -649,6 +635,17 @@ def _clip(
     for local in gradients:
         local.mul_(scale.to(local.device))
     return norm
+
+
+def _sum_over_ranks(total: torch.Tensor, mesh: Mesh, is_local: bool) -> None:
+    """Over all ranks, or in a round of local steps over those of this replica."""
+    if mesh.world_size == 1:
+        return
+    if not is_local:
+        dist.all_reduce(total)
+        return
+    for group in (mesh.tp_group, mesh.pp_group, *([mesh.groups["dp_shard"]] if mesh.hybrid else [])):
+        dist.all_reduce(total, group=group)
 
 
 def _local_and_copies(grad: torch.Tensor, n_ranks: int) -> tuple[torch.Tensor, int]:

@@ -20,25 +20,6 @@ from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, gua
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import local_tensor
 
-__all__ = [
-    "LocalStateDict",
-    "advice_of",
-    "check_handler",
-    "check_layers",
-    "check_optimizer",
-    "check_parameter_hooks",
-    "explain_errors",
-    "copy_parameter_attributes",
-    "mark_trained",
-    "full_state_error",
-    "refuse_copies",
-    "refuse_ignites_checkpoint",
-    "refuse_second_derivatives",
-    "refuse_plain_names",
-    "refuse_full_states",
-    "strip_ddp_prefix",
-]
-
 THIS_WAS_IN = "This was in "
 _REPLACED = "_replaced_by_auto_model"  # on a parameter that another has replaced: its name
 _TRAINED = "_of_auto_model"  # on a parameter of what auto_model returned on a mesh: whether ranks share its gradient

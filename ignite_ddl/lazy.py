@@ -16,7 +16,6 @@ from ignite_ddl.arguments import a, takes
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.structure import local_tensor
 
-__all__ = ["Lazy", "LazyLayers", "empty_weights", "lazy", "materialize", "replace_module"]
 P = ParamSpec("P")
 
 

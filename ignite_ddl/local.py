@@ -18,9 +18,8 @@ from ignite_ddl.engine import MeshEngine
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.local_stages import stages_of
+from ignite_ddl.pipeline.structure import local_tensor
 from ignite_ddl.state import local_state
-
-__all__ = ["DiLoCo", "LocalSGD"]
 
 
 class LocalSGD:
@@ -35,8 +34,10 @@ class LocalSGD:
     average goes over dp_replicate.
 
     In a round each step sends over dp the few numbers of the global loss, which the trainer returns as ever, and the
-    overflow flag of a GradScaler. Clipping goes by the norm of a dp rank. The optimizer's state stays with its rank.
-    BatchNorm's running statistics are those of dp rank 0 from the end of a round. The end of a run ends its round.
+    overflow flag of a GradScaler: where a gradient of one rank is not finite, all skip the step, so that each has made
+    the same number of steps at the end of a round. Clipping goes by the norm of a dp rank. The optimizer's state stays
+    with its rank. BatchNorm's running statistics are those of dp rank 0 from the end of a round. The end of a run ends
+    its round.
 
     The evaluator and ``ddl.full_state_dict`` are refused in the middle of a round. A checkpoint there holds the average
     of the weights as the model; put this object into ``to_save``, which holds what is each rank's own, also at the end
@@ -127,7 +128,7 @@ class LocalSGD:
                 "weights were frozen, unfrozen or replaced since they were given to ddl.LocalSGD or ddl.DiLoCo, which "
                 "average those that were trained then: call ddl.auto_model and attach again after such a change"
             )
-        mesh, locals_ = get_mesh(), [_local(p) for p in self.trained]
+        mesh, locals_ = get_mesh(), [local_tensor(p.detach()) for p in self.trained]
         if mesh.dp_size == 1:
             return {id(p): p.detach() for p in self.trained}
         group = mesh.groups[mesh.round_axis]
@@ -151,7 +152,7 @@ class LocalSGD:
         """What belongs to this rank: weights and buffers, the optimizer's state, and how far the round is."""
         self._check_attached()
         names = self._names()
-        tensors = {f"weights.{name}": _local(t) for name, t in local_state(self.model)[0].items()}
+        tensors = {f"weights.{name}": local_tensor(t.detach()) for name, t in local_state(self.model)[0].items()}
         tensors |= _tensors_of("inner", self.optimizer, names)
         return {"steps": self.round.steps, "counted": self.round.counted, "tensors": tensors}
 
@@ -160,7 +161,7 @@ class LocalSGD:
         """Takes what :meth:`state_dict` gave on this rank, after model and optimizer have been loaded."""
         self._check_attached()
         for name, tensor in local_state(self.model)[0].items():
-            _local(tensor).copy_(state["tensors"][f"weights.{name}"])
+            local_tensor(tensor.detach()).copy_(state["tensors"][f"weights.{name}"])
         _set_tensors("inner", self.optimizer, self._names(), state["tensors"])
         self.round.steps, self.round.counted = state["steps"], state["counted"]
 
@@ -241,7 +242,7 @@ class DiLoCo(LocalSGD):
     def state_dict(self) -> dict[str, Any]:
         """As that of :class:`LocalSGD`, with ``old`` and the outer optimizer's state."""
         state, names = super().state_dict(), self._names_of_old()
-        old = {f"old.{names[id(old)]}": _local(old) for old in self.old}
+        old = {f"old.{names[id(old)]}": local_tensor(old.detach()) for old in self.old}
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.outer.param_groups]
         tensors = state["tensors"] | old | _tensors_of("outer", self.outer, names)
         return state | {"tensors": tensors, "outer": groups}
@@ -252,7 +253,7 @@ class DiLoCo(LocalSGD):
         super().load_state_dict(state)
         names = self._names_of_old()
         for old in self.old:
-            _local(old).copy_(state["tensors"][f"old.{names[id(old)]}"])
+            local_tensor(old.detach()).copy_(state["tensors"][f"old.{names[id(old)]}"])
         for group, saved in zip(self.outer.param_groups, state["outer"], strict=True):
             group.update(saved)
         _set_tensors("outer", self.outer, names, state["tensors"])
@@ -266,14 +267,9 @@ def _nesterov(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _like(local: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """This rank's part as the parameter's type: a DTensor, or a plain tensor."""
-    if not isinstance(p, DTensor) or local.shape != _local(p).shape:
+    if not isinstance(p, DTensor) or local.shape != local_tensor(p.detach()).shape:
         return local
     return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
@@ -281,7 +277,7 @@ def _like(local: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 def _tensors_of(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
     """The state of an optimizer on this rank."""
     return {
-        f"{key}.{part}.{names[id(p)]}": _local(value)
+        f"{key}.{part}.{names[id(p)]}": local_tensor(value.detach())
         for p, state in optimizer.state.items()
         for part, value in state.items()
         if id(p) in names and isinstance(value, torch.Tensor)

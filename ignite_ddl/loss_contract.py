@@ -27,15 +27,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_ddl.arguments import FUNCTION, Fits, check, one_of
+from ignite_ddl.arguments import FUNCTION, Fits, check, first_line, one_of
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, unsharded_parameters
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.mesh import Mesh
-from ignite_ddl.pipeline.structure import concatenated, map_leaves, n_rows, some_rows, tensors_of
+from ignite_ddl.pipeline.structure import concatenated, detached, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.loss import cross_entropy
 from ignite_ddl.traceless import Meeting
-
-__all__ = ["Divisor", "LossContract", "divisor_of"]
 
 DIVISOR = Fits(
     '"rows", "sum", "local" or a function from targets to a number', (one_of("rows", "sum", "local") | FUNCTION).read
@@ -253,7 +251,7 @@ class LossContract:
                     f"that the model computes), so what it divides by cannot be checked: {_DECLARE}"
                 )
         if self.is_compared:
-            self.pairs.append(map_leaves(_detached, (output, y)))
+            self.pairs.append(detached((output, y)))
 
     def _check_weights(self, weights: list[nn.Parameter]) -> None:
         if not weights:
@@ -370,7 +368,7 @@ class LossContract:
                 ]
         except Exception as error:
             raise ValueError(
-                f"loss_fn should be a mean over rows, but fails with a part of them ({str(error).splitlines()[0]}), so "
+                f"loss_fn should be a mean over rows, but fails with a part of them ({first_line(error)}), so "
                 f"what it divides by cannot be checked: {_DECLARE}"
             ) from error
         return float(loss), torch.finfo(loss.dtype).eps, values
@@ -386,7 +384,7 @@ class LossContract:
         except Exception as error:
             raise ValueError(
                 f"loss_fn should be a mean over tokens on a mesh with cp, but fails with a part of them "
-                f"({str(error).splitlines()[0]}): pass loss_divisor=, a function from targets to the number that counts"
+                f"({first_line(error)}): pass loss_divisor=, a function from targets to the number that counts"
             ) from error
         scale = 0.5 if self.divisor.kind == "rows" else 1.0
         if math.isfinite(loss) and not abs(scale * sum(parts) - loss) <= 1e-4 * max(1e-3, abs(loss)):
@@ -450,10 +448,6 @@ def _dependencies(loss: torch.Tensor, output: Any, since: int) -> tuple[list[tor
         else:
             pending += [following for following, _ in node.next_functions]
     return outputs, weights, uses_older
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def key_of(loss_fn: Callable, declared: Any) -> Hashable:

@@ -26,8 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ignite_ddl.arguments import COUNT, Fits, check, one_of, takes, whole
 from ignite_ddl.compat import flattened, quiet_warnings, use_world_timeout
 
-__all__ = ["Mesh", "check_experts", "check_mesh", "get_mesh", "initialize_mesh", "sizes_without_world"]
-
 AXES = ("pp", "dp", "tp")  # outermost first
 GRID = ("pp", "dp", "cp", "tp")  # as ranks are numbered
 DP_AXES = ("dp_replicate", "dp_shard")  # what dp consists of, if they are given

@@ -27,8 +27,6 @@ from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.loss_contract import LossContract, divisor_of
 from ignite_ddl.mesh import Mesh, get_mesh
 
-__all__ = ["data_parallel_view", "on_this_rank", "over_data_parallel"]
-
 
 class _DataParallelModel(_NativeDistModel):
     """idist's model of the world, with the data-parallel group, or some of its ranks, as the world."""
@@ -99,11 +97,12 @@ def _group_of(ranks: list[int]) -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def data_parallel_view(mesh: Mesh | None = None) -> Iterator[None]:
+def data_parallel_view(mesh: Mesh | None = None, ranks: Sequence[int] | None = None) -> Iterator[None]:
     """Context manager: ``idist``'s ranks, sizes and collectives are those of the data-parallel group.
 
     Args:
         mesh: the mesh; default :func:`ddl.get_mesh`.
+        ranks: some ranks of that group, in its place; they enter it together.
 
     Examples:
         .. code-block:: python
@@ -119,13 +118,7 @@ def data_parallel_view(mesh: Mesh | None = None) -> Iterator[None]:
             with ddl.Parallel(backend="gloo", nproc_per_node=4, dp=2, tp=2) as parallel:
                 assert parallel.run(count_rows, 10) == [20] * 4     # over the world it would be 40
     """
-    with _view(mesh or get_mesh()):
-        yield
-
-
-@contextlib.contextmanager
-def _view(mesh: Mesh, ranks: Sequence[int] | None = None) -> Iterator[None]:
-    before = idist_utils._model
+    mesh, before = mesh or get_mesh(), idist_utils._model
     if mesh.world_size == 1 or (ranks is None and isinstance(before, _DataParallelModel)):
         yield
         return
@@ -146,7 +139,7 @@ def on_this_rank(owner: Any, handler: Callable) -> Callable:
     @functools.wraps(handler)
     def alone(*args: Any, **kwargs: Any) -> Any:
         mesh = get_mesh()
-        with _view(mesh, [mesh.rank]):
+        with data_parallel_view(mesh, [mesh.rank]):
             return handler(*args, **kwargs)
 
     setattr(owner, handler.__name__, alone)
@@ -273,7 +266,7 @@ def _check_tokens_count(metric: Metric, methods: Mapping[str, Callable], output:
     if halves is None:
         return
     values = []
-    with _view(mesh, [mesh.rank]):
+    with data_parallel_view(mesh, [mesh.rank]):
         try:
             for updates in ([output], halves):
                 for update in updates:
@@ -383,7 +376,7 @@ def _compute_on_ranks_with_rows(compute: Callable[[], Any], had_rows: bool, mesh
     result: list[Any] = [None, None]
     if had_rows:
         try:
-            with _view(mesh, ranks):
+            with data_parallel_view(mesh, ranks):
                 result[0] = compute()
         except Exception as error:
             result[1] = error

@@ -41,14 +41,11 @@ from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages, trains
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.pipeline import Pipeline
-from ignite_ddl.pipeline.schedules import NAME, ROWS, SCHEDULES, UnlikeMicrobatches, microbatches_for
+from ignite_ddl.pipeline.schedules import NAME, ROWS, SCHEDULES, check_same_microbatches, microbatches_for
 from ignite_ddl.pipeline.trace import TracedLayer
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.tensor.plan import apply_plan, check_plan
 from ignite_ddl.tensor.random import share_random_stream
-
-__all__ = ["auto_model", "auto_optim", "check_model"]
-
 
 FITS = {
     "model": MODULE,
@@ -235,21 +232,13 @@ def _check(
     """Decides everything, and refuses what the mesh does not support, without making, changing or sending anything."""
     mesh = get_mesh()
     shard = _shards(mesh, shard)
-    if local and ((shard and not mesh.hybrid) or mesh.cp_size > 1):
-        raise ValueError(
-            f'dp_sync="local" needs all weights and full sequences on each dp rank, or on its dp_shard peers, but the '
-            f"mesh is {mesh!r}, shard={shard}: leave out shard and cp, give dp_replicate, too, or leave out dp_sync"
-        )
-    by_ddp = mesh.dp_cp_size == mesh.world_size and not ((shard or local or mesh.ep_size > 1) and mesh.world_size > 1)
-    if ddp and not by_ddp:
-        sync = ', dp_sync="local"' if local else ""
-        raise ValueError(f"{', '.join(ddp)} are for DDP, but the mesh is {mesh!r}, shard={shard}{sync}: leave them out")
+    by_ddp = _is_by_ddp(mesh, shard, local, ddp)
     if comm_hook is not None:
         check_comm_hook(comm_hook, mesh, by_ddp, ddp)
     if mesh.world_size > 1:
         check_layers(model, mesh, by_ddp)
         check_parameter_hooks(model.named_parameters(), mesh, by_ddp, before=True)
-    _warn_without_plan(tensor_plan, mesh.tp_size, stacklevel=5)
+    warn_without_plan(tensor_plan, mesh.tp_size, stacklevel=5)
     styles, cut = _check_cut(model, tensor_plan, mesh.pp_size, mesh.tp_size, stages, mesh.ep_size)
     if shard:
         with LazyLayers(model).shapes_only():
@@ -271,6 +260,20 @@ def _shards(mesh: Mesh, shard: bool | None) -> bool:
     return mesh.dp_shard_size > 1
 
 
+def _is_by_ddp(mesh: Mesh, shard: bool, local: bool, ddp: Mapping[str, Any]) -> bool:
+    """Whether DDP reduces gradients, which takes ``ddp``."""
+    if local and ((shard and not mesh.hybrid) or mesh.cp_size > 1):
+        raise ValueError(
+            f'dp_sync="local" needs all weights and full sequences on each dp rank, or on its dp_shard peers, but the '
+            f"mesh is {mesh!r}, shard={shard}: leave out shard and cp, give dp_replicate, too, or leave out dp_sync"
+        )
+    by_ddp = mesh.dp_cp_size == mesh.world_size and not ((shard or local or mesh.ep_size > 1) and mesh.world_size > 1)
+    if ddp and not by_ddp:
+        sync = ', dp_sync="local"' if local else ""
+        raise ValueError(f"{', '.join(ddp)} are for DDP, but the mesh is {mesh!r}, shard={shard}{sync}: leave them out")
+    return by_ddp
+
+
 def _fsdp_arguments(
     mesh: Mesh, shard: bool, mp_policy: MixedPrecisionPolicy | None, reshard: bool | None, offload: bool
 ) -> dict[str, Any]:
@@ -288,7 +291,8 @@ def _fsdp_arguments(
     }
 
 
-def _warn_without_plan(tensor_plan: Any, tp_size: int, stacklevel: int) -> None:
+def warn_without_plan(tensor_plan: Any, tp_size: int, stacklevel: int) -> None:
+    """Of tp ranks that all compute the same, on rank 0 and once."""
     if tp_size > 1 and tensor_plan is None and idist.get_rank() == 0:
         warnings.warn(
             f"the mesh has tp={tp_size}, but tensor_plan is None: every tp rank computes the full model; give a plan, "
@@ -376,12 +380,12 @@ def _shard_lazy_layer(model: nn.Module, names: list[str], layout: _Layout) -> No
 
 def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
     """Leaves each rank its part: its stages (pp), its part of their layers (tp), its rows or weights (dp)."""
+    if layout.mesh.world_size > layout.mesh.dp_size:
+        share_random_stream(layout.mesh)
     if layout.ddp is not None:  # which refuses a model that trains nothing
         if layout.mesh.world_size == 1 or trains(model):
             model = idist.auto_model(model, **layout.ddp)
         return register_comm_hook(model, layout.comm_hook, layout.mesh)
-    if layout.mesh.tp_size * layout.mesh.pp_size > 1:
-        share_random_stream(layout.mesh)
     uncut = dict(model.named_parameters(remove_duplicate=False))
     if layout.cut is not None:
         communicates = layout.shard or layout.mesh.ep_size > 1 or bool(routers_of(model))
@@ -500,7 +504,7 @@ def check_model(
     sizes = sizes_without_world(dp, pp, tp, dp_replicate, dp_shard, cp)
     check_experts(sizes, ep)
     dp = sizes["dp"]
-    _warn_without_plan(tensor_plan, tp, stacklevel=4)
+    warn_without_plan(tensor_plan, tp, stacklevel=4)
     _, cut = _check_cut(model, tensor_plan, pp, tp, (schedule, n_microbatches, split, costs), ep)
     _check_routers(model, dp, cp, cut, False, ep)
     communicates = ep > 1 or bool(routers_of(model))
@@ -510,8 +514,8 @@ def check_model(
                 microbatches_for(dp_rows, cut.n_microbatches, schedule, pp)[0]
                 for dp_rows in {rows // dp, -(-rows // dp)} - {0}
             }
-            if communicates and len(numbers) > 1:
-                raise UnlikeMicrobatches(numbers)
+            if communicates:
+                check_same_microbatches(numbers)
 
 
 def _copy_weights_of_rank_0(model: nn.Module) -> None:

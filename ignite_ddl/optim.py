@@ -8,19 +8,17 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import ignite.distributed as idist
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ignite_ddl.arguments import first_line
+from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.compat import is_part, quiet_redistribution
 from ignite_ddl.guards import LocalStateDict, refuse_full_states, refuse_ignites_checkpoint
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.pipeline import SHARED
 from ignite_ddl.pipeline.structure import local_tensor
-
-__all__ = ["adapt_optimizer"]
 
 _ADAPTED = "_adapted_to_the_mesh"  # on an optimizer
 _N_STEPS = 3  # steps
@@ -47,9 +45,7 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
     if dtensors:
         _split_groups_by_kind(optimizer)
     if mesh.pp_size > 1:
-        n = torch.tensor(len(parameters), device=idist.device())
-        dist.all_reduce(n, group=mesh.pp_group)
-        if not n:
+        if not on_any_rank(bool(parameters), mesh.pp_group):
             raise ValueError(
                 "optimizer should hold parameters of the model, but holds none on any stage: choose some of "
                 "model.named_parameters(), whose names are those of the uncut model"
@@ -114,7 +110,7 @@ def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Non
         full = _small_steps(optimizer, given, mesh, stages=min(mesh.pp_size, 2), cut=False)
     except Exception as error:
         raise ValueError(
-            f"{name} cannot be tried out on small weights ({_first_line(error)}), so that it is not known whether it "
+            f"{name} cannot be tried out on small weights ({first_line(error)}), so that it is not known whether it "
             "does the same to parts of a model as to the full model: pass checks=False to ddl.auto_optim if it steps "
             f"each number by itself, or {other}"
         ) from error
@@ -123,7 +119,7 @@ def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Non
             parts = _small_steps(optimizer, given, mesh, stages=1, cut=True)
     except Exception as error:
         raise ValueError(
-            f"{name} cannot step weights that are cut over ranks ({_first_line(error)}): {other}, with fused=False if "
+            f"{name} cannot step weights that are cut over ranks ({first_line(error)}): {other}, with fused=False if "
             "this is about a fused operator; or leave weights uncut, by dp without shard=True"
         ) from error
     for before, part, right in zip(_values(given, mesh), parts, full, strict=False):
@@ -208,10 +204,6 @@ def _kind(parameter: torch.Tensor) -> Any:
     return parameter.ndim
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0][:200].rstrip(".")
-
-
 # ------------------------------------------------------------------------- one weight on several stages
 
 
@@ -223,8 +215,7 @@ def _check_shared(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         for p in group["params"]
         if hasattr(p, SHARED) and p.requires_grad
     ]
-    of_ranks: list[list] = [[] for _ in range(mesh.pp_size)]
-    dist.all_gather_object(of_ranks, shared, group=mesh.pp_group)
+    of_ranks = gathered_values(shared, mesh.pp_group)
     for name, ranks in dict.fromkeys((name, ranks) for of_rank in of_ranks for name, ranks, _ in of_rank):
         held = [(r, options) for r, of_rank in enumerate(of_ranks) for n, _, options in of_rank if n == name]
         if {r for r, _ in held} != ranks or len({options for _, options in held}) > 1:

@@ -6,20 +6,18 @@ import copy
 import warnings
 from typing import Any
 
-import ignite.distributed as idist
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ignite_ddl.arguments import first_line
+from ignite_ddl.collectives import on_any_rank
 from ignite_ddl.compat import without_dispatch_modes
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import map_leaves, some_rows, tensors_of
 from ignite_ddl.tensor.layers import full_between_layers, local_input, region_ends
 from ignite_ddl.traceless import evaluating, without_trace
-
-__all__ = ["check_regions_once", "skip_region_check"]
 
 _ROWS = 2  # of a batch that the check runs on: plain attention takes memory
 
@@ -58,29 +56,10 @@ def skip_region_check(stage: nn.Module) -> None:
 
 
 def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any], trains: bool) -> None:
-    rows = {len(tensor) for tensor in tensors_of((args, kwargs)) if tensor.ndim}
-    few_rows = [some_rows(given, slice(_ROWS), max(rows)) for given in (args, kwargs)] if len(rows) == 1 else None
-    actual, error = None, None
-    for given in filter(None, (few_rows, [args, kwargs])):  # all rows if code does not run with fewer
-        try:
-            actual = _run(stage, *given)
-            with full_between_layers():
-                expected = _run(stage, *given)
-            break
-        except Exception as raised:
-            actual, error = None, raised
-    if actual is None:
-        warnings.warn(
-            "the code between the layers that tensor_plan cuts could not be checked, since it does not run with all "
-            f"features ({(str(error) or repr(error)).splitlines()[0]}): run ddl.check_parity on a small copy of the "
-            "model",
-            stacklevel=2,
-        )
-        return
+    actual, expected = _run_both_ways(stage, args, kwargs)
     compared = {name: part for name, part in expected.items() if trains or name not in _OUTPUTS}
     wrong = [name for name, part in compared.items() if name not in actual or _differ(actual[name], part)]
-    on_any = torch.tensor(float(bool(wrong)), device=idist.device())
-    dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=get_mesh().tp_group)  # tp peers raise together
+    on_any = on_any_rank(bool(wrong), get_mesh().tp_group)  # tp peers raise together
     if on_any and wrong and wrong[0] in _OUTPUTS and actual[wrong[0]].shape != expected[wrong[0]].shape:
         raise ValueError(
             f"the model's output has shape {tuple(actual[wrong[0]].shape)} on two rows, a part of "
@@ -94,6 +73,25 @@ def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any], trains: bool) 
             "over them): leave the layers around it out of the plan, or, if one layer computes q, k and v, use "
             "ddl.Column(parts=3)"
         )
+
+
+def _run_both_ways(stage: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[dict, dict]:
+    """What :func:`_run` finds with this rank's features and with all; empty, with a warning, if it does not run so."""
+    rows = {len(tensor) for tensor in tensors_of((args, kwargs)) if tensor.ndim}
+    few_rows = [some_rows(given, slice(_ROWS), max(rows)) for given in (args, kwargs)] if len(rows) == 1 else None
+    for given in filter(None, (few_rows, [args, kwargs])):  # all rows if code does not run with fewer
+        try:
+            actual = _run(stage, *given)
+            with full_between_layers():
+                return actual, _run(stage, *given)
+        except Exception as raised:
+            error = raised
+    warnings.warn(
+        "the code between the layers that tensor_plan cuts could not be checked, since it does not run with all "
+        f"features ({first_line(error)}): run ddl.check_parity on a small copy of the model",
+        stacklevel=3,
+    )
+    return {}, {}
 
 
 _OUTPUTS = [f"output {i}" for i in range(16)]

@@ -8,17 +8,16 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_ddl.collectives import gathered, gathered_values
 from ignite_ddl.data_parallel import local_round
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.structure import local_tensor
 from ignite_ddl.state import local_state
-
-__all__ = ["check_replicas", "digest", "dp_local_statistics"]
+from ignite_ddl.tensor.gradients import is_cut
 
 _CUDA_TOLERANCE = 0.01  # over tp: its kernels may add in another order on each rank; not run on several GPUs yet
 _CHUNK = 2**20  # words that are summed at once, so that large weights need little extra memory
@@ -46,15 +45,7 @@ def check_replicas(model: nn.Module) -> None:
     for axis in ("dp", *(["dp_replicate"] * mesh.hybrid), *(["edp"] * (mesh.ep_size > 1)), "tp"):
         group = mesh.dp_cp_group if axis == "dp" else mesh.groups[axis]
         if dist.get_world_size(group) > 1 and not (axis != "tp" and in_a_round):
-            copies = {
-                name: tensor
-                for name, tensor in tensors.items()
-                if not _is_cut(tensor, axis) and not (axis == "dp" and id(tensor) in left_out)
-            }
-            if axis in ("dp_replicate", "edp"):  # the others have been compared over dp
-                copies = {name: tensor for name, tensor in copies.items() if _is_cut(tensor, "dp")}
-            if axis == "edp":
-                copies = {name: tensor for name, tensor in copies.items() if "ep" in tensor.device_mesh.mesh_dim_names}
+            copies = {name: tensor for name, tensor in tensors.items() if _is_copied(tensor, axis, left_out)}
             _compare(copies, axis, group)
     shared: dict[str, torch.Tensor | None] = {}
     for names in stages_of(model).shared_names():
@@ -65,6 +56,17 @@ def check_replicas(model: nn.Module) -> None:
     _compare(shared, "pp", mesh.pp_group)
 
 
+def _is_copied(tensor: torch.Tensor, axis: str, left_out: set[int]) -> bool:
+    """Whether ranks on this axis hold the same tensor, which is not compared over another one."""
+    if is_cut(tensor, axis):
+        return False
+    if axis == "dp":
+        return id(tensor) not in left_out
+    if axis in ("dp_replicate", "edp"):  # the others have been compared over dp
+        return is_cut(tensor, "dp") and (axis != "edp" or "ep" in tensor.device_mesh.mesh_dim_names)
+    return True
+
+
 def _compare_caches(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
     """Buffers that are not saved: a rank may have made some, or longer ones, so they are compared by name and shape."""
     mesh, known = get_mesh(), {id(tensor) for tensor in saved.values()}
@@ -72,8 +74,7 @@ def _compare_caches(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
     if not any(True for module in model.modules() if module._non_persistent_buffers_set):
         return
     digests = {(name, tuple(b.shape)): digest(b) for name, b in caches.items()}
-    peers: list[dict] = [{} for _ in range(mesh.dp_size)]  # cp peers may keep something of their own positions
-    dist.all_gather_object(peers, digests, group=mesh.dp_group)
+    peers = gathered_values(digests, mesh.dp_group)  # cp peers may keep something of their own positions
     for key in digests:
         if any(peer.get(key, digests[key]) != digests[key] for peer in peers):
             _raise(key[0], "dp")
@@ -87,14 +88,6 @@ def dp_local_statistics(model: nn.Module) -> set[int]:
         named = [*model.module.named_parameters(), *model.module.named_buffers()]
         found |= {id(tensor) for name, tensor in named if name in ignored}
     return found
-
-
-def _is_cut(tensor: torch.Tensor, axis: str) -> bool:
-    if not isinstance(tensor, DTensor):
-        return False
-    names = tensor.device_mesh.mesh_dim_names or ()
-    axes = ("dp", "dp_shard", "edp", "ep") if axis == "dp" else (axis,)
-    return any(name in axes and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True))
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -117,18 +110,15 @@ def _compare(tensors: Mapping[str, torch.Tensor | None], axis: str, group: dist.
         return
     numbers = [[0, 0] if tensor is None else [1, digest(tensor)] for tensor in tensors.values()]
     local_digests = torch.tensor(numbers, device=idist.device())
-    peers = [torch.empty_like(local_digests) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(peers, local_digests, group=group)
-    for (name, tensor), of_ranks in zip(tensors.items(), torch.stack(peers, 1).tolist(), strict=True):
+    of_names = torch.stack(gathered(local_digests, group), 1).tolist()
+    for (name, tensor), of_ranks in zip(tensors.items(), of_names, strict=True):
         differs = len({number for there, number in of_ranks if there}) > 1
         if differs and not (axis == "tp" and local_digests.device.type == "cuda" and _nearly_equal(tensor, group)):
             _raise(name, axis)
 
 
 def _nearly_equal(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    local = local_tensor(tensor).detach().contiguous()
-    peers = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(peers, local, group=group)
+    peers = gathered(local_tensor(tensor).detach(), group)
     first = peers[0].double()
     return all((peer.double() - first).norm() <= _CUDA_TOLERANCE * first.norm() for peer in peers)
 

@@ -14,25 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ignite_ddl.arguments import MAPPING, MODULE, Fits, check, takes, whole
+from ignite_ddl.collectives import gathered_values
 from ignite_ddl.compat import quiet_redistribution
 from ignite_ddl.data_parallel import refuse_in_a_round, share_buffers
 from ignite_ddl.lazy import materialize
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.tensor.layers import ROW_ORDER
-
-__all__ = [
-    "INITIAL_VALUES",
-    "Shard",
-    "full_state_dict",
-    "is_extra_state",
-    "load_full_state_dict",
-    "local_state",
-    "set_extra_state",
-    "shard_of",
-    "full_tensor",
-    "full_tensors",
-]
 
 INITIAL_VALUES = "_initial_values"  # on a pipeline, until weights are loaded: their digests; see audit.py
 WAIT_SECONDS = 60  # until every rank has called
@@ -84,7 +72,8 @@ def full_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, torc
     """
     stages, mesh = stages_of(model), get_mesh()
     tensors, _ = _shared_state(model, mesh)
-    dtypes = _gather_over_pp({name: tensor.dtype for name, tensor in tensors.items()}, mesh)
+    local = {name: tensor.dtype for name, tensor in tensors.items()}
+    dtypes = gathered_values(local, mesh.pp_group) if mesh.pp_size > 1 else [local]
     for name, shape in stages.full_shapes().items():
         if is_extra_state(name):
             continue
@@ -117,14 +106,6 @@ def _tensors_and_extra_state(stages: Any) -> tuple[dict[str, torch.Tensor], dict
     return tensors, {name: value for name, value in state.items() if name not in tensors}
 
 
-def _gather_over_pp(value: dict[str, Any], mesh: Mesh) -> list[dict[str, Any]]:
-    """The value of each pp rank."""
-    values = [value] * mesh.pp_size
-    if mesh.pp_size > 1:
-        dist.all_gather_object(values, value, group=mesh.pp_group)
-    return values
-
-
 def _wait_for_all(mesh: Mesh) -> None:
     """Raises an error, instead of a hang, if some ranks do not call."""
     if mesh.world_size > 1 and dist.get_backend() == "gloo":
@@ -152,7 +133,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     materialize(model)
     targets, saved_as, extra = local_state(model)
     shapes = stages.full_shapes()  # of every stage, so that all ranks refuse alike
-    first_names = {name: first for part in _gather_over_pp(saved_as, mesh) for name, first in part.items()}
+    of_stages = gathered_values(saved_as, mesh.pp_group) if mesh.pp_size > 1 else [saved_as]
+    first_names = {name: first for part in of_stages for name, first in part.items()}
     names = _names_in(state, shapes, first_names)
     shape_of = getattr(state, "shape_of", lambda name: tuple(state[name].shape))
     for name, in_state in names.items():

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ignite_ddl.audit import N_SHAPES, Audit, shapes_of
+from ignite_ddl.arguments import first_line
+from ignite_ddl.audit import N_SHAPES, TOKENS_CHECKED, Audit, shapes_of
 from ignite_ddl.compat import newest_node
 from ignite_ddl.data_parallel import LocalRound, gradient_sync, local_round
 from ignite_ddl.experts.balance import weighted
@@ -26,7 +27,6 @@ from ignite_ddl.pipeline.local_stages import call, stages_of
 from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
 from ignite_ddl.tensor.gradients import redistribute_gradient
 
-__all__ = ["TrainingStep"]
 Rows = tuple[int, int | None] | None  # the local and the global number of rows of a batch
 _CONTRACTS_KEPT = 64  # of a model: loss functions that are made anew in each step
 
@@ -61,6 +61,8 @@ class TrainingStep:
         self.model, self.transform, self.checks = model, transform, checks
         self.mesh, self.stages = get_mesh(), stages_of(model, model_fn)
         self.audit = Audit(model, self.stages, self.mesh) if checks and self.mesh.world_size > 1 else None
+        if not checks:
+            setattr(model, TOKENS_CHECKED, True)
         self.contracts: dict[Any, LossContract] = {}
         self.local, self.has_routers = local_round(model), bool(routers_of(model))
         self.open, self.models, self.updates, self.order = False, [model], 0, 0
@@ -170,15 +172,21 @@ class TrainingStep:
         if total is None and (window is None or contract.density is None):
             total = self._sum_over_dp(local_divisor)
             contract.density = total / n_global if n_global else total
-        if window is None:
-            return (local_divisor * dp / total if total else 0.0), 1.0
+        if window is not None:
+            return self._weight_in_window(contract, n_global, local_divisor, total)
+        return (local_divisor * dp / total if total else 0.0), 1.0
+
+    def _weight_in_window(
+        self, contract: LossContract, n_global: int | None, local_divisor: float, total: float | None
+    ) -> tuple[float, float]:
+        """The same in a window of gradient accumulation, whose divisor is expected to be that of its first batch."""
         if not self.open or not self.expected:
             self.counted = 0.0
             self.expected = total if total is not None else contract.density * (n_global or 1)
         expected = self.expected or 1.0
         if total is None and self.has_routers:  # not for `expected`, which stages without routers have to have, too
             total = self._sum_over_dp(local_divisor)
-        return local_divisor * dp / expected, (total or 0.0) / expected
+        return local_divisor * self.mesh.dp_cp_size / expected, (total or 0.0) / expected
 
     def _weight_in_round(self, local_divisor: float, window: int | None) -> float:
         """The same for the mean over a replica's rows: those of this rank, or of the dp_shard peers that share it."""
@@ -206,7 +214,8 @@ class TrainingStep:
                 if gradients:
                     torch._foreach_mul_([local_tensor(g) for g in gradients], factor)
         self.expected = self.counted = 0.0
-        update_biases(self.model)
+        if self.has_routers:
+            update_biases(self.model)
         self.stages.sum_shared_gradients()
         if self.mesh.tp_size > 1:
             for parameter in self.model.parameters():
@@ -278,8 +287,7 @@ def _explaining_errors() -> Iterator[None]:
     except Exception as error:
         advice = advice_of(error)
         if advice and _ABOUT_SHAPES.search(str(error)):
-            first = str(error).splitlines()[0].rstrip(".")
-            raise ValueError(" ".join([f"{first}.", *advice])) from error
+            raise ValueError(" ".join([f"{first_line(error)}.", *advice])) from error
         if found := re.search(r"(?:aten\.(\w+)\S* )?got mixed torch\.Tensor and DTensor", str(error)):
             raise ValueError(
                 f"the model computes ({found[1] or 'an operation'}) with a plain tensor and a weight that is cut over "
@@ -335,14 +343,8 @@ def _is_freed(tensor: torch.Tensor) -> bool:
 def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Tensor:
     """Calls the loss function; torch's losses fail on cut logits, or return a DTensor."""
     kind = contract.divisor.kind
-    if empty and kind != "sum" or callable(kind) and contract.divisor.of(y) == 0:  # a mean of nothing is NaN
-        tensors = [tensor for tensor in tensors_of(output) if tensor.ndim and tensor.is_floating_point()]
-        if not tensors and any(not tensor.isfinite().all() for tensor in tensors_of(output)):
-            raise ValueError(
-                "the model returns a loss that is not finite where none of a rank's targets count: let it return its "
-                "output, and compute the loss in loss_fn"
-            )
-        return sum(tensor.sum() * 0.0 for tensor in tensors or tensors_of(output))
+    if empty and kind != "sum" or callable(kind) and contract.divisor.of(y) == 0:
+        return _loss_of_nothing(output)
     advice = (
         "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn; a term of the weights cannot be "
         "computed from cut ones: use weight_decay, or compute it in a layer"
@@ -361,3 +363,14 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
         given = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"loss_fn should return one number, but gave {given}")
     return loss
+
+
+def _loss_of_nothing(output: Any) -> torch.Tensor:
+    """A loss of 0, by which gradients are zeros: the mean of no rows would be NaN."""
+    tensors = [tensor for tensor in tensors_of(output) if tensor.ndim and tensor.is_floating_point()]
+    if not tensors and any(not tensor.isfinite().all() for tensor in tensors_of(output)):
+        raise ValueError(
+            "the model returns a loss that is not finite where none of a rank's targets count: let it return its "
+            "output, and compute the loss in loss_fn"
+        )
+    return sum(tensor.sum() * 0.0 for tensor in tensors or tensors_of(output))

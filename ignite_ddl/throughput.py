@@ -15,8 +15,6 @@ from ignite_ddl.data import ShardedDataLoader
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import n_rows
 
-__all__ = ["Throughput"]
-
 
 class Throughput:
     """Samples and tokens per second of the whole mesh, and model FLOPs utilization (MFU), as metrics of a trainer.

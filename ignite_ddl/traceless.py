@@ -16,22 +16,6 @@ from torch.utils._pytree import tree_leaves
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.random import random_states, random_stream, set_random_states
 
-__all__ = [
-    "ROWS_DEPEND",
-    "Meeting",
-    "evaluating",
-    "few_rows",
-    "norm_over_rows",
-    "outputs_depend_on",
-    "outputs_depend_on_padding",
-    "rows_depend_on_each_other",
-    "rows_may_depend",
-    "state_that_grows",
-    "stored_values",
-    "unlike",
-    "without_trace",
-]
-
 _KINDS = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, torch.Tensor)
 _OF_EACH_MODULE = frozenset(vars(nn.Module()))
 

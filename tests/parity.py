@@ -42,7 +42,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl import exchange, model as ddl_model
+from ignite_ddl import collectives, model as ddl_model
 from ignite_ddl.compat import quiet_redistribution
 from ignite_ddl.context import ring
 from ignite_ddl.course import CNN, GPT, MLP
@@ -172,6 +172,13 @@ def experts(**options):
     return make
 
 
+def cp_experts():
+    model = experts(bias_rate=0.02)()
+    model.embed, model.head = Placed(UNEVEN_WORDS, EVEN_LENGTH, WIDTH), Head(UNEVEN_WORDS, WIDTH)
+    model.block0.attention.mix, model.block1.attention.mix = CpHeads(), CpHeads()
+    return model
+
+
 EXPERTS_PLAN = {"block*.moe.experts": ddl.Experts()}
 CUT_EXPERTS_PLAN = {"block*.moe.experts": ddl.Experts(tp={"gate": 1, "up": 1, "down": 2})}
 
@@ -232,6 +239,7 @@ MODELS = {
     "experts": (experts(), words, word_loss, EXPERTS_PLAN),
     "experts cut": (experts(), words, word_loss, CUT_EXPERTS_PLAN),
     "experts bias": (experts(bias_rate=0.02), words, word_loss, EXPERTS_PLAN),
+    "experts cp": (cp_experts, lines, word_loss, EXPERTS_PLAN),
     "experts drop": (experts(capacity_factor=0.8, normalize=False), words, word_loss, EXPERTS_PLAN),
     "dropout": (lambda: lab_gpt(dropout=0.3), lines, word_loss, GPT.tensor_plan),
     "dropout seq": (lambda: lab_gpt(dropout=0.3), lines, cut_loss, GPT.sequence_plan),
@@ -346,6 +354,10 @@ def expert_cases():
     for wrong in ("loss of routers over dp", "each rank's own tokens", "experts divided by their copies"):
         yield Case("uneven", model="experts", wrong=wrong, **two, **UNEVEN)
     yield Case("capacity by rank", model="experts drop", wrong="capacity of each rank", **two)
+    yield Case("over ranks that share sequences, uneven", cp=2, ep=2, model="experts cp", max_norm=0.1, **UNEVEN)
+    for ep in (2, 4):
+        yield Case("over ranks that share sequences, uneven", dp=2, cp=2, ep=ep, model="experts cp", shard=ep == 2,
+                   max_norm=0.1, **slow, **UNEVEN)  # fmt: skip
     yield Case("max_norm, uneven", dp=4, ep=2, model="experts", shard=True, max_norm=0.1, **UNEVEN)
     yield Case("bias, losses of microbatches", pp=2, model="experts bias", n_microbatches=2, **two)
     yield Case("capacity, accumulation", pp=2, model="experts drop", n_microbatches=2, accumulation=2, **slow, **two)
@@ -710,12 +722,12 @@ def _by_copies(x, sent, got, group, factor):
     return _EXCHANGE(x, sent, got, group, 1.0)
 
 
-_ADD_LOSS, _EXCHANGE = balance.add_loss, exchange._Exchange.apply
+_ADD_LOSS, _EXCHANGE = balance.add_loss, collectives._Exchange.apply
 OF_EXPERTS = {  # wrong variants: what they replace
     "loss of routers over dp": (routing, "add_loss", lambda x, loss, then: _ADD_LOSS(x, loss / 2, then)),
     "each rank's own tokens": (routing, "_counts_of_ranks", _own_tokens),
     "capacity of each rank": (routing, "_counts_of_ranks", _own_tokens),
-    "experts divided by their copies": (exchange._Exchange, "apply", _by_copies),
+    "experts divided by their copies": (collectives._Exchange, "apply", _by_copies),
 }
 
 
@@ -1014,6 +1026,7 @@ def main(words_of_lines):
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP would warn on each rank of what powersgd needs
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("word", nargs="*", help="run the cases whose line has all these words")
     sys.exit(main(parser.parse_args().word))

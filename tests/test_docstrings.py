@@ -20,7 +20,8 @@ FIGURES = "ignite_ddl.course.figures.ch"
 def examples():
     for name in MODULES:
         module = importlib.import_module(name)
-        for public in getattr(module, "__all__", ()):
+        names = () if name.startswith("ignite_ddl.course") else [each for each in vars(module) if each[0] != "_"]
+        for public in getattr(module, "__all__", names):
             thing = getattr(module, public)
             if getattr(thing, "__module__", None) != name or not callable(thing):  # handed on, not defined here
                 continue

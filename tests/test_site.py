@@ -1,8 +1,11 @@
 """The site's pages, without Sphinx and without a browser: tests/extra_site.sh has both."""
 
 import re
+import runpy
+import shutil
 import subprocess
 import sys
+import types
 
 import nbformat
 import pytest
@@ -93,6 +96,13 @@ for name in planner.MODELS:
     assert f"{name} on 1 A100" in planner.best(planner.START | {"model": name, "devices": 1, "dp": 1})["html"]
 found = planner.plans.plan(planner.MODELS["Mixtral 8x7B"], planner.Cluster(8, **planner.H100), 8)
 assert any(one.ep > 1 and not one.lacks for one in found)
+lines = {(how, cp): planner.show(planner.START | {"cp": cp, "tp": 4, "recompute": how})["html"]
+         for how in ("none", "selective", "pointwise", "full") for cp in (1, 2)}
+for (how, cp), html in lines.items():
+    assert ("recomputation" in html) == (how in ("selective", "pointwise")), (how, html)
+    assert ("model.gradient_checkpointing_enable()" in html) == (how == "full"), (how, html)
+    assert ("register_attention()" in html and "ddl_ring" in html) == (cp == 2), (cp, html)
+    assert ("sdpa" in html) == (how == "selective" and cp == 1), (how, cp, html)
 none = planner.best(planner.START | {"model": "Llama 3.1 405B", "devices": 1, "dp": 1})["html"]
 assert "0 of them fit. Those that lack the least memory first" in none, none
 """
@@ -103,6 +113,26 @@ assert "0 of them fit. Those that lack the least memory first" in none, none
     assert float(seconds) == sum(predict(model, Cluster(64, **A100), 16, **how).seconds.values())
     assert refused.startswith("dp, pp and tp should be 64 devices at most")
     assert found == "True"
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="node")
+def test_the_pages_scripts():
+    done = subprocess.run(["node", ROOT / "tests/site_scripts.js"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_folds_and_headings_are_named(monkeypatch):
+    """What furo and myst-nb leave out: tests/extra_site.sh asks axe, which takes a fold without a title for right."""
+    for name in ("docutils", "docutils.nodes", "latex2mathml", "latex2mathml.converter"):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(nodes=types.SimpleNamespace(Node=0), convert=0))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    conf = runpy.run_path(str(ROOT / "docs/site/conf.py"))
+    fold = '<summary aria-label="Toggle hidden content"><span>Solution: the loss</span></summary>'
+    context = {"furo_navigation_tree": '<p class="caption" role="heading">', "body": fold}
+    conf["make_accessible"](None, "page", "page.html", context, None)
+    assert context["body"] == "<summary><span>Solution: the loss</span></summary>"
+    assert 'role="heading" aria-level="2"' in context["furo_navigation_tree"]
+    assert "<h1>Search</h1>" in (ROOT / "docs/site/templates/search.html").read_text()
 
 
 def test_the_glossary_is_sorted_and_leads_to_chapters():

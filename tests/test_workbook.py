@@ -406,3 +406,13 @@ def test_a_copy_says_of_its_language_what_the_kernel_says(checkout):
     checkout.refresh()
     copied = json.loads((checkout.workbook / NAME).read_text())
     assert copied["metadata"]["language_info"] == kernel.IPythonKernel.language_info
+
+
+def test_make_lab_says_once_what_workbook_is_and_then_only_what_is_new(checkout, capsys):
+    said = []
+    for content in (OLD, OLD, CHANGED):
+        checkout.course(content)
+        assert tool.main(["--root", str(checkout.root)]) == 0
+        said.append(capsys.readouterr().out.splitlines())
+    assert said[0] == ["workbook/: your own copy of the chapters; notebooks/ stays as it is"]
+    assert said[1:] == [[], [f"new in the course, in chapters that you had not changed: {NAME}"]]

@@ -4,6 +4,7 @@ import json
 from html import escape
 
 from ignite_ddl.lab import plan as plans, simulate
+from ignite_ddl.lab.model import RECOMPUTE
 from ignite_ddl.lab.plan import A100, CLOSE_RATIO, H100, Cluster, Model, predict
 from ignite_ddl.pipeline.schedules import SCHEDULES
 
@@ -107,7 +108,9 @@ def best(given: dict) -> dict:
     """The fastest plans for the same model, devices and rows of a step, as a table."""
     try:
         batch = given["dp"] * given["microbatches"] * given["rows"]
-        found = plans.plan(MODELS[given["model"]], Cluster(given["devices"], **DEVICES[given["device"]]), batch)
+        cluster = Cluster(given["devices"], **DEVICES[given["device"]])
+        fused = RECOMPUTE[1:]  # without "none": the efficiencies are of fused attention, which keeps no pairs
+        found = plans.plan(MODELS[given["model"]], cluster, batch, recompute=fused)
     except ValueError as error:
         return {"refused": str(error)}
     able = [one for one in found if not one.lacks]
@@ -209,6 +212,12 @@ def _code(one: plans.Plan) -> str:
     if one.recompute == "full":
         lines.insert(-2, f"model.gradient_checkpointing_enable()  # of transformers; {one.full_layers} layers a rank")
     elif one.recompute != "none":
-        kept = {"selective": "fused attention: attn_implementation='sdpa'", "pointwise": "products and attention kept"}
+        fused = "fused attention" + (": attn_implementation='sdpa'" if one.cp == 1 else ", as ring attention is")
+        kept = {"selective": fused, "pointwise": "products and attention kept"}
         lines.insert(-2, f"# recomputation: {kept[one.recompute]}")
+    if one.cp > 1:
+        lines[-2:-2] = [
+            "register_attention()  # of ignite_ddl.context.huggingface; in a model of your own: ddl.ring_attention",
+            'model.set_attn_implementation("ddl_ring")  # of transformers; batches bring input_ids and position_ids',
+        ]
     return f'<pre tabindex="0">{escape(chr(10).join(lines))}</pre>'

@@ -18,8 +18,6 @@ from ignite_ddl.checkpoint.form import read
 from ignite_ddl.checkpoint.storage import agree, on_rank_0
 from ignite_ddl.state import full_tensors, load_full_state_dict
 
-__all__ = ["export_weights", "import_weights"]
-
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 

@@ -25,17 +25,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from ignite_ddl.checkpoint.values import decoded
 
-__all__ = [
-    "DamagedCheckpoint",
-    "check_state",
-    "digest_line",
-    "dump_state",
-    "open_regular_file",
-    "read",
-    "read_metadata",
-    "read_state",
-]
-
 SUMS, STATE, METADATA = "SHA256SUMS", "state.json", ".metadata"
 VERSION = 1  # of the format; also that of a state.json without a version
 # The names under which these are saved beside the objects.
@@ -108,8 +97,8 @@ def check_state(state: Any) -> None:
     by_rank = [value["by_rank"] for value in state["objects"].values() if "all" not in value]
     if min(state["mesh"].values()) < 1 or any(type(each) is not list or len(each) != ranks for each in by_rank):
         raise ValueError(f"mesh in {STATE} is not that of its states")
-    if state["saved_ns"] not in range(1 << 63) or not {RANDOM, *state["loaders"]} <= set(state["objects"]):
-        raise ValueError(f"{STATE} lacks its time, {RANDOM} or loaders")
+    if state["saved_ns"] not in range(1 << 63) or not {RANDOM, RUNS, *state["loaders"]} <= set(state["objects"]):
+        raise ValueError(f"{STATE} lacks its time, {RANDOM}, {RUNS} or loaders")
 
 
 def dump_state(state: Mapping[str, Any]) -> bytes:

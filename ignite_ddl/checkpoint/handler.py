@@ -41,7 +41,6 @@ from ignite_ddl.data import ShardedDataLoader
 from ignite_ddl.launch.rank import on_signal, restore_signals, wait_before_result
 from ignite_ddl.mesh import get_mesh
 
-__all__ = ["Checkpoint"]
 _in_background: set[Future] = set()  # writes of all checkpoints that nobody has waited for
 
 

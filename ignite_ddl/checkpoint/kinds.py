@@ -12,8 +12,6 @@ from torch import nn
 
 from ignite_ddl.data import ShardedDataLoader
 
-__all__ = ["Kinds"]
-
 
 @dataclass(frozen=True)
 class Kinds:

@@ -14,17 +14,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ignite_ddl.checkpoint.form import GRADIENTS, RANDOM, RUNS
-from ignite_ddl.checkpoint.gradients import apply_gradients, plan_gradients
 from ignite_ddl.checkpoint.kinds import Kinds
+from ignite_ddl.checkpoint.per_rank import apply_gradients, plan_gradients, plan_tensors
 from ignite_ddl.checkpoint.resume import Resume, load_engine, load_loader, resumed_engine
-from ignite_ddl.checkpoint.snapshot import groups_by_name, per_rank_name
+from ignite_ddl.checkpoint.snapshot import groups_by_name
 from ignite_ddl.checkpoint.storage import Folder, agree, attempt
 from ignite_ddl.checkpoint.values import decoded
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.state import INITIAL_VALUES, Shard, local_state, set_extra_state, shard_of
 from ignite_ddl.tensor.random import draw_seed, set_random_states
-
-__all__ = ["load"]
 
 
 def load(folder: Folder, objects: Mapping[str, Any], strict: bool = True) -> None:
@@ -120,14 +118,8 @@ def _plan_per_rank(found: Plan, key: str, state: dict[str, Any]) -> None:
             f"to_load[{key!r}] belongs to the ranks of {found.folder.content['mesh']}, so that it cannot be loaded on "
             f"{found.mesh!r}: leave it out of to_load, and it begins anew there"
         )
-    tensors = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in state["tensors"].items()
-    }
+    tensors = plan_tensors(f"{key} of rank {found.mesh.rank}", state["tensors"], found.reads)
     found.per_rank[key] = state | {"tensors": tensors}
-    for name, tensor in tensors.items():
-        if tensor.numel():
-            saved = per_rank_name(found.mesh, key, name)
-            found.reads[saved] = saved, Shard.full(tensor)
 
 
 def _check_kinds(folder: Folder, kinds: Kinds) -> None:
@@ -312,14 +304,14 @@ def _apply_resettable(found: Plan) -> None:
 
 def _apply_runs(found: Plan) -> None:
     """Puts loaders and engines where they were; the trainer goes on from there."""
-    kinds, has_runs = found.kinds, RUNS in found.folder.content["objects"]
-    saved = found.state_of(RUNS, on_any_mesh=True)[0] if has_runs else {}
+    kinds, (runs, _) = found.kinds, found.state_of(RUNS, on_any_mesh=True)
     for key, loader in kinds.loaders.items():
-        load_loader(key, loader, *found.state_of(key, on_any_mesh=True), kinds.engines, saved)
-    runs = {key: load_engine(engine, found.state_of(key)[0], saved.get(key)) for key, engine in kinds.engines.items()}
-    trainer = resumed_engine(kinds.engines, saved)
+        load_loader(key, loader, *found.state_of(key, on_any_mesh=True), kinds.engines, runs)
     for key, engine in kinds.engines.items():
-        loader = kinds.loaders.get(runs[key].get("reads"))
+        load_engine(engine, found.state_of(key)[0], runs[key])
+    trainer = resumed_engine(kinds.engines, runs)
+    for key, engine in kinds.engines.items():
+        loader = kinds.loaders.get(runs[key]["reads"])
         if key == trainer:
             accumulating = [kinds.models[name] for name in found.gradients]
             Resume(engine, runs[key], loader, lambda: _apply_resettable(found), accumulating)
@@ -327,6 +319,6 @@ def _apply_runs(found: Plan) -> None:
             Resume(engine, runs[key], loader)
         else:
             continue
-        for name, (expected, counted) in runs[key].get("windows", {}).items():
+        for name, (expected, counted) in runs[key]["windows"].items():
             if step := getattr(engine, "steps", {}).get(id(kinds.models.get(name))):
                 step.expected, step.counted = expected, counted

@@ -27,8 +27,6 @@ try:
 except ImportError:  # Windows
     LOCK_EX, LOCK_NB, LOCK_UN, lockf = 0, 0, 0, None
 
-__all__ = ["ENDINGS", "make_temporary_folder", "check_free", "run_numbers", "publish", "remove", "sync_folder"]
-
 SAVING, REPLACED, REMOVED = ENDINGS = ".saving", ".replaced", ".removed"  # of temporary folders
 _OWNERS, _RUNS = ".owners", "IGNITE_DDL_RUNS"
 _TEMPORARY = re.compile(r"\..+\.([0-9a-f]{8})\.(?:saving|removed)", re.DOTALL)

@@ -15,8 +15,6 @@ from ignite_ddl.checkpoint.values import encoded
 from ignite_ddl.data import Pass, ShardedDataLoader
 from ignite_ddl.engine import MeshEngine, mid_step_error
 
-__all__ = ["Resume", "capture_runs", "load_engine", "load_loader", "resumed_engine"]
-
 
 def capture_runs(kinds: Kinds) -> dict[str, dict[str, Any]]:
     """The position of each engine in its run and in each loader, by their names.
@@ -79,19 +77,15 @@ def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
 def resumed_engine(engines: Mapping[str, Engine], runs: Mapping[str, Any]) -> str | None:
     """The engine to resume: a trainer, not an evaluator; preferably one that was running."""
     trainers = [key for key, engine in engines.items() if not hasattr(engine, "is_evaluator")]
-    return max(trainers, key=lambda key: runs.get(key, {}).get("weight", []), default=None)
+    return max(trainers, key=lambda key: runs[key]["weight"], default=None)
 
 
-def load_engine(engine: Engine, state: dict[str, Any], run: dict[str, Any] | None) -> dict[str, Any]:
-    """Loads Ignite's state, with the epoch that Ignite derives wrongly from it. Returns the run."""
-    known = state["epoch_length"] is not None  # otherwise Ignite 0.5.5 refuses the state
-    engine.load_state_dict(state if known else state | {"iteration": 0})
+def load_engine(engine: Engine, state: dict[str, Any], run: Mapping[str, Any]) -> None:
+    """Loads Ignite's state, with the epoch that Ignite derives wrongly from it."""
+    # Without an epoch_length, Ignite 0.5.5 refuses the state.
+    engine.load_state_dict(state if state["epoch_length"] is not None else state | {"iteration": 0})
     engine.state.iteration = state["iteration"]
-    if run is None:  # a checkpoint of an earlier ignite_ddl
-        done = state["iteration"] % state["epoch_length"] if known else state["iteration"]
-        run = {"epoch": engine.state.epoch + bool(done), "iterations": done, "begun": done > 0, "ended": False}
     engine.state.epoch = run["epoch"] - (run["begun"] and not run["ended"])
-    return run
 
 
 def load_loader(
@@ -103,10 +97,8 @@ def load_loader(
     runs: Mapping[str, Any],
 ) -> None:
     """Gives each position to the consumer that had it: a MeshEngine, or the next loop."""
-    found = {name: runs[name].get("positions", {}).get(key) for name in engines if name in runs}
+    found = {name: runs[name]["positions"].get(key) for name in engines}
     positions = [(engines[name], position) for name, position in found.items() if position is not None]
-    if engines and not runs:
-        positions = [(next(iter(engines.values())), state)]
     for engine, position in positions or [(None, state)]:
         consumer = engine if isinstance(engine, MeshEngine) else None
         loader.load_state_dict(position, consumer)
@@ -189,7 +181,7 @@ class Resume:
             raise ValueError(f"run should get the loader that the interrupted run was reading, {self.run['reads']!r}")
         if self.apply_resettable is not None:
             self.apply_resettable()
-        state.metrics.update(self.run.get("metrics", {}))
+        state.metrics.update(self.run["metrics"])
         state.output = self.run.get("output")
 
     def _finish(self, engine: Engine) -> None:

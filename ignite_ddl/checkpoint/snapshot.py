@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.checkpoint.form import GRADIENTS, RANDOM, RUNS
-from ignite_ddl.checkpoint.gradients import capture_gradients
 from ignite_ddl.checkpoint.kinds import Kinds
+from ignite_ddl.checkpoint.per_rank import add_tensors, capture_gradients
 from ignite_ddl.checkpoint.resume import capture_runs
 from ignite_ddl.checkpoint.values import encoded
 from ignite_ddl.data_parallel import LOCAL_ROUNDS, local_round, share_buffers
@@ -22,8 +22,6 @@ from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.replicas import check_replicas
 from ignite_ddl.state import Shard, local_state, shard_of
 from ignite_ddl.tensor.random import random_states
-
-__all__ = ["Snapshot", "capture", "groups_by_name", "merge"]
 
 
 @dataclass
@@ -70,7 +68,8 @@ def capture(objects: Mapping[str, Any]) -> Snapshot:
         positions = (run["positions"][key] for run in runs.values() if key in run["positions"])
         states[key] = next(positions, None) or loader.state_dict()
     for key in (key for key, other in kinds.others.items() if getattr(other, "is_per_rank", None) is True):
-        states[key] = states[key] | {"tensors": _capture_per_rank(key, states[key]["tensors"], shards, mesh)}
+        tensors = add_tensors(f"{key} of rank {mesh.rank}", states[key]["tensors"], shards)
+        states[key] = states[key] | {"tensors": tensors}
     states |= {RANDOM: random_states(), RUNS: runs}
     if gradients := capture_gradients(kinds, shards, mesh):
         states[GRADIENTS] = gradients
@@ -89,21 +88,6 @@ def _check_per_rank_states(kinds: Kinds) -> None:
                     f"to_save should have {name} beside {key!r}, whose state differs by rank: without it a resumed "
                     "run would differ"
                 )
-
-
-def _capture_per_rank(
-    key: str, tensors: Mapping[str, torch.Tensor], shards: dict[str, Shard], mesh: Mesh
-) -> dict[str, Any]:
-    """Adds the tensors of an object that belongs to this rank to ``shards``; returns their shapes and dtypes."""
-    for name, tensor in tensors.items():
-        if tensor.numel():
-            shards[per_rank_name(mesh, key, name)] = Shard.full(tensor.detach())
-    return {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()}
-
-
-def per_rank_name(mesh: Mesh, key: str, name: str) -> str:
-    """The name under which a tensor that belongs to this rank is saved."""
-    return f"{key} of rank {mesh.rank}.{name}"
 
 
 def _capture_model(key: str, model: nn.Module, names: dict[int, str], shards: dict[str, Shard]) -> dict[str, Any]:

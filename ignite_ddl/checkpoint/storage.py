@@ -59,18 +59,8 @@ from ignite_ddl.checkpoint.form import (
     read_state,
 )
 from ignite_ddl.checkpoint.owners import make_temporary_folder, publish, remove, sync_folder
+from ignite_ddl.collectives import gathered_values
 from ignite_ddl.state import Shard
-
-__all__ = [
-    "Folder",
-    "agree",
-    "attempt",
-    "complete_checkpoints",
-    "is_single_process",
-    "on_rank_0",
-    "times_saved",
-    "write",
-]
 
 _BLOCK = 1 << 20
 
@@ -100,49 +90,38 @@ def write(
         OSError: on every rank, if any rank cannot write; what was written is removed.
         ValueError: if a rank does not see the folder, or ``content`` refuses what ranks have.
     """
-    with _removed_on_error() as begun:
-        _write(folder, shards, content, group, digests, outdated, begun)
+    state: dict[str, Any] = {}
+    with contextlib.ExitStack() as undo:
+
+        def start() -> Path:
+            state.update(content())
+            saving = make_temporary_folder(folder)
+            undo.callback(_remove_if_possible, saving)
+            return saving
+
+        saving = on_rank_0(start, group)
+        with _naming_errors(folder):
+            writer = _Writer(saving, digests)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about a single process
+                dcp.save(
+                    {}, storage_writer=writer, planner=_SavePlanner(shards), process_group=group, no_dist=group is None
+                )
+            state["digests"] = writer.digests
+            on_rank_0(lambda: _complete(folder, saving, state, outdated), group)
+        undo.pop_all()
+
+
+def _remove_if_possible(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        remove(path)
 
 
 @contextlib.contextmanager
-def _removed_on_error() -> Iterator[list[Path]]:
-    """On an error, removes the temporary folders on the list, also one that other ranks do not know of."""
-    begun: list[Path] = []
+def _naming_errors(folder: Path) -> Iterator[None]:
+    """Raises the cause of a failed write, with the rank that has it."""
     try:
-        yield begun
-    except BaseException:
-        for path in begun:
-            with contextlib.suppress(OSError):
-                remove(path)
-        raise
-
-
-def _write(
-    folder: Path,
-    shards: Mapping[str, Shard],
-    content: Callable[[], dict[str, Any]],
-    group: dist.ProcessGroup | None,
-    digests: bool,
-    outdated: Sequence[str],
-    begun: list[Path],
-) -> None:
-    state: dict[str, Any] = {}
-
-    def start() -> Path:
-        state.update(content())
-        begun.append(make_temporary_folder(folder))
-        return begun[0]
-
-    saving = on_rank_0(start, group)
-    writer = _Writer(saving, digests)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a single process
-            dcp.save(
-                {}, storage_writer=writer, planner=_SavePlanner(shards), process_group=group, no_dist=group is None
-            )
-        state["digests"] = writer.digests
-        on_rank_0(lambda: _complete(folder, saving, state, outdated), group)
+        yield
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         rank, cause = 0, error
         if isinstance(error, CheckpointException):
@@ -410,10 +389,7 @@ def agree(error: Exception | None, group: dist.ProcessGroup | None = None, value
         ValueError: if that differs.
     """
     from_this_rank = _pickled(error), same, value
-    found: list[Any] = [from_this_rank]
-    if not is_single_process(group):
-        found *= dist.get_world_size(group)
-        dist.all_gather_object(found, from_this_rank, group=group)
+    found = [from_this_rank] if is_single_process(group) else gathered_values(from_this_rank, group)
     for rank, (carried, *_) in enumerate(found):
         if carried is None:
             continue

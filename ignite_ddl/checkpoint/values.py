@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["decoded", "encoded"]
-
-
 _MAX_DEPTH = 100  # containers in containers, so that neither a damaged file nor a list of itself takes all of the stack
 
 

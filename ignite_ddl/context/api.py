@@ -9,12 +9,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ignite_ddl.arguments import COUNT, FLAG, Fits, a, number, takes
+from ignite_ddl.collectives import gathered
 from ignite_ddl.context.layout import check_length, natural_order, place_in, which_see
 from ignite_ddl.context.ring import Ring, ring
 from ignite_ddl.context.sequence import cp_group
 from ignite_ddl.context.ulysses import heads_to_tokens, tokens_to_heads
-
-__all__ = ["ring_attention", "ulysses_attention"]
 
 
 def _is_query(value: object) -> bool:
@@ -200,11 +199,7 @@ def _prepared(
     if documents is not None:
         if documents.shape != (expected := (query.shape[0], query.shape[2])):
             raise ValueError(f"documents should be (batch, tokens), {expected}, but is {tuple(documents.shape)}")
-        parts = [documents]
-        if size > 1:
-            parts = [torch.empty_like(documents) for _ in range(size)]
-            dist.all_gather(parts, documents.contiguous(), group=group)
-        documents = torch.stack(parts)
+        documents = torch.stack(gathered(documents, group) if size > 1 else [documents])
     return query, key, value, documents, group
 
 

@@ -12,8 +12,6 @@ import torch
 
 from ignite_ddl.context.kernels import Pairs, attention, attention_backward, has_kernel, repeated, sum_by_key_head
 
-__all__ = ["Block", "block_backward", "block_forward", "merge"]
-
 Block = tuple[torch.Tensor, torch.Tensor]  # output, and the logarithm of the sum of exponentials, (batch, heads, rows)
 
 

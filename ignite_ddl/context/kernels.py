@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Pairs", "attention", "attention_backward", "has_kernel", "repeated", "sum_by_key_head"]
-
 _aten = torch.ops.aten
 Tensors = tuple[torch.Tensor, ...]
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["check_length", "local_positions", "natural_order", "place_in", "shard_sequence", "which_see"]
-
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This rank's place among those that share a sequence, and their number."""

@@ -19,8 +19,6 @@ from ignite_ddl.context.blocks import Block, block_backward, block_forward, merg
 from ignite_ddl.context.kernels import Pairs
 from ignite_ddl.context.layout import local_positions, place_in, which_see
 
-__all__ = ["Ring", "ring"]
-
 
 @dataclass(frozen=True)
 class Ring:

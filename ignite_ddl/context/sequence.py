@@ -17,13 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ignite_ddl.arguments import a, takes, whole
+from ignite_ddl.collectives import gathered
 from ignite_ddl.context.layout import local_positions, natural_order, place_in, shard_sequence
 from ignite_ddl.guards import THIS_WAS_IN
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, tensors_of
 from ignite_ddl.traceless import evaluating, norm_over_rows, unlike, without_trace
-
-__all__ = ["NOT_SHARED", "check_tokens", "cp_group", "sequence_positions", "shard_batch", "some_tokens", "two_halves"]
 
 NOT_SHARED = (
     "on a mesh with cp, batches should come from ddl.auto_dataloader, which gives each cp rank its tokens: run the "
@@ -225,9 +224,7 @@ def _windows(leaf: Any, mesh: Mesh, in_full: bool) -> Any:
     leaf, n = leaf[:_ROWS], 1 if in_full else _WINDOWS
     if leaf.ndim == 1:
         return leaf.repeat_interleave(n)
-    parts = [torch.empty_like(leaf) for _ in range(mesh.cp_size)]
-    dist.all_gather(parts, leaf.contiguous(), group=mesh.cp_group)
-    full = torch.cat(parts, 1)
+    full = torch.cat(gathered(leaf, mesh.cp_group), 1)
     full = full.index_select(1, natural_order(full.shape[1], mesh.cp_size, full.device))
     length = full.shape[1] if in_full else min(full.shape[1], 2 * mesh.cp_size * _CHUNK)
     numbers = full.ndim == 2 and bool((full == torch.arange(full.shape[1], device=full.device)).all())

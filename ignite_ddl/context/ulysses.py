@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ignite_ddl.exchange import exchange
-
-__all__ = ["heads_to_tokens", "tokens_to_heads"]
+from ignite_ddl.collectives import exchange
 
 
 def tokens_to_heads(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

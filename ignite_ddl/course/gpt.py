@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from ignite_ddl.arguments import check_count
+from ignite_ddl.arguments import check, whole
 from ignite_ddl.course.models import _check_counts, _layers_at
 from ignite_ddl.pipeline.structure import full_tensors
 from ignite_ddl.tensor import Column, Row, Sequence, ShardedRandom, SharedInput, SplitSequence
@@ -206,7 +206,7 @@ def generate(model, ids, n, temperature=1.0, seed=0, length=None):
     length = getattr(model, "length", None) if length is None else length
     if length is None:
         raise ValueError(f"length is None, and a {type(model).__name__} has none: give the length of the GPT")
-    check_count("n", n, least=0)
+    check("n", n, whole(0))
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature!r}; it has to be positive")
     ids = torch.as_tensor(ids).long()

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from ignite_ddl.arguments import check_count
+from ignite_ddl.arguments import COUNT, check
 from ignite_ddl.tensor import Column, InputChannels, OutputChannels, Row
 
 
@@ -117,4 +117,4 @@ def _layers_at(model, index):
 
 def _check_counts(**counts):
     for name, count in counts.items():
-        check_count(name, count)
+        check(name, count, COUNT)

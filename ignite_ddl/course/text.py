@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from ignite_ddl.arguments import check_count, is_count
+from ignite_ddl.arguments import COUNT, check, is_count
 
 TEXT = Path(__file__).parent / "text" / "persuasion.txt"
 CHARACTERS = "\n !\"&'(),-.0123456789:;?ABCDEFGHIJKLMNOPQRSTUVWYZabcdefghijklmnopqrstuvwxyz"
@@ -50,7 +50,7 @@ class CharacterText(Dataset):
     def __init__(self, split="train", length=64):
         if split not in ("train", "test"):
             raise ValueError(f"split is {split!r}; it has to be 'train' or 'test'")
-        check_count("length", length)
+        check("length", length, COUNT)
         if not TEXT.is_file():
             raise FileNotFoundError(f"the text {TEXT} is missing: install ignite_ddl again")
         text = TEXT.read_text(encoding="ascii")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import torch
@@ -15,14 +16,19 @@ from ignite_ddl.lab.timeline import Timeline
 
 __all__ = ["watch_save"]
 
+_SECONDS = 0.1  # of sleep in a forward pass
+
 
 def watch_save(folder: Path, asynchronous: bool, width: int = 2000) -> Timeline:
     """Six steps on two ranks, sharded, with momentum; ``ddl.Checkpoint`` saves both after step 3.
 
+    From the second step on, a forward pass begins with a sleep, as of a host whose GPU computes: its cores are free
+    for the writing.
+
     Args:
         folder: for the checkpoint.
         asynchronous: of ``ddl.Checkpoint``.
-        width: of the one linear layer. Default: 2000, which is 64 MB of weights and momentum in two files.
+        width: of the one linear layer. Default: 2000, which is 32 MB of weights and momentum in two files.
 
     Returns:
         Timeline: of both ranks; ``background`` holds the writing.
@@ -46,6 +52,11 @@ def _on_a_rank(local_rank: int, folder: Path, asynchronous: bool, width: int) ->
     trainer = ddl.create_supervised_trainer(model, optimizer, nn.functional.mse_loss)
     checkpoint = ddl.Checkpoint({"model": model, "optimizer": optimizer}, folder, asynchronous=asynchronous)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), checkpoint)
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=1))  # not earlier: the first step's checks pass the model several times
+    def sleep_in_forward():
+        model.register_forward_pre_hook(lambda *_: time.sleep(_SECONDS))
+
     timeline = Timeline().attach(trainer)
     trainer.run([(torch.zeros(8, width), torch.zeros(8, width))] * 6)
     return timeline

@@ -14,7 +14,6 @@ from ignite_ddl.diagnose import stacks
 from ignite_ddl.diagnose.report import HangReport, hang_report
 from ignite_ddl.launch.job import STACK_SIGNAL, Job, label
 
-__all__ = ["interrupted", "explain_timeout"]
 SHORT_SECONDS = 0.2  # for a rank's stack to arrive
 LONG_SECONDS = 1.0  # on a busy machine
 POLL_SECONDS = 0.05  # how often files are looked for

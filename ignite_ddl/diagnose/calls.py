@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["calls_counted", "job_store", "recorded_calls"]
-
 
 def recorded_calls(newest: int | None = None) -> list[dict[str, Any]]:
     """The collectives that this rank has called, oldest first, as torch's flight recorder has them.

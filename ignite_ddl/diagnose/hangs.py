@@ -11,16 +11,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ignite_ddl.arguments import limit_in_seconds, takes
+from ignite_ddl.arguments import SECONDS, takes
 from ignite_ddl.diagnose.calls import calls_counted, job_store, recorded_calls
 from ignite_ddl.diagnose.report import NEWEST, hang_report
 from ignite_ddl.diagnose.stacks import thread_stack, waits_in
 
-__all__ = ["Watch", "answer", "report_hangs"]
 PATIENCE = 12.0  # seconds for which the others' parts are waited for; on a busy machine a part takes several
 
 
-@takes()
+@takes(after=SECONDS)
 def report_hangs(after: float) -> None:
     """Prints a report when this job hangs: which rank is in which collective, who never came, where each rank is.
 
@@ -54,7 +53,6 @@ def report_hangs(after: float) -> None:
             with ddl.Parallel(backend="gloo") as parallel:      # joins torchrun's or Slurm's job; else runs serially
                 assert parallel.run(training) == [1]
     """
-    after = limit_in_seconds(after, "after")
     if dist.is_initialized() and dist.get_world_size() > 1:
         watch = Watch(after, threading.get_ident(), "ignite_ddl/hang")
         thread = threading.Thread(target=watch.run, name="ignite_ddl report_hangs", daemon=True)

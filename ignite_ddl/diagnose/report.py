@@ -10,7 +10,6 @@ from typing import Any
 from ignite_ddl.diagnose.stacks import Frame, frames_of, place_of, user_frame, waits_in
 from ignite_ddl.launch.job import label
 
-__all__ = ["NEWEST", "Call", "HangReport", "UnlikeCalls", "hang_report", "unlike_calls"]
 NEWEST = 200  # calls of each rank that a report is made of: a step of most models
 _UNEVEN = ("gather", "scatter", "all_to_all")  # whose sizes may differ between ranks
 _SHOWN = 3  # of the calls that differ between ranks

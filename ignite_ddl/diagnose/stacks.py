@@ -16,19 +16,6 @@ import torch
 
 from ignite_ddl.launch.job import label
 
-__all__ = [
-    "Frame",
-    "frames_of",
-    "interrupted",
-    "name_cells",
-    "is_main_thread",
-    "thread_stack",
-    "place_of",
-    "read_stack",
-    "user_frame",
-    "waits_in",
-    "find_missing_rank",
-]
 Frame = tuple[str, int, str]  # file, line, function
 _PACKAGE = str(Path(__file__).parents[1])
 _RANK = str(Path(_PACKAGE, "launch/rank.py"))

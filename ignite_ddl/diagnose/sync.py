@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ignite_ddl.arguments import MODULE, takes
+from ignite_ddl.collectives import gathered_values
 from ignite_ddl.data_parallel import local_round
 from ignite_ddl.diagnose.calls import recorded_calls
 from ignite_ddl.diagnose.report import UnlikeCalls, unlike_calls
@@ -18,8 +19,6 @@ from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.replicas import digest, dp_local_statistics
 from ignite_ddl.state import local_state, shard_of
-
-__all__ = ["OutOfSync", "check_in_sync", "check_same_calls"]
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,7 @@ def check_in_sync(model: nn.Module) -> list[OutOfSync]:
         alone = mesh.dp_cp_rank if in_a_round or id(tensor) in left_out else None
         for offsets, piece in shard_of(tensor).pieces:
             held[name, stage, alone, offsets, tuple(piece.shape)] = name, piece
-    everyone: list[dict[tuple, int]] = [{} for _ in range(mesh.world_size)]
-    dist.all_gather_object(everyone, {key: digest(piece) for key, (_, piece) in held.items()})
+    everyone = gathered_values({key: digest(piece) for key, (_, piece) in held.items()})
     by_value: dict[tuple, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, digests in enumerate(everyone):
         for key, number in digests.items():
@@ -142,9 +140,7 @@ def check_same_calls() -> list[UnlikeCalls]:
     """
     if not dist.is_initialized():
         return []
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, recorded_calls())
-    return unlike_calls(dict(enumerate(everyone)))
+    return unlike_calls(dict(enumerate(gathered_values(recorded_calls()))))
 
 
 def _difference(mine: torch.Tensor | None, root: int) -> float:
@@ -155,6 +151,4 @@ def _difference(mine: torch.Tensor | None, root: int) -> float:
     if mine is not None:
         difference = (mine.detach().cpu().to(torch.complex128) - box[0].to(torch.complex128)).abs()
         largest = float(difference.nan_to_num(nan=torch.inf).max())
-    of_all: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(of_all, largest)
-    return max(of_all)
+    return max(gathered_values(largest))

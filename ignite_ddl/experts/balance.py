@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["add_loss", "balance_loss", "change_of_bias", "has_rows", "weighted", "z_loss"]
-
 
 def balance_loss(probabilities: torch.Tensor, counts: torch.Tensor, n_tokens: float) -> torch.Tensor:
     """E Σ f_i P_i of the Switch Transformer (Fedus et al. 2022, arXiv:2101.03961, eq. 4 to 6); 1 at perfect balance.

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ignite_ddl.exchange import exchange
+from ignite_ddl.collectives import exchange
 from ignite_ddl.mesh import Mesh
-
-__all__ = ["Dispatch", "sorted_by_expert"]
 
 
 def sorted_by_expert(index: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,8 +13,6 @@ from ignite_ddl.arguments import COUNT, MODULE, takes
 from ignite_ddl.experts.dispatch import sorted_by_expert
 from ignite_ddl.experts.routing import Router
 
-__all__ = ["FeedForwardExperts", "MixtureOfExperts"]
-
 
 @takes(n_experts=COUNT, n_features=COUNT, n_hidden=COUNT)
 class FeedForwardExperts(nn.Module):

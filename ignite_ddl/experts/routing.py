@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ignite_ddl.arguments import COUNT, FLAG, number, or_none, takes
+from ignite_ddl.collectives import gathered
 from ignite_ddl.experts.balance import add_loss, balance_loss, change_of_bias, has_rows, z_loss
 from ignite_ddl.experts.dispatch import sorted_by_expert
 from ignite_ddl.mesh import get_mesh
-
-__all__ = ["Router", "routers_of", "update_biases"]
 
 
 @takes(
@@ -192,6 +191,4 @@ def _counts_of_ranks(local: torch.Tensor, each: bool) -> tuple[torch.Tensor, int
         summed = local.clone()
         dist.all_reduce(summed, group=mesh.dp_cp_group)
         return summed.unsqueeze(0), 0
-    found = [torch.empty_like(local) for _ in range(mesh.dp_cp_size)]
-    dist.all_gather(found, local, group=mesh.dp_cp_group)
-    return torch.stack(found), mesh.dp_cp_rank
+    return torch.stack(gathered(local, mesh.dp_cp_group)), mesh.dp_cp_rank

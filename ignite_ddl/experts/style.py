@@ -15,8 +15,7 @@ from ignite_ddl.arguments import MAPPING, takes
 from ignite_ddl.experts.dispatch import Dispatch
 from ignite_ddl.experts.layer import combined
 from ignite_ddl.mesh import Mesh, get_mesh
-
-__all__ = ["Experts", "apply_experts", "check_experts_of", "check_shards", "dim_to_shard", "experts_of"]
+from ignite_ddl.pipeline.structure import local_tensor
 
 
 @takes(tp=MAPPING)
@@ -140,7 +139,7 @@ class _OverRanks:
     def on_this_rank(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What the experts here make of tokens that are here, the sum of all parts of an expert."""
         uncut = dict(self.module._parameters)
-        local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in uncut.items()}
+        local = {name: local_tensor(p) for name, p in uncut.items()}
         if not len(x):  # so that backward passes, which communicate, reach this rank's weights, too
             return x + sum(p.flatten()[:0].sum() for p in local.values())
         if self.tp_mesh is not None:

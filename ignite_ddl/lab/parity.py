@@ -44,7 +44,7 @@ from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import LazyLayers, replace_module
 from ignite_ddl.loss_contract import divisor_of
 from ignite_ddl.mesh import DP_AXES, get_mesh, sizes_without_world
-from ignite_ddl.model import FITS, auto_model, auto_optim, check_model
+from ignite_ddl.model import FITS, auto_model, auto_optim, check_model, warn_without_plan
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
 from ignite_ddl.pipeline.structure import n_rows
 from ignite_ddl.state import full_tensor
@@ -225,18 +225,15 @@ def check_parity(
             print(report)
     """
     sizes = sizes_without_world(dp, pp, tp, dp_replicate, dp_shard, cp)
-    mesh = {name: sizes[name] for name in ("dp", "pp", "cp", "tp", *DP_AXES) if name in sizes} | (
-        {"ep": ep} if ep > 1 else {}
-    )
+    mesh = {name: sizes[name] for name in ("dp", "pp", "cp", "tp", *DP_AXES) if name in sizes}
+    mesh |= {"ep": ep} if ep > 1 else {}
     if smaller and isinstance(model, nn.Module):
         raise ValueError(f"smaller is for a function that makes the model, but given a {type(model).__name__}")
-    leaves = tree_leaves(batch)
-    if not all(isinstance(t, torch.Tensor) and t.ndim for t in leaves) or len({len(t) for t in leaves}) != 1:
-        shapes = shown(tree_map(lambda t: tuple(t.shape) if isinstance(t, torch.Tensor) else t, batch))
-        raise ValueError(f"batch should hold tensors with a row for each sample, but given {shapes}")
-    batch = tree_map(lambda t: t.detach().cpu().double() if t.is_floating_point() else t.cpu(), batch)
     cut = {"schedule": schedule, "n_microbatches": n_microbatches, "split": split, "costs": costs}
     shard = {"shard": shard, "reshard_after_forward": reshard_after_forward, "offload": offload}
+    batch = _as_doubles(batch)
+    warn_without_plan(plan, tp, stacklevel=4)
+    plan = {} if plan is None else plan  # which neither check_model nor the ranks warn of again
     job = _Job(model, plan, batch, loss_fn, mesh, cut, shard, steps, max_norm, smaller or {}, trainer or {})
     with tempfile.TemporaryDirectory(prefix="ignite_ddl_parity_", ignore_cleanup_errors=True) as folder:
         reference = _in_one_process(job, lr)
@@ -253,12 +250,21 @@ def check_parity(
     return _report(job, reference, [Number(*values) for values in itertools.chain(*found)], atol)
 
 
+def _as_doubles(batch: Any) -> Any:
+    """A copy of the batch in float64 on the CPU; raises a ValueError unless its tensors have a row for each sample."""
+    leaves = tree_leaves(batch)
+    if not all(isinstance(t, torch.Tensor) and t.ndim for t in leaves) or len({len(t) for t in leaves}) != 1:
+        shapes = shown(tree_map(lambda t: tuple(t.shape) if isinstance(t, torch.Tensor) else t, batch))
+        raise ValueError(f"batch should hold tensors with a row for each sample, but given {shapes}")
+    return tree_map(lambda t: t.detach().cpu().double() if t.is_floating_point() else t.cpu(), batch)
+
+
 @dataclass
 class _Job:
     """What is trained, and how: the same in one process and on the ranks."""
 
     model: Any
-    plan: Mapping[str, ParallelStyle] | None
+    plan: Mapping[str, ParallelStyle]
     batch: Any
     loss_fn: Callable
     mesh: dict[str, int]
@@ -390,10 +396,30 @@ def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
         values[step, kind, name] = value
         sizes[step, kind] = max(sizes.get((step, kind), 0.0), _largest(value))
 
+    with _comparable() as mode, contextlib.ExitStack() as of_routers:
+        model = job.make_model()
+        job.rows = _rows(job, model)
+        for lazy in LazyLayers(model).lazies:
+            replace_module(model, lazy, lazy.build())
+        trainer, optimizer = _plain_trainer(job, model, lr, of_routers)
+        job.train(model, trainer, DataLoader(job.samples(), batch_size=job.rows[0]), optimizer, record)
+    return {"values": values, "sizes": sizes, "lr": optimizer.param_groups[0]["lr"],
+            "dead": _dead_weights(model, values, sizes),
+            "notes": sorted(mode.notes | ({_LOOPED} if job.loops else set()))}  # fmt: skip
+
+
+def _plain_trainer(
+    job: _Job, model: nn.Module, lr: float | None, of_routers: contextlib.ExitStack
+) -> tuple[Engine, SGD]:
+    """Ignite's own trainer and its optimizer, which do in one process what the mesh does."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("model should have weights to train, but has none")
     n, counts = job.trainer.get("gradient_accumulation_steps", 1), []
     divisor = divisor_of(job.loss_fn, job.trainer.get("loss_divisor"))
     joins = n > 1 and divisor.kind != "sum"  # Ignite's is a mean of means, ddl's that of the window's rows
     plain = {name: value for name, value in job.trainer.items() if name not in ("checks", "loss_divisor", "max_norm")}
+    microbatches = 1
 
     def loss_fn(output: Any, y: Any) -> torch.Tensor:
         counts.append(divisor.of(y) if joins else 1.0)
@@ -411,12 +437,6 @@ def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
         order = torch.cat(parts).argsort()
         return tree_map(lambda *parts: torch.cat(parts)[order], *outputs)
 
-    of_routers, microbatches = contextlib.ExitStack(), 1
-    if job.mesh["pp"] > 1:
-        plain |= {"model_fn": model_fn}
-    if joins:
-        plain |= {"output_transform": lambda x, y, output, loss: loss.item() / counts[-1]}
-
     def before_step(*_: Any) -> None:
         update_biases(model)
         for parameter in parameters if joins else ():
@@ -429,18 +449,18 @@ def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
             gradients = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
             optimizer.param_groups[0]["lr"] = 0.01 * (weights or 1.0) / (gradients or 1.0)
 
-    with _comparable() as mode, of_routers:
-        model = job.make_model()
-        job.rows = _rows(job, model)
-        for lazy in LazyLayers(model).lazies:
-            replace_module(model, lazy, lazy.build())
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        if not parameters:
-            raise ValueError("model should have weights to train, but has none")
-        optimizer = SGD(parameters, lr=lr or 0.0)
-        optimizer.register_step_pre_hook(before_step)
-        trainer = create_plain_trainer(model, optimizer, loss_fn, device="cpu", **plain)
-        job.train(model, trainer, DataLoader(job.samples(), batch_size=job.rows[0]), optimizer, record)
+    if job.mesh["pp"] > 1:
+        plain |= {"model_fn": model_fn}
+    if joins:
+        plain |= {"output_transform": lambda x, y, output, loss: loss.item() / counts[-1]}
+    optimizer = SGD(parameters, lr=lr or 0.0)
+    optimizer.register_step_pre_hook(before_step)
+    trainer = create_plain_trainer(model, optimizer, loss_fn, device="cpu", **plain)
+    return trainer, optimizer
+
+
+def _dead_weights(model: nn.Module, values: Mapping[tuple, torch.Tensor], sizes: Mapping[tuple, float]) -> list[str]:
+    """Names of weights whose gradients are zero in every step; "loss" if all are."""
     gradients = {name: 0.0 for name, p in _named(model) if p.requires_grad}
     for (_, kind, name), value in values.items():
         if kind == "gradient":
@@ -449,8 +469,7 @@ def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
     dead = [name for name, size in gradients.items() if size <= DEAD * largest]
     if largest <= DEAD * max(size for (_, kind), size in sizes.items() if kind == "loss"):
         dead.append("loss")
-    return {"values": values, "sizes": sizes, "lr": optimizer.param_groups[0]["lr"], "dead": dead,
-            "notes": sorted(mode.notes | ({_LOOPED} if job.loops else set()))}  # fmt: skip
+    return dead
 
 
 def _microbatches(job: _Job, rows: int) -> list[torch.Tensor]:

@@ -358,6 +358,38 @@ def predict(
     return _Costs(model, cluster, batch).plan(*given, recompute, full_layers)
 
 
+class _Layer(NamedTuple):
+    """Seconds of a microbatch in a layer: what it computes, and what it sends; and of the output layer.
+
+    Attributes:
+        forward: of the forward pass.
+        inputs: of the gradients of inputs, with what is computed again.
+        weights: of the gradients of weights.
+        n_rings: how many rings of tp it sends.
+        ring: of one of them.
+        around: of cp's ring, less the attention beside it.
+        exchange: of the tokens that visit experts.
+        head: of all passes of the output layer.
+    """
+
+    forward: float
+    inputs: float
+    weights: float
+    n_rings: float
+    ring: float
+    around: float
+    exchange: float
+    head: float
+
+    @property
+    def computed(self) -> float:
+        return self.forward + self.inputs + self.weights
+
+    @property
+    def sent(self) -> float:
+        return self.n_rings * self.ring + self.around + self.exchange
+
+
 class _Costs:
     """The costs of one model, cluster and batch: what many plans share is computed once."""
 
@@ -390,85 +422,42 @@ class _Costs:
         recompute: str, full_layers: int | None = None,
     ) -> Plan:  # fmt: skip
         model, cluster, batch = self.model, self.cluster, self.batch
-        b, s, h = batch // dp // m, model.sequence, model.width
+        b, s = batch // dp // m, model.sequence
         stages, _ = self.stages(pp, v)
         on_rank = [sum(stages[rank::pp]) for rank in range(pp)]
         layers = max(on_rank)
-        tokens = b * s / cp
-        value = tokens * h * model.value_bytes  # bytes of one activation
+        value = b * s / cp * model.width * model.value_bytes  # bytes of one activation
         full = 0.0 if recompute != "full" else 1.0 if full_layers is None else min(1.0, full_layers / layers)
-
-        # Seconds of a microbatch: a layer's forward, its gradients of inputs and of weights; the output layer.
-        rate = self.rate * tp
-        scores, weights = 4 * tokens * s * model.attention_width / rate, 2 * tokens * self.products / rate
-        forward = weights + scores
-        again = {"none": 0.0, "selective": scores, "pointwise": scores + self.between * weights}.get(recompute, scores)
-        again = full * forward + (1 - full) * again
-        inputs = weights + 2 * scores + again
-        layer, head = forward + inputs + weights, 6 * tokens * h * model.vocabulary / rate
-
-        # What a layer sends: tp's rings, cp's ring less attention, the experts' exchanges.
-        n_rings = 4 + 2 * full
-        ring = _ring(tp, value, cluster.link(tp, 1)) if tp > 1 else 0.0
         split = tp if model.sequence_parallel else 1  # of what lies between layers
-        around = exchange = 0.0
-        if cp > 1:
-            turn = 2 * tokens * model.kv_width * model.value_bytes / tp  # keys and values of a rank
-            on = cluster.link(cp, tp)
-            sent = [(cp - 1) * on.seconds(times * turn) for times in (1, 2)]
-            around = max(0.0, sent[0] - scores) + max(0.0, sent[1] - 2 * scores)
-        if ep > 1:
-            moved = model.share_of_experts * model.chosen * value / tp * (ep - 1) / ep
-            exchange = (
-                4 * (ep - 1) * cluster.link(ep, tp * cp).latency + 4 * moved / cluster.link(ep, tp * cp).bandwidth
-            )
-        extra = n_rings * ring + around + exchange  # of a layer
-
-        # The slowest rank's work on all microbatches, and what it waits.
-        pace = max(on_rank[-1] * layer + head, max(on_rank) * layer)
-        compute, extras = pace, layers * extra
-        pass_through = model.layers * (layer + extra) + head  # of one microbatch, all stages
-        bubble = messages = 0.0
-        message = cluster.link(pp, dp * cp * tp).seconds(value / split)
-        if schedule == "interleaved_zero_bubble":
-            parts = (forward + 2 * ring, inputs + (n_rings - 2) * ring + around + exchange, weights)
-            parts = [layers / v * part for part in parts]
-            bubble = max(cost.zero_bubble_seconds(pp, *parts), (pp - 1) * parts[0])
-            messages = 2 * (pp * v - 1) + pp - 1
-        elif pp > 1:
-            bubble = max(0.0, pass_through - compute - extras) / v
-            messages = 2 * (pp - 1) * m / pp + 2 * (pp - 2) if v == 1 else 2 * (pp * v - 1)
+        layer = self._layer(b, tp, cp, ep, recompute, full)
+        compute, bubble, messages = self._pipeline(layer, pp, v, m, on_rank, schedule)
         dense, experts = self.held(pp, tp, layers, ep)
         dp_seconds, dp_bytes = self._dp(dense + experts, dp, tp, cp, shard, zero, m, layers, compute)
         seconds = {
             "compute": m * compute,
-            "tp": m * layers * n_rings * ring,
-            "pp": messages * message,
+            "tp": m * layers * layer.n_rings * layer.ring,
+            "pp": messages * cluster.link(pp, dp * cp * tp).seconds(value / split),
             "dp": dp_seconds,
             "bubble": bubble,
         }
         if cp > 1:
-            seconds["cp"] = m * layers * around
+            seconds["cp"] = m * layers * layer.around
         if ep > 1:
-            seconds["ep"] = m * layers * exchange
+            seconds["ep"] = m * layers * layer.exchange
         total = sum(seconds.values())
 
         memory = self._memory(
             dense, experts, b, dp, pp, tp, cp, ep, shard, schedule, v, m, zero, recompute, full, on_rank, value / split
         )
         ends = 2 if pp == 1 else 1  # the embedding's outputs, and the gradient of what the output layer reads
-        # Both ends hold a tied embedding, and tell each other its gradients.
-        n = shard * cp if zero else 1
-        of_tied = model.tied * -(-model.vocabulary // tp) * h * model.gradient_bytes / n
         sent = {
-            "tp": m * (n_rings * layers + ends) * 2 * (tp - 1) / tp * value,
-            "pp": (pp > 1) * (m * (2 * v - 1) * value / split + of_tied),
+            "tp": m * (layer.n_rings * layers + ends) * 2 * (tp - 1) / tp * value,
+            "pp": (pp > 1) * (m * (2 * v - 1) * value / split + self._tied_bytes(tp, shard * cp if zero else 1)),
             "dp": dp_bytes,
         }
-        devices = dp * pp * tp * cp
         return Plan(
             dp, pp, tp, schedule, v, m, zero, recompute, memory, seconds, sent,
-            mfu=self.flops / (devices * cluster.flops * total),
+            mfu=self.flops / (dp * pp * tp * cp * cluster.flops * total),
             tokens_per_second=batch * s / total,
             short=sum(memory.values()) - (cluster.memory - cluster.reserved),
             model=model,
@@ -479,6 +468,58 @@ class _Costs:
             full_layers=layers if full == 1 else full_layers if full else 0,
             stages=tuple(stages),
         )  # fmt: skip
+
+    def _layer(self, b: int, tp: int, cp: int, ep: int, recompute: str, full: float) -> _Layer:
+        model, cluster = self.model, self.cluster
+        tokens, rate = b * model.sequence / cp, self.rate * tp
+        value = tokens * model.width * model.value_bytes
+        scores = 4 * tokens * model.sequence * model.attention_width / rate
+        weights = 2 * tokens * self.products / rate
+        forward = weights + scores
+        again = {"none": 0.0, "selective": scores, "pointwise": scores + self.between * weights}.get(recompute, scores)
+        again = full * forward + (1 - full) * again
+        around = exchange = 0.0
+        if cp > 1:
+            turn = 2 * tokens * model.kv_width * model.value_bytes / tp  # keys and values of a rank
+            on = cluster.link(cp, tp)
+            sent = [(cp - 1) * on.seconds(times * turn) for times in (1, 2)]
+            around = max(0.0, sent[0] - scores) + max(0.0, sent[1] - 2 * scores)
+        if ep > 1:
+            moved = model.share_of_experts * model.chosen * value / tp * (ep - 1) / ep
+            on = cluster.link(ep, tp * cp)
+            exchange = 4 * (ep - 1) * on.latency + 4 * moved / on.bandwidth
+        return _Layer(
+            forward,
+            weights + 2 * scores + again,
+            weights,
+            n_rings=4 + 2 * full,
+            ring=_ring(tp, value, cluster.link(tp, 1)) if tp > 1 else 0.0,
+            around=around,
+            exchange=exchange,
+            head=6 * tokens * model.width * model.vocabulary / rate,
+        )
+
+    def _pipeline(
+        self, layer: _Layer, pp: int, v: int, m: int, on_rank: list[int], schedule: str
+    ) -> tuple[float, float, float]:
+        """The slowest rank's work on a microbatch, what it waits in a step, and how many messages it waits for."""
+        layers = max(on_rank)
+        compute = max(on_rank[-1] * layer.computed + layer.head, layers * layer.computed)
+        if schedule == "interleaved_zero_bubble":
+            backward = layer.inputs + (layer.n_rings - 2) * layer.ring + layer.around + layer.exchange
+            parts = [layers / v * part for part in (layer.forward + 2 * layer.ring, backward, layer.weights)]
+            bubble = max(cost.zero_bubble_seconds(pp, *parts), (pp - 1) * parts[0])
+            return compute, bubble, 2 * (pp * v - 1) + pp - 1
+        if pp == 1:
+            return compute, 0.0, 0.0
+        pass_through = self.model.layers * (layer.computed + layer.sent) + layer.head  # of one microbatch, all stages
+        bubble = max(0.0, pass_through - compute - layers * layer.sent) / v
+        return compute, bubble, 2 * (pp - 1) * m / pp + 2 * (pp - 2) if v == 1 else 2 * (pp * v - 1)
+
+    def _tied_bytes(self, tp: int, n: int) -> float:
+        """Both ends of a pipeline hold a tied embedding, and tell each other its gradients, each rank an n-th."""
+        model = self.model
+        return model.tied * -(-model.vocabulary // tp) * model.width * model.gradient_bytes / n
 
     def _dp(
         self, held: float, dp: int, tp: int, cp: int, shard: int, zero: int, m: int, layers: int, compute: float
@@ -701,19 +742,7 @@ def _checked(
     microbatches: int | None, cp: int, ep: int, recompute: str, full_layers: int | None,
 ) -> tuple[int, int]:  # fmt: skip
     """Refuses a plan that cannot be; returns the numbers of stages on each rank and of microbatches."""
-    if dp * pp * tp * cp > cluster.devices:
-        also = f", with cp={cp}" if cp > 1 else ""
-        raise ValueError(
-            f"dp, pp and tp should be {cluster.devices} devices at most, but given {dp}, {pp} and {tp}{also}"
-        )
-    if model.heads % tp:
-        raise ValueError(f"tp should divide {model.heads} heads, but given {tp}")
-    if model.kv_heads and model.kv_heads % tp:
-        raise ValueError(f"tp should divide {model.kv_heads} heads of keys and values, but given {tp}")
-    if cp > 1 and model.sequence % cp:
-        raise ValueError(f"cp should divide sequence={model.sequence}, but given {cp}")
-    if ep > 1 and (dp % ep or not model.experts or model.experts % ep):
-        raise ValueError(f"ep should divide dp={dp} and experts={model.experts}, but given {ep}")
+    _check_mesh(model, cluster, dp, pp, tp, cp, ep)
     if full_layers is not None and recompute != "full":
         raise ValueError(f'full_layers is for recompute="full", but given {full_layers} with {recompute}')
     default_chunks = 1 if schedule == "1f1b" else 2
@@ -731,6 +760,22 @@ def _checked(
         kind = "at least" if n_chunks == 1 else "a multiple of"
         raise ValueError(f"microbatches should be {kind} pp={pp} for {schedule}, but given {count}")
     return n_chunks, count
+
+
+def _check_mesh(model: Model, cluster: Cluster, dp: int, pp: int, tp: int, cp: int, ep: int) -> None:
+    if dp * pp * tp * cp > cluster.devices:
+        also = f", with cp={cp}" if cp > 1 else ""
+        raise ValueError(
+            f"dp, pp and tp should be {cluster.devices} devices at most, but given {dp}, {pp} and {tp}{also}"
+        )
+    if model.heads % tp:
+        raise ValueError(f"tp should divide {model.heads} heads, but given {tp}")
+    if model.kv_heads and model.kv_heads % tp:
+        raise ValueError(f"tp should divide {model.kv_heads} heads of keys and values, but given {tp}")
+    if cp > 1 and model.sequence % cp:
+        raise ValueError(f"cp should divide sequence={model.sequence}, but given {cp}")
+    if ep > 1 and (dp % ep or not model.experts or model.experts % ep):
+        raise ValueError(f"ep should divide dp={dp} and experts={model.experts}, but given {ep}")
 
 
 @takes(plans=each(a("a Plan", Plan), "a list of plans"), n=COUNT)
@@ -807,9 +852,10 @@ def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory"
     limit = (sum(plans[0].memory.values()) - plans[0].short) / unit
     axes.axvline(limit, color=draw.INK, linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel=f"memory of a device, {name}", ylabel="seconds a step")
-    draw.log_ticks(axes, *axes.get_ylim())
-    low, high = axes.get_xlim()
-    axes.set_xticks([n * 10**power for power in range(-3, 5) for n in (1, 2, 5) if low < n * 10**power < high])
+    for (low, high), ticks in ((axes.get_xlim(), axes.set_xticks), (axes.get_ylim(), axes.set_yticks)):
+        steps = (1, 2, 5) if high > 10 * low else range(1, 10)
+        ticks([n * 10**power for power in range(-3, 7) for n in steps if low < n * 10**power < high])
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     draw.key(made, {f"{colour} {size}": shade for size, shade in shades.items()} | {"does not fit": draw.GREY})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-__all__ = ["check_companions", "kind", "names_of"]
-
 
 def kind() -> ModuleType:
     """The module that companions run; a run without them does not import it.

@@ -1,4 +1,8 @@
-"""A traceback's text without the libraries' frames between the user's own."""
+"""A traceback's text without the libraries' frames between the user's own.
+
+For a rank's, which :class:`RankError` carries as text. In one process the traceback belongs to the interpreter, or to
+IPython, and to debuggers: nothing is cut there.
+"""
 
 import os
 import re

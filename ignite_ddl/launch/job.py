@@ -12,7 +12,6 @@ from typing import Any
 from ignite_ddl.launch.frames import without_libraries
 from ignite_ddl.launch.settings import Settings
 
-__all__ = ["STACK_SIGNAL", "MARK", "Job", "RankError", "kill_orphans", "label"]
 # By this signal the parent asks for a rank's stack: programs do not use it, and it is ignored by default.
 STACK_SIGNAL = getattr(signal, "SIGURG", None)  # None on Windows
 MARK = "IGNITE_DDL_RUN"  # environment variable of ranks and of what they start: the folder of the run

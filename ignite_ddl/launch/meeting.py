@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-__all__ = ["Meeting", "check_address", "check_file", "file_of"]
 RESOLVE_SECONDS = 10.0  # how long an address may take to be known: machines of a cluster start together
 _PRINT_AFTER = 30.0  # seconds after which a machine says for whom it waits
 _KEY = "ignite_ddl/meeting"

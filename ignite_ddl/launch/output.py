@@ -10,7 +10,6 @@ from pathlib import Path
 
 from ignite_ddl.launch.job import label
 
-__all__ = ["HOLD_SECONDS", "Output"]
 HOLD_SECONDS = 30.0  # how long output of higher ranks is held back, so that short runs print in order
 
 

@@ -45,7 +45,6 @@ from ignite_ddl.launch.signals import Signals
 from ignite_ddl.launch.torchrun import address_in_torchrun, end_with_torchrun
 from ignite_ddl.mesh import AXIS, check_experts, check_mesh, initialize_mesh
 
-__all__ = ["PRELOAD", "Parallel", "start_forkserver"]
 P = ParamSpec("P")
 T = TypeVar("T")
 # Imported once by the forkserver instead of by each rank. Modules may be appended; if the forkserver is already

@@ -29,7 +29,6 @@ from ignite_ddl.launch.output import Output
 from ignite_ddl.launch.rank import companion_main, rank_main
 from ignite_ddl.launch.signals import SIGNAL_SECONDS, Signals, name_of
 
-__all__ = ["EXIT_SECONDS", "GRACE_SECONDS", "Launch", "POLL_SECONDS", "no_main_module", "run_folder"]
 POLL_SECONDS = 0.05  # how often the ranks' output is read
 GRACE_SECONDS = 0.2  # after the first failure: time for the report of the rank that caused it to arrive
 EXIT_SECONDS = 5.0  # after the last result: time for the ranks to close their process group
@@ -186,6 +185,15 @@ class Launch:
             self.failures.append(_Failure(running[0].rank, time.monotonic(), False, summary))
         return not self.failures
 
+    def _failure_of_dead(self, rank: _Rank) -> _Failure:
+        rank.process.join(5 * GRACE_SECONDS)  # on a busy machine, the exit code comes late
+        code = rank.process.exitcode
+        where = self._crash_stack(rank) if code in _CRASHES else ""
+        summary = _exit_reason(code)
+        if code == _ABORT and self._has_size_mismatch(rank):
+            summary += _UNLIKE_SIZES
+        return _Failure(rank.rank, time.monotonic(), True, summary, where, exitcode=code)
+
     def _receive_report(self, rank: _Rank) -> None:
         rank.done = True
         try:
@@ -193,13 +201,7 @@ class Launch:
                 raise EOFError
             message = cloudpickle.loads(rank.reports.recv_bytes())
         except (EOFError, OSError):
-            rank.process.join(5 * GRACE_SECONDS)  # on a busy machine, the exit code comes late
-            code = rank.process.exitcode
-            where = self._crash_stack(rank) if code in _CRASHES else ""
-            summary = _exit_reason(code)
-            if code == _ABORT and self._has_size_mismatch(rank):
-                summary += _UNLIKE_SIZES
-            self._fail(_Failure(rank.rank, time.monotonic(), True, summary, where, exitcode=code))
+            self._fail(self._failure_of_dead(rank))
             return
         except BaseException as error:  # for example, a module that only the ranks can import
             error_text = "".join(traceback.format_exception_only(error)).strip()

@@ -34,8 +34,6 @@ from ignite_ddl.launch.meeting import Meeting
 from ignite_ddl.launch.signals import Signals
 from ignite_ddl.mesh import initialize_mesh
 
-__all__ = ["companion_main", "restore_signals", "on_signal", "rank_main", "run_here", "wait_before_result"]
-
 
 class _Run:
     """The signals and last calls that the function of a run in this process has asked for."""

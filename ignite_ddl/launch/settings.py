@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Settings"]
 _AT_IMPORT = torch.initial_seed()
 _LARGEST_USER_SEED = 2**32  # the seed that torch takes for itself has 64 random bits, those of users are smaller
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["SIGNAL_SECONDS", "Signals", "name_of"]
 SIGNAL_SECONDS = 600.0  # how long a parent waits for its ranks after a signal that it has passed on to them
 
 

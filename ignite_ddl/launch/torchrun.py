@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-__all__ = ["address_in_torchrun", "end_with_torchrun"]
 _SCHEME = "ignite-ddl"
 _KEY = "ignite_ddl/round"
 

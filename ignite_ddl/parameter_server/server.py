@@ -13,7 +13,6 @@ import cloudpickle
 import torch
 from torch import nn
 
-__all__ = ["MODES", "Shard", "WaitTimeout"]
 MODES = ("sync", "async", "bounded", "backup")
 
 

@@ -18,7 +18,6 @@ import torch
 
 from ignite_ddl.parameter_server.server import Shard, WaitTimeout
 
-__all__ = ["Servers", "connect", "serve", "worker_ended"]
 _JOIN_SECONDS = 600.0  # limit of making a ParameterServer: workers come at different times, after loading data
 _REPORT_SECONDS = 2.0  # for a server to report that a limit has passed, and for whom it waits
 _MAX_SECONDS = 2e6  # 23 days: poll counts milliseconds in 32 bits

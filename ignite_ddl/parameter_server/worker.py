@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_ddl.arguments import MODULE, check_count, is_count, limit_in_seconds, one_of, shown, takes
+from ignite_ddl.arguments import MODULE, SECONDS, is_count, one_of, shown, takes, whole
 from ignite_ddl.data import warn_of_uneven_rows
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.parameter_server.server import MODES
 from ignite_ddl.parameter_server.wire import Servers
-
-__all__ = ["ParameterServer"]
 
 
 class ParameterServer:
@@ -110,7 +108,7 @@ class ParameterServer:
             assert torch.allclose(weight, training(0)[0], atol=1e-6)    # one process, the same script
     """
 
-    @takes(model=MODULE, mode=one_of(*MODES))
+    @takes(model=MODULE, mode=one_of(*MODES), timeout=SECONDS)
     def __init__(
         self,
         model: nn.Module,
@@ -121,8 +119,7 @@ class ParameterServer:
         backup: int = 0,
         timeout: float | timedelta = 300.0,
     ) -> None:
-        self.mode = mode
-        self.timeout = limit_in_seconds(timeout)
+        self.mode, self.timeout = mode, timeout
         self._worker = idist.get_rank()
         workers = idist.get_world_size()
         _check_arguments(optimizer, mode, staleness, backup, workers)
@@ -197,6 +194,7 @@ class ParameterServer:
         request = (self._worker, answers[0][0])
         return answers + self._servers.ask("pull", [request] * (len(self._names) - 1), servers=slice(1, None))
 
+    @takes(rows=whole(0))
     def push(self, gradients: Mapping[str, torch.Tensor] | None = None, rows: int = 1) -> bool:
         """Sends a gradient and clears it: ``p.grad`` is None afterwards.
 
@@ -225,7 +223,6 @@ class ParameterServer:
                 "push needs a pull before it, and a new one after each push: a gradient belongs to the version "
                 "of the parameters that it was computed with"
             )
-        check_count("rows", rows, least=0)
         if rows == 1 and self._averages:
             warn_of_uneven_rows("pass rows=len(x) to push", counted=rows)
         if gradients is None:

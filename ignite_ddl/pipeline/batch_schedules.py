@@ -8,22 +8,20 @@ from typing import Any
 
 import ignite.distributed as idist
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map
 
+from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.data_parallel import local_round, reshard
 from ignite_ddl.experts.routing import routers_of
 from ignite_ddl.experts.style import experts_of
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, check_trains, trains
-from ignite_ddl.pipeline.schedules import SCHEDULES, UnlikeMicrobatches, microbatches_for
-from ignite_ddl.pipeline.structure import Structure, joined, rows_of
+from ignite_ddl.pipeline.schedules import SCHEDULES, check_same_microbatches, microbatches_for
+from ignite_ddl.pipeline.structure import Structure, detached, joined, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
 from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other, state_that_grows, without_trace
 
-__all__ = ["BatchSchedules", "MicrobatchLoss"]
 _KEPT = 16  # schedules of a pipeline; each holds receive buffers
 
 
@@ -73,9 +71,7 @@ class BatchSchedules:
         new = key not in self.made
         if self.communicates:
             # A last batch may have 32 rows on one dp rank, a known shape, and 31 on another.
-            on_any = torch.tensor(float(new), device=idist.device())
-            dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=self.mesh.dp_cp_group)
-            new = bool(on_any)
+            new = on_any_rank(new, self.mesh.dp_cp_group)
             if new:
                 self.made.pop(key, None)
         return new
@@ -134,10 +130,7 @@ class BatchSchedules:
         """Where layers communicate over dp, each rank needs the same number of microbatches."""
         exchanges = any(routers_of(stage) or any(True for _ in experts_of(stage)) for stage in self.stages.values())
         if exchanges and self.mesh.dp_cp_size > 1:
-            numbers: list[int] = [0] * self.mesh.dp_cp_size
-            dist.all_gather_object(numbers, n, group=self.mesh.dp_cp_group)
-            if len(set(numbers)) > 1:
-                raise UnlikeMicrobatches(numbers)
+            check_same_microbatches(gathered_values(n, self.mesh.dp_cp_group))
 
     def _interfaces(self, x: Any, autocast: Context) -> dict[int, tuple[Any, Any]]:
         """What each stage takes and returns, which torch has to know before it sends: by a microbatch's forward."""
@@ -146,7 +139,7 @@ class BatchSchedules:
         found = {}
 
         def run(s: int, value: Any) -> Any:
-            value = tree_map(_leaf, value)
+            value = detached(value)
             output = self.stages[s](value)
             if self.checks and rows_depend_on_each_other(self.stages[s], value, [self.stages[s]]):
                 raise ValueError(ROWS_DEPEND)
@@ -172,7 +165,3 @@ class BatchSchedules:
         for stage in stages:
             reshard(stage)
         return found
-
-
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value

@@ -16,10 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ignite_ddl.arguments import MODULE, Fits, one_of, shown, takes, whole
 from ignite_ddl.lazy import Lazy, LazyLayers, replace_module
 from ignite_ddl.pipeline.cut import named_layers
-from ignite_ddl.pipeline.structure import map_leaves, tensors_of
-
-__all__ = ["layer_costs"]
-
+from ignite_ddl.pipeline.structure import detached, map_leaves, tensors_of
 
 UNIT = Fits('"flops" or "seconds"', one_of("flops", "seconds").read)
 
@@ -89,13 +86,6 @@ def _copy_on(layer: nn.Module, device: torch.device) -> nn.Module:
     return layer.to(device)
 
 
-def _detached(leaf: Any, device: torch.device | None = None) -> Any:
-    """A tensor without its graph, on a device; anything else as it is."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return leaf.detach().to(device).requires_grad_(leaf.requires_grad and device is None)
-
-
 def _forward_backward(layer: nn.Module, hidden: Any) -> Any:
     """Forward and backward; returns the input of the next layer."""
     output = layer(hidden)
@@ -105,7 +95,7 @@ def _forward_backward(layer: nn.Module, hidden: Any) -> Any:
     layer.zero_grad()
     for tensor in tensors_of(hidden):
         tensor.grad = None
-    return map_leaves(_detached, output)
+    return detached(output)
 
 
 def _flops(layer: nn.Module, hidden: Any, _: int) -> tuple[Any, float]:

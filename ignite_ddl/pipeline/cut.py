@@ -13,19 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ignite_ddl.arguments import first_line
 from ignite_ddl.pipeline.schedules import SCHEDULES, check_microbatches, stage_owners
-
-__all__ = [
-    "Cut",
-    "add_submodule",
-    "balance",
-    "check_root_hooks",
-    "check_trains",
-    "cut_into_stages",
-    "named_layers",
-    "sequential",
-    "trains",
-]
+from ignite_ddl.traceless import evaluating
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -129,18 +119,12 @@ def _check_root(model: nn.Module, names: Sequence[str]) -> None:
         check_root_hooks(modules[name], name)
     if all("train" not in vars(modules[n]) and type(modules[n]).train is nn.Module.train for n in holders):
         return
-    was = {module: module.training for module in model.modules()}
-    try:
+    with evaluating([model]):
         for name in names:
             modules[name].train()
-        alone = {module: module.training for module in was}
+        alone = {name: module.training for name, module in modules.items()}
         model.train()
-        left = next(
-            (name for name in modules if name not in holders and modules[name].training < alone[modules[name]]), None
-        )
-    finally:
-        for module, training in was.items():
-            module.training = training
+        left = next((name for name in modules if name not in holders and modules[name].training < alone[name]), None)
     if left is not None:
         raise ValueError(
             f"{type(model).__name__} has a train() of its own, which leaves {left!r} in evaluation mode, and which "
@@ -154,7 +138,7 @@ def _check_sequential(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> 
         try:
             problem = _find_other_work(model, layers, torch.zeros([2] * ndim, dtype=dtype))
         except Exception as error:  # perhaps because of this shape
-            problem = f"it could not be tried ({str(error).splitlines()[0] if str(error) else error!r})"
+            problem = f"it could not be tried ({first_line(error)})"
             continue
         if problem is None:
             return

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ignite_ddl.data_parallel import local_round, reshard, share_buffers
 from ignite_ddl.experts.balance import weighted
@@ -24,9 +24,6 @@ from ignite_ddl.pipeline.schedules import SCHEDULES
 from ignite_ddl.pipeline.structure import check_rows, flatten, joined, n_rows, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
 from ignite_ddl.tensor.random import draw_seed, random_stream
-
-__all__ = ["OneStage", "PipelineStages", "Stages", "call", "on_some_ranks", "stages_of"]
-
 
 _on_some_ranks_only = False
 
@@ -169,7 +166,7 @@ class PipelineStages:
         """See :meth:`ignite_ddl.pipeline.pipeline.Pipeline.train_step`."""
         _check_on_all_ranks()
         rows = check_rows(x, y)
-        tensors, structure = flatten(tree_map(_contiguous, x), "x")
+        tensors, structure = flatten(tree_map_only(torch.Tensor, torch.Tensor.contiguous, x), "x")
         shapes = repr((structure, [(tuple(t.shape), t.dtype) for t in tensors]))
         key = rows, shapes, getattr(autocast, "fast_dtype", None)
         new = self.schedules.is_new(key)
@@ -198,10 +195,10 @@ class PipelineStages:
     def forward(
         self, x: Any, y: Any, loss_fn: Callable, transform: Callable, share: Callable, weight: float, autocast: Context
     ) -> tuple[Any, torch.Tensor | None]:
-        def weighted(output: Any, target: Any) -> torch.Tensor:
+        def weighted_loss(output: Any, target: Any) -> torch.Tensor:
             return loss_fn(transform(output), target) * (share(target, y) * weight)
 
-        output, loss = self.train_step(x, y, weighted, autocast)
+        output, loss = self.train_step(x, y, weighted_loss, autocast)
         return (None, None) if loss is None else (transform(output), loss / weight if weight else loss)
 
     def backward(self, loss: torch.Tensor | None, weight: float) -> None:
@@ -297,7 +294,3 @@ def _explaining_errors(schedule: str) -> Iterator[None]:
                 "without it, as w in tanh(linear(x * w)) + w; use '1f1b' or 'interleaved_1f1b'"
             ) from error
         raise
-
-
-def _contiguous(value: Any) -> Any:
-    return value.contiguous() if isinstance(value, torch.Tensor) else value

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ignite_ddl.compat import allow_empty_parameter_lists
 from ignite_ddl.guards import LocalStateDict, full_state_error, refuse_pickling
@@ -19,7 +19,6 @@ from ignite_ddl.pipeline.cut import Cut, add_submodule, named_layers, sequential
 from ignite_ddl.pipeline.local_stages import PipelineStages
 from ignite_ddl.pipeline.structure import full_tensors, map_leaves, tensors_of
 
-__all__ = ["SHARED", "Pipeline"]
 SHARED = "_shared_with"  # on a parameter that several stages hold: its first name, and the pp ranks
 
 
@@ -232,7 +231,7 @@ def _without_hooks(stage: nn.Module, inputs: tuple) -> None:
 
 def _copied(stage: nn.Module, inputs: tuple) -> tuple:
     """A layer that works in place needs a copy: the stage's input is a leaf, or the output of its neighbour."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, inputs)
+    return tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)
 
 
 class _NoGradient(torch.autograd.Function):

@@ -7,22 +7,10 @@ imports need only the standard library, so that a web page can run it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple
 
 from ignite_ddl.arguments import COUNT, WORLD, check, one_of, whole
-
-__all__ = [
-    "SCHEDULES",
-    "Schedule",
-    "UnlikeMicrobatches",
-    "check_microbatches",
-    "divisors",
-    "microbatches_for",
-    "stage_owners",
-    "suits",
-]
-
 
 # ------------------------------------------------------------------------------------------- the table
 
@@ -167,22 +155,14 @@ def divisors(n: int) -> list[int]:
     return low + [n // k for k in reversed(low) if k * k != n]
 
 
-class UnlikeMicrobatches(ValueError):
-    """dp ranks have different numbers of microbatches, but layers that communicate in each.
-
-    Args:
-        numbers: the numbers.
-    """
-
-    def __init__(self, numbers: Iterable[int]) -> None:
-        few, many = min(numbers), max(numbers)
-        super().__init__(
+def check_same_microbatches(numbers: Collection[int]) -> None:
+    """Refuses different numbers of microbatches on dp ranks, for layers that communicate in each."""
+    if len(set(numbers)) > 1:
+        raise ValueError(
             f"dp ranks should have equal numbers of microbatches, in each of which experts and routers meet, but have "
-            f"{few} and {many}: use a batch_size that is a multiple of dp × n_microbatches, and drop_last=True"
+            f"{min(numbers)} and {max(numbers)}: use a batch_size that is a multiple of dp × n_microbatches, and "
+            "drop_last=True"
         )
-
-    def __reduce__(self) -> Any:
-        return ValueError, self.args
 
 
 def microbatches_for(rows: int, wanted: int, schedule: str, pp_size: int) -> tuple[int, str]:

@@ -14,8 +14,6 @@ from torch.distributed.pipelining import PipelineStage
 from ignite_ddl.pipeline.structure import Structure, flatten
 from ignite_ddl.tensor.random import random_stream
 
-__all__ = ["SENDS_ANY_DTYPE", "Interface", "Stage"]
-
 SENDS_ANY_DTYPE = hasattr(PipelineStage, "_forward_metadata_inference")  # torch 2.12 and newer
 
 

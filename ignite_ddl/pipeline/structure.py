@@ -10,22 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
-
-__all__ = [
-    "Structure",
-    "check_rows",
-    "concatenated",
-    "flatten",
-    "full_tensors",
-    "joined",
-    "local_tensor",
-    "map_leaves",
-    "n_rows",
-    "rows_of",
-    "some_rows",
-    "tensors_of",
-]
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
 
@@ -118,7 +103,7 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
 
 def rows_of(tree: Any, first: int, end: int) -> Any:
     """The rows ``first`` to ``end`` of each tensor; plain values as they are."""
-    return tree_map(lambda leaf: leaf[first:end] if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor[first:end], tree)
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -142,7 +127,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def full_tensors(tree: Any) -> Any:
     """The same values with each DTensor gathered; its ranks call it together."""
-    return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree)
+    return tree_map_only(DTensor, DTensor.full_tensor, tree)
 
 
 # ------------------------------------------------------------------------------- batches that are only looked at
@@ -164,6 +149,13 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
         return dataclasses.replace(leaves[0], **values)
 
     return tree_map(inside, *trees, is_leaf=_is_record)
+
+
+def detached(tree: Any) -> Any:
+    """The same values without their graphs; what requires a gradient still does."""
+    return map_leaves(
+        lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf, tree
+    )
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
-from ignite_ddl.arguments import MODULE, NAMES, Fits, takes
+from ignite_ddl.arguments import MODULE, NAMES, Fits, first_line, takes
+from ignite_ddl.traceless import evaluating
 
-__all__ = ["TracedLayer", "trace_layers"]
 BEFORE = Fits(
     'a list of names of modules, or "auto"',
     lambda before: before if isinstance(before, str) and before == "auto" else NAMES.read(before),
@@ -81,35 +81,30 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
             f"before should list names of modules of the model, but given {before!r}; it has "
             f"{', '.join(name for name in modules if name)}"
         )
-    was = [(module, module.training) for module in modules.values()]
-    try:
+    with evaluating([model]):  # at its end each module is in its mode again
         traces = {training: _Trace(model.train(training), x, before) for training in (True, False)}
-    finally:
-        for module, training in was:
-            module.training = training
     layers = [TracedLayer({mode: trace.parts[i] for mode, trace in traces.items()}) for i in range(len(before) + 1)]
-    known = dict(_tensors_of(model))
-    used = {name for layer in layers for name in layer.uses}
-    names_of: dict[int, list[str]] = {}
-    for name, tensor in known.items():
-        names_of.setdefault(id(tensor), []).append(name)
-    kept = model.state_dict()
-    unused = [name for name, tensor in known.items() if name in kept and used.isdisjoint(names_of[id(tensor)])]
-    for i, layer in enumerate(layers):
-        for name in [*layer.uses, *(unused if i == 0 else ())]:
-            _register(layer, name, known[name], name in kept)
+    _distribute_tensors(model, layers)
     layers[0].takes = _row_shapes(leaves)
     _check_same(model, traced := nn.Sequential(*layers), x)
     return traced.train(model.training)
 
 
+def _distribute_tensors(model: nn.Module, layers: list[TracedLayer]) -> None:
+    """Gives each layer the parameters and buffers that it uses, and the first one those that none does."""
+    known, kept = dict(_tensors_of(model)), model.state_dict()
+    used = {id(known[name]) for layer in layers for name in layer.uses}
+    unused = [name for name, tensor in known.items() if name in kept and id(tensor) not in used]
+    for i, layer in enumerate(layers):
+        for name in [*layer.uses, *(unused if i == 0 else ())]:
+            _register(layer, name, known[name], name in kept)
+
+
 def _check_same(model: nn.Module, layers: nn.Sequential, x: Any) -> None:
     """Raises a ValueError unless the layers give what the model gives in evaluation mode."""
-    was = [(module, module.training) for module in model.modules()]
-    random = torch.get_rng_state()
     try:
-        with torch.no_grad():
-            pairs = zip(tree_leaves(model.eval()(x)), tree_leaves(layers.eval()(x)), strict=True)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), evaluating([model]), evaluating([layers]):
+            pairs = zip(tree_leaves(model(x)), tree_leaves(layers(x)), strict=True)
             same = all(
                 torch.allclose(*pair, rtol=1e-3, atol=1e-5, equal_nan=True) if torch.is_tensor(pair[0]) else True
                 for pair in pairs
@@ -117,12 +112,8 @@ def _check_same(model: nn.Module, layers: nn.Sequential, x: Any) -> None:
     except Exception as error:
         raise ValueError(
             f"the layers that torch.export makes of {type(model).__name__} do not run "
-            f"({str(error).strip().splitlines()[0]}): make it an nn.Sequential instead"
+            f"({first_line(error)}): make it an nn.Sequential instead"
         ) from error
-    finally:
-        torch.set_rng_state(random)
-        for module, training in was:
-            module.training = training
     if not same:
         raise ValueError(
             f"the layers that torch.export makes of {type(model).__name__} give other numbers than the model for x: "
@@ -177,11 +168,10 @@ class _Trace:
         try:
             program = torch.export.export(model, (x,), dynamic_shapes=(dims,))
         except Exception as error:
-            first = str(error).strip().splitlines()[0]
             raise ValueError(
                 f"torch.export cannot trace {type(model).__name__}, since its forward depends on values of tensors or "
-                f"on the number of rows, or does what export does not know ({first}): make it an nn.Sequential "
-                "instead"
+                f"on the number of rows, or does what export does not know ({first_line(error)}): make it an "
+                "nn.Sequential instead"
             ) from error
         finally:
             for hook in hooks:

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ignite_ddl.collectives import gathered_values
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut
 from ignite_ddl.pipeline.structure import flatten, local_tensor
 from ignite_ddl.tensor.gradients import redistribute_gradient
-
-__all__ = ["Transfer"]
 
 
 class Transfer:
@@ -58,8 +57,7 @@ class Transfer:
 
     def gather(self, entries: dict[str, Any]) -> dict[str, Any]:
         """The state dict entries of all stages, in the order of the uncut model's."""
-        parts: list[dict] = [{} for _ in range(self.mesh.pp_size)]
-        dist.all_gather_object(parts, entries, group=self.mesh.pp_group)
+        parts = gathered_values(entries, self.mesh.pp_group)
         merged = {name: tensor for part in parts for name, tensor in part.items()}
         return {name: merged[name] for name in self.cut.shapes if name in merged}
 

@@ -12,8 +12,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from ignite_ddl.arguments import FLAG, takes
 from ignite_ddl.tensor.layers import CONVOLUTIONS, check_divides, is_full_between_layers, local_input, on_local_shards
 
-__all__ = ["InputChannels", "OutputChannels"]
-
 
 class OutputChannels(ParallelStyle):
     """Each tp rank computes some of the output channels of a convolution, as :class:`Column` for a linear layer.

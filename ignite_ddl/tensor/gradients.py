@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ignite.distributed as idist
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ignite_ddl.collectives import gathered
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.structure import local_tensor
-
-__all__ = ["ReplicatedWeights", "layout_of", "redistribute_gradient"]
 
 
 class ReplicatedWeights:
@@ -44,14 +42,12 @@ class ReplicatedWeights:
         unchecked = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and name not in self.agreed and not _is_sharded_over_tp(parameter)
+            if parameter.requires_grad and name not in self.agreed and not is_cut(parameter, "tp")
         }
         if not unchecked:
             return
         digests = torch.stack([_digest(parameter.grad) for parameter in unchecked.values()])
-        peers = [torch.empty_like(digests) for _ in range(self.mesh.tp_size)]
-        dist.all_gather(peers, digests, group=self.mesh.tp_group)
-        peers = torch.stack(peers).cpu()  # (tp, weights, 16)
+        peers = torch.stack(gathered(digests, self.mesh.tp_group)).cpu()  # (tp, weights, 16)
         sizes = peers[..., 8:].norm(dim=2).amax(dim=0)
         differences = (peers - peers[0]).norm(dim=2).amax(dim=0)
         # A gradient far below the others is what rounding left of zero.
@@ -68,11 +64,13 @@ class ReplicatedWeights:
                     )
 
 
-def _is_sharded_over_tp(parameter: torch.Tensor) -> bool:
-    if not isinstance(parameter, DTensor):
+def is_cut(tensor: torch.Tensor, axis: str) -> bool:
+    """Whether ranks on this axis, or for dp on any that dp consists of, hold different parts of a tensor."""
+    if not isinstance(tensor, DTensor):
         return False
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return any(name == "tp" and not p.is_replicate() for name, p in zip(names, parameter.placements, strict=True))
+    names = tensor.device_mesh.mesh_dim_names or ()
+    axes = ("dp", "dp_shard", "edp", "ep") if axis == "dp" else (axis,)
+    return any(name in axes and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True))
 
 
 def _digest(gradient: torch.Tensor | None) -> torch.Tensor:

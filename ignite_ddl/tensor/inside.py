@@ -13,8 +13,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from ignite_ddl.tensor.layers import on_local_shards
 from ignite_ddl.tensor.random import draw_seed, random_stream
 
-__all__ = ["ShardedRandom", "SharedWeight", "is_by_channel"]
-
 
 class SharedWeight(ParallelStyle):
     """A module inside a sharded region whose weights all heads, features or channels share: ``nn.PReLU()``, a norm of

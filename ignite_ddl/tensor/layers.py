@@ -15,22 +15,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ignite_ddl.arguments import FLAG, a, or_none, whole
 
-__all__ = [
-    "CONVOLUTIONS",
-    "FITS",
-    "ROW_ORDER",
-    "check_divides",
-    "contiguous_output",
-    "dim_of_outputs",
-    "distribute",
-    "full_between_layers",
-    "is_full_between_layers",
-    "is_transposed",
-    "local_input",
-    "on_local_shards",
-    "region_ends",
-]
-
 _LAYOUT = or_none(a("a placement such as Replicate() or Shard(1)", Placement))
 FITS = {"input_layouts": _LAYOUT, "output_layouts": _LAYOUT, "use_local_output": FLAG, "dim": whole(-64, 64)}
 ROW_ORDER = "_row_order"  # on a parameter: for each of its rows, the index of the row in the uncut model

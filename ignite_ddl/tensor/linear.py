@@ -15,11 +15,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from ignite_ddl.arguments import COUNT, TEXT, check_count, each, takes
+from ignite_ddl.arguments import COUNT, TEXT, check, each, takes
 from ignite_ddl.tensor.layers import (
     CONVOLUTIONS,
     FITS,
     ROW_ORDER,
+    check_divides,
     contiguous_output,
     dim_of_outputs,
     distribute,
@@ -27,8 +28,6 @@ from ignite_ddl.tensor.layers import (
     is_transposed,
     local_input,
 )
-
-__all__ = ["Column", "Row", "SharedInput", "leaves_output_sharded"]
 
 
 class _Layouts(TypedDict, total=False):
@@ -94,16 +93,16 @@ class Column(ColwiseParallel):
                     f"{type(parent).__name__} has none of that name"
                 )
             units, what = getattr(parent, self.units), self.units
-            check_count(f"units={self.units!r} of {name!r}", units)
+            check(f"units={self.units!r} of {name!r}", units, COUNT)
         elif self.units is not None:
             units, what = self.units, "units"
         if self.units is None and leaves_output_sharded(self):
             _check_heads([size], name, parent, tp_size)
         if self.units is None and not leaves_output_sharded(self):
             _check_no_rank_is_empty(tp_size, size, what, name)
-        elif units % tp_size:
-            raise ValueError(f"tp={tp_size} should divide the {units} {what} of {name!r}, but does not")
-        elif size % units:
+            return
+        check_divides(tp_size, units, what, name)
+        if size % units:
             raise ValueError(f"the {units} {what} of {name!r} should divide its {size} outputs, but do not")
 
     def _sizes(self, name: str, module: nn.Module, tp_size: int) -> list[int]:
@@ -218,10 +217,8 @@ class Row(RowwiseParallel):
         if isinstance(module, nn.Embedding):
             _check_no_rank_is_empty(tp_size, module.weight.shape[0], "entries of the vocabulary", name)
             return
-        size = module.weight.shape[1 - dim_of_outputs(module)]
-        if size % tp_size:
-            what = "rows" if is_transposed(module) else "columns"
-            raise ValueError(f"tp={tp_size} should divide the {size} {what} of the weight of {name!r}, but does not")
+        what = "rows of the weight" if is_transposed(module) else "columns of the weight"
+        check_divides(tp_size, module.weight.shape[1 - dim_of_outputs(module)], what, name)
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired_input_layouts, module, inputs, device_mesh):

@@ -12,9 +12,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 from ignite_ddl.arguments import INTEGER, SHARE, TENSOR, Fits, one_of, takes
 from ignite_ddl.pipeline.structure import local_tensor
 
-__all__ = ["cross_entropy"]
-
-
 REDUCTION = Fits('"mean", "sum" or "none"', one_of("mean", "sum", "none").read)
 
 

@@ -13,8 +13,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from ignite_ddl.tensor.inside import SharedWeight
 from ignite_ddl.tensor.linear import Column, Row
 
-__all__ = ["plan_of_model"]
-
 # The names that transformers 5 gives to styles. "replicate" needs none.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": Column,

@@ -20,8 +20,6 @@ from ignite_ddl.tensor.layers import dim_of_outputs
 from ignite_ddl.tensor.linear import leaves_output_sharded
 from ignite_ddl.tensor.model_plans import plan_of_model
 
-__all__ = ["apply_plan", "check_plan"]
-
 
 def check_plan(
     model: nn.Module, plan: Mapping[str, ParallelStyle] | Literal["auto"], tp_size: int

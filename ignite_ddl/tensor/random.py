@@ -3,7 +3,7 @@
 The rule, which is the same on every device:
 
 1. Each model replica has one random stream, that of torch's default generator. ``ddl.auto_model`` gives every rank
-   of a replica (its tp and pp peers) the state of the replica's first rank. The ranks keep the same state as long as
+   of a replica (tp and pp peers) the state of the replica's first rank. The ranks keep the same state as long as
    they all draw the same numbers: after a ``torch.rand(1)`` on a single rank, replicated dropout differs.
 2. *Replicated regions*, which are all modules except those of 3, draw from it: the same numbers on all tp peers, and
    those of one process.
@@ -14,6 +14,9 @@ The rule, which is the same on every device:
    draws from a stream seeded with n + 2²⁰·s + m, to which 2 and 3 apply.
 5. dp ranks keep the user's seeds, as in idist. With equal seeds they draw the same masks for their different rows;
    for different masks, call ``torch.manual_seed(seed + ddl.get_mesh().dp_rank)`` before ``auto_model``.
+6. cp ranks hold other tokens of the same rows, so no two of them draw the same masks, whatever the seeds: each is a
+   replica in the sense of 1, and on cp rank r > 0 ``auto_model`` draws a number n from the stream and seeds the stream
+   with n + r. cp rank 0 goes on with the stream as it is.
 
 The replica's stream is the only state: torch's ``get_rng_state`` is enough to resume, and activation checkpointing,
 which restores it, draws the same masks again.
@@ -32,8 +35,6 @@ import torch
 import torch.distributed as dist
 
 from ignite_ddl.mesh import Mesh
-
-__all__ = ["draw_seed", "random_states", "random_stream", "set_random_states", "share_random_stream"]
 
 
 def draw_seed() -> int:
@@ -62,7 +63,7 @@ def random_stream(seed: int) -> Iterator[None]:
 
 
 def share_random_stream(mesh: Mesh) -> None:
-    """Gives tp and pp peers the random state of their replica's first rank; all ranks call it."""
+    """Gives tp and pp peers the random state of their replica's first rank, and cp peers others; all ranks call it."""
     for group, first in ((mesh.tp_group, {"tp": 0}), (mesh.pp_group, {"pp": 0})):
         source = mesh.rank_at(**(mesh.coordinates(mesh.rank) | first))
         state = torch.get_rng_state().to(idist.device())
@@ -72,6 +73,8 @@ def share_random_stream(mesh: Mesh) -> None:
             state = torch.cuda.get_rng_state().to(idist.device())
             dist.broadcast(state, src=source, group=group)
             torch.cuda.set_rng_state(state.cpu())
+    if mesh.cp_rank > 0:  # not on rank 0, whose seed decides the order of rows
+        torch.manual_seed(draw_seed() + mesh.cp_rank)
 
 
 def random_states() -> dict[str, Any]:

@@ -15,8 +15,6 @@ from ignite_ddl.arguments import takes
 from ignite_ddl.tensor.inside import ShardedRandom
 from ignite_ddl.tensor.layers import FITS, contiguous_output
 
-__all__ = ["Sequence", "SplitSequence"]
-
 
 class SplitSequence(PrepareModuleOutput):
     """Begins a sequence-parallel region: each tp rank keeps its part of the sequence of a module's full output.

@@ -89,6 +89,14 @@ def test_dropout_batchnorm_and_float32_are_no_part_of_it_and_the_caller_keeps_it
     assert "dropout" not in str(none)
 
 
+def test_a_tp_axis_without_a_plan_warns_once_at_the_users_line(capfd):
+    with pytest.warns(UserWarning, match="the mesh has tp=2, but tensor_plan is None") as caught:
+        report = ddl.check_parity(layers(), None, batch(), F.mse_loss, tp=2, steps=1)
+    assert report.equal, report
+    assert [one.filename for one in caught if "tensor_plan" in str(one.message)] == [__file__]
+    assert "tensor_plan" not in capfd.readouterr().err  # where the ranks' warnings would stand
+
+
 # --------------------------------------------------------------------------------------------- what is wrong
 
 

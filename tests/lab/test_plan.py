@@ -285,7 +285,9 @@ def test_plans_are_sorted_complete_and_quick():
     assert plans[: len(fit)] == fit
     seconds = [sum(one.seconds.values()) for one in fit]
     assert seconds == pytest.approx(sorted(seconds), rel=1e-8)
-    assert all(one.short > 0 for one in plans[len(fit) :])
+    short = [one.short for one in plans[len(fit) :]]
+    assert min(short) > 0
+    assert short == pytest.approx(sorted(short), rel=1e-8), "what lacks the least comes first"
     meshes = {(one.dp, one.pp, one.tp) for one in plans}
     assert all(one.dp * one.pp * one.tp * one.cp == 16 for one in plans)
     assert {(16, 1, 1), (1, 16, 1), (1, 1, 16), (2, 4, 2)} <= meshes

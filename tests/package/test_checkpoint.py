@@ -2,7 +2,6 @@
 
 import json
 import random
-import warnings
 
 import pytest
 import torch
@@ -18,9 +17,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl.checkpoint import snapshot
 from ignite_ddl.checkpoint.values import decoded, encoded
-from ignite_ddl.data import ShardedDataLoader
 
 MESHES = {
     "one process": ({}, False),
@@ -641,25 +638,6 @@ SOME = (at(3, 4, 8, 10, 12), Events.EPOCH_STARTED, Events.EPOCH_COMPLETED, Event
 ], ids=["terminate_epoch", "short epochs", "set_epoch", "long epochs", "max_iters", "stream"])  # fmt: skip
 def test_epochs_of_all_kinds_go_on(options, tmp_path):
     goes_on(0, tmp_path, SOME, options)
-
-
-def test_a_checkpoint_without_runs_goes_on(monkeypatch, tmp_path):
-    """As they were written before places in loaders belonged to engines."""
-    whole, state_dict = Journal(tmp_path), ShardedDataLoader.state_dict
-
-    def written_then(loader):
-        return state_dict(loader, whole.trainer) | {"digest": ..., "order": 1, "next": ..., "generator_now": ...}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(snapshot, "capture_runs", lambda kinds: {})
-        patch.setattr(ShardedDataLoader, "state_dict", lambda self: {k: v for k, v in written_then(self).items()
-                                                                     if v is not ...})  # fmt: skip
-        whole.trainer.add_event_handler(at(3, 16), Last(whole.save))
-        lines = whole.go()
-    for name, mark in whole.marks.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert_like(Journal(tmp_path).go(name), lines[mark:])
 
 
 def test_another_loader_after_set_data(tmp_path):

@@ -119,10 +119,10 @@ def test_under_autocast_it_takes_the_dtypes_that_torchs_attention_takes(function
         torch.testing.assert_close(given, expected, atol=0.02, rtol=0.02)
 
 
-def counts(_, function, key_heads, length):
+def counts(_, function, key_heads, length, dtype=torch.float64):
     """Bytes that this rank sends forward and backward, and bytes that it keeps between them."""
     group = dist.group.WORLD
-    (*leaves, gradient), _ = tensors(length, key_heads)
+    (*leaves, gradient), _ = tensors(length, key_heads, dtype)
     parts = (shard_sequence(leaf, 2, group.rank(), group.size()) for leaf in leaves)
     leaves = [part.requires_grad_() for part in parts]
     with SavedBytes() as saved, count_bytes() as forward:
@@ -150,6 +150,15 @@ def test_bytes_and_memory_are_those_of_the_formulas(ranks):
     both = (ranks - 1) / ranks**2 * row * (2 * heads + 2 * of_keys)
     ulysses = launch({"dp": ranks}, counts, ulysses_attention, key_heads, length)
     assert {found[:2] for found in ulysses} == {(both, both)}
+
+
+def test_of_bfloat16_the_gradients_of_keys_and_values_travel_in_float32():
+    ranks, length, key_heads = 2, 16, 4
+    numbers = 2 * BATCH * length * key_heads * WIDTH  # keys and values of a row
+    keys = (ranks - 1) / ranks * numbers * torch.bfloat16.itemsize
+    gradients = numbers * torch.float32.itemsize  # P hops of a P-th
+    ring = launch({"dp": ranks}, counts, ring_attention, key_heads, length, torch.bfloat16)
+    assert {found[:2] for found in ring} == {(keys, keys + gradients)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -267,6 +276,32 @@ def text_model(function=ring_attention, dropout=0.0):
     for index in range(2):
         getattr(model, f"block{index}").attention.mix = Mix(function)
     return model
+
+
+def masks(local_rank):
+    """What the dropout of the first block let through in the last step; every rank has the same seed."""
+    torch.manual_seed(3)
+    ids = torch.randint(WORDS, (8, LENGTH + 1))
+    loader = ddl.auto_dataloader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=4)
+    model = ddl.auto_model(text_model(dropout=0.5), PLAN)
+    trainer, found = trainer_of(model, F.cross_entropy, model_transform=lambda logits: logits.transpose(1, 2)), []
+    dropout = next(module for name, module in model.named_modules() if name.endswith("block0.dropout"))
+    dropout.register_forward_hook(lambda module, given, output: found.append(output != 0))
+    trainer.run(loader)
+    return found[-1], torch.initial_seed()
+
+
+@pytest.mark.parametrize("axes", [{"cp": 2}, pytest.param({"dp": 2, "cp": 2}, marks=pytest.mark.slow),
+                                  pytest.param({"cp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str)  # fmt: skip
+def test_dropout_differs_over_tokens_and_not_over_tp(axes):
+    ranks = launch(axes, masks)
+    tp = axes.get("tp", 1)
+    for index, (mask, _) in enumerate(ranks):
+        first, _ = ranks[index // tp * tp]  # its first tp peer
+        assert mask.equal(first)
+        assert 0.3 < mask.double().mean() < 0.7
+    assert not any(ranks[index][0].equal(ranks[index + tp][0]) for index in range(0, len(ranks), 2 * tp))
+    assert ranks[0][1] == 3  # rank 0's seed, by which loaders shuffle, is the user's
 
 
 class Places(nn.Module):

@@ -15,7 +15,7 @@ import ignite.distributed as idist
 import psutil
 import pytest
 import torch
-from ranks import TIMEOUT, comes_true, failing, gone, parallel
+from ranks import TIMEOUT, comes_true, failing, gone, parallel, time_to_start
 
 import ignite_ddl as ddl
 from ignite_ddl.compat import hide_gpus_if_too_few
@@ -448,11 +448,12 @@ KERNEL_FAULTS = {
 def test_kernel_faults_end_with_an_error_and_leave_no_rank(kernel, fault):
     timeout, expected = KERNEL_FAULTS[fault]
     kernel.run("ddl.Parallel('gloo', 2, timeout=30).run(lambda rank: 0)")
+    limit = 4 + time_to_start(2) + timeout % 30
     started = time.monotonic()
     faulty = f"lambda rank: {fault} if rank == 1 else idist.barrier()"
     _, error = kernel.run(f"ddl.Parallel('gloo', 2, timeout={timeout}).run({faulty})")
     assert expected in error
-    assert time.monotonic() - started < 5 + timeout % 30
+    assert time.monotonic() - started < limit
     left = "[c.pid for c in psutil.Process().children(recursive=True) if 'tracker' not in ' '.join(c.cmdline())]"
     out, _ = kernel.run(f"import psutil\ntime.sleep(0.5)\nprint(len({left}))")
     assert out == "1\n"  # the server alone
@@ -468,15 +469,22 @@ def test_kernel_interrupt_ends_the_ranks(kernel, tmp_path):
             if local_rank == 0: time.sleep(60)
             idist.barrier()
     """)
-    timer = threading.Thread(target=lambda: (pids_in(tmp_path, 4), time.sleep(0.2), kernel.manager.interrupt_kernel()))
+    pressed = []
+
+    def press():
+        pids_in(tmp_path, 4)
+        time.sleep(0.2)
+        pressed.append(time.monotonic())
+        kernel.manager.interrupt_kernel()
+
+    timer = threading.Thread(target=press)
     timer.start()
-    started = time.monotonic()
-    _, error = kernel.run("parallel.run(hang)", timeout=20)
+    _, error = kernel.run("parallel.run(hang)", timeout=60)
     timer.join()
     assert "KeyboardInterrupt" in error
     assert re.search(r"rank 0 was at Cell In\[\d+\], line \d, in hang\nrank 1 was at Cell", error)
     assert "selectors" not in error
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - pressed[0] < 10
     assert gone(pids_in(tmp_path, 4))
     assert kernel.run("print(parallel.run(lambda rank: rank))")[0] == "[0, 1, 2, 3]\n"
 

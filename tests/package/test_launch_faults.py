@@ -19,7 +19,7 @@ from pathlib import Path
 import ignite.distributed as idist
 import pytest
 import torch
-from ranks import alive, comes_true, failing, on_each_rank, parallel
+from ranks import alive, comes_true, failing, on_each_rank, parallel, time_to_start
 
 import ignite_ddl as ddl
 from ignite_ddl.launch.torchrun import _round_name
@@ -198,7 +198,9 @@ def test_as_many_files_as_named_are_enough():
     assert out.startswith("8 8 ranks and servers need about "), err
 
 
-def all_but_rank_1(local_rank):
+def all_but_rank_1(local_rank, started=None):
+    if started:
+        (started / str(local_rank)).touch()
     if local_rank == 1:
         time.sleep(60)
     idist.all_reduce(1)
@@ -236,13 +238,16 @@ HANGS = (all_but_rank_1, each_another, without_rank_1, all_of_other_sizes, who_w
 @pytest.fixture(scope="module")
 def hung():
     """The error of each of them, which wait for their time-out together."""
+    return timed_out(HANGS)
+
+
+def timed_out(functions):
+    """The limit, and the error of each, at a time when as many runs start together."""
     parallel(1).run(abs)
-    with ThreadPoolExecutor(len(HANGS)) as threads:
-        start = time.monotonic()
-        list(threads.map(lambda work: parallel(3, timeout=60).run(idist.all_reduce), HANGS))
-        limit = round(min(20, 2 + 5 * (time.monotonic() - start)), 1)  # room to start on a busy machine
-        errors = threads.map(lambda work: failing(work, nproc=3, timeout=limit, within=60 + limit), HANGS)
-        return limit, dict(zip(HANGS, errors, strict=True))
+    with ThreadPoolExecutor(len(functions)) as threads:
+        limit = max(threads.map(time_to_start, [3] * len(functions)))
+        errors = threads.map(lambda work: failing(work, nproc=3, timeout=limit, within=60 + limit), functions)
+        return limit, dict(zip(functions, errors, strict=True))
 
 
 @posix
@@ -312,15 +317,20 @@ def test_a_time_out_names_the_rank_that_never_came(work, rank, said, missing, op
 
 
 @posix
-def test_ctrl_c_says_where_each_rank_was(capsys):
+def test_ctrl_c_says_where_each_rank_was(capsys, tmp_path):
     """Of a notebook's kernel see test_launch.py."""
-    parallel(1).run(abs)
+    calling = time_to_start(2)
+
+    def press():
+        assert comes_true(lambda: len(left(tmp_path)) == 2, within=60)
+        time.sleep(calling)  # rank 0 is in its call
+        os.kill(os.getpid(), signal.SIGINT)
+
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     try:
-        timer.start()
+        threading.Thread(target=press).start()
         with pytest.raises(KeyboardInterrupt) as caught:
-            parallel(2).run(all_but_rank_1)
+            parallel(2).run(all_but_rank_1, tmp_path)
     finally:
         signal.signal(signal.SIGINT, handler)
     here = r"was at test_launch_faults.py:"
@@ -496,11 +506,7 @@ SILENT = (stopped, deaf, each_for_another)
 
 @pytest.fixture(scope="module")
 def silent():
-    parallel(1).run(abs)
-    with ThreadPoolExecutor(len(SILENT)) as threads:
-        list(threads.map(lambda work: parallel(3).run(idist.all_reduce), SILENT))
-        errors = threads.map(lambda work: failing(work, nproc=3, timeout=2, within=60), SILENT)
-        return dict(zip(SILENT, map(str, errors), strict=True))
+    return {work: str(error) for work, error in timed_out(SILENT)[1].items()}
 
 
 @linux
@@ -548,5 +554,5 @@ def test_no_result_and_no_exception_ends_this_process(error):
 
 
 def test_code_that_is_not_python_is_no_set_up():
-    error = failing(time.sleep, nproc=3, timeout=0.8, within=10)
+    error = failing(time.sleep, nproc=3, timeout=time_to_start(3), within=10)
     assert re.search(r"2 .*in its function, in code that is not Python", str(error))

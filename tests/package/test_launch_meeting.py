@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import ignite.distributed as idist
 import pytest
-from ranks import failing, parallel
+from ranks import failing, parallel, time_to_start
 
 import ignite_ddl as ddl
 
@@ -79,7 +79,7 @@ def test_an_address_that_nobody_knows_is_refused(monkeypatch, nothing_starts):
 
 
 def test_a_machine_that_never_comes_is_named(tmp_path):
-    started = {"nnodes": 3, "node_rank": 1, "timeout": 1.5, "within": 10}
+    started = {"nnodes": 3, "node_rank": 1, "timeout": time_to_start(2), "within": 10}
     here = f"{tmp_path}/here"
     error = failing(abs, init_method=f"file://{here}", **started)
     assert f"rank 2 waits through {here} for node_rank=0 and node_rank=2 (ranks 0, 1, 4, 5)." in str(error)
@@ -102,7 +102,7 @@ def test_a_machine_that_is_there_twice_is_named(tmp_path, left):
     """Or the file of an earlier job, which cannot be told from it."""
     here = {"nnodes": 2, "node_rank": 0, "init_method": f"file://{tmp_path}/here"}
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(failing, abs, timeout=3 if left else 60, within=20, **here)
+        first = threads.submit(failing, abs, timeout=time_to_start(2) if left else 60, within=20, **here)
         if left:
             first.result()
         errors = [threads.submit(failing, abs, within=20, **here).result(), first.result()]

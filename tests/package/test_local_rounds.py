@@ -102,9 +102,9 @@ def test_running_statistics_are_those_of_dp_rank_0(axes):
 
 
 @in_float64
-def norms(local_rank, amp_mode=None):
+def norms(local_rank):
     """The gradient's norm before clipping in the first step, and that of this rank's rows by hand."""
-    _, _, _, trainer = make(ddl.LocalSGD(H=9), max_norm=0.01, amp_mode=amp_mode, scaler=amp_mode is not None)
+    _, _, _, trainer = make(ddl.LocalSGD(H=9), max_norm=0.01)
     x, y = rows_of()[:5]
     trainer.run(ddl.auto_dataloader(TensorDataset(x, y), batch_size=5))
     mesh, model = ddl.get_mesh(), model_of()
@@ -121,6 +121,29 @@ def test_clipping_goes_by_the_norm_of_a_dp_rank(axes):
     found = launch(axes, norms)
     assert all(norm == pytest.approx(by_hand, rel=1e-9) for norm, by_hand in found)
     assert len({round(norm, 6) for norm, _ in found}) == 2
+
+
+def scales_and_moves(local_rank):
+    """After each of three steps of a round: the scale, and whether weights moved; rank 1 overflows in the second."""
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=4.0), []
+    model, _, loader, trainer = make(ddl.LocalSGD(H=9), rows=15, max_norm=0.5, amp_mode="bfloat16", scaler=scaler)
+    first, before = next(model.parameters()), []
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: before.append(first.detach().clone()))
+
+    @model[-1].register_forward_hook
+    def overflow(module, given, output):
+        if ddl.get_mesh().rank == 1 and len(before) == 2 and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * torch.inf)
+
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: found.append((scaler.get_scale(), not first.equal(before[-1])))
+    )
+    trainer.run(loader)
+    return found
+
+
+def test_where_one_rank_overflows_in_a_round_all_skip_the_step():
+    assert launch({"dp": 2}, scales_and_moves) == [[(4.0, True), (2.0, False), (2.0, True)]] * 2
 
 
 class Unweighted(ddl.LocalSGD):

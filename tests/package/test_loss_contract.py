@@ -106,6 +106,16 @@ def test_one_row_a_rank_is_joined_with_the_next():
     assert_right(partial(trained, rows=2), dp=2)
 
 
+def of_three_rows(output, y):
+    if len(y) != 3:
+        raise AssertionError  # without words, as a bare assert
+    return F.mse_loss(output, y)
+
+
+def test_a_loss_that_asserts_the_number_of_rows_has_to_be_declared():
+    refused(partial(trained, loss_fn=of_three_rows), r"fails with a part of them \(AssertionError\(\)\)", dp=2)
+
+
 def test_equal_values_of_all_parts_say_nothing():
     zeros = partial(trained, make=partial(Tagger, zeros=True), loss_fn=by_tokens, data=(TOKENS, PADDED))
     refused(partial(zeros, rows=8), NO_MEAN, dp=2)  # log 7 in step 1

@@ -3,6 +3,7 @@
 import copy
 import logging
 import re
+import warnings
 from collections import OrderedDict
 from functools import partial
 
@@ -159,6 +160,17 @@ def test_models_that_do_not_fit_are_refused_on_each_rank_alone(local_rank):
         model = MODELS[options.pop("model", "layers")]()
         message = each_alone(ddl.auto_model, model, **options)
         assert re.search(expected, message), f"{options}: {message or 'not refused'}"
+
+
+@on_each_rank(tp=2)
+def test_a_tp_axis_without_a_plan_warns_once_and_not_where_it_is_meant(local_rank):
+    caught = []
+    for plan in (None, {}):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            ddl.auto_model(layers(), plan)
+        caught.append([one.filename for one in said if "tensor_plan is None" in str(one.message)])
+    assert caught == [[__file__] if idist.get_rank() == 0 else [], []]
 
 
 def normed():

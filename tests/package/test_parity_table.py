@@ -1,6 +1,8 @@
 """The cases of the parity table that are tests (`make parity` prints the whole table), one launch per mesh."""
 
 import dataclasses
+import subprocess
+import sys
 
 import parity
 import pytest
@@ -16,6 +18,21 @@ CASES = [*OUTCOMES[False].cases, *(pytest.param(case, marks=pytest.mark.slow) fo
 def test_case_is_as_promised(case):
     outcome = OUTCOMES[case.slow].take(case)
     assert outcome.passed, str(outcome)
+
+
+def test_the_table_is_all_that_is_printed():
+    command = [sys.executable, parity.__file__, "dp2 ", "powersgd:1000", "full rank"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3
+    assert done.stderr == ""
+
+
+def test_words_that_no_case_has_are_refused(capsys):
+    assert parity.main(["nonsense", "dp2"]) == 2
+    said = capsys.readouterr()
+    assert said.err == "no case has nonsense and dp2 in its line; all lines: make parity\n"
+    assert said.out == ""
 
 
 # --------------------------------------------------------------------------------- the comparison itself can fail

@@ -6,7 +6,8 @@ const controls = form.querySelector("fieldset");
 const refusal = document.getElementById("planner-refused");
 const places = { one: document.getElementById("planner-picture"), best: document.getElementById("planner-best") };
 const scripts = document.currentScript.src;
-let worker, busy = false, waiting = null;
+const answered = {}, refusals = {}; // of each place: the settings that it answers; why there is no newer answer
+let worker, asked = null, waiting = {};
 
 function settings() {
   const given = {};
@@ -20,21 +21,30 @@ function settings() {
   return given;
 }
 
-// One question at a time; of those asked meanwhile only the last counts.
+const placeOf = (question) => question.best ? "best" : "one";
+
+// One question at a time; of those asked meanwhile only the last for each place counts.
 function ask(question) {
-  if (busy) { waiting = question; return; }
-  busy = true;
+  if (asked) { waiting[placeOf(question)] = question; return; }
+  asked = question;
   worker.postMessage(question);
 }
 
-// What is not the answer to the settings as they stand is grey.
-function show({ refused, html, values, best }) {
-  const place = best ? places.best : places.one;
-  refusal.textContent = refused ?? "";
-  refusal.hidden = !refused;
-  place.classList.toggle("old", Boolean(refused || waiting));
-  if (refused) places.best.classList.add("old");
-  if (html) place.innerHTML = html;
+// What does not answer the settings as they stand is grey.
+function fade() {
+  const now = JSON.stringify(settings());
+  for (const [name, place] of Object.entries(places)) place.classList.toggle("old", answered[name] !== now);
+}
+
+function show({ refused, html, values }) {
+  const name = placeOf(asked);
+  const { best, ...given } = asked;
+  refusals[name] = refused ?? "";
+  if (!refused) answered[name] = JSON.stringify(given);
+  if (html) places[name].innerHTML = html;
+  refusal.textContent = refusals.one || refusals.best || "";
+  refusal.hidden = !refusal.textContent;
+  fade();
   form.dataset.values = JSON.stringify(values ?? { refused });
 }
 
@@ -52,7 +62,6 @@ start.addEventListener("click", () => {
   worker.onerror = (event) => fail(event.message ?? "its worker stopped");
   worker.onmessage = ({ data }) => {
     if (data.failed) return fail(data.failed);
-    busy = false;
     if (data.ready) {
       clearTimeout(late);
       start.hidden = true;
@@ -61,12 +70,15 @@ start.addEventListener("click", () => {
       ask(settings());
     } else {
       show(data);
+      const next = Object.values(waiting);
+      asked = null;
+      waiting = {};
+      for (const question of next) ask(question);
     }
-    if (waiting) { const next = waiting; waiting = null; ask(next); }
   };
 });
 for (const moved of ["input", "change"]) {
-  form.addEventListener(moved, () => { for (const place of Object.values(places)) place.classList.add("old"); ask(settings()); });
+  form.addEventListener(moved, () => { refusals.best = ""; fade(); ask(settings()); });
 }
 form.addEventListener("submit", (event) => { event.preventDefault(); ask({ ...settings(), best: true }); });
 settings();

@@ -86,17 +86,19 @@ def roofline(kernels: dict[str, float], peak: float, bandwidth: float) -> draw.F
     middle = (low * corner) ** 0.5
     axes.plot([low, corner], [low * bandwidth / 1e12, peak / 1e12], color=slope, linewidth=3)
     axes.plot([corner, high], [peak / 1e12] * 2, color=flat, linewidth=3)
-    below = -14
-    for name, intensity in sorted(kernels.items(), key=lambda kernel: kernel[1]):
-        fast = intensity >= corner
+    fastest = max(kernels.values())
+    for name, intensity in kernels.items():
         height = min(peak, intensity * bandwidth) / 1e12
-        axes.plot(intensity, height, "o", color=flat if fast else slope, markersize=8, markeredgecolor=INK)
-        left = middle < intensity < corner  # of the slope, where there is more room
-        offset = (-8, below) if fast else (-10, 6) if left else (10, -5)
-        draw.note(axes, name, (intensity, height), offset, INK, weight="normal", ha="right" if left else "left")
-        below -= 15 * fast  # each name on the flat part one line lower
+        axes.plot(
+            intensity, height, "o", color=flat if intensity >= corner else slope, markersize=8, markeredgecolor=INK
+        )
+        if intensity >= corner:  # below the point, most of it on the side where no other point stands
+            offset, ha = ((-8, -14), "left") if intensity == fastest else ((24, -14), "right")
+        else:  # beside the slope, where there is more room
+            offset, ha = ((-10, 6), "right") if intensity > middle else ((10, -5), "left")
+        draw.note(axes, name, (intensity, height), offset, INK, weight="normal", ha=ha)
     draw.note(axes, f"memory: {bandwidth / 1e9:.0f} GB/s", (middle, middle * bandwidth / 1e12), (14, -6), INK)
-    draw.note(axes, f"arithmetic: {peak / 1e12:.1f} TFLOP/s", (corner, peak / 1e12), (0, 10), INK)
+    draw.note(axes, f"arithmetic: {peak / 1e12:.1f} TFLOP/s", (corner, peak / 1e12), (8, 10), INK)
     draw.note(axes, f"{corner:.0f}", (corner, low * bandwidth / 1e12), (4, 8), INK, weight="normal")
     axes.axvline(corner, color=INK, linewidth=1.2, linestyle=":")
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s, at best")

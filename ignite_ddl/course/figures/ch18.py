@@ -128,8 +128,8 @@ def step_by_microbatches(
         axes.plot(m, 1e3 * min(steps), "o", color=red, markersize=7)
     last = counts[-1]
     style = {"size": 9.5, "color": draw.ink(red)}
-    draw.note(axes, "measured", (last, 1e3 * min(measured[last])), (9, 0), red, size=9.5)
-    draw.note(axes, "formula", (last, 1e3 * predicted[last]), (9, 0), blue, size=9.5)
+    draw.note(axes, "measured", (last, 1e3 * min(measured[last])), (9, 4), red, size=9.5)
+    draw.note(axes, "formula", (last, 1e3 * predicted[last]), (9, -5), blue, size=9.5)
     best = min(measured, key=lambda m: min(measured[m]))
     at = (best, 1e3 * min(measured[best]))
     alike = [str(m) for m in counts if min(measured[m]) <= 1.04 * min(measured[best])]

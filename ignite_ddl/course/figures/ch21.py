@@ -193,7 +193,7 @@ def saves(timelines: dict[str, Timeline], step: int) -> draw.Figure:
 
     Args:
         timelines: by the way of saving; what other threads did has a row of its own.
-        step: the step after which the checkpoint is taken; the figure begins with the step before it.
+        step: the step after which the checkpoint is taken; the figure shows this one and the next two.
 
     Returns:
         the figure.
@@ -213,7 +213,7 @@ def saves(timelines: dict[str, Timeline], step: int) -> draw.Figure:
     panels = {}
     for name, timeline in timelines.items():
         steps = []
-        for n in range(step - 1, step + 3):
+        for n in range(step, step + 3):
             spans = [r for r in timeline.records if (r.rank, r.name) == (0, f"step {n}")]
             if spans:
                 ends = min(r.start for r in spans), max(r.end for r in spans)

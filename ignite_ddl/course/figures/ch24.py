@@ -68,7 +68,8 @@ def published(errors: dict[str, float], fitted: tuple[str, ...]) -> draw.Figure:
     for name, error in errors.items():
         table, row = name.split(": ", 1)
         groups.setdefault(table, []).append((row, error))
-    figure, axes = draw.new_figure("Most runs are predicted within a tenth", height=1.1 + 0.27 * len(groups))
+    title = "Most runs are within a tenth of a prediction that had seen them"
+    figure, axes = draw.new_figure(title, height=1.1 + 0.27 * len(groups))
     for place, rows in enumerate(groups.values()):
         for row, error in sorted(rows, key=lambda one: one[0] in fitted):
             colour = GREY if row in fitted else RANK[1] if "ZeRO" in row else RANK[2]

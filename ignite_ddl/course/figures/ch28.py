@@ -19,7 +19,7 @@ ALT = {
     "nothing": "Each of eight experts' part of the tokens over 120 steps, as bands. At the end some bands are "
     "wide, and others have nearly vanished.",
     "balanced": "The same bands for three ways to balance: with the counts of each rank, with those of all, and with a "
-    "bias. In all three, eight bands of about equal width.",
+    "bias. In all three, eight bands, none of which vanishes; their widths swing.",
     "dense": "A row of three dots for each of three dense layers: how far their test loss is above that of experts. At "
     "the first rate all are above zero; at three times the rate they are nearer to it.",
 }
@@ -138,7 +138,7 @@ def loads(panels: dict[str, torch.Tensor], title: str) -> draw.Figure:
         if len(panels) > 1:
             draw.heading(panel, name)
         panel.set(xlabel="step", ylim=(0, 100), xlim=(steps[0], steps[-1]))
-    axes[0].set_ylabel("% of all tokens")
+    axes[0].set_ylabel("% of all tokens, mean of 11 steps")
     return draw.on_any_page(figure)
 
 

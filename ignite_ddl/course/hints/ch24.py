@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ignite_ddl.lab.plan import Plan
 
-__all__ = ["activations", "best_tp", "errors", "smaller", "states"]
+__all__ = ["activations", "best_tp", "large", "smaller", "states"]
 
 
 def states(plan: Plan) -> dict[float, str]:
@@ -42,6 +42,9 @@ def smaller(plan: Plan) -> dict[int, str]:
     return {plan.tp: "That is with 80 GB.", 16: "Then its all-reduces leave the machine, in every layer."}
 
 
-def errors(found: Sequence[float]) -> dict[float, str]:
-    """Of the median error in percent, by all errors."""
-    return {100 * max(map(abs, found)): "That is the worst row."}
+def large() -> dict[str, str]:
+    """Of whether most large runs are predicted too fast or too slow."""
+    return {
+        "too slow": "What a plan leaves out takes time in the run alone.",
+        "half": "That would be so if the plan erred at random; what it leaves out takes time in the run alone.",
+    }

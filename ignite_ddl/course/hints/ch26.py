@@ -21,7 +21,10 @@ def loss(large_batch):
 
 def best_round(steps, all_reduce=1):
     """The best H in a given time; ``steps`` is the longest round."""
-    return {steps: "Its one round goes furthest apart.", all_reduce: "It spends its time on the cable."}
+    return {
+        steps: "In its long rounds the cities drift furthest apart.",
+        all_reduce: "It spends its time on the cable.",
+    }
 
 
 def rank(of_a_city):

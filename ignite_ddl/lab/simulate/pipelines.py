@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -117,29 +117,7 @@ def pipeline(
     sent_later = {entry[0] for row in entries for entry in row if len(entry) == 2}
 
     def program(rank: Rank) -> Generator:
-        done, outgoing = set(), []
-        for action in actions[rank.number]:
-            kind, stage, microbatch = action
-            # Forward needs the output of the previous stage, backward the gradient of the next stage.
-            source, target = {"F": (stage - 1, stage + 1), "W": (-1, -1)}.get(kind, (stage + 1, stage - 1))
-            tag = ("F" if kind == "F" else "B", microbatch)
-            if 0 <= source < len(owners):
-                if owners[source] != rank.number:
-                    yield rank.recv(owners[source], (*tag, stage))
-                elif (tag[0], source, microbatch) not in done:
-                    raise RuntimeError(f"rank {rank.number}: {action} comes before what it needs")
-            if kind != "F" and ("B" if kind == "W" else "F", stage, microbatch) not in done:
-                raise RuntimeError(f"rank {rank.number}: {action} comes before what it needs")
-            name = f"{stage}{kind}{microbatch}"  # as torch and Timeline call it
-            yield rank.compute(seconds(action), name, _KINDS[kind], stage=stage, microbatch=microbatch)
-            if kind != "W":
-                done.add((tag[0], stage, microbatch))
-                if 0 <= target < len(owners) and owners[target] != rank.number:
-                    outgoing.append((owners[target], (*tag, target)))
-            if action not in sent_later:
-                for to, message_tag in outgoing:
-                    rank.send(to, 0, tag=message_tag)
-                outgoing.clear()
+        return _run_actions(rank, actions[rank.number], owners, seconds, sent_later)
 
     played = run(program, n_ranks, Link(latency=transfer, bandwidth=math.inf))
     busy = [sum(seconds(action) for action in order) for order in actions]
@@ -158,6 +136,35 @@ def pipeline(
         peak_activations=peaks,
         actions=actions,
     )
+
+
+def _run_actions(
+    rank: Rank, order: list[Action], owners: list[int], seconds: Callable[[Action], float], sent_later: set[Action]
+) -> Generator:
+    """The program of a rank: each action as soon as its inputs have arrived."""
+    done, outgoing = set(), []
+    for action in order:
+        kind, stage, microbatch = action
+        # Forward needs the output of the previous stage, backward the gradient of the next stage.
+        source, target = {"F": (stage - 1, stage + 1), "W": (-1, -1)}.get(kind, (stage + 1, stage - 1))
+        tag = ("F" if kind == "F" else "B", microbatch)
+        if 0 <= source < len(owners):
+            if owners[source] != rank.number:
+                yield rank.recv(owners[source], (*tag, stage))
+            elif (tag[0], source, microbatch) not in done:
+                raise RuntimeError(f"rank {rank.number}: {action} comes before what it needs")
+        if kind != "F" and ("B" if kind == "W" else "F", stage, microbatch) not in done:
+            raise RuntimeError(f"rank {rank.number}: {action} comes before what it needs")
+        name = f"{stage}{kind}{microbatch}"  # as torch and Timeline call it
+        yield rank.compute(seconds(action), name, _KINDS[kind], stage=stage, microbatch=microbatch)
+        if kind != "W":
+            done.add((tag[0], stage, microbatch))
+            if 0 <= target < len(owners) and owners[target] != rank.number:
+                outgoing.append((owners[target], (*tag, target)))
+        if action not in sent_later:
+            for to, message_tag in outgoing:
+                rank.send(to, 0, tag=message_tag)
+            outgoing.clear()
 
 
 def _with_idle_ends(records: list[Record], n_ranks: int, end: float) -> list[Record]:

@@ -139,10 +139,7 @@ def parameter_server(
             stale = simulate.parameter_server(**two, mode="async")
             assert stale.times == [1, 2, 3, 3] and [g.staleness for g in stale.updates] == [0, 0, 0, 3]
     """
-    if (mode == "bounded") != (staleness is not None):
-        raise ValueError(f"staleness={staleness} does not suit mode={mode!r}: 'bounded' needs 0 or more, others None")
-    if backup >= n_workers or (backup and mode != "backup"):
-        raise ValueError(f"backup={backup} does not suit mode={mode!r} with {n_workers} workers")
+    _check_mode(mode, staleness, backup, n_workers)
     fixed = [] if callable(seconds) else number_for_each(n_workers, seconds=seconds)
     compute_seconds = seconds if callable(seconds) else lambda worker, step: fixed[worker]
     synchronous = mode in ("sync", "backup")
@@ -185,3 +182,10 @@ def parameter_server(
         for one in [one for one in waiting if mode != "bounded" or steps[one] - slowest <= staleness]:
             pull(one, now, waiting.pop(one))
     return ServerRun(times[-1] if times else 0.0, times, updates, dropped)
+
+
+def _check_mode(mode: str, staleness: int | None, backup: int, n_workers: int) -> None:
+    if (mode == "bounded") != (staleness is not None):
+        raise ValueError(f"staleness={staleness} does not suit mode={mode!r}: 'bounded' needs 0 or more, others None")
+    if backup >= n_workers or (backup and mode != "backup"):
+        raise ValueError(f"backup={backup} does not suit mode={mode!r} with {n_workers} workers")

@@ -1,4 +1,4 @@
-"""Gradients of an open window of gradient accumulation, which a checkpoint inside the window keeps by rank."""
+"""Tensors that belong to a rank: gradients of an open window, weights inside a round of local steps, error feedback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,22 @@ from ignite_ddl.compat import local_gradients, set_local_gradients
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.state import Shard, local_state
 
-__all__ = ["apply_gradients", "capture_gradients", "plan_gradients"]
+
+def add_tensors(prefix: str, tensors: Mapping[str, torch.Tensor], shards: dict[str, Shard]) -> dict[str, list[Any]]:
+    """Adds a rank's tensors to ``shards``; returns their shapes and dtypes by name."""
+    shards |= {f"{prefix}.{name}": Shard.full(tensor.detach()) for name, tensor in tensors.items() if tensor.numel()}
+    return {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()}
+
+
+def plan_tensors(
+    prefix: str, layouts: Mapping[str, list[Any]], reads: dict[str, tuple[str, Shard]]
+) -> dict[str, torch.Tensor]:
+    """Adds what :func:`add_tensors` has saved to ``reads``; returns the empty tensors that are filled."""
+    tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype, *_) in layouts.items()}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            reads[f"{prefix}.{name}"] = f"{prefix}.{name}", Shard.full(tensor)
+    return tensors
 
 
 def capture_gradients(kinds: Kinds, shards: dict[str, Shard], mesh: Mesh) -> dict[str, Any]:
@@ -25,14 +40,14 @@ def capture_gradients(kinds: Kinds, shards: dict[str, Shard], mesh: Mesh) -> dic
         accumulating += getattr(getattr(engine, "resume", None), "accumulating", ())
     parameters = {id(parameter) for model in accumulating for parameter in model.parameters()}
     return {
-        key: _capture_model(key, model, shards, mesh)
+        key: _capture_model(model, _prefix(mesh, key), shards)
         for key, model in kinds.models.items()
         if any(id(parameter) in parameters for parameter in model.parameters())
     }
 
 
-def _capture_model(key: str, model: nn.Module, shards: dict[str, Shard], mesh: Mesh) -> dict[str, Any]:
-    found, layouts = local_gradients(model), {}
+def _capture_model(model: nn.Module, prefix: str, shards: dict[str, Shard]) -> dict[str, Any]:
+    found, locals_, rest = local_gradients(model), {}, {}
     for name, tensor in local_state(model)[0].items():
         gradient, unsharded = found.pop(id(tensor), (None, False))
         if gradient is None:
@@ -41,11 +56,8 @@ def _capture_model(key: str, model: nn.Module, shards: dict[str, Shard], mesh: M
         if isinstance(gradient, DTensor):
             placements = [_encoded(placement) for placement in gradient.placements]
             gradient = gradient.to_local()
-        local = gradient.detach().clone()
-        layouts[name] = [list(local.shape), str(local.dtype).removeprefix("torch."), placements, unsharded]
-        if local.numel():
-            shards[_saved_name(mesh, key, name)] = Shard.full(local)
-    return layouts
+        locals_[name], rest[name] = gradient.clone(), [placements, unsharded]
+    return {name: layout + rest[name] for name, layout in add_tensors(prefix, locals_, shards).items()}
 
 
 def plan_gradients(
@@ -65,14 +77,10 @@ def plan_gradients(
             "optimizer steps, or leave the trainer out of to_load"
         )
     gradients: dict[str, dict[str, torch.Tensor]] = {}
-    for key, names in layouts.items():
+    for key, of_model in layouts.items():
         if key not in models:
             raise ValueError(f"to_load should have {key!r}, too: its gradients wait for the trainer's next batch")
-        gradients[key] = {}
-        for name, (shape, dtype, _, _) in names.items():
-            local = gradients[key][name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            if local.numel():
-                reads[_saved_name(mesh, key, name)] = (_saved_name(mesh, key, name), Shard.full(local))
+        gradients[key] = plan_tensors(_prefix(mesh, key), of_model, reads)
     return gradients
 
 
@@ -85,8 +93,8 @@ def apply_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor], lay
     set_local_gradients(model, given)
 
 
-def _saved_name(mesh: Mesh, key: str, name: str) -> str:
-    return f"gradients of rank {mesh.rank}.{key}.{name}"
+def _prefix(mesh: Mesh, key: str) -> str:
+    return f"gradients of rank {mesh.rank}.{key}"
 
 
 def _encoded(placement: Any) -> str | int:
