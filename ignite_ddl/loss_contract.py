@@ -349,7 +349,9 @@ class LossContract:
         except Exception:
             return
         tolerance = torch.finfo(first.dtype).eps ** 0.5 * max(1e-3, abs(loss))
-        if parts[0] is not whole and math.isfinite(total) and abs(again - loss) <= tolerance < abs(total - loss):
+        if parts[0] is whole or not all(shares):  # a part of which nothing counts: see check_that_nothing_counts
+            return
+        if math.isfinite(total) and abs(again - loss) <= tolerance < abs(total - loss):
             raise ValueError(
                 f"loss_divisor should be what the loss divides by, but the loss of some rows is {loss:.6g}, and those "
                 f"of two parts of them, weighted by it, add up to {total:.6g}. {_ROWS_MEET}"
@@ -372,6 +374,25 @@ class LossContract:
                 f"what it divides by cannot be checked: {_DECLARE}"
             ) from error
         return float(loss), torch.finfo(loss.dtype).eps, values
+
+    def check_that_nothing_counts(self, output: Any, y: Any) -> None:
+        """Raises a ValueError if the loss of targets whose declared divisor is 0 is a number all the same.
+
+        Such a part has no weight; a loss that divides by ``count.clamp(min=1)`` would lose it.
+        """
+        if not self.divisor.declared or not self.n_steps:
+            return
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), Meeting() as meeting:
+                loss = float(self.loss_fn(output, y))
+        except Exception:
+            return
+        if math.isfinite(loss) and abs(loss) > 1e-12 and not meeting.noted:
+            raise ValueError(
+                f"loss_divisor is 0 for the targets of a rank or microbatch whose loss is {loss:.6g} (divided by 1 at "
+                "least?), so that these rows would be left out: let loss_fn return the sum divided by a constant, with "
+                'loss_divisor="sum", or take batches of which each part has targets that count'
+            )
 
     def _compare_tokens(self, output: Any, y: Any) -> None:
         """Over cp, raises a ValueError unless the losses of two halves of a rank's tokens add up to that of all."""

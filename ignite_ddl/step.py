@@ -344,6 +344,8 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
     """Calls the loss function; torch's losses fail on cut logits, or return a DTensor."""
     kind = contract.divisor.kind
     if empty and kind != "sum" or callable(kind) and contract.divisor.of(y) == 0:
+        if not empty:
+            contract.check_that_nothing_counts(output, y)
         return _loss_of_nothing(output)
     advice = (
         "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn; a term of the weights cannot be "

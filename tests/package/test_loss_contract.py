@@ -291,12 +291,21 @@ WRONGLY = "loss_divisor should be what the loss divides by"
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize(
     ("loss_fn", "divisor"),
-    [(negatives_of_the_batch, "rows"), (F.mse_loss, "sum"), (at_least_one, lambda y: (y > 1.5).sum())],
-    ids=["negatives", "a mean as a sum", "some parts without any"],
+    [(negatives_of_the_batch, "rows"), (F.mse_loss, "sum")],
+    ids=["negatives", "a mean as a sum"],
 )
 def test_a_declared_divisor_that_does_not_hold_is_refused(loss_fn, divisor, axes):
     refused(partial(trained, loss_fn=loss_fn, divisor=divisor), WRONGLY, **axes)
     assert len(on(partial(trained, loss_fn=loss_fn, divisor="local"), **axes)) == 2
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_a_part_of_which_nothing_counts_and_whose_loss_is_no_zero(axes):
+    of = partial(trained, loss_fn=at_least_one, divisor=lambda y: (y > 1.5).sum())
+    some = torch.cat([torch.full((22, 1), 2.0, dtype=torch.float64), Y[:, 1:]], 1)
+    assert_right(partial(of, data=(X, some)), **axes)
+    none = torch.cat([Y[:3].clamp(max=1.0), some[3:]])  # of a rank, or of a microbatch
+    refused(partial(of, data=(X, none)), "loss_divisor is 0 for the targets of a rank or microbatch", **axes)
 
 
 def test_declared_losses_of_which_parts_cannot_be_compared_are_taken():
