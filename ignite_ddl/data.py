@@ -498,17 +498,29 @@ def _watch_optimizer_steps(loader: ShardedDataLoader) -> None:
 
 
 def _warn_of_uneven_rows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if any(hasattr(p, BELONGS_TO_A_MODEL) for group in optimizer.param_groups for p in group["params"]):
+        warn_of_uneven_rows(
+            "let ddl.create_supervised_trainer, or ddl.forward_backward in a ddl.MeshEngine, compute them, take a "
+            "batch_size and drop_last=True by which all ranks have the same number of rows, or weight each rank's loss "
+            "by loader.rows"
+        )
+
+
+def warn_of_uneven_rows(cure: str, counted: int | None = None) -> None:
+    """Warns once if ranks have unlike numbers of rows of the batch that was read last, and nothing weights them.
+
+    Args:
+        cure: what to do.
+        counted: how many rows this rank has been said to have. Default: not said.
+    """
     loader = _uneven_loader and _uneven_loader()
-    stepped = (p for group in optimizer.param_groups for p in group["params"])
-    if loader is not None and not loader._rows_are_used and any(hasattr(p, BELONGS_TO_A_MODEL) for p in stepped):
-        loader._rows_are_used = True  # warns once
+    if loader is not None and not loader._rows_are_used and loader._rows[0] != counted:
+        loader._rows_are_used = True
         n_local, n_global = loader._rows
         warnings.warn(
             f"this rank has {n_local} of the batch's {n_global} rows, so the average of gradients over ranks is not "
-            "that of one process, which counts each row once: let ddl.create_supervised_trainer, or "
-            "ddl.forward_backward in a ddl.MeshEngine, compute them, take a batch_size and drop_last=True by which all "
-            "ranks have the same number of rows, or weight each rank's loss by loader.rows",
-            stacklevel=2,
+            f"that of one process, which counts each row once: {cure}",
+            stacklevel=3,
         )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import MODULE, SECONDS, is_count, one_of, shown, takes, whole
+from ignite_ddl.data import warn_of_uneven_rows
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.parameter_server.server import MODES
 from ignite_ddl.parameter_server.wire import Servers
@@ -133,6 +134,7 @@ class ParameterServer:
         self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         self._names = _assign_parameters(self._parameters, max(1, self._servers.count))
         # Several servers must agree which gradients are late: the first server decides, and is asked first.
+        self._averages = mode in ("sync", "backup")
         self._first_decides = mode == "backup" and self._servers.count > 1
         self._pulled: list[int] | None = None  # the versions of the latest pull; None after a push
         self.versions: list[int] = []
@@ -200,8 +202,9 @@ class ParameterServer:
             gradients: parameter names to gradients of their shapes. Default: each ``p.grad`` that is not None.
                 A parameter without gradient is not updated, as in torch's optimizers.
             rows: number of rows over which this gradient is the mean. In "sync" and "backup", gradients are averaged
-                with these weights, so an uneven last batch is exact. The default 1 weights all equally; with 0, the
-                worker takes part in the step without a gradient.
+                with these weights, so an uneven last batch is exact. The default 1 weights all equally, with a
+                warning where the loader dealt unlike numbers of rows; with 0, the worker takes part in the step without
+                a gradient.
 
         Returns:
             bool: False if the gradient was too late and was dropped (``mode="backup"``), else True.
@@ -220,6 +223,8 @@ class ParameterServer:
                 "push needs a pull before it, and a new one after each push: a gradient belongs to the version "
                 "of the parameters that it was computed with"
             )
+        if rows == 1 and self._averages:
+            warn_of_uneven_rows("pass rows=len(x) to push", counted=rows)
         if gradients is None:
             gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         if rows:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from datetime import timedelta
 
 import cloudpickle
@@ -170,6 +171,26 @@ def test_equal_to_one_process(workers, servers, optimizer, batch_size, n_rows, o
     of_one = [record for record in updates if record["server"] == 0]
     assert sum(record["rows"] for record in of_one) == 3 * n_rows
     assert sorted({record["version"] for record in of_one}) == list(range(3 * math.ceil(n_rows / batch_size)))
+
+
+def forgetting(local_rank, says, batch_size):
+    server = ddl.ParameterServer(build(), OPTIMIZERS["sgd"])
+
+    def step(engine, batch):
+        server.pull()
+        gradients = {name: torch.ones_like(p) for name, p in server._parameters.items()}
+        server.push(gradients, rows=len(batch[0])) if says else server.push(gradients)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Engine(step).run(ddl.auto_dataloader(rows(6), batch_size=batch_size))
+    return [str(w.message) for w in caught if "pass rows=len(x) to push" in str(w.message)]
+
+
+@pytest.mark.parametrize(("says", "batch_size", "warned"), [(False, 5, 1), (True, 5, 0), (False, 6, 0), (True, 3, 0)])
+def test_a_push_that_does_not_say_how_many_rows_is_warned_of(says, batch_size, warned):
+    with parallel() as launcher:
+        assert [len(words) for words in launcher.run(forgetting, says, batch_size)] == [warned] * 2
 
 
 def test_sync_repeats_to_the_bit():
