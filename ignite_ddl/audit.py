@@ -7,6 +7,7 @@ model unchanged       parameters added, replaced, re-typed or hooked, and under 
                       frozen or unfrozen, since ``ddl.auto_model``; modules added
 weights loaded        weights of ``ddl.empty_weights`` that were not loaded               steps 1, 2, 4, 8, …
 same rows             tp, cp or pp peers with different rows                              steps 1, 2, 4, 8, …
+same order            dp ranks whose samplers give them different batches                 each step
 same modules          dp ranks that call different modules                                each step
 same steps            ranks that skip a step of the optimizer                             each step
 same target shapes    targets padded to other lengths on other ranks                      each step
@@ -68,7 +69,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
-from ignite_ddl.context.sequence import check_tokens
+from ignite_ddl.context.sequence import check_tokens, length_matters
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import Divisor, LossContract
@@ -134,7 +135,7 @@ class Audit:
             self._check_before_forward(x, y)
         mesh = self.mesh
         if rows is not None and mesh.pp_size > 1:
-            _check_rows_are_in_dim_0(rows[0] or 1, x)
+            _check_rows_are_in_dim_0(rows[0] or 1, x, y)
         self.x_for_rows = x if self.step == 1 and mesh.dp_cp_size > 1 and mesh.pp_size == 1 else None
         self.x_for_values = x if self.is_check_step and mesh.dp_size > 1 and mesh.pp_size == 1 else None
         self.stage_inputs = _record_inputs(self.stages) if self.step == 1 and mesh.pp_size > 1 else None
@@ -159,14 +160,16 @@ class Audit:
             for module in self.model.modules():
                 _check_backward_hooks(module)
 
-    def numbers_to_sum(self, updates: int) -> list[float]:
+    def numbers_to_sum(self, updates: int, order: int) -> list[float]:
         """After the forward pass, to be summed over dp: whether this rank has stepped the model before, how often, and
-        the square of that; and for each pp rank the digest of its modules and the square of that.
+        the square of that; 1, a digest of the order of rows, and its square; and for each pp rank the digest of its
+        modules and the square of that.
         """
         digests = [0.0] * (2 * self.mesh.pp_size)
         digest = self.modules.digest()
         digests[2 * self.mesh.pp_rank : 2 * self.mesh.pp_rank + 2] = float(digest), float(digest**2)
-        return [float(updates > 0), float(updates), float(updates**2), *digests]
+        steps = float(updates > 0), float(updates), float(updates**2)
+        return [*steps, 1.0, float(order), float(order**2), *digests]
 
     def end(self, last: bool) -> None:
         """After the backward pass, before anything else is sent."""
@@ -230,8 +233,14 @@ class Audit:
             ValueError: on every rank, if dp ranks called different modules, or have targets of different lengths, or
                 some ranks have skipped a step of the optimizer.
         """
-        n, shapes, squares, pads, stepping, updates, squared = summed[: N_SHAPES + 3]
-        digests = summed[N_SHAPES + 3 :]
+        n, shapes, squares, pads, stepping, updates, squared, n_orders, orders, orders_squared = summed[: N_SHAPES + 6]
+        digests = summed[N_SHAPES + 6 :]
+        if n_orders * orders_squared != orders**2:
+            raise ValueError(
+                "ranks should list the same batches of an epoch, of which auto_dataloader gives each its rows, but do "
+                "not: draw a sampler's random numbers from torch (Python's and NumPy's differ from rank to "
+                "rank), and let it depend on nothing that does"
+            )
         if stepping * squared != updates**2:
             raise ValueError(
                 "all ranks should step the model equally often, but some have skipped a step that others have made: "
@@ -450,6 +459,7 @@ def check_tokens_are_independent(model: nn.Module, stages: Any, x: Any, repeat: 
     mesh = get_mesh()
     if mesh.cp_size == 1 or (not repeat and hasattr(model, TOKENS_CHECKED)):
         return
+    is_first = not hasattr(model, TOKENS_CHECKED)
     setattr(model, TOKENS_CHECKED, True)
 
     def mixes(in_full: bool) -> tuple[int, int, str] | None:
@@ -457,21 +467,28 @@ def check_tokens_are_independent(model: nn.Module, stages: Any, x: Any, repeat: 
         found = gathered_values(check_tokens(stages.forward_only, x, stages.local_stages(), mesh, in_full))
         return min(((mesh.coordinates(rank)["pp"], *name) for rank, name in enumerate(found) if name), default=None)
 
-    first = mixes(in_full=False)
-    if first is not None and max((t.shape[1] for t in tensors_of(x) if t.ndim > 1), default=0) <= MOST_IN_FULL:
-        first = mixes(in_full=True)  # perhaps in blocks, which a rank's part of a sequence has as a whole
+    first, length = mixes(in_full=False), max((t.shape[1] for t in tensors_of(x) if t.ndim > 1), default=0)
+    differs = first is None and is_first and mesh.pp_size == 1 and not on_any_rank(length * mesh.cp_size > MOST_IN_FULL)
+    if differs:
+        differs = on_any_rank(length_matters(stages.forward_only, x, stages.local_stages(), mesh))
+    if differs or (first is not None and length <= MOST_IN_FULL):
+        # Perhaps in blocks, which a rank's part of a sequence has as a whole.
+        first = mixes(in_full=True) or ((0, 0, "") if differs else None)
     if first is not None:
         name = "" if first[2] == "module" else first[2].removeprefix("module.")  # DDP's name for the model
         raise ValueError(
             f"{repr(name) if name else 'the model'} gives other outputs for a cp rank's tokens than for the full "
             "sequence: attention should be ddl.ring_attention or ddl.ulysses_attention, and positions those of "
-            "ddl.sequence_positions; what else looks at other tokens (a convolution, pooling, BatchNorm) cannot run on "
-            "a mesh with cp"
+            "ddl.sequence_positions; what else looks at other tokens (a convolution, pooling, BatchNorm), branches on "
+            "how many there are, or adds some (a class token: let the dataset do that) cannot run on a mesh with cp"
         )
 
 
-def _check_rows_are_in_dim_0(loader_rows: int, x: Any) -> None:
+def _check_rows_are_in_dim_0(loader_rows: int, x: Any, y: Any) -> None:
     first = next((tensor for tensor in tensors_of(x) if tensor.ndim), None)
+    of_y = next(iter(tensors_of(y)), None)
+    if first is not None and of_y is not None and of_y.shape == first.shape[:1]:  # a class for each: two views of a row
+        return
     if first is not None and first.ndim > 1 and len(first) != loader_rows and first.shape[1] == loader_rows:
         raise ValueError(
             f"x should have its {loader_rows} rows in dim 0 under pp, which cuts microbatches there, but has shape "

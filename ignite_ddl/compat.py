@@ -308,12 +308,14 @@ def _mark_copies_of_parts(method: Callable) -> Callable:
     @functools.wraps(method)
     def marked(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
         found = method(tensor, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return found
         chosen = [i for arg in args for i in (arg if isinstance(arg, tuple) else (arg,))]
         copies = any(isinstance(i, list | torch.Tensor) for i in chosen)  # in one process, too
         if is_part(tensor) and not copies:
-            held = tensor._local_tensor.untyped_storage().data_ptr()
+            held = tensor._local_tensor.untyped_storage()._cdata
             for piece in found if isinstance(found, tuple | list) else (found,):
-                if isinstance(piece, DTensor) and piece._local_tensor.untyped_storage().data_ptr() != held:
+                if isinstance(piece, DTensor) and piece._local_tensor.untyped_storage()._cdata != held:
                     setattr(piece, _COPY_OF_A_PART, True)
         return found
 

@@ -21,12 +21,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     get_worker_info,
 )
 from torch.utils.data.dataloader import default_collate
@@ -176,6 +178,7 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
     if iterable:
         parts = _LocalStream(dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", None) or default_collate)
         return ShardedDataLoader(parts, batch_size=None, **kwargs)
+    _check_same_dataset(dataset)
     batches = kwargs.pop("batch_sampler", None)
     if batches is None:
         sampler = _sampler(dataset, kwargs.pop("sampler", None), kwargs.pop("shuffle", False), kwargs.get("generator"))
@@ -679,6 +682,64 @@ def _check_same_samples(fingerprint: int) -> None:
                 "iterable dataset gives different ones: remove what splits it by rank, and draw its random numbers "
                 "from torch"
             )
+
+
+def _check_same_dataset(dataset: Any) -> None:
+    """Each rank reads its rows of the same dataset; one that was divided before would be divided twice."""
+    if idist.get_world_size() == 1 or not dist.is_initialized():
+        return
+    of_rank = _glimpse(dataset)
+    found: list[Any] = [None] * idist.get_world_size()
+    dist.all_gather_object(found, of_rank)
+    if not all(_is_like(other, found[0]) for other in found):
+        raise ValueError(
+            "dataset should be the same on each rank, since auto_dataloader divides it among them, but ranks have "
+            "different ones: give all of it to each, in one order (sort a list of files), and draw random numbers from "
+            "torch (Python's and NumPy's differ from rank to rank)"
+        )
+
+
+def _glimpse(dataset: Any) -> list[Any]:
+    """The length of a dataset, and of what it keeps in memory for each row some numbers and words, by what it holds."""
+    try:
+        n = len(dataset)
+    except Exception:  # a sampler knows its keys
+        return []
+    if isinstance(dataset, ConcatDataset):
+        return [n, *map(_glimpse, dataset.datasets)]
+    inside = [_glimpse(dataset.dataset)] if isinstance(dataset, Subset) else []
+    kept = [dataset] if isinstance(dataset, list | tuple) else list(getattr(dataset, "__dict__", {}).values())
+    for rows in kept + [t for value in kept if isinstance(value, list | tuple) and len(value) <= 16 for t in value]:
+        kind = isinstance(rows, list | tuple | range | torch.Tensor) or type(rows).__module__ == "numpy"
+        if kind and getattr(rows, "shape", (1,)) != () and n and len(rows) == n:
+            inside.append([_small(rows[i]) for i in range(0, n, -(-n // _GLIMPSED))])
+    return [n, *inside]
+
+
+_GLIMPSED = 64  # rows of a dataset that ranks compare
+
+
+def _small(row: Any) -> list[Any]:
+    """The first numbers and the words of a row."""
+    found: list[Any] = []
+    for leaf in tree_leaves(row):
+        if isinstance(leaf, str):
+            found.append(leaf.rpartition("/")[2])  # machines may keep files in different folders
+        elif isinstance(leaf, bool | int | float):
+            found.append(leaf)
+        elif isinstance(leaf, torch.Tensor) or type(leaf).__module__ == "numpy":
+            values = leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+            found.append([float(v) for v in values.reshape(-1)[:8].tolist() if isinstance(v, bool | int | float)])
+    return found
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    """Whether two glimpses are the same; ranks on unlike machines may round differently."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_like, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or one != one and other != other or abs(one - other) <= 1e-3 * max(abs(one), 1e-2)
+    return type(one) is type(other) and one == other
 
 
 def part(n: int, rank: int, size: int) -> tuple[int, int]:

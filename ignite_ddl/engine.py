@@ -103,7 +103,8 @@ class MeshEngine(Engine):
             return process_function(engine, batch)
 
     def _run_step(self, step: TrainingStep, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
-        step.updates = self.updates
+        plan = getattr(self._dataloader_iter, "plan", None)  # of the loader of ddl.auto_dataloader
+        step.updates, step.order = self.updates, getattr(plan, "digest", 0) % 2**20
         output, loss = step(*args, **kwargs)
         self.weighted += step.models
         return output, loss

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
@@ -194,6 +195,7 @@ class _Methods:
         self.original = {name: getattr(metric, name) for name in _METHODS}
         self.losses = _BatchLosses(metric) if type(metric) is Loss else None
         self.had_rows = False  # since the reset
+        self.computed = 0 if self.counts_rows and not type(metric).__module__.startswith("ignite") else None
 
     @property
     def mesh(self) -> Mesh:
@@ -224,11 +226,38 @@ class _Methods:
             return self.original["compute"]()
         if self.losses is not None and not self.losses.adds_up and self.mesh.dp_cp_size > 1:
             return self.losses.compute(self.mesh)
-        return _compute_on_ranks_with_rows(self.original["compute"], self.had_rows, self.mesh)
+        value = _compute_on_ranks_with_rows(self.original["compute"], self.had_rows, self.mesh)
+        if self.computed is not None and self.mesh.dp_cp_size > 1:
+            self.computed += 1
+            if self.computed & (self.computed - 1) == 0:
+                _warn_of_local_value(self.metric, value, self.mesh)
+        return value
 
     def load_state_dict(self, state: Mapping) -> None:
         self.had_rows, self.losses = True, None  # assumed: the state does not say
         self.original["load_state_dict"](state)
+
+
+def _warn_of_local_value(metric: Metric, value: Any, mesh: Mesh) -> None:
+    """Warns of a metric of the user's own that gives another value on each rank: that of its own rows."""
+    numbers = [torch.as_tensor(leaf).detach().double().cpu() for leaf in tree_leaves(value) if _is_number(leaf)]
+    peers: list[Any] = [None] * mesh.dp_cp_size
+    dist.all_gather_object(peers, numbers, group=mesh.dp_cp_group)
+    alike = all(
+        one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, equal_nan=True)
+        for peer in peers
+        for one, other in zip(peer, peers[0], strict=False)
+    )
+    if not alike and mesh.rank == 0:
+        warnings.warn(
+            f"{type(metric).__name__} gives another value on each dp rank, that of its own rows: decorate its compute "
+            'with ignite.metrics.metric.sync_all_reduce("name", ...), which sums these attributes over ranks',
+            stacklevel=2,
+        )
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, bool | int | float | torch.Tensor)
 
 
 def _check_tokens_count(metric: Metric, methods: Mapping[str, Callable], output: Any, mesh: Mesh) -> None:

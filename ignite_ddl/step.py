@@ -48,6 +48,7 @@ class TrainingStep:
         open: whether gradients wait for another batch before the optimizer steps.
         models: the model, and others that the last loss depends on: their gradients are weighted by rows.
         updates: the number of earlier batches after which this rank has stepped a model.
+        order: a number that depends on the order in which the loader reads the rows of all ranks.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class TrainingStep:
             setattr(model, TOKENS_CHECKED, True)
         self.contracts: dict[Any, LossContract] = {}
         self.local, self.has_routers = local_round(model), bool(routers_of(model))
-        self.open, self.models, self.updates = False, [model], 0
+        self.open, self.models, self.updates, self.order = False, [model], 0, 0
         # Divisors of this window: the one by which gradients are divided, and the sum of those of its batches.
         self.expected = self.counted = 0.0
         self.replica_divisor = 0.0  # with dp_sync="local": of this batch, on the ranks that hold a replica
@@ -234,7 +235,7 @@ class TrainingStep:
             0.0,
             0.0,
             *([0.0] * N_SHAPES),
-            *(self.audit.numbers_to_sum(self.updates) if self.audit is not None else ()),
+            *(self.audit.numbers_to_sum(self.updates, self.order) if self.audit is not None else ()),
         ]
         empty = rows is not None and rows[0] == 0
         if loss is not None:

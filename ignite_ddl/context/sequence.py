@@ -165,6 +165,24 @@ def check_tokens(
     return None
 
 
+def length_matters(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh: Mesh) -> bool:
+    """Whether outputs for the tokens of one row in full are others than for this rank's part of them.
+
+    A branch on the number of tokens does not show on short windows. Every rank calls it; False of a model that fails.
+    """
+    row = map_leaves(lambda leaf: _first_row(_windows(leaf, mesh, in_full=True)), x)
+    lengths = [tensor.shape[1] for tensor in tensors_of(row) if tensor.ndim > 1]
+    try:
+        with torch.no_grad(), evaluating(stages):
+            with without_trace(stages), _full_sequences():
+                expected = [local_tensor(tensor).clone() for tensor in tensors_of(run(row))]
+            with without_trace(stages):
+                found = [local_tensor(tensor) for tensor in tensors_of(run(_part(row, mesh)))]
+            return bool(lengths) and not _are_shards(found, expected, lengths[0], mesh)
+    except (AssertionError, IndexError, RuntimeError):
+        return False
+
+
 def _calls(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh: Mesh) -> tuple[list, list]:
     """The calls of modules with this rank's tokens, and with all."""
     with torch.no_grad(), evaluating(stages):
@@ -181,6 +199,10 @@ def _calls(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh:
             )
             raise
     return shared, full
+
+
+def _first_row(leaf: Any) -> Any:
+    return leaf[:1] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
 
 
 def _convolves_tokens(module: nn.Module, given: list[torch.Tensor], of_all: list[torch.Tensor]) -> bool:

@@ -632,6 +632,8 @@ REFUSALS = {
                                     f"'block0.also.blocks' {TOKENS}"),
     "a layer over tokens": ({"make": with_(lambda self, x: x + self.over(x.mT).mT, over=nn.Linear(LENGTH, LENGTH))},
                             "a model that gets a cp rank's part of the tokens of a sequence"),
+    "a branch on their number": ({"make": with_(lambda self, x: x * (2.0 if x.shape[1] > LENGTH // 2 else 1.0))},
+                                 f"'block0.also' {TOKENS}"),
     "one token": ({"make": with_(lambda self, x: x + x[:, :1])}, f"'block0.also' {TOKENS}"),
     "more ranks than key heads": ({"make": one_head}, "cp = 2 should divide the 1 heads of key and value"),
     "other loader": ({"loader": lambda: torch.utils.data.DataLoader(texts(), batch_size=8)},

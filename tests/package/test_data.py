@@ -1,13 +1,14 @@
 """auto_dataloader deals one process's batches, whatever the sampler, and what it refuses."""
 
 import copy
+import random
 
 import ignite.distributed as idist
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from ignite.engine import Engine
-from ranks import mesh_of, run
+from ranks import launch, mesh_of, run
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -347,3 +348,74 @@ def test_copies_of_a_loader_do_not_share_their_sizes():
     loader = ddl.auto_dataloader(torch.arange(6), batch_size=4)
     twin = copy.deepcopy(loader)
     assert dealt(loader) == dealt(twin) == ([[0, 1, 2, 3], [4, 5]], [(4, 4), (2, 2)])
+
+
+# --- ranks that do not have the same dataset, or do not list the same batches
+
+
+class Files(torch.utils.data.Dataset):
+    """Rows by a list of names."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, index):
+        return torch.full((3,), float(self.names[index])), torch.zeros(1)
+
+
+def of_dp_rank(kind):
+    rank, names = idist.get_rank(), [str(n) for n in range(8)]
+    data = TensorDataset(torch.arange(8.0).repeat(3, 1).T, torch.zeros(8, 1))
+    if kind == "divided":
+        return torch.utils.data.Subset(data, range(rank, 8, 2))
+    if kind == "divided unevenly":
+        return torch.utils.data.Subset(data, range(rank, 7, 2))
+    if kind == "files in another order":
+        return Files(names[rank:] + names[:rank])
+    if kind == "other numbers":
+        return TensorDataset(torch.full((8, 3), float(rank)), torch.zeros(8, 1))
+    if kind == "a list":
+        return [(torch.full((3,), float(n + rank)), torch.zeros(1)) for n in range(8)]
+    return {"the same files": Files(names), "the same": data}[kind]
+
+
+class Drawn(torch.utils.data.Sampler):
+    """Batches of an order that a rank draws for itself."""
+
+    def __init__(self, differ):
+        self.differ = differ
+
+    def __iter__(self):
+        order = list(range(8))
+        random.Random(idist.get_rank() if self.differ else 0).shuffle(order)
+        return iter([order[:4], order[4:]])
+
+    def __len__(self):
+        return 2
+
+
+def train_on(local_rank, kind, sampler=None):
+    given = {"batch_size": 4} if sampler is None else {"batch_sampler": sampler}
+    loader = ddl.auto_dataloader(of_dp_rank(kind), **given)
+    model = ddl.auto_model(torch.nn.Linear(3, 1))
+    trainer = ddl.create_supervised_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss
+    )
+    return trainer.run(loader).output
+
+
+@pytest.mark.parametrize("kind", ["divided", "divided unevenly", "files in another order", "other numbers", "a list"])
+def test_a_dataset_that_differs_between_ranks_is_refused(kind):
+    with pytest.raises(ddl.RankError, match="dataset should be the same on each rank"):
+        launch({"dp": 2}, train_on, kind)
+
+
+@pytest.mark.parametrize("kind", ["the same files", "the same"])
+def test_batches_that_differ_between_ranks_are_refused(kind):
+    with pytest.raises(ddl.RankError, match="ranks should list the same batches of an epoch"):
+        launch({"dp": 2}, train_on, kind, Drawn(True))
+    first, second = launch({"dp": 2}, train_on, kind, Drawn(False))
+    assert first == second

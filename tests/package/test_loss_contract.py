@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ignite.engine import Events
 from ranks import on, trainer_of
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 import ignite_ddl as ddl
 
@@ -396,6 +396,16 @@ def to_longest(batch):
     """Padded by each rank to its own longest row, with a target of 0 that counts."""
     n = max(int(length) for _, _, length in batch)
     return torch.stack([x[:n] for x, _, _ in batch]), torch.stack([y[:n] for _, y, _ in batch])
+
+
+def two_views(rows):
+    x, y = default_collate(rows)
+    return torch.cat([x, -x]), torch.cat([y, y]).argmax(1)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_two_views_of_rows_as_many_as_their_features(axes):
+    assert_right(partial(trained, loss_fn=F.cross_entropy, loader=partial(loader_of, two_views)), **axes)
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 0])

@@ -1,5 +1,6 @@
 """Ignite's metrics, unmodified, on a mesh: every rank has the numbers of one process."""
 
+import warnings
 from unittest import mock
 
 import ignite.distributed as idist
@@ -28,6 +29,7 @@ from ignite.metrics import (
     RocCurve,
     RunningAverage,
 )
+from ignite.metrics.metric import reinit__is_reduced, sync_all_reduce
 from ranks import in_float64, launch, on_each_rank
 
 import ignite_ddl as ddl
@@ -284,6 +286,46 @@ def test_metrics_by_hand():
         for name, metric in uneven_metrics().items():
             metric = metric.src if isinstance(metric, RunningAverage) else metric
             assert largest_difference(seen[name], value(metric, last)) <= 1e-15, name
+
+
+class RightAnswers(Metric):
+    """A metric of one's own that is not reduced."""
+
+    def reset(self):
+        self.right = 0
+
+    def update(self, output):
+        self.right += int((output[0].argmax(1) == output[1]).sum())
+
+    def compute(self):
+        return self.right
+
+
+class ReducedAnswers(RightAnswers):
+    @reinit__is_reduced
+    def reset(self):
+        super().reset()
+
+    @sync_all_reduce("right")
+    def compute(self):
+        return self.right
+
+
+def of_ones_own(local_rank, metric):
+    data = torch.utils.data.TensorDataset(torch.eye(3).repeat(3, 1)[:8], torch.arange(8) % 3 * (torch.arange(8) < 5))
+    evaluator = ddl.create_supervised_evaluator(torch.nn.Identity(), {"right": metric()})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = evaluator.run(ddl.auto_dataloader(data, batch_size=8)).metrics["right"]
+    return found, [w for w in map(str, (w.message for w in caught)) if "sync_all_reduce" in w]
+
+
+def test_a_metric_of_ones_own_that_is_not_reduced_is_warned_of():
+    with ddl.Parallel(backend="gloo", nproc_per_node=2, dp=2) as parallel:
+        (first, said), (second, _) = parallel.run(of_ones_own, RightAnswers)
+        assert first != second
+        assert said[0].startswith("RightAnswers gives another value on each dp rank")
+        assert parallel.run(of_ones_own, ReducedAnswers) == [(of_ones_own(0, RightAnswers)[0], [])] * 2
 
 
 # ------------------------------------------------------------------------------------------------ the view
