@@ -197,7 +197,7 @@ PASSES = [Record(0, "forward", "0F0", 0, 1, None, 0, 0), Record(0, "backward", "
 BY_NAME = {
     **dict.fromkeys(("n_workers", "n_servers", "batch_size", "batch_per_rank"), ("count", 2)),
     **dict.fromkeys(("n_microbatches", "n_ranks", "n_nodes", "n_shards", "n_replicas", "accumulation"), ("count", 4)),
-    **dict.fromkeys(("hidden", "heads", "sequence", "layers", "vocabulary", "n_samples"), ("amount", 64)),
+    **dict.fromkeys(("hidden", "kv_hidden", "heads", "sequence", "layers", "vocabulary", "n_samples"), ("amount", 64)),
     "n_updates": ("from 0", 4),
     "n_steps": ("count", 4),
     "loss_bytes": ("amount", 56),
@@ -207,6 +207,7 @@ BY_NAME = {
     "overlapped": ("flag", False),
     **dict.fromkeys(("n_bytes", "weight_bytes", "input_bytes", "output_bytes", "gradient_bytes"), ("amount", 8.0)),
     **dict.fromkeys(("optimizer_bytes", "value_bytes", "mask_bytes", "activation_bytes"), ("amount", 2)),
+    "gradient_value_bytes": ("amount", 4),
     **dict.fromkeys(("forward_seconds", "loss_seconds", "compute_seconds", "server_seconds"), ("amount", 0.5)),
     **dict.fromkeys(("transfer", "overhead", "save", "restart"), ("amount", 0.1)),
     "backward_seconds": ("amount", 2.0),
@@ -266,7 +267,17 @@ PLAUSIBLE["amount or function"] = PLAUSIBLE["amount"] | CALLED
 RESULTS = {  # made by the library
     "cost": {
         "RESNET50_P100",
-        *["Collective", "DDPStep", "LocalRound", "MasterStep", "ScaledStep", "ServerStep", "ShardedStep", "ZeroMemory"],
+        *[
+            "Collective",
+            "DDPStep",
+            "ForwardBackward",
+            "LocalRound",
+            "MasterStep",
+            "ScaledStep",
+            "ServerStep",
+            "ShardedStep",
+            "ZeroMemory",
+        ],
     },
     "simulate": {
         *["Gradient", "PipeDream", "Pipeline", "PipelinePlan", "Rank", "RunWithFailures", "ServerRun", "Simulation"]

@@ -345,6 +345,14 @@ def test_experts_of_transformers_train_as_in_one_process(kind):
     assert "grouped_mm has no float64" in str(report)
 
 
+def test_experts_of_transformers_train_as_in_one_process_on_cp():
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    make = functools.partial(OnCp, "Mixtral", "ddl_ring", **sizes)
+    plan = {"model.model.layers.*.mlp.experts": ddl.Experts()}
+    report = ddl.check_parity(make, plan, targets(position_ids=PLACES), on_tokens, cp=2, ep=2)
+    assert report.equal, str(report)
+
+
 def losses_with_grouped_mm(local_rank):
     model = ddl.auto_model(new_experts(), EXPERTS_PLAN)
     optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -3,6 +3,7 @@
 pip install --target build/zoo transformers
 PYTHONPATH=build/zoo python tools/parity_zoo.py                 runs all, some minutes, and writes the page
 PYTHONPATH=build/zoo python tools/parity_zoo.py llama pp2       runs the lines with these words, and prints
+PYTHONPATH=build/zoo python tools/parity_zoo.py shared          runs those on cp and ep, and writes that section
 """
 
 from __future__ import annotations
@@ -38,6 +39,19 @@ MESHES = {
     "dp2 × pp2 × tp2": {"dp": 2, "pp": 2, "tp": 2},
     "dp2 × pp2 × tp2, shard": {"dp": 2, "pp": 2, "tp": 2, "shard": True},
 }
+
+
+SHARED = {  # sequences and experts that ranks share: the model, how it is made, the mesh
+    "transformers Llama, 2 heads of keys": ("Llama", {"num_key_value_heads": 2}, ({"cp": 2}, {"cp": 4},
+                                            {"dp": 2, "cp": 2, "shard": True}, {"cp": 2, "tp": 2})),
+    "transformers Mixtral, 4 experts, 2 a token": ("Mixtral", {"num_local_experts": 4, "num_key_value_heads": 2},
+                                                   ({"dp": 2, "ep": 2}, {"dp": 4, "ep": 2},
+                                                    {"dp": 2, "ep": 2, "shard": True}, {"cp": 2, "ep": 2})),
+    "transformers Qwen3-MoE, 4 experts, 2 a token": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 12,
+                                                     "head_dim": 8, "num_key_value_heads": 2},
+                                                     ({"dp": 2, "ep": 2}, {"dp": 4, "ep": 4},
+                                                      {"dp": 2, "ep": 2, "shard": True}, {"cp": 2, "ep": 2})),
+}  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -168,6 +182,22 @@ def hugging_face(kind, head, **more):
     sizes = dict(zip(names, (WIDTH, 2, HEADS), strict=True)) | {"vocab_size": WORDS, "use_cache": False}
     config = getattr(transformers, f"{kind}Config")(**sizes, **more)
     return Output(getattr(transformers, f"{kind}{head}")(config))
+
+
+class OnShared(nn.Module):
+    """A model of transformers with ring attention on a mesh with cp, and its own elsewhere."""
+
+    def __init__(self, kind, more):
+        super().__init__()
+        from ignite_ddl.context.huggingface import register_attention
+
+        experts = {"num_experts_per_tok": 2} if kind != "Llama" else {}
+        self.model = hugging_face(kind, "ForCausalLM", intermediate_size=64, **experts, **more).model
+        register_attention()
+
+    def forward(self, batch):
+        self.model.set_attn_implementation("ddl_ring" if ddl.get_mesh().cp_size > 1 else "sdpa")
+        return self.model(**batch, use_cache=False).logits
 
 
 class Block(nn.Module):
@@ -339,11 +369,40 @@ def said(make, plan, case, **mesh):
     return text, right, dead
 
 
+def shared(wanted: Callable[[str], bool]) -> tuple[list[str], int]:
+    """The rows of models whose sequences or experts ranks share, and how many are wrong."""
+    torch.manual_seed(0)
+    ids = torch.randint(WORDS, (ROWS, 17))
+    places = torch.arange(16).expand(ROWS, -1).contiguous()
+    batch = {"input_ids": ids[:, :-1].contiguous(), "position_ids": places}, ids[:, 1:].contiguous()
+    rows, wrong = [], 0
+    for name, (kind, more, meshes) in SHARED.items():
+        for sizes in meshes:
+            how = " × ".join(f"{axis}{n}" for axis, n in sizes.items() if n > 1 and axis != "shard")
+            mesh = how + ", shard" * ("shard" in sizes)
+            if not wanted(f"shared {name} {mesh}"):
+                continue
+            print(f"{name:46}{mesh:24}", end="", flush=True)
+            plan = {"model.model.layers.*.mlp.experts": ddl.Experts()} if "ep" in sizes else None
+            if "tp" in sizes:
+                plan = columns_and_rows(*LLAMA)("model.model.layers.*.")
+            case = Case(partial(OnShared, kind, more), columns_and_rows([], []), "", batch, next_word)
+            text, right, _ = said(case.make, plan, case, **sizes)
+            wrong += not right or text.startswith("refused")
+            rows.append(f"| {name} | {mesh} | {text} |")
+    return rows, wrong
+
+
 def main(words: list[str]) -> int:
     models, rows, notes, wrong = cases(), [], {}, 0
 
     def wanted(line: str) -> bool:
         return all(word.lower() in line.lower() for word in words)
+
+    if words == ["shared"]:  # that section of the page alone
+        on_shared, wrong = shared(wanted)
+        PAGE.write_text(PAGE.read_text().partition("\n" + SECTION)[0] + "\n" + section(on_shared))
+        return int(wrong > 0)
 
     for name, case in models.items():
         if case.layers and wanted(name):
@@ -369,8 +428,10 @@ def main(words: list[str]) -> int:
         text, right, _ = said(models[name].make, plan, models[name], **sizes)
         wrong += not (right and text.startswith("refused"))
         sentences.append(f"| {name} | {what} | {text.removeprefix('refused: ')} |")
+    on_shared, failed = shared(wanted)
+    wrong += failed
     if not words:
-        PAGE.write_text(page(rows, sentences, notes))
+        PAGE.write_text(page(rows, sentences, notes) + "\n" + section(on_shared))
     return int(wrong > 0)
 
 
@@ -406,6 +467,22 @@ whole_input=True)`; U-Net `OutputChannels` and `InputChannels` in turn.
 | model | plan or mesh | what `ddl.check_parity` and the trainer say |
 |---|---|---|
 {chr(10).join(sentences)}
+"""
+
+
+SECTION = "## Sequences and experts that ranks share\n"
+
+
+def section(rows: list[str]) -> str:
+    return f"""{SECTION}
+Written by `python tools/parity_zoo.py shared` on {datetime.date.today()}: {os.cpu_count()}-core CPU, gloo, torch \
+{torch.__version__.partition("+")[0]}, {versions()}. The same comparison, of the same size of models: under cp with \
+`ddl_ring` as the attention (`ignite_ddl.context.huggingface.register_attention`) beside torch's in one process, under \
+ep with `ddl.Experts()` for `layers.*.mlp.experts`, by a loop of experts, since torch's `grouped_mm` has no float64.
+
+| model | mesh | worst |
+|---|---|---|
+{chr(10).join(rows)}
 """
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "RESNET50_P100",
     "Collective",
     "DDPStep",
+    "ForwardBackward",
     "Link",
     "LocalRound",
     "MasterStep",
@@ -43,10 +44,12 @@ __all__ = [
     "parameter_server_step",
     "pipeline_bubble",
     "pipeline_peak_activations",
+    "ring_attention",
     "ring_pass",
     "tensor_parallel_bytes",
     "transformer_flops",
     "transformer_parameters",
+    "ulysses_attention",
     "zero_bubble_seconds",
     "sharded_step",
     "zero_memory",
@@ -90,7 +93,7 @@ _AMOUNTS = (
     "n_bytes weight_bytes input_bytes output_bytes gradient_bytes optimizer_bytes value_bytes mask_bytes "
     "activation_bytes loss_bytes first_bucket_bytes forward_seconds backward_seconds loss_seconds compute_seconds "
     "server_seconds transfer overhead save restart work interval mean_time learning_rate n_parameters n_samples "
-    "sequence hidden heads layers vocabulary"
+    "sequence hidden kv_hidden heads layers vocabulary gradient_value_bytes"
 )
 FITS = {
     **dict.fromkeys(_AMOUNTS.split(), AMOUNT),
@@ -958,6 +961,110 @@ def pipeline_peak_activations(
         "dualpipev": 2 * n_ranks + 1,
     }
     return peaks[schedule]
+
+
+# ------------------------------------------------------------------------------------- context parallel
+
+
+class ForwardBackward(NamedTuple):
+    """What a layer's attention sends over the ranks that share its sequences.
+
+    Attributes:
+        forward: seconds, and messages and bytes sent by each rank, of the forward pass.
+        backward: the same of the backward pass.
+    """
+
+    forward: Collective
+    backward: Collective
+
+
+@takes(FITS)
+def ring_attention(
+    n_ranks: int,
+    batch_size: int,
+    sequence: int,
+    kv_hidden: int,
+    link: Link,
+    value_bytes: float = 2,
+    gradient_value_bytes: float = 4,
+) -> ForwardBackward:
+    """What ``ddl.ring_attention`` sends: keys and values visit each rank, and in backward once more, with gradients.
+
+    With N = 2 b T h_kv numbers in the keys and values of full rows, a message has N / P of them. Forward: P - 1
+    messages, :func:`ring_pass` of N values. Backward: these again, and P messages of gradients, which go a hop further
+    to come home. Source: Liu, Zaharia and Abbeel, "Ring Attention", arXiv:2310.01889 (2023), section 3, with this
+    package's messages. The queries do not travel. Leaves out that messages go while blocks are computed, and documents.
+
+    Args:
+        n_ranks: P, the cp ranks.
+        batch_size: b, the rows of a dp rank.
+        sequence: T, tokens of a full row.
+        kv_hidden: h_kv, numbers of a token's keys: key heads × width, on this tp rank.
+        link: the network between neighbours.
+        value_bytes: bytes of a key's number. Default: 2.
+        gradient_value_bytes: bytes of its gradient's: 4, or 8 for float64. Default: 4.
+
+    Returns:
+        ForwardBackward: seconds, messages and bytes of both passes.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            ring = cost.ring_attention(4, 1, 100, kv_hidden=8, link=cost.Link(0, 1))
+            assert ring.forward.bytes[0] == 3 * 2 * 25 * 8 * 2
+            assert ring.backward.bytes[0] == ring.forward.bytes[0] + 4 * 2 * 25 * 8 * 4
+    """
+    numbers = 2 * batch_size * sequence * kv_hidden
+    keys = ring_pass(n_ranks, numbers * value_bytes, link)
+    hops = n_ranks if n_ranks > 1 else 0
+    size = numbers * gradient_value_bytes / n_ranks
+    backward = Collective(
+        keys.seconds + hops * link.seconds(size),
+        [keys.messages[0] + hops] * n_ranks,
+        [keys.bytes[0] + (numbers * gradient_value_bytes if hops else 0)] * n_ranks,
+    )
+    return ForwardBackward(keys, backward)
+
+
+@takes(FITS)
+def ulysses_attention(
+    n_ranks: int, batch_size: int, sequence: int, hidden: int, kv_hidden: int, link: Link, value_bytes: float = 2
+) -> ForwardBackward:
+    """What ``ddl.ulysses_attention`` sends: four all-to-alls, of queries, keys, values and outputs, and four backward.
+
+    Each rank has 1 / P of each tensor, and sends 1 / P of its part to each other rank: (P - 1) / P^2 b T (2 h + 2 h_kv)
+    numbers in 4 (P - 1) messages, in each pass. Source: Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509 (2023),
+    section 3.2, with grouped heads. It needs a key head on each rank. Leaves out documents.
+
+    Args:
+        n_ranks: P, the cp ranks.
+        batch_size: b, the rows of a dp rank.
+        sequence: T, tokens of a full row.
+        hidden: h, numbers of a token's queries: heads × width, on this tp rank.
+        kv_hidden: h_kv, numbers of a token's keys: key heads × width, on this tp rank.
+        link: the network between any two ranks.
+        value_bytes: bytes of a number, and of its gradient. Default: 2.
+
+    Returns:
+        ForwardBackward: seconds, messages and bytes of both passes.
+
+    Examples:
+        .. code-block:: python
+
+            from ignite_ddl.lab import cost
+
+            link = cost.Link(0, 1)
+            ring = cost.ring_attention(4, 1, 100, kv_hidden=8, link=link)
+            ulysses = cost.ulysses_attention(4, 1, 100, hidden=8, kv_hidden=8, link=link)
+            assert ring.forward.bytes[0] / ulysses.forward.bytes[0] == 4 / (1 + 1)      # P / (g + 1)
+    """
+    others, tokens = n_ranks - 1, batch_size * sequence * value_bytes
+    sent = _ring_bytes(n_ranks, tokens * (2 * hidden + 2 * kv_hidden)) / n_ranks
+    seconds = 4 * others * link.latency + sent / link.bandwidth
+    one = Collective(seconds, [4 * others] * n_ranks, [sent] * n_ranks)
+    return ForwardBackward(one, one)
 
 
 # ------------------------------------------------------------------------------------- transformers

@@ -325,8 +325,9 @@ def _loop_over_experts(model: nn.Module) -> bool:
     """Lets transformers' models compute experts by a loop; whether there are any that did not."""
     found = [m for m in model.modules() if getattr(getattr(m, "config", None), "_experts_implementation", None)]
     found = [m for m in found if m.config._experts_implementation != "eager"]
+    copies = {id(module.config): copy.copy(module.config) for module in found}  # the user may have given it to others
     for module in found:
-        module.config = copy.copy(module.config)  # which the user may have given to other models
+        module.config = copies[id(module.config)]
         module.config._experts_implementation = "eager"
     return bool(found)
 

@@ -303,8 +303,9 @@ def predict(
     and p - 1 more if backward is split: ours, what ``simulate`` gives where m is a multiple of p (for the last of 2 p
     or more). dp: rings (Rajbhandari et al. 2020, section 7), less what the passes beside them hide
     (``Cluster.overlap``); ZeRO-2 reduces for each microbatch, ZeRO-3 gathers twice for each, too; with ``dp_shard``
-    these stay among its ranks, and replicas all-reduce a shard's gradients. cp: keys and values go round a ring, three
-    times as many bytes in backward (with their gradients), less what attention's own products hide. ep: four exchanges
+    these stay among its ranks, and replicas all-reduce a shard's gradients. cp: keys and values go round a ring, twice
+    as many bytes in backward, with their gradients in the same dtype (``cost.ring_attention`` has what ``ddl`` sends:
+    gradients in float32 and one hop more), less what attention's own products hide. ep: four exchanges
     of the tokens that experts take, forward and backward, none hidden.
 
     Memory of states is ``cost.zero_memory`` of the parameters on a rank; with a single microbatch, gradients come while
@@ -480,9 +481,8 @@ class _Costs:
         again = full * forward + (1 - full) * again
         around = exchange = 0.0
         if cp > 1:
-            turn = 2 * tokens * model.kv_width * model.value_bytes / tp  # keys and values of a rank
-            on = cluster.link(cp, tp)
-            sent = [(cp - 1) * on.seconds(times * turn) for times in (1, 2)]
+            pairs = 2 * b * model.sequence * model.kv_width * model.value_bytes / tp  # keys and values of full rows
+            sent = [_pass(cp, times * pairs, cluster.link(cp, tp)) for times in (1, 2)]
             around = max(0.0, sent[0] - scores) + max(0.0, sent[1] - 2 * scores)
         if ep > 1:
             moved = model.share_of_experts * model.chosen * value / tp * (ep - 1) / ep

@@ -254,6 +254,26 @@ def test_a_recomputed_block_keeps_this_ranks_part_of_its_input(sequence_parallel
         assert parallel.run(kept_by_recomputed_blocks, sequence_parallel) == [predicted] * 2
 
 
+def test_attention_over_a_shared_sequence_sends_what_the_formulas_of_chapter_27_say():
+    ranks, (batch, length, heads, of_keys), size = 4, (2, 64, 32, 16), 2
+    link = cost.Link(1, 100)
+    ring = cost.ring_attention(ranks, batch, length, of_keys, link, size, size)
+    ulysses = cost.ulysses_attention(ranks, batch, length, heads, of_keys, link, size)
+    message = 2 * batch * length // ranks * of_keys * size
+    assert ring.forward == (3 * (1 + message / 100), [3] * 4, [3 * message] * 4)
+    assert ring.backward == (7 * (1 + message / 100), [7] * 4, [7 * message] * 4)
+    sent = (ranks - 1) / ranks**2 * batch * length * (2 * heads + 2 * of_keys) * size
+    assert ulysses.forward == ulysses.backward == (12 + sent / 100, [12] * 4, [sent] * 4)
+    wide = cost.ring_attention(ranks, batch, length, of_keys, link, size)  # gradients of float32
+    assert wide.backward.bytes[0] == (3 + 4 * 2) * message
+    of_floats = cost.ring_attention(ranks, batch, length, of_keys, link, 4)
+    as_wide = cost.ulysses_attention(ranks, batch, length, of_keys, of_keys, link, 4)
+    totals = [sum(one.bytes[0] for one in passes) for passes in (of_floats, as_wide)]
+    forward = of_floats.forward.bytes[0] / as_wide.forward.bytes[0]
+    assert totals[0] / totals[1] / forward == pytest.approx(5 / 3)
+    assert sum(part.seconds + part.bytes[0] for part in cost.ring_attention(1, 2, 8, 4, link)) == 0
+
+
 def test_tensor_parallel_is_four_all_reduces():
     ring = cost.all_reduce_ring(4, 2 * 3 * 8 * 16, LINK)
     assert cost.tensor_parallel_bytes(3, 8, 16, n_ranks=4) == 4 * ring.bytes[0]

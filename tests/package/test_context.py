@@ -21,6 +21,7 @@ from ignite_ddl.context.blocks import block_backward, block_forward, merge
 from ignite_ddl.context.kernels import Pairs
 from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence, which_see
 from ignite_ddl.course.gpt import GPT, Embedding
+from ignite_ddl.lab import cost
 from ignite_ddl.lab.bytes import count_bytes
 from ignite_ddl.lab.memory import SavedBytes
 from ignite_ddl.loss_contract import LossContract, divisor_of
@@ -150,6 +151,10 @@ def test_bytes_and_memory_are_those_of_the_formulas(ranks):
     both = (ranks - 1) / ranks**2 * row * (2 * heads + 2 * of_keys)
     ulysses = launch({"dp": ranks}, counts, ulysses_attention, key_heads, length)
     assert {found[:2] for found in ulysses} == {(both, both)}
+    sizes = BATCH, length, heads, of_keys, cost.Link(0, 1), 8
+    on_paper = cost.ring_attention(ranks, *sizes[:2], *sizes[3:], 8), cost.ulysses_attention(ranks, *sizes)
+    sent = [(one.forward.bytes[0], one.backward.bytes[0]) for one in on_paper]
+    assert sent == [(forward, 2 * forward + home), (both, both)]
 
 
 def test_of_bfloat16_the_gradients_of_keys_and_values_travel_in_float32():

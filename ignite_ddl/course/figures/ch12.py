@@ -11,9 +11,9 @@ ALT = {
     "server_scheme": "A parameter server above, four workers in the middle, the data's node below. Arrows: "
     "parameters go down from the server to each worker, rows go up from the data's node to each worker, gradients"
     " go up to the server.",
-    "step_rows": "Two panels. With one server its row is full of messages, first to and then from each of four "
-    "workers, and the workers' rows hold one short stretch of computing. With two servers both rows have messages"
-    " half as long.",
+    "step_rows": "Two panels. With one server its row holds four messages, to one worker after the other, a long gap "
+    "while all four compute, and four messages from them. With two servers both rows hold messages that are mostly "
+    "half as long, and the step is shorter.",
     "by_workers": "Milliseconds of a step against 1 to 64 workers, both axes logarithmic. One server falls to its"
     " lowest at 4, then rises steeply. Two servers are lower and rise later. The ring falls to 16, below both, "
     "then rises slowly.",

@@ -20,8 +20,8 @@ ALT = {
     "versions": "A table of four ranks and 12 microbatches. Rank 3: no update between forward and backward pass. "
     "Rank 2: one. Rank 1: two. Rank 0: three, from the fourth microbatch on.",
     "rates": "Test accuracy after 200 turns against the learning rate for four ways to train. Fresh weights every "
-    "turn are best; PipeDream is close behind up to its best rate and falls steeply above it. Without a bubble and "
-    "1F1B stay below, with their best at a larger rate.",
+    "turn reach the highest top. PipeDream is close behind up to that rate, a few points lower up to 0.2, and falls "
+    "far below at 0.4. Without a bubble and 1F1B have lower tops, at larger rates, and are the highest two at 0.8.",
     "halves": "Two simulated steps of four ranks with 8 microbatches. 1F1B takes 33 time units. With the backward "
     "pass in two, the weight gradients stand at the end of the ranks where 1F1B is grey, and the step takes 27.",
     "two stages": "Two simulated schedules of four ranks and 8 microbatches on one axis of time. interleaved_1f1b "

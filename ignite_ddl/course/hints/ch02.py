@@ -28,8 +28,8 @@ def pinned(pageable, two_queues):
 def peak(mib):
     """The MiB at a step's peak; mib is what StepMemory has found at each moment."""
     return {
-        sum(mib["after forward"].values()): "That is after forward.",
-        sum(mib["after backward"].values()): "That is after backward, not within it.",
+        sum(mib[moment].values()): "So much there is after forward, and again after backward; in between there is more."
+        for moment in ("after forward", "after backward")
     }
 
 

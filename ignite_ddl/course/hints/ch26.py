@@ -32,9 +32,9 @@ def rank(of_a_city):
     return {of_a_city: "So many rows has one city; the mean has the rows of both."}
 
 
-def break_even(n_cities):
+def break_even(n_ranks):
     """From how many ranks on top-k sends more than a ring."""
-    return {n_cities / 2: "An entry has a number and its place: 8 bytes.", 2 * n_cities: "The ring goes round twice."}
+    return {n_ranks / 2: "The ring goes round twice.", 2 * n_ranks: "An entry has a number and its place: 8 bytes."}
 
 
 def first_sent():
