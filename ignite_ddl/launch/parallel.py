@@ -42,7 +42,7 @@ from ignite_ddl.launch.parent import GRACE_SECONDS, Launch, no_main_module, run_
 from ignite_ddl.launch.rank import run_here
 from ignite_ddl.launch.settings import Settings
 from ignite_ddl.launch.signals import Signals
-from ignite_ddl.launch.torchrun import address_in_torchrun, end_with_torchrun
+from ignite_ddl.launch.torchrun import address_in_torchrun, end_after_gloo, end_with_torchrun
 from ignite_ddl.mesh import AXIS, check_experts, check_mesh, initialize_mesh
 
 P = ParamSpec("P")
@@ -313,6 +313,7 @@ class Parallel:
                 hide_gpus_if_too_few(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             limit = {} if self.group_timeout is None else {"timeout": timedelta(seconds=self.group_timeout)}
             end_with_torchrun()
+            end_after_gloo()
             with hide_slurm_under_torchrun():
                 idist.initialize(self.backend, init_method=self._address(), **limit)
             self._joined = True

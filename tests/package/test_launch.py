@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from ranks import TIMEOUT, comes_true, failing, gone, parallel, time_to_start
 
 import ignite_ddl as ddl
 from ignite_ddl.compat import hide_gpus_if_too_few
+from ignite_ddl.launch import torchrun
 from ignite_ddl.launch.parallel import _warn_about_spawn
 from ignite_ddl.launch.parent import Launch
 
@@ -685,3 +687,33 @@ def test_gloo_ranks_use_the_cpu_where_gpus_are_too_few(monkeypatch):
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         parallel(**arguments)
+
+
+def test_python_ends_when_gloos_threads_rest(monkeypatch):
+    """Else one that asks for Python's lock meanwhile aborts the process; of real ones see launch/torchrun.py."""
+    found, registered = iter([True] * 3 + [False] * 4), []
+    monkeypatch.setattr(torchrun.atexit, "register", registered.append)
+    monkeypatch.setattr(torchrun, "_gloo_runs", lambda: next(found))
+    torchrun.end_after_gloo.__wrapped__()
+    registered[0]()
+    assert not list(found)
+
+
+@posix
+def test_a_joined_job_waits_for_gloos_threads():
+    text = """
+import threading, time, ignite_ddl as ddl, ignite.distributed as idist
+from ignite_ddl.launch import torchrun
+with ddl.Parallel("gloo") as job:
+    job.run(lambda rank: idist.all_reduce(1))
+runs = torchrun._gloo_runs
+torchrun._gloo_runs = lambda: print("looked", flush=True) or runs()
+"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        job["MASTER_PORT"] = str(free.getsockname()[1])
+    done = subprocess.run(
+        [sys.executable, "-c", text], env=os.environ | job, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout.count("looked") >= 4) == (0, True), done.stderr
