@@ -61,6 +61,14 @@ def test_links_between_pages_lead_somewhere(gathered):
     for path, text in pages.items():
         links = re.findall(r"\]\((?!https?:|mailto:|#|attachment:)([^)#\s]+)", re.sub(r"`[^`\n]*`", "", text))
         assert [link for link in links if not (path.parent / link).exists()] == [], path.name
+    headings = {}  # as Sphinx names them
+    for path, text in pages.items():
+        found = re.findall(r"^#{1,3} (.*)$", text, re.M)
+        headings[path.name] = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in found}
+    for path, text in pages.items():
+        if path.suffix == ".ipynb":
+            places = re.findall(r"\]\((\w+\.ipynb)?#([\w-]+)\)", text)
+            assert [at for page, at in places if at not in headings[page or path.name]] == [], path.name
 
 
 def test_every_public_name_has_its_page(gathered):

@@ -31,12 +31,14 @@ def for_the_site(notebook: NotebookNode, terms: dict[str, str]) -> NotebookNode:
     """Folds what a reader should ask for, and drops what only a front end needs. Works in place.
 
     Folded are solutions, imports, and what comes out from a guess to its score. The set-up cell goes; Colab's badge, a
-    picture of another host, becomes a link, and a link to the glossary a term of Sphinx.
+    picture of another host, becomes a link, and a link to the glossary a term of Sphinx. A link to a heading is
+    written as Jupyter wants it, with its capitals, and Sphinx's has none.
     """
     open_guesses = set()
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = re.sub(rf"^{re.escape(BADGE)}.*?\)\]", "[Open in Colab]", cell.source, flags=re.M)
+            cell.source = re.sub(r"\]\([\w.]*#[\w-]+\)", lambda link: link[0].lower(), cell.source)
             cell.source = GLOSSARY.sub(lambda link: f"{{term}}`{link[1]} <{terms[link[2]]}>`", cell.source)
             continue
         scored = "score(" in cell.source
