@@ -568,7 +568,8 @@ SEQUENCES = {"[]", "[None]", "['x']", "()", "{}", "{'x': 1}", "''", "'x'", "a st
 PLAUSIBLE["data"] = SEQUENCES | {"an array", "a tensor", "a set"}
 PLAUSIBLE["sampler"] = EACH | {"[None]", "['x']", "a set", "a generator", "odd"}
 DIVISOR = ("divisor?", "rows")
-PLAUSIBLE |= {"divisor": CALLED, "device": set(), "scaler": PLAUSIBLE["flag"]}
+GPUS = {"0", "1", "2", "3"} if torch.backends.cuda.is_built() else set()  # numbers of GPUs, to a torch that knows them
+PLAUSIBLE |= {"divisor": CALLED, "device": GPUS, "scaler": PLAUSIBLE["flag"]}
 TRAINER = {
     "device": ("device?", "cpu"),
     "non_blocking": ("flag", False),
