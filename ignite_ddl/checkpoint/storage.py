@@ -21,7 +21,6 @@ import os
 import pickle
 import traceback
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -61,6 +60,11 @@ from ignite_ddl.checkpoint.form import (
 from ignite_ddl.checkpoint.owners import make_temporary_folder, publish, remove, sync_folder
 from ignite_ddl.collectives import gathered_values
 from ignite_ddl.state import Shard
+
+try:  # the same CRC-32, several times as fast
+    from isal.isal_zlib import crc32
+except ImportError:  # a processor for which it is not built
+    from zlib import crc32
 
 _BLOCK = 1 << 20
 
@@ -156,7 +160,7 @@ def _crc_of(file: BinaryIO, offset: int, length: int) -> str:
     found = 0
     file.seek(offset)
     while length > 0 and (block := file.read(min(length, _BLOCK))):
-        found = zlib.crc32(block, found)
+        found = crc32(block, found)
         length -= len(block)
     return f"{found:08x}"
 

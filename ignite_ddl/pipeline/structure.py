@@ -160,6 +160,8 @@ def detached(tree: Any) -> Any:
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors of a batch or an output of any structure, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     found: list[torch.Tensor] = []
     map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, tree)
     return found
