@@ -802,9 +802,7 @@ def table(plans: Sequence[Plan], n: int = 10) -> str:
     fastest = min((sum(one.seconds.values()) for one in plans if one.fits), default=0.0)
     for one in plans[:n]:
         rows, seconds = one.batch // one.dp // one.microbatches, sum(one.seconds.values())
-        mesh = f"{one.dp} × {one.pp} × {one.tp}" + "".join(
-            f" {axis}{size}" for axis, size in (("cp", one.cp), ("ep", one.ep)) if size > 1
-        )
+        mesh = _mesh_of(one)
         schedule = f"{one.schedule} {one.n_chunks}" if one.schedule == "interleaved_1f1b" else one.schedule or "-"
         zero = f"{one.zero}:{one.dp_shard}" if one.zero and one.dp_shard < one.dp else one.zero
         some = one.recompute == "full" and one.full_layers < sum(one.stages[:: one.pp])
@@ -819,6 +817,12 @@ def table(plans: Sequence[Plan], n: int = 10) -> str:
     return "\n".join(lines)
 
 
+def _mesh_of(plan: Plan) -> str:
+    """Its axes in words: 8 × 2 × 1, with cp and ep behind if it has them."""
+    others = (f" {axis}{size}" for axis, size in (("cp", plan.cp), ("ep", plan.ep)) if size > 1)
+    return f"{plan.dp} × {plan.pp} × {plan.tp}" + "".join(others)
+
+
 def _unit(plans: Sequence[Plan]) -> tuple[float, str]:
     """The largest unit of bytes that the plan with the most memory fills."""
     most = max((sum(one.memory.values()) for one in plans), default=1e9)
@@ -831,6 +835,8 @@ def _unit(plans: Sequence[Plan]) -> tuple[float, str]:
 )  # fmt: skip
 def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory", colour: str = "pp") -> Figure:
     """Seconds of a step against memory, a dot for each plan: colour is the mesh's pp, grey does not fit.
+
+    The fastest and the slowest of those that fit have their meshes beside them.
 
     Args:
         plans: of :func:`plan`, of one cluster.
@@ -858,5 +864,10 @@ def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory"
     axes.yaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    draw.key(made, {f"{colour} {size}": shade for size, shade in shades.items()} | {"does not fit": draw.GREY})
+    fitting = sorted((one for one in plans if one.fits), key=lambda one: sum(one.seconds.values()))
+    for one in [*fitting[:1], *fitting[1:][-1:]]:
+        at = sum(one.memory.values()) / unit, sum(one.seconds.values())
+        draw.note(axes, _mesh_of(one), at, (-6, 0), ha="right")
+    grey = {} if len(fitting) == len(plans) else {"does not fit": draw.GREY}
+    draw.key(made, {f"{colour} {size}": shade for size, shade in shades.items()} | grey)
     return draw.on_any_page(made)

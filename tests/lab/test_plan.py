@@ -346,6 +346,9 @@ def test_it_prints_and_draws():
     assert len(table(plans, 7).split("\n")) == 8
     [axes] = figure(plans).axes
     assert axes.get_xlabel() == "memory of a device, GB"
+    fitting = sorted((one for one in plans if one.fits), key=lambda one: sum(one.seconds.values()))
+    named = [f"{one.dp} × {one.pp} × {one.tp}" for one in (fitting[0], fitting[-1])]
+    assert [text.get_text() for text in axes.texts] == named
     small = predict(SMALL, dataclasses.replace(HERE, memory=1e5), 16, dp=4)
     heading, line = str(small).split("\n")
     assert heading.split()[-4:] == ["MB", "short", "seconds", "MFU"]
