@@ -147,7 +147,7 @@ def zero_peaks(states: dict, room: dict[str, float]) -> draw.Figure:
     room_colour = ACTIVITY["communication"]
     for place, (name, memory) in enumerate(states.items()):
         sizes = [(getattr(memory, part), colour) for part, colour in _PARTS.items()] + [(room[name], room_colour)]
-        parts = [(size, colour, f"{size:.2g}" if size >= 1.8 else "") for size, colour in sizes]
+        parts = [(size, colour, f"{round(size, 1):g}" if size >= 1.8 else "") for size, colour in sizes]
         top = draw.bar(axes, place, parts, 0.66)
         axes.text(place, top + 0.4, f"{top:.1f}", size=9, weight="bold", ha="center", va="bottom")
     axes.set_xticks(range(len(states)), [name.replace("data ", "data\n") for name in states])

@@ -30,6 +30,10 @@ def order():
     return {"error": "Who could notice whose parameters an optimizer holds?", "right": "Sharding makes new parameters."}
 
 
-def peak(layer_by_layer, states):
-    """The peak in MiB where all layers are one unit."""
-    return {layer_by_layer: "That is layer by layer.", states: "Those are the states alone."}
+def peak(layer_by_layer, states, whole):
+    """The peak in MiB where all layers are one unit; whole: of all weights."""
+    return {
+        layer_by_layer: "That is layer by layer.",
+        states: "Those are the states alone.",
+        states + whole: "The weights are whole. What else is, when backward ends?",
+    }
