@@ -26,3 +26,8 @@ def times():
 def loss(of_200):
     """The loss of the same rate with twice the batch; of_200 is the mean loss of the smaller batch."""
     return {of_200: "That takes twice as many steps, or steps twice as long."}
+
+
+def calls(of_ddp):
+    """All-reduces of a step with the synchronised norm; of_ddp are those of a step without it."""
+    return {of_ddp + 2: "Each sum of the forward comes back as one.", 2 + 2: "DDP adds up the gradients, too."}
