@@ -67,7 +67,7 @@ def train_copies(
     tiles, given = _tiles(train=True)
     test_tiles, test_labels = _tiles(train=False)
     labels = given if labels is None else labels
-    models, history = _Copies((49, *hidden, 10), n_seeds, spread), []
+    models, history = _Copies((49, *hidden, 10), range(n_seeds), spread), []
     optimizer = torch.optim.SGD(models.parameters(), lr=0.0, momentum=0.9, fused=True)
 
     def step(engine: Engine, rows: torch.Tensor) -> None:  # rows: (seeds, batch)
@@ -94,7 +94,13 @@ def train_copies(
 
 
 def steps_to_target(
-    batch_size: int, rates: list[float], target: float, adam: bool = False, n_seeds: int = 8, at_most: int = 3000
+    batch_size: int,
+    rates: list[float],
+    target: float,
+    adam: bool = False,
+    n_seeds: int = 8,
+    at_most: int = 3000,
+    first_seed: int = 0,
 ) -> tuple[int, float]:
     """The fewest steps to an accuracy, over learning rates: the race ends when the first rate is there.
 
@@ -109,6 +115,7 @@ def steps_to_target(
         adam: Adam in place of SGD with momentum 0.9. Default: False.
         n_seeds: networks for each rate. Default: 8.
         at_most: steps after which it gives up. Default: 3,000.
+        first_seed: of ``n_seeds`` in a row: of the first weights and of the batches. Default: 0.
 
     Returns:
         the steps, and the rate that was first.
@@ -124,8 +131,9 @@ def steps_to_target(
     """
     tiles, labels = _tiles(train=True)
     test_tiles, test_labels = _tiles(train=False)
-    n_networks, sources = len(rates) * n_seeds, [torch.Generator().manual_seed(1000 + s) for s in range(n_seeds)]
-    models = _Copies((49, 32, 10), n_seeds, 1.0)
+    n_networks, seeds = len(rates) * n_seeds, range(first_seed, first_seed + n_seeds)
+    sources = [torch.Generator().manual_seed(1000 + seed) for seed in seeds]
+    models = _Copies((49, 32, 10), seeds, 1.0)
     for weight in models.parameters():  # the same first weights for each rate
         weight.data = weight.data.repeat(len(rates), 1, 1)
     rate_of = torch.tensor(rates).repeat_interleave(n_seeds).view(-1, 1, 1)
@@ -157,16 +165,16 @@ def _tiles(train: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Copies(nn.Module):
-    """A network for each seed: entry s of every weight belongs to seed s."""
+    """A network for each seed: entry s of every weight belongs to the seed at place s."""
 
-    def __init__(self, sizes: tuple[int, ...], n_seeds: int, spread: float) -> None:
+    def __init__(self, sizes: tuple[int, ...], seeds: range, spread: float) -> None:
         super().__init__()
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
-        generators = [torch.Generator().manual_seed(seed) for seed in range(n_seeds)]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         for n_in, n_out in pairwise(sizes):
             drawn = torch.stack([torch.randn(n_in, n_out, generator=g) for g in generators])
             self.weights.append(nn.Parameter(drawn * spread * (2 / n_in) ** 0.5))
-            self.biases.append(nn.Parameter(torch.zeros(n_seeds, 1, n_out)))
+            self.biases.append(nn.Parameter(torch.zeros(len(seeds), 1, n_out)))
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         """What each layer gives, the logits last; hidden ones after the ReLU: (seeds, rows, units)."""

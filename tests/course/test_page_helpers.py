@@ -160,6 +160,8 @@ def test_the_race_is_won_by_the_rate_that_is_first_and_ends(adam):
     assert first == rate
     assert steps_to_target(120, [rate], target=0.5, adam=adam, n_seeds=2) == (steps, rate)  # a rate races alone
     assert steps_to_target(120, [rate], target=0.2, adam=adam, n_seeds=2)[0] < steps
+    firsts = [steps_to_target(120, [rate], target=0.5, adam=adam, n_seeds=1, first_seed=seed)[0] for seed in range(4)]
+    assert len(set(firsts)) > 1  # other weights and batches, another number of steps
     with pytest.raises(RuntimeError, match="after 3 steps no rate has reached 99%"):
         steps_to_target(24, [rate], target=0.99, adam=adam, n_seeds=1, at_most=3)
 
