@@ -1,11 +1,6 @@
 """Hints for chapter 18's guesses: wrong answers that have a reason, from what its cells have computed."""
 
 
-def naive(one_process, n_ranks):
-    """Milliseconds of the naive pipeline; one_process is the time of one process with all layers."""
-    return {one_process / n_ranks: "Can a stage begin before the one before has ended?"}
-
-
 def gpipe(working, one_process):
     """Milliseconds of GPipe by hand; working is how long each rank works."""
     return {
