@@ -34,6 +34,16 @@ def held(whole):
     return {whole: "That is all of x.", whole // 4: "Devices of one row of the mesh hold the same rows of x."}
 
 
+def all_reduces(right):
+    """All-reduces in four training steps: data parallel; tensor parallel; that, where x needs a gradient; both."""
+    data, model, inside, both = right
+    return {
+        (data - 1, model, inside, both - 1): "Each of the two weights has a gradient.",
+        (data + 1, model, inside, both + 1): "Nobody reads the loss: its sum is left out.",
+        (data, model, model, both - 1): "What x gets back is a sum over columns that lie on two devices.",
+    }
+
+
 def graphs(n_shapes):
     """Programs of Ignite's trainer."""
     return {n_shapes: "That is one for each shape. What does the first step do that no other does?"}
