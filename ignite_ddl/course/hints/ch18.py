@@ -9,6 +9,15 @@ def gpipe(working, one_process):
     }
 
 
+def twice(n_microbatches):
+    """How many times its gradient a step leaves behind when it follows another without zero_grad."""
+    return {
+        2: "At the end of the second step, what is divided?",
+        1: "The first step's gradient is still there.",
+        2 / n_microbatches: "A step's own gradients are a sum over microbatches.",
+    }
+
+
 def smaller():
     """Which schedule has the smaller bubble."""
     return dict.fromkeys(("1f1b", "gpipe"), "Do the passes change, or their order?")
