@@ -21,7 +21,7 @@ from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, reduce_metrics_over_dp
 from ignite_ddl.data_parallel import LOCAL_ROUNDS, LocalRound, apply_data_parallel, fully_shard
 from ignite_ddl.experts.routing import routers_of
-from ignite_ddl.experts.style import Experts, apply_experts, check_experts_of, check_shards
+from ignite_ddl.experts.style import Experts, apply_experts, check_experts_of
 from ignite_ddl.guards import (
     check_layers,
     check_optimizer,
@@ -239,10 +239,8 @@ def _check(
         check_layers(model, mesh, by_ddp)
         check_parameter_hooks(model.named_parameters(), mesh, by_ddp, before=True)
     warn_without_plan(tensor_plan, mesh.tp_size, stacklevel=5)
-    styles, cut = _check_cut(model, tensor_plan, mesh.pp_size, mesh.tp_size, stages, mesh.ep_size)
-    if shard:
-        with LazyLayers(model).shapes_only():
-            check_shards(dict(model.named_modules(remove_duplicate=False)), styles, mesh)
+    copies = mesh.dp_cp_size // mesh.ep_size if shard else None
+    styles, cut = _check_cut(model, tensor_plan, mesh.pp_size, mesh.tp_size, stages, mesh.ep_size, copies)
     _check_routers(model, mesh.dp_size, mesh.cp_size, cut, local, mesh.ep_size)
     how = _fsdp_arguments(mesh, shard, *fsdp) | ({"mesh": mesh.device_mesh["dp_shard"]} if local and shard else {})
     return _Layout(mesh, styles, cut, shard, how, checks, ddp if by_ddp else None, local, comm_hook)
@@ -307,7 +305,8 @@ def _check_cut(
     pp_size: int,
     tp_size: int,
     stages: tuple,
-    ep_size: int = 1,
+    ep_size: int,
+    copies: int | None = None,
 ) -> tuple[dict[str, ParallelStyle], Cut | None]:
     """The style of each module, and the stages."""
     if tp_size > 1 and any(isinstance(module, TracedLayer) for module in model.modules()):
@@ -317,7 +316,7 @@ def _check_cut(
         )
     with LazyLayers(model).shapes_only():
         styles = check_plan(model, tensor_plan or {}, tp_size)
-        check_experts_of(dict(model.named_modules(remove_duplicate=False)), styles, ep_size)
+        check_experts_of(dict(model.named_modules(remove_duplicate=False)), styles, ep_size, tp_size, copies)
         return styles, cut_into_stages(model, pp_size, *stages) if pp_size > 1 else None
 
 
@@ -415,7 +414,7 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
     if layout.mesh.world_size == 1:
         return model
     for router in routers_of(model) if not layout.local else ():
-        router.over_ranks = True
+        router.over_ranks = layout.mesh.dp_cp_size > 1
     if layout.ddp is None:
         _protect_cut_model(model, layout)
     else:

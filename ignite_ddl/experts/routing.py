@@ -185,8 +185,6 @@ def update_biases(model: nn.Module) -> None:
 def _counts_of_ranks(local: torch.Tensor, each: bool) -> tuple[torch.Tensor, int]:
     """Counts of all ranks of dp × cp, of each of them or their sum, and this rank's place."""
     mesh = get_mesh()
-    if mesh.dp_cp_size == 1:
-        return local.unsqueeze(0), 0
     if not each:
         summed = local.clone()
         dist.all_reduce(summed, group=mesh.dp_cp_group)

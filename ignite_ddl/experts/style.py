@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ignite_ddl.arguments import MAPPING, takes
@@ -16,6 +16,7 @@ from ignite_ddl.experts.dispatch import Dispatch
 from ignite_ddl.experts.layer import combined
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import local_tensor
+from ignite_ddl.tensor.layers import summed, with_summed_gradient
 
 
 @takes(tp=MAPPING)
@@ -75,18 +76,17 @@ class Experts(ParallelStyle):
                 f"Experts is for a module whose forward takes (tokens, experts of each, their weights), but that of "
                 f"{name!r} takes ({', '.join(needed)})"
             )
-        if self.tp and self.tp.keys() != weights.keys():
+        cut = {
+            weight: weights[weight].shape[dim]
+            for weight, dim in self.tp.items()
+            if weight in weights and isinstance(dim, int) and 0 < dim < weights[weight].ndim
+        }
+        known = self.tp.keys() == cut.keys() == weights.keys()
+        if self.tp and not (known and all(size % tp_size == 0 for size in cut.values())):
             raise ValueError(
-                f"Experts(tp=) should cut each weight of {name!r}, {', '.join(weights)}, or none, but given {self.tp}"
+                f"Experts(tp=) should cut each weight of {name!r}, {shapes}, in a dim from 1 that tp={tp_size} "
+                f"divides, or none, but given {self.tp}"
             )
-        for weight, dim in self.tp.items():
-            shape = weights[weight].shape
-            if not isinstance(dim, int) or not 0 < dim < len(shape) or shape[dim] % tp_size:
-                raise ValueError(
-                    f"Experts(tp=) should give names of weights a dim from 1 that tp={tp_size} divides, but given "
-                    f"{weight!r}: {dim} for {name!r}, which has {shapes}"
-                )
-        cut = {weight: weights[weight].shape[dim] for weight, dim in self.tp.items()}
         if len(set(cut.values())) > 1:
             sizes = ", ".join(f"{weight} in {size}" for weight, size in cut.items())
             raise ValueError(
@@ -143,23 +143,13 @@ class _OverRanks:
         if not len(x):  # so that backward passes, which communicate, reach this rank's weights, too
             return x + sum(p.flatten()[:0].sum() for p in local.values())
         if self.tp_mesh is not None:
-            x, weights = (_with_summed_gradient(tensor, self.tp_mesh) for tensor in (x, weights))
+            x, weights = (with_summed_gradient(tensor, self.tp_mesh) for tensor in (x, weights))
         self.module._parameters.update(local)  # DTensor knows no sums over the tokens of other ranks
         try:
             outputs = self.forward(x, index, weights).to(x.dtype)
         finally:
             self.module._parameters.update(uncut)
-        return outputs if self.tp_mesh is None else _sum_over(outputs, self.tp_mesh)
-
-
-def _with_summed_gradient(x: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
-    """The same tensor on each tp rank; the gradient is the sum of what comes back on each of them."""
-    return DTensor.from_local(x, tp_mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-
-
-def _sum_over(x: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of the tp ranks' tensors; each of them has the whole gradient of the sum."""
-    return DTensor.from_local(x, tp_mesh, [Partial()], run_check=False).full_tensor()
+        return outputs if self.tp_mesh is None else summed(outputs, self.tp_mesh)
 
 
 def dim_to_shard(shape: Sequence[int], copies: int) -> int | None:
@@ -172,33 +162,34 @@ def dim_to_shard(shape: Sequence[int], copies: int) -> int | None:
     return next((dim for dim in range(1, len(shape)) if shape[dim] % copies == 0), None)
 
 
-def check_shards(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], mesh: Mesh) -> None:
-    """Refuses experts that ``shard=True`` cannot cut once more."""
-    copies = mesh.dp_cp_size // mesh.ep_size
-    for name, style in _styles_of_experts(styles).items() if mesh.ep_size > 1 else ():
-        for weight_name, weight in modules[name].named_parameters():
-            shape = list(weight.shape)
-            if weight_name in style.tp:
-                shape[style.tp[weight_name]] //= mesh.tp_size
-            if dim_to_shard(shape, copies) is None:
-                raise ValueError(
-                    f"shard=True cuts what an ep rank holds of '{name}.{weight_name}', (experts, ...) "
-                    f"{tuple(shape)}, over its {copies} copies in a dim from 1, but {copies} divides none: use another "
-                    "width, or a larger ep"
-                )
+def check_experts_of(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], ep: int, tp_size: int, copies: int | None
+) -> None:
+    """Refuses a mesh with ep whose plan names no experts, and experts that cannot be cut.
 
-
-def check_experts_of(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], ep: int) -> None:
-    """Refuses experts that ep does not divide, and a mesh with ep whose plan names no experts."""
+    Args:
+        modules: those of the full model, by name.
+        styles: the styles of the plan, by names of modules.
+        ep: number of ranks that share experts.
+        tp_size: number of tp ranks.
+        copies: number of ranks over which ``shard=True`` cuts once more what an ep rank holds; None: it does not.
+    """
     of_experts = _styles_of_experts(styles)
     if ep > 1 and not of_experts:
         raise ValueError(
             f'ep={ep} should share experts, but tensor_plan names none: {{"blocks.*.moe.experts": ddl.Experts()}}'
         )
-    for name in of_experts:
-        n = len(next(modules[name].parameters()))
-        if n % ep:
-            raise ValueError(f"ep={ep} should divide the experts of {name!r}, but there are {n}")
+    for name, style in of_experts.items():
+        for weight_name, weight in modules[name].named_parameters():
+            if len(weight) % ep:
+                raise ValueError(f"ep={ep} should divide the experts of {name!r}, but there are {len(weight)}")
+            shape = [n // tp_size if dim == style.tp.get(weight_name) else n for dim, n in enumerate(weight.shape)]
+            if copies is not None and ep > 1 and dim_to_shard(shape, copies) is None:
+                raise ValueError(
+                    f"shard=True cuts what an ep rank holds of '{name}.{weight_name}', (experts, ...) {tuple(shape)}, "
+                    f"over its {copies} copies in a dim from 1, but {copies} divides none: use another width, or a "
+                    "larger ep"
+                )
 
 
 def _styles_of_experts(styles: Mapping[str, ParallelStyle]) -> dict[str, Experts]:

@@ -5,12 +5,20 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ignite_ddl.arguments import FLAG, takes
-from ignite_ddl.tensor.layers import CONVOLUTIONS, check_divides, is_full_between_layers, local_input, on_local_shards
+from ignite_ddl.tensor.layers import (
+    CONVOLUTIONS,
+    check_divides,
+    is_full_between_layers,
+    local_input,
+    on_local_shards,
+    summed,
+    with_summed_gradient,
+)
 
 
 class OutputChannels(ParallelStyle):
@@ -94,9 +102,7 @@ class _OutputChannels:
     """A mixin before the class of a convolution."""
 
     def _conv_forward(self, x: torch.Tensor, weight: DTensor, bias: DTensor | None) -> torch.Tensor:
-        # The input is full on each rank; the local gradient is a part of the sum over tp.
-        x = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
-        x = x.to_local(grad_placements=[Partial()])
+        x = with_summed_gradient(x, weight.device_mesh)
         y = super()._conv_forward(x, weight.to_local(), None if bias is None else bias.to_local())
         if not is_full_between_layers():
             return y
@@ -108,11 +114,8 @@ class _InputChannels:
     """A mixin before the class of a convolution."""
 
     def _conv_forward(self, x: torch.Tensor, weight: DTensor, bias: DTensor | None) -> torch.Tensor:
-        mesh = weight.device_mesh
         x = local_input(self, x) if self._takes_sharded_input else x
-        part = super()._conv_forward(x, weight.to_local(), None)
-        total = DTensor.from_local(part, mesh, [Partial()], run_check=False)
-        y = total.redistribute(placements=[Replicate()]).to_local()
+        y = summed(super()._conv_forward(x, weight.to_local(), None), weight.device_mesh)
         if bias is None:
             return y
         return y + bias.to_local().view(-1, *[1] * (weight.ndim - 2))  # once, not on each rank

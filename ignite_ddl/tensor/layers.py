@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from ignite_ddl.arguments import FLAG, a, or_none, whole
@@ -46,6 +46,16 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Pla
         if full is not None:
             shard = distribute_tensor(full, mesh, [placement])
             module.register_parameter(name, nn.Parameter(shard, requires_grad=full.requires_grad))
+
+
+def with_summed_gradient(x: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
+    """The same tensor on each tp rank; its gradient is the sum of what comes back on each of them."""
+    return DTensor.from_local(x, tp_mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def summed(x: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of the tp ranks' tensors; each of them gets the full gradient of the sum."""
+    return DTensor.from_local(x, tp_mesh, [Partial()], run_check=False).full_tensor()
 
 
 def check_divides(tp_size: int, size: int, what: str, name: str) -> None:
