@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import ignite.distributed as idist
 import torch
 from ignite.handlers.base_logger import BaseWeightsHandler
 from torch import nn
@@ -37,17 +36,7 @@ def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
             "model has been given to ddl.auto_model before, or has been cut or wrapped by other means: give it as it "
             "was before that"
         )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise ValueError(
-                f"{name!r} has no shape yet, since its layer is lazy: call the model with a batch once before "
-                "ddl.auto_model, or give the layer its sizes"
-            )
     for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) and idist.device().type == "cpu":
-            raise ValueError(
-                f"{name!r} is an nn.SyncBatchNorm, which torch runs on GPUs only: use nn.BatchNorm or nn.GroupNorm"
-            )
         embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if mesh.dp_cp_size > 1 and embeds and module.max_norm is not None:
             raise ValueError(
@@ -59,16 +48,13 @@ def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
                 f"{name!r} has scale_grad_by_freq=True, which divides gradients by how often a word is in the batch, "
                 "of which each rank or microbatch counts its own rows only: leave it out"
             )
-    if for_ddp:
-        return
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if not for_ddp and embeds and module.sparse:
             raise ValueError(
                 f"{name!r} has sparse=True, but sparse gradients work only where the mesh is data parallel without "
                 "shard=True: sparse=False has the same gradients"
             )
-    for name, parameter in model.named_parameters():
-        if mesh.dp_cp_size > 1 and not parameter.ndim and parameter.requires_grad:
+    for name, parameter in model.named_parameters():  # under pp, torch would refuse it on the ranks of one stage only
+        if not for_ddp and mesh.dp_cp_size > 1 and not parameter.ndim and parameter.requires_grad:
             raise ValueError(
                 f"{name!r} has no dimensions, which torch's FSDP2 and replicate do not support: give it the shape (1,)"
             )

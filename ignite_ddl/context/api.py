@@ -24,8 +24,9 @@ def _is_documents(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 2 and not value.is_floating_point()
 
 
+_QKV = ("query", "key", "value")
 FITS = {
-    **dict.fromkeys(("query", "key", "value"), a("a tensor, (batch, heads, tokens, head width)", _is_query)),
+    **dict.fromkeys(_QKV, a("a tensor, (batch, heads, tokens, head width)", _is_query)),
     "attn_mask": a(
         "None where the sequence is sharded, since a mask of this rank's tokens says nothing of the other ranks' (say "
         "is_causal=True, documents= or window=)",
@@ -178,27 +179,22 @@ def _prepared(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None]:
     """Checks arguments; the tensors in autocast's dtype, all ranks' documents, (P, batch, tokens), and the group."""
     query, key, value = _as_autocast(query, key, value)
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if key.shape != value.shape or query.shape[::2] != key.shape[::2]:
+    (batch, heads, tokens, width), key_heads = query.shape, key.shape[1]
+    heads_fit = heads % key_heads == 0 if enable_gqa else heads == key_heads
+    one_dtype = query.dtype == key.dtype == value.dtype
+    if not (one_dtype and heads_fit and key.shape == value.shape == (batch, key_heads, tokens, width)):
+        given = (f"{name} {tuple(t.shape)} {t.dtype}" for name, t in zip(_QKV, (query, key, value), strict=True))
         raise ValueError(
-            f"query, key and value should be (batch, heads, tokens, head width) with equal batch and tokens, and key "
-            f"and value of one shape, but are {shapes}"
-        )
-    if query.shape[3] != key.shape[3]:
-        raise ValueError(f"query and key should have heads of one width, but are {shapes}")
-    if query.shape[1] != key.shape[1] and (not enable_gqa or query.shape[1] % key.shape[1]):
-        cure = "key's heads should divide query's" if enable_gqa else "say enable_gqa=True if key has fewer heads"
-        raise ValueError(f"{cure}, but they are {shapes}")
-    if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(
-            f"query, key and value should have one dtype, but have {query.dtype}, {key.dtype} and {value.dtype}"
+            "query, key and value should be (batch, heads, tokens, head width) of one shape and one dtype, but for the "
+            "heads of key and value, which may be fewer and divide query's where enable_gqa=True says so, but given "
+            f"{', '.join(given)}"
         )
     group = cp_group() if group is None else group
     _, size = place_in(group)
-    check_length(query.shape[2] * size, size)
+    check_length(tokens * size, size)
     if documents is not None:
-        if documents.shape != (expected := (query.shape[0], query.shape[2])):
-            raise ValueError(f"documents should be (batch, tokens), {expected}, but is {tuple(documents.shape)}")
+        if documents.shape != (batch, tokens):
+            raise ValueError(f"documents should be {(batch, tokens)}, but is {tuple(documents.shape)}")
         documents = torch.stack(gathered(documents, group) if size > 1 else [documents])
     return query, key, value, documents, group
 

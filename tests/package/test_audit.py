@@ -574,7 +574,7 @@ def lazy():
 
 def test_another_memory_format_and_lazy_layers_are_refused():
     refused(partial(trained, change=channels_last, make=convolution), "another memory format", dp=2)
-    refused(partial(trained, make=lazy), "no shape yet", dp=2)
+    refused(partial(trained, make=lazy), "Run a dummy forward pass to correctly initialize", dp=2)  # torch's words
 
 
 def two_heads(o, y):

@@ -236,10 +236,10 @@ def one(**changes):
     [
         ({"attn_mask": torch.ones(6, 6)}, "attn_mask should be None"),
         ({"dropout_p": 0.1}, "dropout_p should be 0"),
-        ({"key": torch.randn(2, 2, 6, 8), "value": torch.randn(2, 2, 6, 8)}, "enable_gqa=True"),
-        ({"key": torch.randn(2, 3, 6, 8), "value": torch.randn(2, 3, 6, 8), "enable_gqa": True}, "should divide"),
+        ({"key": torch.randn(2, 2, 6, 8), "value": torch.randn(2, 2, 6, 8)}, "where enable_gqa=True says so"),
+        ({"key": torch.randn(2, 3, 6, 8), "value": torch.randn(2, 3, 6, 8), "enable_gqa": True}, "divide query's"),
         ({"key": torch.randn(2, 4, 6, 8).double()}, "one dtype"),
-        ({"key": torch.randn(2, 4, 6, 9), "value": torch.randn(2, 4, 6, 9)}, "one width"),
+        ({"key": torch.randn(2, 4, 6, 9), "value": torch.randn(2, 4, 6, 9)}, "of one shape"),
         ({"documents": torch.zeros(2, 5)}, "documents should be"),
         ({"window": 0}, "window"),
         ({"value": torch.randn(2, 4, 5, 8)}, "one shape"),
