@@ -147,9 +147,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
     """
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [getattr(p, _REPLACED) for p in stepped if hasattr(p, _REPLACED)]
-    of_model = [] if model is None else [p for p in model.parameters() if p.numel()]
+    of_model = [] if model is None else list(model.parameters())
     trained = {id(p) for p in of_model if p.requires_grad}
-    stepped_ids = {id(p) for p in stepped if p.numel()}  # none where a stage has nothing to train
+    stepped_ids = set(map(id, stepped))  # none where a stage has nothing to train
     if stale or (trained and stepped_ids and trained.isdisjoint(stepped_ids)):
         what = f"{stale[0]!r} as it was before ddl.auto_model cut it" if stale else "none of them"
         raise ValueError(
@@ -162,7 +162,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
             "gradient over ranks: unfreeze it before ddl.auto_model"
         )
     if any(hasattr(p, _TRAINED) for p in of_model) and get_mesh().dp_cp_size * get_mesh().pp_size > 1:
-        alone = next((p for p in stepped if p.numel() and p.requires_grad and not hasattr(p, _TRAINED)), None)
+        alone = next((p for p in stepped if p.requires_grad and not hasattr(p, _TRAINED)), None)
         if alone is not None:
             raise ValueError(
                 f"optimizer holds a weight of shape {tuple(alone.shape)} of no model from ddl.auto_model, so that "

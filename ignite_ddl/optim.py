@@ -101,8 +101,7 @@ def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Non
     name = type(optimizer).__name__
     given: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
     for group in optimizer.param_groups:
-        kinds = {_kind(p): p for p in group["params"]}
-        given.append((group, [p for p in kinds.values() if p.numel()]))
+        given.append((group, list({_kind(p): p for p in group["params"]}.values())))
     if not any(params for _, params in given):
         return
     other = "take an optimizer that steps each number by itself, such as SGD or AdamW (foreach or fused, too)"

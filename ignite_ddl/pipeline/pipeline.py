@@ -64,7 +64,6 @@ class Pipeline(nn.Module):
                 stage.register_forward_pre_hook(_without_hooks)
             if s > 0 and any(getattr(module, "inplace", False) for module in stage.modules()):
                 stage.register_forward_pre_hook(_copied)
-        self._empty_parameter = [nn.Parameter(torch.empty(0))]  # in a list: not registered
         held = dict(self.named_parameters(remove_duplicate=False))
         for names in cut.shared:
             ranks = {cut.owners[cut.stage_of[name]] for name in names}
@@ -103,11 +102,6 @@ class Pipeline(nn.Module):
         if others:
             raise full_state_error(others[0])
         return super().load_state_dict(state_dict, strict, assign)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages; if none is trained, an empty one, too: optimizers need a parameter."""
-        held = list(super().parameters(recurse))
-        return iter(held if any(p.requires_grad for p in held) else [*held, *self._empty_parameter])
 
     @property
     def is_last(self) -> bool:
@@ -150,9 +144,7 @@ class Pipeline(nn.Module):
     def requires_grad_(self, requires_grad: bool = True) -> Pipeline:
         """As ``nn.Module.requires_grad_``, on every rank; calls :meth:`forget_schedules`."""
         self.forget_schedules()
-        super().requires_grad_(requires_grad)
-        self._empty_parameter[0].requires_grad_()
-        return self
+        return super().requires_grad_(requires_grad)
 
     def forward_only(self, x: Any) -> Any:
         """The output for all rows on the rank with the last stage, None elsewhere; without gradients.
