@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_ddl.arguments import AMOUNTS, COUNT, FLAG, MODULE, OPTIMIZER, WORLD, a, each, one_of, takes
+from ignite_ddl.arguments import FLAG, MODULE, OPTIMIZER, WORLD, a, each, one_of, takes
 from ignite_ddl.audit import TOKENS_CHECKED, take_fingerprint
 from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, reduce_metrics_over_dp
@@ -38,10 +38,10 @@ from ignite_ddl.lazy import LazyLayers, materialize
 from ignite_ddl.mesh import Mesh, check_experts, get_mesh, sizes_without_world
 from ignite_ddl.metrics import over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
-from ignite_ddl.pipeline.cut import Cut, add_submodule, cut_into_stages, trains
+from ignite_ddl.pipeline.cut import CUT_FITS, Cut, add_submodule, cut_into_stages, trains
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.pipeline import Pipeline
-from ignite_ddl.pipeline.schedules import NAME, ROWS, SCHEDULES, check_same_microbatches, microbatches_for
+from ignite_ddl.pipeline.schedules import ROWS, SCHEDULES, check_same_microbatches, microbatches_for
 from ignite_ddl.pipeline.trace import TracedLayer
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.tensor.plan import apply_plan, check_plan
@@ -53,10 +53,7 @@ FITS = {
         'a dict from globs of module names to styles, or "auto"',
         lambda plan: isinstance(plan, Mapping) or plan == "auto",
     ),
-    "schedule": NAME,
-    "n_microbatches": WORLD,
-    "split": each(COUNT, "a number of layers for each stage"),
-    "costs": AMOUNTS,
+    **CUT_FITS,
     **dict.fromkeys(("dp", "pp", "tp", "dp_replicate", "dp_shard", "cp", "ep"), WORLD),
 }
 

@@ -147,14 +147,13 @@ def groups_by_name(
     """
     groups = []
     for group in optimizer.param_groups:
-        # A stage without weights has an empty parameter.
-        unknown = next((p for p in group["params"] if id(p) not in names and p.numel()), None)
+        unknown = next((p for p in group["params"] if id(p) not in names), None)
         if unknown is not None:
             raise ValueError(
                 f"{argument}[{key!r}] holds a parameter of shape {tuple(unknown.shape)} of no model in {argument}: "
                 f"{cure}"
             )
-        groups.append([(names[id(p)], p) for p in group["params"] if id(p) in names])
+        groups.append([(names[id(p)], p) for p in group["params"]])
     return groups
 
 

@@ -66,28 +66,25 @@ class BatchSchedules:
         self.made.clear()
         self.trained = {}
 
-    def is_new(self, key: tuple) -> bool:
-        """Whether to set up a schedule. That runs the stages, so where FSDP2 gathers, all dp peers have to do it."""
+    def get(self, key: tuple, x: Any, rows: int, autocast: Context) -> tuple[Any, MicrobatchLoss, bool]:
+        """The schedule for batches like ``x``, of ``rows`` rows, its loss, and whether they have been set up now.
+
+        To set one up runs the stages, so where dp peers communicate in them, all of them have to do it.
+        """
         new = key not in self.made
         if self.communicates:
             # A last batch may have 32 rows on one dp rank, a known shape, and 31 on another.
             new = on_any_rank(new, self.mesh.dp_cp_group)
-            if new:
-                self.made.pop(key, None)
-        return new
-
-    def get(self, key: tuple, x: Any, rows: int, autocast: Context) -> tuple[Any, MicrobatchLoss]:
-        """The schedule for batches like ``x``, of ``rows`` rows."""
         self._check_as_set_up()
-        if key in self.made:
-            self.made[key] = self.made.pop(key)
-            return self.made[key]
-        self._check_gradients()
-        self.trained = {s: trains(stage) for s, stage in self.stages.items()}
-        if len(self.made) == _KEPT:
-            del self.made[next(iter(self.made))]
-        self.made[key] = self._make(x, rows, autocast)
-        return self.made[key]
+        made = self.made.pop(key, None)
+        if new:
+            self._check_gradients()
+            self.trained = {s: trains(stage) for s, stage in self.stages.items()}
+            made = self._make(x, rows, autocast)
+            if len(self.made) == _KEPT:
+                del self.made[next(iter(self.made))]
+        self.made[key] = made
+        return *made, new
 
     def _check_as_set_up(self) -> None:
         for s, trained in self.trained.items():

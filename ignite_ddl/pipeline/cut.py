@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ignite_ddl.arguments import first_line
-from ignite_ddl.pipeline.schedules import SCHEDULES, check_microbatches, stage_owners
+from ignite_ddl.arguments import AMOUNTS, COUNT, WORLD, each, first_line, takes
+from ignite_ddl.pipeline.schedules import NAME, SCHEDULES, check_microbatches, stage_owners
 from ignite_ddl.traceless import evaluating
+
+CUT_FITS = {
+    "schedule": NAME,
+    "n_microbatches": WORLD,
+    "split": each(COUNT, "a number of layers for each stage"),
+    "costs": AMOUNTS,
+}
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -222,6 +228,7 @@ class Cut:
         return f"stage {stage} ({', '.join(self.layers[stage])})"
 
 
+@takes(CUT_FITS)
 def cut_into_stages(
     model: nn.Module,
     pp_size: int,
@@ -263,7 +270,7 @@ def cut_into_stages(
             names.setdefault(id(parameter), {})[name] = s
     cut = Cut(
         schedule,
-        operator.index(n_microbatches),
+        n_microbatches,
         owners,
         layers=[[name for name, _ in stage] for stage in stages],
         shared=[list(group) for group in names.values() if len(group) > 1],
@@ -281,14 +288,11 @@ def _stage_sizes(
     """The number of layers of each stage: as given by ``split``, or balanced by ``costs``."""
     if costs is None:
         costs = [1.0 + sum(p.numel() for p in layer.parameters()) for _, layer in layers]
-    elif not hasattr(costs, "__len__") or len(costs) != len(layers) or not _are_costs(costs):
+    elif len(costs) != len(layers):
         raise ValueError(
             f"costs should hold a number of at least 0 for each of {len(layers)} layers, but given {costs!r}"
         )
-    try:
-        sizes = balance(costs, n_stages) if split is None else [operator.index(n) for n in split]
-    except TypeError:  # not a sequence of integers
-        sizes = []
+    sizes = balance(costs, n_stages) if split is None else split
     if len(sizes) != n_stages or sum(sizes) != len(layers) or min(sizes) < 1:
         raise ValueError(
             f"split should name the layers of each of {n_stages} stages, at least one each, "
@@ -343,6 +347,7 @@ def add_submodule(root: nn.Module, name: str, layer: nn.Module) -> None:
     root.add_module(last, layer)
 
 
+@takes(costs=AMOUNTS, n_stages=COUNT)
 def balance(costs: Sequence[float], n_stages: int) -> list[int]:
     """Cuts a sequence of layers into stages so that the cost of the most expensive stage is minimal.
 
@@ -366,26 +371,16 @@ def balance(costs: Sequence[float], n_stages: int) -> list[int]:
             assert balance([1, 1, 1, 9], 2) == [3, 1]
             assert balance([9, 1, 1, 1, 1], 3) == [1, 2, 2]
     """
-    n = len(costs)
-    if n_stages < 1:
-        raise ValueError(f"n_stages should be at least 1, but given {n_stages}")
-    if not _are_costs(costs):
-        raise ValueError(f"costs should be numbers of at least 0, but given {list(costs)}")
-    if n_stages > n:
-        raise ValueError(f"a model of {n} layers cannot be cut into {n_stages} stages; use fewer pp ranks or stages")
+    if n_stages > len(costs):
+        raise ValueError(
+            f"a model of {len(costs)} layers cannot be cut into {n_stages} stages; use fewer pp ranks or stages"
+        )
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
     least, _ = _best_cut(total, n_stages, max)
     _, sizes = _best_cut(total, n_stages, lambda before, cost: before + cost**2 if cost <= least else float("inf"))
     return sizes
-
-
-def _are_costs(costs: Sequence[float]) -> bool:
-    try:
-        return all(0 <= cost < float("inf") for cost in costs)  # False for NaN, too
-    except TypeError:
-        return False
 
 
 def _best_cut(total: list[float], n_stages: int, add: Callable[[float, float], float]) -> tuple[float, list[int]]:

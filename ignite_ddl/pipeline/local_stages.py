@@ -169,8 +169,7 @@ class PipelineStages:
         tensors, structure = flatten(tree_map_only(torch.Tensor, torch.Tensor.contiguous, x), "x")
         shapes = repr((structure, [(tuple(t.shape), t.dtype) for t in tensors]))
         key = rows, shapes, getattr(autocast, "fast_dtype", None)
-        new = self.schedules.is_new(key)
-        schedule, loss = self.schedules.get(key, x, rows, autocast or contextlib.nullcontext())
+        schedule, loss, new = self.schedules.get(key, x, rows, autocast or contextlib.nullcontext())
         self._share_buffers()
         loss.loss_fn, loss.y = loss_fn, y
         losses: list[torch.Tensor] | None = [] if self.is_last else None
