@@ -138,7 +138,7 @@ class LazyLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.lazies = list(dict.fromkeys(_lazy_layers(model)))
+        self.lazies = [m for m in model.modules() if isinstance(m, Lazy) and m is not model]
 
     @contextlib.contextmanager
     def shapes_only(self) -> Iterator[None]:
@@ -172,14 +172,6 @@ class LazyLayers:
                     replace_module(self.model, lazy, layer)
                     yield names
                 del layer  # before the next one is created
-
-
-def _lazy_layers(model: nn.Module) -> Iterator[Lazy]:
-    for child in model._modules.values():
-        if isinstance(child, Lazy):
-            yield child
-        elif child is not None:
-            yield from _lazy_layers(child)
 
 
 def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -80,7 +80,7 @@ def check_rows(x: Any, y: Any) -> int:
     Raises:
         ValueError: if ``x`` or ``y`` has no tensor, or tensors have different numbers of rows or none.
     """
-    shapes = {name: _shapes(flatten(part, name)[0]) for name, part in (("x", x), ("y", y))}
+    shapes = {name: [tuple(t.shape) for t in flatten(part, name)[0]] for name, part in (("x", x), ("y", y))}
     for name, found in shapes.items():
         if not found:
             raise ValueError(
@@ -95,10 +95,6 @@ def check_rows(x: Any, y: Any) -> int:
             "tensor is cut into microbatches by its first dim; make what all samples share a buffer of the model"
         )
     return rows.pop()
-
-
-def _shapes(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    return [tuple(tensor.shape) for tensor in tensors]
 
 
 def rows_of(tree: Any, first: int, end: int) -> Any:
