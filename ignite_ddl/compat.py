@@ -206,7 +206,7 @@ def guard_cut_model(model: nn.Module, part_of_each: bool) -> None:
         _CUT_MODELS.append(weakref.ref(model))
     if "__reduce_ex__" not in vars(DTensor):
         _guard_dtensors()
-        _guard_norms()
+        _guard_lists()
 
 
 def _guard_dtensors() -> None:
@@ -228,10 +228,13 @@ def _guard_dtensors() -> None:
         dispatcher._custom_op_handlers[operator] = functools.partial(_draw_full, known)
 
 
-def _guard_norms() -> None:
-    """Guards also what a script has imported before: torch's functions look this one up when they are called."""
+def _guard_lists() -> None:
+    """Guards torch's functions of lists, such as the norm of gradients and an optimizer's foreach and fused steps.
+
+    Also those that a script has imported before: they look up how to group a list when they are called.
+    """
     from torch.nn.utils import clip_grad
-    from torch.optim import swa_utils
+    from torch.optim import optimizer, swa_utils
 
     group = clip_grad._group_tensors_by_device_and_dtype
 
@@ -248,17 +251,22 @@ def _guard_norms() -> None:
         return _group_each_kind(group, tensors, *args, **kwargs)
 
     clip_grad._group_tensors_by_device_and_dtype = guarded
-    swa_utils._group_tensors_by_device_and_dtype = functools.partial(_group_each_kind, group)
+    for user in (optimizer, swa_utils):
+        user._group_tensors_by_device_and_dtype = functools.partial(_group_each_kind, group)
 
 
-def _group_each_kind(group: Callable, tensors: Sequence[Sequence[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
-    """Groups DTensors and other tensors separately: torch's foreach operators take no list of both."""
+def _group_each_kind(group: Callable, tensors: Sequence[Sequence[Any]], *args: Any, **kwargs: Any) -> Any:
+    """Groups DTensors of each mesh, and other tensors, separately: torch's foreach operators take no list of both."""
+    kinds: dict[DeviceMesh | None, list[int]] = {}
+    for i, tensor in enumerate(tensors[0]):
+        kinds.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(i)
+    if len(kinds) < 2:
+        return group(tensors, *args, **kwargs)
     found: dict[Any, Any] = {}
-    for is_dtensor in (True, False):
-        chosen = [i for i, tensor in enumerate(tensors[0]) if isinstance(tensor, DTensor) is is_dtensor]
-        if chosen:
-            groups = group([[of[i] for i in chosen] for of in tensors], *args, **kwargs)
-            found |= {(device, (dtype, is_dtensor)): lists for (device, dtype), lists in groups.items()}
+    for kind, chosen in kinds.items():
+        groups = group([[of[i] for i in chosen] if of else of for of in tensors], *args, **kwargs)
+        for (device, dtype), (lists, indices) in groups.items():
+            found[device, (dtype, kind)] = lists, [chosen[i] for i in indices]
     return found
 
 

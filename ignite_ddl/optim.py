@@ -1,4 +1,4 @@
-"""Optimizers of a cut model: adapts groups that torch cannot step together, refuses those that step parts wrongly."""
+"""Optimizers of a cut model: those that step its parts as they would step the full model; others are refused."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
     setattr(optimizer, _ADAPTED, True)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     dtensors = any(isinstance(p, DTensor) for p in parameters)
-    if dtensors:
-        _split_groups_by_kind(optimizer)
     if mesh.pp_size > 1:
         if not on_any_rank(bool(parameters), mesh.pp_group):
             raise ValueError(
@@ -58,36 +56,6 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
         _check_on_small_weights(optimizer, mesh)
     if checks and mesh.pp_size > 1:
         _check_shared(optimizer, mesh)
-
-
-def _split_groups_by_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Splits groups in each step where foreach and fused take no list of DTensors and others, or of two meshes."""
-    groups: list[dict[str, Any]] = []
-    parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def join(*_: Any) -> None:
-        if parts:
-            for group, part in parts:
-                group.update({name: value for name, value in part.items() if name != "params"})
-            optimizer.param_groups = groups[:]
-            parts.clear()
-
-    def split(*_: Any) -> None:
-        join()  # if the step before has raised
-        groups[:] = optimizer.param_groups
-        for group in groups:
-            kinds: dict[Any, list[torch.Tensor]] = {}
-            lists = "foreach" in group or "fused" in group
-            for p in group["params"]:
-                kinds.setdefault(p.device_mesh if lists and isinstance(p, DTensor) else None, []).append(p)
-            parts.extend((group, group if len(kinds) == 1 else group | {"params": params}) for params in kinds.values())
-        if len(parts) > len(groups):
-            optimizer.param_groups = [part for _, part in parts]
-        else:
-            parts.clear()
-
-    optimizer.register_step_pre_hook(split)
-    optimizer.register_step_post_hook(join)
 
 
 # ------------------------------------------------------------------------- small weights, cut and full
@@ -156,8 +124,6 @@ def _small_steps(
         if chosen:
             groups.append(copy.deepcopy(of_group) | {"params": chosen})
     twin = type(optimizer)(groups, **copy.deepcopy(options))
-    if cut:
-        _split_groups_by_kind(twin)
     seeds = itertools.count(1)
 
     def closure() -> torch.Tensor:
