@@ -15,7 +15,7 @@ model called          a step that calls a method of the model instead of the mod
                       the wrapper that reduces gradients
 unused weights        weights that a rank did not use, for whose gradients DDP waits      each step
 independent rows      a model, or a stage, whose output for a row depends on other rows,  step 1
-                      in training or in evaluation
+                      in training or in evaluation; a pipeline checks it in its set-up
 declared loss         a ``loss_divisor`` by which the losses of some rows do not add up    steps 1, 2, 4, 8, …
 stored values         plain attributes that dp ranks computed from their own rows, and    steps 1, 2, 4, 8, …
                       on which outputs depend
@@ -75,7 +75,7 @@ from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import Divisor, LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.cut import check_root_hooks
-from ignite_ddl.pipeline.structure import detached, local_tensor, n_rows, tensors_of
+from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest
 from ignite_ddl.state import INITIAL_VALUES
@@ -108,9 +108,6 @@ class Audit:
     def __init__(self, model: nn.Module, stages: Any, mesh: Mesh) -> None:
         self.model, self.stages, self.mesh = model, stages, mesh
         self.step, self.is_check_step = 0, True  # steps 1, 2, 4, 8, …
-        self.x_for_rows: Any = None  # inputs of this step, in steps that check that rows are independent
-        self.x_for_values: Any = None  # and in those that check what modules store
-        self.stage_inputs: list[tuple[nn.Module, list[Any], Any]] | None = None
         self.tensor_hooks = contextlib.ExitStack()  # in steps that check hooks of tensors
         fingerprint = _fingerprint_of(model)
         unprepared = fingerprint is None and not isinstance(model, DistributedDataParallel | FSDPModule)
@@ -136,9 +133,6 @@ class Audit:
         mesh = self.mesh
         if rows is not None and mesh.pp_size > 1:
             _check_rows_are_in_dim_0(rows[0] or 1, x, y)
-        self.x_for_rows = x if self.step == 1 and mesh.dp_cp_size > 1 and mesh.pp_size == 1 else None
-        self.x_for_values = x if self.is_check_step and mesh.dp_size > 1 and mesh.pp_size == 1 else None
-        self.stage_inputs = _record_inputs(self.stages) if self.step == 1 and mesh.pp_size > 1 else None
         if self.is_check_step and mesh.dp_cp_size * mesh.pp_size > 1:
             self.tensor_hooks.enter_context(_checking_tensor_hooks())
         if self.model_called is not None:
@@ -171,7 +165,7 @@ class Audit:
         steps = float(updates > 0), float(updates), float(updates**2)
         return [*steps, 1.0, float(order), float(order**2), *digests]
 
-    def end(self, last: bool) -> None:
+    def end(self, x: Any, last: bool) -> None:
         """After the backward pass, before anything else is sent."""
         self.tensor_hooks.close()
         if self.model_called is not None and not self.model_called.value:
@@ -181,22 +175,18 @@ class Audit:
             )
         if last:
             self.modules.check_gradients()
-        # After the backward pass, when all ranks are known to have called the same modules.
-        if self.x_for_values is not None:
-            x, self.x_for_values = self.x_for_values, None
-            _compare_with_dp_peers(self.stages, x, self.mesh)
-        if self.x_for_rows is not None:
-            x, self.x_for_rows = self.x_for_rows, None
-            _check_rows_are_independent([(self.stages.forward_only, x, self.stages.local_stages())])
-        if self.stage_inputs is not None:
-            inputs, self.stage_inputs = self.stage_inputs, None
-            for _, _, handle in inputs:
-                handle.remove()
-            _check_rows_are_independent(
-                [(lambda rows, s=stage: s(*rows), given[0], [stage]) for stage, given, _ in inputs if given]
-            )
-            for stage, _, _ in inputs:
-                reshard(stage)
+        if self.mesh.pp_size == 1:  # a pipeline has checked its stages when it set up their schedule
+            self._check_rows(x)
+
+    def _check_rows(self, x: Any) -> None:
+        """After the backward pass, when all ranks are known to have called the same modules."""
+        mesh, stages = self.mesh, self.stages
+        if self.is_check_step and mesh.dp_size > 1:
+            _compare_with_dp_peers(stages, x, mesh)
+        if self.step == 1 and mesh.dp_cp_size > 1:
+            depends = rows_depend_on_each_other(stages.forward_only, x, stages.local_stages())
+            if on_any_rank(depends):
+                raise ValueError(ROWS_DEPEND)
 
     def compare_declared(self, contract: LossContract, x: Any, y: Any, transform: Any) -> None:
         """Compares a declared loss that uses more than rows of the output, such as one that the model returns.
@@ -369,26 +359,6 @@ def _check_hooks_of_pipeline(model: nn.Module, stages: Any) -> None:
     for name, module in model.named_modules():
         if module not in called:
             check_root_hooks(module, name)
-
-
-def _record_inputs(stages: Any) -> list[tuple[nn.Module, list[Any], Any]]:
-    """Keeps the last input of each stage of this rank: a microbatch, after those by which its schedule is set up."""
-
-    def record(stage: nn.Module) -> tuple[nn.Module, list[Any], Any]:
-        given: list[Any] = []
-
-        def hook(_: nn.Module, args: tuple) -> None:
-            given[:] = [detached(args)]
-
-        return stage, given, stage.register_forward_pre_hook(hook)
-
-    return [record(stage) for stage in stages.local_stages()]
-
-
-def _check_rows_are_independent(calls: list[tuple[Any, Any, list[nn.Module]]]) -> None:
-    depends = [rows_depend_on_each_other(*call) for call in calls]
-    if on_any_rank(any(depends)):
-        raise ValueError(ROWS_DEPEND)
 
 
 def _compare_with_dp_peers(stages: Any, x: Any, mesh: Mesh) -> None:

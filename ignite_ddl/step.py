@@ -121,7 +121,7 @@ class TrainingStep:
             self.stages.backward(loss, weight)
         if self.audit is not None:
             with autocast:
-                self.audit.end(last)  # before the next collective, which would meet DDP's on a peer that waits
+                self.audit.end(x, last)  # before the next collective, which would meet DDP's on a peer that waits
                 self.audit.compare_declared(contract, x, y, self.transform)
         loss, total = self._end_reduction(*reduction, contract)
         if self.local is not None:
