@@ -678,6 +678,23 @@ def test_rows_that_depend_on_each_other_are_refused(axes):
         refused(partial(trained, make=partial(centred, how)), "depends on other rows of the batch", **axes)
 
 
+class KeepsHidden(nn.Sequential):
+    def forward(self, x):
+        self.hidden = self[:2](x)
+        return self[2](self.hidden)
+
+
+def with_hidden(local_rank):
+    torch.manual_seed(0)
+    model = ddl.auto_model(KeepsHidden(*mlp()), PLAN)
+    trainer = trainer_of(model, lambda output, y: F.mse_loss(output, y) + model.hidden.mean())
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8))
+
+
+def test_a_loss_of_features_that_tp_ranks_share_is_refused():
+    refused(with_hidden, "tp peers should compute the same loss", tp=2)
+
+
 class WithCounts(nn.Linear):
     """Beside its output, how many rows are largest in each of 8 features."""
 
