@@ -60,30 +60,30 @@ def refuse_in_a_round(model: nn.Module, what: str) -> None:
         )
 
 
-def apply_data_parallel(module: nn.Module, mesh: Mesh, how: Mapping[str, Any] | None, local: bool = False) -> None:
-    """Lets the dp ranks of a stage share its rows, and with ``how`` its weights, too.
+def apply_data_parallel(module: nn.Module, mesh: Mesh, options: Mapping[str, Any] | None, local: bool = False) -> None:
+    """Lets the dp ranks of a stage share its rows, and with ``options`` its weights, too.
 
     Args:
         module: a stage of this rank.
         mesh: the mesh.
-        how: arguments of torch's ``fully_shard``; None: each rank keeps all weights of the stage.
+        options: arguments of torch's ``fully_shard``; None: each rank keeps all weights of the stage.
         local: whether only FSDP2 acts in each step, since rounds average the rest. Default: False.
     """
-    if mesh.dp_cp_size == 1 or (local and how is None):
+    if mesh.dp_cp_size == 1 or (local and options is None):
         return
     if mesh.pp_size == 1 and not local:  # a Pipeline does it itself, once per batch
         module.register_forward_pre_hook(lambda root, _: share_buffers(root, mesh))
     parameters = list(module.parameters())  # also of a frozen model, such as a teacher that follows its student
     if not parameters or (mesh.pp_size > 1 and not any(p.requires_grad for p in parameters)):
         return
-    if how is None:  # not DistributedDataParallel, which loses parameters of models with DTensors and of pipelines
+    if options is None:  # not DDP, which loses parameters of models with DTensors and of pipelines
         for experts in experts_of(module):
             replicate(experts, mesh.expert_mesh["edp"])
-        for part in [*_apart_by_dtype(module), module]:
+        for part in [*_modules_of_other_dtypes(module), module]:
             replicate(part, mesh.device_mesh["dp"])
     else:
         refuse_second_derivatives(module, type(module).__name__)
-        fully_shard(module, mesh, how)
+        fully_shard(module, mesh, options)
     module.register_forward_pre_hook(_make_full_weights, prepend=True)
     if mesh.pp_size == 1:  # without a backward pass, FSDP2 keeps full weights, which an optimizer made later would get
         module.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else reshard(root))
@@ -99,17 +99,17 @@ def _make_full_weights(root: nn.Module, *_: Any) -> None:
                     module.reshard()
 
 
-def fully_shard(module: nn.Module, mesh: Mesh, how: Mapping[str, Any]) -> None:
+def fully_shard(module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> None:
     """Shards a module's weights over dp (FSDP2); arguments as in :func:`apply_data_parallel`."""
     for experts in experts_of(module):  # whose copies are fewer; dim 0 is cut already
         if not isinstance(experts, FSDPModule):
             fsdp.fully_shard(
-                experts, mesh=mesh.expert_mesh["edp"], shard_placement_fn=partial(_shard_experts, mesh=mesh), **how
+                experts, mesh=mesh.expert_mesh["edp"], shard_placement_fn=partial(_shard_experts, mesh=mesh), **options
             )
     for unit in [*_fsdp_units(module), module]:  # the last one has the remaining parameters
-        for part in [*_apart_by_dtype(unit), unit]:
-            fsdp.fully_shard(part, **{"mesh": mesh.dp_mesh, **how})
-    module._keeps_gathered = not how["reshard_after_forward"] and mesh.pp_size == 1  # read by gradient_sync
+        for part in [*_modules_of_other_dtypes(unit), unit]:
+            fsdp.fully_shard(part, **{"mesh": mesh.dp_mesh, **options})
+    module._keeps_gathered = not options["reshard_after_forward"] and mesh.pp_size == 1  # read by gradient_sync
 
 
 def _shard_experts(weight: nn.Parameter, mesh: Mesh) -> Shard:
@@ -142,25 +142,24 @@ def _fsdp_units(root: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _apart_by_dtype(unit: nn.Module) -> list[nn.Module]:
-    """The modules with weights in a unit that has weights of several dtypes, of which torch reduces one together."""
+def _modules_of_other_dtypes(unit: nn.Module) -> list[nn.Module]:
+    """What to wrap by itself in a unit whose weights have several dtypes, since torch reduces one dtype together."""
     inside = [unit]
     for module in inside:  # the list grows meanwhile
         inside += [m for m in module.children() if not isinstance(m, FSDPModule) and m not in inside]
-    own = {m: [p for p in m.parameters(recurse=False) if p.requires_grad] for m in inside}
-    if len({p.dtype for weights in own.values() for p in weights}) < 2:
+    trained = {m: [p for p in m.parameters(recurse=False) if p.requires_grad] for m in inside}
+    if len({p.dtype for weights in trained.values() for p in weights}) < 2:
         return []
-    holders = Counter(id(p) for weights in own.values() for p in weights)
-    apart = [m for m in inside[1:] if own[m] and _is_called(m) and all(holders[id(p)] == 1 for p in own[m])]
-    together = [*([m] for m in apart), [m for m in inside if m not in apart]]
-    for modules in together:
-        dtypes = sorted({str(p.dtype) for m in modules for p in own[m]})
+    holders = Counter(id(p) for weights in trained.values() for p in weights)
+    alone = [m for m in inside[1:] if trained[m] and _is_called(m) and all(holders[id(p)] == 1 for p in trained[m])]
+    for modules in [*([m] for m in alone), [m for m in inside if m not in alone]]:
+        dtypes = sorted({str(p.dtype) for m in modules for p in trained[m]})
         if len(dtypes) > 1:
             raise ValueError(
                 f"a {type(modules[0]).__name__} has weights of {' and '.join(dtypes)} side by side, which torch does "
                 "not reduce together on this mesh: give each dtype a module of its own, or all weights one dtype"
             )
-    return apart[::-1]
+    return alone[::-1]
 
 
 def _is_called(module: nn.Module) -> bool:

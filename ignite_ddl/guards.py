@@ -28,7 +28,7 @@ _TRAINED = "_of_auto_model"  # on a parameter of what auto_model returned on a m
 
 
 def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
-    """Refuses what torch cannot cut or replicate, before anything is sent; its messages name no cure."""
+    """Refuses, before anything is sent, what torch would cut or replicate wrongly or with an error without a cure."""
     cut = (module for module in model.modules() if isinstance(module, DistributedDataParallel | FSDPModule))
     parts = (p for p in model.parameters() if isinstance(p, DTensor) or hasattr(p, PART_OF_A_MODEL))
     if next(cut, next(parts, None)) is not None:

@@ -33,7 +33,7 @@ from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.structure import concatenated, detached, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.loss import cross_entropy
-from ignite_ddl.traceless import Meeting
+from ignite_ddl.traceless import WatchForSums
 
 DIVISOR = Fits(
     '"rows", "sum", "local" or a function from targets to a number', (one_of("rows", "sum", "local") | FUNCTION).read
@@ -338,10 +338,10 @@ class LossContract:
             ValueError: if they differ.
         """
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), Meeting() as meeting:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), WatchForSums() as watch:
                 shares = [self.divisor.share(part[-1], whole[-1]) for part in parts]
                 first = loss_of(whole)
-                if meeting.noted:
+                if watch.found:
                     return
                 values = [float(loss_of(part)) for part in parts]
                 total = sum(value * share for value, share in zip(values, shares, strict=True) if share)
@@ -383,11 +383,11 @@ class LossContract:
         if not self.divisor.declared or not self.n_steps:
             return
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), Meeting() as meeting:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), WatchForSums() as watch:
                 loss = float(self.loss_fn(output, y))
         except Exception:
             return
-        if math.isfinite(loss) and abs(loss) > 1e-12 and not meeting.noted:
+        if math.isfinite(loss) and abs(loss) > 1e-12 and not watch.found:
             raise ValueError(
                 f"loss_divisor is 0 for the targets of a rank or microbatch whose loss is {loss:.6g} (divided by 1 at "
                 "least?), so that these rows would be left out: let loss_fn return the sum divided by a constant, with "

@@ -140,7 +140,8 @@ def auto_model(
         offload: with sharded weights, whether this rank's part of them, of gradients and of the optimizer's state are
             in the CPU's memory, where the optimizer steps (``CPUOffloadPolicy``). Default: False.
         checks: whether the first forward pass, in training or not, checks the code between layers that are cut over
-            tp, and, under pp, that layers keep no state from one pass to the next. Default: True.
+            tp, and, under pp, that layers keep no state from one pass to the next and that rows do not depend on each
+            other. Default: True.
         dp_sync: "step": gradients are averaged over dp in each step, or "local": each dp rank trains weights of its
             own, which :class:`ddl.LocalSGD <ignite_ddl.local.LocalSGD>` or :class:`ddl.DiLoCo
             <ignite_ddl.local.DiLoCo>` averages; a step is refused without one of them. With dp_replicate

@@ -18,7 +18,7 @@ from ignite_ddl.arguments import first_line
 from ignite_ddl.audit import N_SHAPES, TOKENS_CHECKED, Audit, shapes_of
 from ignite_ddl.compat import newest_node
 from ignite_ddl.data_parallel import LocalRound, gradient_sync, local_round
-from ignite_ddl.experts.balance import weighted
+from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.experts.routing import routers_of, update_biases
 from ignite_ddl.guards import advice_of
 from ignite_ddl.loss_contract import LossContract, divisor_of, key_of
@@ -112,7 +112,7 @@ class TrainingStep:
         with (
             gradient_sync(self.stages.local_stages(), last),
             _explaining_errors(),
-            weighted(of_batch, rows is None or rows[0] > 0),
+            router_loss_weight(of_batch, rows is None or rows[0] > 0),
         ):
             output, loss = self.stages.forward(x, y, loss_of, self.transform, share, weight, autocast)
             detached = None if loss is None else loss.detach()

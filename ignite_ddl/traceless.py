@@ -165,7 +165,7 @@ def outputs_depend_on_padding(
     except Exception:
         return False
     pairs = [(a, b[tuple(map(slice, a.shape))]) for a, b in zip(plain, with_more, strict=False) if a.ndim == b.ndim]
-    return any(unlike(a, b) for a, b in pairs)
+    return any(differ(a, b) for a, b in pairs)
 
 
 @contextlib.contextmanager
@@ -182,13 +182,13 @@ def evaluating(stages: Iterable[nn.Module], all_of_them: bool = True) -> Iterato
             module.training = training
 
 
-class Meeting(TorchDispatchMode):
+class WatchForSums(TorchDispatchMode):
     """Notes whether code sums or gathers over ranks by itself, as DDP, FSDP2 and DTensor do not."""
 
-    noted = False
+    found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.noted = self.noted or str(func) in ("c10d.allreduce_.default", "c10d.allgather_.default")
+        self.found = self.found or str(func) in ("c10d.allreduce_.default", "c10d.allgather_.default")
         return func(*args, **(kwargs or {}))
 
 
@@ -239,7 +239,7 @@ def _depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], eval
             keeps_rows = keeps_rows or any(of_module.has_rows(n_rows(rows)) for of_module in kept)
             return found
 
-    with torch.no_grad(), evaluating(stages, evaluates), Meeting() as meeting:
+    with torch.no_grad(), evaluating(stages, evaluates), WatchForSums() as watch:
         try:
             together, again = outputs(few, 0), outputs(few, 1)
             alone = outputs(some_rows(few, part, last) if all_have_rows else few, 0)
@@ -247,13 +247,13 @@ def _depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], eval
             return False
     no_statistics = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in _modules(stages).values())
     draws = any(not torch.equal(one, other) for one, other in zip(together, again, strict=True))
-    if no_statistics or draws or keeps_rows or meeting.noted or n < 2 or not all_have_rows:
+    if no_statistics or draws or keeps_rows or watch.found or n < 2 or not all_have_rows:
         return False
     for output, of_part in zip(together, alone, strict=False):
         each = len(output) // last  # such as a row for each token
         rows = output[part.start * each :]
         of_rows = len(output) == each * last and len(of_part) < len(output)  # not a table, which has as many entries
-        if output.is_floating_point() and of_rows and unlike(rows, of_part):
+        if output.is_floating_point() and of_rows and differ(rows, of_part):
             return True
     return False
 
@@ -275,10 +275,10 @@ def norm_over_rows(stages: Iterable[nn.Module]) -> str | None:
     return next((name for name, norm in norms if norm.training or norm.running_mean is None), None)
 
 
-def unlike(rows: torch.Tensor, alone: torch.Tensor) -> bool:
+def differ(rows: torch.Tensor, alone: torch.Tensor) -> bool:
     """Whether two results of the same computation differ by more than rounding."""
     if rows.shape != alone.shape or not rows.numel():
         return rows.shape != alone.shape
     tolerance = 10 * torch.finfo(rows.dtype).eps ** 0.5 * max(float(alone.abs().nan_to_num().max()), 1e-6)
-    differ = float((rows - alone).abs().nan_to_num().max()) > tolerance
-    return differ or not torch.equal(rows.isnan(), alone.isnan())  # such as the deviation of a single row
+    far = float((rows - alone).abs().nan_to_num().max()) > tolerance
+    return far or not torch.equal(rows.isnan(), alone.isnan())  # such as the deviation of a single row

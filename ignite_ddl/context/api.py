@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ignite_ddl.arguments import COUNT, FLAG, Fits, a, number, takes
 from ignite_ddl.collectives import gathered
-from ignite_ddl.context.layout import check_length, natural_order, place_in, which_see
+from ignite_ddl.context.layout import check_length, natural_order, place_in, visible_pairs
 from ignite_ddl.context.ring import Ring, ring
 from ignite_ddl.context.sequence import cp_group
 from ignite_ddl.context.ulysses import heads_to_tokens, tokens_to_heads
@@ -161,7 +161,7 @@ def ulysses_attention(
     if window is not None or documents is not None:
         positions = torch.arange(length, device=query.device)
         of_all = None if documents is None else (documents.movedim(0, 1).flatten(1)[:, order],) * 2
-        visible = which_see(positions, positions, is_causal, window, of_all)
+        visible = visible_pairs(positions, positions, is_causal, window, of_all)
     causal = is_causal and visible is None
     output = F.scaled_dot_product_attention(
         query, key, value, visible, is_causal=causal, scale=scale, enable_gqa=enable_gqa

@@ -62,8 +62,8 @@ def block_backward(gradient: torch.Tensor, pairs: Pairs, merged: Block) -> tuple
     rows = (gradient * output.to(gradient.dtype)).sum(-1, keepdim=True)
     of_scores = probabilities * (gradient @ value.mT - rows) * pairs.scale
     of_query = of_scores @ repeated(key, query).to(of_scores.dtype)
-    of_pair = of_scores.mT @ query.to(of_scores.dtype), probabilities.mT @ gradient
-    return of_query, *(sum_by_key_head(tensor, key) for tensor in of_pair)
+    of_key_value = of_scores.mT @ query.to(of_scores.dtype), probabilities.mT @ gradient
+    return of_query, *(sum_by_key_head(tensor, key) for tensor in of_key_value)
 
 
 def _scores(pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -71,11 +71,11 @@ def attention_backward(gradient: torch.Tensor, pairs: Pairs, output: torch.Tenso
     rows, columns = query.shape[2], key.shape[2]
     of_all_heads = (repeated(tensor, query) for tensor in (key, value))
     seed = torch.empty((), dtype=torch.int64, device="cpu")  # of dropout, which is 0
-    of_query, *of_pair = _aten._scaled_dot_product_flash_attention_backward(
+    of_query, *of_key_value = _aten._scaled_dot_product_flash_attention_backward(
         *(gradient, query, *of_all_heads, output, logsumexp, None, None, rows, columns, 0.0, causal, seed, seed),
         scale=scale,
     )
-    return of_query, *(sum_by_key_head(tensor, key) for tensor in of_pair)
+    return of_query, *(sum_by_key_head(tensor, key) for tensor in of_key_value)
 
 
 def repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ def shard_sequence(tensor: torch.Tensor, dim: int, rank: int, size: int) -> torc
     return tensor.index_select(dim, local_positions(tensor.shape[dim], rank, size, tensor.device))
 
 
-def which_see(
+def visible_pairs(
     rows: torch.Tensor,
     columns: torch.Tensor,
     causal: bool,

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ignite_ddl.context.blocks import Block, block_backward, block_forward, merge
 from ignite_ddl.context.kernels import Pairs
-from ignite_ddl.context.layout import local_positions, place_in, which_see
+from ignite_ddl.context.layout import local_positions, place_in, visible_pairs
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Ring:
         ranks, length = (self.rank, source), query.shape[2] * self.size
         positions = (local_positions(length, rank, self.size, query.device) for rank in ranks)
         documents = None if self.documents is None else tuple(self.documents[rank] for rank in ranks)
-        return which_see(*positions, self.causal, self.window, documents)
+        return visible_pairs(*positions, self.causal, self.window, documents)
 
     def send_to_next(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[dist.Work]]:
         """Starts an exchange: to the next rank goes ``tensor``, from the previous rank comes what is returned."""
@@ -92,31 +92,31 @@ def ring(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shared: Ri
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, pair: torch.Tensor, shared: Ring) -> torch.Tensor:
+    def forward(ctx: Any, query: torch.Tensor, key_value: torch.Tensor, shared: Ring) -> torch.Tensor:
         ctx.shared = shared
         dtype = torch.promote_types(query.dtype, torch.float32)  # blocks are summed in float32 or better
         output: torch.Tensor = torch.zeros_like(query, dtype=dtype)
         merged: Block = output, output.new_full(query.shape[:-1], float("-inf"))
-        for source, (key, value) in _circulate(pair, shared):
+        for source, (key, value) in _circulate(key_value, shared):
             rows, _, pairs = shared.part(source, query, key, value)
             if pairs is not None:
                 before, block = (merged[0][:, :, rows], merged[1][:, :, rows]), block_forward(pairs)
                 for total, new in zip(merged, merge(before, (block[0].to(dtype), block[1].to(dtype))), strict=True):
                     total[:, :, rows] = new
         output, logsumexp = merged[0].to(query.dtype), merged[1]
-        ctx.save_for_backward(query, pair, output, logsumexp)
+        ctx.save_for_backward(query, key_value, output, logsumexp)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        query, pair, output, logsumexp = ctx.saved_tensors
+        query, key_value, output, logsumexp = ctx.saved_tensors
         shared, gradient = ctx.shared, gradient.contiguous()
         dtype = torch.promote_types(query.dtype, torch.float32)  # gradients of keys and values travel in this dtype
         of_query = torch.zeros_like(query, dtype=dtype)
-        of_pair, works, added = torch.zeros_like(pair, dtype=dtype), [], None
-        for source, (key, value) in _circulate(pair, shared):
-            sent, added = added, torch.zeros_like(pair, dtype=dtype)  # a tensor that is being sent must not change
+        of_key_value, works, added = torch.zeros_like(key_value, dtype=dtype), [], None
+        for source, (key, value) in _circulate(key_value, shared):
+            sent, added = added, torch.zeros_like(key_value, dtype=dtype)  # a tensor that is being sent must not change
             rows, columns, pairs = shared.part(source, query, key, value)
             if pairs is not None:
                 merged = output[:, :, rows], logsumexp[:, :, rows]
@@ -127,19 +127,19 @@ class _RingAttention(torch.autograd.Function):
             for work in works:
                 work.wait()
             del sent
-            added += of_pair
-            of_pair, works = shared.send_to_next(added)
+            added += of_key_value
+            of_key_value, works = shared.send_to_next(added)
         for work in works:
             work.wait()
-        return of_query.to(query.dtype), of_pair.to(query.dtype), None
+        return of_query.to(query.dtype), of_key_value.to(query.dtype), None
 
 
-def _circulate(pair: torch.Tensor, shared: Ring) -> Iterator[tuple[int, torch.Tensor]]:
+def _circulate(key_value: torch.Tensor, shared: Ring) -> Iterator[tuple[int, torch.Tensor]]:
     """The keys and values of each rank, this rank's first; the next ones are under way while they are used."""
     for step in range(shared.size):
         last = step == shared.size - 1
-        following, works = (pair, []) if last else shared.send_to_next(pair)
-        yield (shared.rank - step) % shared.size, pair
+        following, works = (key_value, []) if last else shared.send_to_next(key_value)
+        yield (shared.rank - step) % shared.size, key_value
         for work in works:
             work.wait()
-        pair = following
+        key_value = following

@@ -22,7 +22,7 @@ from ignite_ddl.context.layout import local_positions, natural_order, place_in, 
 from ignite_ddl.guards import THIS_WAS_IN
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, tensors_of
-from ignite_ddl.traceless import evaluating, norm_over_rows, unlike, without_trace
+from ignite_ddl.traceless import differ, evaluating, norm_over_rows, without_trace
 
 NOT_SHARED = (
     "on a mesh with cp, batches should come from ddl.auto_dataloader, which gives each cp rank its tokens: run the "
@@ -270,6 +270,6 @@ def _are_shards(some: list[torch.Tensor], full: list[torch.Tensor], length: int,
             if expected.numel() != part.numel():  # such as the tokens of an expert
                 return False
             expected = expected.reshape(part.shape)
-        if unlike(part, expected) if part.is_floating_point() else not torch.equal(part, expected):
+        if differ(part, expected) if part.is_floating_point() else not torch.equal(part, expected):
             return False
     return True

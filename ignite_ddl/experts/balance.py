@@ -99,7 +99,7 @@ _weight, _has_rows = 1.0, True  # not contextvars: on a GPU, backward passes run
 
 
 @contextlib.contextmanager
-def weighted(factor: float, rows: bool = True) -> Iterator[None]:
+def router_loss_weight(factor: float, rows: bool = True) -> Iterator[None]:
     """Inside, losses of routers have this weight, times that outside, in backward passes.
 
     A training step says that of the batch (gradients are scaled, or accumulated over several batches), a pipeline that

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 from ignite_ddl.arguments import AMOUNT, FLAG, FUNCTION, MAPPING, MODULE, SECONDS, WORLD, or_none, shown, takes
 from ignite_ddl.data import auto_dataloader
 from ignite_ddl.engine import MAX_NORM, create_supervised_trainer
-from ignite_ddl.experts.balance import weighted
+from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.experts.routing import routers_of, update_biases
 from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import LazyLayers, replace_module
@@ -425,7 +425,7 @@ def _plain_trainer(
     def loss_fn(output: Any, y: Any) -> torch.Tensor:
         counts.append(divisor.of(y) if joins else 1.0)
         of_routers.close()
-        of_routers.enter_context(weighted(counts[-1] / n / microbatches))
+        of_routers.enter_context(router_loss_weight(counts[-1] / n / microbatches))
         return job.loss_fn(output, y) * counts[-1]
 
     def model_fn(model: nn.Module, x: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from ignite_ddl.data_parallel import local_round, reshard, share_buffers
-from ignite_ddl.experts.balance import weighted
+from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.batch_schedules import BatchSchedules
 from ignite_ddl.pipeline.cut import Cut
@@ -179,7 +179,8 @@ class PipelineStages:
             parameter.grad = None
         # All ranks draw one number from their common stream: it stays common whatever the stages draw.
         n = schedule._n_microbatches
-        with random_stream(draw_seed()), _explaining_errors(self.cut.schedule), weighted(1 / n), on_some_ranks():
+        explaining, of_microbatch = _explaining_errors(self.cut.schedule), router_loss_weight(1 / n)
+        with random_stream(draw_seed()), explaining, of_microbatch, on_some_ranks():
             output = schedule.step(
                 *(tensors if 0 in self.stages else ()),
                 target=torch.arange(rows) if self.is_last else None,

@@ -19,7 +19,7 @@ from ignite_ddl.context import blocks, sequence
 from ignite_ddl.context.api import ring_attention, ulysses_attention
 from ignite_ddl.context.blocks import block_backward, block_forward, merge
 from ignite_ddl.context.kernels import Pairs
-from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence, which_see
+from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence, visible_pairs
 from ignite_ddl.course.gpt import GPT, Embedding
 from ignite_ddl.lab import cost
 from ignite_ddl.lab.bytes import count_bytes
@@ -43,7 +43,7 @@ def on_one(length, key_heads, causal, window, by_document):
     (*leaves, gradient), documents = tensors(length, key_heads)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     positions = torch.arange(length)
-    visible = which_see(positions, positions, causal, window, (documents, documents) if by_document else None)
+    visible = visible_pairs(positions, positions, causal, window, (documents, documents) if by_document else None)
     output = F.scaled_dot_product_attention(*leaves, attn_mask=visible, enable_gqa=True)
     output.backward(gradient)
     return [output.detach(), *(leaf.grad for leaf in leaves)]
@@ -330,7 +330,7 @@ class Documents(nn.Module):
         q, k, v = (part(batch["x"]).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
         if self.function is F.scaled_dot_product_attention:
             positions, documents = torch.arange(LENGTH), batch["documents"]
-            mask = which_see(positions, positions, True, 5, (documents, documents))
+            mask = visible_pairs(positions, positions, True, 5, (documents, documents))
             mixed = self.function(q, k, v, mask, enable_gqa=True)
         else:
             mixed = self.function(q, k, v, is_causal=True, window=5, documents=batch["documents"], enable_gqa=True)
