@@ -83,23 +83,28 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         _check_root(model, list(model._modules))
         return list(model._modules.items())  # named_children would skip a layer that occurs again
     names = list(names() if callable(names) else names)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    unknown = [name for name in names if not name or name not in modules]
-    if unknown or not names:
-        raise ValueError(
-            f"{kind}.pipeline_layers should name modules of the model, but names {unknown or 'none'}; it has "
-            f"{', '.join(name for name in modules if name)}"
-        )
+    layers = modules_of(model, names, f"{kind}.pipeline_layers")
     inside = tuple(f"{name}." for name in names)
     left_out = [name for name in model.state_dict() if not name.startswith(inside)]
     if left_out:
         raise ValueError(
             f"{kind}.pipeline_layers leaves out {', '.join(left_out)}: no stage would hold them; put them into layers"
         )
-    layers = [(name, modules[name]) for name in names]
     _check_root(model, names)
     _check_sequential(model, layers)
     return layers
+
+
+def modules_of(model: nn.Module, names: Sequence[str], what: str) -> list[tuple[str, nn.Module]]:
+    """The modules of these names; raises a ValueError about ``what`` if there are none or a name has no module."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    unknown = [name for name in names if not name or name not in modules]
+    if unknown or not names:
+        raise ValueError(
+            f"{what} should name modules of the model, but names {unknown or 'none'}; it has "
+            f"{', '.join(name for name in modules if name)}"
+        )
+    return [(name, modules[name]) for name in names]
 
 
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from ignite_ddl.arguments import MODULE, NAMES, Fits, first_line, takes
+from ignite_ddl.pipeline.cut import modules_of
 from ignite_ddl.traceless import evaluating
 
 BEFORE = Fits(
@@ -74,13 +75,7 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
         )
     if before == "auto":
         before = _block_names(model)
-    modules = dict(model.named_modules())
-    unknown = [name for name in before if not name or name not in modules]
-    if not before or unknown:
-        raise ValueError(
-            f"before should list names of modules of the model, but given {before!r}; it has "
-            f"{', '.join(name for name in modules if name)}"
-        )
+    modules_of(model, before, "before")
     with evaluating([model]):  # at its end each module is in its mode again
         traces = {training: _Trace(model.train(training), x, before) for training in (True, False)}
     layers = [TracedLayer({mode: trace.parts[i] for mode, trace in traces.items()}) for i in range(len(before) + 1)]

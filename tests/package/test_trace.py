@@ -150,7 +150,7 @@ X = torch.ones(4, 4)
         (Twice(), X, ["b"], r"calls once each, .* but of \['b'\] it called \['b', 'b'\]"),
         (Twice(), X, ["b", "a"], r"calls once each"),
         (unet(), rows(4), ["up", "middle"], r"in their order, .* it called \['middle', 'up'\]"),
-        (Twice(), X, ["c"], r"before should list names of modules of the model, but given \['c'\]; it has a, b"),
+        (Twice(), X, ["c"], r"before should name modules of the model, but names \['c'\]; it has a, b"),
         (Twice(), X, "a", 'before should be a list of names of modules, or "auto", but given .a.'),
         (Twice(), X[:1], ["a"], r"at least two samples, but given shapes \[\(1, 4\)\]"),
         (Twice(), (X, X[:3]), ["a"], "x should hold tensors with a row for each"),
