@@ -259,7 +259,7 @@ def _depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], eval
 
 
 def few_rows(batch: tuple[Any, Any]) -> tuple[Any, list[Any]]:
-    """A few rows of inputs and targets, and two parts of these; the parts are all of them where rows cannot be told."""
+    """A few rows of inputs and targets, and two parts of these; each part is the batch itself if it shows no rows."""
     n = n_rows(batch)
     if n < 2 or any(len(tensor) != n for tensor in tensors_of(batch) if tensor.ndim):
         return batch, [batch, batch]

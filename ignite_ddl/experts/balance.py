@@ -100,13 +100,13 @@ _weight, _has_rows = 1.0, True  # not contextvars: on a GPU, backward passes run
 
 @contextlib.contextmanager
 def router_loss_weight(factor: float, rows: bool = True) -> Iterator[None]:
-    """Inside, losses of routers have this weight, times that outside, in backward passes.
+    """Multiplies the weight that losses of routers have in backward passes by a factor, inside of a ``with`` block.
 
-    A training step says that of the batch (gradients are scaled, or accumulated over several batches), a pipeline that
-    of a microbatch in its batch.
+    A training step gives the factor of the batch (gradients are scaled, or accumulated over several batches), a
+    pipeline that of a microbatch of its batch.
 
     Args:
-        factor: of the weight outside.
+        factor: by which the weight outside is multiplied.
         rows: False: the rows are those of another rank, lent to a rank without rows, and do not count. Default: True.
     """
     global _weight, _has_rows
