@@ -124,4 +124,4 @@ def pipeline_of(model, mesh, *args, **kwargs):
 
 
 def sizes(pipeline):
-    return [len(layers) for layers in pipeline._cut.layers]
+    return [len(layers) for layers in pipeline._local_stages.cut.layers]

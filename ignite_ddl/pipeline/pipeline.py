@@ -49,8 +49,6 @@ class Pipeline(nn.Module):
     def __init__(self, model: nn.Module, cut: Cut, mesh: Mesh, communicates: bool = False, checks: bool = True) -> None:
         super().__init__()
         allow_empty_parameter_lists()
-        # Private names, since layers are registered under the user's names.
-        self._cut, self._mesh = cut, mesh
         layers = dict(named_layers(model))
         stages: dict[int, nn.Module] = {}  # in a dict: modules are registered layer by layer, below
         for s in cut.stages_of(mesh.pp_rank):
@@ -70,18 +68,17 @@ class Pipeline(nn.Module):
             for name in names:
                 if name in held:
                     setattr(held[name], SHARED, (names[0], frozenset(ranks)))
+        # A private name, since layers are registered under the user's names.
         self._local_stages = PipelineStages(self, cut, mesh, stages, communicates and mesh.dp_cp_size > 1, checks)
 
     def __deepcopy__(self, memo: dict) -> Pipeline:
         """The same stages with separate weights, as Ignite's EMAHandler makes them; on the same mesh."""
         copied = self.__new__(type(self))
         memo[id(self)] = copied
-        shared = {"_mesh": self._mesh, "_cut": self._cut}
-        rest = {name: value for name, value in vars(self).items() if name not in (*shared, "_local_stages")}
-        vars(copied).update(shared | copy.deepcopy(rest, memo))
-        stages, schedules = copy.deepcopy(self._local_stages.stages, memo), self._local_stages.schedules
-        options = schedules.communicates, schedules.checks
-        copied._local_stages = PipelineStages(copied, self._cut, self._mesh, stages, *options)
+        held = self._local_stages  # its schedules, cut and mesh are not copied
+        vars(copied).update(copy.deepcopy({k: v for k, v in vars(self).items() if v is not held}, memo))
+        stages, options = copy.deepcopy(held.stages, memo), (held.schedules.communicates, held.schedules.checks)
+        copied._local_stages = PipelineStages(copied, held.cut, held.mesh, stages, *options)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -98,7 +95,7 @@ class Pipeline(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module.load_state_dict``, of this rank's stages; that of the full model only with strict=False."""
         held = super().state_dict(keep_vars=True).keys() if strict else ()
-        others = [name for name in state_dict if strict and name in self._cut.shapes and name not in held]
+        others = [name for name in state_dict if strict and name in self._local_stages.cut.shapes and name not in held]
         if others:
             raise full_state_error(others[0])
         return super().load_state_dict(state_dict, strict, assign)
@@ -177,12 +174,12 @@ class Pipeline(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            cut = vars(self).get("_cut")
-            ranks = cut.owners_of(name) if cut is not None else []
-            if not ranks or self._mesh.pp_rank in ranks:
+            held = vars(self).get("_local_stages")
+            ranks = held.cut.owners_of(name) if held is not None else []
+            if not ranks or held.mesh.pp_rank in ranks:
                 raise
             raise ValueError(
-                f"{name!r} is on pp rank {', '.join(map(str, ranks))}, and this is pp rank {self._mesh.pp_rank}: "
+                f"{name!r} is on pp rank {', '.join(map(str, ranks))}, and this is pp rank {held.mesh.pp_rank}: "
                 "under pp each rank has its own stages only; change the model before ddl.auto_model"
             ) from None
 

@@ -109,7 +109,7 @@ def test_every_rank_cuts_by_what_rank_0_measured():
 def test_costs_decide_the_split_of_every_schedule():
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(9)])
     for schedule, pp in itertools.product(SCHEDULES, (2, 4)):
-        stages = len(pipeline_of(model, mesh_of(pp), schedule)._cut.owners)
+        stages = len(pipeline_of(model, mesh_of(pp), schedule)._local_stages.cut.owners)
         costs = [100.0] + [0.01] * 8
         assert sizes(pipeline_of(model, mesh_of(pp), schedule, costs=costs))[0] == 1
         assert sizes(pipeline_of(model, mesh_of(pp), schedule, costs=costs[::-1]))[-1] == 1

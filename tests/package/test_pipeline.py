@@ -162,7 +162,7 @@ def test_each_rank_holds_its_stages_only_under_the_names_of_the_whole_model(sche
     for rank, part in enumerate(held):
         for name, parameter in part.items():
             assert torch.equal(parameter, whole.get_parameter(name))
-            assert owners[ranks[rank]._cut.stage_of[name]] == rank
+            assert owners[ranks[rank]._local_stages.cut.stage_of[name]] == rank
         assert list(stages_of(ranks[rank]).full_shapes()) == list(whole.state_dict())
         assert ranks[rank].is_last == (rank == owners[-1])
     starts = list(itertools.accumulate([0, *sizes(ranks[0])]))
@@ -183,7 +183,7 @@ def test_layers_may_be_called_as_a_pipeline_calls_its_own_things(rank):
     assert list(pipeline.state_dict()) == list(held)
     for name, parameter in held.items():
         assert parameter is odd.get_parameter(name) is pipeline.get_parameter(name)
-    assert pipeline._mesh.pp_rank == rank
+    assert pipeline._local_stages.mesh.pp_rank == rank
     assert sum(sizes(pipeline)) == len(odd)
     with pytest.raises(AttributeError, match="nothing"):
         pipeline.get_submodule("nothing.0")
@@ -218,9 +218,9 @@ def test_weights_that_stages_share_are_found_by_name():
     model.layer7[2].bias = model.layer0[2].bias
     for rank in range(2):
         pipeline = pipeline_of(model, mesh_of(2, rank))
-        assert pipeline._cut.shared == [["layer0.2.bias", "layer7.2.bias"]]
+        assert pipeline._local_stages.cut.shared == [["layer0.2.bias", "layer7.2.bias"]]
         assert [stages_of(pipeline).counts(f"layer{i}.2.bias") for i in (0, 7)] == [True, False]
-    assert pipeline_of(layers(), mesh_of(2))._cut.shared == []
+    assert pipeline_of(layers(), mesh_of(2))._local_stages.cut.shared == []
 
 
 # ---------------------------------------------------------------------------------------------------- on ranks
@@ -244,7 +244,7 @@ def test_forward_only_equals_the_whole_model_on_every_schedule(local_rank):
             with pytest.raises(ValueError, match="use ddl.create_supervised_trainer, or ddl.forward_backward"):
                 pipeline.train()(x).sum().backward()
             assert (output - expected).abs().max() < 1e-14
-        assert stages_of(pipeline).from_last_stage(ddl.get_mesh().pp_rank) == pipeline._cut.owners[-1]
+        assert stages_of(pipeline).from_last_stage(ddl.get_mesh().pp_rank) == pipeline._local_stages.cut.owners[-1]
 
 
 @on_each_rank(pp=2)

@@ -77,7 +77,7 @@ def trained_with_statistics(schedule):
         losses.append(stages_of(model).from_last_stage(None if loss is None else loss.item()))
     gradients, buffers = {n: p.grad for n, p in model.named_parameters()}, dict(model.named_buffers())
     model.eval()
-    return [len(names) for names in model._cut.layers], losses, gradients, buffers, model(batch(9, 3))
+    return [len(names) for names in model._local_stages.cut.layers], losses, gradients, buffers, model(batch(9, 3))
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def watched_steps(schedule, rows, n_microbatches):
         model.train_step(x, x, sums)
         model.train_step(x, x, sums)
     a_layer = 2 * (rows // n_microbatches) * 8 * 4  # the inputs of its two Linears, one of them tanh's output
-    layers_of_stage = n_layers // len(model._cut.owners)
+    layers_of_stage = n_layers // len(model._local_stages.cut.owners)
     return timeline, saved.peak / (a_layer * layers_of_stage), saved.now
 
 
