@@ -165,10 +165,7 @@ def overfitting(runs: dict[str, dict[str, list[tuple[float, float]]]], marks: di
             figure = figures.overfitting({"little text": lines, "much text": lines}, {"letters only": 4.4})
     """
     figure, panels = draw.new_figure(
-        "1,024 characters are learned by heart, 420,168 hardly",
-        height=3.2,
-        columns=len(runs),
-        sharey=True,
+        "1,024 characters are learned by heart, 420,168 hardly", height=3.2, columns=len(runs), sharey=True
     )
     colours = {"trained on": ACTIVITY["forward"], "never seen": ACTIVITY["backward_weight"]}
     for axes, (name, lines) in zip(panels, runs.items(), strict=True):
