@@ -20,7 +20,7 @@ file                                    what it uses
                                         order of handlers, ``_setup_dataloader_iter``, ``_dataloader_iter``,
                                         ``_fire_event``, ``_init_iter``, ``_internal_run_generator``
 ``state.py``                            ``DTensor.__create_chunk_list__``, the protocol of torch's DCP
-``checkpoint/form.py``                  DCP's ``_StorageInfo``; of the standard library ``pickle._Unpickler``
+``checkpoint/form.py``                  DCP's ``_StorageInfo``
 ``checkpoint/resume.py``                of Ignite's Engine ``_dataloader_iter``, ``_init_iter``, ``_is_done``,
                                         ``_internal_run_generator`` and ``_internal_run_as_gen``
 ``checkpoint/handler.py``               how Ignite's Checkpoint sets up its states and file names

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
 import os
-import pickle
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from ignite_ddl.checkpoint.values import decoded
 
 SUMS, STATE, METADATA = "SHA256SUMS", "state.json", ".metadata"
-VERSION = 1  # of the format; also that of a state.json without a version
+VERSION = 1  # of the format
 # The names under which these are saved beside the objects.
 RANDOM, RUNS, GRADIENTS = "random states", "runs of engines", "gradients that wait"
 _MAX_BYTES, _MAX_VALUES = 1 << 28, 1 << 24  # bytes of state.json, and values in it
@@ -56,21 +54,20 @@ def digest_line(name: str, content: bytes) -> str:
     return f"{hashlib.sha256(content).hexdigest()}  {name}\n"
 
 
-# ---------------------------------------------------------------------------------------- state.json
-
-
 # A type, a function that raises, a list of one form for all items or a tuple of one for each; of a dict the keys that
 # it has to have, or str for all.
 _OPTIMIZER = {"groups": [{"names": [str], "options": decoded}],
               "states": {str: {"tensors": [str], "values": {str: decoded}}}}  # fmt: skip
 _FORM = {
+    "version": int,
     "saved_ns": int,
     "mesh": {"pp": int, "dp": int, "tp": int},
     "models": {str: {"names": [str], "saved_as": {str: str}, "extra": {str: decoded}}},
     "optimizers": {str: _OPTIMIZER},
     "objects": {str: {str: decoded}},
     "loaders": [str],
-    "digests": {str: [(int, int, str)]},
+    # Of a part: its place and its size in the tensor; a file, its place and length there; a CRC-32, or nothing.
+    "tensors": {str: {"dtype": str, "size": [int], "parts": [([int], [int], str, int, int, str)]}},
 }
 
 
@@ -97,6 +94,8 @@ def check_state(state: Any) -> None:
     by_rank = [value["by_rank"] for value in state["objects"].values() if "all" not in value]
     if min(state["mesh"].values()) < 1 or any(type(each) is not list or len(each) != ranks for each in by_rank):
         raise ValueError(f"mesh in {STATE} is not that of its states")
+    if not 1 <= state["version"] <= VERSION:
+        raise ValueError(f"{STATE} has the version {state['version']}")
     if state["saved_ns"] not in range(1 << 63) or not {RANDOM, RUNS, *state["loaders"]} <= set(state["objects"]):
         raise ValueError(f"{STATE} lacks its time, {RANDOM}, {RUNS} or loaders")
 
@@ -121,98 +120,62 @@ def _is_within_limits(raw: bytes) -> bool:
     return len(raw) <= _MAX_BYTES and sum(map(raw.count, (b",", b"[", b"{"))) <= _MAX_VALUES
 
 
-def read_state(folder: Path) -> tuple[str, dict[str, Any]]:
-    """``SHA256SUMS``, and ``state.json`` if it is what was written."""
+def read_state(folder: Path) -> dict[str, Any]:
+    """``state.json``, if it is what was written."""
     sums, raw = read(folder / SUMS, 1 << 16).decode(), read(folder / STATE, _MAX_BYTES)
     if digest_line(STATE, raw) not in sums:
         raise DamagedCheckpoint(f"{folder} is damaged: {STATE} is not what was written")
     state = json.loads(raw) if _is_within_limits(raw) else None
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{folder} is damaged: {STATE} holds {len(raw):,} bytes of something else")
-    return sums, state
+    return state
 
 
-# ----------------------------------------------------------------------------------------- .metadata
+def described(metadata: Metadata, written: Mapping[MetadataIndex, Any]) -> dict[str, Any]:
+    """What ``state.json`` holds of tensors, and :func:`metadata_of` reads: where each part is, and its digest.
+
+    Args:
+        metadata: sizes, dtypes and chunks.
+        written: of each chunk DCP's result, with a digest; torch 2.11 does not put the places into ``metadata``.
+    """
+    tensors = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        parts = []
+        for chunk in tensor.chunks:
+            result = written[MetadataIndex(name, chunk.offsets)]
+            at = result.storage_data
+            place = [at.relative_path, at.offset, at.length, result.digest]
+            parts.append([list(chunk.offsets), list(chunk.sizes), *place])
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "size": list(tensor.size), "parts": parts}
+    return tensors
 
 
-class _Instance:
-    """Stands for an instance of a class of torch, none of whose code runs."""
-
-    def __new__(cls, *args: Any) -> _Instance:
-        instance = super().__new__(cls)
-        instance.values = args
-        return instance
-
-    def __setstate__(self, state: Any) -> None:
-        self.values = state
-
-    def __getitem__(self, name: str) -> Any:
-        return next(value for key, value in self.values if key == name)
-
-    def size(self) -> torch.Size:
-        size = torch.Size(*self.values)
-        if len(size) > 64 or any(n < 0 for n in size):
-            raise ValueError(f"{METADATA} has a size that no tensor has")
-        return size
+def metadata_of(state: Mapping[str, Any]) -> tuple[Metadata, dict[MetadataIndex, str]]:
+    """Where each part of each tensor is stored, in the words of torch's DCP, and its digest."""
+    metadata, digests = Metadata({}, storage_data={}), {}
+    for name, saved in state["tensors"].items():
+        tensor = metadata.state_dict_metadata[name] = _tensor(name, saved)
+        for chunk, (_, _, file, start, length, digest) in zip(tensor.chunks, saved["parts"], strict=True):
+            if start < 0 or length < math.prod(chunk.sizes) * tensor.properties.dtype.itemsize:
+                raise ValueError(f"{STATE} has too few bytes for {name!r}")
+            index = MetadataIndex(name, chunk.offsets)
+            metadata.storage_data[index], digests[index] = _StorageInfo(file, start, length), digest
+    if lacking := sorted(_names(state) - set(state["tensors"])):
+        raise ValueError(f"{STATE} does not say where {lacking[0]!r} is")
+    return metadata, digests
 
 
-class _Pairs(list):
-    """A dict as a list of pairs: hashing a key of nested tuples may take years."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.append((key, value))
-
-
-class _Unpickler(pickle._Unpickler):
-    """Reads only what a ``.metadata`` needs: C's unpickler would call and allocate whatever the file names."""
-
-    # PROTO, FRAME, STOP, MEMOIZE, BINGET, LONG_BINGET, MARK, NONE, NEWTRUE, NEWFALSE, BININT, BININT1, BININT2, LONG1,
-    # SHORT_BINUNICODE, BINUNICODE, tuples, EMPTY_LIST, APPEND(S), SETITEM(S), NEWOBJ, REDUCE, BUILD, STACK_GLOBAL
-    dispatch = {
-        code: pickle._Unpickler.dispatch[code]
-        for code in b"\x80\x95.\x94hj(N\x88\x89JKM\x8a\x8cX)\x85\x86\x87t]aesu\x81Rb\x93"
-    } | {pickle.EMPTY_DICT[0]: lambda self: self.append(_Pairs())}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        if module.startswith("torch.distributed.checkpoint.") or name in ("Size", "_get_layout"):
-            return _Instance
-        raise ValueError(f"{METADATA} holds {module}.{name}, which is not loaded: it could run any code")
-
-
-def read_metadata(folder: Path, sums: str, state: Mapping[str, Any]) -> Metadata:
-    """Where each part of each tensor is stored, if the file has its digest and agrees with ``state.json``."""
-    lengths = {(file, at): length for file, parts in state["digests"].items() for at, length, _ in parts}
-    raw = read(folder / METADATA, (1 << 16) + 2048 * len(lengths))
-    if not sums.endswith(digest_line(METADATA, raw)):
-        raise DamagedCheckpoint(f"{folder} is damaged: {METADATA} is not what was written")
-    root, stored, tensors = _Unpickler(io.BytesIO(raw)).load(), {}, {}
-    for index, info in root["storage_data"]:
-        place = {key: info[key] for key in ("relative_path", "offset", "length")}
-        _check([index["fqn"], *place.values()], (str, str, int, int), METADATA)
-        stored[MetadataIndex(index["fqn"], index["offset"].size())] = _StorageInfo(**place)
-    for name, saved in root["state_dict_metadata"]:
-        tensors[name] = _tensor(name, saved)
-        for chunk in tensors[name].chunks:
-            at = stored[MetadataIndex(name, chunk.offsets)]
-            n_bytes = math.prod(chunk.sizes) * tensors[name].properties.dtype.itemsize
-            if lengths[at.relative_path, at.offset] != at.length or at.length < n_bytes or at.offset < 0:
-                raise ValueError(f"{METADATA} and {STATE} have other places for {name!r}")
-    if lacking := sorted(_names(state) - set(tensors)):
-        raise ValueError(f"{METADATA} lacks {lacking[0]!r}, which {STATE} names")
-    return Metadata(tensors, storage_data=stored)
-
-
-def _tensor(name: str, saved: _Instance) -> TensorStorageMetadata:
+def _tensor(name: str, saved: Mapping[str, Any]) -> TensorStorageMetadata:
     """The metadata of a tensor, whose chunks have to fill it without overlap."""
-    dtype, size = saved["properties"].values[0], saved["size"].size()
-    _check([name, dtype], (str, torch.dtype), METADATA)
-    chunks = [ChunkStorageMetadata(chunk["offsets"].size(), chunk["sizes"].size()) for chunk in saved["chunks"]]
-    inside = all(o + n <= full for c in chunks for o, n, full in zip(c.offsets, c.sizes, size, strict=True))
+    dtype, size = getattr(torch, saved["dtype"]), torch.Size(saved["size"])
+    _check(dtype, torch.dtype, name)
+    chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes, *_ in saved["parts"]]
+    is_size = len(size) <= 64 and min(size, default=0) >= 0
+    inside = all(0 <= o <= o + n <= full for c in chunks for o, n, full in zip(c.offsets, c.sizes, size, strict=True))
     numel = sum(math.prod(chunk.sizes) for chunk in chunks)
-    if not inside or numel != math.prod(size) or len({c.offsets for c in chunks}) < len(chunks):
-        raise ValueError(f"{METADATA} does not say where all of {name!r} is")
+    if not (is_size and inside) or numel != math.prod(size) or len({c.offsets for c in chunks}) < len(chunks):
+        raise ValueError(f"{STATE} does not say where all of {name!r} is")
     return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
 
 

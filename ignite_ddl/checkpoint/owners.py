@@ -90,8 +90,8 @@ def _is_checkpoint(path: Path) -> bool:
 def _belongs_to_live_run(path: Path) -> bool:
     """Whether another run that is alive has written a checkpoint."""
     try:
-        run = str(read_state(path)[1]["run"])
-    except Exception:  # damaged, or saved before runs had numbers
+        run = str(read_state(path)["run"])
+    except Exception:  # damaged
         return False
     return (
         run not in run_numbers() and re.fullmatch("[0-9a-f]{8}", run) is not None and bool(_is_alive(path.parent, run))

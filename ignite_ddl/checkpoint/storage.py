@@ -4,8 +4,8 @@
 
     checkpoint_40/
         __0_0.distcp  __1_0.distcp …   the shards that each rank wrote
-        .metadata                      DCP's: where which part of which tensor is
-        state.json                     what is no tensor, and a CRC-32 of each part of the shards' files
+        .metadata                      DCP's, for dcp.load; not read here
+        state.json                     what is no tensor; where each part of each tensor is, and its CRC-32
         SHA256SUMS                     digests of the two files above, as ``sha256sum -c`` reads them; written last
 
 The folder is written under a hidden name and renamed when it is complete, so a folder that is found is complete.
@@ -51,10 +51,11 @@ from ignite_ddl.checkpoint.form import (
     VERSION,
     DamagedCheckpoint,
     check_state,
+    described,
     digest_line,
     dump_state,
+    metadata_of,
     open_regular_file,
-    read_metadata,
     read_state,
 )
 from ignite_ddl.checkpoint.owners import make_temporary_folder, publish, remove, sync_folder
@@ -111,7 +112,7 @@ def write(
                 dcp.save(
                     {}, storage_writer=writer, planner=_SavePlanner(shards), process_group=group, no_dist=group is None
                 )
-            state["digests"] = writer.digests
+            state["tensors"] = writer.tensors
             on_rank_0(lambda: _complete(folder, saving, state, outdated), group)
         undo.pop_all()
 
@@ -176,7 +177,7 @@ class _Writer(dcp.FileSystemWriter):
     def __init__(self, path: Path, with_digests: bool) -> None:
         super().__init__(path)
         self.with_digests = with_digests
-        self.digests: dict[str, list[list[Any]]] = {}  # by file; known on rank 0 in the end
+        self.tensors: dict[str, dict[str, Any]] = {}  # as in state.json; known on rank 0 in the end
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As torch's, which makes the folder where this rank does not see it."""
@@ -202,10 +203,8 @@ class _Writer(dcp.FileSystemWriter):
         return found
 
     def finish(self, metadata: Metadata, results: list[list[_Result]]) -> None:
-        for result in (result for of_rank in results for result in of_rank):
-            at = result.storage_data
-            self.digests.setdefault(at.relative_path, []).append([at.offset, at.length, result.digest])
         super().finish(metadata, results)
+        self.tensors = described(metadata, {result.index: result for of_rank in results for result in of_rank})
 
     def storage_meta(self) -> None:
         """Nothing: torch would note the path on this machine."""
@@ -255,7 +254,7 @@ def times_saved(folder: Path) -> dict[Path, float]:
         if not path.name.startswith(".") and os.path.lexists(path / SUMS):
             found[path] = math.inf
             with contextlib.suppress(Exception):
-                if type(at := read_state(path)[1]["saved_ns"]) is int and at in range(1 << 63):
+                if type(at := read_state(path)["saved_ns"]) is int and at in range(1 << 63):
                     found[path] = at
     return found
 
@@ -268,7 +267,7 @@ class Folder:
 
     Raises:
         ValueError: if there is no checkpoint, or one of a later format than this.
-        DamagedCheckpoint: if ``state.json`` or ``.metadata`` is not what was written.
+        DamagedCheckpoint: if ``state.json`` is not what was written.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -277,17 +276,16 @@ class Folder:
             why = "has no file SHA256SUMS" if self.path.is_dir() else "does not exist"
             raise ValueError(f"checkpoint should be a folder that ddl.Checkpoint wrote, but {self.path} {why}")
         with self._damages():
-            sums, self.content = read_state(self.path)
-            if type(version := self.content.get("version", 1)) is not int or version < 1:
-                raise DamagedCheckpoint(f"{self.path} is damaged: its version is a {type(version).__name__}")
-        if version > VERSION:
+            self.content = read_state(self.path)
+            version = self.content["version"]
+        if type(version) is int and version > VERSION:
             raise ValueError(
                 f"{self.path} was saved in the format {version}, but this ignite_ddl knows formats up to {VERSION}: "
                 "load it with a newer one"
             )
         with self._damages():
             check_state(self.content)
-            self.metadata = read_metadata(self.path, sums, self.content)
+            self.metadata, self.digests = metadata_of(self.content)
 
     @contextlib.contextmanager
     def _damages(self) -> Iterator[None]:
@@ -319,25 +317,24 @@ class Folder:
         Raises:
             DamagedCheckpoint: naming the file and the tensor whose bytes differ, are missing, or end too early.
         """
-        digests = {(file, at): digest for file, parts in self.content["digests"].items() for at, _, digest in parts}
         with self._damages():
             planner = _LoadPlanner(reads, self.metadata)
-            found = ((item.storage_index.fqn, self.metadata.storage_data[item.storage_index]) for item in planner.items)
-            parts = {(at.relative_path, at.offset, at.length): name for name, at in found}
+            found = ((item.storage_index, self.metadata.storage_data[item.storage_index]) for item in planner.items)
+            parts = {(at.relative_path, at.offset, at.length): index for index, at in found}
             for file_name, of_file in itertools.groupby(sorted(parts), key=lambda part: part[0]):
                 if Path(file_name).name != file_name:
                     raise DamagedCheckpoint(f"{self.path} is damaged: it names the file {file_name!r} outside of it")
                 with open_regular_file(self.path / file_name) as file:
                     for part in of_file:
-                        self._check_part(file, part, parts[part], digests[part[:2]])
+                        self._check_part(file, part, parts[part])
         return planner
 
-    def _check_part(self, file: BinaryIO, part: tuple[str, int, int], name: str, digest: str) -> None:
-        file_name, offset, length = part
+    def _check_part(self, file: BinaryIO, part: tuple[str, int, int], index: MetadataIndex) -> None:
+        (file_name, offset, length), digest = part, self.digests[index]
         if os.fstat(file.fileno()).st_size < offset + length:
-            raise DamagedCheckpoint(f"{self.path} is damaged: {file_name} ends before {name!r} does")
+            raise DamagedCheckpoint(f"{self.path} is damaged: {file_name} ends before {index.fqn!r} does")
         if digest and _crc_of(file, offset, length) != digest:
-            raise DamagedCheckpoint(f"{self.path} is damaged: {name!r} in {file_name} is not what was written")
+            raise DamagedCheckpoint(f"{self.path} is damaged: {index.fqn!r} in {file_name} is not what was written")
 
     def read(self, planner: _LoadPlanner) -> None:
         """Reads in place what :meth:`check` has checked on this rank, without communication."""
@@ -352,7 +349,7 @@ class _Reader(dcp.FileSystemReader):
         self.metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What :class:`Folder` has read: torch would execute what is in the file."""
+        """What :class:`Folder` has read: torch would execute what is in ``.metadata``."""
         return self.metadata
 
 

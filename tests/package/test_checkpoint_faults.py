@@ -533,10 +533,15 @@ def flip(path, place):
     path.write_bytes(content)
 
 
+def place_of_part(state, file):
+    """The first part in a file."""
+    parts = (part for tensor in state["tensors"].values() for part in tensor["parts"])
+    return next(part for part in parts if part[2] == file)
+
+
 def in_a_weight(folder):
     """A byte of a weight's values in rank 1's file."""
-    state = json.loads((folder / "state.json").read_text())
-    offset, length, _ = state["digests"]["__1_0.distcp"][0]
+    offset, length = place_of_part(json.loads((folder / "state.json").read_text()), "__1_0.distcp")[3:5]
     raw = (folder / "__1_0.distcp").read_bytes()[offset : offset + length]
     return offset + raw.index(b"data/0") + 64
 
@@ -547,7 +552,6 @@ DAMAGES = {
     "a missing shard": (lambda f: (f / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
     "a flipped bit in state.json": (lambda f: flip(f / "state.json", 40), "state.json is not what was written"),
     "no state.json": (lambda f: (f / "state.json").unlink(), "state.json is missing"),
-    "a flipped bit in .metadata": (lambda f: flip(f / ".metadata", 40), ".metadata is not what was written"),
     "an empty list of digests": (lambda f: (f / "SHA256SUMS").write_text(""), "is damaged"),
 }  # fmt: skip
 
@@ -618,24 +622,23 @@ class Planted:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.parametrize("where", [".metadata", "__0_0.distcp"])
-def test_a_planted_pickle_is_not_executed(where, two, tmp_path):
+def test_a_planted_pickle_is_not_executed(two, kept, tmp_path):
     """By a stranger, who makes the digests fit."""
     folder = tmp_path / "checkpoint"
     shutil.copytree(two / "checkpoint_2", folder)
     Planted.path = str(tmp_path / "executed")
-    if where == ".metadata":
-        (folder / where).write_bytes(pickle.dumps(Planted()))
-    else:
-        state = json.loads((folder / "state.json").read_text())
-        offset, length, _ = state["digests"][where][0]
-        content = bytearray((folder / where).read_bytes())
-        planted = pickle.dumps(Planted())
-        content[offset : offset + length] = planted + bytes(length - len(planted))
-        (folder / where).write_bytes(content)
-        digest = f"{zlib.crc32(content[offset : offset + length]):08x}"
-        state["digests"][where][0] = [offset, length, digest]
-        (folder / "state.json").write_text(json.dumps(state))
+    (folder / ".metadata").write_bytes(pickle.dumps(Planted()))
+    sign(folder)
+    assert weights_in(folder) == kept[2], "it is not read"
+    state = json.loads((folder / "state.json").read_text())
+    part = place_of_part(state, "__0_0.distcp")
+    offset, length = part[3:5]
+    content = bytearray((folder / "__0_0.distcp").read_bytes())
+    planted = pickle.dumps(Planted())
+    content[offset : offset + length] = planted + bytes(length - len(planted))
+    (folder / "__0_0.distcp").write_bytes(content)
+    part[5] = f"{zlib.crc32(content[offset : offset + length]):08x}"
+    (folder / "state.json").write_text(json.dumps(state))
     sign(folder)
     with pytest.raises(DamagedCheckpoint):
         weights_in(folder)
@@ -662,20 +665,6 @@ def signed(write):
     return damage
 
 
-def metadata_of(raw):
-    return signed(lambda folder: (folder / ".metadata").write_bytes(raw))
-
-
-def with_chunks(change):
-    def write(folder):
-        metadata = pickle.loads((folder / ".metadata").read_bytes())
-        for tensor in metadata.state_dict_metadata.values():
-            tensor.chunks = change(tensor.chunks)
-        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-    return signed(write)
-
-
 def state_of(change):
     """``change`` is given what is in state.json, and returns what is to be, or its text."""
 
@@ -687,6 +676,21 @@ def state_of(change):
     return signed(write)
 
 
+def with_parts(change):
+    """``change`` is given the parts of a tensor, and returns what they are to be."""
+
+    def write(state):
+        tensor = state["tensors"]["model.0.weight"]
+        return state | {"tensors": state["tensors"] | {"model.0.weight": tensor | {"parts": change(tensor["parts"])}}}
+
+    return state_of(write)
+
+
+def with_first_part(**changes):
+    names = ("at", "sizes", "file", "start", "length", "digest")
+    return with_parts(lambda parts: [list((dict(zip(names, parts[0], strict=True)) | changes).values()), *parts[1:]])
+
+
 def deep_in_state(state):
     state["objects"]["trainer"] = {"all": "deep"}
     return json.dumps(state).replace('"deep"', "[" * 20_000 + "]" * 20_000)
@@ -696,21 +700,19 @@ def sparse_state(folder):
     os.truncate(folder / "state.json", 3 << 30)
 
 
-# A tuple of two tuples of two tuples … as a key: its hash takes 2 ** 60 steps.
-NESTED = b"\x80\x04)\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60)) + b"}h<K\x01s."
 HOSTILE = {
     **{f"{name} is a pipe": lambda f, name=name: piped(f / name)
-       for name in ("SHA256SUMS", "state.json", ".metadata", "__0_0.distcp")},
+       for name in ("SHA256SUMS", "state.json", "__0_0.distcp")},
     **{f"{name} never ends": lambda f, name=name: linked(f / name, "/dev/zero")
-       for name in ("SHA256SUMS", "state.json", ".metadata", "__0_0.distcp")},
-    ".metadata wants 4 GB for its memo": metadata_of(b"\x80\x02Nr\xff\xff\xff\x0f."),
-    ".metadata wants 4 GB of bytes": metadata_of(b"\x80\x05\x96\x00\x00\x00\x00\x01\x00\x00\x00."),
-    ".metadata wants a long frame": metadata_of(b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f."),
-    ".metadata nests tuples": metadata_of(NESTED),
-    ".metadata is a long row of tuples": metadata_of(b"\x80\x04)" + b"\x85" * 60_000 + b"}K\x01K\x02s\x86."),
-    ".metadata has many chunks": with_chunks(lambda chunks: chunks * 300_000),
-    ".metadata has some chunks twice": with_chunks(lambda chunks: chunks * 2),
-    ".metadata lacks chunks": with_chunks(lambda chunks: chunks[1:]),
+       for name in ("SHA256SUMS", "state.json", "__0_0.distcp")},
+    "a tensor has many parts": with_parts(lambda parts: parts * 20_000),
+    "a tensor has parts twice": with_parts(lambda parts: parts * 2),
+    "a tensor lacks parts": with_parts(lambda parts: parts[1:]),
+    "a part begins before its tensor": with_first_part(at=[-1, 0]),
+    "a part ends before it begins": with_first_part(sizes=[-2, -3]),
+    "a part has too few bytes": with_first_part(length=3),
+    "a part begins before its file": with_first_part(start=-1),
+    "a part has 10 ** 30 rows": with_first_part(sizes=[10**30, 3]),
     "state.json is deep": state_of(deep_in_state),
     "state.json is a long number": state_of(lambda state: json.dumps(state | {"saved_ns": 1})[:-1] + "1" * 9000 + "}"),
     "state.json is of the year 1e299": state_of(lambda state: state | {"saved_ns": 10**308}),
@@ -733,6 +735,7 @@ def test_what_would_hang_is_damaged(what, two, tmp_path):
 
 # What has to be in state.json, and values that cannot stand there.
 OPTIMIZER, ITS_STATE = ("optimizers", "optimizer"), ("optimizers", "optimizer", "states", "model.0.weight")
+TENSOR = ("tensors", "model.0.weight")
 WRONG = (None, True, -1, 1.5, "x", [[3]], {"x": 5})
 WRONG_STATE = (
     {"tensor": "!", "dtype": "float32", "shape": [1]},
@@ -746,11 +749,15 @@ NEEDED = {
                      ("models", "model", "saved_as"), ("models", "model", "extra"), ("optimizers",),
                      (*OPTIMIZER, "groups"), (*OPTIMIZER, "states"), (*OPTIMIZER, "groups", 0, "names"),
                      (*ITS_STATE, "tensors"), (*ITS_STATE, "values"), ("objects",), ("objects", "random states"),
-                     ("objects", "loader"), ("loaders",), ("digests",), ("digests", "__0_0.distcp"),
-                     ("digests", "__0_0.distcp", 0, 0)], WRONG),
+                     ("objects", "loader"), ("loaders",), ("version",), ("tensors",), TENSOR,
+                     *((*TENSOR, key) for key in ("dtype", "size", "parts")),
+                     *((*TENSOR, "parts", 0, i) for i in range(6))], WRONG),
     **dict.fromkeys([(*OPTIMIZER, "groups", 0, "options"), ("objects", "trainer", "all")], WRONG_STATE),
 }  # fmt: skip
-FITS = {("models", "model", "extra"): ({"x": 5},), (*ITS_STATE, "values"): ({"x": 5},)}
+FITS = {
+    **dict.fromkeys([("models", "model", "extra"), (*ITS_STATE, "values")], ({"x": 5},)),
+    **dict.fromkeys([(*TENSOR, "parts", 0, 2), (*TENSOR, "parts", 0, 5)], ("x",)),  # a file and a digest
+}
 
 
 def changed(state, keys, *value):
@@ -785,16 +792,14 @@ def test_a_later_format_is_named_and_never_skipped(two, tmp_path):
     shutil.copytree(two, tmp_path, dirs_exist_ok=True)
     state = json.loads((two / "checkpoint_2" / "state.json").read_text())
     assert state["version"] == 1
-    state_of(lambda state: state | {"version": 2, "digests": "elsewhere"})(tmp_path / "checkpoint_2")
+    state_of(lambda state: state | {"version": 2, "tensors": "elsewhere"})(tmp_path / "checkpoint_2")
     for load in (newest, lambda folder: weights_in(folder / "checkpoint_2")):
         with pytest.raises(ValueError, match="checkpoint_2 was saved in the format 2, .* formats up to 1: load"):
             load(tmp_path)
     for version in (0, -1, True, 1.5, "2", None):
         state_of(lambda _, version=version: state | {"version": version})(tmp_path / "checkpoint_2")
-        with pytest.warns(UserWarning, match="its version is a"):
+        with pytest.warns(UserWarning, match="checkpoint_2 is damaged"):
             newest(tmp_path)
-    state_of(lambda _: changed(changed(state, ["version"]), ["run"]))(tmp_path / "checkpoint_2")
-    assert newest(tmp_path)[0].name == "checkpoint_2", "none is the first one"
 
 
 def test_digests_are_those_of_sha256sum(two):
