@@ -41,7 +41,7 @@ file                                    what it uses
 ``course/checks/ch14.py``               torch's dispatch mode
 ``course/memory.py``                    ``torch.distributed._tools.mem_tracker.MemTracker``
 ``course/ranks.py``                     torch's dispatch mode
-``throughput.py``                       ``torch.utils._pytree``
+``throughput.py``                       ``torch.utils._pytree``; an Ignite engine's ``_dataloader_iter``
 ``diagnose/calls.py``                   torch's flight recorder and its store, ``distributed_c10d._world``
 ``lab/parity.py``                       ``torch.utils._pytree``
 ======================================  ===============================================================
@@ -527,8 +527,7 @@ def address_for_ignite(init_method: str, rank: int, world_size: int) -> str:
 
 def set_nproc_per_node(nproc: int) -> None:
     """Sets idist's number of ranks a machine, to compute which it would make and destroy a process group (30 ms)."""
-    if hasattr(_NativeDistModel, "_compute_nproc_per_node"):
-        _NativeDistModel._compute_nproc_per_node = lambda model: nproc
+    _NativeDistModel._compute_nproc_per_node = lambda model: nproc
 
 
 def keep_serial_runs_on_cpu() -> None:
@@ -567,8 +566,6 @@ def hide_gpus_if_too_few(nproc: int) -> None:
     """Hides all GPUs if there are fewer of them than ranks: idist assigns GPU r to rank r, also for gloo."""
     if torch.cuda.device_count() < nproc:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        if hasattr(torch.cuda.device_count, "cache_clear"):
-            torch.cuda.device_count.cache_clear()
 
 
 def repair_torchvision() -> None:

@@ -35,6 +35,7 @@ from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_ddl.arguments import AMOUNT, COUNT, ENGINE, FLAG, FUNCTION, PROCESSES, Fits, a, check, or_none, takes, whole
+from ignite_ddl.collectives import gathered_values
 from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.context.sequence import shard_batch
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -700,9 +701,7 @@ def _check_same_dataset(dataset: Any) -> None:
     """Each rank reads its rows of the same dataset; one that was divided before would be divided twice."""
     if idist.get_world_size() == 1 or not dist.is_initialized():
         return
-    of_rank = _glimpse(dataset)
-    found: list[Any] = [None] * idist.get_world_size()
-    dist.all_gather_object(found, of_rank)
+    found = gathered_values(_glimpse(dataset))
     if not all(_is_like(other, found[0]) for other in found):
         raise ValueError(
             "dataset should be the same on each rank, since auto_dataloader divides it among them, but ranks have "

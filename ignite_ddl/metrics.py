@@ -22,6 +22,7 @@ from ignite.exceptions import NotComputableError
 from ignite.metrics import HSIC, GpuInfo, Loss, MaximumMeanDiscrepancy, Metric, RunningAverage
 from torch.utils._pytree import tree_leaves
 
+from ignite_ddl.collectives import gathered, gathered_values
 from ignite_ddl.compat import use_world_timeout
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.loss_contract import LossContract, divisor_of
@@ -54,14 +55,10 @@ class _DataParallelModel(_NativeDistModel):
         """Gathers different numbers of rows, because batches are not padded."""
         group = self._setup_group(self.group if group is None else group)
         tensor = tensor.unsqueeze(0) if tensor.ndim == 0 else tensor.contiguous()
-        rows = [torch.zeros(1, dtype=torch.long, device=tensor.device) for _ in range(group.size())]
-        dist.all_gather(rows, torch.tensor([len(tensor)], device=tensor.device), group=group)
-        most = max(int(n) for n in rows)
-        padded = tensor.new_zeros(most, *tensor.shape[1:])
+        rows = [int(n) for n in gathered(torch.tensor(len(tensor), device=tensor.device), group)]
+        padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
         padded[: len(tensor)] = tensor
-        parts = [torch.zeros_like(padded) for _ in rows]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[: int(n)] for part, n in zip(parts, rows, strict=True)])
+        return torch.cat([part[:n] for part, n in zip(gathered(padded, group), rows, strict=True)])
 
     def _do_all_gather_object(self, tensor: Any, group: Any | None = None) -> list[Any]:
         return super()._do_all_gather_object(tensor, group=self.group if group is None else group)
@@ -241,8 +238,7 @@ class _Methods:
 def _warn_of_local_value(metric: Metric, value: Any, mesh: Mesh) -> None:
     """Warns of a metric of the user's own that gives another value on each rank: that of its own rows."""
     numbers = [torch.as_tensor(leaf).detach().double().cpu() for leaf in tree_leaves(value) if _is_number(leaf)]
-    peers: list[Any] = [None] * mesh.dp_cp_size
-    dist.all_gather_object(peers, numbers, group=mesh.dp_cp_group)
+    peers = gathered_values(numbers, mesh.dp_cp_group)
     alike = all(
         one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, equal_nan=True)
         for peer in peers
@@ -367,10 +363,8 @@ def _without_rows(output: Any) -> bool:
 def _compute_on_ranks_with_rows(compute: Callable[[], Any], had_rows: bool, mesh: Mesh) -> Any:
     if mesh.dp_cp_size == 1:
         return compute()
-    flags = torch.zeros(mesh.dp_cp_size, dtype=torch.long, device=idist_utils.device())
-    flags[mesh.dp_cp_rank] = had_rows
-    dist.all_reduce(flags, group=mesh.dp_cp_group)
-    ranks = [rank for rank, had in zip(mesh.dp_cp_ranks, flags.tolist(), strict=True) if had]
+    flags = gathered(torch.tensor(int(had_rows), device=idist_utils.device()), mesh.dp_cp_group)
+    ranks = [rank for rank, had in zip(mesh.dp_cp_ranks, flags, strict=True) if had]
     if len(ranks) in (0, mesh.dp_cp_size):
         return compute()
     result: list[Any] = [None, None]

@@ -11,7 +11,7 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from ignite_ddl.arguments import MAPPING, MODULE, Fits, check, takes, whole
 from ignite_ddl.collectives import gathered_values
@@ -175,12 +175,8 @@ def set_extra_state(model: nn.Module, name: str, value: Any) -> None:
 
 def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
     """Copies this rank's part of a full tensor."""
-    value = value.to(target.device, target.dtype)
-    if hasattr(target, ROW_ORDER):
-        value = value[getattr(target, ROW_ORDER).to(value.device)]
-    if isinstance(target, DTensor):
-        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(value)
+    for at, piece in shard_of(target).pieces:
+        piece.copy_(value[tuple(slice(start, start + n) for start, n in zip(at, piece.shape, strict=True))])
 
 
 def full_tensor(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
@@ -241,7 +237,7 @@ def shard_of(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Shard:
         (chunk,) = tensor.__create_chunk_list__()
         offsets, local = tuple(chunk.offsets), local.to_local()
     size = tuple(tensor.shape)
-    if order is None or not local.ndim or size[0] != len(order):
+    if order is None or not local.ndim or not len(local) or size[0] != len(order):
         return Shard(size, tensor.dtype, [(offsets, local)] if local.numel() or not tensor.numel() else [])
     rows = order[offsets[0] : offsets[0] + len(local)].tolist()  # of the model, in the order of this rank
     starts = [i for i in range(len(rows)) if i == 0 or rows[i] != rows[i - 1] + 1]

@@ -11,7 +11,7 @@ from ignite.engine import Engine, Events
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.arguments import ENGINE, POSITIVE, takes, whole
-from ignite_ddl.data import ShardedDataLoader
+from ignite_ddl.data import Pass
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import n_rows
 
@@ -77,9 +77,8 @@ class Throughput:
 
     def _measure(self, engine: Engine) -> None:
         batch, mesh = engine.state.batch, get_mesh()
-        loader = engine.state.dataloader
-        rows = getattr(engine, "rows", loader.rows if isinstance(loader, ShardedDataLoader) else None)
-        samples = rows[1] if rows is not None else n_rows(batch) * mesh.dp_size
+        batches = engine._dataloader_iter
+        samples = batches.rows[1] if isinstance(batches, Pass) else n_rows(batch) * mesh.dp_size
         first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
         is_ids = first is not None and first.ndim == 2 and not first.is_floating_point()
         if torch.accelerator.is_available():

@@ -345,7 +345,7 @@ class Checkpoint(IgniteCheckpoint):
         self._in_background = background.submit(self._complete, name, snapshot, states, metadata, outdated)
         background.shutdown(wait=False)
         _in_background.add(self._in_background)
-        wait_before_result(_wait_for_all)
+        wait_before_result(self.wait)
 
     def _check(self, name: str, objects: Mapping[str, Any]) -> None:
         _check_name(name, "name")
@@ -447,14 +447,6 @@ def _check_names(checkpoint: Checkpoint) -> None:
     except Exception as error:
         raise ValueError(f"filename_pattern should be as Ignite's, but given {pattern!r}") from error
     _check_name(filled, "filename_pattern")
-
-
-def _wait_for_all() -> None:
-    """Waits for what is written in the background, and raises the first error that was not raised yet."""
-    pending = list(_in_background)
-    _in_background.clear()
-    for future in [*wait_for(pending).done]:
-        future.result()
 
 
 @atexit.register

@@ -420,15 +420,8 @@ def on_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None) -> A
     """What a function returns or raises on rank 0, on every rank."""
     if is_single_process(group):
         return function()
-    error, message = None, [None]
-    if dist.get_rank() == 0:
-        result, error = attempt(lambda: pickle.dumps(function()))
-        message = [(result, _pickled(error))]
-    dist.broadcast_object_list(message, src=0, group=group)
-    ((result, carried),) = message
-    if carried is not None:
-        raise error or pickle.loads(carried)
-    return pickle.loads(result)
+    result, error = attempt(lambda: pickle.dumps(function())) if dist.get_rank() == 0 else (None, None)
+    return pickle.loads(agree(error, group, result)[0])
 
 
 def is_single_process(group: dist.ProcessGroup | None) -> bool:

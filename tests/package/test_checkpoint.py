@@ -954,3 +954,21 @@ def test_one_name_of_a_tied_weight_is_enough(tmp_path):
     for size in (0, 1.5):
         with pytest.raises(ValueError, match="max_shard_size should be"):
             ddl.export_weights(other, tmp_path, size)
+
+
+def without_rows_of_a_fused_weight(rank, folder):
+    """Two rows a tp rank, for three dp ranks."""
+    models = [nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)) for _ in range(2)]
+    wanted = [p.detach().clone() for p in models[0].parameters()]
+    saved, other = (ddl.auto_model(m, {"0": ddl.Column(parts=2), "2": ddl.Row()}, shard=True) for m in models)
+    assert rank < 4 or not saved.get_parameter("0.weight").to_local().numel()
+    ddl.Checkpoint({"model": saved}, folder).save("saved")
+    ddl.Checkpoint.load_objects({"model": other}, folder / "saved")
+    read = list(ddl.full_state_dict(other).values())
+    ddl.load_full_state_dict(other, {name: tensor + 1 for name, tensor in ddl.full_state_dict(other).items()})
+    again = list(ddl.full_state_dict(other).values())
+    return all(torch.equal(a, b) and torch.equal(a + 1, c) for a, b, c in zip(wanted, read, again, strict=True))
+
+
+def test_a_rank_without_rows_of_a_fused_weight(tmp_path):
+    assert launch({"dp": 3, "tp": 2}, without_rows_of_a_fused_weight, tmp_path) == [True] * 6

@@ -2,11 +2,12 @@
 
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from ranks import launch, trainer_of
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -36,6 +37,29 @@ def test_rows_of_all_dp_ranks_count_once(axes):
         assert [metrics["samples/s"] for metrics in seen[1:]] == [2.0, 1.5, 1.5, 2.0, 1.5]
         assert seen[1]["tokens/s"] == 16.0
         assert seen[1]["mfu"] == pytest.approx(6.0 / math.prod(axes.values()))
+
+
+def warned_with_throughput(local_rank):
+    """Whether steps by hand on uneven rows give their warning beside a Throughput."""
+    loader = ddl.auto_dataloader(TensorDataset(torch.ones(5, 3)), batch_size=4)  # 4 rows, and 1 for two ranks
+    model = ddl.auto_model(nn.Linear(3, 1))
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def update(engine, batch):
+        optimizer.zero_grad()
+        model(batch[0]).sum().backward()
+        optimizer.step()
+
+    engine = Engine(update)
+    ddl.Throughput().attach(engine)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        samples = engine.run(loader).metrics["samples/s"]
+    return samples > 0 and any("counts each row once" in str(one.message) for one in given)
+
+
+def test_it_leaves_the_warning_of_uneven_rows():
+    assert launch({"dp": 2}, warned_with_throughput) == [True, True]
 
 
 def test_wrong_arguments():
