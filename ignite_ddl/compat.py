@@ -51,8 +51,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.machinery
 import logging
 import os
 import sys
@@ -71,7 +69,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.library import Library
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.arguments import first_line
@@ -566,43 +563,3 @@ def hide_gpus_if_too_few(nproc: int) -> None:
     """Hides all GPUs if there are fewer of them than ranks: idist assigns GPU r to rank r, also for gloo."""
     if torch.cuda.device_count() < nproc:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def repair_torchvision() -> None:
-    """From now on, ``import torchvision`` works in this process also beside a torch without CUDA.
-
-    On Linux, torchvision's default wheel is a CUDA build, whose C++ operators cannot load beside a torch without CUDA.
-    Then its import fails, since it attaches shape rules to the operators ``nms`` and ``qnms`` (the latter since 0.28).
-    Where that happens, these two are declared without code and the import is repeated: datasets, transforms and models
-    work, box operators raise torchvision's own message when they are called. Where torchvision can be imported, nothing
-    is declared.
-    """
-    if not any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _TorchvisionFinder())
-
-
-class _TorchvisionFinder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != "torchvision":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _TorchvisionLoader(spec.loader.name, spec.loader.path)
-        return spec
-
-
-class _TorchvisionLoader(importlib.machinery.SourceFileLoader):
-    declared: list[Library] = []  # torch forgets a declaration when the Library that made it is collected
-
-    def exec_module(self, module: Any) -> None:
-        try:
-            super().exec_module(module)
-        except RuntimeError as error:
-            if self.declared or "operator torchvision::" not in str(error):
-                raise
-            self.declared.append(Library("torchvision", "FRAGMENT"))
-            for operator in ("nms", "qnms"):
-                self.declared[0].define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            for name in [name for name in sys.modules if name.startswith("torchvision.")]:
-                del sys.modules[name]
-            super().exec_module(module)

@@ -60,7 +60,7 @@ def fashion_mnist(train=True, full=False, root=None, transform=normalise):
     """Fashion-MNIST as torchvision's own dataset, by default the subset that comes with the package.
 
     The dataset may be handed to other processes (ranks, loader workers), also where torchvision needs
-    :func:`import_torchvision` there.
+    ``ignite_ddl.course`` there.
 
     Args:
         train: True for the training images, False for the test images. Default: True.
@@ -134,8 +134,8 @@ def _normalise(pixels):
 
 def _dataset_class():
     fashion = import_torchvision().datasets.FashionMNIST
-    # Another process that unpickles the dataset must use import_torchvision (see vision.py): pickle calls
-    # _empty_dataset there first, and sets the attributes afterwards.
+    # Another process that unpickles the dataset must import ignite_ddl.course first (see vision.py): pickle calls
+    # _empty_dataset there, and sets the attributes afterwards.
     copyreg.pickle(fashion, lambda dataset: (_empty_dataset, (), dataset.__dict__))
     return fashion
 

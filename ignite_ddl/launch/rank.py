@@ -27,7 +27,7 @@ import cloudpickle
 import ignite.distributed as idist
 import torch
 
-from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, repair_torchvision, set_nproc_per_node
+from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, set_nproc_per_node
 from ignite_ddl.launch.companions import kind
 from ignite_ddl.launch.job import MARK, STACK_SIGNAL, Job, kill_orphans
 from ignite_ddl.launch.meeting import Meeting
@@ -186,7 +186,6 @@ def _set_up(job: Job, environ: dict[str, str]) -> None:
     linecache.cache.update({name: (len(lines), None, lines, name) for name, lines in job.sources.items()})
     if job.backend == "gloo":
         hide_gpus_if_too_few(job.nproc)
-    repair_torchvision()
     for module in job.modules:
         __import__(module)
 

@@ -37,7 +37,6 @@ def prints(code):
 def test_torchvision_imports_beside_a_torch_that_its_operators_do_not_fit():
     code = """
         import gc, sys, torch
-        from ignite_ddl.course.vision import import_torchvision
         try:
             import torchvision
         except RuntimeError as error:
@@ -45,6 +44,7 @@ def test_torchvision_imports_beside_a_torch_that_its_operators_do_not_fit():
         else:
             sys.exit()
 
+        from ignite_ddl.course.vision import import_torchvision
         torchvision = import_torchvision()
         assert import_torchvision() is torchvision is sys.modules["torchvision"]
         gc.collect()
@@ -79,11 +79,10 @@ def test_nothing_is_declared_where_the_operators_load():
         boxes, scores = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 2], [5, 5, 6, 6]]), torch.tensor([0.9, 0.8, 0.7])
         before = torch.ops.torchvision.nms(boxes, scores, 0.5)  # the real one's [0, 2], or the [0] above
 
-        from ignite_ddl import compat
-        from ignite_ddl.course.vision import import_torchvision
+        from ignite_ddl.course import import_torchvision, vision
         import_torchvision()
         kept = torch.ops.torchvision.nms(boxes, scores, 0.5)
-        print(compat._TorchvisionLoader.declared, kept.tolist() == before.tolist(), kept.tolist() in ([0, 2], [0]))
+        print(vision._TorchvisionLoader.declared, kept.tolist() == before.tolist(), kept.tolist() in ([0, 2], [0]))
     """
     assert prints(code) == ["[] True True"]
 
