@@ -19,18 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    Subset,
-    get_worker_info,
-)
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
 from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
@@ -164,12 +153,13 @@ def auto_dataloader(dataset: Dataset[Any] | _Rows, **kwargs: Unpack[LoaderOption
     return loader
 
 
+_BATCHES = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")  # by which torch makes its batches
+
+
 def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoader:
     iterable = isinstance(dataset, IterableDataset)
-    _check_samplers(kwargs)
-    batch_size, drop_last = kwargs.pop("batch_size", 1), kwargs.pop("drop_last", False)
     if kwargs.get("batch_sampler") is None:
-        batch_size = check("batch_size", batch_size, BATCH_SIZE)
+        kwargs["batch_size"] = check("batch_size", kwargs.get("batch_size", 1), BATCH_SIZE)
         if kwargs.get("sampler") is None and not iterable:
             check("dataset", dataset, a(DATASET.says, lambda value: len(value) >= 0))
     workers = kwargs.get("num_workers", 0)
@@ -177,39 +167,25 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
         kwargs["num_workers"] = -(-workers // idist.get_nproc_per_node())
     kwargs.setdefault("pin_memory", idist.device().type == "cuda")
     if iterable:
+        batch_size, drop_last = kwargs.pop("batch_size", 1), kwargs.pop("drop_last", False)
         parts = _LocalStream(dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", None) or default_collate)
         return ShardedDataLoader(parts, batch_size=None, **kwargs)
-    _check_same_dataset(dataset)
-    batches = kwargs.pop("batch_sampler", None)
-    if batches is None:
-        sampler = _sampler(dataset, kwargs.pop("sampler", None), kwargs.pop("shuffle", False), kwargs.get("generator"))
-        batches = BatchSampler(sampler, batch_size, drop_last)
     generator, workers = kwargs.get("generator"), kwargs.get("num_workers", 0)
-    batches = _LocalBatches(batches, _common_seed(mesh), mesh.dp_rank, mesh.dp_size, generator, workers)
+    given = {name: kwargs.pop(name) for name in _BATCHES if name in kwargs}
+    of_one_process = DataLoader(dataset, generator=generator, **given).batch_sampler
+    _check_undivided(of_one_process, "sampler" if given.get("batch_sampler") is None else "batch_sampler")
+    _check_same_dataset(dataset)
+    batches = _LocalBatches(of_one_process, _common_seed(mesh), mesh.dp_rank, mesh.dp_size, generator, workers)
     return ShardedDataLoader(dataset, batch_sampler=batches, **kwargs)
 
 
-def _check_samplers(given: Mapping[str, Any]) -> None:
-    for name in ("sampler", "batch_sampler"):
-        sampler = given.get(name)
-        inner = getattr(sampler, "sampler", None)  # of a BatchSampler
-        divided = next((s for s in (sampler, inner) if isinstance(s, DistributedSampler)), None)
-        if divided is not None:
+def _check_undivided(batches: Any, argument: str) -> None:
+    for sampler in (batches, getattr(batches, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
             raise ValueError(
-                f"{name} should be the sampler of one process, which auto_dataloader divides among the ranks, "
-                f"but given a {type(divided).__name__}"
+                f"{argument} should be the sampler of one process, which auto_dataloader divides among the ranks, "
+                f"but given a {type(sampler).__name__}"
             )
-    if given.get("batch_sampler") is not None and ({"batch_size", "drop_last"} & set(given)):
-        raise ValueError("batch_sampler excludes batch_size and drop_last: it decides the batches")
-
-
-def _sampler(dataset: Any, sampler: Any, shuffle: bool | None, generator: torch.Generator | None) -> Any:
-    """The order of one process's rows."""
-    if not shuffle:
-        return SequentialSampler(dataset) if sampler is None else sampler
-    if sampler is not None:
-        raise ValueError("sampler and shuffle=True exclude each other: the sampler decides the order")
-    return RandomSampler(dataset, generator=generator)
 
 
 class ShardedDataLoader(DataLoader):

@@ -290,8 +290,8 @@ def test_shuffling_leaves_the_random_stream_of_the_user_alone():
             {"batch_sampler": BatchSampler(DistributedSampler(range(4), 2, 0), 2, False)},
             "batch_sampler should be the sampler of one process.*DistributedSampler",
         ),
-        ({"sampler": [0, 1], "shuffle": True}, "sampler and shuffle=True exclude each other"),
-        ({"batch_sampler": [[0]], "batch_size": 2}, "batch_sampler excludes batch_size"),
+        ({"sampler": [0, 1], "shuffle": True}, "sampler option is mutually exclusive with shuffle"),
+        ({"batch_sampler": [[0]], "batch_size": 2}, "batch_sampler option is mutually exclusive with batch_size"),
     ],
 )
 def test_loader_arguments_that_do_not_fit(options, message):
