@@ -395,42 +395,42 @@ class Pass:
 
     def _begin(self) -> None:
         loader, consumer = self.loader, self.consumer
-        first, consumer.resumed = consumer.resumed, None
-        self.epoch = consumer.epoch if first is None else first["epoch"]
+        resumed, consumer.resumed = consumer.resumed, None
+        self.epoch = consumer.epoch if resumed is None else resumed["epoch"]
         consumer.passes = [ref for ref in consumer.passes if ref() is not None] + [weakref.ref(self)]
         if loader.batch_sampler is None:
-            self._begin_stream(first)
+            self._begin_stream(resumed)
             return
-        if first is not None:
-            self.batches, self.n_rows = first["batches"], first["rows"]
-        self.plan = loader.batch_sampler.plan = _EpochPlan(loader.batch_sampler, self.epoch, first)
+        if resumed is not None:
+            self.batches, self.n_rows = resumed["batches"], resumed["rows"]
+        self.plan = loader.batch_sampler.plan = _EpochPlan(loader.batch_sampler, self.epoch, resumed)
         stream = self.stream = consumer.stream and consumer.stream.clone_state()
         drawn = stream and stream.get_state()
         # torch's new iterator draws a random number; that of a resumed pass was drawn in the interrupted run.
-        with torch.random.fork_rng(devices=[], enabled=first is not None), _shared_random_stream(stream):
+        with torch.random.fork_rng(devices=[], enabled=resumed is not None), _shared_random_stream(stream):
             self.iterator = loader.torch_iterator(self)
         loader.batch_sampler.plan = None
-        if stream is not None and first is None and consumer is not loader.loops and loader.generator is None:
+        if stream is not None and resumed is None and consumer is not loader.loops and loader.generator is None:
             torch.empty((), dtype=torch.int64).random_()  # as in one process; a rank may run a loop alone
-        if first is not None and stream is not None:
+        if resumed is not None and stream is not None:
             stream.set_state(drawn)
 
-    def _begin_stream(self, first: dict[str, Any] | None) -> None:
+    def _begin_stream(self, resumed: dict[str, Any] | None) -> None:
         """Begins a pass over an iterable dataset; a resumed one reads it again, with the same random numbers."""
         self.stream = self.consumer.stream
         source = self.stream or torch.default_generator
         self._start_state = before = source.get_state()
-        if first is not None:
-            self._start_state = first["begun"]
+        if resumed is not None:
+            self._start_state = resumed["begun"]
             source.set_state(self._start_state)
         with _shared_random_stream(self.stream):
             self.iterator = self.loader.torch_iterator(self)
-        if first is None:
+        if resumed is None:
             return
         with contextlib.suppress(StopIteration):
-            while self.batches < first["batches"]:
+            while self.batches < resumed["batches"]:
                 self._read()
-        if (self.n_rows, self._digest) != (first["rows"], first["digest"]):
+        if (self.n_rows, self._digest) != (resumed["rows"], resumed["digest"]):
             raise ValueError(
                 "dataset should give the samples of the interrupted run again, but gives different ones: take the same "
                 "batch_size, and draw its random numbers from torch"
@@ -677,8 +677,8 @@ def _check_same_dataset(dataset: Any) -> None:
     """Each rank reads its rows of the same dataset; one that was divided before would be divided twice."""
     if idist.get_world_size() == 1 or not dist.is_initialized():
         return
-    found = gathered_values(_glimpse(dataset))
-    if not all(_is_like(other, found[0]) for other in found):
+    found = gathered_values(_sampled(dataset))
+    if not all(_is_close(other, found[0]) for other in found):
         raise ValueError(
             "dataset should be the same on each rank, since auto_dataloader divides it among them, but ranks have "
             "different ones: give all of it to each, in one order (sort a list of files), and draw random numbers from "
@@ -686,27 +686,27 @@ def _check_same_dataset(dataset: Any) -> None:
         )
 
 
-def _glimpse(dataset: Any) -> list[Any]:
-    """The length of a dataset, and of what it keeps in memory for each row some numbers and words, by what it holds."""
+def _sampled(dataset: Any) -> list[Any]:
+    """The length of a dataset and first values of some rows that it keeps in memory, also those of datasets inside."""
     try:
         n = len(dataset)
     except Exception:  # a sampler knows its keys
         return []
     if isinstance(dataset, ConcatDataset):
-        return [n, *map(_glimpse, dataset.datasets)]
-    inside = [_glimpse(dataset.dataset)] if isinstance(dataset, Subset) else []
+        return [n, *map(_sampled, dataset.datasets)]
+    inside = [_sampled(dataset.dataset)] if isinstance(dataset, Subset) else []
     kept = [dataset] if isinstance(dataset, list | tuple) else list(getattr(dataset, "__dict__", {}).values())
     for rows in kept + [t for value in kept if isinstance(value, list | tuple) and len(value) <= 16 for t in value]:
         kind = isinstance(rows, list | tuple | range | torch.Tensor) or type(rows).__module__ == "numpy"
         if kind and getattr(rows, "shape", (1,)) != () and n and len(rows) == n:
-            inside.append([_small(rows[i]) for i in range(0, n, -(-n // _GLIMPSED))])
+            inside.append([_first_values(rows[i]) for i in range(0, n, -(-n // _SAMPLED_ROWS))])
     return [n, *inside]
 
 
-_GLIMPSED = 64  # rows of a dataset that ranks compare
+_SAMPLED_ROWS = 64  # rows of a dataset that ranks compare
 
 
-def _small(row: Any) -> list[Any]:
+def _first_values(row: Any) -> list[Any]:
     """The first numbers and the words of a row."""
     found: list[Any] = []
     for leaf in tree_leaves(row):
@@ -720,10 +720,10 @@ def _small(row: Any) -> list[Any]:
     return found
 
 
-def _is_like(one: Any, other: Any) -> bool:
-    """Whether two glimpses are the same; ranks on unlike machines may round differently."""
+def _is_close(one: Any, other: Any) -> bool:
+    """Whether two such lists are the same; ranks on unlike machines may round differently."""
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_is_like, one, other))
+        return len(one) == len(other) and all(map(_is_close, one, other))
     if isinstance(one, float) and isinstance(other, float):
         return one == other or one != one and other != other or abs(one - other) <= 1e-3 * max(abs(one), 1e-2)
     return type(one) is type(other) and one == other

@@ -292,24 +292,24 @@ def initialize_mesh(
         return _mesh
     quiet_warnings()
     hybrid = shard not in (None, 1, sizes["dp"])
-    tokens = sizes.get("cp", 1)
-    dp = {"dp_replicate": replicas, "dp_shard": shard * tokens} if hybrid else {"dp": sizes["dp"] * tokens}
+    cp_size = sizes.get("cp", 1)
+    dp = {"dp_replicate": replicas, "dp_shard": shard * cp_size} if hybrid else {"dp": sizes["dp"] * cp_size}
     axes = {"pp": sizes["pp"], **dp, "tp": sizes["tp"]}
     device_mesh = init_device_mesh(idist.device().type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     meshes = {axis: device_mesh[axis] for axis in axes}
     if hybrid:
         meshes["dp"] = flattened(device_mesh[DP_AXES], "dp")
-    if tokens > 1:  # beside torch's mesh, in which dp × cp is one axis
+    if cp_size > 1:  # beside torch's mesh, in which dp × cp is one axis
         meshes["dp_cp"] = meshes["dp"]
-        of_rows = init_device_mesh(device_mesh.device_type, tuple(sizes[axis] for axis in GRID), mesh_dim_names=GRID)
-        meshes |= {"dp": of_rows["dp"], "cp": of_rows["cp"]}
-    of_experts = None
+        rows_mesh = init_device_mesh(device_mesh.device_type, tuple(sizes[axis] for axis in GRID), mesh_dim_names=GRID)
+        meshes |= {"dp": rows_mesh["dp"], "cp": rows_mesh["cp"]}
+    expert_mesh = None
     if ep > 1:  # beside it, too
-        grid = (sizes["pp"], sizes["dp"] * tokens // ep, ep, sizes["tp"])
-        of_experts = init_device_mesh(device_mesh.device_type, grid, mesh_dim_names=("pp", "edp", "ep", "tp"))
-        meshes |= {"edp": of_experts["edp"], "ep": of_experts["ep"]}
+        grid = (sizes["pp"], sizes["dp"] * cp_size // ep, ep, sizes["tp"])
+        expert_mesh = init_device_mesh(device_mesh.device_type, grid, mesh_dim_names=("pp", "edp", "ep", "tp"))
+        meshes |= {"edp": expert_mesh["edp"], "ep": expert_mesh["ep"]}
     groups = {axis: use_world_timeout(mesh.get_group()) for axis, mesh in meshes.items()}
-    _mesh = Mesh(sizes, dist.get_rank(), device_mesh, groups, shard, ep, of_experts)
+    _mesh = Mesh(sizes, dist.get_rank(), device_mesh, groups, shard, ep, expert_mesh)
     _made_for = dist.group.WORLD
     return _mesh
 

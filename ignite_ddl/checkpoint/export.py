@@ -27,8 +27,7 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
 
     Tensors are gathered one by one, and on rank 0 only; it holds those of one file at a time. Names are those of the
     uncut model's state dict; a tied weight is there under each of its names. What ``get_extra_state`` returns is left
-    out. Optimizer and the rest of a run are for
-    :class:`Checkpoint`.
+    out. Optimizer and the rest of a run are for :class:`Checkpoint`.
 
     Args:
         model: what ``ddl.auto_model`` returned.

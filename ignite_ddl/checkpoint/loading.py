@@ -37,11 +37,11 @@ def load(folder: Folder, objects: Mapping[str, Any], strict: bool = True) -> Non
         ValueError: if names, shapes, dtypes or parameter groups differ.
         DamagedCheckpoint: if what is needed is not what was written.
     """
-    found, error = attempt(plan, folder, objects)
-    names = agree(error, value=found and found.names)
-    _, error = attempt(check, found, names, strict)
+    plan, error = attempt(make_plan, folder, objects)
+    names = agree(error, value=plan and plan.names)
+    _, error = attempt(check, plan, names, strict)
     agree(error)
-    apply(found)
+    apply(plan)
 
 
 @dataclass
@@ -92,34 +92,34 @@ class Plan:
 # ----------------------------------------------------------------------------------------------- 1. plan
 
 
-def plan(folder: Folder, objects: Mapping[str, Any]) -> Plan:
+def make_plan(folder: Folder, objects: Mapping[str, Any]) -> Plan:
     """What this rank reads, and into which tensors; nothing is read yet."""
     kinds = Kinds.of(objects)
     _check_kinds(folder, kinds)
-    found = Plan(folder, kinds, get_mesh())
+    plan = Plan(folder, kinds, get_mesh())
     if kinds.engines and GRADIENTS in folder.content["objects"]:
-        found.layouts, _ = found.state_of(GRADIENTS, on_any_mesh=True)
-        found.gradients = plan_gradients(folder, kinds.models, found.layouts, found.mesh, found.reads)
+        plan.layouts, _ = plan.state_of(GRADIENTS, on_any_mesh=True)
+        plan.gradients = plan_gradients(folder, kinds.models, plan.layouts, plan.mesh, plan.reads)
     saved_as: dict[int, str] = {}  # of tensors, by id
     for key, model in kinds.models.items():
-        found.names[key] = _plan_model(found, key, model, saved_as)
+        plan.names[key] = _plan_model(plan, key, model, saved_as)
     for key, optimizer in kinds.optimizers.items():
-        found.names[key], found.states[key] = _plan_optimizer(found, key, optimizer, saved_as)
+        plan.names[key], plan.states[key] = _plan_optimizer(plan, key, optimizer, saved_as)
     for key in kinds.engines | kinds.others:
-        state, _ = found.state_of(key)  # or raises, before anything is changed
+        state, _ = plan.state_of(key)  # or raises, before anything is changed
         if getattr(kinds.others.get(key), "is_per_rank", None) is True:  # a metric has any attribute
-            _plan_per_rank(found, key, state)
-    return found
+            _plan_per_rank(plan, key, state)
+    return plan
 
 
-def _plan_per_rank(found: Plan, key: str, state: dict[str, Any]) -> None:
-    if found.folder.content["mesh"] != found.mesh.sizes:
+def _plan_per_rank(plan: Plan, key: str, state: dict[str, Any]) -> None:
+    if plan.folder.content["mesh"] != plan.mesh.sizes:
         raise ValueError(
-            f"to_load[{key!r}] belongs to the ranks of {found.folder.content['mesh']}, so that it cannot be loaded on "
-            f"{found.mesh!r}: leave it out of to_load, and it begins anew there"
+            f"to_load[{key!r}] belongs to the ranks of {plan.folder.content['mesh']}, so that it cannot be loaded on "
+            f"{plan.mesh!r}: leave it out of to_load, and it begins anew there"
         )
-    tensors = plan_tensors(f"{key} of rank {found.mesh.rank}", state["tensors"], found.reads)
-    found.per_rank[key] = state | {"tensors": tensors}
+    tensors = plan_tensors(f"{key} of rank {plan.mesh.rank}", state["tensors"], plan.reads)
+    plan.per_rank[key] = state | {"tensors": tensors}
 
 
 def _check_kinds(folder: Folder, kinds: Kinds) -> None:
@@ -147,9 +147,9 @@ def _check_kinds(folder: Folder, kinds: Kinds) -> None:
             raise ValueError(f"to_load[{key!r}] is running: load it before the run, or leave it out of to_load")
 
 
-def _plan_model(found: Plan, key: str, model: nn.Module, saved_as: dict[int, str]) -> tuple[list[str], list[str]]:
+def _plan_model(plan: Plan, key: str, model: nn.Module, saved_as: dict[int, str]) -> tuple[list[str], list[str]]:
     """Adds what this rank reads of a model; returns its names, and those that the checkpoint lacks."""
-    folder, tensors = found.folder, local_state(model)[0]
+    folder, tensors = plan.folder, local_state(model)[0]
     first_names = folder.content["models"][key]["saved_as"]
     of_model: dict[int, str] = {}
     missing = []
@@ -166,7 +166,7 @@ def _plan_model(found: Plan, key: str, model: nn.Module, saved_as: dict[int, str
         if id(tensor) not in saved_as:
             _check_tensor(folder, saved, key, name, tensor)
             saved_as[id(tensor)] = saved
-            found.reads[f"{key}.{name}"] = (saved, shard_of(tensor))
+            plan.reads[f"{key}.{name}"] = (saved, shard_of(tensor))
     return list(tensors), missing
 
 
@@ -183,10 +183,10 @@ def _check_tensor(folder: Folder, saved: str, key: str, name: str, tensor: torch
 
 
 def _plan_optimizer(
-    found: Plan, key: str, optimizer: torch.optim.Optimizer, saved_as: Mapping[int, str]
+    plan: Plan, key: str, optimizer: torch.optim.Optimizer, saved_as: Mapping[int, str]
 ) -> tuple[tuple[list[str], list[str]], dict[torch.Tensor, dict[str, Any]]]:
     """Adds what this rank reads of an optimizer; returns its names, and the states that reading fills."""
-    folder = found.folder
+    folder = plan.folder
     saved_groups = folder.content["optimizers"][key]["groups"]
     if len(saved_groups) != len(optimizer.param_groups):
         raise ValueError(
@@ -205,20 +205,20 @@ def _plan_optimizer(
         options = decoded(saved["options"])
         on_device = options.get("capturable") or options.get("fused")
         for name, parameter in group:
-            states[parameter] = _plan_state(found, key, name, parameter, on_device)
+            states[parameter] = _plan_state(plan, key, name, parameter, on_device)
             names.append(name)
     return (names, []), states
 
 
-def _plan_state(found: Plan, key: str, name: str, parameter: torch.Tensor, on_device: bool) -> dict[str, Any]:
-    saved = found.folder.content["optimizers"][key]["states"][name]
+def _plan_state(plan: Plan, key: str, name: str, parameter: torch.Tensor, on_device: bool) -> dict[str, Any]:
+    saved = plan.folder.content["optimizers"][key]["states"][name]
     state = {part: decoded(value) for part, value in saved["values"].items()}
     if on_device and isinstance(state.get("step"), torch.Tensor):
         state["step"] = state["step"].to(parameter.device)  # as torch's load_state_dict does
     for part in saved["tensors"]:
         in_folder = f"{key}.{name}.{part}"
-        state[part] = _empty_state(parameter, found.folder.tensors[in_folder])
-        found.reads[f"{in_folder}.{id(parameter)}"] = (in_folder, shard_of(state[part], parameter))
+        state[part] = _empty_state(parameter, plan.folder.tensors[in_folder])
+        plan.reads[f"{in_folder}.{id(parameter)}"] = (in_folder, shard_of(state[part], parameter))
     return state
 
 
@@ -237,18 +237,18 @@ def _empty_state(parameter: torch.Tensor, saved: Any) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------- 2. check
 
 
-def check(found: Plan, of_ranks: list[dict[str, tuple[list[str], list[str]]]], strict: bool) -> None:
+def check(plan: Plan, of_ranks: list[dict[str, tuple[list[str], list[str]]]], strict: bool) -> None:
     """Raises where all ranks together have other names than the checkpoint, or bytes are not what was written."""
-    for key in found.names if strict else ():
+    for key in plan.names if strict else ():
         names = {name for of_rank in of_ranks for name in of_rank[key][0]}
         missing = sorted({name for of_rank in of_ranks for name in of_rank[key][1]})
-        unmatched = sorted(_saved_names(found.folder, key) - names)
+        unmatched = sorted(_saved_names(plan.folder, key) - names)
         if missing or unmatched:
             raise ValueError(
-                f"{found.folder.path} should have the names of to_load[{key!r}], but lacks {_short(missing)} and has "
+                f"{plan.folder.path} should have the names of to_load[{key!r}], but lacks {_short(missing)} and has "
                 f"{_short(unmatched)} besides; strict=False loads what both have"
             )
-    found.checked = found.folder.check(found.reads)
+    plan.checked = plan.folder.check(plan.reads)
 
 
 def _saved_names(folder: Folder, key: str) -> set[str]:
@@ -265,56 +265,56 @@ def _short(names: list[str]) -> str:
 # ---------------------------------------------------------------------------------------------- 3. apply
 
 
-def apply(found: Plan) -> None:
+def apply(plan: Plan) -> None:
     """Reads the tensors and sets the states; what a run's first events may reset is set again after them."""
-    _, error = attempt(found.folder.read, found.checked)
+    _, error = attempt(plan.folder.read, plan.checked)
     agree(error)
-    for key, model in found.kinds.models.items():
+    for key, model in plan.kinds.models.items():
         vars(model).pop(INITIAL_VALUES, None)
-        extra = found.folder.content["models"][key]["extra"]
+        extra = plan.folder.content["models"][key]["extra"]
         for name in local_state(model)[2]:
             if name in extra:
                 set_extra_state(model, name, decoded(extra[name]))
-    for key, optimizer in found.kinds.optimizers.items():
+    for key, optimizer in plan.kinds.optimizers.items():
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             optimizer.state.pop(parameter, None)
-            if state := found.states[key].get(parameter):
+            if state := plan.states[key].get(parameter):
                 optimizer.state[parameter] = state
-    _apply_runs(found)
-    _apply_resettable(found)  # random states after all that may draw
-    if found.kinds.engines:
-        for key, model in found.kinds.models.items():
-            apply_gradients(model, found.gradients.get(key, {}), found.layouts.get(key, {}))
+    _apply_runs(plan)
+    _apply_resettable(plan)  # random states after all that may draw
+    if plan.kinds.engines:
+        for key, model in plan.kinds.models.items():
+            apply_gradients(model, plan.gradients.get(key, {}), plan.layouts.get(key, {}))
 
 
-def _apply_resettable(found: Plan) -> None:
+def _apply_resettable(plan: Plan) -> None:
     """Sets what handlers of STARTED and EPOCH_STARTED may reset: :class:`Resume` calls it again after them."""
-    for key, optimizer in found.kinds.optimizers.items():
-        for group, saved in zip(optimizer.param_groups, found.folder.content["optimizers"][key]["groups"], strict=True):
+    for key, optimizer in plan.kinds.optimizers.items():
+        for group, saved in zip(optimizer.param_groups, plan.folder.content["optimizers"][key]["groups"], strict=True):
             group.update(decoded(saved["options"]))
-    for key, other in found.kinds.others.items():
-        other.load_state_dict(found.per_rank[key] if key in found.per_rank else found.state_of(key)[0])
-    if found.kinds.engines:
-        state, of_another_rank = found.state_of(RANDOM, on_any_mesh=True)
+    for key, other in plan.kinds.others.items():
+        other.load_state_dict(plan.per_rank[key] if key in plan.per_rank else plan.state_of(key)[0])
+    if plan.kinds.engines:
+        state, of_another_rank = plan.state_of(RANDOM, on_any_mesh=True)
         set_random_states(state)
-        same_mesh = found.mesh.sizes == found.folder.content["mesh"]
-        if of_another_rank or (found.mesh.cp_rank and not same_mesh):
-            torch.manual_seed(draw_seed() + found.mesh.dp_cp_rank)
+        same_mesh = plan.mesh.sizes == plan.folder.content["mesh"]
+        if of_another_rank or (plan.mesh.cp_rank and not same_mesh):
+            torch.manual_seed(draw_seed() + plan.mesh.dp_cp_rank)
 
 
-def _apply_runs(found: Plan) -> None:
+def _apply_runs(plan: Plan) -> None:
     """Puts loaders and engines where they were; the trainer goes on from there."""
-    kinds, (runs, _) = found.kinds, found.state_of(RUNS, on_any_mesh=True)
+    kinds, (runs, _) = plan.kinds, plan.state_of(RUNS, on_any_mesh=True)
     for key, loader in kinds.loaders.items():
-        load_loader(key, loader, *found.state_of(key, on_any_mesh=True), kinds.engines, runs)
+        load_loader(key, loader, *plan.state_of(key, on_any_mesh=True), kinds.engines, runs)
     for key, engine in kinds.engines.items():
-        load_engine(engine, found.state_of(key)[0], runs[key])
+        load_engine(engine, plan.state_of(key)[0], runs[key])
     trainer = resumed_engine(kinds.engines, runs)
     for key, engine in kinds.engines.items():
         loader = kinds.loaders.get(runs[key]["reads"])
         if key == trainer:
-            accumulating = [kinds.models[name] for name in found.gradients]
-            Resume(engine, runs[key], loader, lambda: _apply_resettable(found), accumulating)
+            accumulating = [kinds.models[name] for name in plan.gradients]
+            Resume(engine, runs[key], loader, lambda: _apply_resettable(plan), accumulating)
         elif not engine._is_done(engine.state):
             Resume(engine, runs[key], loader)
         else:
