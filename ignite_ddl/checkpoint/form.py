@@ -26,7 +26,7 @@ from ignite_ddl.checkpoint.values import decoded
 SUMS, STATE, METADATA = "SHA256SUMS", "state.json", ".metadata"
 VERSION = 1  # of the format
 # The names under which these are saved beside the objects.
-RANDOM, RUNS, GRADIENTS = "random states", "runs of engines", "gradients that wait"
+RESERVED = RANDOM, RUNS, GRADIENTS = "random states", "runs of engines", "gradients of open windows"
 _MAX_BYTES, _MAX_VALUES = 1 << 28, 1 << 24  # bytes of state.json, and values in it
 
 

@@ -22,7 +22,7 @@ from ignite.handlers import Checkpoint as IgniteCheckpoint
 from ignite.handlers.checkpoint import BaseSaveHandler
 
 from ignite_ddl.arguments import COUNT, ENGINE, FLAG, FUNCTION, PATH, TEXT, Fits, a, one_of, or_none, shown, takes
-from ignite_ddl.checkpoint.form import RANDOM, VERSION, DamagedCheckpoint
+from ignite_ddl.checkpoint.form import RESERVED, VERSION, DamagedCheckpoint
 from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.loading import load
 from ignite_ddl.checkpoint.owners import ENDINGS, check_free, run_numbers
@@ -419,8 +419,10 @@ def _check_objects(objects: Mapping[str, Any], argument: str, method: str) -> No
     for key, value in objects.items():
         if not hasattr(value, method):
             raise ValueError(f"{argument}[{key!r}] should have a method {method}, but is a {type(value).__name__}")
-        if "." in key or key == RANDOM:
-            raise ValueError(f"{argument} should have names without dots, and not {RANDOM!r}, but given {key!r}")
+        if "." in key or key in RESERVED:
+            raise ValueError(
+                f"{argument} should have names without dots, and none of {', '.join(RESERVED)}, but given {key!r}"
+            )
 
 
 def _check_name(name: Any, argument: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ignite_ddl.checkpoint.form import GRADIENTS, RANDOM, RUNS
+from ignite_ddl.checkpoint.form import GRADIENTS, RANDOM, RESERVED, RUNS
 from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.per_rank import apply_gradients, plan_gradients, plan_tensors
 from ignite_ddl.checkpoint.resume import Resume, load_engine, load_loader, resumed_engine
@@ -124,7 +124,7 @@ def _plan_per_rank(plan: Plan, key: str, state: dict[str, Any]) -> None:
 
 def _check_kinds(folder: Folder, kinds: Kinds) -> None:
     content = folder.content
-    others = {key: state for key, state in content["objects"].items() if key not in (RANDOM, RUNS, GRADIENTS)}
+    others = {key: state for key, state in content["objects"].items() if key not in RESERVED}
     known = [key for saved in (content["models"], content["optimizers"], others) for key in saved]
     for given, saved in (
         (kinds.models, content["models"]),

@@ -37,7 +37,7 @@ def _capture_run(name: str, engine: Engine, kinds: Kinds) -> dict[str, Any]:
         run = _progress(engine) | {
             "metrics": _encodable(state.metrics),
             "reads": next((key for key, loader in kinds.loaders.items() if loader is state.dataloader), None),
-            "weight": [bool(steps), engine._dataloader_iter is not None, state.iteration],
+            "precedence": [bool(steps), engine._dataloader_iter is not None, state.iteration],
             "windows": {key: [step.expected, step.counted] for key, step in open_steps.items() if step.open},
         }
         if run["ended"] or state.epoch_length is None:  # EPOCH_COMPLETED may be next
@@ -77,7 +77,7 @@ def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
 def resumed_engine(engines: Mapping[str, Engine], runs: Mapping[str, Any]) -> str | None:
     """The engine to resume: a trainer, not an evaluator; preferably one that was running."""
     trainers = [key for key, engine in engines.items() if not hasattr(engine, "is_evaluator")]
-    return max(trainers, key=lambda key: runs[key]["weight"], default=None)
+    return max(trainers, key=lambda key: runs[key]["precedence"], default=None)
 
 
 def load_engine(engine: Engine, state: dict[str, Any], run: Mapping[str, Any]) -> None:

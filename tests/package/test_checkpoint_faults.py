@@ -307,7 +307,8 @@ def test_arguments_that_make_names_are_checked(tmp_path):
     refused += [
         ({"to_save": {name: model}}, {}, "name in to_save should be") for name in ("a/b", "", "a\nb", "x" * 300)
     ]
-    refused += [({"to_save": {"random states": model, "model": model}}, {}, "to_save should have names without dots")]
+    for name in ("random states", "runs of engines"):
+        refused += [({"to_save": {name: model, "model": model}}, {}, "to_save should have names without dots")]
     refused += [({"save_handler": ""}, {}, "save_handler should be a folder")]
     for given, more, message in refused:
         with pytest.raises(ValueError, match=message):
