@@ -118,8 +118,9 @@ class MeshEngine(Engine):
         epoch_length: int | None = None,
     ) -> State:
         """As in Ignite; but a run that was loaded and is complete ends at once, where Ignite would begin it anew."""
+        limit = {} if max_iters is None else {"max_iters": max_iters}  # which Ignite 0.5.4 does not have
         try:
-            return super().run(data, max_epochs, max_iters, epoch_length)
+            return super().run(data, max_epochs, epoch_length=epoch_length, **limit)
         except BaseException as error:
             self._internal_run_generator = None  # with which Ignite's next run would return at once
             if isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error):

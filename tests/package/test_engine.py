@@ -5,6 +5,7 @@ from functools import partial
 import ignite.distributed as idist
 import pytest
 import torch
+from ignite.engine import Engine
 from ignite.metrics import MeanSquaredError
 from ranks import on
 from torch import nn
@@ -109,3 +110,14 @@ def test_the_norm_counts_all_that_the_optimizer_steps(options):
     expected = torch.cat([norm.reshape(1), *(w.detach().flatten() for w in weights)])
     for found in (with_a_loss_of_weights(0, **options), *on(partial(with_a_loss_of_weights, **options), dp=2)):
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+def test_it_runs_on_an_ignite_whose_run_has_no_max_iters(monkeypatch):
+    """That of 0.5.4, the oldest one that is supported."""
+    run = Engine.run
+
+    def of_0_5_4(engine, data=None, max_epochs=None, epoch_length=None):
+        return run(engine, data, max_epochs, epoch_length=epoch_length)
+
+    monkeypatch.setattr(Engine, "run", of_0_5_4)
+    assert ddl.MeshEngine(lambda engine, batch: batch).run([1, 2, 3], 2, epoch_length=2).iteration == 4
