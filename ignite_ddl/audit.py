@@ -93,7 +93,6 @@ from ignite_ddl.traceless import (
 
 TOKENS_CHECKED = "_tokens_checked"  # on a model whose tokens have been checked, or are not to be
 MOST_IN_FULL = 4096  # tokens of a rank's part of a sequence, up to which a model that mixes tokens is tried in full
-N_SHAPES = 4  # how many numbers :func:`shapes_of` returns
 
 
 class Audit:
@@ -154,16 +153,21 @@ class Audit:
             for module in self.model.modules():
                 _check_backward_hooks(module)
 
-    def numbers_to_sum(self, updates: int, order: int) -> list[float]:
-        """After the forward pass, to be summed over dp: whether this rank has stepped the model before, how often, and
-        the square of that; 1, a digest of the order of rows, and its square; and for each pp rank the digest of its
-        modules and the square of that.
+    def numbers_to_sum(self, targets: tuple[Any, Divisor] | None, updates: int, order: int) -> list[float]:
+        """After the forward pass, what :meth:`compare` gets summed over dp. Numbers of ranks that differ are found by
+        the sums of 1, of the number, and of its square.
+
+        Args:
+            targets: the targets, and what the loss divides by; None without rows, or without the last stage.
+            updates: after how many earlier batches this rank has stepped the model.
+            order: a number that depends on the order of rows.
         """
+        shapes = [0.0] * 4 if targets is None else _shapes_of(*targets)
         digests = [0.0] * (2 * self.mesh.pp_size)
         digest = self.modules.digest()
         digests[2 * self.mesh.pp_rank : 2 * self.mesh.pp_rank + 2] = float(digest), float(digest**2)
         steps = float(updates > 0), float(updates), float(updates**2)
-        return [*steps, 1.0, float(order), float(order**2), *digests]
+        return [*shapes, *steps, 1.0, float(order), float(order**2), *digests]
 
     def end(self, x: Any, last: bool) -> None:
         """After the backward pass, before anything else is sent."""
@@ -217,14 +221,13 @@ class Audit:
             contract.compare_parts(loss_of, few, parts)
 
     def compare(self, summed: list[float], contract: LossContract) -> None:
-        """Compares what was summed with the loss: :func:`shapes_of` and :meth:`numbers_to_sum`.
+        """Compares what was summed with the loss, see :meth:`numbers_to_sum`.
 
         Raises:
             ValueError: on every rank, if dp ranks called different modules, or have targets of different lengths, or
                 some ranks have skipped a step of the optimizer.
         """
-        n, shapes, squares, pads, stepping, updates, squared, n_orders, orders, orders_squared = summed[: N_SHAPES + 6]
-        digests = summed[N_SHAPES + 6 :]
+        n, shapes, squares, pads, stepping, updates, squared, n_orders, orders, orders_squared, *digests = summed
         if n_orders * orders_squared != orders**2:
             raise ValueError(
                 "ranks should list the same batches of an epoch, of which auto_dataloader gives each its rows, but do "
@@ -328,8 +331,8 @@ class _CallFlag:
         self.value = True
 
 
-def shapes_of(y: Any, divisor: Divisor) -> list[float]:
-    """What is summed over dp to compare shapes of targets: 1, a digest, its square, and whether there is padding."""
+def _shapes_of(y: Any, divisor: Divisor) -> list[float]:
+    """Of the shapes of targets: 1, a digest, its square, and whether there may be padding."""
     digest = float(zlib.crc32(repr([tuple(t.shape[1:]) for t in tensors_of(y)]).encode()) % 2**20)
     return [1.0, digest, digest**2, float(divisor.may_pad(y))]
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.arguments import first_line
-from ignite_ddl.audit import N_SHAPES, TOKENS_CHECKED, Audit, shapes_of
+from ignite_ddl.audit import TOKENS_CHECKED, Audit
 from ignite_ddl.compat import newest_node
 from ignite_ddl.data_parallel import LocalRound, gradient_sync, local_round
 from ignite_ddl.experts.balance import router_loss_weight
@@ -230,20 +230,13 @@ class TrainingStep:
         counted = local_divisor or 0.0
         if self.mesh.world_size == 1:
             return loss, counted, None
-        parts = [
-            0.0,
-            0.0,
-            0.0,
-            *([0.0] * N_SHAPES),
-            *(self.audit.numbers_to_sum(self.updates, self.order) if self.audit is not None else ()),
-        ]
-        empty = rows is not None and rows[0] == 0
-        if loss is not None:
-            parts[1] = counted
-            if contract.is_checking and contract.is_compared:
-                parts[2] = float(not contract.compare())
-            if self.audit is not None and not empty:
-                parts[3 : 3 + N_SHAPES] = shapes_of(y, contract.divisor)
+        empty, inconclusive, compared = rows is not None and rows[0] == 0, False, []
+        if loss is not None and contract.is_checking and contract.is_compared:
+            inconclusive = not contract.compare()
+        if self.audit is not None:
+            targets = None if loss is None or empty else (y, contract.divisor)
+            compared = self.audit.numbers_to_sum(targets, self.updates, self.order)
+        parts = [0.0, 0.0 if loss is None else counted, float(inconclusive), *compared]
         summed = torch.tensor(parts, dtype=torch.float64, device=idist.device())
         if loss is not None and not empty:
             summed[0] = loss.to(torch.float64) * (1.0 if local_divisor is None else counted)
