@@ -12,7 +12,7 @@ def fewest_ranks(function):
         (1e9, 0, 80e9), (7e9, 1, 80e9), (7e9, 1, 32e9), (7e9, 2, 32e9), (7e9, 3, 32e9), (7e9, 0, 80e9), (7e9, 2, 14e9),
         (175e9, 3, 80e9), (1e9, 1, 5e9),
     ):  # fmt: skip
-        case = f"{parameters / 1e9:g}B parameters, stage {stage}, {memory / 1e9:g} GB"
+        case = f"{parameters / 1e9:g}B parameters, ZeRO-{stage}, {memory / 1e9:g} GB"
         got = function(parameters, stage, memory)
         fits = lambda n: cost.zero_memory(parameters, n, stage).total <= memory  # noqa: E731, B023
         best = next((n for n in range(1, 200) if fits(n)), None)

@@ -38,8 +38,12 @@ def best_tp(plans: Sequence[Plan]) -> dict[int, str]:
 
 
 def smaller(plan: Plan) -> dict[int, str]:
-    """Of the tp with little memory, by the plan with much."""
-    return {plan.tp: "That is with 80 GB.", 16: "Then its all-reduces leave the machine, in every layer."}
+    """Of the parts, tp times pp, with little memory, by the plan with much."""
+    return {
+        plan.tp * plan.pp: "That is with 80 GB.",
+        2: "Half of the weights and gradients are 15 GB; and Adam's states?",
+        16: "Then dp has one rank; fewer parts fit, and send less.",
+    }
 
 
 def large() -> dict[str, str]:

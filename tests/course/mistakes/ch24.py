@@ -10,7 +10,7 @@ RIGHT = {"fewest_ranks": [by_trying]}
 MISTAKES = {
     "fewest_ranks": {
         "return a whole number of ranks or None, not": lambda *given: float(by_trying(*given) or 1),
-        "7B parameters, stage 1, 80 GB: 2 ranks are enough": lambda *given: 1 if by_trying(*given) == 1 else None,
+        "7B parameters, ZeRO-1, 80 GB: 2 ranks are enough": lambda *given: 1 if by_trying(*given) == 1 else None,
         "what no rank shares is already too much": lambda *given: by_trying(*given) or 1000,
         "on 1 ranks each holds 112.0 GB": lambda *given: 1,
         "fewer than 2 ranks are enough": lambda *given: (found := by_trying(*given)) and found + 1,
