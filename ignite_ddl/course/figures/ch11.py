@@ -125,7 +125,7 @@ def batch_or_rate(noise: dict[str, list[float]], curves: dict[str, tuple[list, l
     """
     from matplotlib.ticker import MaxNLocator
 
-    title = "A larger batch does what a smaller rate does"
+    title = "From epoch 10 on a larger batch does what a smaller rate does"
     figure, (left, right) = draw.new_figure(title, width=7.6, height=3.3, columns=2, width_ratios=[1, 1.5])
     looks = [("communication", "-", 4.5), ("forward", "--", 1.8), ("backward_weight", "-", 1.8)]
     for (name, values), (activity, line, width) in zip(noise.items(), looks, strict=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ignite_ddl.lab import cost, draw
-from ignite_ddl.lab.draw import ACTIVITY, SHADE
+from ignite_ddl.lab.draw import ACTIVITY, GREY, SHADE
 
 __all__ = ["queues", "split_peaks", "zero_peaks", "zero_stages"]
 
@@ -144,7 +144,7 @@ def zero_peaks(states: dict, room: dict[str, float]) -> draw.Figure:
     """
     title = "Sharding divides the states; the room to work in is up to you"
     figure, axes = draw.new_figure(title, width=7.4, height=3.5)
-    room_colour = ACTIVITY["communication"]
+    room_colour = GREY
     for place, (name, memory) in enumerate(states.items()):
         sizes = [(getattr(memory, part), colour) for part, colour in _PARTS.items()] + [(room[name], room_colour)]
         parts = [(size, colour, f"{round(size, 1):g}" if size >= 1.8 else "") for size, colour in sizes]

@@ -27,7 +27,10 @@ def tokens(across, inside):
 
 def order():
     """What happens where the optimizer is made before the model is sharded."""
-    return {"error": "Who could notice whose parameters an optimizer holds?", "right": "Sharding makes new parameters."}
+    return {
+        "error": "Who could notice whose parameters an optimizer holds?",
+        "as DDP": "Sharding makes new parameters.",
+    }
 
 
 def peak(layer_by_layer, states, whole):
