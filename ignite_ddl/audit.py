@@ -26,6 +26,9 @@ independent tokens    over cp, a module that looks at other tokens, or counts po
 same loss             tp peers that compute different losses                              steps 1, 2, 4, 8, …
 same gradients        tp peers with different gradients of a replicated weight            until each weight had one
 replicas              weights and buffers that should be equal on ranks, but differ       steps 1, 2, 4, 8, …
+lost changes          weights that forward changes where they are gathered for it alone   steps 1, 2, 4, 8, …
+state of a loss       what a loss function keeps from call to call, computed from a       steps 1, 2, 4, 8, …
+                      rank's own rows or for each microbatch, and by which it computes
 ====================  ==================================================================  ============================
 
 The code between cut layers is checked in a model's first forward pass (``regions.py``), losses by ``loss_contract.py``.
@@ -37,8 +40,8 @@ What is not found, and differs from one process without an error:
 - random numbers that each dp rank draws for its own rows (:mod:`ignite_ddl.tensor.random` has the rules), and weights
   that ``shard=True`` cuts if each rank initialises them with a different seed;
 - a number that a script computes from one rank's part as if it were everything: the loss or output of its rows in an
-  engine of its own, a metric such as ``Average`` of them, a maximum that a hook logs; under pp sums, norms and names of
-  ``model.parameters()`` and ``model.state_dict()``, which are those of its stages;
+  engine of its own, a metric such as ``Average`` of them, a maximum that a hook logs; under pp sums, norms, names and
+  pairs (``zip``) of ``model.parameters()`` and ``model.state_dict()``, which are those of its stages;
 - an ``autograd.Function`` whose backward is not linear (a clamped gradient), since a rank's gradients are those of its
   rows times the number of dp ranks; backward hooks of modules and of tensors are checked;
 - under pp, a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on it;
@@ -72,12 +75,12 @@ from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
 from ignite_ddl.context.sequence import check_tokens, length_matters
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
-from ignite_ddl.loss_contract import Divisor, LossContract
+from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.cut import check_root_hooks
 from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
 from ignite_ddl.regions import check_regions_once
-from ignite_ddl.replicas import check_replicas, digest
+from ignite_ddl.replicas import check_replicas, digest, lost_changes
 from ignite_ddl.state import INITIAL_VALUES
 from ignite_ddl.tensor.gradients import ReplicatedWeights
 from ignite_ddl.traceless import (
@@ -107,7 +110,8 @@ class Audit:
     def __init__(self, model: nn.Module, stages: Any, mesh: Mesh) -> None:
         self.model, self.stages, self.mesh = model, stages, mesh
         self.step, self.is_check_step = 0, True  # steps 1, 2, 4, 8, …
-        self.tensor_hooks = contextlib.ExitStack()  # in steps that check hooks of tensors
+        self.watched = contextlib.ExitStack()  # in steps that check hooks of tensors, and what forward changes
+        self.lost: list[str] = []  # weights that a forward pass has changed in vain
         fingerprint = _fingerprint_of(model)
         unprepared = fingerprint is None and not isinstance(model, DistributedDataParallel | FSDPModule)
         if unprepared and mesh.dp_cp_size > 1 and any(p.requires_grad for p in model.parameters()):
@@ -133,7 +137,8 @@ class Audit:
         if rows is not None and mesh.pp_size > 1:
             _check_rows_are_in_dim_0(rows[0] or 1, x, y)
         if self.is_check_step and mesh.dp_cp_size * mesh.pp_size > 1:
-            self.tensor_hooks.enter_context(_checking_tensor_hooks())
+            self.watched.enter_context(_checking_tensor_hooks())
+            self.watched.enter_context(lost_changes(self.stages.local_stages(), self.lost))
         if self.model_called is not None:
             self.model_called.value = False
         if self.is_check_step:
@@ -153,16 +158,16 @@ class Audit:
             for module in self.model.modules():
                 _check_backward_hooks(module)
 
-    def numbers_to_sum(self, targets: tuple[Any, Divisor] | None, updates: int, order: int) -> list[float]:
+    def numbers_to_sum(self, targets: tuple[Any, LossContract] | None, updates: int, order: int) -> list[float]:
         """After the forward pass, what :meth:`compare` gets summed over dp. Numbers of ranks that differ are found by
         the sums of 1, of the number, and of its square.
 
         Args:
-            targets: the targets, and what the loss divides by; None without rows, or without the last stage.
+            targets: the targets, and what is known of their loss; None without rows, or without the last stage.
             updates: after how many earlier batches this rank has stepped the model.
             order: a number that depends on the order of rows.
         """
-        shapes = [0.0] * 4 if targets is None else _shapes_of(*targets)
+        shapes = [0.0] * 6 if targets is None else _shapes_of(*targets)
         digests = [0.0] * (2 * self.mesh.pp_size)
         digest = self.modules.digest()
         digests[2 * self.mesh.pp_rank : 2 * self.mesh.pp_rank + 2] = float(digest), float(digest**2)
@@ -171,7 +176,13 @@ class Audit:
 
     def end(self, x: Any, last: bool) -> None:
         """After the backward pass, before anything else is sent."""
-        self.tensor_hooks.close()
+        self.watched.close()
+        if self.lost:
+            raise ValueError(
+                f"forward changes {self.lost[0]!r}, a weight that is gathered for this pass alone, so that the change "
+                "is lost: change weights after the optimizer's step (a handler of ITERATION_COMPLETED) or before "
+                "ddl.auto_model, keep a state in a buffer, or leave out shard=True"
+            )
         if self.model_called is not None and not self.model_called.value:
             raise ValueError(
                 "the model should be called as a whole, model(x), but this step called only a method or a part of it, "
@@ -227,7 +238,8 @@ class Audit:
             ValueError: on every rank, if dp ranks called different modules, or have targets of different lengths, or
                 some ranks have skipped a step of the optimizer.
         """
-        n, shapes, squares, pads, stepping, updates, squared, n_orders, orders, orders_squared, *digests = summed
+        n, shapes, squares, pads, states, states_squared, *others = summed
+        stepping, updates, squared, n_orders, orders, orders_squared, *digests = others
         if n_orders * orders_squared != orders**2:
             raise ValueError(
                 "ranks should list the same batches of an epoch, of which auto_dataloader gives each its rows, but do "
@@ -245,6 +257,12 @@ class Audit:
             for digest, square in zip(digests[::2], digests[1::2], strict=True)
         ):
             raise ValueError(UNLIKE_MODULES)
+        if n * states_squared != states**2 and contract.depends_on_unlike_states():
+            raise ValueError(
+                "loss_fn keeps a state from call to call, on which its result depends, and which differs between dp "
+                "ranks, since it is computed from a rank's own rows: sum over ranks what it is computed from "
+                "(torch.distributed.all_reduce in loss_fn), or use a mesh of tp alone"
+            )
         contract.padded = contract.padded or pads > 0
         if n * squares != shapes**2 and not contract.padded:
             raise ValueError(
@@ -331,10 +349,12 @@ class _CallFlag:
         self.value = True
 
 
-def _shapes_of(y: Any, divisor: Divisor) -> list[float]:
-    """Of the shapes of targets: 1, a digest, its square, and whether there may be padding."""
+def _shapes_of(y: Any, contract: LossContract) -> list[float]:
+    """Of the shapes of targets: 1, a digest, its square, and whether there may be padding; of the state of their loss:
+    a digest, and its square.
+    """
     digest = float(zlib.crc32(repr([tuple(t.shape[1:]) for t in tensors_of(y)]).encode()) % 2**20)
-    return [1.0, digest, digest**2, float(divisor.may_pad(y))]
+    return [1.0, digest, digest**2, float(contract.divisor.may_pad(y)), contract.state_digest, contract.state_digest**2]
 
 
 def _check_weights_are_loaded(model: nn.Module) -> None:

@@ -17,29 +17,36 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import types
 import warnings
+import zlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import ignite.distributed as idist
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ignite_ddl.arguments import FUNCTION, Fits, check, first_line, one_of
+from ignite_ddl.collectives import on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, unsharded_parameters
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.mesh import Mesh
-from ignite_ddl.pipeline.structure import concatenated, detached, n_rows, some_rows, tensors_of
+from ignite_ddl.pipeline.structure import concatenated, detached, map_leaves, n_rows, some_rows, tensors_of
+from ignite_ddl.replicas import digest
 from ignite_ddl.tensor.loss import cross_entropy
-from ignite_ddl.traceless import WatchForSums
+from ignite_ddl.traceless import WatchForSums, saved_states, states_kept, unlike
 
 DIVISOR = Fits(
     '"rows", "sum", "local" or a function from targets to a number', (one_of("rows", "sum", "local") | FUNCTION).read
 )
 IGNORED = -100  # torch's default of ignore_index
 _CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss, cross_entropy)
+_LARGE = 2**24  # numbers that an object holds, which are not looked at then
 _MAX_INCONCLUSIVE = 16  # inconclusive checks, after which there is a warning
 _DECLARE = (
     'pass loss_divisor="rows" for a mean over rows, "sum" for a sum, or a function from targets to the divisor of the '
@@ -105,6 +112,10 @@ class Divisor:
         if rows is None:
             return float(n_rows(y if tensors_of(y) else x))
         return float(rows[0] if self.certain else _count_rows(rows[0], x, y, strict))
+
+
+def _has_rows(leaf: Any, n: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == n
 
 
 def _count_rows(loader_rows: int, x: Any, y: Any, strict: bool) -> int:
@@ -212,6 +223,10 @@ class LossContract:
         self.is_confirmed = divisor.certain or mesh.dp_cp_size * mesh.pp_size == 1
         self.is_compared = divisor.declared or not divisor.certain
         self.uses_more = False  # whether the loss depends on something else than rows of the output
+        self.least, self.most = math.inf, 0.0  # the divisors that a declared function has given for parts
+        self.owners: list[Any] = []  # what may keep a state from call to call
+        self.before: list[Any] = []  # that state at the begin of this step
+        self.state_digest = 0.0  # of that state in the end, if the step has changed it and the loss depends on it
         self.pairs: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
         self.earlier_pairs: list[tuple[Any, Any]] = []  # of earlier steps, until there are two rows
 
@@ -223,7 +238,41 @@ class LossContract:
         has_ignored = not self.divisor.certain and any(bool((tensor == IGNORED).any()) for tensor in tensors_of(y))
         several_parts = self.mesh.dp_cp_size * self.mesh.pp_size > 1
         self.is_checking = several_parts and (is_check_step or is_open or has_ignored)
-        self.pairs = []
+        self.pairs, self.state_digest = [], 0.0
+        self.owners = _owners(self.loss_fn) if self.is_checking else []
+        self.before = saved_states(self.owners)
+
+    def check_adds_up(self, y: Any, divisor: float | None = None) -> None:
+        """Looks whether a declared function gives twice as much for the same targets twice, where it gives the least.
+
+        Raises:
+            ValueError: if not, as with a clamp: parts in which little counts would get another weight.
+        """
+        if not (self.divisor.declared and callable(self.divisor.kind)):
+            return
+        divisor = self.divisor.of(y) if divisor is None else divisor
+        if not divisor:
+            return
+        is_least = divisor <= self.least and divisor < self.most
+        self.least, self.most = min(self.least, divisor), max(self.most, divisor)
+        n = n_rows(y)
+        if not (is_least or self.is_checking) or not all(_has_rows(leaf, n) for leaf in tree_leaves(y)):
+            return
+        try:
+            twice = self.divisor.of(concatenated([y, y], [n, n]))
+        except Exception:
+            return
+        if not math.isclose(twice, 2 * divisor, rel_tol=0.1):
+            raise ValueError(
+                f"loss_divisor should add up over parts of a batch, but gives {divisor:g} for some targets and "
+                f"{twice:g} for twice these (a clamp, a mean?): let it count, or let loss_fn return a sum divided by a "
+                'constant, with loss_divisor="sum"'
+            )
+
+    def share(self, part: Any, batch: Any) -> float:
+        """As :meth:`Divisor.share`, with a look at the divisor of the part."""
+        self.check_adds_up(part)
+        return self.divisor.share(part, batch)
 
     def inspect(self, loss: torch.Tensor, output: Any, y: Any, since: int) -> None:
         """Inspects the graph of a loss, and keeps what :meth:`compare` needs; called in steps that check.
@@ -250,7 +299,7 @@ class LossContract:
                     f"loss_fn should be a function of the output's rows, but uses {what} (a loss or an auxiliary term "
                     f"that the model computes), so what it divides by cannot be checked: {_DECLARE}"
                 )
-        if self.is_compared:
+        if self.is_compared or self.owners:
             self.pairs.append(detached((output, y)))
 
     def _check_weights(self, weights: list[nn.Parameter]) -> None:
@@ -284,6 +333,10 @@ class LossContract:
         Raises:
             ValueError: if the loss is not a mean over rows, or cannot be checked.
         """
+        if self.owners and self.pairs:
+            self._compare_states()
+        if not self.is_compared:
+            return True
         if self.mesh.cp_size > 1:
             for output, y in self.pairs:
                 self._compare_tokens(output, y)
@@ -312,6 +365,54 @@ class LossContract:
             )
         return n > 1 and max(values) - min(values) > tolerance
 
+    def _call(self, output: Any, y: Any) -> torch.Tensor:
+        """The loss, by a call that leaves no trace in what the loss function keeps."""
+        with states_kept(self.owners):
+            return self.loss_fn(output, y)
+
+    def _compare_states(self) -> None:
+        """Looks whether this step's calls have changed a state on which the loss depends: ranks have to hold the same.
+
+        Raises:
+            ValueError: if so under pp, where there is a call for each microbatch.
+        """
+        names = [name for state in self.before for name in state.changed()]
+        if not names:
+            return
+        now = saved_states(self.owners)
+        if not self._differ(now, [state.before() for state in self.before]):
+            return  # such as the last loss, kept to be looked at
+        if self.mesh.pp_size > 1:
+            raise ValueError(
+                f"loss_fn changes {', '.join(names)}, on which its result depends, but under pp it runs once for each "
+                "microbatch and not once for a batch: change it in a handler, once for each iteration, or use dp and "
+                "tp only"
+            )
+        held = [tree_map_only(torch.Tensor, digest, state.state()) for state in now]
+        self.state_digest = float(zlib.crc32(repr(held).encode()) % 2**20)
+
+    def depends_on_unlike_states(self) -> bool:
+        """Whether a rank's loss would be another with what dp rank 0 keeps; all of them call it."""
+        group, now = self.mesh.dp_cp_group, saved_states(self.owners)
+        of_rank_0 = [[state.state() for state in now]]
+        dist.broadcast_object_list(of_rank_0, src=dist.get_global_rank(group, 0), group=group)
+        return on_any_rank(bool(self.pairs) and self._differ(now, of_rank_0[0]), group)
+
+    def _differ(self, now: list[Any], values: list[dict[str, Any]]) -> bool:
+        """Whether the loss of this step's first rows would be another with other values of what is kept."""
+
+        def loss_with(others: list[dict[str, Any]]) -> torch.Tensor:
+            with states_kept(self.owners), torch.random.fork_rng(devices=[]):
+                for state, other in zip(now, others, strict=True):
+                    state.held.update(map_leaves(_copied, other))
+                return torch.as_tensor(self.loss_fn(*self.pairs[0])).double()
+
+        try:
+            with torch.no_grad():
+                return unlike(loss_with([state.state() for state in now]), loss_with(values))
+        except Exception:
+            return False
+
     def _compare_declared(self) -> None:
         """Compares a declared loss of each microbatch with what its values for two parts of the rows add up to.
 
@@ -327,7 +428,7 @@ class LossContract:
             if n < 2 or any(len(tensor) != n for tensor in tensors_of((output, y)) if tensor.ndim):
                 continue
             halves = [tuple(some_rows(of, rows, n) for of in (output, y)) for rows in _halves(n)]
-            self.compare_parts(lambda pair: self.loss_fn(*pair), (output, y), halves)
+            self.compare_parts(lambda pair: self._call(*pair), (output, y), halves)
 
     def compare_parts(self, loss_of: Callable[[Any], torch.Tensor], whole: Any, parts: list[Any]) -> None:
         """Compares a loss of ``whole``, which ends with the targets, with what those of its parts add up to.
@@ -363,9 +464,9 @@ class LossContract:
         """The loss of n rows, the precision of its dtype, and the losses of some of these rows."""
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                loss = self.loss_fn(output, y)
+                loss = self._call(output, y)
                 values = [
-                    float(self.loss_fn(*(some_rows(of, slice(first, end or n), n) for of in (output, y))))
+                    float(self._call(*(some_rows(of, slice(first, end or n), n) for of in (output, y))))
                     for first, end in parts
                 ]
         except Exception as error:
@@ -384,7 +485,7 @@ class LossContract:
             return
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), WatchForSums() as watch:
-                loss = float(self.loss_fn(output, y))
+                loss = float(self._call(output, y))
         except Exception:
             return
         if math.isfinite(loss) and abs(loss) > 1e-12 and not watch.found:
@@ -418,7 +519,7 @@ class LossContract:
 
     def _times_divisor(self, output: Any, y: Any) -> float:
         divisor = self.divisor.of(y) if callable(self.divisor.kind) else 1.0
-        return float(self.loss_fn(output, y)) * divisor if divisor else 0.0
+        return float(self._call(output, y)) * divisor if divisor else 0.0
 
     def conclude(self, n_inconclusive: float) -> None:
         """Records the result of a check, given the number of dp ranks whose comparison was inconclusive."""
@@ -433,6 +534,29 @@ class LossContract:
                 f"{_DECLARE}",
                 stacklevel=2,
             )
+
+
+def _owners(loss_fn: Callable) -> list[Any]:
+    """The objects that may keep a state for a loss function: itself, a method's owner, modules that a closure uses."""
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    if type(loss_fn).__module__ == nn.modules.loss.__name__:
+        return []
+    models = {id(module) for model in MODELS for module in model.modules()}
+    cells = [cell.cell_contents for cell in getattr(loss_fn, "__closure__", None) or () if cell != types.CellType()]
+    modules = [one for one in (loss_fn, *cells) if isinstance(one, nn.Module)]
+    others = [one for one in (loss_fn, getattr(loss_fn, "__self__", None)) if one not in modules and _is_small(one)]
+    return [one for one in (*modules, *others) if id(one) not in models]
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _is_small(one: Any) -> bool:
+    """Whether something has a few attributes of its own, and does not hold a whole data set."""
+    held = getattr(one, "__dict__", None)
+    return bool(held) and sum(t.numel() for t in held.values() if isinstance(t, torch.Tensor)) < _LARGE
 
 
 def _halves(n: int) -> tuple[slice, slice]:

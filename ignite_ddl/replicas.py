@@ -1,17 +1,23 @@
-"""Whether ranks that should hold the same weights and buffers do: a digest of each, compared over dp, tp and pp."""
+"""Whether ranks that should hold the same weights and buffers do: a digest of each, compared over dp, tp and pp; and
+whether FSDP2 would lose what a forward pass changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.collectives import gathered, gathered_values
+from ignite_ddl.compat import unsharded_parameters
 from ignite_ddl.data_parallel import local_round
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
@@ -102,6 +108,36 @@ def digest(tensor: torch.Tensor) -> int:
     for words in (*octets[:end].view(torch.int64).split(_CHUNK), octets[end:].to(torch.int64)):
         total = total * 31 + (words * odd[: len(words)]).sum()
     return int(total)
+
+
+@contextlib.contextmanager
+def lost_changes(stages: Iterable[nn.Module], found: list[str]) -> Iterator[None]:
+    """Adds to ``found`` the names of weights that FSDP2 gathers for forward passes inside, and that these change."""
+    handles, before = [], {}
+
+    def digests(module: nn.Module) -> dict[str, int]:
+        gathered = {id(p) for p in unsharded_parameters(module) if p.untyped_storage().size()}
+        return {name: digest(p) for name, p in module.named_parameters() if id(p) in gathered}
+
+    def note(module: nn.Module, *_: Any) -> None:
+        before[module] = digests(module)
+
+    def compare(module: nn.Module, *_: Any) -> None:
+        after, was = digests(module), before.pop(module, {})
+        found.extend(name for name in after if name in was and after[name] != was[name])
+
+    for module in (module for stage in stages for module in stage.modules() if isinstance(module, FSDPModule)):
+        hooks = module._forward_pre_hooks
+        owners = [getattr(hook, "__self__", None) for hook in hooks.values()]
+        later = list(hooks)[owners.index(module._get_fsdp_state()) + 1 :]  # than FSDP2's, which gathers
+        handles += module.register_forward_pre_hook(note), module.register_forward_hook(compare, prepend=True)
+        for key in later:  # the user's hooks may change weights, too
+            hooks.move_to_end(key)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _compare(tensors: Mapping[str, torch.Tensor | None], axis: str, group: dist.ProcessGroup) -> None:

@@ -108,7 +108,7 @@ class TrainingStep:
         local_divisor = self._begin(contract, rows, x, y, autocast)
         weight, of_batch = self._weight(contract, rows, local_divisor, window)
         weight, of_batch = weight * scale / (window or 1), of_batch * scale / (window or 1)
-        loss_of, share = _checked_loss(contract, empty=n_rows(x) == 0), contract.divisor.share
+        loss_of, share = _checked_loss(contract, empty=n_rows(x) == 0), contract.share
         with (
             gradient_sync(self.stages.local_stages(), last),
             _explaining_errors(),
@@ -150,6 +150,7 @@ class TrainingStep:
             with autocast, _explaining_errors():
                 self.audit.begin(rows, x, y)
             contract.begin(y)
+            contract.check_adds_up(y, local_divisor)
         return local_divisor
 
     def _weight(
@@ -231,10 +232,10 @@ class TrainingStep:
         if self.mesh.world_size == 1:
             return loss, counted, None
         empty, inconclusive, compared = rows is not None and rows[0] == 0, False, []
-        if loss is not None and contract.is_checking and contract.is_compared:
+        if loss is not None and contract.is_checking:
             inconclusive = not contract.compare()
         if self.audit is not None:
-            targets = None if loss is None or empty else (y, contract.divisor)
+            targets = None if loss is None or empty else (y, contract)
             compared = self.audit.numbers_to_sum(targets, self.updates, self.order)
         parts = [0.0, 0.0 if loss is None else counted, float(inconclusive), *compared]
         summed = torch.tensor(parts, dtype=torch.float64, device=idist.device())
@@ -297,6 +298,11 @@ def _explaining_errors() -> Iterator[None]:
             raise ValueError(
                 "a layer works in place (inplace=True) on what a layer that is cut over ranks has returned, which "
                 "torch refuses: give it inplace=False"
+            ) from error
+        if "appears to not have been used in the graph" in str(error) and get_mesh().world_size > get_mesh().pp_size:
+            raise ValueError(
+                "torch.autograd.grad got weights that the graph does not have, since layers compute with others, which "
+                "are gathered for a pass: for gradients by weights, take a mesh of dp alone, without shard=True"
             ) from error
         if "Expected to have finished reduction" in str(error):
             raise ValueError(

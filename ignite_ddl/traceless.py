@@ -25,27 +25,28 @@ class _SavedState:
 
     def __init__(self, held: dict[str, Any]) -> None:
         self.held = held
-        self.values = {name: (value, _copied(value)) for name, value in self._state().items()}
+        self.values = {name: (value, _copied(value)) for name, value in self.state().items()}
 
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {k: v for k, v in self.held.items() if k not in _OF_EACH_MODULE and isinstance(v, _KINDS)}
 
-    def changed(self) -> str | None:
-        """The name of something that has changed."""
-        now = self._state()
-        for name in {**self.values, **now}:
-            if name not in now or name not in self.values or not _same(now[name], self.values[name][1]):
-                return name
-        return None
+    def before(self) -> dict[str, Any]:
+        """What was held when it was saved."""
+        return {name: copied for name, (_, copied) in self.values.items()}
+
+    def changed(self) -> list[str]:
+        """The names of what has changed."""
+        now, before = self.state(), self.before()
+        return [k for k in {**before, **now} if k not in now or k not in before or not _same(now[k], before[k])]
 
     def has_rows(self, n: int) -> bool:
         """Whether something that a forward pass has changed has a row for each of n rows, as a hidden state has."""
-        now, before = self._state(), self.values
-        changed = [v for k, v in now.items() if k not in before or not _same(v, before[k][1])]
+        now = self.state()
+        changed = [now[name] for name in self.changed() if name in now]
         return any(isinstance(leaf, torch.Tensor) and n in leaf.shape for leaf in tree_leaves(changed))
 
     def restore(self) -> None:
-        for name in self._state().keys() - self.values.keys():
+        for name in self.state().keys() - self.values.keys():
             del self.held[name]
         for name, (value, before) in self.values.items():
             if not _same(value, before):
@@ -83,18 +84,95 @@ def _modules(stages: Iterable[nn.Module]) -> dict[str, nn.Module]:
     return {name: module for stage in stages for name, module in stage.named_modules()}
 
 
+def saved_states(owners: Iterable[Any]) -> list[_SavedState]:
+    """The states of modules, and of other objects, as they are now."""
+    owners = list(owners)
+    modules = _modules(owner for owner in owners if isinstance(owner, nn.Module)).values()
+    others = [vars(owner) for owner in owners if not isinstance(owner, nn.Module)]
+    return [_SavedState(held) for held in (*(d for m in modules for d in (m._buffers, vars(m))), *others)]
+
+
+@contextlib.contextmanager
+def states_kept(owners: Iterable[Any]) -> Iterator[list[_SavedState]]:
+    """Restores at its end what code inside changes in the states of modules, and of other objects."""
+    kept = saved_states(owners)
+    try:
+        yield kept
+    finally:
+        for of_owner in kept:
+            of_owner.restore()
+
+
 @contextlib.contextmanager
 def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_SavedState]]:
     """Restores at its end what forward passes inside change in these modules; torch draws from a separate stream."""
-    kept = [_SavedState(held) for module in _modules(stages).values() for held in (module._buffers, vars(module))]
     drawn = random_states()
+    with weights_kept(stages), states_kept(stages) as kept:
+        try:
+            with random_stream(seed):
+                yield kept
+        finally:
+            set_random_states(drawn)  # Python's and NumPy's
+
+
+class _KeepingWeights(TorchDispatchMode):
+    """Copies a weight before an operation writes to its memory, also through ``.data``, so that it can be restored."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, stages: Iterable[nn.Module]) -> None:
+        super().__init__()
+        named = {name: p for stage in stages for name, p in stage.named_parameters() if not p.is_meta}
+        held = [(name, p, p.data, _address(p.data)) for name, p in named.items()]
+        self.held = {address: (name, p, data) for name, p, data, address in held if address}
+        self.copies: dict[int, torch.Tensor] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(getattr(func, "_schema", None), "is_mutable", False):
+            for leaf in tree_leaves((args, kwargs)):
+                address = _address(leaf) if isinstance(leaf, torch.Tensor) else 0
+                if address in self.held and address not in self.copies:
+                    self.copies[address] = local_tensor(self.held[address][2]).clone()
+        return func(*args, **(kwargs or {}))
+
+    def restore(self) -> list[str]:
+        """Restores the weights, and returns the names of those that were changed."""
+        changed = []
+        for address, (name, p, data) in self.held.items():
+            replaced = _address(p.data) != _address(data)
+            written = address in self.copies and not _same(local_tensor(data), self.copies[address])
+            if written:
+                local_tensor(data).copy_(self.copies[address])
+            if replaced:
+                p.data = data
+            if written or replaced:
+                changed.append(name)
+        return changed
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the memory of this rank's part of a tensor begins; 0 if it has none."""
+    local = local_tensor(tensor)
+    return local.untyped_storage().data_ptr() if type(local) in (torch.Tensor, nn.Parameter) else 0
+
+
+@contextlib.contextmanager
+def weights_kept(stages: Iterable[nn.Module]) -> Iterator[list[str]]:
+    """Restores the weights that forward passes inside change, such as those of a moving average; at its end, the list
+    has their names.
+    """
+    changed: list[str] = []
+    keeping = _KeepingWeights(stages)
     try:
-        with random_stream(seed):
-            yield kept
+        with keeping:
+            yield changed
     finally:
-        set_random_states(drawn)  # Python's and NumPy's
-        for of_module in kept:
-            of_module.restore()
+        with torch.no_grad():
+            changed += keeping.restore()
 
 
 @contextlib.contextmanager
@@ -103,8 +181,7 @@ def state_that_grows(stages: Iterable[nn.Module], found: list[str]) -> Iterator[
     modules = {name: module for name, module in _modules(stages).items() if not isinstance(module, _NormBase)}
     kept = [(name, _SavedState(held)) for name, module in modules.items() for held in (module._buffers, vars(module))]
     yield
-    changed = [(name, of_module.changed()) for name, of_module in kept]
-    found += [f"{name}.{attribute}".removeprefix(".") for name, attribute in changed if attribute is not None]
+    found += [f"{name}.{changed}".removeprefix(".") for name, of_module in kept for changed in of_module.changed()]
 
 
 def stored_values(stages: Iterable[nn.Module], n: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ignite_ddl.pipeline.cut import Cut, check_trains, trains
 from ignite_ddl.pipeline.schedules import SCHEDULES, check_same_microbatches, microbatches_for
 from ignite_ddl.pipeline.structure import Structure, detached, joined, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
-from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other, state_that_grows, without_trace
+from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other, state_that_grows, weights_kept, without_trace
 
 _KEPT = 16  # schedules of a pipeline; each holds receive buffers
 
@@ -147,11 +147,12 @@ class BatchSchedules:
             return output
 
         stages, grown = list(self.stages.values()), []
-        with without_trace(stages), torch.enable_grad(), autocast:
+        with without_trace(stages), torch.enable_grad(), autocast, weights_kept(stages) as changed:
             self.transfer.pass_through([x], run)
             if self.checks:  # a cache is made in the first pass, a state changes in each
                 with state_that_grows(stages, grown):
                     self.transfer.pass_through([x], run)
+        grown += changed if self.checks else []
         if grown:
             raise ValueError(
                 f"forward changes {grown[0]!r}, but under pp it runs once for each microbatch, not once for a batch: "

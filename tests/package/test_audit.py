@@ -1,5 +1,6 @@
 """Changes after ddl.auto_model, replicas that drift, and forward passes of our own: found, or without a trace."""
 
+import copy
 import random
 import warnings
 import weakref
@@ -327,6 +328,72 @@ def test_state_in_forward_is_refused_under_pp():
     refused(of(spectral), "forward changes '0.parametrizations.weight", pp=2)
     assert_right(of(partial(Cached, 8, 8)), pp=2)
     assert_right(of(spectral), dp=2)
+
+
+class Scaling(nn.Linear):
+    """Initialised by its first rows; through .data or not."""
+
+    def __init__(self, by_data):
+        super().__init__(8, 8)
+        self.by_data, self.done = by_data, False
+
+    def forward(self, x):
+        if not self.done:
+            with torch.no_grad():
+                (self.bias.data if self.by_data else self.bias).copy_(-x.mean(0))
+            self.done = True
+        return super().forward(x)
+
+
+class Clamped(nn.Linear):
+    def forward(self, x):
+        self.weight.data.clamp_(min=0)
+        return super().forward(x)
+
+
+class Hooked(nn.Sequential):
+    """A hook, given before FSDP2's, changes a weight."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8))
+        self[0].register_forward_pre_hook(self.clamp)
+
+    @staticmethod
+    def clamp(layer, _):
+        layer.weight.data.clamp_(min=0)
+
+
+class Followed(nn.Module):
+    """A copy of a layer, which each forward pass moves towards it: in place, or by new data."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.layer, self.in_place = nn.Linear(8, 8), in_place
+        self.copied = copy.deepcopy(self.layer).requires_grad_(False)
+
+    def forward(self, x):
+        for mean, p in zip(self.copied.parameters(), self.layer.parameters(), strict=True):
+            if self.in_place:
+                mean.data.lerp_(p.data, 0.1)
+            else:
+                mean.data = 0.9 * mean.data + 0.1 * p.data
+        return self.layer(x) - self.copied(x.flip(1))
+
+
+@pytest.mark.parametrize("make", [partial(Scaling, False), partial(Scaling, True), partial(Clamped, 8, 8), Hooked])
+def test_weights_that_forward_changes_in_vain_are_refused(make):
+    of = partial(trained, make=lambda: nn.Sequential(make(), nn.Tanh(), nn.Linear(8, 4)))
+    refused(partial(of, shard=True), "forward changes '(0.)?(weight|bias)', a weight that is gathered", dp=2)
+    refused(of, "forward changes '0.(0.)?(weight|bias)', but under pp", pp=2)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}], ids=str)
+def test_our_forward_passes_leave_no_trace_in_weights(axes, in_place):
+    def make():
+        return nn.Sequential(Followed(in_place), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    assert_right(partial(trained, make=make, tensor_plan={"1": ddl.Column(), "3": ddl.Row()}), **axes)
 
 
 # --- what scripts do with weights after auto_model, and beside the trainer

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 import ignite_ddl as ddl
+from ignite_ddl.loss_contract import LossContract, divisor_of
 
 generator = torch.Generator().manual_seed(2)
 X = torch.randn(22, 6, generator=generator, dtype=torch.float64)
@@ -313,6 +314,94 @@ def test_declared_losses_of_which_parts_cannot_be_compared_are_taken():
     assert_right(partial(trained, loss_fn=negatives_of_the_batch, divisor="rows"), tp=2)
     noisy = partial(trained, loss_fn=lambda o, y: F.mse_loss(o, y) * (1 + torch.rand(())), divisor="rows")
     assert len(on(noisy, dp=2)) == 2
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_a_divisor_that_does_not_add_up_is_refused(axes):
+    of = partial(trained, loss_fn=at_least_one, divisor=lambda y: (y > 1.5).sum().clamp(min=1))
+    none = torch.cat([Y[:3].clamp(max=1.0), Y[3:]])
+    refused(partial(of, data=(X, none)), "loss_divisor should add up over parts of a batch, but gives 1 for", **axes)
+    assert_right(partial(of, data=(X, torch.cat([torch.full((22, 1), 2.0).double(), Y[:, 1:]], 1))), **axes)
+
+
+def test_divisors_of_targets_without_rows_are_taken():
+    contract = LossContract(F.mse_loss, divisor_of(F.mse_loss, lambda y: len(y[1])), ddl.get_mesh(), nn.Linear(1, 1))
+    contract.is_checking = True
+    contract.check_adds_up((torch.ones(3), torch.ones(5)))  # of which the second has no row for each sample
+
+
+class Annealed(nn.Module):
+    """Counts its calls, in a buffer or in a number, and computes by the count; and keeps its last result for a log."""
+
+    def __init__(self, in_buffer):
+        super().__init__()
+        self.last = None
+        if in_buffer:
+            self.register_buffer("n", torch.zeros(()))
+        else:
+            self.n = 0
+
+    def forward(self, output, y):
+        self.n += 1
+        loss = F.mse_loss(output, y) * (self.n / (self.n + 2))
+        self.last = loss.item()
+        return loss
+
+
+class Centred(nn.Module):
+    """Keeps a moving average of targets: of this rank's rows, or of those of all ranks."""
+
+    def __init__(self, of_all):
+        super().__init__()
+        self.of_all = of_all
+        self.register_buffer("centre", torch.zeros(7, dtype=torch.float64))
+
+    def forward(self, output, y):
+        loss = F.mse_loss(output, y - self.centre)
+        summed = torch.cat([y.sum(0), torch.tensor([len(y)])])
+        if self.of_all and dist.is_initialized():
+            dist.all_reduce(summed, group=ddl.get_mesh().dp_group)
+        self.centre = 0.9 * self.centre + 0.1 * summed[:-1] / summed[-1]
+        return loss
+
+
+class Plain:
+    """An object that is called, with a method that may be the loss as well."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, output, y):
+        self.seen.append(None)
+        return F.mse_loss(output, y) / len(self.seen)
+
+
+def closure():
+    inner = Annealed(in_buffer=True)
+    return lambda output, y: inner(output, y)
+
+
+def with_state(local_rank, make_loss, divisor):
+    return trained(local_rank, loss_fn=make_loss(), divisor=divisor, epochs=2)
+
+
+@pytest.mark.parametrize("divisor", [None, "rows"])
+@pytest.mark.parametrize(
+    "make_loss",
+    [partial(Annealed, False), partial(Annealed, True), Plain, lambda: Plain().__call__, closure],
+    ids=["number", "buffer", "object", "method", "closure"],
+)
+def test_the_state_of_a_loss_changes_once_a_step_or_is_refused(make_loss, divisor):
+    of = partial(with_state, make_loss=make_loss, divisor=divisor)
+    assert_right(of, dp=2)
+    refused(of, "loss_fn changes .*(n|seen).*, on which its result depends, but under pp", pp=2)
+
+
+@pytest.mark.parametrize("divisor", [None, "rows"])
+def test_a_state_of_a_loss_that_ranks_compute_from_their_own_rows_is_refused(divisor):
+    of = partial(with_state, divisor=divisor)
+    refused(partial(of, make_loss=partial(Centred, False)), "loss_fn keeps a state from call to call", dp=2)
+    assert_right(partial(of, make_loss=partial(Centred, True)), dp=2)
 
 
 class Keeping(nn.Module):
