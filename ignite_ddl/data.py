@@ -483,6 +483,24 @@ def _warn_of_uneven_rows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         )
 
 
+def forget_uneven_rows() -> None:
+    """Says that the rows of the last batch were counted in a step."""
+    global _uneven_loader
+    _uneven_loader = None
+
+
+def warn_of_padded_rows(loader: Any) -> None:
+    """Warns of a DistributedSampler (``idist.auto_dataloader``) that reads rows twice or leaves some out."""
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and sampler.total_size != len(sampler.dataset):
+        warnings.warn(
+            f"a {type(sampler).__name__} makes {sampler.total_size} rows of {len(sampler.dataset)}, so that some count "
+            "twice, or not at all, and the numbers are not those of one process: take ddl.auto_dataloader, which adds "
+            "and drops nothing",
+            stacklevel=4,
+        )
+
+
 def warn_of_uneven_rows(cure: str, counted: int | None = None) -> None:
     """Warns once if ranks have unlike numbers of rows of the batch that was read last, and nothing weights them.
 

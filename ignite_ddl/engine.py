@@ -17,7 +17,7 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events, State, _prepare_batch
-from ignite.handlers import FastaiLRFinder
+from ignite.handlers import FastaiLRFinder, TimeLimit
 from ignite.handlers.base_logger import BaseOutputHandler
 from ignite.handlers.tqdm_logger import ProgressBar
 from ignite.metrics import Metric
@@ -28,9 +28,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
 from ignite_ddl.audit import check_same_rows, check_tokens_are_independent
+from ignite_ddl.collectives import on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, PartError
 from ignite_ddl.context.sequence import NOT_SHARED
-from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
+from ignite_ddl.data import Pass, ShardedDataLoader, forget_uneven_rows, warn_of_padded_rows, without_rows
 from ignite_ddl.data_parallel import local_round, refuse_in_a_round
 from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.loss_contract import DIVISOR, divisor_of
@@ -107,6 +108,10 @@ class MeshEngine(Engine):
         step.updates, step.order = self.updates, getattr(plan, "digest", 0) % 2**20
         output, loss = step(*args, **kwargs)
         self.weighted += step.models
+        if (
+            self.rows is None
+        ):  # an iterator over the loader of ddl.auto_dataloader, perhaps: the step counts rows itself
+            forget_uneven_rows()
         return output, loss
 
     @takes(data=_DATA, max_epochs=COUNT, max_iters=COUNT, epoch_length=COUNT)
@@ -125,6 +130,11 @@ class MeshEngine(Engine):
             self._internal_run_generator = None  # with which Ignite's next run would return at once
             if isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error):
                 raise PartError(error) from error  # of a handler or of an update function of one's own
+            if isinstance(error, AttributeError) and "'_local_tensor'" in str(error):
+                raise ValueError(
+                    "torch.func (vmap, grad) cannot compute with weights that are cut over ranks: take a mesh of dp "
+                    "alone, without shard=True"
+                ) from error
             raise
         finally:
             if self._pass is not None and self._dataloader_iter is None:
@@ -141,6 +151,7 @@ class MeshEngine(Engine):
         if isinstance(loader, ShardedDataLoader):
             self._dataloader_iter = self._pass = loader.pass_of(self)
         else:
+            warn_of_padded_rows(loader)
             super()._setup_dataloader_iter()
 
     def _fire_event(self, event_name: Any, *args: Any, **kwargs: Any) -> None:
@@ -179,6 +190,8 @@ class MeshEngine(Engine):
         owner = getattr(handler, "__self__", None)
         if isinstance(owner, Metric):
             over_data_parallel(owner)
+        if isinstance(handler, TimeLimit):
+            handler = functools.partial(_end_together, handler)
         if isinstance(owner, FastaiLRFinder) and handler == owner._log_lr_and_loss:
             handler = on_this_rank(owner, handler)
         # Handlers of ProgressBar.attach; a user's handlers of the bar run on every rank.
@@ -189,6 +202,13 @@ class MeshEngine(Engine):
         for handlers in self._event_handlers.values():  # checkpoints last: they hold what all others have done
             handlers.sort(key=_runs_last)
         return added
+
+
+def _end_together(limit: TimeLimit, engine: MeshEngine) -> None:
+    """Ends the run where the clock of any rank says so: if some ranks ended it, the others would wait for them."""
+    limit(engine)
+    if get_mesh().world_size > 1 and on_any_rank(engine.should_terminate):
+        engine.terminate()
 
 
 @contextlib.contextmanager
@@ -327,7 +347,8 @@ def create_supervised_trainer(
             to a number, such as ``lambda y: (y != 0).sum()``. Default None: torch's classification losses and
             ``ddl.cross_entropy`` are recognised with ``ignore_index``, ``weight`` and ``reduction``; another loss has
             to be a mean over rows, which is checked by calling it with parts of a batch: until that was conclusive,
-            and in steps 1, 2, 4, 8, …, so its side effects are repeated. A loss that uses something else than rows of
+            and in steps 1, 2, 4, 8, …, so its side effects are repeated, except for what it keeps itself (attributes
+            and buffers of an object or a module). A loss that uses something else than rows of
             the output, such as a loss that the model returns, has to be declared. What is declared is compared in the
             same steps, where losses of some rows can be computed. "local" is not: the mean, weighted by rows, of what
             each rank and microbatch computes from its own rows, another number than that of one process where rows

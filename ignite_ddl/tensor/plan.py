@@ -168,6 +168,9 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
                 f"This was in {name!r}, which tensor_plan cuts with {type(style).__name__}: its input should be "
                 f"{_wanted_input(style)}; name the layers before it in the plan too, or leave this one out.",
             )
+    for module in modules.values():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # in evaluation: DTensors cannot be computed with nested ones
     for parent, inside in _consumers_of_shards(modules, styles).items():
         explain_errors(
             modules[parent],

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import time
+import warnings
 
 import ignite.distributed as idist
 import pytest
@@ -16,6 +18,7 @@ from ignite.handlers import (
     ProgressBar,
     ReduceLROnPlateauScheduler,
     TerminateOnNan,
+    TimeLimit,
     create_lr_scheduler_with_warmup,
 )
 from ignite.handlers.tensorboard_logger import GradsScalarHandler, TensorboardLogger
@@ -397,3 +400,29 @@ def test_ignites_loggers_of_weights_log_whole_weights_or_say_why_not():
     for axes, options in ({"dp": 2}, {"shard": True}), ({"tp": 2}, {"tensor_plan": PLAN}):
         with pytest.raises(ddl.RankError, match="GradsScalarHandler would log this rank's part of '0.weight'"):
             launch(axes, logging_weights, options)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_the_clock_of_one_rank_ends_the_run_of_all(axes):
+    def limited(local_rank):
+        limit = TimeLimit(60)
+        limit.start_time = time.time() - 61 * (local_rank == 1)
+        trainer = trainer_of(ddl.auto_model(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), limit)
+        rows = torch.utils.data.TensorDataset(torch.randn(12, 8), torch.randn(12, 3))
+        trainer.run(ddl.auto_dataloader(rows, batch_size=4), max_epochs=3)
+        return trainer.state.iteration
+
+    assert launch(axes, limited) == [2, 2]
+
+
+@on_each_rank(dp=2)
+def test_only_what_does_not_count_rows_once_is_warned_of(local_rank):
+    """An iterator over the loader, whose rows the step counts; and a sampler that pads."""
+    rows = torch.utils.data.TensorDataset(torch.randn(5, 8), torch.randn(5, 8))
+    trainer = trainer_of(ddl.auto_model(nn.Linear(8, 8)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer.run((batch for batch in ddl.auto_dataloader(rows, batch_size=5)), max_epochs=1, epoch_length=1)
+    with pytest.warns(UserWarning, match="a DistributedSampler makes 6 rows of 5, so that some count twice"):
+        trainer.run(torch.utils.data.DataLoader(rows, sampler=torch.utils.data.DistributedSampler(rows)), max_epochs=1)

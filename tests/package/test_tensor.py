@@ -4,6 +4,7 @@ Whole models under plans, trained on meshes, are in parity.py.
 """
 
 import contextlib
+import copy
 import itertools
 import re
 import warnings
@@ -768,3 +769,18 @@ def test_the_table_of_styles_is_what_is_counted(monkeypatch):
     import styles_table
 
     assert styles_table.page() == styles_table.PAGE.read_text(), "out of date: python tools/styles_table.py"
+
+
+@on_each_rank(tp=2)
+def test_an_encoder_of_torch_with_padding_in_evaluation(local_rank):
+    """In evaluation torch makes nested tensors of padded sequences, with which DTensors cannot compute."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 2)
+    x, padding = torch.randn(3, 4, 8), torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]]).bool()
+    cut = ddl.auto_model(
+        copy.deepcopy(plain), {"layers.*.linear1": ddl.Column(), "layers.*.linear2": ddl.Row()}, checks=False
+    )
+    with torch.no_grad():
+        expected, found = (m.eval()(x, src_key_padding_mask=padding) for m in (plain, cut))
+    assert torch.allclose(expected[~padding], found[~padding], atol=1e-5)
