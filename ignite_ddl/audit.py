@@ -225,7 +225,7 @@ class Audit:
 
         def loss_of(rows: tuple[Any, Any]) -> torch.Tensor:
             with without_trace(stages):
-                return contract.loss_fn(transform(self.stages.forward_only(rows[0])), rows[1])
+                return contract.call(transform(self.stages.forward_only(rows[0])), rows[1])
 
         few, parts = few_rows((x, y))
         with evaluating(stages, all_of_them=False):

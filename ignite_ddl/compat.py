@@ -10,8 +10,10 @@ file                                    what it uses
 ``data.py``                             ``torch.utils._pytree``, as most of the following; ``DataLoader._get_iterator``,
                                         an Ignite engine's ``_dataloader_iter``
 ``loss_contract.py``                    ``nn``'s ``_Loss``, the base of its losses; the numbers of autograd's nodes
-``replicas.py``                         ``_NormBase``, ``nn.Module._non_persistent_buffers_set``
-``traceless.py``                        ``_NormBase``, ``nn.Module._buffers``
+``replicas.py``                         ``_NormBase``, ``nn.Module._non_persistent_buffers_set``,
+                                        ``_forward_pre_hooks``, ``FSDPModule._get_fsdp_state``
+``traceless.py``                        ``_NormBase``, ``nn.Module._buffers``, torch's dispatch mode, the ``_schema``
+                                        of its operators
 ``audit.py``                            ``nn.Module._parameters``, ``_modules``, ``Parameter._backward_hooks``
 ``guards.py``                           ``Parameter._backward_hooks``
 ``pipeline/pipeline.py``                 ``Tensor._backward_hooks``

@@ -39,7 +39,7 @@ from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.structure import concatenated, detached, map_leaves, n_rows, some_rows, tensors_of
 from ignite_ddl.replicas import digest
 from ignite_ddl.tensor.loss import cross_entropy
-from ignite_ddl.traceless import WatchForSums, saved_states, states_kept, unlike
+from ignite_ddl.traceless import WatchForSums, differ, saved_states, states_kept
 
 DIVISOR = Fits(
     '"rows", "sum", "local" or a function from targets to a number', (one_of("rows", "sum", "local") | FUNCTION).read
@@ -365,7 +365,7 @@ class LossContract:
             )
         return n > 1 and max(values) - min(values) > tolerance
 
-    def _call(self, output: Any, y: Any) -> torch.Tensor:
+    def call(self, output: Any, y: Any) -> torch.Tensor:
         """The loss, by a call that leaves no trace in what the loss function keeps."""
         with states_kept(self.owners):
             return self.loss_fn(output, y)
@@ -409,7 +409,7 @@ class LossContract:
 
         try:
             with torch.no_grad():
-                return unlike(loss_with([state.state() for state in now]), loss_with(values))
+                return differ(loss_with([state.state() for state in now]), loss_with(values))
         except Exception:
             return False
 
@@ -428,7 +428,7 @@ class LossContract:
             if n < 2 or any(len(tensor) != n for tensor in tensors_of((output, y)) if tensor.ndim):
                 continue
             halves = [tuple(some_rows(of, rows, n) for of in (output, y)) for rows in _halves(n)]
-            self.compare_parts(lambda pair: self._call(*pair), (output, y), halves)
+            self.compare_parts(lambda pair: self.call(*pair), (output, y), halves)
 
     def compare_parts(self, loss_of: Callable[[Any], torch.Tensor], whole: Any, parts: list[Any]) -> None:
         """Compares a loss of ``whole``, which ends with the targets, with what those of its parts add up to.
@@ -464,9 +464,9 @@ class LossContract:
         """The loss of n rows, the precision of its dtype, and the losses of some of these rows."""
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                loss = self._call(output, y)
+                loss = self.call(output, y)
                 values = [
-                    float(self._call(*(some_rows(of, slice(first, end or n), n) for of in (output, y))))
+                    float(self.call(*(some_rows(of, slice(first, end or n), n) for of in (output, y))))
                     for first, end in parts
                 ]
         except Exception as error:
@@ -485,7 +485,7 @@ class LossContract:
             return
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), WatchForSums() as watch:
-                loss = float(self._call(output, y))
+                loss = float(self.call(output, y))
         except Exception:
             return
         if math.isfinite(loss) and abs(loss) > 1e-12 and not watch.found:
@@ -519,7 +519,7 @@ class LossContract:
 
     def _times_divisor(self, output: Any, y: Any) -> float:
         divisor = self.divisor.of(y) if callable(self.divisor.kind) else 1.0
-        return float(self._call(output, y)) * divisor if divisor else 0.0
+        return float(self.call(output, y)) * divisor if divisor else 0.0
 
     def conclude(self, n_inconclusive: float) -> None:
         """Records the result of a check, given the number of dp ranks whose comparison was inconclusive."""

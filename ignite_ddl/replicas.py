@@ -128,8 +128,8 @@ def lost_changes(stages: Iterable[nn.Module], found: list[str]) -> Iterator[None
 
     for module in (module for stage in stages for module in stage.modules() if isinstance(module, FSDPModule)):
         hooks = module._forward_pre_hooks
-        owners = [getattr(hook, "__self__", None) for hook in hooks.values()]
-        later = list(hooks)[owners.index(module._get_fsdp_state()) + 1 :]  # than FSDP2's, which gathers
+        of_fsdp = [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is module._get_fsdp_state()]
+        later = list(hooks)[list(hooks).index(of_fsdp[0]) + 1 :] if of_fsdp else []  # than FSDP2's, which gathers
         handles += module.register_forward_pre_hook(note), module.register_forward_hook(compare, prepend=True)
         for key in later:  # the user's hooks may change weights, too
             hooks.move_to_end(key)

@@ -17,6 +17,7 @@ from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, some
 from ignite_ddl.tensor.random import random_states, random_stream, set_random_states
 
 _KINDS = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, torch.Tensor)
+_NUMBERS = (bool, int, float, complex, str)
 _OF_EACH_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -76,7 +77,12 @@ def _same(value: Any, before: Any) -> bool:
         same_shape = isinstance(before, torch.Tensor) and value.shape == before.shape
         return same_shape and bool(((value == before) | (value != value) & (before != before)).all())
     if isinstance(value, list | dict):
-        return type(value) is type(before) and len(value) == len(before)
+        if type(value) is not type(before) or len(value) != len(before):
+            return False
+        if isinstance(value, dict) and list(value) != list(before):
+            return False
+        pairs = zip(*(held.values() if isinstance(held, dict) else held for held in (value, before)), strict=True)
+        return all(one is other or type(one) in _NUMBERS and one == other for one, other in pairs)
     return value is before or type(value) is type(before) and not isinstance(value, tuple) and value == before
 
 
