@@ -242,15 +242,14 @@ class LossContract:
         self.owners = _owners(self.loss_fn) if self.is_checking else []
         self.before = saved_states(self.owners)
 
-    def check_adds_up(self, y: Any, divisor: float | None = None) -> None:
+    def check_adds_up(self, y: Any, divisor: float | None) -> None:
         """Looks whether a declared function gives twice as much for the same targets twice, where it gives the least.
 
         Raises:
             ValueError: if not, as with a clamp: parts in which little counts would get another weight.
         """
-        if not (self.divisor.declared and callable(self.divisor.kind)):
-            return
-        divisor = self.divisor.of(y) if divisor is None else divisor
+        if self.mesh.dp_cp_size == 1 or not (self.divisor.declared and callable(self.divisor.kind)):
+            return  # microbatches are weighted by the divisor of the batch
         if not divisor:
             return
         is_least = divisor <= self.least and divisor < self.most
@@ -268,11 +267,6 @@ class LossContract:
                 f"{twice:g} for twice these (a clamp, a mean?): let it count, or let loss_fn return a sum divided by a "
                 'constant, with loss_divisor="sum"'
             )
-
-    def share(self, part: Any, batch: Any) -> float:
-        """As :meth:`Divisor.share`, with a look at the divisor of the part."""
-        self.check_adds_up(part)
-        return self.divisor.share(part, batch)
 
     def inspect(self, loss: torch.Tensor, output: Any, y: Any, since: int) -> None:
         """Inspects the graph of a loss, and keeps what :meth:`compare` needs; called in steps that check.

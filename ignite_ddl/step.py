@@ -108,7 +108,7 @@ class TrainingStep:
         local_divisor = self._begin(contract, rows, x, y, autocast)
         weight, of_batch = self._weight(contract, rows, local_divisor, window)
         weight, of_batch = weight * scale / (window or 1), of_batch * scale / (window or 1)
-        loss_of, share = _checked_loss(contract, empty=n_rows(x) == 0), contract.share
+        loss_of, share = _checked_loss(contract, empty=n_rows(x) == 0), contract.divisor.share
         with (
             gradient_sync(self.stages.local_stages(), last),
             _explaining_errors(),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ignite.engine import Events
-from ranks import on, trainer_of
+from ranks import on, on_each_rank, trainer_of
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
@@ -316,18 +316,19 @@ def test_declared_losses_of_which_parts_cannot_be_compared_are_taken():
     assert len(on(noisy, dp=2)) == 2
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
-def test_a_divisor_that_does_not_add_up_is_refused(axes):
+def test_a_divisor_that_does_not_add_up_is_refused():
     of = partial(trained, loss_fn=at_least_one, divisor=lambda y: (y > 1.5).sum().clamp(min=1))
-    none = torch.cat([Y[:3].clamp(max=1.0), Y[3:]])
-    refused(partial(of, data=(X, none)), "loss_divisor should add up over parts of a batch, but gives 1 for", **axes)
-    assert_right(partial(of, data=(X, torch.cat([torch.full((22, 1), 2.0).double(), Y[:, 1:]], 1))), **axes)
+    none = partial(of, data=(X, torch.cat([Y[:3].clamp(max=1.0), Y[3:]])))  # of a rank, or of a microbatch
+    refused(none, "loss_divisor should add up over parts of a batch, but gives 1 for", dp=2)
+    assert_right(none, pp=2)
+    assert_right(partial(of, data=(X, torch.cat([torch.full((22, 1), 2.0).double(), Y[:, 1:]], 1))), dp=2)
 
 
-def test_divisors_of_targets_without_rows_are_taken():
+@on_each_rank(dp=2)
+def test_divisors_of_targets_without_rows_are_taken(local_rank):
     contract = LossContract(F.mse_loss, divisor_of(F.mse_loss, lambda y: len(y[1])), ddl.get_mesh(), nn.Linear(1, 1))
     contract.is_checking = True
-    contract.check_adds_up((torch.ones(3), torch.ones(5)))  # of which the second has no row for each sample
+    contract.check_adds_up((torch.ones(3), torch.ones(5)), 5.0)  # of which the second has no row for each sample
 
 
 class Annealed(nn.Module):
