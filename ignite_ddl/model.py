@@ -386,7 +386,8 @@ def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
     uncut = dict(model.named_parameters(remove_duplicate=False))
     if layout.cut is not None:
         communicates = layout.shard or layout.mesh.ep_size > 1 or bool(routers_of(model))
-        model = Pipeline(model, layout.cut, layout.mesh, communicates, layout.checks)
+        gathers = layout.shard and bool(layout.fsdp["reshard_after_forward"])
+        model = Pipeline(model, layout.cut, layout.mesh, communicates, gathers, layout.checks)
     _apply_styles(model, layout.styles, layout.mesh)
     for stage in stages_of(model).local_stages():
         apply_data_parallel(stage, layout.mesh, layout.fsdp if layout.shard else None, layout.local)

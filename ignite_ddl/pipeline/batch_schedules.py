@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager as Context
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ignite_ddl.collectives import gathered_values, on_any_rank
+from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
 from ignite_ddl.data_parallel import local_round, reshard
 from ignite_ddl.experts.routing import routers_of
 from ignite_ddl.experts.style import experts_of
@@ -50,14 +51,22 @@ class BatchSchedules:
         stages: those of this rank, by number.
         transfer: the messages between stages.
         communicates: whether dp ranks communicate in forward passes: FSDP2, experts, routers.
+        gathers: whether they do so in that of each microbatch, so that all of them need as many.
         checks: whether to refuse layers that keep a state from one forward pass to the next.
     """
 
     def __init__(
-        self, cut: Cut, mesh: Mesh, stages: dict[int, nn.Module], transfer: Transfer, communicates: bool, checks: bool
+        self,
+        cut: Cut,
+        mesh: Mesh,
+        stages: dict[int, nn.Module],
+        transfer: Transfer,
+        communicates: bool,
+        gathers: bool,
+        checks: bool,
     ) -> None:
         self.cut, self.mesh, self.stages, self.transfer = cut, mesh, stages, transfer
-        self.communicates, self.checks = communicates, checks
+        self.communicates, self.gathers, self.checks = communicates, gathers, checks
         self.made: dict[tuple, tuple[Any, MicrobatchLoss]] = {}  # the one used last comes last
         self.trained: dict[int, bool] = {}  # whether a stage had trainable weights when schedules were set up
 
@@ -71,6 +80,10 @@ class BatchSchedules:
 
         To set one up runs the stages, so where dp peers communicate in them, all of them have to do it.
         """
+        divided = rows  # by the number of microbatches
+        if self.gathers:
+            divided = math.gcd(*map(int, gathered(torch.tensor(rows, device=idist.device()), self.mesh.dp_cp_group)))
+            key = (*key, divided)
         new = key not in self.made
         if self.communicates:
             # A last batch may have 32 rows on one dp rank, a known shape, and 31 on another.
@@ -80,7 +93,7 @@ class BatchSchedules:
         if new:
             self._check_gradients()
             self.trained = {s: trains(stage) for s, stage in self.stages.items()}
-            made = self._make(x, rows, autocast)
+            made = self._make(x, rows, divided, autocast)
             if len(self.made) == _KEPT:
                 del self.made[next(iter(self.made))]
         self.made[key] = made
@@ -104,13 +117,13 @@ class BatchSchedules:
                     "over dp: freeze it after ddl.auto_model"
                 )
 
-    def _make(self, x: Any, rows: int, autocast: Context) -> tuple[Any, MicrobatchLoss]:
+    def _make(self, x: Any, rows: int, divided: int, autocast: Context) -> tuple[Any, MicrobatchLoss]:
         # Imported now, since importing torch's schedules takes a second.
         from torch.distributed.pipelining import schedules
 
         from ignite_ddl.pipeline.stage import Stage
 
-        n, name = microbatches_for(rows, self.cut.n_microbatches, self.cut.schedule, self.mesh.pp_size)
+        n, name = microbatches_for(divided, self.cut.n_microbatches, self.cut.schedule, self.mesh.pp_size)
         known, n_stages = SCHEDULES[name], len(self.cut.owners)
         self._check_same_number(n)
         interfaces = self._interfaces(rows_of(x, 0, rows // n), autocast)

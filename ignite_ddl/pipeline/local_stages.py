@@ -148,16 +148,24 @@ class PipelineStages:
         mesh: the mesh.
         stages: those of this rank, by number.
         communicates: whether dp ranks communicate in forward passes.
+        gathers: whether they do so in that of each microbatch.
         checks: whether to refuse layers that keep a state from one forward pass to the next.
     """
 
     def __init__(
-        self, module: nn.Module, cut: Cut, mesh: Mesh, stages: dict[int, nn.Module], communicates: bool, checks: bool
+        self,
+        module: nn.Module,
+        cut: Cut,
+        mesh: Mesh,
+        stages: dict[int, nn.Module],
+        communicates: bool,
+        gathers: bool,
+        checks: bool,
     ) -> None:
         self.module, self.cut, self.mesh, self.stages = module, cut, mesh, stages
         self.is_last = cut.owners[-1] == mesh.pp_rank
         self.transfer = Transfer(cut, mesh)
-        self.schedules = BatchSchedules(cut, mesh, stages, self.transfer, communicates, checks)
+        self.schedules = BatchSchedules(cut, mesh, stages, self.transfer, communicates, gathers, checks)
         self.from_last_stage, self.gather_stages = self.transfer.from_last_stage, self.transfer.gather
 
     def train_step(
@@ -217,8 +225,8 @@ class PipelineStages:
         return joined(outputs) if outputs else None
 
     def _common_count(self, n: int) -> int:
-        """The least number of microbatches of dp peers, where their experts communicate in each."""
-        if self.mesh.ep_size > 1:
+        """The least number of microbatches of dp peers, where they communicate in each."""
+        if self.mesh.ep_size > 1 or self.schedules.gathers:
             least = torch.tensor(n, device=idist.device())
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.mesh.dp_cp_group)
             n = int(least)

@@ -43,10 +43,19 @@ class Pipeline(nn.Module):
         cut: the stages, from :func:`~ignite_ddl.pipeline.cut.cut_into_stages`.
         mesh: the mesh; its pp axis has more than one rank.
         communicates: whether dp ranks communicate in forward passes: FSDP2, experts, routers. Default: False.
+        gathers: whether they do so in that of each microbatch, since FSDP2 frees weights after it. Default: False.
         checks: whether to refuse layers that keep a state from one forward pass to the next. Default: True.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, mesh: Mesh, communicates: bool = False, checks: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: Cut,
+        mesh: Mesh,
+        communicates: bool = False,
+        gathers: bool = False,
+        checks: bool = True,
+    ) -> None:
         super().__init__()
         allow_empty_parameter_lists()
         layers = dict(named_layers(model))
@@ -69,7 +78,8 @@ class Pipeline(nn.Module):
                 if name in held:
                     setattr(held[name], SHARED, (names[0], frozenset(ranks)))
         # A private name, since layers are registered under the user's names.
-        self._local_stages = PipelineStages(self, cut, mesh, stages, communicates and mesh.dp_cp_size > 1, checks)
+        meets = (communicates and mesh.dp_cp_size > 1, gathers and mesh.dp_cp_size > 1)
+        self._local_stages = PipelineStages(self, cut, mesh, stages, *meets, checks)
 
     def __deepcopy__(self, memo: dict) -> Pipeline:
         """The same stages with separate weights, as Ignite's EMAHandler makes them; on the same mesh."""
@@ -77,8 +87,10 @@ class Pipeline(nn.Module):
         memo[id(self)] = copied
         held = self._local_stages  # its schedules, cut and mesh are not copied
         vars(copied).update(copy.deepcopy({k: v for k, v in vars(self).items() if v is not held}, memo))
-        stages, options = copy.deepcopy(held.stages, memo), (held.schedules.communicates, held.schedules.checks)
-        copied._local_stages = PipelineStages(copied, held.cut, held.mesh, stages, *options)
+        of, stages = held.schedules, copy.deepcopy(held.stages, memo)
+        copied._local_stages = PipelineStages(
+            copied, held.cut, held.mesh, stages, of.communicates, of.gathers, of.checks
+        )
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from ignite.metrics import MeanSquaredError
 from ranks import mesh_of, on_each_rank, pipeline_of, run, sizes
 from torch import nn
 
@@ -611,3 +612,24 @@ def test_a_gradient_of_the_input_is_refused(local_rank):
         with pytest.raises(ValueError, match="a pipeline's output has no gradient"):
             torch.autograd.grad(pipeline.train(mode)(x).sum(), x)
     assert not pipeline(x.detach()).requires_grad
+
+
+def training_of_shards(local_rank):
+    torch.manual_seed(0)
+    x = torch.randn(22, 4, dtype=torch.double)
+    loader = ddl.auto_dataloader(torch.utils.data.TensorDataset(x, x.tanh()), batch_size=11)
+    options = {"shard": True, "reshard_after_forward": True} if ddl.get_mesh().world_size > 1 else {}
+    model = ddl.auto_model(layers(4).double(), n_microbatches=2, **options)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.5))
+    trainer = ddl.create_supervised_trainer(model, optimizer, nn.functional.mse_loss)
+    trainer.run(loader, max_epochs=2)
+    metrics = {"error": MeanSquaredError()}
+    evaluator = ddl.create_supervised_evaluator(model, metrics=metrics)
+    return trainer.state.output, evaluator.run(loader).metrics["error"]
+
+
+def test_dp_peers_that_gather_weights_for_each_microbatch_have_as_many():
+    """Of 11 rows one has 5, which 2 microbatches do not divide, and its peer 6."""
+    expected = training_of_shards(0)
+    for found in run(training_of_shards, 4, dp=2, pp=2):
+        assert found == pytest.approx(expected, abs=1e-12)
