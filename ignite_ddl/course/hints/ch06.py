@@ -7,8 +7,8 @@ def way():
 
 
 def alike(n_units):
-    """How many units two ranks with one seed decide alike."""
-    return {n_units // 2: "That is with two seeds."}
+    """About how many units two ranks with a seed each decide alike."""
+    return {n_units: "That is with one seed."}
 
 
 def precision(mean):
