@@ -68,6 +68,7 @@ from ignite.distributed.comp_models.native import _NativeDistModel
 from ignite.engine import Engine
 from ignite.metrics import Metric
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -212,6 +213,9 @@ def _guard_dtensors() -> None:
     for name in ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__"):
         setattr(DTensor, name, _refuse_parts(getattr(torch.Tensor, name)))
     DTensor.__reduce_ex__ = _reduce_ex
+    # What a layer that is cut over tp returns may not have arrived; torch pickles its memory as it is (private, 2.13).
+    AsyncCollectiveTensor.__reduce_ex__ = lambda tensor, protocol: tensor.trigger_wait().__reduce_ex__(protocol)
+    AsyncCollectiveTensor.__deepcopy__ = lambda tensor, memo: tensor.trigger_wait().__deepcopy__(memo)
     for name in _IN_PLACE:
         setattr(DTensor, name, _explain_refusals(_refuse_copies_of_parts(getattr(torch.Tensor, name))))
     for name in _SLICES:

@@ -135,6 +135,11 @@ class MeshEngine(Engine):
                     "torch.func (vmap, grad) cannot compute with weights that are cut over ranks: take a mesh of dp "
                     "alone, without shard=True"
                 ) from error
+            if self.rows is not None and self.rows[0] == 0:
+                error.add_note(
+                    f"This rank had none of the {self.rows[1]} rows of this batch, so that outputs are empty: let "
+                    "handlers and metrics of other libraries skip them, or take drop_last=True"
+                )
             raise
         finally:
             if self._pass is not None and self._dataloader_iter is None:

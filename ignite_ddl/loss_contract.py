@@ -496,24 +496,25 @@ class LossContract:
             return
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                loss, *parts = (self._times_divisor(*pair) for pair in ((output, y), *halves))
+                (loss, _), *parts = (self._with_divisor(*pair) for pair in ((output, y), *halves))
         except Exception as error:
             raise ValueError(
                 f"loss_fn should be a mean over tokens on a mesh with cp, but fails with a part of them "
                 f"({first_line(error)}): pass loss_divisor=, a function from targets to the number that counts"
             ) from error
-        scale = 0.5 if self.divisor.kind == "rows" else 1.0
-        if math.isfinite(loss) and not abs(scale * sum(parts) - loss) <= 1e-4 * max(1e-3, abs(loss)):
+        divisor = 1.0 if self.divisor.kind == "sum" else sum(counted for _, counted in parts)
+        together = sum(value * counted for value, counted in parts if counted) / (divisor or 1.0)
+        if divisor and math.isfinite(loss) and not abs(together - loss) <= 1e-4 * max(1e-3, abs(loss)):
             raise ValueError(
                 f"loss_fn should be a mean over tokens on a mesh with cp, but its values for two halves of the "
-                f"tokens of each row add up to {scale * sum(parts):.6g} and not to {loss:.6g}, that of all (a sum, a "
+                f"tokens of each row add up to {together:.6g} and not to {loss:.6g}, that of all (a sum, a "
                 "mean over those that count, or targets that it shifts by one?): shift targets in the dataset, and "
                 "pass loss_divisor=, a function from targets to the divisor"
             )
 
-    def _times_divisor(self, output: Any, y: Any) -> float:
+    def _with_divisor(self, output: Any, y: Any) -> tuple[float, float]:
         divisor = self.divisor.of(y) if callable(self.divisor.kind) else 1.0
-        return float(self.call(output, y)) * divisor if divisor else 0.0
+        return float(self.call(output, y)) if divisor else 0.0, divisor
 
     def conclude(self, n_inconclusive: float) -> None:
         """Records the result of a check, given the number of dp ranks whose comparison was inconclusive."""

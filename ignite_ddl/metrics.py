@@ -284,6 +284,8 @@ class _BatchLosses:
 
     def __init__(self, metric: Loss) -> None:
         self.metric, self.divisor = metric, divisor_of(metric._loss_fn)
+        if not self.divisor.certain and metric._batch_size is not len:  # by which Ignite weights batches
+            self.divisor = divisor_of(metric._loss_fn, metric._batch_size)
         self.adds_up = not callable(self.divisor.kind) and self.divisor.kind != "sum"  # over ranks, by Ignite
         self.losses: list[torch.Tensor] = []  # of each batch: the loss times its divisor, the divisor, the rows
         self.updates = 0
@@ -297,10 +299,11 @@ class _BatchLosses:
         numbers: list[Any] = [0.0, 0.0, 0.0]
         y_pred, y, *options = output
         loss_fn = functools.partial(self.metric._loss_fn, **(options[0] if options else {}))
-        if self.adds_up:
+        if self.adds_up or self.divisor.declared:
             self.updates += not empty
             if not empty and self.updates & (self.updates - 1) == 0:
                 self._check_mean(loss_fn, y_pred, y)
+        if self.adds_up:
             return
         if not empty:
             loss = loss_fn(y_pred, y).detach()
@@ -317,7 +320,8 @@ class _BatchLosses:
             raise ValueError(
                 "Ignite's Loss adds up means over rows, but loss_fn seems to give something else, such as a weighted "
                 "mean, so that ranks cannot be added up: give it torch's loss itself, with weight, ignore_index or "
-                "reduction (torch.nn.CrossEntropyLoss(weight=...)), by which it is known what it divides by"
+                "reduction (torch.nn.CrossEntropyLoss(weight=...)), by which it is known what it divides by, or say it "
+                "by batch_size=, a function from targets to the divisor"
             ) from error
 
     def compute(self, mesh: Mesh) -> float:

@@ -19,6 +19,7 @@ from ignite_ddl.arguments import FLAG, MODULE, OPTIMIZER, WORLD, a, each, one_of
 from ignite_ddl.audit import TOKENS_CHECKED, take_fingerprint
 from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, reduce_metrics_over_dp
+from ignite_ddl.context.sequence import SharedSequences
 from ignite_ddl.data_parallel import LOCAL_ROUNDS, LocalRound, apply_data_parallel, fully_shard
 from ignite_ddl.experts.routing import routers_of
 from ignite_ddl.experts.style import Experts, apply_experts, check_experts_of
@@ -430,6 +431,8 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
     MODELS.add(model)
     if not layout.checks:
         setattr(model, TOKENS_CHECKED, True)
+    elif layout.mesh.cp_size > 1 and layout.mesh.pp_size == 1:
+        SharedSequences(model)
     take_fingerprint(model, layout.shard or layout.local)  # later changes would not reach what reduces its gradients
     return model
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +23,7 @@ from ignite_ddl.context.layout import local_positions, natural_order, place_in, 
 from ignite_ddl.guards import THIS_WAS_IN
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, tensors_of
+from ignite_ddl.replicas import digest
 from ignite_ddl.traceless import differ, evaluating, norm_over_rows, without_trace
 
 NOT_SHARED = (
@@ -31,13 +33,59 @@ NOT_SHARED = (
 _FULL = contextvars.ContextVar("the model has full sequences", default=False)
 _CONVOLUTIONS = (*(nn.Conv1d, nn.Conv2d, nn.Conv3d), *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
 _CHUNK = 2  # tokens of a chunk in check_tokens
+_FEW = 16  # numbers, which may be the same on all ranks by chance
 _ROWS, _WINDOWS = 4, 4  # on which a model is tried: rows of a batch, and windows of each
 _tokens = 0  # of each row of the last batch on this rank
 
 
 def cp_group() -> dist.ProcessGroup | None:
-    """The ranks that share each sequence; None if this process has all of it."""
-    return None if _FULL.get() else get_mesh().cp_group
+    """The ranks that share each sequence; None if this process has all of it.
+
+    Raises:
+        ValueError: inside a model, if each of them was given the full sequences.
+    """
+    if _FULL.get():
+        return None
+    group = get_mesh().cp_group
+    while SharedSequences.given:
+        _check_shared(SharedSequences.given.pop(), group)
+    return group
+
+
+class SharedSequences:
+    """Hooks of a model that keep what it was given until it asks, in :func:`cp_group`, who has the other tokens.
+
+    Not in each call, but in calls 1, 2, 4, 8, …, and not of a model that does not ask: it may have full sequences.
+    """
+
+    given: ClassVar[list[list[torch.Tensor]]] = []
+    calls = 0
+
+    def __init__(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True)
+        model.register_forward_hook(self.end, always_call=True)
+
+    def begin(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.calls += 1
+        if self.calls & (self.calls - 1) == 0:
+            self.given.append([tensor for tensor in tensors_of((args, kwargs)) if tensor.ndim > 1])
+
+    def end(self, *_: Any) -> None:
+        self.given.clear()
+
+
+def _check_shared(given: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Raises a ValueError if all ranks of the group have the same tokens, unless these repeat."""
+    halves = [tensor.chunk(2, 1) for tensor in given]
+    repeats = all(len(of) == 1 or torch.equal(*of) for of in halves if of[0].shape == of[-1].shape)
+    first = torch.tensor([repeats or sum(map(torch.numel, given)) < _FEW, *map(digest, given)], device=idist.device())
+    peers = gathered(first, group)
+    if not first[0] and all(torch.equal(peer, first) for peer in peers):
+        raise ValueError(
+            f"cp ranks should have different tokens of a sequence, but all {len(peers)} got the same: on a mesh with "
+            "cp, call the model with the batches of ddl.auto_dataloader, or with x[:, ddl.sequence_positions(T // cp)] "
+            "of T tokens; to generate, or for outputs of full sequences, take a mesh without cp"
+        )
 
 
 @takes(tokens=whole(most=10**8), device=a("a torch.device", torch.device))

@@ -177,7 +177,14 @@ class _Trace:
                 f"called {calls}"
             )
         _inline_no_grad(program.graph_module)
-        graph = Pipe._from_traced(model, program).split_gm
+        try:
+            graph = Pipe._from_traced(model, program).split_gm
+        except Exception as error:
+            raise ValueError(
+                f"torch cannot cut what torch.export has traced of {type(model).__name__} ({first_line(error)}), such "
+                "as code inside torch.autocast(enabled=False): leave that out for the trace, or make it an "
+                "nn.Sequential instead"
+            ) from error
         self.parts = _parts(graph, program.call_spec.out_spec, model)
 
 

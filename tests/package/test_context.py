@@ -692,6 +692,10 @@ def test_what_would_be_another_number_is_refused(name, said):
     assert all(REFUSALS[name][1] in text for text in said[name]), said[name]
 
 
+def summed_over_tokens(output, y):
+    return F.cross_entropy(output.mT, y.abs() % WORDS, reduction="sum") / len(y)
+
+
 LOSSES = {
     "sum": (lambda output, y: 1.0 * F.cross_entropy(output.mT, y, reduction="sum"), None, "a mean over tokens"),
     "shift": (shifting, None, "targets that it shifts by one"),
@@ -699,6 +703,8 @@ LOSSES = {
     "rows declared of a sum": (lambda output, y: token_loss(output, y) * y.shape[1], "rows", "a mean over tokens"),
     "uneven mean": (token_loss, None, "a mean over those that count"),
     "padding that counts": (token_loss, lambda y: y.numel(), "a mean over those that count"),
+    "a sum over tokens, by rows": (summed_over_tokens, len, "a mean over tokens"),
+    "a mean, by rows": (lambda output, y: F.cross_entropy(output.mT, y.abs() % WORDS), len, ""),
     "fails": (lambda output, y: token_loss(output, y.view(-1, LENGTH)), None, "fails with a part of them"),
     "mean": (lambda output, y: F.cross_entropy(output.mT, y.abs() % WORDS), None, ""),
     "counted": (token_loss, counted, ""),
@@ -721,6 +727,31 @@ def test_a_loss_of_a_part_of_the_tokens_has_to_add_up(name, monkeypatch):
             contract.compare()
     else:
         contract.compare()
+
+
+def outputs_outside_of_an_engine(local_rank):
+    """What a model says of full sequences, after a rank's part of some, also of some that repeat."""
+    torch.manual_seed(0)
+    ids, repeated = torch.randint(WORDS, (4, LENGTH)), torch.arange(LENGTH).remainder(2).expand(4, -1)
+    model, plain = text_model(), nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, 2))
+    model.embed.position = nn.Parameter(torch.randn(4 * LENGTH, 16))  # there is a row for each wrong position
+    model, plain = ddl.auto_model(model), ddl.auto_model(plain)
+    plain(ids)  # which does not ask who has the other tokens
+    model(repeated[:, ddl.sequence_positions(LENGTH // 2)])  # the same on each rank
+    model(ids[:, ddl.sequence_positions(LENGTH // 2)])
+    said = []
+    for rows in (ids, ids[:2]):  # calls 3 and 4, of which the second is looked at
+        try:
+            model(rows)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_full_sequences_outside_of_an_engine_are_refused():
+    for said in launch({"cp": 2}, outputs_outside_of_an_engine):
+        assert len(said) == 1
+        assert "cp ranks should have different tokens of a sequence, but all 2 got the same" in said[0]
 
 
 def test_a_loss_that_shifts_is_refused_in_the_first_step():

@@ -5,9 +5,9 @@ from functools import partial
 import ignite.distributed as idist
 import pytest
 import torch
-from ignite.engine import Engine
+from ignite.engine import Engine, Events
 from ignite.metrics import MeanSquaredError
-from ranks import on
+from ranks import launch, on
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -71,6 +71,18 @@ def evaluated(local_rank, dealt_to_all):
     rows = TensorDataset(torch.arange(24.0).view(8, 3), torch.arange(8.0)[:, None])
     loader = idist.auto_dataloader(rows, batch_size=4) if dealt_to_all else DataLoader(rows, batch_size=4)
     return evaluator.run(loader).metrics["error"]
+
+
+def reads_no_rows(local_rank):
+    evaluator = ddl.create_supervised_evaluator(torch.nn.Identity())
+    evaluator.logger.disabled = True
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: evaluator.state.output[0].max())
+    evaluator.run(ddl.auto_dataloader(TensorDataset(torch.ones(3, 2), torch.ones(3)), batch_size=2))
+
+
+def test_an_error_says_that_a_rank_had_no_rows():
+    with pytest.raises(ddl.RankError, match="This rank had none of the 1 rows of this batch"):
+        launch({"dp": 2}, reads_no_rows)
 
 
 @pytest.mark.parametrize("axis", ["tp", pytest.param("pp", marks=pytest.mark.slow)])

@@ -328,6 +328,35 @@ def test_a_metric_of_ones_own_that_is_not_reduced_is_warned_of():
         assert parallel.run(of_ones_own, ReducedAnswers) == [(of_ones_own(0, RightAnswers)[0], [])] * 2
 
 
+def mean_of_counted(y_pred, y):
+    return torch.nn.functional.cross_entropy(y_pred, y, ignore_index=0)
+
+
+def mean_over_rows(y_pred, y):
+    return (y_pred.logsumexp(1) * (y != 0)).mean()
+
+
+def n_counted(y):
+    return int((y != 0).sum())
+
+
+@in_float64
+def weighted_loss(local_rank, function, batch_size):
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(11, 3), torch.tensor([0, 0, 0, 1, 2, 1, 2, 2, 1, 0, 2]))
+    evaluator = ddl.create_supervised_evaluator(torch.nn.Identity(), {"loss": Loss(function, batch_size=batch_size)})
+    return evaluator.run(ddl.auto_dataloader(data, batch_size=6)).metrics["loss"]
+
+
+def test_a_loss_may_say_by_batch_size_what_it_divides_by():
+    with ddl.Parallel(backend="gloo", nproc_per_node=2, dp=2) as parallel:
+        for function, batch_size in ((mean_of_counted, n_counted), (mean_over_rows, torch.numel)):
+            alone = weighted_loss(0, function, batch_size)
+            assert all(abs(loss - alone) < 1e-12 for loss in parallel.run(weighted_loss, function, batch_size))
+        with pytest.raises(ddl.RankError, match="or say it by batch_size=, a function from targets to the divisor"):
+            parallel.run(weighted_loss, mean_over_rows, n_counted)
+
+
 # ------------------------------------------------------------------------------------------------ the view
 
 

@@ -261,6 +261,22 @@ def cut(layers, plan):
     return layers
 
 
+def outputs_sent_away(local_rank):
+    torch.manual_seed(0)
+    layers = ddl.auto_model(nn.Sequential(nn.Linear(4, 1024), nn.Linear(1024, 1)), {"0": ddl.Column(), "1": ddl.Row()})
+    x = torch.linspace(-1, 1, 8000).view(2000, 4)
+    with torch.no_grad():
+        return [layers(x).squeeze(-1) for _ in range(5)], copy.deepcopy(layers(x)).squeeze(-1)
+
+
+def test_an_output_that_is_returned_has_arrived():
+    expected = outputs_sent_away(0)[1]
+    for outputs, copied in launch({"tp": 2}, outputs_sent_away):
+        for output in (*outputs, copied):  # torch pickles the memory of what it is still summing over tp
+            assert type(output) is torch.Tensor
+            assert torch.allclose(output, expected, atol=1e-5)
+
+
 @on_each_rank(tp=2)
 def test_weights_are_cut_as_named_and_the_tie_stays(local_rank):
     plan = {

@@ -142,10 +142,25 @@ class OfFour(Chooses):
 X = torch.ones(4, 4)
 
 
+class InFullPrecision(nn.Module):
+    """Computes an angle outside of autocast, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            angle = torch.arange(4.0).cos()
+            first = self.a(x * angle)
+        return self.b(first)
+
+
 @pytest.mark.parametrize(
     ("model", "x", "before", "said"),
     [
         (Chooses(), X, ["b"], "torch.export cannot trace Chooses, .* depends on values of tensors"),
+        (InFullPrecision(), X, ["b"], "torch cannot cut what torch.export has traced of InFullPrecision .*autocast"),
         (OfFour(), X, ["b"], "torch.export cannot trace OfFour, .* the number of rows"),
         (Twice(), X, ["b"], r"calls once each, .* but of \['b'\] it called \['b', 'b'\]"),
         (Twice(), X, ["b", "a"], r"calls once each"),
@@ -155,7 +170,7 @@ X = torch.ones(4, 4)
         (Twice(), X[:1], ["a"], r"at least two samples, but given shapes \[\(1, 4\)\]"),
         (Twice(), (X, X[:3]), ["a"], "x should hold tensors with a row for each"),
     ],
-    ids=["choice", "rows", "twice", "twice in order", "order", "name", "string", "one row", "two lengths"],
+    ids=["choice", "autocast", "rows", "twice", "twice in order", "order", "name", "string", "one row", "two lengths"],
 )
 def test_what_cannot_be_traced_is_refused(model, x, before, said):
     with pytest.raises(ValueError, match=said):
