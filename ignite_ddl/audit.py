@@ -191,7 +191,8 @@ class Audit:
         if last:
             self.modules.check_gradients()
         if self.mesh.pp_size == 1:  # a pipeline has checked its stages when it set up their schedule
-            self._check_rows(x)
+            with self.modules.trying():
+                self._check_rows(x)
 
     def _check_rows(self, x: Any) -> None:
         """After the backward pass, when all ranks are known to have called the same modules."""
@@ -228,7 +229,7 @@ class Audit:
                 return contract.call(transform(self.stages.forward_only(rows[0])), rows[1])
 
         few, parts = few_rows((x, y))
-        with evaluating(stages, all_of_them=False):
+        with evaluating(stages, all_of_them=False), self.modules.trying():
             contract.compare_parts(loss_of, few, parts)
 
     def compare(self, summed: list[float], contract: LossContract) -> None:
@@ -646,7 +647,7 @@ class ModulesInUse:
     """
 
     def __init__(self, stages: list[nn.Module], mesh: Mesh) -> None:
-        self.mesh, self.is_first_step = mesh, True
+        self.mesh, self.is_first_step, self.is_trying = mesh, True, False
         # In order, each module once, since dp ranks may have different numbers of microbatches.
         self.calls: dict[int, None] = {}
         self.names: list[str] = []
@@ -673,6 +674,19 @@ class ModulesInUse:
         """Starts a step."""
         self.calls.clear()
 
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Inside, checks run the model with a few rows.
+
+        If these lead ranks to different modules, all of them raise an error before FSDP2 would gather different
+        weights, and the check has found nothing.
+        """
+        self.is_trying = True
+        try:
+            yield
+        finally:
+            self.is_trying = False
+
     def digest(self) -> int:
         """A number below 2 ** 20 for the modules called in this step, in order."""
         self.is_first_step = False
@@ -698,7 +712,10 @@ class ModulesInUse:
         communicates = number == END or isinstance(module, FSDPModule)
 
         def hook(*_: Any) -> None:
-            if torch.is_grad_enabled() and number not in self.calls:
+            if self.is_trying:
+                if communicates:
+                    self._compare(number)
+            elif torch.is_grad_enabled() and number not in self.calls:
                 self.calls[number] = None
                 if communicates and self.is_first_step:
                     self._compare(number)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from ignite.engine import Events
 from ignite.handlers import FastaiLRFinder
 from ignite.metrics import Loss
-from ranks import on, on_each_rank, trainer_of
+from ranks import in_float64, launch, on, on_each_rank, trainer_of
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
@@ -932,3 +932,34 @@ def hooked_holder(model):
 @pytest.mark.parametrize(("change", "name"), [(hooked_root, "the model"), (hooked_holder, "'layers'")])
 def test_hooks_that_a_pipeline_would_not_call(change, name):
     refused(partial(trained, change=change, make=Held), f"{name} has a forward .*hook, which would not run", pp=2)
+
+
+class OfSign(nn.Module):
+    """Two layers, each for the rows of one sign: a few rows may need one of them alone."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, n), nn.Linear(n, 2)) for n in (4, inner))
+
+    def forward(self, x):
+        output = torch.zeros_like(x)
+        for layer, rows in zip(self.layers, (x[:, 0] > 0, x[:, 0] <= 0), strict=True):
+            if rows.any():
+                output[rows] = layer(x[rows])
+        return output
+
+
+@in_float64
+def trained_by_sign(local_rank, inner):
+    torch.manual_seed(0)
+    x = torch.rand(16, 2) + 0.1
+    x[[0, 3, 8, 11, 14, 15]] *= -1  # the first rows of each rank are of both signs, its last two rows of one
+    model = ddl.auto_model(OfSign(inner), shard=True)
+    trainer = trainer_of(model, nn.functional.mse_loss)
+    trainer.run(ddl.auto_dataloader(TensorDataset(x, x.flip(1)), batch_size=16), max_epochs=3)
+    return trainer.state.output
+
+
+@pytest.mark.parametrize("inner", [4, 6])
+def test_a_check_whose_few_rows_need_other_layers_on_each_rank_finds_nothing(inner):
+    assert all(abs(loss - trained_by_sign(0, inner)) < 1e-12 for loss in launch({"dp": 2}, trained_by_sign, inner))
