@@ -72,6 +72,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
+from ignite_ddl.compat import without_dispatch_modes
 from ignite_ddl.context.sequence import check_tokens, length_matters
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
@@ -714,7 +715,8 @@ class ModulesInUse:
         def hook(*_: Any) -> None:
             if self.is_trying:
                 if communicates:
-                    self._compare(number)
+                    with without_dispatch_modes():  # which look for what the model itself sends
+                        self._compare(number)
             elif torch.is_grad_enabled() and number not in self.calls:
                 self.calls[number] = None
                 if communicates and self.is_first_step:

@@ -746,6 +746,10 @@ def test_rows_that_depend_on_each_other_are_refused(axes):
         refused(partial(trained, make=partial(centred, how)), "depends on other rows of the batch", **axes)
 
 
+def test_rows_that_depend_on_each_other_are_refused_of_a_sharded_model():
+    refused(partial(trained, make=centred, shard=True), "depends on other rows of the batch", dp=2)
+
+
 class KeepsHidden(nn.Sequential):
     def forward(self, x):
         self.hidden = self[1](self[0](x))
