@@ -60,7 +60,7 @@ import functools
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ignite.distributed as idist
@@ -192,8 +192,7 @@ class Audit:
         if last:
             self.modules.check_gradients()
         if self.mesh.pp_size == 1:  # a pipeline has checked its stages when it set up their schedule
-            with self.modules.trying():
-                self._check_rows(x)
+            self._check_rows(x)
 
     def _check_rows(self, x: Any) -> None:
         """After the backward pass, when all ranks are known to have called the same modules."""
@@ -201,7 +200,7 @@ class Audit:
         if self.is_check_step and mesh.dp_size > 1:
             _compare_with_dp_peers(stages, x, mesh)
         if self.step == 1 and mesh.dp_cp_size > 1:
-            depends = rows_depend_on_each_other(stages.forward_only, x, stages.local_stages())
+            depends = rows_depend_on_each_other(self.modules.tried(stages.forward_only), x, stages.local_stages())
             if on_any_rank(depends):
                 raise ValueError(ROWS_DEPEND)
 
@@ -227,10 +226,10 @@ class Audit:
 
         def loss_of(rows: tuple[Any, Any]) -> torch.Tensor:
             with without_trace(stages):
-                return contract.call(transform(self.stages.forward_only(rows[0])), rows[1])
+                return contract.call(transform(self.modules.tried(self.stages.forward_only)(rows[0])), rows[1])
 
         few, parts = few_rows((x, y))
-        with evaluating(stages, all_of_them=False), self.modules.trying():
+        with evaluating(stages, all_of_them=False):
             contract.compare_parts(loss_of, few, parts)
 
     def compare(self, summed: list[float], contract: LossContract) -> None:
@@ -630,7 +629,10 @@ def _check_new_parameters(model: nn.Module, fingerprint: _Fingerprint) -> None:
 
 # ------------------------------------------------------------------------------------------- rows and modules
 
-END = -1  # instead of a module's number: the end of a stage's first forward pass in a step
+END, FAILED = (
+    -1,
+    -2,
+)  # instead of a module's number: the end of a stage's first forward pass in a step, or an error in it
 
 
 class ModulesInUse:
@@ -649,6 +651,7 @@ class ModulesInUse:
 
     def __init__(self, stages: list[nn.Module], mesh: Mesh) -> None:
         self.mesh, self.is_first_step, self.is_trying = mesh, True, False
+        self.gathers = False  # whether FSDP2 gathers weights in forward passes
         # In order, each module once, since dp ranks may have different numbers of microbatches.
         self.calls: dict[int, None] = {}
         self.names: list[str] = []
@@ -669,6 +672,7 @@ class ModulesInUse:
                     hook = self._hook(len(self.names), module)
                     self.handles.append(module.register_forward_pre_hook(hook, prepend=True))
                     self.names.append(name.removeprefix("module.") or type(module).__name__)
+            self.gathers = self.gathers or any(isinstance(module, FSDPModule) for module in stage.modules())
             self.handles.append(stage.register_forward_hook(self._hook(END, stage)))
 
     def begin(self) -> None:
@@ -677,16 +681,29 @@ class ModulesInUse:
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
-        """Inside, checks run the model with a few rows.
+        """Inside, a check runs the model with a few rows, with which it may fail.
 
-        If these lead ranks to different modules, all of them raise an error before FSDP2 would gather different
-        weights, and the check has found nothing.
+        If these lead ranks to different modules, or some fail, all of them raise an error before FSDP2 would gather
+        different weights, and the check has found nothing.
         """
         self.is_trying = True
         try:
             yield
+        except Exception as error:
+            if self.gathers and str(error) != UNLIKE_MODULES:
+                self._compare_quietly(FAILED)
+            raise
         finally:
             self.is_trying = False
+
+    def tried(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A forward pass for checks; see :meth:`trying`."""
+
+        def each(x: Any) -> Any:
+            with self.trying():
+                return run(x)
+
+        return each
 
     def digest(self) -> int:
         """A number below 2 ** 20 for the modules called in this step, in order."""
@@ -715,14 +732,19 @@ class ModulesInUse:
         def hook(*_: Any) -> None:
             if self.is_trying:
                 if communicates:
-                    with without_dispatch_modes():  # which look for what the model itself sends
-                        self._compare(number)
+                    self._compare_quietly(number)
             elif torch.is_grad_enabled() and number not in self.calls:
                 self.calls[number] = None
                 if communicates and self.is_first_step:
                     self._compare(number)
 
         return hook
+
+    def _compare_quietly(self, number: int) -> None:
+        with without_dispatch_modes():  # which look for what the model itself sends
+            local = torch.tensor(number, device=idist.device())
+            if any(not torch.equal(peer, local) for peer in gathered(local, self.mesh.dp_cp_group)):
+                raise ValueError(UNLIKE_MODULES)
 
     def _compare(self, number: int) -> None:
         """Raises a ValueError unless all dp ranks have called the same modules."""
