@@ -23,8 +23,3 @@ def storeys(part, flat):
 def steps(on_two, on_four):
     """Steps of an epoch on four ranks: of a global batch, and of a batch a rank."""
     return {on_two: "One of the two sizes is a rank's.", on_four[::-1]: "Whose batch size is the global one?"}
-
-
-def seconds():
-    """After how many seconds ranks whose cable was cut raise."""
-    return {30 * 60: "So long without `group_timeout`, which says how long a rank waits."}
