@@ -622,7 +622,7 @@ def schedules(panels: dict[str, list], title: str, unit: str = "ms", row: float 
 
 
 @takes(FITS, panels=_by_name("a dict from names to dicts of records", _by_name("", _RECORDS)))
-def step_rows(panels: dict[str, dict[str, list]], title: str) -> Figure:
+def step_rows(panels: dict[str, dict[str, list]], title: str, ends_marked: bool = True) -> Figure:
     """Steps under each other on one axis of time: a panel a step, a row of boxes for whoever works in it.
 
     Args:
@@ -631,9 +631,10 @@ def step_rows(panels: dict[str, dict[str, list]], title: str) -> Figure:
             record. Idle time is drawn only where a record says so. A box that is too narrow for its record's name
             has the last word of it, without an arrow.
         title: the finding.
+        ends_marked: whether a dashed line marks each step's end, with its milliseconds.
 
     Returns:
-        the figure; a dashed line marks each step's end, with its milliseconds.
+        the figure.
 
     Examples:
         .. code-block:: python
@@ -665,9 +666,10 @@ def step_rows(panels: dict[str, dict[str, list]], title: str) -> Figure:
                 text = next((text for text in texts if fits(text, record)), "")
                 left, right = 1e3 * (record.start - begins[name]), 1e3 * (record.end - begins[name])
                 span(panel, place, left, right, colours[record.kind], text)
-        panel.axvline(ends[name], color=INK, linewidth=1.2, linestyle="--")
-        style = {"va": "bottom", "weight": "bold", "fontsize": 9}
-        note(panel, f"{ends[name]:.0f} ms", (ends[name], -0.5), (4, 0), **style)
+        if ends_marked:
+            panel.axvline(ends[name], color=INK, linewidth=1.2, linestyle="--")
+            style = {"va": "bottom", "weight": "bold", "fontsize": 9}
+            note(panel, f"{ends[name]:.0f} ms", (ends[name], -0.5), (4, 0), **style)
         heading(panel, name, pad=3)
         name_rows(panel, list(rows), bare=True)
     axes[-1].set_xlim(0, 1.08 * longest)

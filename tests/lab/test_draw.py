@@ -144,6 +144,7 @@ def test_a_step_begins_at_its_first_record_and_says_how_long_it_takes():
         for n in range(2)
     }
     [axes] = draw.step_rows({"late": of_ranks}, "Late").axes
+    assert [len(draw.step_rows({"late": of_ranks}, "Late", marked).axes[0].lines) for marked in (True, False)] == [1, 0]
     wanted = [(r.rank, round(1e3 * r.start, 3), round(1e3 * r.seconds, 3), ACTIVITY[r.kind]) for r in step.records]
     assert sorted(bars(axes)) == sorted(wanted)
     assert f"{1e3 * step.seconds:.0f} ms" in texts(axes)

@@ -224,4 +224,5 @@ def saves(timelines: dict[str, Timeline], step: int) -> draw.Figure:
         own = [r._replace(name="write") for r in timeline.background if r.rank == 0]
         if own:
             panels[name]["background"] = own
-    return draw.on_any_page(draw.step_rows(panels, f"Rank 0 saves after step {step}: who waits for the disk?"))
+    title = "Blocking, rank 0 waits for the whole save; asynchronous, for a copy"
+    return draw.on_any_page(draw.step_rows(panels, title, ends_marked=False))
