@@ -212,6 +212,8 @@ def guesses(chapter):
             yield "guess_is_judged", f"cell {index} stores {[record['name'] for record in records]}: execute it"
         if asked(cell) and any(isinstance(node, ast.Assert) for node in ast.walk(tree(cell))):
             yield "given_away", f"an assert stands in cell {index}, which asks; it belongs into the next cell"
+        if calls and not asked(cell) and "score" not in tools.tags(cell):
+            yield "given_away", f"cell {index} scores in the open under the question: fold it, with the tag score"
         if asked(cell) and any(keyword.arg == "mistakes" for call in calls for keyword in call.keywords):
             yield "given_away", f"cell {index} asks, and its hints tell; score in the next cell, with the tag score"
         for call in calls:
