@@ -629,10 +629,8 @@ def _check_new_parameters(model: nn.Module, fingerprint: _Fingerprint) -> None:
 
 # ------------------------------------------------------------------------------------------- rows and modules
 
-END, FAILED = (
-    -1,
-    -2,
-)  # instead of a module's number: the end of a stage's first forward pass in a step, or an error in it
+# Instead of a module's number: the end of a stage's first forward pass in a step, or an error in it.
+END, FAILED = -1, -2
 
 
 class ModulesInUse:
