@@ -444,7 +444,7 @@ OWN_DRAWN = {
     "new_figure": {"columns": ("count", 1)},
     "new_drawing": {"columns": ("count", 1)},
     "log_axis": {"base": ("positive", 10), "at": ("collection", [1, 2])},
-    "step_rows": {"panels": ("dict", {"a": {"b": PASSES}})},
+    "step_rows": {"panels": ("dict", {"a": {"b": PASSES}}), "ends_marked": ("flag", True)},
     "bar": {"size": ("positive", 0.8)},
 }
 

@@ -113,7 +113,7 @@ _POINT = each(NUMBER, "two numbers", 2, 2)
 _NUMBERS = "width height left top start end low high x y place size scale row pad"  # mostly
 FITS = {
     **dict.fromkeys(_NUMBERS.split(), NUMBER),
-    **dict.fromkeys(("bold", "bare", "upright"), fits.FLAG),
+    **dict.fromkeys(("bold", "bare", "upright", "ends_marked"), fits.FLAG),
     **dict.fromkeys(("at", "offset"), _POINT),
     **dict.fromkeys(("colour", "edge"), _COLOUR),
     **dict.fromkeys(("title", "unit"), fits.TEXT),
