@@ -220,6 +220,7 @@ def _guard_dtensors() -> None:
         setattr(DTensor, name, _explain_refusals(_refuse_copies_of_parts(getattr(torch.Tensor, name))))
     for name in _SLICES:
         setattr(DTensor, name, _mark_copies_of_parts(getattr(torch.Tensor, name)))
+    DTensor.__setitem__ = _refuse_items_of_parts(DTensor.__setitem__)
     DTensor.storage = _refuse_safetensors
     DTensor.data = property(torch.Tensor.data.__get__, _set_data)
     dispatcher, aten = DTensor._op_dispatcher, torch.ops.aten
@@ -341,6 +342,19 @@ def _refuse_copies_of_parts(method: Callable) -> Callable:
         if hasattr(tensor, _COPY_OF_A_PART):
             raise PartError(RuntimeError("a slice that crosses ranks is a copy, whose change the weight does not see"))
         return method(tensor, *args, **kwargs)
+
+    return guarded
+
+
+def _refuse_items_of_parts(method: Callable) -> Callable:
+    """Refuses ``p[i] = value`` where ``p[i]`` is no view: torch 2.15 would write to what it has gathered."""
+
+    @functools.wraps(method)
+    def guarded(tensor: DTensor, index: Any, value: Any) -> None:
+        if not any(isinstance(i, list | torch.Tensor) for i in (index if isinstance(index, tuple) else (index,))):
+            with torch.no_grad():
+                _refuse_copies_of_parts(lambda piece: None)(tensor[index])
+        method(tensor, index, value)
 
     return guarded
 

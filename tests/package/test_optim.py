@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from ignite.engine import Events
+from packaging.version import Version
 from ranks import on
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -334,6 +335,8 @@ def reading(local_rank, options):
 @on_meshes("tp2", slow=["dp2 shard"])
 def test_a_number_read_off_a_part_is_refused(axes, options):
     for said, whole in on(reading, options, **axes):
+        if Version(torch.__version__) >= Version("2.15"):  # whose `any` asks all ranks
+            assert said.pop() == "False"
         assert all("call full_tensor() before, on every rank" in words for words in said), said
         assert whole == pytest.approx(reading(0, {})[1], rel=1e-12)
 
