@@ -6,7 +6,6 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from packaging.version import Version
 from torch import nn
 
 import ignite_ddl as ddl
@@ -199,9 +198,7 @@ def test_a_factory_makes_lazy_layers_of_a_smaller_size():
 def test_a_refusal_comes_through_as_it_is_and_another_failure_as_a_rank_error():
     with pytest.raises(ValueError, match="a model of 3 layers cannot be cut into 4 stages"):
         ddl.check_parity(layers(), None, batch(), F.mse_loss, pp=4)
-    # torch 2.11 computes prelu wrongly on DTensors, so that another check refuses there.
-    old = Version(torch.__version__) < Version("2.12")
-    words = "the code before '2' mixes" if old else "tp ranks have different gradients of '1.weight'"
+    words = "tp ranks have different gradients of '1.weight'"
     with pytest.raises(ValueError, match=words) as caught:
         ddl.check_parity(layers(nn.PReLU()), PLAN, batch(), F.mse_loss, tp=2)  # known on the ranks alone
     assert "Traceback" not in str(caught.value)

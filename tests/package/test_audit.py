@@ -628,6 +628,10 @@ def looked_at(local_rank, **options):
     ids=str,
 )
 def test_inference_mode_before_a_step(axes, options):
+    if Version(torch.__version__) < Version("2.12") and "shard" in options:
+        with pytest.raises(ValueError, match="detach_.default does not have a sharding strategy"):
+            on(partial(looked_at, **options), **axes)
+        return
     assert_right(partial(looked_at, **options), **axes)
 
 

@@ -128,6 +128,8 @@ WRONG_WHERE_CUT = {
     "reads numbers": (ReadsNumbers, r"ReadsNumbers cannot step .*full_tensor\(\)"),
     "reads parts": (ReadsParts, "ReadsParts should do the same to a weight that is cut over ranks"),
 }
+if Version(torch.__version__) >= Version("2.15"):
+    del WRONG_WHERE_CUT["Rprop"]  # which has its index_put, and is right
 UNKNOWN = {
     "SAM": (lambda ps: SAM(ps, O.SGD, lr=0.1), "SAM cannot be tried out on small weights .*checks=False"),
     "ZeRO": (lambda ps: ZeroRedundancyOptimizer(ps, O.SGD, lr=0.1), "ZeroRedundancyOptimizer cannot be tried out"),
@@ -180,7 +182,13 @@ def refusals(local_rank, cases, options):
     ("mesh", "cases"),
     [
         ("dp2 shard", WRONG_WHERE_CUT | UNKNOWN | RIGHT_WHERE_CUT),
-        ("tp2", WRONG_WHERE_CUT | UNKNOWN | RIGHT_WHERE_CUT | {"LBFGS": (O.LBFGS, "LBFGS cannot step .*mixed torch")}),
+        (
+            "tp2",
+            WRONG_WHERE_CUT
+            | UNKNOWN
+            | RIGHT_WHERE_CUT
+            | {"LBFGS": (O.LBFGS, "LBFGS cannot step .*(mixed torch|flatten multiple)")},
+        ),
         ("pp2", COUPLED | UNKNOWN | RIGHT_WHERE_CUT),
     ],
 )
