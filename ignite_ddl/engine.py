@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import ignite
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
@@ -123,7 +125,12 @@ class MeshEngine(Engine):
         epoch_length: int | None = None,
     ) -> State:
         """As in Ignite; but a run that was loaded and is complete ends at once, where Ignite would begin it anew."""
-        limit = {} if max_iters is None else {"max_iters": max_iters}  # which Ignite 0.5.4 does not have
+        limit = {} if max_iters is None else {"max_iters": max_iters}
+        if limit and "max_iters" not in inspect.signature(Engine.run).parameters:
+            raise ValueError(
+                f"max_iters is new in Ignite 0.5.5, but given {max_iters} with Ignite {ignite.__version__}: update "
+                "Ignite, or give max_epochs and epoch_length"
+            )
         try:
             return super().run(data, max_epochs, epoch_length=epoch_length, **limit)
         except BaseException as error:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import rattler
@@ -28,10 +29,13 @@ WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
 RELEASE = yaml.safe_load((ROOT / ".github/workflows/workbook.yml").read_text())
 TARGETS = ["lab", "test", "test-all", "notebooks", "run", "stamp", "lint", "format", "clean"]
 
-# Only there is the installed set the tested one: `make test CONSTRAINTS=` and other environments differ.
-BY_MAKE = Path(sys.prefix) == ROOT / ".venv" and (ROOT / ".venv/setup-stamp").exists()
+SETUP = SimpleNamespace(**runpy.run_path(str(ROOT / "tools/setup_venv.py")))
+
+# Only there is the installed set the tested one: `make test CONSTRAINTS=`, `make test-oldest` and others differ.
+TESTED_SET = SETUP.wanted_stamp(SETUP.version(sys.version_info), "constraints.txt")
 on_tested_set = pytest.mark.skipif(
-    not BY_MAKE or os.environ.get("CONSTRAINTS") == "", reason="needs the .venv that `make` set up with constraints.txt"
+    Path(sys.prefix) != ROOT / ".venv" or SETUP.read(SETUP.STAMP) != TESTED_SET,
+    reason="needs the .venv that `make` set up with constraints.txt",
 )
 
 

@@ -133,3 +133,5 @@ def test_it_runs_on_an_ignite_whose_run_has_no_max_iters(monkeypatch):
 
     monkeypatch.setattr(Engine, "run", of_0_5_4)
     assert ddl.MeshEngine(lambda engine, batch: batch).run([1, 2, 3], 2, epoch_length=2).iteration == 4
+    with pytest.raises(ValueError, match="max_iters is new in Ignite 0.5.5, but given 3 with Ignite .*: update Ignite"):
+        ddl.MeshEngine(lambda engine, batch: batch).run([1, 2, 3], max_iters=3)
