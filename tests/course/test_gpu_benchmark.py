@@ -13,8 +13,6 @@ from queue import SimpleQueue
 import nbformat
 import pytest
 import torch
-import torch.nn.functional as F
-from ignite.engine import create_supervised_trainer
 
 from ignite_ddl.course import median_seconds
 from ignite_ddl.course.recorded import PATH, gpu_here, recorded
@@ -103,7 +101,7 @@ def test_the_recorded_file_holds_every_section():
 CELLS = {
     section: cell.source
     for cell in nbformat.read(ROOT / "notebooks" / "02_gpu_basics.ipynb", as_version=4).cells
-    for section in ("pinned", "memory", "amp")
+    for section in ("pinned", "memory")
     if cell.cell_type == "code" and f'gpu_here("{section}")' in cell.source
 }
 
@@ -117,23 +115,17 @@ def cpu_for_gpu(monkeypatch):
         monkeypatch.setattr(torch.accelerator, name, lambda: 2**20)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     return {
-        "F": F,
         "batch": torch.randn(8, 16),
-        "create_supervised_trainer": create_supervised_trainer,
         "gpu_here": lambda section: True,
         "median_seconds": partial(median_seconds, rounds=1),
         "model": torch.nn.Linear(16, 16),
-        "nn": torch.nn,
         "time": time,
         "torch": torch,
     }
 
 
-@pytest.mark.parametrize("section", ["pinned", "memory", "amp"])
-@pytest.mark.filterwarnings("ignore")  # of AMP for cuda without cuda
+@pytest.mark.parametrize("section", ["pinned", "memory"])
 def test_gpu_cells_run_with_the_cpu_in_its_place(section, cpu_for_gpu, capsys):
     source = CELLS[section].replace('"cuda"', '"cpu"')
-    for large, small in (("4096", "32"), ("2048", "16"), ("2**28", "2**12")):
-        source = source.replace(large, small)
-    exec(source, cpu_for_gpu)
+    exec(source.replace("2**28", "2**12"), cpu_for_gpu)
     assert capsys.readouterr().out.count("\n") >= 1
