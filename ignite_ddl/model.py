@@ -82,6 +82,7 @@ class DDPOptions(TypedDict, total=False):
     bucket_cap_mb_list: list[int] | None
     batched_grad_copy: bool
     forward_sync_buffers: bool | None
+    lazy_bucket_allocation: bool
 
 
 @takes(

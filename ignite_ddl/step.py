@@ -309,6 +309,11 @@ def _explaining_errors() -> Iterator[None]:
                 "model has weights that the previous step did not use, and DDP waits for their gradients: pass "
                 "find_unused_parameters=True, or shard=True, to ddl.auto_model"
             ) from error
+        if "expect_autograd_hooks_" in str(error):
+            raise ValueError(
+                "static_graph=True needs a first step of one batch, after whose backward pass DDP knows the graph, but "
+                "it accumulates over several: pass find_unused_parameters=True to ddl.auto_model instead"
+            ) from error
         raise
 
 

@@ -1,6 +1,7 @@
 """auto_model keeps one process's weights, on every mesh, and what it refuses."""
 
 import copy
+import inspect
 import logging
 import re
 import warnings
@@ -408,3 +409,32 @@ def side_by_side(local_rank):
 
 def test_two_dtypes_in_one_module_are_refused():
     on(side_by_side, dp=2)
+
+
+FLAGS_OF_DDP = {
+    *("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "batched_grad_copy"),
+    *("skip_all_reduce_unused_params", "lazy_bucket_allocation"),
+} & inspect.signature(nn.parallel.DistributedDataParallel).parameters.keys()
+
+
+def trained_with_each_flag(local_rank, flags, window):
+    found = {}
+    for flag in sorted(flags):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 2)).double()
+        model = ddl.auto_model(net, bucket_cap_mb=1e-3, **{flag: True})
+        trainer = trainer_of(model, F.mse_loss, gradient_accumulation_steps=window)
+        rows = torch.randn(18, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        trainer.run(ddl.auto_dataloader(TensorDataset(rows, rows[:, :2]), batch_size=5), max_epochs=2)
+        found[flag] = torch.cat([weight.flatten() for weight in ddl.full_state_dict(model).values()])
+    return found
+
+
+def test_each_flag_of_ddp_gives_the_numbers_of_one_process():
+    for flags, window in ((FLAGS_OF_DDP, 1), (FLAGS_OF_DDP - {"static_graph"}, 2)):
+        expected = trained_with_each_flag(0, flags, window)
+        for found in on(trained_with_each_flag, flags, window, dp=2):
+            for flag in flags:
+                torch.testing.assert_close(found[flag], expected[flag], atol=1e-12, rtol=0, msg=flag)
+    with pytest.raises(ValueError, match="static_graph=True needs a first step of one batch"):
+        on(trained_with_each_flag, {"static_graph"}, 2, dp=2)
