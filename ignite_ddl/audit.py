@@ -182,7 +182,7 @@ class Audit:
             raise ValueError(
                 f"forward changes {self.lost[0]!r}, a weight that is gathered for this pass alone, so that the change "
                 "is lost: change weights after the optimizer's step (a handler of ITERATION_COMPLETED) or before "
-                "ddl.auto_model, keep a state in a buffer, or leave out shard=True"
+                "ddl.auto_model, keep a state in a buffer, or leave out shard=True, and dp beside tp or pp"
             )
         if self.model_called is not None and not self.model_called.value:
             raise ValueError(

@@ -121,6 +121,9 @@ def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_
             set_random_states(drawn)  # Python's and NumPy's
 
 
+Written = dict[str, tuple[torch.Tensor, torch.Tensor]]  # weights to which a pass has written: before, and after
+
+
 class _KeepingWeights(TorchDispatchMode):
     """Copies a weight before an operation writes to its memory, also through ``.data``, so that it can be restored."""
 
@@ -145,19 +148,18 @@ class _KeepingWeights(TorchDispatchMode):
                     self.copies[address] = local_tensor(self.held[address][2]).clone()
         return func(*args, **(kwargs or {}))
 
-    def restore(self) -> list[str]:
-        """Restores the weights, and returns the names of those that were changed."""
-        changed = []
+    def restore(self) -> Written:
+        """Restores the weights, and returns those that were written to."""
+        written = {}
         for address, (name, p, data) in self.held.items():
             replaced = _address(p.data) != _address(data)
-            written = address in self.copies and not _same(local_tensor(data), self.copies[address])
-            if written:
-                local_tensor(data).copy_(self.copies[address])
+            if replaced or address in self.copies:
+                before = self.copies.get(address, local_tensor(data))
+                written[name] = before, local_tensor(p.data).clone()
+                local_tensor(data).copy_(before)
             if replaced:
                 p.data = data
-            if written or replaced:
-                changed.append(name)
-        return changed
+        return written
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -167,18 +169,50 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def weights_kept(stages: Iterable[nn.Module]) -> Iterator[list[str]]:
-    """Restores the weights that forward passes inside change, such as those of a moving average; at its end, the list
-    has their names.
+def weights_kept(stages: Iterable[nn.Module]) -> Iterator[Written]:
+    """Restores the weights that forward passes inside change, such as those of a moving average; at its end, the dict
+    has them.
     """
-    changed: list[str] = []
+    written: Written = {}
     keeping = _KeepingWeights(stages)
     try:
         with keeping:
-            yield changed
+            yield written
     finally:
         with torch.no_grad():
-            changed += keeping.restore()
+            written.update(keeping.restore())
+
+
+def not_settled(first: Written, again: Written, other: Written) -> tuple[list[str], bool]:
+    """Weights that forward changes by its rows, or further each time: not if it clamps or normalises them.
+
+    Args:
+        first: what one pass has written.
+        again: what the next one has, with the same rows.
+        other: what one with other rows has in the place of the first.
+
+    Returns:
+        tuple: their names; and whether it has written to some without an effect, so that this is not known yet.
+    """
+    found, unknown = [], False
+    for name, (before, _) in {**other, **again, **first}.items():
+        after = first.get(name, (before, before))[1]
+        values = after, again.get(name, (after, after))[1], other.get(name, (before, before))[1], before
+        if any(value.shape != before.shape for value in values):
+            found.append(name)
+            continue
+        after, *others = (value.to(torch.complex128) for value in values)
+        twice, of_others, change = (_largest(after - value) for value in others)
+        rounding = 16 * torch.finfo(before.dtype).eps * _largest(after) if before.is_floating_point() else 0.0
+        if max(twice, of_others, change) <= rounding:
+            unknown = True
+        elif max(twice, of_others) > min(rounding, change / 8):
+            found.append(name)
+    return found, unknown
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().nan_to_num().max()) if tensor.numel() else 0.0
 
 
 @contextlib.contextmanager

@@ -21,7 +21,14 @@ from ignite_ddl.pipeline.cut import Cut, check_trains, trains
 from ignite_ddl.pipeline.schedules import SCHEDULES, check_same_microbatches, microbatches_for
 from ignite_ddl.pipeline.structure import Structure, detached, joined, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
-from ignite_ddl.traceless import ROWS_DEPEND, rows_depend_on_each_other, state_that_grows, weights_kept, without_trace
+from ignite_ddl.traceless import (
+    ROWS_DEPEND,
+    not_settled,
+    rows_depend_on_each_other,
+    state_that_grows,
+    weights_kept,
+    without_trace,
+)
 
 _KEPT = 16  # schedules of a pipeline; each holds receive buffers
 
@@ -67,6 +74,7 @@ class BatchSchedules:
     ) -> None:
         self.cut, self.mesh, self.stages, self.transfer = cut, mesh, stages, transfer
         self.communicates, self.gathers, self.checks = communicates, gathers, checks
+        self.n_steps = 0
         self.made: dict[tuple, tuple[Any, MicrobatchLoss]] = {}  # the one used last comes last
         self.trained: dict[int, bool] = {}  # whether a stage had trainable weights when schedules were set up
 
@@ -80,6 +88,9 @@ class BatchSchedules:
 
         To set one up runs the stages, so where dp peers communicate in them, all of them have to do it.
         """
+        self.n_steps += 1
+        if self.checks and self.n_steps & (self.n_steps - 1) == 0:  # nothing was found, or not yet
+            self.made.clear()
         divided = rows  # by the number of microbatches
         if self.gathers:
             divided = math.gcd(*map(int, gathered(torch.tensor(rows, device=idist.device()), self.mesh.dp_cp_group)))
@@ -126,7 +137,7 @@ class BatchSchedules:
         n, name = microbatches_for(divided, self.cut.n_microbatches, self.cut.schedule, self.mesh.pp_size)
         known, n_stages = SCHEDULES[name], len(self.cut.owners)
         self._check_same_number(n)
-        interfaces = self._interfaces(rows_of(x, 0, rows // n), autocast)
+        interfaces = self._interfaces([rows_of(x, 0, rows // n), rows_of(x, rows - rows // n, rows)], autocast)
         place = n_stages, idist.device(), self.mesh.pp_group
         stages = [
             Stage(module, self.cut.describe(s), s, *place, *interfaces[s], autocast, known.split_backward)
@@ -142,7 +153,7 @@ class BatchSchedules:
         if exchanges and self.mesh.dp_cp_size > 1:
             check_same_microbatches(gathered_values(n, self.mesh.dp_cp_group))
 
-    def _interfaces(self, x: Any, autocast: Context) -> dict[int, tuple[Any, Any]]:
+    def _interfaces(self, microbatches: list[Any], autocast: Context) -> dict[int, tuple[Any, Any]]:
         """What each stage takes and returns, which torch has to know before it sends: by a microbatch's forward."""
         from ignite_ddl.pipeline.stage import Interface
 
@@ -151,6 +162,8 @@ class BatchSchedules:
         def run(s: int, value: Any) -> Any:
             value = detached(value)
             output = self.stages[s](value)
+            if s in found:  # by the first microbatch
+                return output
             if self.checks and rows_depend_on_each_other(self.stages[s], value, [self.stages[s]]):
                 raise ValueError(ROWS_DEPEND)
             name = self.cut.describe(s)
@@ -160,19 +173,32 @@ class BatchSchedules:
             return output
 
         stages, grown = list(self.stages.values()), []
-        with without_trace(stages), torch.enable_grad(), autocast, weights_kept(stages) as changed:
-            self.transfer.pass_through([x], run)
+
+        def passed(rows: Any) -> None:
+            self.transfer.pass_through([rows], run)
+            for stage in stages:
+                reshard(stage)
+
+        with without_trace(stages), torch.enable_grad(), autocast, weights_kept(stages) as first:
+            passed(microbatches[0])
             if self.checks:  # a cache is made in the first pass, a state changes in each
-                with state_that_grows(stages, grown):
-                    self.transfer.pass_through([x], run)
-        grown += changed if self.checks else []
-        if grown:
-            raise ValueError(
-                f"forward changes {grown[0]!r}, but under pp it runs once for each microbatch, not once for a batch: "
-                "keep such state out of forward, use dp and tp only, or pass checks=False to ddl.auto_model if no "
-                "number depends on it"
-            )
-        self.checks = False  # once is enough
-        for stage in stages:
-            reshard(stage)
+                with state_that_grows(stages, grown), weights_kept(stages) as again:
+                    passed(microbatches[0])
+        if self.checks:
+            with without_trace(stages), torch.enable_grad(), autocast, weights_kept(stages) as of_other_rows:
+                passed(microbatches[1])
+            self._check_changes(grown, *not_settled(first, again, of_other_rows))
         return found
+
+    def _check_changes(self, state: list[str], weights: list[str], unknown: bool) -> None:
+        """Refuses what forward passes change; where that is not known yet, it is checked again in steps 2, 4, 8, …"""
+        if state or weights:
+            raise ValueError(
+                f"forward changes {[*state, *weights][0]!r}, but under pp it runs once for each microbatch, not once "
+                "for a batch: keep such state out of forward, use dp and tp only, or pass checks=False to "
+                "ddl.auto_model if no number depends on it"
+            )
+        groups = self.mesh.pp_group, self.mesh.tp_group, *([self.mesh.dp_cp_group] if self.communicates else [])
+        for group in groups:
+            unknown = on_any_rank(unknown, group)
+        self.checks = unknown
