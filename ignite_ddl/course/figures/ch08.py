@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import median, quantiles
+from statistics import quantiles
 
 from ignite_ddl.lab import draw
 from ignite_ddl.lab.draw import ACTIVITY, GREY, INK, SHADE
@@ -12,7 +12,7 @@ __all__ = ["shares", "step_times"]
 ALT = {
     "timeline": "Four rows with time to the right. Ranks 0, 1 and 3 compute for a short while and then wait for "
     "rank 2, which computes three times as long. Then all four communicate.",
-    "step_times": "A dot for each of 160 steps on a logarithmic axis. The first five are the warm-up. "
+    "step_times": "A dot for each of 160 steps. The first five are the warm-up. "
     "Half of the others lie in a grey band, of which a narrower green one holds their median.",
     "shares": "A bar for each of four ranks, cut into compute, communication, idle and the rest, in percent of "
     "its time.",
@@ -20,7 +20,10 @@ ALT = {
 
 
 def step_times(seconds: list[float], warm_up: int, interval: tuple[float, float], title: str) -> draw.Figure:
-    """A dot a step on a logarithmic axis; of those after the warm-up the quartiles, and where their median is.
+    """A dot a step; of those after the warm-up the quartiles, and where their median is.
+
+    The axis ends four times the distance of the quartiles away from them: what lies above
+    is a triangle at the edge.
 
     Args:
         seconds: how long each step took, in order.
@@ -41,27 +44,36 @@ def step_times(seconds: list[float], warm_up: int, interval: tuple[float, float]
     """
     milliseconds = [1e3 * value for value in seconds]
     n, warm = len(seconds), milliseconds[warm_up:]
-    quarter, _, three_quarters = quantiles(warm, n=4)
+    quarter, middle, three_quarters = quantiles(warm, n=4)
     low, high = (1e3 * value for value in interval)
+    spread = 4 * (three_quarters - quarter)
+    bottom, top = max(min(warm), quarter - spread) - spread / 8, three_quarters + spread  # and a strip above
     figure, axes = draw.new_figure(title, width=7.4, height=3.0)
     axes.axhspan(quarter, three_quarters, color=SHADE, linewidth=0, zorder=0)
     axes.axhspan(low, high, color=ACTIVITY["optimizer"], alpha=0.5, linewidth=0, zorder=0)
-    axes.plot(range(1, warm_up + 1), milliseconds[:warm_up], "o", color=ACTIVITY["backward_weight"])
-    axes.plot(range(warm_up + 1, n + 1), warm, "o", color=ACTIVITY["compute"], markersize=3)
-    highest = max(milliseconds[:warm_up])
-    draw.note(axes, "warm-up", (warm_up, highest), (4, 8), color=ACTIVITY["backward_weight"], size=9)
-    at, style = (n + 0.5, median(warm)), {"size": 9, "weight": "bold"}
-    draw.note(axes, f"median {median(warm):.1f} ms,", at, (6, 30), color=ACTIVITY["optimizer"], **style)
-    draw.note(axes, f"in {low:.1f} to {high:.1f}", at, (6, 18), color=ACTIVITY["optimizer"], **style)
+    for first, values, colour, size in (
+        (1, milliseconds[:warm_up], ACTIVITY["backward_weight"], 6),
+        (warm_up + 1, warm, ACTIVITY["compute"], 3),
+    ):
+        dots = [(step, value) for step, value in enumerate(values, first) if value <= top]
+        above = [step for step, value in enumerate(values, first) if value > top]
+        axes.plot(*zip(*dots, strict=True) if dots else ((), ()), "o", color=colour, markersize=size)
+        axes.plot(above, [top + spread / 4] * len(above), "^", color=colour, markersize=6)
+    said = f"warm-up, its longest step {max(milliseconds[:warm_up]):.1f} ms"
+    draw.note(axes, said, (warm_up, top), (6, 2), color=ACTIVITY["backward_weight"], size=9)
+    if max(warm) > top:
+        draw.note(
+            axes, f"▲ to {max(warm):.1f} ms", (n + 0.5, top + spread / 4), (6, 0), color=ACTIVITY["compute"], size=9
+        )
+    at, style = (n + 0.5, middle), {"size": 9, "weight": "bold"}
+    draw.note(axes, f"median {middle:.2f} ms,", at, (6, 30), color=ACTIVITY["optimizer"], **style)
+    draw.note(axes, f"in {low:.2f} to {high:.2f}", at, (6, 18), color=ACTIVITY["optimizer"], **style)
     draw.note(axes, "half of the steps", at, (6, 4), color=INK, size=9)
-    draw.note(axes, f"in {quarter:.1f} to {three_quarters:.1f}", at, (6, -8), color=INK, size=9)
-    axes.set_yscale("log")
-    axes.set_xlim(0.5, n + 0.5)
-    axes.set_ylim(min(milliseconds) / 1.2, max(milliseconds) * 1.5)
-    ticks = (tick * 10**power for power in range(-2, 5) for tick in (1, 1.5, 2, 3, 5, 7))
-    axes.set_yticks([tick for tick in ticks if min(milliseconds) / 1.2 < tick < max(milliseconds) * 1.5])
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
+    draw.note(axes, f"in {quarter:.2f} to {three_quarters:.2f}", at, (6, -8), color=INK, size=9)
+    axes.set_xlim(-1.5, n + 0.5)
+    axes.set_ylim(bottom, top + spread / 3)
+    axes.set_xticks(range(20, n + 1, 20))
+    axes.set_yticks([tick for tick in axes.get_yticks() if bottom <= tick <= top])
     axes.set_xlabel("step")
     axes.set_ylabel("milliseconds")
     return draw.on_any_page(figure)
