@@ -66,7 +66,7 @@ test-oldest:  ## test with the oldest torch and Ignite that pyproject.toml allow
 	-e 's/^pytorch-ignite==.*/pytorch-ignite==0.5.4/' constraints.txt >build/oldest.txt
 	$(MAKE) test SLOW=1 CONSTRAINTS=build/oldest.txt
 
-test-tpu: setup  ## chapter 03 and tpu.py on XLA's CPU device (7 GB in build/tpu-env), and their Jupyter kernel
+test-tpu: setup  ## chapter 03 and its repair of Ignite on XLA's CPU device (7 GB in build/tpu-env), and their Jupyter kernel
 	PATH="$(CURDIR)/.venv/bin:$$PATH" bash tests/extra_tpu.sh $(TPU_ARGS)
 
 parity: setup  ## every form of parallelism against one process, the whole table (PARITY="tied zbv" for some)

@@ -96,9 +96,6 @@ __all__ = [
     "ulysses_attention",
 ]
 
-tpu.repair_ignite()  # without torch_xla: nothing
-
-
 _LATE = {  # imported when they are asked for: most runs have no server and do not hang, and DCP takes its time
     **dict.fromkeys(("Checkpoint", "export_weights", "import_weights"), "checkpoint"),
     **dict.fromkeys(("HangReport", "OutOfSync", "UnlikeCalls"), "diagnose"),

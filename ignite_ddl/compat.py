@@ -6,7 +6,6 @@ Tested with torch 2.11, 2.13 and 2.15 and Ignite 0.5.4 and 0.5.5 unless noted ot
 file                                    what it uses
 ======================================  ===============================================================
 ``compat.py``                           below
-``tpu.py``                              Ignite's XLA classes, with torch_xla 2.7 to 2.9
 ``data.py``                             ``torch.utils._pytree``, as most of the following; ``DataLoader._get_iterator``,
                                         an Ignite engine's ``_dataloader_iter``
 ``loss_contract.py``                    ``nn``'s ``_Loss``, the base of its losses; the numbers of autograd's nodes
@@ -43,6 +42,7 @@ file                                    what it uses
 ``course/checks/ch14.py``               torch's dispatch mode
 ``course/memory.py``                    ``torch.distributed._tools.mem_tracker.MemTracker``
 ``course/ranks.py``                     torch's dispatch mode
+``course/tpu.py``                       Ignite's XLA classes, with torch_xla 2.7 to 2.9
 ``throughput.py``                       ``torch.utils._pytree``; an Ignite engine's ``_dataloader_iter``
 ``diagnose/calls.py``                   torch's flight recorder and its store, ``distributed_c10d._world``
 ``lab/parity.py``                       ``torch.utils._pytree``

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ignite_ddl/tpu.py and chapter 03 on XLA's CPU device, in an environment of their own: torch_xla 2.9 wants torch 2.9.
+# ignite_ddl/course/tpu.py and chapter 03 on XLA's CPU device, in an environment of their own: torch_xla 2.9 wants torch 2.9.
 # Builds build/tpu-env once (7 GB, 3 minutes), adds its kernel "ignite-ddl on XLA" to .venv, then runs the tests for
 # real and compares each number that chapter 03 shows with the recorded one.
 #     tests/extra_tpu.sh            the tests; exits 77 where it skips them: no disk for it, or no wheels
@@ -43,7 +43,7 @@ if [ "${1:-}" = --record ]; then
     rm -f ignite_ddl/course/recorded_xla.json
     IGNITE_DDL_RECORD=1 $chapter --nbval-lax
 else
-    $python -m pytest -q -p no:cacheprovider tests/package/test_tpu.py
+    $python -m pytest -q -p no:cacheprovider tests/package/test_tpu.py tests/course/test_xla.py
     $python -m pytest -q -p no:cacheprovider tests/course/test_checks.py -k ch03
     $chapter --nbval --nbval-sanitize-with tests/tpu_sanitize.cfg
 fi

@@ -27,6 +27,7 @@ from ignite_ddl.course.sharded_step import flatten_parameters, overlapped, shard
 from ignite_ddl.course.side_by_side import SideBySide
 from ignite_ddl.course.text import CharacterText
 from ignite_ddl.course.toolbox import train_with
+from ignite_ddl.course.tpu import repair_ignite
 from ignite_ddl.course.vision import import_torchvision, repair_torchvision
 from ignite_ddl.course.watch_save import watch_save
 from ignite_ddl.course.watch_step import watch_step
@@ -79,4 +80,5 @@ __all__ = [
 ]
 
 keep_serial_runs_on_cpu()  # every chapter compares ranks with one process
+repair_ignite()  # without torch_xla: nothing
 repair_torchvision()

@@ -307,7 +307,7 @@ class Parallel:
         return int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
 
     def __enter__(self) -> Parallel:
-        # XLA needs no launcher: one process drives every device. See tpu.py.
+        # XLA needs no launcher: one process drives every device.
         if self.nproc_per_node is None and (self.backend == "xla-tpu" or (self.backend and _inside_a_job())):
             if self.backend == "gloo":
                 hide_gpus_if_too_few(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
