@@ -25,6 +25,11 @@ def gathered_values(value: Any, group: dist.ProcessGroup | None = None) -> list[
     return values
 
 
+def octets(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, in its own memory if it is contiguous: gloo sends few types by themselves."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
 def on_any_rank(found: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Whether this is so on any rank of a group."""
     flag = torch.tensor(float(found), device=idist.device())

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_ddl.collectives import octets
 from ignite_ddl.compat import replicate, unsharded_parameters
 from ignite_ddl.experts.style import dim_to_shard, experts_of
 from ignite_ddl.guards import refuse_second_derivatives
@@ -198,12 +199,11 @@ def share_buffers(module: nn.Module, mesh: Mesh) -> None:
     if mesh.dp_cp_size == 1:
         return
     buffers = [b for b in module.buffers() if not isinstance(b, DTensor)]
-    source = dist.get_global_rank(mesh.dp_cp_group, 0)
-    for dtype in dict.fromkeys(b.dtype for b in buffers):  # one message per dtype
-        of_dtype = [b for b in buffers if b.dtype == dtype]
-        flat = torch.cat([b.detach().reshape(-1) for b in of_dtype])
-        dist.broadcast(flat, src=source, group=mesh.dp_cp_group)
-        if mesh.dp_cp_rank > 0:
-            with torch.no_grad():
-                for buffer, values in zip(of_dtype, flat.split([b.numel() for b in of_dtype]), strict=True):
-                    buffer.copy_(values.view_as(buffer))
+    if not buffers:
+        return
+    flat = torch.cat(list(map(octets, buffers)))
+    dist.broadcast(flat, src=dist.get_global_rank(mesh.dp_cp_group, 0), group=mesh.dp_cp_group)
+    if mesh.dp_cp_rank > 0:
+        with torch.no_grad():
+            for buffer, values in zip(buffers, flat.split([b.nbytes for b in buffers]), strict=True):
+                buffer.copy_(values.clone().view(buffer.dtype).view(buffer.shape))  # the clone is aligned

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import FLAG, MODULE, OPTIMIZER, WORLD, a, each, one_of, takes
 from ignite_ddl.audit import TOKENS_CHECKED, take_fingerprint
+from ignite_ddl.collectives import octets
 from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, reduce_metrics_over_dp
 from ignite_ddl.context.sequence import SharedSequences
@@ -524,9 +525,8 @@ def _copy_weights_of_rank_0(model: nn.Module) -> None:
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(idist.device()))
     with torch.no_grad():
         for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()] if not t.is_meta}.values():
-            # A channels_last weight is not contiguous: it could be neither sent nor sharded.
-            tensor.data = tensor.contiguous()
-            dist.broadcast(tensor, src=0)
+            tensor.data = tensor.contiguous()  # as one that is channels_last is not: it could not be sharded
+            dist.broadcast(octets(tensor), src=0)
 
 
 @takes(optimizer=OPTIMIZER, checks=FLAG)

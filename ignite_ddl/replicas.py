@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_ddl.collectives import gathered, gathered_values
+from ignite_ddl.collectives import gathered, gathered_values, octets
 from ignite_ddl.compat import unsharded_parameters
 from ignite_ddl.data_parallel import local_round
 from ignite_ddl.mesh import get_mesh
@@ -99,13 +99,13 @@ def dp_local_statistics(model: nn.Module) -> set[int]:
 def digest(tensor: torch.Tensor) -> int:
     """64 bits that depend on each bit of what this rank holds, and on its place; the same for any number of threads."""
     local = local_tensor(tensor)
-    octets = local.detach().contiguous().view(-1).view(torch.uint8)
-    if octets.storage_offset() % 8:  # where words of 8 octets cannot begin
-        octets = octets.clone()
-    end = len(octets) // 8 * 8
-    odd = torch.arange(1, 2 * min(_CHUNK, max(8, end // 8)), 2, device=octets.device)  # so that no change is lost
-    total = torch.zeros((), dtype=torch.int64, device=octets.device)
-    for words in (*octets[:end].view(torch.int64).split(_CHUNK), octets[end:].to(torch.int64)):
+    held = octets(local)
+    if held.storage_offset() % 8:  # where words of 8 octets cannot begin
+        held = held.clone()
+    end = len(held) // 8 * 8
+    odd = torch.arange(1, 2 * min(_CHUNK, max(8, end // 8)), 2, device=held.device)  # so that no change is lost
+    total = torch.zeros((), dtype=torch.int64, device=held.device)
+    for words in (*held[:end].view(torch.int64).split(_CHUNK), held[end:].to(torch.int64)):
         total = total * 31 + (words * odd[: len(words)]).sum()
     return int(total)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.arguments import MAPPING, MODULE, Fits, check, takes, whole
-from ignite_ddl.collectives import gathered_values
+from ignite_ddl.collectives import gathered_values, octets
 from ignite_ddl.compat import quiet_redistribution
 from ignite_ddl.data_parallel import refuse_in_a_round, share_buffers
 from ignite_ddl.lazy import materialize
@@ -46,13 +46,11 @@ def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, t
     if on_rank is not None:
         rank = Fits(f"a rank below {mesh.world_size}", whole(0, mesh.world_size - 1).read)
         on_rank = check("on_rank", on_rank, rank)
-        found: dict[str, Any] = {name: tensor for name, tensor in full_tensors(model, on_rank) if tensor is not None}
-        known = stages.full_shapes()
-        if any(map(is_extra_state, known)):
-            found |= stages.gather_stages(local_state(model)[2])
-        return {name: found[name] for name in known} if mesh.rank == on_rank else {}
-    tensors, extra = _shared_state(model, mesh)
-    return stages.gather_stages({name: full_tensor(tensor) for name, tensor in tensors.items()} | extra)
+    found: dict[str, Any] = {name: tensor for name, tensor in full_tensors(model, on_rank) if tensor is not None}
+    known = stages.full_shapes()
+    if any(map(is_extra_state, known)):
+        found |= stages.gather_stages(local_state(model)[2])
+    return {name: found[name] for name in known} if on_rank in (None, mesh.rank) else {}
 
 
 def is_extra_state(name: str) -> bool:
@@ -60,43 +58,41 @@ def is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def full_tensors(model: nn.Module, on_rank: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
+def full_tensors(model: nn.Module, on_rank: int | None = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Gathers the tensors of the uncut model's state dict one by one; every rank iterates to the end.
 
     Args:
         model: what :func:`auto_model` returned.
-        on_rank: the rank that gets them. Default: 0.
+        on_rank: the rank that gets them; None: all. Default: 0.
 
     Yields:
         tuple: a name of the uncut model, and the tensor on the CPU of ``on_rank``; None on the other ranks.
     """
     stages, mesh = stages_of(model), get_mesh()
-    tensors, _ = _shared_state(model, mesh)
+    tensors = _shared_state(model, mesh)
     local = {name: tensor.dtype for name, tensor in tensors.items()}
     dtypes = gathered_values(local, mesh.pp_group) if mesh.pp_size > 1 else [local]
+    position = mesh.coordinates(mesh.rank)
+    among_peers = on_rank is None or mesh.coordinates(on_rank) | {"pp": mesh.pp_rank} == position
     for name, shape in stages.full_shapes().items():
         if is_extra_state(name):
             continue
         owner = next(pp for pp, names in enumerate(dtypes) if name in names)
-        full = full_tensor(tensors[name]) if mesh.pp_rank == owner else None
-        sender = mesh.rank_at(**(mesh.coordinates(on_rank) | {"pp": owner}))
-        if sender != on_rank and mesh.rank == sender:
-            dist.send(full.to(idist.device()), on_rank)
-        if sender != on_rank and mesh.rank == on_rank:
-            full = torch.empty(shape, dtype=dtypes[owner][name], device=idist.device())
-            dist.recv(full, sender)
-            full = full.cpu()
-        yield name, full if mesh.rank == on_rank else None
+        full = full_tensor(tensors[name]) if mesh.pp_rank == owner else torch.empty(shape, dtype=dtypes[owner][name])
+        if mesh.pp_size > 1 and among_peers:
+            full = full.to(idist.device()).contiguous()
+            dist.broadcast(octets(full), mesh.rank_at(**(position | {"pp": owner})), group=mesh.pp_group)
+        yield name, full.cpu() if on_rank in (None, mesh.rank) else None
 
 
-def _shared_state(model: nn.Module, mesh: Mesh) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """As :func:`_tensors_and_extra_state`, once all ranks have called; with the buffers of dp rank 0."""
+def _shared_state(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """This rank's tensors, once all ranks have called; with the buffers of dp rank 0."""
     refuse_in_a_round(model, "the weights are gathered")
     _wait_for_all(mesh)
     stages = stages_of(model)
     for stage in stages.local_stages():
         share_buffers(stage, mesh)  # DDP did so before the last forward pass, which has changed them
-    return _tensors_and_extra_state(stages)
+    return _tensors_and_extra_state(stages)[0]
 
 
 def _tensors_and_extra_state(stages: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

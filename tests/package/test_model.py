@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
+from ignite_ddl.collectives import octets
 from ignite_ddl.lab.bytes import count_bytes
 
 # ------------------------------------------------------------------------------------------- models and weights
@@ -107,6 +108,41 @@ def test_weights_are_those_of_rank_0_and_travel_both_ways(local_rank, kind, shar
         in_all = whole if shard or mesh.pp_size == 2 else 2 * whole
         assert idist.all_reduce(held) == in_all
         assert mesh.pp_size == 2 or held == in_all // 2
+
+
+class Typed(nn.Linear):
+    """With buffers that gloo does not send by themselves, or in which nothing is."""
+
+    def __init__(self, number):
+        super().__init__(4, 4)
+        for dtype in (torch.int16, torch.complex64, torch.float8_e4m3fn, torch.bool):
+            self.register_buffer(str(dtype)[6:], torch.arange(number, number + 3).to(torch.float32).to(dtype))
+        self.register_buffer("nothing", torch.zeros(0, 3))
+
+    def get_extra_state(self):
+        return float(self.weight.sum())
+
+    def set_extra_state(self, state):
+        pass
+
+
+@pytest.mark.parametrize("on_rank", [None, 3])
+@on_each_rank(pp=2, dp=2)
+def test_tensors_of_any_type_travel_between_dp_and_pp_ranks(local_rank, on_rank):
+    mesh = ddl.get_mesh()
+    torch.manual_seed(0)
+    one_process = nn.Sequential(*map(Typed, range(4))).state_dict()
+    torch.manual_seed(mesh.rank)
+    model = ddl.auto_model(nn.Sequential(*(Typed(i + mesh.rank) for i in range(4))))
+    found = ddl.full_state_dict(model, on_rank)
+    if on_rank in (None, mesh.rank):
+        assert list(found) == list(one_process)
+        extra = [name for name in found if name.endswith("_extra_state")]
+        assert [found.pop(name) for name in extra] == [one_process.pop(name) for name in extra]
+        bits = ({name: (t.dtype, t.shape, octets(t).tolist()) for name, t in of.items()} for of in (found, one_process))
+        assert next(bits) == next(bits)
+    else:
+        assert found == {}
 
 
 @on_each_rank(dp=2)
