@@ -40,6 +40,7 @@ file                                    what it uses
 ``lab/timeline/watch.py``               process groups, ``Work``, DDP, pipeline stages, torch's dispatcher
 ``lab/timeline/timeline.py``            the order of an Ignite engine's handlers
 ``course/checks/ch14.py``               torch's dispatch mode
+``course/machine.py``                   idist's ``_SerialModel``
 ``course/memory.py``                    ``torch.distributed._tools.mem_tracker.MemTracker``
 ``course/ranks.py``                     torch's dispatch mode
 ``course/tpu.py``                       Ignite's XLA classes, with torch_xla 2.7 to 2.9
@@ -63,7 +64,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ignite.distributed.comp_models.base import _SerialModel
 from ignite.distributed.comp_models.native import _NativeDistModel
 from ignite.engine import Engine
 from ignite.metrics import Metric
@@ -545,14 +545,6 @@ def address_for_ignite(init_method: str, rank: int, world_size: int) -> str:
 def set_nproc_per_node(nproc: int) -> None:
     """Sets idist's number of ranks a machine, to compute which it would make and destroy a process group (30 ms)."""
     _NativeDistModel._compute_nproc_per_node = lambda model: nproc
-
-
-def keep_serial_runs_on_cpu() -> None:
-    """Makes a serial run compute on the CPU, as ranks do where there is no CUDA: idist would take a Mac's GPU.
-
-    That GPU has no float64, and its numbers are not those of the ranks.
-    """
-    _SerialModel.device = lambda model: torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextlib.contextmanager

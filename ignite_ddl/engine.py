@@ -110,9 +110,7 @@ class MeshEngine(Engine):
         step.updates, step.order = self.updates, getattr(plan, "digest", 0) % 2**20
         output, loss = step(*args, **kwargs)
         self.weighted += step.models
-        if (
-            self.rows is None
-        ):  # an iterator over the loader of ddl.auto_dataloader, perhaps: the step counts rows itself
+        if self.rows is None:  # perhaps of an iterator over the loader of ddl.auto_dataloader: the step counts rows
             forget_uneven_rows()
         return output, loss
 

@@ -410,7 +410,7 @@ class LossContract:
     def _compare_declared(self) -> None:
         """Compares a declared loss of each microbatch with what its values for two parts of the rows add up to.
 
-        Nothing is concluded where rows of outputs and targets cannot be told, or from a loss that draws random numbers,
+        Nothing is concluded where it is unknown which dims are rows, or from a loss that draws random numbers,
         fails with a part of the rows or sums over ranks by itself.
 
         Raises:

@@ -1,6 +1,5 @@
 """What only the chapters use: data, small models, figures and the checks of the exercises."""
 
-from ignite_ddl.compat import keep_serial_runs_on_cpu
 from ignite_ddl.course.bucket_steps import watch_buckets
 from ignite_ddl.course.clock import median_seconds, other_programs, time_steps
 from ignite_ddl.course.copies import steps_to_target, train_copies
@@ -14,7 +13,7 @@ from ignite_ddl.course.guess import score, tally
 from ignite_ddl.course.kill import killed_before_sync
 from ignite_ddl.course.line import SlowLine
 from ignite_ddl.course.loaders import loader_traps
-from ignite_ddl.course.machine import describe_machine
+from ignite_ddl.course.machine import describe_machine, keep_serial_runs_on_cpu
 from ignite_ddl.course.memory import StepMemory
 from ignite_ddl.course.messages import all_gather_by_messages, all_reduce_by_messages, reduce_scatter_by_messages
 from ignite_ddl.course.models import CNN, MLP

@@ -1,4 +1,4 @@
-"""What this machine has for ranks."""
+"""What this machine has for ranks, and that a run without ranks computes where they would."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ import os
 
 import ignite.distributed as idist
 import torch
+from ignite.distributed.comp_models.base import _SerialModel
 
 __all__ = ["describe_machine"]
+
+
+def keep_serial_runs_on_cpu() -> None:
+    """Makes a serial run compute on the CPU, as ranks do where there is no CUDA: idist would take a Mac's GPU.
+
+    That GPU has no float64, and its numbers are not those of the ranks.
+    """
+    _SerialModel.device = lambda model: torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def describe_machine() -> list[str]:

@@ -97,10 +97,12 @@ class Row(NamedTuple):
         return min(plans, key=lambda one: (one.short > one.memory["buffers"], sum(one.seconds.values())))
 
 
-def _rows() -> list[Row]:
-    rows, alone = [], A100_2021 | {"overlap": 0.0}
-    gpt = Model(96, 12288, 96, 51200, 2048, sequence_parallel=False)
-    big = dataclasses.replace(gpt, layers=105, width=20480, heads=128)
+ALONE = A100_2021 | {"overlap": 0.0}  # nothing is hidden behind compute
+GPT = Model(96, 12288, 96, 51200, 2048, sequence_parallel=False)
+BIG = dataclasses.replace(GPT, layers=105, width=20480, heads=128)
+
+
+def _narayanan() -> Iterable[Row]:
     table_1 = [  # billions of parameters, heads, width, layers, tp, pp, GPUs, batch, teraFLOP/s of a GPU
         (1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
         (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
@@ -114,23 +116,26 @@ def _rows() -> list[Row]:
         (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
     ]
     for billions, heads, width, layers, tp, pp, n, batch, rate in table_1:
-        model = dataclasses.replace(gpt, layers=layers, width=width, heads=heads)
+        model = dataclasses.replace(GPT, layers=layers, width=width, heads=heads)
         seconds = _from_rate(model, batch, n, rate, recompute=True)
         name = f"{billions:g}B on {n}"
-        rows.append(Row("Narayanan 1", name, model, alone, batch, (n // tp // pp, pp, tp), {}, seconds))
+        yield Row("Narayanan 1", name, model, ALONE, batch, (n // tp // pp, pp, tp), {}, seconds)
     table_2 = [  # model, tp × pp, batch, GPUs, rows of a microbatch, teraFLOP/s of a GPU
-        (gpt, 1, 1536, 384, 4, 144), (gpt, 1, 1536, 768, 2, 88), (gpt, 1, 1536, 1536, 1, 44),
-        (big, 1, 2560, 640, 4, 138), (big, 1, 2240, 1120, 2, 98), (big, 1, 2240, 2240, 1, 48),
-        (gpt, 96, 1536, 384, 1, 153), (gpt, 96, 1536, 768, 1, 149), (gpt, 96, 1536, 1536, 1, 141),
-        (big, 280, 2240, 560, 1, 171), (big, 280, 2240, 1120, 1, 167), (big, 280, 2240, 2240, 1, 159),
+        (GPT, 1, 1536, 384, 4, 144), (GPT, 1, 1536, 768, 2, 88), (GPT, 1, 1536, 1536, 1, 44),
+        (BIG, 1, 2560, 640, 4, 138), (BIG, 1, 2240, 1120, 2, 98), (BIG, 1, 2240, 2240, 1, 48),
+        (GPT, 96, 1536, 384, 1, 153), (GPT, 96, 1536, 768, 1, 149), (GPT, 96, 1536, 1536, 1, 141),
+        (BIG, 280, 2240, 560, 1, 171), (BIG, 280, 2240, 1120, 1, 167), (BIG, 280, 2240, 2240, 1, 159),
     ]  # fmt: skip
     for model, cut, batch, n, size, rate in table_2:
-        name = f"{'175B' if model is gpt else '530B'} on {n:,}, {'ZeRO-3' if cut == 1 else 'PTD'}"
+        name = f"{'175B' if model is GPT else '530B'} on {n:,}, {'ZeRO-3' if cut == 1 else 'PTD'}"
         mesh = (n // cut, max(1, cut // 8), min(8, cut))
         how = {"rows": [size], "zero": 3 if cut == 1 else 0}
-        cluster = A100_2021 if cut == 1 else alone
+        cluster = A100_2021 if cut == 1 else ALONE
         seconds = _from_rate(model, batch, n, rate, recompute=True)
-        rows.append(Row("Narayanan 2", name, model, cluster, batch, mesh, how, seconds))
+        yield Row("Narayanan 2", name, model, cluster, batch, mesh, how, seconds)
+
+
+def _korthikanti() -> Iterable[Row]:
     table_5 = [  # name, layers, width, heads, pp, chunks, batch, rows of a microbatch, seconds in full and selective
         ("22B on 8", 48, 6144, 64, 1, 1, 4, 4, 1.42, 1.10),
         ("175B on 64", 96, 12288, 96, 8, 3, 64, 1, 18.13, 13.75),
@@ -138,28 +143,30 @@ def _rows() -> list[Row]:
         ("1T on 512", 128, 25600, 160, 64, 1, 512, 1, 94.42, 71.49),
     ]
     for name, layers, width, heads, pp, chunks, batch, size, *seconds in table_5:
-        model = dataclasses.replace(gpt, layers=layers, width=width, heads=heads)
+        model = dataclasses.replace(GPT, layers=layers, width=width, heads=heads)
         how = {"rows": [size], "chunks": [chunks]}
-        rows.append(Row("Korthikanti 5", f"{name}, full", model, alone, batch, (1, pp, 8), how, seconds[0]))
+        yield Row("Korthikanti 5", f"{name}, full", model, ALONE, batch, (1, pp, 8), how, seconds[0])
         model, how = dataclasses.replace(model, sequence_parallel=True), how | {"recompute": "selective"}
-        rows.append(Row("Korthikanti 5", f"{name}, selective", model, alone, batch, (1, pp, 8), how, seconds[1]))
+        yield Row("Korthikanti 5", f"{name}, selective", model, ALONE, batch, (1, pp, 8), how, seconds[1])
         if pp == 35:
-            rows.append(Row("Korthikanti 6.3", "530B on 2,240", model, alone, 8 * batch, (8, pp, 8), how, 39.15))
+            yield Row("Korthikanti 6.3", "530B on 2,240", model, ALONE, 8 * batch, (8, pp, 8), how, 39.15)
+
+
+def _since_2024() -> Iterable[Row]:
     megatron = Model(96, 12288, 128, 64000, 2048)
     table_2 = {256: 40.0, 512: 21.2, 768: 15.2, 1024: 11.9, 3072: 29.02, 6144: 14.78, 8192: 12.24, 12288: 8.57}
     how = {"rows": [1], "chunks": [6], "recompute": "selective", "zero": 1}
     for n, seconds in table_2.items():
         batch = 768 if n <= 1024 else 6144
-        rows.append(Row("MegaScale 2", f"175B on {n:,}", megatron, alone, batch, (n // 64, 8, 8), how, seconds))
+        yield Row("MegaScale 2", f"175B on {n:,}", megatron, ALONE, batch, (n // 64, 8, 8), how, seconds)
     for dp, rate in ((64, 430), (128, 400)):
         how = {"rows": [1], "recompute": "pointwise", "zero": 1}
         seconds = LLAMA_405B.flops(2048) / (128 * dp * rate * 1e12)
-        rows.append(Row("Llama 3, 4", f"405B on {128 * dp:,}", LLAMA_405B, H100, 2048, (dp, 16, 8), how, seconds))
+        yield Row("Llama 3, 4", f"405B on {128 * dp:,}", LLAMA_405B, H100, 2048, (dp, 16, 8), how, seconds)
     for kernels, tokens in (("eager", 5762), ("compiled", 6667)):
         model = dataclasses.replace(LLAMA_8B, kernels=kernels)
         how = {"rows": [2], "recompute": "full", "full_layers": 16, "zero": 3}
-        rows.append(Row("torchtitan", f"8B on 8, {kernels}", model, H100_96GB, 16, (8, 1, 1), how, 2 * 8192 / tokens))
-    return rows
+        yield Row("torchtitan", f"8B on 8, {kernels}", model, H100_96GB, 16, (8, 1, 1), how, 2 * 8192 / tokens)
 
 
 def _from_rate(model: Model, batch: int, n: int, rate: float, recompute: bool) -> float:
@@ -168,7 +175,7 @@ def _from_rate(model: Model, batch: int, n: int, rate: float, recompute: bool) -
     return cost.transformer_flops(*shape, recompute=recompute) / (n * rate * 1e12)
 
 
-ROWS = _rows()
+ROWS = [*_narayanan(), *_korthikanti(), *_since_2024()]
 # Fitted in two rounds. First, before any row of published_since was read: "best" and "half_width" of A100_2021 are the
 # two numbers with which the smallest and the largest model of Narayanan's first table take their published times;
 # "best" and "eager" of torchtitan's H100 the same for its two rows; H100's "best" was then that of Llama 3 on 8,192.

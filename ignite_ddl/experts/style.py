@@ -32,12 +32,12 @@ class Experts(ParallelStyle):
     ep, experts stay where they are.
 
     With tp besides, tp peers have the same tokens and exchange the same ones with other ep ranks. Without ``tp=`` each
-    of them holds its experts whole, and all compute the same. With it each holds a part of every expert, and their
+    of them holds its experts in full, and all compute the same. With it each holds a part of every expert, and their
     outputs are summed.
 
     Args:
         tp: for each weight, the dim in which tp cuts it: ``{"gate": 1, "up": 1, "down": 2}`` for
-            ``ddl.MixtureOfExperts``. The outputs of the parts have to sum to that of the whole expert. A weight that
+            ``ddl.MixtureOfExperts``. The outputs of the parts have to sum to that of the full expert. A weight that
             is two in one, as transformers' ``gate_up_proj``, is refused. Default: none is cut.
 
     Examples:
@@ -91,7 +91,7 @@ class Experts(ParallelStyle):
             sizes = ", ".join(f"{weight} in {size}" for weight, size in cut.items())
             raise ValueError(
                 f"Experts(tp=) should cut all weights of {name!r} between the same features, but given {sizes}: a "
-                "weight that holds gates and values is not cut right; leave tp= out, and tp peers compute whole experts"
+                "weight that holds gates and values is not cut right; leave tp= out, and tp peers compute full experts"
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -126,8 +126,8 @@ class _OverRanks:
     def __call__(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if any(isinstance(tensor, DTensor) for tensor in (x, index, weights)):
             raise ValueError(
-                "experts should get whole tokens as plain tensors, but get a DTensor: let the layers before them in "
-                "tensor_plan return whole outputs (not ddl.Sequence's parts)"
+                "experts should get full tokens as plain tensors, but get a DTensor: let the layers before them in "
+                "tensor_plan return full outputs (not ddl.Sequence's parts)"
             )
         if not self.over_ep:
             return self.on_this_rank(x, index, weights)
@@ -137,7 +137,7 @@ class _OverRanks:
         return combined(dispatch.to_tokens(outputs), dispatch.order, weights, x)
 
     def on_this_rank(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """What the experts here make of tokens that are here, the sum of all parts of an expert."""
+        """What this rank's experts make of tokens that it has, the sum of all parts of an expert."""
         uncut = dict(self.module._parameters)
         local = {name: local_tensor(p) for name, p in uncut.items()}
         if not len(x):  # so that backward passes, which communicate, reach this rank's weights, too

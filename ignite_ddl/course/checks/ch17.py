@@ -29,18 +29,7 @@ def smoothed_loss(function, n_ranks, rows, n_classes, smoothing, shift):
     right = F.cross_entropy(whole, target, label_smoothing=smoothing)
     right.backward()
     for rank, (answer, _) in enumerate(ranks):
-        if not isinstance(answer, tuple | list) or len(answer) != 2:
-            raise Hint(f"rank {rank} should return the loss and the gradient of its logits")
-        loss, gradient = answer
-        if not isinstance(loss, torch.Tensor) or loss.shape != () or loss.dtype != torch.float64:
-            raise Hint(f"the loss of rank {rank} should be one float64 number, the mean over rows")
-        if not isinstance(gradient, torch.Tensor) or gradient.shape != parts[rank].shape:
-            raise Hint(f"the gradient of rank {rank} should have the shape of its logits, {tuple(parts[rank].shape)}")
-        if not bool(loss.isfinite()):
-            raise Hint(
-                f"logits near {shift:g}, and the loss of rank {rank} is {loss.item()}: subtract the "
-                "largest of the whole row before you exponentiate"
-            )
+        loss, _ = _loss_and_gradient(rank, answer, parts[rank], shift)
         own_mean = _smoothed(logits, target, smoothing, parts[rank].mean(1))
         own_share = _smoothed(logits, target, smoothing, parts[rank].sum(1) / n_classes)
         if _same(loss, F.cross_entropy(logits, target)):
@@ -94,6 +83,23 @@ def cut_dropout(function, n_ranks, tokens, n_features, p):
             )
         if traffic.put_in:
             raise Hint(f"right, but rank {rank} puts in {traffic.put_in} bytes; nothing has to be sent")
+
+
+def _loss_and_gradient(rank, answer, part, shift):
+    """What a rank has returned, if these are a finite number and a gradient of the shape of its logits."""
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise Hint(f"rank {rank} should return the loss and the gradient of its logits")
+    loss, gradient = answer
+    if not isinstance(loss, torch.Tensor) or loss.shape != () or loss.dtype != torch.float64:
+        raise Hint(f"the loss of rank {rank} should be one float64 number, the mean over rows")
+    if not isinstance(gradient, torch.Tensor) or gradient.shape != part.shape:
+        raise Hint(f"the gradient of rank {rank} should have the shape of its logits, {tuple(part.shape)}")
+    if not bool(loss.isfinite()):
+        raise Hint(
+            f"logits near {shift:g}, and the loss of rank {rank} is {loss.item()}: subtract the "
+            "largest of the whole row before you exponentiate"
+        )
+    return loss, gradient
 
 
 def _drawn(function, x, *args):
