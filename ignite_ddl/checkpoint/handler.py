@@ -337,12 +337,12 @@ class Checkpoint(IgniteCheckpoint):
         _, error = attempt(self._check, name, objects)
         agree(error, self._group, name=name if isinstance(name, str) else shown(name), to_save=sorted(objects))
         snapshot, error = attempt(self._capture, objects)
-        states = agree(error, self._group, snapshot and snapshot.state)
+        agree(error, self._group)
         if not self.asynchronous:
-            self._complete(name, snapshot, states, metadata, outdated)
+            self._complete(name, snapshot, metadata, outdated)
             return
         background = ThreadPoolExecutor(1, "ddl.Checkpoint")  # the interpreter waits for it before it ends
-        self._in_background = background.submit(self._complete, name, snapshot, states, metadata, outdated)
+        self._in_background = background.submit(self._complete, name, snapshot, metadata, outdated)
         background.shutdown(wait=False)
         _in_background.add(self._in_background)
         wait_before_result(self.wait)
@@ -356,10 +356,8 @@ class Checkpoint(IgniteCheckpoint):
     def _capture(self, objects: Mapping[str, Any]) -> Snapshot:
         return capture(objects).copy() if self.asynchronous else capture(objects)
 
-    def _complete(
-        self, name: str, snapshot: Snapshot, states: list[Any], metadata: Mapping[str, Any], outdated: list[str]
-    ) -> None:
-        def content() -> dict[str, Any]:
+    def _complete(self, name: str, snapshot: Snapshot, metadata: Mapping[str, Any], outdated: list[str]) -> None:
+        def content(states: list[Any]) -> dict[str, Any]:
             newest = max((at for at in times_saved(self.folder).values() if at < math.inf), default=0)
             return {
                 "saved_ns": max(time.time_ns(), newest + 1),
@@ -371,7 +369,7 @@ class Checkpoint(IgniteCheckpoint):
             }
 
         try:
-            write(self.folder / name, snapshot.shards, content, self._group, self.digests, outdated)
+            write(self.folder / name, snapshot.shards, snapshot.state, content, self._group, self.digests, outdated)
         except BaseException:
             is_single_process(self._group)  # raises if the group was destroyed, which explains the error
             raise

@@ -76,7 +76,8 @@ _BLOCK = 1 << 20
 def write(
     folder: Path,
     shards: Mapping[str, Shard],
-    content: Callable[[], dict[str, Any]],
+    state: Any,
+    content: Callable[[list[Any]], dict[str, Any]],
     group: dist.ProcessGroup | None,
     digests: bool = True,
     outdated: Sequence[str] = (),
@@ -86,7 +87,8 @@ def write(
     Args:
         folder: where, on a file system that all ranks see. One of that name is replaced.
         shards: what this rank holds of each tensor, by name. Of parts that several ranks hold one is written.
-        content: makes what goes into ``state.json``; called on rank 0.
+        state: what rank 0 gets from this rank.
+        content: makes of the states of all ranks what goes into ``state.json``; called on rank 0.
         group: a group of all ranks, for objects; None on a serial run.
         digests: whether to take a CRC-32 of each part that is written.
         outdated: names of checkpoints beside it, which are removed once this one is complete.
@@ -95,31 +97,17 @@ def write(
         OSError: on every rank, if any rank cannot write; what was written is removed.
         ValueError: if a rank does not see the folder, or ``content`` refuses what ranks have.
     """
-    state: dict[str, Any] = {}
-    with contextlib.ExitStack() as undo:
-
-        def start() -> Path:
-            state.update(content())
-            saving = make_temporary_folder(folder)
-            undo.callback(_remove_if_possible, saving)
-            return saving
-
-        saving = on_rank_0(start, group)
-        with _naming_errors(folder):
-            writer = _Writer(saving, digests)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about a single process
-                dcp.save(
-                    {}, storage_writer=writer, planner=_SavePlanner(shards), process_group=group, no_dist=group is None
-                )
-            state["tensors"] = writer.tensors
-            on_rank_0(lambda: _complete(folder, saving, state, outdated), group)
-        undo.pop_all()
-
-
-def _remove_if_possible(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        remove(path)
+    is_single_process(group)  # raises if the group was destroyed: torch would take it for one
+    writer, planner = _Writer(folder, content, digests, outdated), _SavePlanner(shards, state)
+    try:
+        with _naming_errors(folder), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a single process
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    except BaseException:
+        if writer.made is not None:
+            with contextlib.suppress(OSError):
+                remove(writer.made)
+        raise
 
 
 @contextlib.contextmanager
@@ -133,7 +121,7 @@ def _naming_errors(folder: Path) -> Iterator[None]:
             rank, (cause, _) = next(iter(error.failures.items()))
         if not isinstance(error, CheckpointException | OSError):
             raise
-        if isinstance(cause, ValueError):
+        if isinstance(cause, ValueError) or not isinstance(cause, Exception):
             raise cause from error
         raise OSError(
             f"{folder} could not be written (rank {rank}: {cause}); the checkpoints before it are complete"
@@ -172,20 +160,32 @@ class _Result(WriteResult):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, which takes a digest of each part that it has written."""
+    """DCP's writer, which takes a digest of each part that it has written. Rank 0's makes the folder and completes it:
+    what ranks tell each other of it goes with DCP's own messages.
+    """
 
-    def __init__(self, path: Path, with_digests: bool) -> None:
-        super().__init__(path)
-        self.with_digests = with_digests
-        self.tensors: dict[str, dict[str, Any]] = {}  # as in state.json; known on rank 0 in the end
+    def __init__(
+        self, folder: Path, content: Callable[[list[Any]], dict[str, Any]], digests: bool, outdated: Sequence[str]
+    ) -> None:
+        super().__init__(folder)
+        self.folder, self.content, self.with_digests, self.outdated = folder, content, digests, outdated
+        self.made: Path | None = None  # on rank 0, where it writes until it is complete
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As torch's, which makes the folder where this rank does not see it."""
-        if not Path(self.path).is_dir():
-            raise ValueError(f"{Path(self.path).parent} should be a folder that all ranks see")
-        return super().prepare_local_plan(plan)
+        """As it is: torch would make the folder, also where a rank does not see that of the others."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0, with what all ranks have; gives them the folder."""
+        self.state = self.content([plan.planner_data for plan in plans])
+        self.made = make_temporary_folder(self.folder)
+        plans = super().prepare_global_plan(plans)
+        return [dataclasses.replace(plan, planner_data=self.made) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        self.path = plan.planner_data
+        if not self.path.is_dir():
+            raise ValueError(f"{self.folder.parent} should be a folder that all ranks see")
         with config.patch("save.compute_crc32", not self.with_digests):  # not two of the same bytes
             results = super().write_data(plan, planner).wait()
         done: Future[list[WriteResult]] = Future()
@@ -204,7 +204,9 @@ class _Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[_Result]]) -> None:
         super().finish(metadata, results)
-        self.tensors = described(metadata, {result.index: result for of_rank in results for result in of_rank})
+        written = {result.index: result for of_rank in results for result in of_rank}
+        _complete(self.folder, self.path, self.state | {"tensors": described(metadata, written)}, self.outdated)
+        metadata.state_dict_metadata, metadata.storage_data = {}, None  # torch sends it to all ranks: nobody reads it
 
     def storage_meta(self) -> None:
         """Nothing: torch would note the path on this machine."""
@@ -213,9 +215,9 @@ class _Writer(dcp.FileSystemWriter):
 class _SavePlanner(DefaultSavePlanner):
     """What each rank has to write, from its :class:`Shard` of each tensor."""
 
-    def __init__(self, shards: Mapping[str, Shard]) -> None:
+    def __init__(self, shards: Mapping[str, Shard], state: Any) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.shards = shards
+        self.shards, self.state = shards, state
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan(
@@ -231,7 +233,8 @@ class _SavePlanner(DefaultSavePlanner):
                 )
                 for name, shard in self.shards.items()
                 for at, piece in shard.pieces
-            ]
+            ],
+            planner_data=self.state,
         )
         return self.plan
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from ignite.handlers import EarlyStopping
@@ -18,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
 from ignite_ddl.checkpoint.values import decoded, encoded
+from ignite_ddl.lab.bytes import count_bytes
 
 MESHES = {
     "one process": ({}, False),
@@ -427,6 +429,19 @@ def test_all_ranks_refuse_what_one_refuses(rank, tmp_path):
         run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     with pytest.raises(ValueError, match="of no model in to_save"):
         ddl.Checkpoint(run.things(), tmp_path).save("x")
+
+
+@on_each_rank(dp=2)
+def test_a_save_exchanges_two_small_messages_beside_those_of_dcp(rank, tmp_path):
+    """What else ranks have to know of each other goes with DCP's own."""
+    model = ddl.auto_model(nn.Linear(4, 4), shard=True)
+    checkpoint = ddl.Checkpoint({"model": model}, tmp_path)
+    with count_bytes() as ours:
+        checkpoint.save("one")
+    with count_bytes() as by_hand:
+        dcp.save(model.state_dict(), checkpoint_id=tmp_path / "by hand")
+    assert len(ours) == len(by_hand) + 2 > 2
+    assert ours.of("all_gather").put_in < 10_000
 
 
 # ------------------------------------------------------------------------- as if it had not been interrupted
