@@ -15,7 +15,6 @@ file                                    what it uses
                                         of its operators
 ``audit.py``                            ``nn.Module._parameters``, ``_modules``, ``Parameter._backward_hooks``
 ``guards.py``                           ``Parameter._backward_hooks``
-``pipeline/pipeline.py``                 ``Tensor._backward_hooks``
 ``step.py``                             ``torch._foreach_mul_``
 ``engine.py``                           Ignite's ``_prepare_batch``, the default of a public argument; of its Engine the
                                         order of handlers, ``_setup_dataloader_iter``, ``_dataloader_iter``,
@@ -27,7 +26,8 @@ file                                    what it uses
 ``checkpoint/handler.py``               how Ignite's Checkpoint sets up its states and file names
 ``metrics.py``                          idist's ``_model``, ``_NativeDistModel``: a group instead of the world
 ``pipeline/cut.py``                     ``nn.Module._forward_hooks``, ``_forward_pre_hooks``
-``pipeline/stage.py``                   ``PipelineStage``: its call of a stage, its first message
+``pipeline/stage.py``                   ``PipelineStage``: its call of a stage, its first message;
+                                        ``Tensor._backward_hooks``
 ``pipeline/structure.py``               ``torch.utils._pytree``
 ``pipeline/pipeline.py``                ``torch.utils._pytree``
 ``pipeline/local_stages.py``            ``torch.utils._pytree``

@@ -602,7 +602,7 @@ class _EpochPlan:
                 generator.set_state(resumed["generator"])
             self.generator = generator.get_state()
         with torch.random.fork_rng(devices=[]):  # leaves the user's random stream unchanged
-            torch.manual_seed(sampler.seed + self.epoch)
+            torch.default_generator.manual_seed(sampler.seed + self.epoch)  # that of the CPU alone
             for batch in map(list, sampler.batches):
                 self._add(batch)
         if generator is not None and resumed.get("generator_now") is not None:

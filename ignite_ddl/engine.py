@@ -408,7 +408,8 @@ def create_supervised_trainer(
         if (iteration - 1) % gradient_accumulation_steps == 0:
             optimizer.zero_grad()
         last = iteration % gradient_accumulation_steps == 0
-        model.train()
+        if not _is_training(model):
+            model.train()
         x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
         _check_rows(x)
         scale = 1.0 if scaled is None else scaled.loss_scale(device)
@@ -427,6 +428,11 @@ def create_supervised_trainer(
     if deterministic:
         trainer.add_event_handler(Events.STARTED, _choose_deterministic_algorithms)
     return trainer
+
+
+def _is_training(module: nn.Module | None) -> bool:
+    """Whether ``module.train()``, which sets each attribute anew, would change nothing."""
+    return module is None or module.training and all(map(_is_training, module._modules.values()))
 
 
 def _step_optimizer(

@@ -14,10 +14,12 @@ the same experts. ep is no axis of the grid: it adds no ranks.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import ignite.distributed as idist
 import torch.distributed as dist
@@ -124,6 +126,14 @@ def sizes_without_world(
     return check_mesh(dp * pp * cp * tp, dp, pp, tp, dp_replicate, dp_shard, cp)
 
 
+class _fact(functools.cached_property):
+    """A property that is computed once: each step asks for some of them many times."""
+
+    def __init__(self, function: Callable[[Mesh], Any], doc: str) -> None:
+        super().__init__(function)
+        self.__doc__ = doc
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Mesh:
     """The position of this rank in the grid, and the process group of each axis.
@@ -151,24 +161,24 @@ class Mesh:
     ep_size: int = 1
     expert_mesh: DeviceMesh | None = None
 
-    dp_size = property(lambda self: self.sizes["dp"], doc="Number of ranks that share the rows of a batch.")
-    cp_size = property(lambda self: self.sizes.get("cp", 1), doc="Number of ranks that share each sequence.")
-    dp_cp_size = property(lambda self: self.dp_size * self.cp_size, doc="Number of ranks that share a batch's tokens.")
-    pp_size = property(lambda self: self.sizes["pp"], doc="Number of pipeline ranks.")
-    tp_size = property(lambda self: self.sizes["tp"], doc="Number of ranks that share each layer.")
-    world_size = property(lambda self: math.prod(self.sizes.values()), doc="Number of ranks.")
-    dp_rank = property(lambda self: self.coordinates(self.rank)["dp"], doc="This rank's position on dp.")
-    cp_rank = property(lambda self: self.coordinates(self.rank).get("cp", 0), doc="This rank's position on cp.")
-    dp_cp_rank = property(lambda self: self.dp_rank * self.cp_size + self.cp_rank, doc="Its position on dp × cp.")
-    pp_rank = property(lambda self: self.coordinates(self.rank)["pp"], doc="This rank's position on pp.")
-    tp_rank = property(lambda self: self.coordinates(self.rank)["tp"], doc="This rank's position on tp.")
-    dp_group = property(lambda self: self.groups["dp"], doc="Process group of dp peers; None on a serial run.")
-    cp_group = property(lambda self: self.groups.get("cp"), doc="Process group of cp peers; None without a cp axis.")
-    dp_cp_group = property(lambda self: self.groups.get("dp_cp", self.groups["dp"]), doc="Process group of dp × cp.")
-    pp_group = property(lambda self: self.groups["pp"], doc="Process group of pp peers; None on a serial run.")
-    tp_group = property(lambda self: self.groups["tp"], doc="Process group of tp peers; None on a serial run.")
-    ep_rank = property(lambda self: self.dp_cp_rank % self.ep_size, doc="This rank's position among its ep peers.")
-    ep_group = property(lambda self: self.groups.get("ep"), doc="Process group of ep peers; None where ep is 1.")
+    dp_size = _fact(lambda self: self.sizes["dp"], doc="Number of ranks that share the rows of a batch.")
+    cp_size = _fact(lambda self: self.sizes.get("cp", 1), doc="Number of ranks that share each sequence.")
+    dp_cp_size = _fact(lambda self: self.dp_size * self.cp_size, doc="Number of ranks that share a batch's tokens.")
+    pp_size = _fact(lambda self: self.sizes["pp"], doc="Number of pipeline ranks.")
+    tp_size = _fact(lambda self: self.sizes["tp"], doc="Number of ranks that share each layer.")
+    world_size = _fact(lambda self: math.prod(self.sizes.values()), doc="Number of ranks.")
+    dp_rank = _fact(lambda self: self.coordinates(self.rank)["dp"], doc="This rank's position on dp.")
+    cp_rank = _fact(lambda self: self.coordinates(self.rank).get("cp", 0), doc="This rank's position on cp.")
+    dp_cp_rank = _fact(lambda self: self.dp_rank * self.cp_size + self.cp_rank, doc="Its position on dp × cp.")
+    pp_rank = _fact(lambda self: self.coordinates(self.rank)["pp"], doc="This rank's position on pp.")
+    tp_rank = _fact(lambda self: self.coordinates(self.rank)["tp"], doc="This rank's position on tp.")
+    dp_group = _fact(lambda self: self.groups["dp"], doc="Process group of dp peers; None on a serial run.")
+    cp_group = _fact(lambda self: self.groups.get("cp"), doc="Process group of cp peers; None without a cp axis.")
+    dp_cp_group = _fact(lambda self: self.groups.get("dp_cp", self.groups["dp"]), doc="Process group of dp × cp.")
+    pp_group = _fact(lambda self: self.groups["pp"], doc="Process group of pp peers; None on a serial run.")
+    tp_group = _fact(lambda self: self.groups["tp"], doc="Process group of tp peers; None on a serial run.")
+    ep_rank = _fact(lambda self: self.dp_cp_rank % self.ep_size, doc="This rank's position among its ep peers.")
+    ep_group = _fact(lambda self: self.groups.get("ep"), doc="Process group of ep peers; None where ep is 1.")
 
     @property
     def hybrid(self) -> bool:

@@ -67,8 +67,6 @@ class Pipeline(nn.Module):
             stages[s] = stage = sequential(of_stage)
             for name, layer in of_stage:
                 add_submodule(self, name, layer)
-            if s > 0:
-                stage.register_forward_pre_hook(_without_hooks)
             if s > 0 and any(getattr(module, "inplace", False) for module in stage.modules()):
                 stage.register_forward_pre_hook(_copied)
         held = dict(self.named_parameters(remove_duplicate=False))
@@ -221,13 +219,6 @@ def _copies_of_shared_layers(
         (name, copy.deepcopy(layer, memo) if any(id(m) in taken for m in layer.modules()) else layer)
         for name, layer in layers
     ]
-
-
-def _without_hooks(stage: nn.Module, inputs: tuple) -> None:
-    """torch receives each step's microbatches in the same leaves, which would keep the hooks of forward passes."""
-    for leaf in tensors_of(inputs):
-        if leaf.is_leaf and leaf._backward_hooks:
-            leaf._backward_hooks = None
 
 
 def _copied(stage: nn.Module, inputs: tuple) -> tuple:

@@ -80,6 +80,9 @@ class Stage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for tensor in inputs:  # torch receives those of each step in the same leaves, which would keep their hooks
+            if tensor._backward_hooks and tensor.is_leaf:
+                tensor._backward_hooks = None
         output = self.submod(self.takes.structure.unflatten(inputs))
         tensors, structure = flatten(output, self.name)
         shapes, expected = (tuple((t.shape, t.dtype) for t in of) for of in (tensors, self.returns.tensors))

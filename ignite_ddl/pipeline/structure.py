@@ -99,6 +99,8 @@ def check_rows(x: Any, y: Any) -> int:
 
 def rows_of(tree: Any, first: int, end: int) -> Any:
     """The rows ``first`` to ``end`` of each tensor; plain values as they are."""
+    if isinstance(tree, torch.Tensor):
+        return tree[first:end]
     return tree_map_only(torch.Tensor, lambda tensor: tensor[first:end], tree)
 
 

@@ -269,6 +269,11 @@ def test_one_rank_may_look_at_a_batch(workers, tp):
             assert torch.equal(epoch[2], epoch[3])
 
 
+def test_the_order_of_rows_leaves_the_streams_of_gpus_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("a pass seeds the GPUs"))
+    assert len(list(ddl.auto_dataloader(range(8), batch_size=4, shuffle=True))) == 2
+
+
 def test_shuffling_leaves_the_random_stream_of_the_user_alone():
     def draws(**options):
         torch.manual_seed(5)

@@ -135,3 +135,13 @@ def test_it_runs_on_an_ignite_whose_run_has_no_max_iters(monkeypatch):
     assert ddl.MeshEngine(lambda engine, batch: batch).run([1, 2, 3], 2, epoch_length=2).iteration == 4
     with pytest.raises(ValueError, match="max_iters is new in Ignite 0.5.5, but given 3 with Ignite .*: update Ignite"):
         ddl.MeshEngine(lambda engine, batch: batch).run([1, 2, 3], max_iters=3)
+
+
+def test_each_step_sets_all_modules_to_training_as_ignites_does():
+    seen = []
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), nn.Linear(2, 1))
+    model[0][1].register_forward_hook(lambda module, *_: seen.append(module.training))
+    trainer = ddl.create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: model[0][1].eval())
+    trainer.run([(torch.ones(2, 2), torch.ones(2, 1))] * 3)
+    assert seen == [True] * 3
