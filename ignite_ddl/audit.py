@@ -62,7 +62,7 @@ import operator
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ignite.distributed as idist
@@ -74,7 +74,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
-from ignite_ddl.compat import without_dispatch_modes
 from ignite_ddl.context.sequence import check_tokens, length_matters
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
@@ -88,6 +87,7 @@ from ignite_ddl.state import INITIAL_VALUES
 from ignite_ddl.tensor.gradients import ReplicatedWeights
 from ignite_ddl.traceless import (
     ROWS_DEPEND,
+    UNLIKE_MODULES,
     evaluating,
     few_rows,
     outputs_depend_on,
@@ -202,7 +202,7 @@ class Audit:
         if self.is_check_step and mesh.dp_size > 1:
             _compare_with_dp_peers(stages, x, mesh)
         if self.step == 1 and mesh.dp_cp_size > 1:
-            depends = rows_depend_on_each_other(self.modules.tried(stages.forward_only), x, stages.local_stages())
+            depends = rows_depend_on_each_other(stages.forward_only, x, stages.local_stages())
             if on_any_rank(depends):
                 raise ValueError(ROWS_DEPEND)
 
@@ -228,7 +228,7 @@ class Audit:
 
         def loss_of(rows: tuple[Any, Any]) -> torch.Tensor:
             with without_trace(stages):
-                return contract.call(transform(self.modules.tried(self.stages.forward_only)(rows[0])), rows[1])
+                return contract.call(transform(self.stages.forward_only(rows[0])), rows[1])
 
         few, parts = few_rows((x, y))
         with evaluating(stages, all_of_them=False):
@@ -634,8 +634,7 @@ def _check_new_parameters(model: nn.Module, fingerprint: _Fingerprint) -> None:
 
 # ------------------------------------------------------------------------------------------- rows and modules
 
-# Instead of a module's number: the end of a stage's first forward pass in a step, or an error in it.
-END, FAILED = -1, -2
+END = -1  # instead of a module's number: the end of a stage's first forward pass in a step
 
 
 class ModulesInUse:
@@ -653,8 +652,7 @@ class ModulesInUse:
     """
 
     def __init__(self, stages: list[nn.Module], mesh: Mesh) -> None:
-        self.mesh, self.is_first_step, self.is_trying = mesh, True, False
-        self.gathers = False  # whether FSDP2 gathers weights in forward passes
+        self.mesh, self.is_first_step = mesh, True
         # In order, each module once, since dp ranks may have different numbers of microbatches.
         self.calls: dict[int, None] = {}
         self.names: list[str] = []
@@ -675,38 +673,11 @@ class ModulesInUse:
                     hook = self._hook(len(self.names), module)
                     self.handles.append(module.register_forward_pre_hook(hook, prepend=True))
                     self.names.append(name.removeprefix("module.") or type(module).__name__)
-            self.gathers = self.gathers or any(isinstance(module, FSDPModule) for module in stage.modules())
             self.handles.append(stage.register_forward_hook(self._hook(END, stage)))
 
     def begin(self) -> None:
         """Starts a step."""
         self.calls.clear()
-
-    @contextlib.contextmanager
-    def trying(self) -> Iterator[None]:
-        """Inside, a check runs the model with a few rows, with which it may fail.
-
-        If these lead ranks to different modules, or some fail, all of them raise an error before FSDP2 would gather
-        different weights, and the check has found nothing.
-        """
-        self.is_trying = True
-        try:
-            yield
-        except Exception as error:
-            if self.gathers and str(error) != UNLIKE_MODULES:
-                self._compare_quietly(FAILED)
-            raise
-        finally:
-            self.is_trying = False
-
-    def tried(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A forward pass for checks; see :meth:`trying`."""
-
-        def each(x: Any) -> Any:
-            with self.trying():
-                return run(x)
-
-        return each
 
     def digest(self) -> int:
         """A number below 2 ** 20 for the modules called in this step, in order."""
@@ -733,21 +704,12 @@ class ModulesInUse:
         communicates = number == END or isinstance(module, FSDPModule)
 
         def hook(*_: Any) -> None:
-            if self.is_trying:
-                if communicates:
-                    self._compare_quietly(number)
-            elif torch.is_grad_enabled() and number not in self.calls:
+            if torch.is_grad_enabled() and number not in self.calls:
                 self.calls[number] = None
                 if communicates and self.is_first_step:
                     self._compare(number)
 
         return hook
-
-    def _compare_quietly(self, number: int) -> None:
-        with without_dispatch_modes():  # which look for what the model itself sends
-            local = torch.tensor(number, device=idist.device())
-            if any(not torch.equal(peer, local) for peer in gathered(local, self.mesh.dp_cp_group)):
-                raise ValueError(UNLIKE_MODULES)
 
     def _compare(self, number: int) -> None:
         """Raises a ValueError unless all dp ranks have called the same modules."""
@@ -755,13 +717,6 @@ class ModulesInUse:
         if any(not torch.equal(peer, local) for peer in gathered(local, self.mesh.dp_cp_group)):
             last = self.names[[called for called in self.calls if called != END][-1]]
             raise ValueError(f"{UNLIKE_MODULES} This rank was at {last!r}")
-
-
-UNLIKE_MODULES = (
-    "dp ranks should call the same modules in a step, but call different ones, so that gradients of different weights "
-    "would be added. Make the same choice on all ranks (a random one with the same seed), or train with DDP alone and "
-    "find_unused_parameters=True."
-)
 
 
 def _finds_unused(stage: nn.Module) -> bool:

@@ -84,6 +84,11 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return replicate(module, mesh=mesh)
 
 
+def gathers(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers weights of this module before its forward pass; those of ``replicate`` are whole."""
+    return isinstance(module, FSDPModule) and all(kind.__name__ != "ReplicateModule" for kind in type(module).__mro__)
+
+
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """A mesh of one dim with the ranks of all dims of a mesh; private, torch 2.11 to 2.15."""
     return mesh._flatten(name)

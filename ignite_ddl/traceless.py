@@ -7,15 +7,24 @@ import contextvars
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import ignite.distributed as idist
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ignite_ddl.collectives import gathered
+from ignite_ddl.compat import gathers, without_dispatch_modes
+from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.random import random_states, random_stream, set_random_states
 
+UNLIKE_MODULES = (
+    "dp ranks should call the same modules in a step, but call different ones, so that gradients of different weights "
+    "would be added. Make the same choice on all ranks (a random one with the same seed), or train with DDP alone and "
+    "find_unused_parameters=True."
+)
 _KINDS = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, torch.Tensor)
 _NUMBERS = (bool, int, float, complex, str)
 _OF_EACH_MODULE = frozenset(vars(nn.Module()))
@@ -111,14 +120,54 @@ def states_kept(owners: Iterable[Any]) -> Iterator[list[_SavedState]]:
 
 @contextlib.contextmanager
 def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_SavedState]]:
-    """Restores at its end what forward passes inside change in these modules; torch draws from a separate stream."""
+    """Restores at its end what forward passes inside change in these modules; torch draws from a separate stream.
+
+    Raises:
+        UnlikeModules: if ranks that gather weights in these passes need other ones, or only some of them fail.
+    """
     drawn = random_states()
-    with weights_kept(stages), states_kept(stages) as kept:
+    with _gathering_alike(stages), weights_kept(stages), states_kept(stages) as kept:
         try:
             with random_stream(seed):
                 yield kept
         finally:
             set_random_states(drawn)  # Python's and NumPy's
+
+
+class UnlikeModules(ValueError):
+    """What a check tried is not known, since ranks called different modules, or some of them failed."""
+
+
+_END, _FAILED = -1, -2  # instead of a module's number: the end of passes, or an error in them
+
+
+@contextlib.contextmanager
+def _gathering_alike(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, ranks agree before each gather of FSDP2: else it would wait for a peer that has failed, or get another's
+    weights, with which a check's few rows do not go.
+    """
+    group, sharded = get_mesh().dp_cp_group, [module for module in _modules(stages).values() if gathers(module)]
+
+    def meet(number: int) -> None:
+        with without_dispatch_modes():  # which look for what the model itself sends
+            local = torch.tensor(number, device=idist.device())
+            if any(not torch.equal(peer, local) for peer in gathered(local, group)):
+                raise UnlikeModules(UNLIKE_MODULES)
+
+    handles = [m.register_forward_pre_hook(lambda *_, i=i: meet(i), prepend=True) for i, m in enumerate(sharded)]
+    try:
+        yield
+        if sharded:
+            meet(_END)
+    except UnlikeModules:
+        raise
+    except Exception:
+        if sharded:
+            meet(_FAILED)
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 Written = dict[str, tuple[torch.Tensor, torch.Tensor]]  # weights to which a pass has written: before, and after

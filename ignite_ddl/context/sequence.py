@@ -24,7 +24,7 @@ from ignite_ddl.guards import THIS_WAS_IN
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, tensors_of
 from ignite_ddl.replicas import digest
-from ignite_ddl.traceless import differ, evaluating, norm_over_rows, without_trace
+from ignite_ddl.traceless import UnlikeModules, differ, evaluating, norm_over_rows, without_trace
 
 NOT_SHARED = (
     "on a mesh with cp, batches should come from ddl.auto_dataloader, which gives each cp rank its tokens: run the "
@@ -201,6 +201,8 @@ def check_tokens(
         return None
     try:
         shared, full = _calls(run, first, stages, mesh)
+    except UnlikeModules:
+        return None
     except (AssertionError, IndexError, RuntimeError):
         if mesh.pp_size == 1 and not in_full:  # perhaps it takes blocks of more tokens
             return check_tokens(run, x, stages, mesh, in_full=True)
@@ -227,7 +229,7 @@ def length_matters(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module
             with without_trace(stages):
                 found = [local_tensor(tensor) for tensor in tensors_of(run(_part(row, mesh)))]
             return bool(lengths) and not _are_shards(found, expected, lengths[0], mesh)
-    except (AssertionError, IndexError, RuntimeError):
+    except (AssertionError, IndexError, RuntimeError, UnlikeModules):
         return False
 
 

@@ -1000,8 +1000,8 @@ class OfSign(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, n), nn.Linear(n, 2)) for n in (4, inner))
 
     def forward(self, x):
-        output = torch.zeros_like(x)
-        for layer, rows in zip(self.layers, (x[:, 0] > 0, x[:, 0] <= 0), strict=True):
+        output, first = torch.zeros_like(x), x.flatten(1)[:, 0]
+        for layer, rows in zip(self.layers, (first > 0, first <= 0), strict=True):
             if rows.any():
                 output[rows] = layer(x[rows])
         return output
@@ -1022,16 +1022,54 @@ class FailsOnFew(nn.Module):
 
 
 @in_float64
-def trained_by_sign(local_rank, make):
+def trained_by_sign(local_rank, make, negative=(0, 3, 8, 11, 14, 15), shape=(2,), **options):
+    """By default, the first rows of each rank are of both signs, its last two rows of one."""
     torch.manual_seed(0)
-    x = torch.rand(16, 2) + 0.1
-    x[[0, 3, 8, 11, 14, 15]] *= -1  # the first rows of each rank are of both signs, its last two rows of one
-    model = ddl.auto_model(make(), shard=True)
+    x = torch.rand(16, *shape) + 0.1
+    x[list(negative)] *= -1
+    model = ddl.auto_model(make(), shard=True, **options)
     trainer = trainer_of(model, nn.functional.mse_loss)
     trainer.run(ddl.auto_dataloader(TensorDataset(x, x.flip(1)), batch_size=16), max_epochs=3)
     return trainer.state.output
 
 
-@pytest.mark.parametrize("make", [partial(OfSign, 4), partial(OfSign, 6), FailsOnFew], ids=["alike", "unlike", "fails"])
-def test_a_check_whose_few_rows_lead_ranks_to_other_layers_finds_nothing(make):
-    assert all(abs(loss - trained_by_sign(0, make)) < 1e-12 for loss in launch({"dp": 2}, trained_by_sign, make))
+BY_SIGN = partial(OfSign, 4), partial(OfSign, 6)
+OF_REGIONS = {"negative": (0, 1, 8, 10), "tensor_plan": {"layers.*.0": ddl.Column(), "layers.*.1": ddl.Row()}}
+OF_TOKENS = {"negative": (0, 1, 2, 3, 8, 10), "shape": (4, 2)}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "mesh"),
+    [
+        *((make, {}, {"dp": 2}) for make in (*BY_SIGN, FailsOnFew)),
+        *((make, OF_REGIONS, {"dp": 2, "tp": 2}) for make in BY_SIGN),
+        *((make, OF_TOKENS, {"dp": 2, "cp": 2}) for make in BY_SIGN),
+    ],
+    ids=["alike", "unlike", "fails", "regions alike", "regions unlike", "tokens alike", "tokens unlike"],
+)
+def test_a_check_whose_few_rows_lead_ranks_to_other_layers_finds_nothing(make, options, mesh):
+    train = partial(trained_by_sign, make=make, **options)
+    assert all(abs(loss - train(0)) < 1e-12 for loss in launch(mesh, train))
+
+
+class OfPadding(nn.Module):
+    """A layer for rows that are padded, and one for the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, x):
+        output = torch.zeros_like(x[:, :2])
+        for layer, rows in zip(self.layers, (x[:, -1] == 0, x[:, -1] != 0), strict=True):
+            if rows.any():
+                output[rows] = layer(x[rows, :2])
+        return output
+
+
+@on_each_rank(dp=2)
+def test_a_check_of_padding_that_leads_ranks_to_other_layers_finds_nothing(local_rank):
+    """With zeros appended, as many as on the other rank, all rows of the first are padded."""
+    rows = [(torch.ones(n), torch.ones(2)) for n in (4, 3, 4, 3, 6, 5, 6, 5)]
+    trainer = trainer_of(ddl.auto_model(OfPadding(), shard=True))
+    trainer.run(ddl.auto_dataloader(rows, batch_size=8, collate_fn=padded), max_epochs=2)
