@@ -1,9 +1,10 @@
 """Writes docs/parity_of_models.md: ddl.check_parity on models that we did not write, on each mesh.
 
-pip install --target build/zoo transformers
+pip install --target build/zoo transformers; pip install --no-deps --target build/zoo timm
 PYTHONPATH=build/zoo python tools/parity_zoo.py                 runs all, some minutes, and writes the page
 PYTHONPATH=build/zoo python tools/parity_zoo.py llama pp2       runs the lines with these words, and prints
 PYTHONPATH=build/zoo python tools/parity_zoo.py shared          runs those on cp and ep, and writes that section
+PYTHONPATH=build/zoo python tools/parity_zoo.py further         runs those on two meshes, and writes that section
 """
 
 from __future__ import annotations
@@ -41,16 +42,32 @@ MESHES = {
 }
 
 
+FEW_KEYS = {"intermediate_size": 64, "num_key_value_heads": 2}
+EXPERTS_OF_12 = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, **FEW_KEYS}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+ON_CP, ON_EP = ({"cp": 2},), ({"dp": 2, "ep": 2}, {"dp": 2, "ep": 2, "shard": True})
 SHARED = {  # sequences and experts that ranks share: the model, how it is made, the mesh
-    "transformers Llama, 2 heads of keys": ("Llama", {"num_key_value_heads": 2}, ({"cp": 2}, {"cp": 4},
-                                            {"dp": 2, "cp": 2, "shard": True}, {"cp": 2, "tp": 2})),
-    "transformers Mixtral, 4 experts, 2 a token": ("Mixtral", {"num_local_experts": 4, "num_key_value_heads": 2},
+    "transformers Llama, 2 heads of keys": ("Llama", FEW_KEYS, ({"cp": 2}, {"cp": 4}, {"dp": 2, "cp": 2, "shard": True},
+                                                               {"cp": 2, "tp": 2})),
+    "transformers Llama, packed documents": ("Llama", FEW_KEYS, ON_CP),
+    "transformers Mistral, a window of 5": ("Mistral", {"sliding_window": 5, **FEW_KEYS}, ON_CP),
+    "transformers Qwen3": ("Qwen3", {"head_dim": 8, **FEW_KEYS}, ON_CP),
+    "transformers Gemma 3, windows of 5": ("Gemma3", {"head_dim": 8, "sliding_window": 5, "pad_token_id": 0,
+                                                      **FEW_KEYS}, ON_CP),
+    "transformers Mixtral, 4 experts, 2 a token": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2,
+                                                               **FEW_KEYS},
                                                    ({"dp": 2, "ep": 2}, {"dp": 4, "ep": 2},
                                                     {"dp": 2, "ep": 2, "shard": True}, {"cp": 2, "ep": 2})),
-    "transformers Qwen3-MoE, 4 experts, 2 a token": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 12,
-                                                     "head_dim": 8, "num_key_value_heads": 2},
+    "transformers Qwen3-MoE, 4 experts, 2 a token": ("Qwen3Moe", {"num_experts": 4, "head_dim": 8, **EXPERTS_OF_12},
                                                      ({"dp": 2, "ep": 2}, {"dp": 4, "ep": 4},
                                                       {"dp": 2, "ep": 2, "shard": True}, {"cp": 2, "ep": 2})),
+    "transformers Qwen2-MoE, 4 experts and a shared one": ("Qwen2Moe", {"num_experts": 4, **EXPERTS_OF_12,
+                                                           "shared_expert_intermediate_size": 16}, ON_EP),
+    "transformers DeepSeek-V3, 4 experts, 2 a token": ("DeepseekV3", {"n_routed_experts": 4, "n_group": 1,
+                                                       "topk_group": 1, "first_k_dense_replace": 0, **EXPERTS_OF_12,
+                                                       **LATENT, "num_key_value_heads": 4}, ON_EP),
+    "transformers OLMoE, 4 experts, 2 a token": ("Olmoe", {"num_experts": 4, **EXPERTS_OF_12,
+                                                 "intermediate_size": 12}, ON_EP),
 }  # fmt: skip
 
 
@@ -176,27 +193,27 @@ def hugging_face(kind, head, **more):
     import_torchvision()  # transformers imports it
     import transformers
 
-    names = {"GPT2": ("n_embd", "n_layer", "n_head")}.get(
+    names = {"GPT2": ("n_embd", "n_layer", "n_head"), "Bloom": ("hidden_size", "n_layer", "n_head"),
+             "DistilBert": ("dim", "n_layers", "n_heads")}.get(
         kind, ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    )
+    )  # fmt: skip
     sizes = dict(zip(names, (WIDTH, 2, HEADS), strict=True)) | {"vocab_size": WORDS, "use_cache": False}
-    config = getattr(transformers, f"{kind}Config")(**sizes, **more)
-    return Output(getattr(transformers, f"{kind}{head}")(config))
+    of_kind = getattr(transformers, f"{kind}{head}")
+    return Output(of_kind(of_kind.config_class(**sizes, **more)))
 
 
 class OnShared(nn.Module):
     """A model of transformers with ring attention on a mesh with cp, and its own elsewhere."""
 
-    def __init__(self, kind, more):
+    def __init__(self, kind, more, attention):
         super().__init__()
         from ignite_ddl.context.huggingface import register_attention
 
-        experts = {"num_experts_per_tok": 2} if kind != "Llama" else {}
-        self.model = hugging_face(kind, "ForCausalLM", intermediate_size=64, **experts, **more).model
+        self.model, self.attention = hugging_face(kind, "ForCausalLM", **more).model, attention
         register_attention()
 
     def forward(self, batch):
-        self.model.set_attn_implementation("ddl_ring" if ddl.get_mesh().cp_size > 1 else "sdpa")
+        self.model.set_attn_implementation(self.attention if ddl.get_mesh().cp_size > 1 else "sdpa")
         return self.model(**batch, use_cache=False).logits
 
 
@@ -277,6 +294,110 @@ def convolutions(prefix):
 
 def pairs_of_convolutions(prefix):
     return {f"{prefix}.*.conv1": ddl.OutputChannels(), f"{prefix}.*.conv2": ddl.InputChannels()}
+
+
+GEMMA = {"head_dim": 8, "pad_token_id": 0, **FEW_KEYS}
+NO_ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}  # else beyond so few words
+PHI = ["self_attn.[qkv]_proj", "mlp.fc1"], ["self_attn.dense", "mlp.fc2"]
+NEOX = ["mlp.dense_h_to_4h"], ["attention.dense", "mlp.dense_4h_to_h"]
+NEOX_FUSED = {"attention.query_key_value": ddl.Column(units=HEADS)}
+BLOOM = ["mlp.dense_h_to_4h"], ["mlp.dense_4h_to_h"]
+BLOOM_FUSED = {"self_attention.query_key_value": WHOLE_OUTPUT, "self_attention.dense": WHOLE_INPUT}
+DISTILBERT = ["attention.[qkv]_lin", "ffn.lin1"], ["attention.out_lin", "ffn.lin2"]
+VIT = ["attention.[qkv]_proj", "mlp.fc1"], ["attention.o_proj", "mlp.fc2"]
+OUT_OF_BERT = ["attention.output.dense", "output.dense"]
+SENTENCES, OF_BERT = "ForSequenceClassification", {"intermediate_size": 64, "num_labels": 10}
+FURTHER = {  # the model, its head, its sizes, the plan, the prefix
+    "Gemma": ("Gemma", "ForCausalLM", GEMMA, (*LLAMA,), "model.model.layers.*."),
+    "Gemma 2": ("Gemma2", "ForCausalLM", GEMMA, (*LLAMA,), "model.model.layers.*."),
+    "Gemma 3": ("Gemma3", "ForCausalLM", GEMMA, (*LLAMA, NORMS), "model.model.layers.*."),
+    "Phi": ("Phi", "ForCausalLM", {"intermediate_size": 64, **NO_ENDS}, PHI, "model.model.layers.*."),
+    "GPT-NeoX": ("GPTNeoX", "ForCausalLM", {"intermediate_size": 64, **NO_ENDS}, (*NEOX, NEOX_FUSED),
+                 "model.gpt_neox.layers.*."),
+    "Bloom": ("Bloom", "ForCausalLM", NO_ENDS, (*BLOOM, BLOOM_FUSED), "model.transformer.h.*."),
+    "BERT": ("Bert", SENTENCES, OF_BERT, (BERT, OUT_OF_BERT), "model.bert.encoder.layer.*."),
+    "RoBERTa": ("Roberta", SENTENCES, {**OF_BERT, **NO_ENDS}, (BERT, OUT_OF_BERT), "model.roberta.encoder.layer.*."),
+    "DistilBERT": ("DistilBert", SENTENCES, {"hidden_dim": 64, "num_labels": 10}, DISTILBERT,
+                   "model.distilbert.transformer.layer.*."),
+    "ELECTRA": ("Electra", SENTENCES, {**OF_BERT, "embedding_size": WIDTH}, (BERT, OUT_OF_BERT),
+                "model.electra.encoder.layer.*."),
+    "ViT": ("ViT", "ForImageClassification", {**OF_BERT, "image_size": SIDE, "patch_size": SIDE // 4}, VIT,
+            "model.vit.layers.*."),
+}  # fmt: skip
+TWO_MESHES = "dp2, shard", "tp2"
+
+
+class Called(Output):
+    """As its base, by the names of a model's arguments."""
+
+    def forward(self, x):
+        return self.model(**x).logits
+
+
+def pit():
+    from timm.models.pit import PoolingVisionTransformer
+
+    return PoolingVisionTransformer(SIDE, 8, 4, base_dims=(8, 8, 8), depth=(1, 1, 1), heads=(2, 2, 2), mlp_ratio=2,
+                                    num_classes=10)  # fmt: skip
+
+
+def t5():
+    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": HEADS, "dropout_rate": 0.0}
+    return Called(hugging_face("T5", "ForConditionalGeneration", **sizes).model)
+
+
+def traced(make, x, before):
+    if isinstance(x, torch.Tensor) and x.is_floating_point():
+        x = x.to(torch.get_default_dtype())
+    return ddl.trace_layers(make(), x, before)
+
+
+def through_traces() -> dict[str, Case]:
+    """Models that are cut by ddl.trace_layers."""
+    torch.manual_seed(0)
+    ids, labels = torch.randint(WORDS, (ROWS, LENGTH)), torch.randint(10, (ROWS,))
+    images, following = torch.randn(ROWS, 3, SIDE, SIDE), torch.randint(WORDS, (ROWS, LENGTH))
+    mamba = partial(hugging_face, "Mamba", "ForCausalLM", state_size=8, **NO_ENDS)
+    lines = {
+        "transformers Mamba": (mamba, ids, following, ["model.backbone.layers.1"]),
+        "transformers T5": (t5, {"input_ids": ids, "decoder_input_ids": ids.flip(0)}, following,
+                            ["model.decoder.block.0"]),
+        "timm PiT": (pit, images, labels, ["transformers.1"]),
+    }  # fmt: skip
+    found = {}
+    for name, (make, x, y, before) in lines.items():
+        loss_fn = F.cross_entropy if y is labels else next_word
+        two = {key: value[:2] for key, value in x.items()} if isinstance(x, dict) else x[:2]
+        found[name] = Case(partial(traced, make, two, before), columns_and_rows([], []), "", (x, y), loss_fn)
+    return found
+
+
+def further(wanted: Callable[[str], bool]) -> tuple[list[str], int]:
+    """The rows of further models of transformers, and how many are wrong."""
+    torch.manual_seed(0)
+    words, labels = torch.randint(1, WORDS, (ROWS, LENGTH)), torch.randint(10, (ROWS,))
+    images, following = torch.randn(ROWS, 3, SIDE, SIDE), torch.randint(WORDS, (ROWS, LENGTH))
+    rows, wrong = [], 0
+    for name, (kind, head, sizes, styles, prefix) in FURTHER.items():
+        y, loss_fn = (following, next_word) if head == "ForCausalLM" else (labels, F.cross_entropy)
+        batch, plan = (images if kind == "ViT" else words, y), columns_and_rows(*styles)
+        case = Case(partial(hugging_face, kind, head, **sizes), plan, prefix, batch, loss_fn)
+        cells = []
+        for mesh in TWO_MESHES:
+            if not wanted(f"further {name} {mesh}"):
+                continue
+            print(f"{name:34}{mesh:24}", end="", flush=True)
+            text, right, dead = said(case.make, plan(prefix) if mesh == "tp2" else None, case, **MESHES[mesh])
+            wrong += not right or text.startswith("refused")
+            cells.append(text + " *" * bool(dead))
+        rows.append(f"| transformers {name} | " + " | ".join(cells) + " | |")
+    for name, case in through_traces().items():
+        if wanted(f"further {name} pp2"):
+            print(f"{name:34}{'pp2':24}", end="", flush=True)
+            text, right, dead = said(case.make, None, case, pp=2)
+            wrong += not right or text.startswith("refused")
+            rows.append(f"| {name} | | | {text + ' *' * bool(dead)} |")
+    return rows, wrong
 
 
 def cases():
@@ -374,9 +495,12 @@ def shared(wanted: Callable[[str], bool]) -> tuple[list[str], int]:
     torch.manual_seed(0)
     ids = torch.randint(WORDS, (ROWS, 17))
     places = torch.arange(16).expand(ROWS, -1).contiguous()
-    batch = {"input_ids": ids[:, :-1].contiguous(), "position_ids": places}, ids[:, 1:].contiguous()
+    pieces = torch.tensor([[*range(5), *range(8), *range(3)], [*range(16)]] * (ROWS // 2))
     rows, wrong = [], 0
     for name, (kind, more, meshes) in SHARED.items():
+        packed = "packed" in name
+        x = {"input_ids": ids[:, :-1].contiguous(), "position_ids": pieces if packed else places}
+        make = partial(OnShared, kind, more, "ddl_ring_packed" if packed else "ddl_ring")
         for sizes in meshes:
             how = " × ".join(f"{axis}{n}" for axis, n in sizes.items() if n > 1 and axis != "shard")
             mesh = how + ", shard" * ("shard" in sizes)
@@ -386,8 +510,8 @@ def shared(wanted: Callable[[str], bool]) -> tuple[list[str], int]:
             plan = {"model.model.layers.*.mlp.experts": ddl.Experts()} if "ep" in sizes else None
             if "tp" in sizes:
                 plan = columns_and_rows(*LLAMA)("model.model.layers.*.")
-            case = Case(partial(OnShared, kind, more), columns_and_rows([], []), "", batch, next_word)
-            text, right, _ = said(case.make, plan, case, **sizes)
+            case = Case(make, columns_and_rows([], []), "", (x, ids[:, 1:].contiguous()), next_word)
+            text, right, _ = said(make, plan, case, **sizes)
             wrong += not right or text.startswith("refused")
             rows.append(f"| {name} | {mesh} | {text} |")
     return rows, wrong
@@ -399,9 +523,16 @@ def main(words: list[str]) -> int:
     def wanted(line: str) -> bool:
         return all(word.lower() in line.lower() for word in words)
 
-    if words == ["shared"]:  # that section of the page alone
-        on_shared, wrong = shared(wanted)
-        PAGE.write_text(PAGE.read_text().partition("\n" + SECTION)[0] + "\n" + section(on_shared))
+    if words in (["shared"], ["further"]):  # that section of the page alone
+        written, wrong = shared(wanted) if words == ["shared"] else further(wanted)
+        first, _, others = PAGE.read_text().partition("\n" + SECTION)
+        on_shared, _, of_further = others.partition("\n" + FURTHER_MODELS)
+        on_shared, of_further = SECTION + on_shared, FURTHER_MODELS + of_further
+        if words == ["shared"]:
+            on_shared = section(written)
+        else:
+            of_further = section_of_further(written)
+        PAGE.write_text("\n".join([first, on_shared, of_further]))
         return int(wrong > 0)
 
     for name, case in models.items():
@@ -428,10 +559,10 @@ def main(words: list[str]) -> int:
         text, right, _ = said(models[name].make, plan, models[name], **sizes)
         wrong += not (right and text.startswith("refused"))
         sentences.append(f"| {name} | {what} | {text.removeprefix('refused: ')} |")
-    on_shared, failed = shared(wanted)
-    wrong += failed
+    (on_shared, failed), (of_further, failed_too) = shared(wanted), further(wanted)
+    wrong += failed + failed_too
     if not words:
-        PAGE.write_text(page(rows, sentences, notes) + "\n" + section(on_shared))
+        PAGE.write_text("\n".join([page(rows, sentences, notes), section(on_shared), section_of_further(of_further)]))
     return int(wrong > 0)
 
 
@@ -482,6 +613,26 @@ ep with `ddl.Experts()` for `layers.*.mlp.experts`, by a loop of experts, since 
 
 | model | mesh | worst |
 |---|---|---|
+{chr(10).join(rows)}
+"""
+
+
+FURTHER_MODELS = "## Further models\n"
+
+
+def section_of_further(rows: list[str]) -> str:
+    import timm
+
+    return f"""{FURTHER_MODELS}
+Written by `python tools/parity_zoo.py further` on {datetime.date.today()}: {os.cpu_count()}-core CPU, gloo, torch \
+{torch.__version__.partition("+")[0]}, {versions()}, timm {timm.__version__}. The same comparison, of the same size of \
+models, on two meshes; those on pp2 by `ddl.trace_layers`. A star: with a weight whose gradient is zero in one \
+process, too, such as the bias of keys. Plans as above; GPT-NeoX `Column(units=<heads>)` for `query_key_value`; \
+Bloom, which takes it apart by the number of all heads, `Column(output_layouts=Replicate())` before \
+`Row(input_layouts=Replicate())`.
+
+| model | {" | ".join(TWO_MESHES)} | pp2 |
+|---|---|---|---|
 {chr(10).join(rows)}
 """
 
