@@ -135,7 +135,8 @@ class MeshEngine(Engine):
             self._internal_run_generator = None  # with which Ignite's next run would return at once
             if isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error):
                 raise PartError(error) from error  # of a handler or of an update function of one's own
-            if isinstance(error, AttributeError) and "'_local_tensor'" in str(error):
+            of_layers = get_mesh().tp_size > 1 and "autograd.Function with functorch transforms" in str(error)
+            if of_layers or isinstance(error, AttributeError) and "'_local_tensor'" in str(error):
                 raise ValueError(
                     "torch.func (vmap, grad) cannot compute with weights that are cut over ranks: take a mesh of dp "
                     "alone, without shard=True"

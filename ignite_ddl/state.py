@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ignite_ddl.arguments import MAPPING, MODULE, Fits, check, takes, whole
+from ignite_ddl.arguments import MAPPING, Fits, a, check, takes, whole
 from ignite_ddl.collectives import gathered_values, octets
 from ignite_ddl.compat import quiet_redistribution
 from ignite_ddl.data_parallel import refuse_in_a_round, share_buffers
@@ -24,9 +24,10 @@ from ignite_ddl.tensor.layers import ROW_ORDER
 
 INITIAL_VALUES = "_initial_values"  # on a pipeline, until weights are loaded: their digests; see audit.py
 WAIT_SECONDS = 60  # until every rank has called
+MODEL = a("an nn.Module (with its optimizer: ddl.Checkpoint)", nn.Module)
 
 
-@takes(model=MODULE)
+@takes(model=MODEL)
 def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, torch.Tensor]:
     """The state dict of the uncut model, on the CPU; every rank calls it.
 
@@ -114,7 +115,7 @@ def _wait_for_all(mesh: Mesh) -> None:
             ) from error
 
 
-@takes(model=MODULE, state=MAPPING)
+@takes(model=MODEL, state=MAPPING)
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Loads a plain state dict into a cut model, in place; every rank calls it with the full dict.
 

@@ -880,6 +880,57 @@ def test_functional_call_takes_the_names_of_the_uncut_model():
     assert_right(partial(trained, model_fn=through_functional_call), dp=2)
 
 
+def per_sample_gradients(local_rank, **options):
+    model = ddl.auto_model(mlp(), **options)
+
+    def loss_of(weights, x, y):
+        return F.mse_loss(torch.func.functional_call(model, weights, (x[None],)), y[None])
+
+    def update(engine, batch):
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        torch.func.vmap(torch.func.grad(loss_of), (None, 0, 0))(weights, *batch)
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8))
+
+
+@pytest.mark.parametrize(("options", "axes"), [({"shard": True}, {"dp": 2}), ({"tensor_plan": PLAN}, {"tp": 2})])
+def test_gradients_of_each_sample_by_cut_weights_are_refused(options, axes):
+    said = r"torch.func \(vmap, grad\) cannot compute with weights that are cut over ranks: take a mesh of dp alone"
+    refused(partial(per_sample_gradients, **options), said, **axes)
+
+
+def adapted(model, x):
+    """MAML: an inner step by the rows of this call, through which the outer one differentiates."""
+    rows, y, weights = x[:, :8], x[:, 8:], dict(model.named_parameters())
+    inner = F.mse_loss(torch.func.functional_call(model, weights, (rows,)), y)
+    gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+    weights = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), gradients, strict=True)}
+    return torch.func.functional_call(model, weights, (rows,))
+
+
+TASKS = torch.cat([X, Y], 1)[:12], Y[:12]
+
+
+def test_an_inner_loop_by_each_ranks_rows_is_that_of_ddp():
+    torch.manual_seed(0)
+    plain, expected = mlp(), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        parts = zip(*(part.chunk(2) for part in TASKS), strict=True)
+        loss = sum(F.mse_loss(adapted(plain, x), y) for x, y in parts) / 2
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    train = partial(trained, model_fn=adapted, data=TASKS, rows=12, epochs=3)
+    for losses, weights in on(train, dp=2):
+        assert losses == pytest.approx(expected, abs=1e-12)
+        assert (weights - whole(plain)).abs().max() <= 1e-12
+    refused(partial(train, shard=True), "for gradients by weights, take a mesh of dp alone, without shard=True", dp=2)
+    refused(partial(train, tensor_plan=PLAN), r"second derivatives \(create_graph=True\) are not supported", tp=2)
+    refused(train, "model_fn cannot be given under pp", pp=2)
+
+
 @on_each_rank(dp=2)
 def test_a_frozen_model_takes_the_state_of_the_one_that_it_follows(local_rank):
     torch.manual_seed(0)

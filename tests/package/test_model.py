@@ -474,3 +474,8 @@ def test_each_flag_of_ddp_gives_the_numbers_of_one_process():
                 torch.testing.assert_close(found[flag], expected[flag], atol=1e-12, rtol=0, msg=flag)
     with pytest.raises(ValueError, match="static_graph=True needs a first step of one batch"):
         on(trained_with_each_flag, {"static_graph"}, 2, dp=2)
+
+
+def test_the_state_of_an_optimizer_is_saved_with_its_model():
+    with pytest.raises(ValueError, match=r"model should be an nn.Module \(with its optimizer: ddl.Checkpoint\)"):
+        ddl.full_state_dict(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
