@@ -28,6 +28,7 @@ from torch import nn
 
 import ignite_ddl as ddl
 from ignite_ddl.checkpoint import DamagedCheckpoint
+from ignite_ddl.checkpoint.form import METADATA, SUMS
 from ignite_ddl.checkpoint.storage import Folder
 from ignite_ddl.launch.parallel import PRELOAD
 
@@ -1207,9 +1208,10 @@ def test_each_flipped_bit_is_found(two, tmp_path):
     shutil.copytree(two / "checkpoint_2", tmp_path / "checkpoint")
     chance, things, found = random.Random(0), small_run(), 0
     ddl.Checkpoint.load_objects(things, tmp_path / "checkpoint")
-    for file in sorted((tmp_path / "checkpoint").iterdir()):
+    for file in sorted(path for path in (tmp_path / "checkpoint").iterdir() if path.name != METADATA):  # never read
         raw = file.read_bytes()
-        for place in [0, len(raw) - 1, *chance.choices(range(len(raw)), k=98)]:
+        end = raw.index(b"\n") + 1 if file.name == SUMS else len(raw)  # the line after it is that of .metadata
+        for place in [0, end - 1, *chance.choices(range(end), k=98)]:
             flipped = bytearray(raw)
             flipped[place] ^= 1 << chance.randrange(8)
             file.write_bytes(flipped)
@@ -1217,5 +1219,5 @@ def test_each_flipped_bit_is_found(two, tmp_path):
                 print(file.name, place, ddl.Checkpoint.load_objects(things, tmp_path / "checkpoint"))
             found += 1
         file.write_bytes(raw)
-    assert found == 500
+    assert found == 400
     ddl.Checkpoint.load_objects(things, tmp_path / "checkpoint")

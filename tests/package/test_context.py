@@ -26,6 +26,7 @@ from ignite_ddl.lab.bytes import count_bytes
 from ignite_ddl.lab.memory import SavedBytes
 from ignite_ddl.loss_contract import LossContract, divisor_of
 from ignite_ddl.mesh import Mesh
+from ignite_ddl.pipeline.stage import SENDS_ANY_DTYPE
 from ignite_ddl.state import full_tensor
 
 BATCH, HEADS, WIDTH = 2, 8, 4
@@ -487,6 +488,8 @@ SLOW = {
 @pytest.mark.parametrize("name", [*TRAININGS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_training_gives_the_numbers_of_one_process(name):
     mesh, kind, options = (TRAININGS | SLOW)[name]
+    if name == "pp2 x cp2 packed" and not SENDS_ANY_DTYPE:
+        pytest.skip("torch 2.11 sends floating-point tensors only")
     expected = trained(0, kind, F.scaled_dot_product_attention)
     for found in launch(mesh, trained_on, kind, options):
         assert {"accuracy", "loss", "rows"} < found.keys() <= expected.keys()
