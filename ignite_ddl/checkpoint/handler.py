@@ -25,7 +25,7 @@ from ignite_ddl.arguments import COUNT, ENGINE, FLAG, FUNCTION, PATH, TEXT, Fits
 from ignite_ddl.checkpoint.form import RESERVED, VERSION, DamagedCheckpoint
 from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.loading import load
-from ignite_ddl.checkpoint.owners import ENDINGS, check_free, run_numbers
+from ignite_ddl.checkpoint.owners import ENDINGS, check_free, keep, new_number, run_numbers
 from ignite_ddl.checkpoint.snapshot import Snapshot, capture, merge
 from ignite_ddl.checkpoint.storage import (
     Folder,
@@ -86,7 +86,8 @@ class Checkpoint(IgniteCheckpoint):
             the trainer but not the loader that it runs on (when saving), or an object that cannot be saved; if ranks
             save different things.
         OSError: on every rank, where any of them cannot write, or where something is in the way: only checkpoints are
-            replaced or removed, and none of another run that is alive. Earlier checkpoints stay complete.
+            replaced or removed, and none of another run that is alive, or that another ``Checkpoint`` of this run
+            keeps. Earlier checkpoints stay complete.
 
     Note:
         A run owns the names under which it has saved, until the process of its rank 0 ends: other runs cannot replace
@@ -171,7 +172,7 @@ class Checkpoint(IgniteCheckpoint):
             greater_or_equal,
         )
         _check_names(self)
-        self.mesh = get_mesh()
+        self.mesh, self._number = get_mesh(), new_number()
         # A separate group, on gloo: in the background it would meet training's collectives, and NCCL moves no objects.
         self._group = dist.new_group(backend="gloo") if self.mesh.world_size > 1 else None
         self._in_background: Future | None = None
@@ -223,7 +224,7 @@ class Checkpoint(IgniteCheckpoint):
             OSError: if it cannot be written, or something else has that name.
         """
         self.wait()
-        self._write(name, {}, [])
+        self._write(name, {})
         return self.folder / name
 
     @takes(trainer=ENGINE, signum=Fits("a signal", one_of(*signal.valid_signals()).read))
@@ -332,26 +333,29 @@ class Checkpoint(IgniteCheckpoint):
         """Scores may differ by rank, and ranks that decide differently would wait for each other."""
         return lambda engine: on_rank_0(lambda: score_function(engine), self._group)
 
-    def _write(self, name: str, metadata: Mapping[str, Any], outdated: list[str]) -> None:
+    def _write(self, name: str, metadata: Mapping[str, Any], outdated: list[str] | None = None) -> None:
+        """Writes a checkpoint; with ``outdated``, the checkpoints in whose place it is kept, which it removes."""
         objects = dict(self.to_save) | ({"checkpointer": self} if self.include_self else {})
-        _, error = attempt(self._check, name, objects)
+        _, error = attempt(self._check, name, objects, outdated)
         agree(error, self._group, name=name if isinstance(name, str) else shown(name), to_save=sorted(objects))
         snapshot, error = attempt(self._capture, objects)
         agree(error, self._group)
         if not self.asynchronous:
-            self._complete(name, snapshot, metadata, outdated)
+            self._complete(name, snapshot, metadata, outdated or [])
             return
         background = ThreadPoolExecutor(1, "ddl.Checkpoint")  # the interpreter waits for it before it ends
-        self._in_background = background.submit(self._complete, name, snapshot, metadata, outdated)
+        self._in_background = background.submit(self._complete, name, snapshot, metadata, outdated or [])
         background.shutdown(wait=False)
         _in_background.add(self._in_background)
         wait_before_result(self.wait)
 
-    def _check(self, name: str, objects: Mapping[str, Any]) -> None:
+    def _check(self, name: str, objects: Mapping[str, Any], outdated: list[str] | None) -> None:
         _check_name(name, "name")
         _check_loaders(Kinds.of(objects))
         if idist.get_rank() == 0:
             check_free(self.folder / name)
+            if outdated is not None:
+                keep(self.folder / name, outdated, self._number)
 
     def _capture(self, objects: Mapping[str, Any]) -> Snapshot:
         return capture(objects).copy() if self.asynchronous else capture(objects)

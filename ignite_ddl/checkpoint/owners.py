@@ -36,6 +36,7 @@ _threads = threading.RLock()
 _runs: tuple[int, list[str]] = (0, [])  # of the process with this id
 _opened: dict[tuple[int, str], int] = {}  # not closed: that would drop all locks of this process in the file
 _numbers = itertools.count()
+_kept: dict[str, tuple[int, int]] = {}  # of each name: which Checkpoint of this process keeps it, and when it did so
 
 
 def run_numbers() -> list[str]:
@@ -114,6 +115,31 @@ def check_free(path: Path) -> None:
         if why or _belongs_to_live_run(found):
             why = why or "was saved by another run that is still alive"
             raise FileExistsError(f"{found} {why}, so that it is not replaced: take another name, or another folder")
+
+
+def new_number() -> int:
+    """A number for a ``ddl.Checkpoint``, by which :func:`keep` knows it, and knows when it was made."""
+    return next(_numbers)
+
+
+def keep(path: Path, outdated: Sequence[str], keeper: int) -> None:
+    """Notes that a ``ddl.Checkpoint`` of this process keeps this name from now on, in the place of those outdated.
+
+    Raises:
+        FileExistsError: if another one that has kept names since this one was made keeps any of them; one that was in
+            use before that, as in the cell of a notebook that is run again, may be replaced.
+    """
+    names = [os.path.realpath(name) for name in (path, *map(path.with_name, outdated))]
+    for name in names:
+        other, since = _kept.get(name, (keeper, 0))
+        if other != keeper and since > keeper:
+            raise FileExistsError(
+                f"{name} is kept by another ddl.Checkpoint of this run, which would lose it: give each of them a "
+                "filename_prefix or a folder of its own"
+            )
+    for name in names[1:]:
+        _kept.pop(name, None)
+    _kept[names[0]] = keeper, next(_numbers)
 
 
 def _temporary_path(path: Path, ending: str) -> Path:

@@ -482,6 +482,28 @@ def test_two_handlers_of_one_process_save_under_one_name(tmp_path):
     assert weights_in(tmp_path / "same") == [p.tolist() for p in model.parameters()]
 
 
+@pytest.mark.parametrize("kept", [(3, 1), (1, 3)])
+def test_a_handler_removes_no_checkpoint_that_another_one_keeps(kept, tmp_path):
+    """The second one says so at its first checkpoint. One of an earlier training in this process may be replaced."""
+
+    def train(*n_saved, **options):
+        torch.manual_seed(0)
+        model, trainer = ddl.auto_model(net()), ddl.MeshEngine(lambda *_: None)
+        for n in n_saved:
+            handler = ddl.Checkpoint({"model": model}, tmp_path, n_saved=n, **options)
+            trainer.add_event_handler(Events.EPOCH_COMPLETED, handler)
+        trainer.run(range(2), max_epochs=3)
+
+    with pytest.raises(OSError, match="model_2 is kept by another .*: give each of them a filename_prefix"):
+        train(*kept)
+    assert names_in(tmp_path) == ["model_2"]
+    for _ in range(2):
+        train(3)
+        assert names_in(tmp_path) == ["model_2", "model_4", "model_6"]
+    train(1, filename_prefix="last")
+    assert names_in(tmp_path) == ["last_model_6", "model_2", "model_4", "model_6"]
+
+
 def test_many_folders_in_one_process(tmp_path):
     before = len(os.listdir("/dev/fd"))
     for number in range(120):
