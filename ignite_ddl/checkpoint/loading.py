@@ -5,7 +5,8 @@ Nothing is changed before all of it is checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -288,18 +289,39 @@ def apply(plan: Plan) -> None:
 
 
 def _apply_resettable(plan: Plan) -> None:
-    """Sets what handlers of STARTED and EPOCH_STARTED may reset: :class:`Resume` calls it again after them."""
+    """Sets what handlers of STARTED and EPOCH_STARTED may reset."""
     for key, optimizer in plan.kinds.optimizers.items():
         for group, saved in zip(optimizer.param_groups, plan.folder.content["optimizers"][key]["groups"], strict=True):
             group.update(decoded(saved["options"]))
     for key, other in plan.kinds.others.items():
         other.load_state_dict(plan.per_rank[key] if key in plan.per_rank else plan.state_of(key)[0])
+    _apply_random(plan)
+
+
+def _apply_random(plan: Plan) -> None:
     if plan.kinds.engines:
         state, of_another_rank = plan.state_of(RANDOM, on_any_mesh=True)
         set_random_states(state)
         same_mesh = plan.mesh.sizes == plan.folder.content["mesh"]
         if of_another_rank or (plan.mesh.cp_rank and not same_mesh):
             torch.manual_seed(draw_seed() + plan.mesh.dp_cp_rank)
+
+
+def _capture_resettable(plan: Plan) -> Callable[[], None]:
+    """What sets again what holds now: a script may have changed it since. Random states are those of the checkpoint."""
+    groups = [group for optimizer in plan.kinds.optimizers.values() for group in optimizer.param_groups]
+    options = [copy.deepcopy({name: value for name, value in group.items() if name != "params"}) for group in groups]
+    others = list(plan.kinds.others.values())
+    states = [copy.deepcopy(other.state_dict()) for other in others]
+
+    def apply() -> None:
+        for group, of_group in zip(groups, options, strict=True):
+            group.update(of_group)
+        for other, state in zip(others, states, strict=True):
+            other.load_state_dict(state)
+        _apply_random(plan)
+
+    return apply
 
 
 def _apply_runs(plan: Plan) -> None:
@@ -314,7 +336,7 @@ def _apply_runs(plan: Plan) -> None:
         loader = kinds.loaders.get(runs[key]["reads"])
         if key == trainer:
             accumulating = [kinds.models[name] for name in plan.gradients]
-            Resume(engine, runs[key], loader, lambda: _apply_resettable(plan), accumulating)
+            Resume(engine, runs[key], loader, lambda: _capture_resettable(plan), accumulating)
         elif not engine._is_done(engine.state):
             Resume(engine, runs[key], loader)
         else:

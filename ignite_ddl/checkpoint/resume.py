@@ -110,14 +110,15 @@ class Resume:
     """Applies loaded state again where Ignite's handlers have reset it, since Ignite begins a resumed run as a new one.
 
     Ignite fires STARTED, and in mid-epoch EPOCH_STARTED, once more: their handlers may reset what was loaded (running
-    averages, schedulers, seeds), so it is set again after them. An EPOCH_COMPLETED that was still to come is fired
-    after STARTED. A run that is complete does nothing but STARTED and COMPLETED, where Ignite would begin it anew.
+    averages, schedulers, seeds), so what held before them is set again after them: what a script has changed since it
+    loaded stays. An EPOCH_COMPLETED that was still to come is fired after STARTED. A run that is complete does nothing but STARTED and COMPLETED, where Ignite would begin it anew.
 
     Args:
         engine: the engine, loaded.
         run: its position, of :func:`capture_runs`.
         loader: the loader that it has to run on; None: any.
-        apply_resettable: sets the states that those handlers may reset. Default None: none.
+        capture_resettable: takes the states that those handlers may reset, and returns what sets them again. Default
+            None: none.
         accumulating: models that have gradients of an open window of gradient accumulation.
     """
 
@@ -126,19 +127,29 @@ class Resume:
         engine: Engine,
         run: dict[str, Any],
         loader: ShardedDataLoader | None,
-        apply_resettable: Callable[[], None] | None = None,
+        capture_resettable: Callable[[], Callable[[], None]] | None = None,
         accumulating: Sequence[Any] = (),
     ) -> None:
-        self.run, self.loader, self.apply_resettable, self.accumulating = run, loader, apply_resettable, accumulating
+        self.run, self.loader, self.capture, self.accumulating = run, loader, capture_resettable, accumulating
         self.iteration = engine.state.iteration
+        engine.state.metrics.update(run["metrics"])
+        engine.state.output = run.get("output")
         for step in getattr(engine, "steps", {}).values():
             step.open = any(step.model is model for model in accumulating)
         engine.resume = self
+        engine.add_event_handler(Events.STARTED, self._before_started)
+        of_started = engine._event_handlers[Events.STARTED]
+        of_started.sort(key=lambda each: each[0] != self._before_started)  # Ignite's own engine does not sort them
         engine.add_event_handler(Events.STARTED, self._after_started)
         engine.add_event_handler(Events.EPOCH_STARTED, self._after_epoch_started)
         left = engine._internal_run_generator
         if engine.interrupt_resume_enabled and (left is None or left.gi_frame is None):
             engine._internal_run_generator = engine._internal_run_as_gen()
+
+    def _before_started(self, engine: Engine) -> None:
+        if self._is_waiting(engine):
+            self.metrics, self.output = dict(engine.state.metrics), engine.state.output
+            self.apply_resettable = self.capture and self.capture()
 
     def _after_started(self, engine: Engine) -> None:
         if not self._is_waiting(engine):
@@ -162,6 +173,7 @@ class Resume:
             self._reapply(engine)
             self._finish(engine)
 
+    _before_started.runs_last = -1
     _after_started.runs_last = _after_epoch_started.runs_last = 1  # before a checkpoint
 
     def _is_waiting(self, engine: Engine) -> bool:
@@ -181,10 +193,10 @@ class Resume:
             raise ValueError(f"run should get the loader that the interrupted run was reading, {self.run['reads']!r}")
         if self.apply_resettable is not None:
             self.apply_resettable()
-        state.metrics.update(self.run["metrics"])
-        state.output = self.run.get("output")
+        state.metrics.update(self.metrics)
+        state.output = self.output
 
     def _finish(self, engine: Engine) -> None:
-        engine.resume = self.apply_resettable = None
+        engine.resume = self.capture = self.apply_resettable = None
         if self.run["begun"] and self.run["ended"]:
             engine.fire_event(Events.EPOCH_COMPLETED)

@@ -561,6 +561,33 @@ def test_a_run_goes_on(mesh, options, tmp_path):
     on_mesh(mesh, goes_on, tmp_path, POINTS, options)
 
 
+def changed_by_hand(rank, folder):
+    """The same changes between load and run as in an uninterrupted run after the sixth iteration."""
+
+    def change(journal):
+        journal.optimizer.param_groups[0].update(lr=0.05)
+        journal.scheduler.gamma = 0.25
+        journal.trainer.state.metrics["best"] = 7
+        with torch.no_grad():
+            journal.model.get_parameter(next(iter(dict(journal.model.named_parameters())))).zero_()
+
+    whole = Journal(folder, dropout=0.3)
+    whole.trainer.add_event_handler(at(6), Last(lambda engine: (whole.save(engine), change(whole))))
+    lines = whole.go()
+    again = Journal(folder, dropout=0.3)
+    again.trainer.on(Events.STARTED)(lambda engine: engine.state.metrics.update(best=0))
+    ddl.Checkpoint.load_objects(again.things, folder / "ITERATION_COMPLETED 6")
+    change(again)
+    torch.rand(3)  # another model, say
+    assert_like(again.go(), lines[6:])
+    assert again.trainer.state.metrics["best"] == 7
+
+
+@pytest.mark.parametrize("mesh", [{}, pytest.param({"dp": 2}, marks=pytest.mark.slow)])
+def test_what_is_changed_between_load_and_run_stays(mesh, tmp_path):
+    on_mesh(mesh, changed_by_hand, tmp_path)
+
+
 def on_mesh(mesh, function, *args):
     return launch(mesh, function, *args)[0] if mesh else function(0, *args)
 
@@ -774,6 +801,20 @@ def test_the_next_run_after_an_exception_runs():
         trainer.run(loader, max_epochs=2)
     trainer.run(loader, max_epochs=2)
     assert len(steps) == 3  # the rest of an epoch, as Ignite counts it
+
+
+def test_ignites_own_engine_sets_again_what_its_first_handlers_reset(tmp_path):
+    number, loader, found = Number(1), ddl.auto_dataloader(torch.arange(3)), []
+    trainer = Engine(lambda *_: found.append(number.number))
+    trainer.on(Events.STARTED)(lambda: setattr(number, "number", 5))
+    things = {"trainer": trainer, "loader": loader, "number": number}
+    ddl.Checkpoint(things, tmp_path).save("x")
+    number.number = 3
+    ddl.Checkpoint.load_objects(things, tmp_path / "x")
+    assert number.number == 1
+    number.number += 1
+    trainer.run(loader)
+    assert found == [2, 2, 2]
 
 
 def test_ignites_own_engine_goes_on(tmp_path):
