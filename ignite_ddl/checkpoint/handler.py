@@ -54,9 +54,9 @@ class Checkpoint(IgniteCheckpoint):
     losses if no random number depends on the mesh. The position is that of the trainer in the loader, whatever else
     reads the loader; without a trainer, that of the ``for`` loop over it: save inside the loop.
 
-    A run that goes on fires STARTED, and in mid-epoch EPOCH_STARTED, again; what held before their handlers is set again
-    after them: what was loaded, or what you have changed since, such as a learning rate; random states always as they
-    were loaded. An EPOCH_COMPLETED that was still to come is fired after STARTED. A run that is complete fires
+    A run that goes on fires STARTED, and in mid-epoch EPOCH_STARTED, again; what held before their handlers is set
+    again after them: what was loaded, or what you have changed since, such as a learning rate; random states always as
+    they were loaded. An EPOCH_COMPLETED that was still to come is fired after STARTED. A run that is complete fires
     STARTED and COMPLETED and returns. Between two optimizer steps of gradient accumulation a checkpoint has each rank's
     gradients, and the trainer can only be loaded on the same mesh. In the middle of a step (ITERATION_STARTED, the
     update function, an exception in it) the trainer cannot be saved.

@@ -110,8 +110,9 @@ class Resume:
     """Applies loaded state again where Ignite's handlers have reset it, since Ignite begins a resumed run as a new one.
 
     Ignite fires STARTED, and in mid-epoch EPOCH_STARTED, once more: their handlers may reset what was loaded (running
-    averages, schedulers, seeds), so what held before them is set again after them: what a script has changed since it
-    loaded stays. An EPOCH_COMPLETED that was still to come is fired after STARTED. A run that is complete does nothing but STARTED and COMPLETED, where Ignite would begin it anew.
+    averages, schedulers, seeds), so what held before them is set again after them: what was loaded, or what a script
+    has changed since. An EPOCH_COMPLETED that was still to come is fired after STARTED. A run that is complete does
+    nothing but STARTED and COMPLETED, where Ignite would begin it anew.
 
     Args:
         engine: the engine, loaded.
