@@ -449,7 +449,7 @@ def allow_empty_parameter_lists() -> None:
     torch.optim.Optimizer.__init__ = allowing
 
 
-BELONGS_TO_A_MODEL = "_belongs_to_a_model"  # on a parameter of a model from ddl.auto_model, whose gradient is reduced
+BELONGS_TO_A_MODEL = "_belongs_to_a_model"  # on a parameter from ddl.auto_model: whether its gradient is reduced
 MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # from ddl.auto_model, on a mesh
 
 

@@ -36,7 +36,7 @@ from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import Pass, ShardedDataLoader, forget_uneven_rows, warn_of_padded_rows, without_rows
 from ignite_ddl.data_parallel import local_round, refuse_in_a_round
 from ignite_ddl.guards import check_handler, check_optimizer
-from ignite_ddl.loss_contract import DIVISOR, divisor_of
+from ignite_ddl.loss_contract import DIVISOR
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import on_this_rank, over_data_parallel
 from ignite_ddl.optim import adapt_optimizer
@@ -400,7 +400,6 @@ def create_supervised_trainer(
     adapt_optimizer(optimizer, checks)
     device = idist.device() if device is None else device
     step, autocast = TrainingStep(model, model_transform, checks, model_fn), autocast_for(amp_mode, device)
-    divisor_of(loss_fn, loss_divisor)  # raises an error here, not in the first step
     grad_scaler = make_scaler(scaler, amp_mode, device)
     scaled = None if grad_scaler is None else ScaledOptimizer(optimizer, grad_scaler)
 

@@ -15,13 +15,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ignite_ddl.compat import PART_OF_A_MODEL, called_by_ignites_checkpoint, guard_cut_model, refuse_pickling
+from ignite_ddl.compat import (
+    BELONGS_TO_A_MODEL,
+    PART_OF_A_MODEL,
+    called_by_ignites_checkpoint,
+    guard_cut_model,
+    refuse_pickling,
+)
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import local_tensor
 
 THIS_WAS_IN = "This was in "
 _REPLACED = "_replaced_by_auto_model"  # on a parameter that another has replaced: its name
-_TRAINED = "_of_auto_model"  # on a parameter of what auto_model returned on a mesh: whether ranks share its gradient
 
 
 # ------------------------------------------------------------------------------------------- parameters
@@ -136,7 +141,7 @@ def copy_parameter_attributes(before: Mapping[str, nn.Parameter], model: nn.Modu
 def mark_trained(parameters: Iterable[nn.Parameter], frozen_too: bool = True) -> None:
     """Marks parameters by whether their gradients are going to be those of the global batch."""
     for parameter in parameters:
-        setattr(parameter, _TRAINED, frozen_too or parameter.requires_grad)
+        setattr(parameter, BELONGS_TO_A_MODEL, frozen_too or parameter.requires_grad)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
@@ -156,13 +161,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
             f"optimizer should hold parameters of the model, but holds {what}: make it after ddl.auto_model, of the "
             "returned model's parameters"
         )
-    if any(p.requires_grad and not getattr(p, _TRAINED, True) for p in stepped):
+    if any(p.requires_grad and not getattr(p, BELONGS_TO_A_MODEL, True) for p in stepped):
         raise ValueError(
             "optimizer holds a weight that was frozen when ddl.auto_model took its model, so that nothing averages its "
             "gradient over ranks: unfreeze it before ddl.auto_model"
         )
-    if any(hasattr(p, _TRAINED) for p in of_model) and get_mesh().dp_cp_size * get_mesh().pp_size > 1:
-        alone = next((p for p in stepped if p.requires_grad and not hasattr(p, _TRAINED)), None)
+    if any(hasattr(p, BELONGS_TO_A_MODEL) for p in of_model) and get_mesh().dp_cp_size * get_mesh().pp_size > 1:
+        alone = next((p for p in stepped if p.requires_grad and not hasattr(p, BELONGS_TO_A_MODEL)), None)
         if alone is not None:
             raise ValueError(
                 f"optimizer holds a weight of shape {tuple(alone.shape)} of no model from ddl.auto_model, so that "

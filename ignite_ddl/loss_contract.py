@@ -308,7 +308,7 @@ class LossContract:
         models = list(MODELS)
         self.others = [m for m in models if m is not self.model and not used.isdisjoint(_parameter_ids(m))]
         known = {id(p) for model in models for p in unsharded_parameters(model)}
-        unknown = [weight for weight in weights if not hasattr(weight, BELONGS_TO_A_MODEL) and id(weight) not in known]
+        unknown = [w for w in weights if not getattr(w, BELONGS_TO_A_MODEL, False) and id(w) not in known]
         if unknown and not isinstance(self.loss_fn, DistributedDataParallel):
             raise ValueError(
                 f"loss_fn has weights of its own, such as one of shape {tuple(unknown[0].shape)}, whose gradients are "

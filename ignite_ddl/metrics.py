@@ -94,12 +94,11 @@ def _group_of(ranks: list[int]) -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def data_parallel_view(mesh: Mesh | None = None, ranks: Sequence[int] | None = None) -> Iterator[None]:
+def data_parallel_view(ranks: Sequence[int] | None = None) -> Iterator[None]:
     """Context manager: ``idist``'s ranks, sizes and collectives are those of the data-parallel group.
 
     Args:
-        mesh: the mesh; default :func:`ddl.get_mesh`.
-        ranks: some ranks of that group, in its place; they enter it together.
+        ranks: some ranks of that group, in its place; they enter it together. Default: all of it.
 
     Examples:
         .. code-block:: python
@@ -115,7 +114,7 @@ def data_parallel_view(mesh: Mesh | None = None, ranks: Sequence[int] | None = N
             with ddl.Parallel(backend="gloo", nproc_per_node=4, dp=2, tp=2) as parallel:
                 assert parallel.run(count_rows, 10) == [20] * 4     # over the world it would be 40
     """
-    mesh, before = mesh or get_mesh(), idist_utils._model
+    mesh, before = get_mesh(), idist_utils._model
     if mesh.world_size == 1 or (ranks is None and isinstance(before, _DataParallelModel)):
         yield
         return
@@ -135,15 +134,14 @@ def on_this_rank(owner: Any, handler: Callable) -> Callable:
 
     @functools.wraps(handler)
     def alone(*args: Any, **kwargs: Any) -> Any:
-        mesh = get_mesh()
-        with data_parallel_view(mesh, [mesh.rank]):
+        with data_parallel_view([get_mesh().rank]):
             return handler(*args, **kwargs)
 
     setattr(owner, handler.__name__, alone)
     return alone
 
 
-def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
+def over_data_parallel(metric: Metric) -> Metric:
     """Makes a metric reduce over the data-parallel group, in place, and returns it.
 
     The engines of ``ddl`` do this for every metric attached to them. Call it before the first update for a metric
@@ -155,7 +153,6 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
 
     Args:
         metric: any Ignite metric; metrics inside it (``RunningAverage``, ``MetricsLambda``) are included.
-        mesh: the mesh; default :func:`ddl.get_mesh` at the time of a call.
 
     Returns:
         Metric: the same object.
@@ -164,18 +161,18 @@ def over_data_parallel(metric: Metric, mesh: Mesh | None = None) -> Metric:
         return metric
     metric._over_data_parallel = True
     inner_metrics = list(_metrics_inside(list(vars(metric).values())))
-    methods = _Methods(metric, mesh, is_composed=bool(inner_metrics))
+    methods = _Methods(metric, is_composed=bool(inner_metrics))
     for name, original in methods.original.items():
-        setattr(metric, name, _in_view(getattr(methods, name, original), original, mesh))
+        setattr(metric, name, _in_view(getattr(methods, name, original), original))
     for inner in inner_metrics:
-        over_data_parallel(inner, mesh)
+        over_data_parallel(inner)
     return metric
 
 
-def _in_view(method: Callable, original: Callable, mesh: Mesh | None) -> Callable:
+def _in_view(method: Callable, original: Callable) -> Callable:
     @functools.wraps(original)
     def in_view(*args: Any, **kwargs: Any) -> Any:
-        with data_parallel_view(mesh):
+        with data_parallel_view():
             return method(*args, **kwargs)
 
     return in_view
@@ -184,8 +181,8 @@ def _in_view(method: Callable, original: Callable, mesh: Mesh | None) -> Callabl
 class _Methods:
     """What a metric's methods do on a mesh, by calling the original ones."""
 
-    def __init__(self, metric: Metric, mesh: Mesh | None, is_composed: bool) -> None:
-        self.metric, self._mesh = metric, mesh
+    def __init__(self, metric: Metric, is_composed: bool) -> None:
+        self.metric = metric
         # Metrics made of others leave rows to these; RunningAverage and GpuInfo do not reduce in compute.
         self.counts_rows = not is_composed and not isinstance(metric, (RunningAverage, GpuInfo))
         self.compares_rows = isinstance(metric, _COMPARE_ROWS)
@@ -193,10 +190,6 @@ class _Methods:
         self.losses = _BatchLosses(metric) if type(metric) is Loss else None
         self.had_rows = False  # since the reset
         self.computed = 0 if self.counts_rows and not type(metric).__module__.startswith("ignite") else None
-
-    @property
-    def mesh(self) -> Mesh:
-        return self._mesh or get_mesh()
 
     def reset(self) -> None:
         self.had_rows = False
@@ -213,21 +206,22 @@ class _Methods:
         if empty:
             return
         by_ignite = self.losses is None or self.losses.adds_up
-        if self.counts_rows and not self.had_rows and by_ignite and self.mesh.cp_size > 1:
-            _check_tokens_count(self.metric, self.original, output, self.mesh)
+        if self.counts_rows and not self.had_rows and by_ignite and get_mesh().cp_size > 1:
+            _check_tokens_count(self.metric, self.original, output, get_mesh())
         self.had_rows = True
         self.original["update"](output)
 
     def compute(self) -> Any:
         if not self.counts_rows:
             return self.original["compute"]()
-        if self.losses is not None and not self.losses.adds_up and self.mesh.dp_cp_size > 1:
-            return self.losses.compute(self.mesh)
-        value = _compute_on_ranks_with_rows(self.original["compute"], self.had_rows, self.mesh)
-        if self.computed is not None and self.mesh.dp_cp_size > 1:
+        mesh = get_mesh()
+        if self.losses is not None and not self.losses.adds_up and mesh.dp_cp_size > 1:
+            return self.losses.compute(mesh)
+        value = _compute_on_ranks_with_rows(self.original["compute"], self.had_rows, mesh)
+        if self.computed is not None and mesh.dp_cp_size > 1:
             self.computed += 1
             if self.computed & (self.computed - 1) == 0:
-                _warn_of_local_value(self.metric, value, self.mesh)
+                _warn_of_local_value(self.metric, value, mesh)
         return value
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -262,7 +256,7 @@ def _check_tokens_count(metric: Metric, methods: Mapping[str, Callable], output:
     if halves is None:
         return
     values = []
-    with data_parallel_view(mesh, [mesh.rank]):
+    with data_parallel_view([mesh.rank]):
         try:
             for updates in ([output], halves):
                 for update in updates:
@@ -374,7 +368,7 @@ def _compute_on_ranks_with_rows(compute: Callable[[], Any], had_rows: bool, mesh
     result: list[Any] = [None, None]
     if had_rows:
         try:
-            with data_parallel_view(mesh, ranks):
+            with data_parallel_view(ranks):
                 result[0] = compute()
         except Exception as error:
             result[1] = error

@@ -19,7 +19,7 @@ from ignite_ddl.arguments import FLAG, MODULE, OPTIMIZER, WORLD, a, each, one_of
 from ignite_ddl.audit import TOKENS_CHECKED, take_fingerprint
 from ignite_ddl.collectives import octets
 from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
-from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, reduce_metrics_over_dp
+from ignite_ddl.compat import MODELS, reduce_metrics_over_dp
 from ignite_ddl.context.sequence import SharedSequences
 from ignite_ddl.data_parallel import LOCAL_ROUNDS, LocalRound, apply_data_parallel, fully_shard
 from ignite_ddl.experts.routing import routers_of
@@ -428,8 +428,6 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
             vars(model).update({k: m for k, m in model.module._modules.items() if not hasattr(model, k)})
             model.named_parameters, model.named_buffers = model.module.named_parameters, model.module.named_buffers
             model.register_load_state_dict_pre_hook(refuse_plain_names)
-    for parameter in model.parameters():
-        setattr(parameter, BELONGS_TO_A_MODEL, True)
     MODELS.add(model)
     if not layout.checks:
         setattr(model, TOKENS_CHECKED, True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -65,33 +66,35 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
     """
     folder, parts, weight_map, total = Path(folder), [], {}, 0
     error: Exception | None = None
-    batch: dict[str, torch.Tensor] = {}
-    held = 0
-
-    def write() -> None:
-        nonlocal error, batch, held
+    tensors = ((name, tensor) for name, tensor in full_tensors(model) if tensor is not None)  # on rank 0
+    for batch in _batches(tensors, math.inf if max_shard_size is None else max_shard_size):
         path = folder / f".part-{len(parts) + 1}.safetensors"
-        if batch and error is None:
+        if error is None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 save_file(batch, path, metadata={"format": "pt"})
-                parts.append(path)
-                weight_map.update(dict.fromkeys(batch, len(parts)))
             except Exception as raised:  # the other ranks go on giving tensors
                 error = raised if isinstance(raised, OSError) else OSError(f"{path} could not be written: {raised}")
-        batch, held = {}, 0
-
-    for name, tensor in full_tensors(model):
-        if tensor is None:  # this is not rank 0
-            continue
-        size = tensor.numel() * tensor.element_size()
-        if max_shard_size is not None and held + size > max_shard_size:
-            write()
-        batch[name] = tensor.contiguous()  # not channels_last
-        held, total = held + size, total + size
-    write()
+        parts.append(path)
+        weight_map |= dict.fromkeys(batch, len(parts))
+        total += sum(tensor.nbytes for tensor in batch.values())
+        batch.clear()  # before those of the next file are gathered
     agree(error)
     return on_rank_0(lambda: _rename_files(folder, parts, weight_map, total), None)
+
+
+def _batches(tensors: Iterable[tuple[str, torch.Tensor]], most: float) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors together up to so many bytes."""
+    batch: dict[str, torch.Tensor] = {}
+    held = 0
+    for name, tensor in tensors:
+        if batch and held + tensor.nbytes > most:
+            yield batch
+            batch, held = {}, 0
+        batch[name] = tensor.contiguous()  # not channels_last
+        held += tensor.nbytes
+    if batch:
+        yield batch
 
 
 def _rename_files(folder: Path, parts: list[Path], weight_map: Mapping[str, int], total: int) -> list[Path]:

@@ -228,7 +228,7 @@ def by_hand(local_rank):
     rows = torch.linspace(-1, 1, 21).reshape(7, 3), torch.tensor([2, 2, 0, 1, 2, 2, 1])
     mine = tuple(t[:5] if mesh.dp_rank == 0 else t[5:] for t in rows)
 
-    accuracy = over_data_parallel(Accuracy(), mesh)
+    accuracy = over_data_parallel(Accuracy())
     accuracy.reset()
     accuracy.update(mine)
     assert accuracy.compute() == accuracy.compute() == 4 / 7  # computing changes nothing; argmax is class 2

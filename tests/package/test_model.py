@@ -256,7 +256,7 @@ def test_batchnorm_keeps_the_statistics_of_dp_rank_0(local_rank, plan, shard):
 
 @on_each_rank(dp=2, tp=2)
 def test_an_optimizer_made_after_a_forward_pass_trains(local_rank):
-    """Where weights are sharded, which the pass gathers; other models are in test_handlers.py."""
+    """Where weights are sharded, which the pass gathers; other models are in test_engine_handlers.py."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     model = ddl.auto_model(model, {"0": ddl.Column(), "2": ddl.Row()}, shard=True)
     before = ddl.full_state_dict(model)
