@@ -187,7 +187,7 @@ def called_by_ignites_checkpoint() -> bool:
 
 PART_OF_A_MODEL = "_part_of_a_model"  # on a parameter of a model that pp or tp has cut
 _MESHES: set[DeviceMesh] = set()  # of the weights that auto_model has cut
-_CUT_MODELS: list[weakref.ref] = []  # by pp or tp; not of their tensors: torch cannot swap one that has a weakref
+MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # from ddl.auto_model, on a mesh
 
 
 def guard_cut_model(model: nn.Module, part_of_each: bool) -> None:
@@ -207,8 +207,6 @@ def guard_cut_model(model: nn.Module, part_of_each: bool) -> None:
             _MESHES.add(parameter.device_mesh)
         if not part_of_each:
             setattr(parameter, PART_OF_A_MODEL, True)
-    if not part_of_each:
-        _CUT_MODELS.append(weakref.ref(model))
     if "__reduce_ex__" not in vars(DTensor):
         _guard_dtensors()
         _guard_lists()
@@ -249,9 +247,9 @@ def _guard_lists() -> None:
 
     def guarded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if sys._getframe(1).f_code.co_name == "_get_total_norm":
-            models = [model for reference in _CUT_MODELS if (model := reference()) is not None]
-            parts = {id(tensor) for model in models for p in model.parameters() for tensor in (p, p.grad)}
-            if any(id(tensor) in parts for tensor in tensors[0]):
+            parts = (p for model in MODELS for p in model.parameters() if hasattr(p, PART_OF_A_MODEL))
+            held = {id(tensor) for p in parts for tensor in (p, p.grad)}
+            if any(id(tensor) in held for tensor in tensors[0]):
                 raise ValueError(
                     "torch.nn.utils computes the norm of this rank's part of a model that is cut over ranks: call "
                     "ddl.clip_grad_norm_(model, max_norm), or pass max_norm to ddl.create_supervised_trainer"
@@ -450,7 +448,6 @@ def allow_empty_parameter_lists() -> None:
 
 
 BELONGS_TO_A_MODEL = "_belongs_to_a_model"  # on a parameter from ddl.auto_model: whether its gradient is reduced
-MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # from ddl.auto_model, on a mesh
 
 
 def newest_node() -> int:
