@@ -174,8 +174,9 @@ def companion_main(
 
 
 def _set_up(job: Job, environ: dict[str, str]) -> None:
-    # Else a rank's DataLoader would start its workers by forkserver: slowly, and without classes of cells.
-    multiprocessing.set_start_method(job.start_method, force=True)
+    # By forkserver, the default of Python 3.14 too, workers of a DataLoader start slowly and without classes of cells.
+    default = "fork" if sys.platform == "linux" else None
+    multiprocessing.set_start_method(job.start_method or default, force=True)
     os.environ.clear()
     os.environ.update(job.environ | environ | {MARK: job.folder})
     os.environ["OMP_NUM_THREADS"] = str(job.threads)

@@ -126,7 +126,7 @@ def test_numpy_draws_differ_by_rank():
     assert first != second
 
 
-def test_workers_of_a_rank_start_as_those_of_the_parent():
+def test_workers_of_a_rank_have_classes_of_cells_or_start_as_the_parent_says():
     import multiprocessing
 
     source = (
@@ -139,8 +139,14 @@ def test_workers_of_a_rank_start_as_those_of_the_parent():
     space = {"__name__": "__main__"}  # a dataset of a cell
     exec(source, space)
     read = parallel(2).run(space["read"])
-    assert [method for method, _ in read] == [multiprocessing.get_start_method()] * 2
     assert [rows for _, rows in read] == [[[0, 1], [2, 3]]] * 2
+    if sys.platform == "linux":
+        assert [method for method, _ in read] == ["fork"] * 2
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        assert parallel(2).run(lambda rank: multiprocessing.get_start_method()) == ["spawn"] * 2
+    finally:
+        multiprocessing.set_start_method(None, force=True)
 
 
 def test_ranks_that_return_early_do_not_disturb_the_others():
