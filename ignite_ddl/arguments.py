@@ -275,13 +275,23 @@ def _flag(value: Any) -> bool:
     return bool(value)
 
 
-def _is_path(value: Any) -> bool:
-    path = os.fspath(value)
-    return isinstance(path, str) and 0 < len(os.fsencode(path)) <= 4096 and "\0" not in path
+def _path(value: Any) -> Any:
+    path = os.path.expanduser(os.fspath(value))  # nothing else does so: "~/x" would be in a folder of the name "~"
+    if not (isinstance(path, str) and 0 < len(os.fsencode(path)) <= 4096 and "\0" not in path):
+        raise ValueError
+    return value if path == os.fspath(value) else path
+
+
+def _folder(value: Any) -> Any:
+    path = _path(value)
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise _Detail(", where something else is: take another path, or move it away")
+    return path
 
 
 FLAG = Fits("True or False", _flag)
-TEXT, PATH, FUNCTION = a("a string", str), a("a path", _is_path), a("a function", callable)
+TEXT, PATH, FUNCTION = a("a string", str), Fits("a path", _path), a("a function", callable)
+FOLDER = Fits("a folder", _folder)  # or a path where there is nothing yet
 OPTIMIZER = having("an optimizer, with param_groups and step", "param_groups", "step")
 ENGINE = having("an Engine of Ignite", "add_event_handler", "state", "terminate")
 PROCESSES = 4096  # on one machine; more are a mistake

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from ignite_ddl.arguments import COUNT, MODULE, PATH, Fits, takes
+from ignite_ddl.arguments import COUNT, FOLDER, MODULE, PATH, Fits, takes
 from ignite_ddl.checkpoint.form import read
 from ignite_ddl.checkpoint.storage import agree, on_rank_0
 from ignite_ddl.state import full_tensors, load_full_state_dict
@@ -22,7 +22,7 @@ from ignite_ddl.state import full_tensors, load_full_state_dict
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@takes(model=MODULE, folder=PATH, max_shard_size=Fits("a positive number of bytes", COUNT.read))
+@takes(model=MODULE, folder=FOLDER, max_shard_size=Fits("a positive number of bytes", COUNT.read))
 def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | None = None) -> list[Path]:
     """Writes the weights of the uncut model as safetensors; every rank calls it.
 

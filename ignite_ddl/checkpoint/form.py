@@ -34,6 +34,10 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint that is incomplete, or whose bytes are not those that were written."""
 
 
+class LacksObject(ValueError):
+    """A checkpoint that has no object of a name, such as the best model alone."""
+
+
 def open_regular_file(path: Path) -> BinaryIO:
     """A file, which has to be a regular one: reading of a pipe or a device might never end."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115

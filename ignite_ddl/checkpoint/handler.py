@@ -21,8 +21,22 @@ from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint as IgniteCheckpoint
 from ignite.handlers.checkpoint import BaseSaveHandler
 
-from ignite_ddl.arguments import COUNT, ENGINE, FLAG, FUNCTION, PATH, TEXT, Fits, a, one_of, or_none, shown, takes
-from ignite_ddl.checkpoint.form import RESERVED, VERSION, DamagedCheckpoint
+from ignite_ddl.arguments import (
+    COUNT,
+    ENGINE,
+    FLAG,
+    FOLDER,
+    FUNCTION,
+    PATH,
+    TEXT,
+    Fits,
+    a,
+    one_of,
+    or_none,
+    shown,
+    takes,
+)
+from ignite_ddl.checkpoint.form import RESERVED, VERSION, DamagedCheckpoint, LacksObject
 from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.loading import load
 from ignite_ddl.checkpoint.owners import ENDINGS, check_free, keep, new_number, run_numbers
@@ -137,7 +151,7 @@ class Checkpoint(IgniteCheckpoint):
     runs_last = 2  # after the other handlers of an event: MeshEngine sorts them
 
     @takes(
-        save_handler=Fits("a folder", PATH.read), n_saved=or_none(COUNT),
+        save_handler=FOLDER, n_saved=or_none(COUNT),
         **dict.fromkeys(("filename_prefix", "score_name", "filename_pattern"), TEXT),
         **dict.fromkeys(("score_function", "global_step_transform"), FUNCTION),
         **dict.fromkeys(("include_self", "greater_or_equal", "asynchronous", "digests"), FLAG),
@@ -281,9 +295,11 @@ class Checkpoint(IgniteCheckpoint):
         load(folder, to_load, strict)
 
     @staticmethod
-    @takes(folder=PATH, strict=FLAG)
+    @takes(folder=FOLDER, strict=FLAG)
     def load_newest(to_load: Mapping[str, Any], folder: str | Path, strict: bool = True) -> Path | None:
-        """Loads the newest undamaged checkpoint of a folder; a warning names the damaged ones.
+        """Loads the newest undamaged checkpoint of a folder that has what ``to_load`` asks for.
+
+        A warning names those that are newer and damaged, or have less, such as the best model alone.
 
         Args:
             to_load: as in :meth:`load_objects`.
@@ -294,21 +310,22 @@ class Checkpoint(IgniteCheckpoint):
             Path: of the checkpoint that was loaded; None if the folder has none.
 
         Raises:
-            ValueError: as in :meth:`load_objects`, or if all checkpoints are damaged.
+            ValueError: as in :meth:`load_objects`, or if all checkpoints are damaged or have less.
         """
         candidates = on_rank_0(lambda: complete_checkpoints(Path(folder)), None)
-        damages = []
+        skipped: list[ValueError] = []
         for path in candidates:
             try:
                 Checkpoint.load_objects(to_load, path, strict)
-            except DamagedCheckpoint as error:
-                damages.append(str(error))
+            except (DamagedCheckpoint, LacksObject) as error:
+                skipped.append(error)
                 continue
-            for damage in damages if idist.get_rank() == 0 else ():
-                warnings.warn(f"{damage}; loaded {path} instead", stacklevel=3)
+            for error in skipped if idist.get_rank() == 0 else ():
+                warnings.warn(f"{error}; loaded {path} instead", stacklevel=3)
             return path
-        if damages:
-            raise ValueError(f"no checkpoint in {folder} is undamaged: {'; '.join(damages)}")
+        if skipped:
+            has_all = " and has all of to_load" if any(isinstance(error, LacksObject) for error in skipped) else ""
+            raise ValueError(f"no checkpoint in {folder} is undamaged{has_all}: {'; '.join(map(str, skipped))}")
         return None
 
     @takes(load_kwargs=a("a dict of strict", lambda given: isinstance(given, Mapping) and given.keys() <= {"strict"}))

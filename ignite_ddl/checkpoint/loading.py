@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ignite_ddl.checkpoint.form import GRADIENTS, RANDOM, RESERVED, RUNS
+from ignite_ddl.checkpoint.form import GRADIENTS, RANDOM, RESERVED, RUNS, LacksObject
 from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.per_rank import apply_gradients, plan_gradients, plan_tensors
 from ignite_ddl.checkpoint.resume import Resume, load_engine, load_loader, resumed_engine
@@ -134,9 +134,9 @@ def _check_kinds(folder: Folder, kinds: Kinds) -> None:
     ):
         for key, value in given.items():
             if key not in saved:
-                raise ValueError(
+                raise LacksObject(
                     f"to_load[{key!r}] is a {type(value).__name__}, but {folder.path} has none of that name; it has "
-                    f"{', '.join(map(repr, known))}"
+                    f"{', '.join(map(repr, known))}: leave it out of to_load, or load another checkpoint"
                 )
     if kinds.engines and content["loaders"] and not kinds.loaders:
         raise ValueError(
@@ -188,6 +188,12 @@ def _plan_optimizer(
 ) -> tuple[tuple[list[str], list[str]], dict[torch.Tensor, dict[str, Any]]]:
     """Adds what this rank reads of an optimizer; returns its names, and the states that reading fills."""
     folder = plan.folder
+    kind = folder.content["optimizers"][key].get("kind")  # not in checkpoints of earlier versions
+    if kind is not None and kind not in [each.__name__ for each in type(optimizer).__mro__]:
+        raise ValueError(
+            f"to_load[{key!r}] is of the class {type(optimizer).__name__}, but in {folder.path} of {kind}, whose state "
+            f"means something else: make it {kind}, or leave it out of to_load, and its state begins anew"
+        )
     saved_groups = folder.content["optimizers"][key]["groups"]
     if len(saved_groups) != len(optimizer.param_groups):
         raise ValueError(
@@ -293,6 +299,7 @@ def _apply_resettable(plan: Plan) -> None:
     for key, optimizer in plan.kinds.optimizers.items():
         for group, saved in zip(optimizer.param_groups, plan.folder.content["optimizers"][key]["groups"], strict=True):
             group.update(decoded(saved["options"]))
+        optimizer.__setstate__({"param_groups": optimizer.param_groups})  # as torch does: of Adam's state AdamW's
     for key, other in plan.kinds.others.items():
         other.load_state_dict(plan.per_rank[key] if key in plan.per_rank else plan.state_of(key)[0])
     _apply_random(plan)
@@ -330,7 +337,7 @@ def _apply_runs(plan: Plan) -> None:
     for key, loader in kinds.loaders.items():
         load_loader(key, loader, *plan.state_of(key, on_any_mesh=True), kinds.engines, runs)
     for key, engine in kinds.engines.items():
-        load_engine(engine, plan.state_of(key)[0], runs[key])
+        load_engine(engine, plan.state_of(key)[0], runs[key], kinds.loaders.get(runs[key]["reads"]))
     trainer = resumed_engine(kinds.engines, runs)
     for key, engine in kinds.engines.items():
         loader = kinds.loaders.get(runs[key]["reads"])

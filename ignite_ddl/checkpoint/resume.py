@@ -36,6 +36,7 @@ def _capture_run(name: str, engine: Engine, kinds: Kinds) -> dict[str, Any]:
         open_steps = {key: steps[id(model)] for key, model in kinds.models.items() if id(model) in steps}
         run = _progress(engine) | {
             "metrics": _encodable(state.metrics),
+            "batches": _length(state.dataloader),
             "reads": next((key for key, loader in kinds.loaders.items() if loader is state.dataloader), None),
             "precedence": [bool(steps), engine._dataloader_iter is not None, state.iteration],
             "windows": {key: [step.expected, step.counted] for key, step in open_steps.items() if step.open},
@@ -80,12 +81,30 @@ def resumed_engine(engines: Mapping[str, Engine], runs: Mapping[str, Any]) -> st
     return max(trainers, key=lambda key: runs[key]["precedence"], default=None)
 
 
-def load_engine(engine: Engine, state: dict[str, Any], run: Mapping[str, Any]) -> None:
-    """Loads Ignite's state, with the epoch that Ignite derives wrongly from it."""
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # of an iterable dataset
+        return None
+
+
+def load_engine(engine: Engine, state: dict[str, Any], run: Mapping[str, Any], loader: Any) -> None:
+    """Loads Ignite's state, with the epoch that Ignite derives wrongly from it, and the epoch_length of the loader."""
     # Without an epoch_length, Ignite 0.5.5 refuses the state.
     engine.load_state_dict(state if state["epoch_length"] is not None else state | {"iteration": 0})
     engine.state.iteration = state["iteration"]
     engine.state.epoch = run["epoch"] - (run["begun"] and not run["ended"])
+    was, now = run.get("batches"), _length(loader)
+    if now is None or was is None or now == was or was != state["epoch_length"] or (run["begun"] and not run["ended"]):
+        return
+    engine.state.epoch_length, engine.state.iteration = now, engine.state.epoch * now
+    if idist.get_rank() == 0:
+        warnings.warn(
+            f"to_load[{run['reads']!r}] has {now} batches, but had {was} when the run was saved: its epochs have {now} "
+            f"iterations from now on, and it goes on at iteration {engine.state.iteration} instead of "
+            f"{state['iteration']}, since Ignite counts as if each epoch had as many",
+            stacklevel=2,
+        )
 
 
 def load_loader(

@@ -127,7 +127,7 @@ def _capture_optimizer(
                     shards.setdefault(f"{key}.{name}.{part}", shard_of(value, parameter))
                 else:
                     state["values"][part] = encoded(value, f"{key}: {part} of {name}")
-    return {"groups": groups, "states": states}
+    return {"kind": type(optimizer).__name__, "groups": groups, "states": states}
 
 
 def groups_by_name(
@@ -205,7 +205,7 @@ def _merge_optimizers(key: str, optimizers: list[dict[str, Any]]) -> dict[str, A
         for of_ranks in zip(*(optimizer["groups"] for optimizer in optimizers), strict=True)
     ]
     states = {name: state for optimizer in optimizers for name, state in optimizer["states"].items()}
-    return {"groups": groups, "states": states}
+    return {"kind": optimizers[0]["kind"], "groups": groups, "states": states}
 
 
 def _merge_objects(states: list[Any]) -> dict[str, Any]:

@@ -247,6 +247,9 @@ class _SavePlanner(DefaultSavePlanner):
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder that were written to their end, the newest first. Their bytes are not checked."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and not path.name.startswith(".") and not os.listdir(path):
+            warnings.warn(f"{path} is empty: if it was a checkpoint, what was in it is lost", stacklevel=2)
     return [path for path, _ in sorted(times_saved(folder).items(), key=lambda item: item[1], reverse=True)]
 
 
@@ -254,7 +257,7 @@ def times_saved(folder: Path) -> dict[Path, float]:
     """When each was saved; one with a damaged ``state.json`` counts as newest, so that it is tried and named."""
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
-        if not path.name.startswith(".") and os.path.lexists(path / SUMS):
+        if not path.name.startswith(".") and (os.path.lexists(path / SUMS) or os.path.lexists(path / STATE)):
             found[path] = math.inf
             with contextlib.suppress(Exception):
                 if type(at := read_state(path)["saved_ns"]) is int and at in range(1 << 63):
@@ -275,7 +278,7 @@ class Folder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not os.path.lexists(self.path / SUMS):
+        if not os.path.lexists(self.path / SUMS) and not os.path.lexists(self.path / STATE):
             why = "has no file SHA256SUMS" if self.path.is_dir() else "does not exist"
             raise ValueError(f"checkpoint should be a folder that ddl.Checkpoint wrote, but {self.path} {why}")
         with self._damages():

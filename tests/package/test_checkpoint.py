@@ -2,6 +2,7 @@
 
 import json
 import random
+import warnings
 
 import pytest
 import torch
@@ -383,6 +384,73 @@ def test_other_optimizers_are_refused(saved):
     del run.optimizer.param_groups[1]["params"][-1]
     with pytest.raises(ValueError, match="to_load..optimizer... but lacks none and has model.norm.bias besides"):
         ddl.Checkpoint.load_objects({"model": run.model, "optimizer": run.optimizer}, saved)
+
+
+class Derived(torch.optim.Adam):
+    """What Adam has saved fits it."""
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path):
+    model = nn.Linear(3, 2)
+    kinds = {"SGD": lambda p: torch.optim.SGD(p, 0.1, 0.9), "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+
+    def things(make):
+        optimizer = make(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    for saved, make in kinds.items():
+        ddl.Checkpoint(things(make), tmp_path).save(saved)
+    for saved, given in (("SGD", "Adam"), ("Adam", "SGD"), ("AdamW", "Adam"), ("SGD", "AdamW")):
+        refused = things(kinds[given])
+        words = rf"'optimizer'\] is of the class {given}, but .* make it {saved}, or leave it"
+        with pytest.raises(ValueError, match=words):
+            ddl.Checkpoint.load_objects(refused, tmp_path / saved)
+        ddl.Checkpoint.load_objects({"model": model}, tmp_path / saved)
+    for make in (Derived, torch.optim.AdamW):  # torch takes Adam's for AdamW, which decays as before
+        loaded = things(make)
+        ddl.Checkpoint.load_objects(loaded, tmp_path / "Adam")
+        assert loaded["optimizer"].param_groups[0]["decoupled_weight_decay"] == (make is torch.optim.AdamW)
+
+
+def test_the_newest_that_has_what_is_asked_for_is_loaded(tmp_path):
+    run = Run()
+    for name, things in (("last", run.things()), ("best", {"model": run.model})):
+        ddl.Checkpoint(things, tmp_path, name).save(name)
+    with pytest.warns(UserWarning, match="best has none .*'model': leave it .*; loaded .*last instead"):
+        assert ddl.Checkpoint.load_newest(run.things(), tmp_path) == tmp_path / "last"
+    assert ddl.Checkpoint.load_newest({"model": run.model}, tmp_path) == tmp_path / "best"
+    with pytest.raises(ValueError, match="no checkpoint in .* has all of to_load: to_load..net.. is .*; to_load"):
+        ddl.Checkpoint.load_newest({"net": run.model}, tmp_path)
+
+
+@pytest.mark.parametrize("engine", [ddl.MeshEngine, Engine])
+@pytest.mark.parametrize("event", [Events.EPOCH_COMPLETED, Events.ITERATION_COMPLETED(every=3)])
+def test_a_run_goes_on_with_more_rows_or_fewer(event, engine, tmp_path):
+    def run(rows, epochs, save=False, more=None):
+        loader, read = ddl.auto_dataloader(torch.arange(rows), batch_size=8), []
+        trainer = engine(lambda engine, batch: read.append((engine.state.epoch, len(batch))))
+        things = {"trainer": trainer, "loader": loader}
+        if save:
+            trainer.add_event_handler(event, ddl.Checkpoint(things, tmp_path))
+        else:
+            ddl.Checkpoint.load_newest(things, tmp_path)
+        trainer.run(loader, max_epochs=epochs)
+        if more:
+            trainer.run(loader, max_epochs=more)
+        return read, trainer.state.iteration
+
+    assert run(21, 2, save=True)[1] == 6
+    for rows, sizes in ((40, [8] * 5), (9, [8, 1])):
+        batches = len(sizes)
+        with pytest.warns(UserWarning, match=f"has {batches} batches, but had 3 .* at iteration {2 * batches} "):
+            read, iteration = run(rows, 3, more=4)
+        assert read == [(epoch, size) for epoch in (3, 4) for size in sizes]
+        assert iteration == 4 * batches
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert run(22, 3) == ([(3, 8), (3, 8), (3, 6)], 9)
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path):

@@ -541,11 +541,20 @@ def test_a_full_disk_is_named_on_all_ranks(tmp_path):
     assert names_in(tmp_path) == ["first"]
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    model = nn.Linear(2, 2)
+def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):
+    things, file = {"model": nn.Linear(2, 2)}, tmp_path / "file"
+    file.write_text("")
     with pytest.raises(OSError, match="file"):
-        ddl.Checkpoint({"model": model}, tmp_path / "file").save("x")
+        ddl.Checkpoint(things, file / "within").save("x")
+    for path in (file, "/dev/null"):
+        with pytest.raises(ValueError, match="save_handler should be a folder, but given .* something else is: take"):
+            ddl.Checkpoint(things, path)
+        with pytest.raises(ValueError, match="folder should be a folder, but given"):
+            ddl.Checkpoint.load_newest(things, path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ddl.Checkpoint(things, "~/runs").save("x")
+    assert names_in(tmp_path) == ["file", "runs"]
+    assert ddl.Checkpoint.load_newest(things, "~/runs") == tmp_path / "runs" / "x"
 
 
 # ------------------------------------------------------------------------------------------------ damage
@@ -575,6 +584,7 @@ DAMAGES = {
     "a truncated shard": (lambda f: os.truncate(f / "__0_0.distcp", 900), "__0_0.distcp ends before"),
     "a missing shard": (lambda f: (f / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
     "a flipped bit in state.json": (lambda f: flip(f / "state.json", 40), "state.json is not what was written"),
+    "no list of digests": (lambda f: (f / "SHA256SUMS").unlink(), "SHA256SUMS is missing"),
     "no state.json": (lambda f: (f / "state.json").unlink(), "state.json is missing"),
     "an empty list of digests": (lambda f: (f / "SHA256SUMS").write_text(""), "is damaged"),
 }  # fmt: skip
@@ -596,6 +606,16 @@ def test_damage_is_named_and_the_one_before_is_taken(what, two, kept, tmp_path):
     damage(tmp_path / "checkpoint_1")
     with pytest.raises(ValueError, match="no checkpoint in .* is undamaged"):
         newest(tmp_path)
+
+
+def test_a_folder_that_was_emptied_is_named(two, kept, tmp_path):
+    shutil.copytree(two, tmp_path, dirs_exist_ok=True)
+    for number in (2, 1):
+        for file in (tmp_path / f"checkpoint_{number}").iterdir():
+            file.unlink()
+        with pytest.warns(UserWarning, match=f"checkpoint_{number} is empty: if it was a checkpoint"):
+            path, weights = newest(tmp_path)
+        assert path is None if number == 1 else weights == kept[1]
 
 
 def loaded_on_two(rank, folder):
