@@ -74,6 +74,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
+from ignite_ddl.compat import no_transforms, without_transforms
 from ignite_ddl.context.sequence import check_tokens, length_matters
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
@@ -302,7 +303,7 @@ def _call_linear(hook: Any, grads: tuple, owner: str) -> Any:
     result = hook(*grads)
     if result is not None or not _all_close(grads, kept):
         larger = tree_map(lambda g: 2 * g if isinstance(g, torch.Tensor) else g, kept)
-        finite = all(bool(local_tensor(g).isfinite().all()) for g in tree_leaves(larger) if g is not None)
+        finite = all(bool(_plain(g).isfinite().all()) for g in tree_leaves(larger) if g is not None)
         twice = hook(*larger)
         changed, twice = (grads, larger) if result is None else (result, twice)
         doubled = tree_map(lambda g: 2 * g if isinstance(g, torch.Tensor) else g, changed)
@@ -317,9 +318,11 @@ def _call_linear(hook: Any, grads: tuple, owner: str) -> Any:
 
 def _all_close(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> bool:
     pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
-    return all(
-        torch.allclose(local_tensor(a), local_tensor(b), rtol, atol, equal_nan=True) for a, b in pairs if a is not None
-    )
+    return all(torch.allclose(_plain(a), _plain(b), rtol, atol, equal_nan=True) for a, b in pairs if a is not None)
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    return without_transforms(local_tensor(gradient))
 
 
 @contextlib.contextmanager
@@ -696,8 +699,8 @@ class ModulesInUse:
             if parameter.requires_grad and parameter.grad is None:
                 raise ValueError(
                     f"DDP waits for the gradients of all weights, but this rank did not use {name!r} in this step: "
-                    "make the same choice on all ranks and pass shard=True, or pass find_unused_parameters=True, to "
-                    "ddl.auto_model"
+                    "pass find_unused_parameters=True to ddl.auto_model, or make the same choice on all ranks and pass "
+                    "shard=True, which second derivatives do not allow"
                 )
 
     def _hook(self, number: int, module: nn.Module) -> Any:
@@ -713,8 +716,10 @@ class ModulesInUse:
 
     def _compare(self, number: int) -> None:
         """Raises a ValueError unless all dp ranks have called the same modules."""
-        local = torch.tensor([number, hash(tuple(self.calls)) % 2**20], device=idist.device())
-        if any(not torch.equal(peer, local) for peer in gathered(local, self.mesh.dp_cp_group)):
+        with no_transforms():
+            local = torch.tensor([number, hash(tuple(self.calls)) % 2**20], device=idist.device())
+            unlike = any(not torch.equal(peer, local) for peer in gathered(local, self.mesh.dp_cp_group))
+        if unlike:
             last = self.names[[called for called in self.calls if called != END][-1]]
             raise ValueError(f"{UNLIKE_MODULES} This rank was at {last!r}")
 

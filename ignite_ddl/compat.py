@@ -460,6 +460,18 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager:
     return torch.utils._python_dispatch._disable_current_modes()
 
 
+def no_transforms() -> contextlib.AbstractContextManager:
+    """Inside, the transforms of torch.func, such as vmap, are off."""
+    return torch._C._DisableFuncTorch()
+
+
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with which torch.func computes outside of its transforms."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that FSDP2 computes with, in place of those that the optimizer steps."""
     return [one._unsharded_param for one in _fsdp_parameters(module).values() if hasattr(one, "_unsharded_param")]

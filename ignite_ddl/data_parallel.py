@@ -83,7 +83,6 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, options: Mapping[str, Any
         for part in [*_modules_of_other_dtypes(module), module]:
             replicate(part, mesh.device_mesh["dp"])
     else:
-        refuse_second_derivatives(module, type(module).__name__)
         fully_shard(module, mesh, options)
     module.register_forward_pre_hook(_make_full_weights, prepend=True)
     if mesh.pp_size == 1:  # without a backward pass, FSDP2 keeps full weights, which an optimizer made later would get
@@ -107,9 +106,14 @@ def fully_shard(module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> No
             fsdp.fully_shard(
                 experts, mesh=mesh.expert_mesh["edp"], shard_placement_fn=partial(_shard_experts, mesh=mesh), **options
             )
+            refuse_second_derivatives(experts, type(experts).__name__, gathered=True)
+    sharded = {id(p) for experts in experts_of(module) for p in experts.parameters()}
     for unit in [*_fsdp_units(module), module]:  # the last one has the remaining parameters
         for part in [*_modules_of_other_dtypes(unit), unit]:
+            if not sharded.issuperset(map(id, part.parameters())):
+                refuse_second_derivatives(part, type(part).__name__, gathered=True)
             fsdp.fully_shard(part, **{"mesh": mesh.dp_mesh, **options})
+            sharded.update(map(id, part.parameters()))
     module._keeps_gathered = not options["reshard_after_forward"] and mesh.pp_size == 1  # read by gradient_sync
 
 

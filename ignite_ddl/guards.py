@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.compat import (
     BELONGS_TO_A_MODEL,
@@ -21,9 +20,10 @@ from ignite_ddl.compat import (
     called_by_ignites_checkpoint,
     guard_cut_model,
     refuse_pickling,
+    without_transforms,
 )
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline.structure import local_tensor
+from ignite_ddl.pipeline.structure import local_tensor, tensors_of
 
 THIS_WAS_IN = "This was in "
 _REPLACED = "_replaced_by_auto_model"  # on a parameter that another has replaced: its name
@@ -316,23 +316,40 @@ def check_handler(handler: Any) -> None:
             )
 
 
-def refuse_second_derivatives(module: nn.Module, name: str) -> None:
-    """Refuses create_graph=True through a cut module: DTensor and FSDP2 lose second derivatives."""
+def refuse_second_derivatives(module: nn.Module, name: str, gathered: bool = False) -> None:
+    """Refuses second derivatives through a module whose weights are cut: DTensor and FSDP2 lose them.
+
+    Args:
+        module: the module.
+        name: how the error names it.
+        gathered: whether FSDP2 gathers its weights for each pass: then create_graph=True is right as long as no
+            backward pass goes through what it has given. Default: False.
+    """
+
+    def refuse(_: torch.Tensor) -> None:
+        raise ValueError(
+            f"second derivatives (create_graph=True) are not supported through {name!r}, which is cut over ranks: "
+            "leave modules with a gradient penalty out of tensor_plan, and do not use shard=True"
+        )
 
     def check(gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():  # in a backward pass: with create_graph=True
-            raise ValueError(
-                f"second derivatives (create_graph=True) are not supported through {name!r}, which is cut over ranks: "
-                "leave modules with a gradient penalty out of tensor_plan, and do not use shard=True"
-            )
+            gradient = without_transforms(gradient)
+            if not gathered:
+                refuse(gradient)
+            elif gradient.requires_grad:
+                gradient.register_hook(refuse)
 
-    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
-        leaves = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(check)
+    def watch(module: nn.Module, *given: Any) -> None:
+        if not torch.compiler.is_compiling():  # which has no second derivatives of its own
+            for leaf in tensors_of(given if gathered else given[-1]):
+                if leaf.requires_grad:
+                    leaf.register_hook(check)
 
-    module.register_forward_hook(watch)
+    if gathered:  # the module's inputs, of which FSDP2 makes tensors of this call
+        module.register_forward_pre_hook(watch, with_kwargs=True)
+    else:
+        module.register_forward_hook(watch)
 
 
 def explain_errors(module: nn.Module, advice: str) -> None:

@@ -18,6 +18,7 @@ from ignite.metrics import Average
 from ranks import on, on_each_rank, trainer_of
 from torch import nn
 from torch.distributed.tensor import Replicate
+from torch.func import grad, vmap
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -439,6 +440,30 @@ def test_a_gradient_penalty_is_right_over_dp():
     assert on(penalised, dp=2) == pytest.approx([penalised(0)] * 2, abs=1e-12)
 
 
+class Slope(nn.Module):
+    """Adds to its output the slope of it, which create_graph=True gives; of the second kind, torch.func does."""
+
+    def __init__(self, func=False, detached=False):
+        super().__init__()
+        self.net, self.func, self.detached = mlp(), func, detached
+
+    def forward(self, x):
+        if self.func:
+            slope = vmap(grad(lambda row: self.net(row).sum()))(x)
+        else:
+            with torch.enable_grad():
+                z = x.detach().requires_grad_()
+                (slope,) = torch.autograd.grad(self.net(z).sum(), z, create_graph=True)
+        return self.net(x) + (slope.detach() if self.detached else slope)[:, :4]
+
+
+@pytest.mark.parametrize("func", [False, True])
+def test_a_first_derivative_in_forward_is_right_with_sharded_weights(func):
+    slope = partial(Slope, func, True)
+    assert_equal(on(partial(trained, make=slope, shard=True), dp=2), trained(0, slope))
+    assert_equal(on(partial(trained, make=partial(Slope, func)), dp=2), trained(0, partial(Slope, func)))
+
+
 def gan(local_rank, axes):
     torch.manual_seed(0)
     plan = PLAN if "tp" in axes else None
@@ -615,6 +640,8 @@ def branching(make=Branch, inner=8, **options):
         (hooked, {"tp": 2}, "'0.bias' has a hook, which would get this rank's gradient"),
         (partial(penalised, shard=True), {"dp": 2}, TWICE),
         (partial(penalised, tensor_plan=PLAN), {"tp": 2}, TWICE),
+        (partial(trained, make=Slope, shard=True), {"dp": 2}, TWICE),
+        (partial(trained, make=partial(Slope, True), shard=True), {"dp": 2}, TWICE),
         (by_hand, {"dp": 2}, "this rank has . of the batch's 7 rows.*call ddl.forward_backward"),
         *(
             (partial(trained, loader=loader, tensor_plan=PLAN), {axis: 2}, f"{axis} peers should get the same rows")
