@@ -138,9 +138,9 @@ def shown(value: Any) -> str:
     return text if fits else f"a {type(value).__name__}"
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException, length: int = 200) -> str:
     """An exception for a message: the first line of its text, or what it is if it has none."""
-    return (str(error).strip() or repr(error)).splitlines()[0][:200].rstrip(".")
+    return (str(error).strip() or repr(error)).splitlines()[0][:length].rstrip(".")
 
 
 def a(says: str, fits: type | tuple[type, ...] | Callable[[Any], Any]) -> Fits:

@@ -284,6 +284,7 @@ _IN_PLACE += ("index_copy_", "scatter_", "__iadd__", "__isub__", "__imul__", "__
 _IN_PLACE += ("zero_", "fill_", "normal_", "uniform_", "clamp_", "clamp_min_", "clamp_max_", "neg_", "pow_", "sign_")
 _IN_PLACE += ("addcmul_", "addcdiv_")
 _SLICES = ("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal")
+ROW_ORDER = "_row_order"  # on a parameter: for each of its rows, the index of the row in the uncut model
 _COPY_OF_A_PART = "_copy_of_a_part"  # on what a slice of a cut tensor has gathered: torch has no view of it
 
 
@@ -293,9 +294,11 @@ class PartError(ValueError):
     def __init__(self, error: Exception) -> None:
         super().__init__(
             f"torch cannot compute this with a weight or gradient that is cut over ranks, a DTensor "
-            f"({first_line(error).rstrip('!')}): change weights before ddl.auto_model, or change the "
-            "state of ddl.full_state_dict(model) and give it to ddl.load_full_state_dict on every rank; to compute "
-            "with a full weight, take p.full_tensor() on every rank"
+            f"({first_line(error, 400).rstrip('!')}): compute with full ones, p.full_tensor() and "
+            "p.grad.full_tensor() on every rank, and cut the result, or a mask or noise in their order of rows, by "
+            "torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements); or change weights before "
+            "ddl.auto_model, or in the state of ddl.full_state_dict(model), given to ddl.load_full_state_dict on every "
+            "rank"
         )
 
     def __reduce__(self) -> Any:
@@ -370,6 +373,7 @@ def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
         return
     with torch.no_grad():
         if not isinstance(value, DTensor):
+            value = value if (order := getattr(tensor, ROW_ORDER, None)) is None else value[order]
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(value)
 

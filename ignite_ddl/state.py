@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from ignite_ddl.arguments import MAPPING, Fits, a, check, takes, whole
 from ignite_ddl.collectives import gathered_values, octets
-from ignite_ddl.compat import quiet_redistribution
+from ignite_ddl.compat import ROW_ORDER, quiet_redistribution
 from ignite_ddl.data_parallel import refuse_in_a_round, share_buffers
 from ignite_ddl.lazy import materialize
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
-from ignite_ddl.tensor.layers import ROW_ORDER
 
 INITIAL_VALUES = "_initial_values"  # on a pipeline, until weights are loaded: their digests; see audit.py
 WAIT_SECONDS = 60  # until every rank has called

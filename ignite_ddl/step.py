@@ -20,7 +20,7 @@ from ignite_ddl.compat import newest_node
 from ignite_ddl.data_parallel import LocalRound, gradient_sync, local_round
 from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.experts.routing import routers_of, update_biases
-from ignite_ddl.guards import advice_of
+from ignite_ddl.guards import THIS_WAS_IN, advice_of
 from ignite_ddl.loss_contract import LossContract, divisor_of, key_of
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.local_stages import call, stages_of
@@ -280,14 +280,21 @@ def _explaining_errors() -> Iterator[None]:
         yield
     except Exception as error:
         advice = advice_of(error)
-        if advice and _ABOUT_SHAPES.search(str(error)):
-            raise ValueError(" ".join([f"{first_line(error)}.", *advice])) from error
         if found := re.search(r"(?:aten\.(\w+)\S* )?got mixed torch\.Tensor and DTensor", str(error)):
+            cut = (line.partition(",")[0].removeprefix(THIS_WAS_IN) for line in advice if "tensor_plan cuts" in line)
+            named = next(cut, None)
+            cure = (
+                f"leave {named}, whose forward reads its weight, out of tensor_plan"
+                if named
+                else "call the layer that holds the weight instead of reading the weight off it, so that it is "
+                "gathered in time; or leave it uncut, by shard=False or a tensor_plan without this layer"
+            )
             raise ValueError(
                 f"the model computes ({found[1] or 'an operation'}) with a plain tensor and a weight that is cut over "
-                "ranks: call the layer that holds the weight instead of reading the weight off it, so that it is "
-                "gathered in time; or leave it uncut, by shard=False or a tensor_plan without this layer"
+                f"ranks, or the output of a layer with use_local_output=False: {cure}"
             ) from error
+        if advice and _ABOUT_SHAPES.search(str(error)):
+            raise ValueError(" ".join([f"{first_line(error)}.", *advice])) from error
         if "Expected more than 1 value per channel when training" in str(error):
             raise ValueError(
                 "a BatchNorm in training got one value for each channel, since this rank or microbatch has one row of "
@@ -351,15 +358,19 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
         if not empty:
             contract.check_that_nothing_counts(output, y)
         return _loss_of_nothing(output)
-    advice = (
-        "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn; a term of the weights cannot be "
-        "computed from cut ones: use weight_decay, or compute it in a layer"
-    )
+    if any(isinstance(tensor, DTensor) for tensor in tensors_of(output)):
+        advice = "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn"
+    else:
+        advice = (
+            "the model returns plain ones, so this is a weight that is cut over ranks, or its gradient: let forward "
+            "return what the loss takes of weights (weight.clone() for a whole one) and pass loss_divisor=, use "
+            "weight_decay, or leave the weight uncut, by shard=False or a tensor_plan without its layer"
+        )
     try:
         loss = contract.loss_fn(output, y)
     except Exception as error:
         if "mixed torch.Tensor and DTensor" in str(error):
-            raise ValueError(f"loss_fn should take what the model returns, but fails on a DTensor: {advice}") from error
+            raise ValueError(f"loss_fn should compute with plain tensors, but fails on a DTensor: {advice}") from error
         if get_mesh().pp_size > 1:
             error.add_note(_IN_A_PIPELINE)
         raise

@@ -17,7 +17,6 @@ from ignite_ddl.arguments import FLAG, a, or_none, whole
 
 _LAYOUT = or_none(a("a placement such as Replicate() or Shard(1)", Placement))
 FITS = {"input_layouts": _LAYOUT, "output_layouts": _LAYOUT, "use_local_output": FLAG, "dim": whole(-64, 64)}
-ROW_ORDER = "_row_order"  # on a parameter: for each of its rows, the index of the row in the uncut model
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 

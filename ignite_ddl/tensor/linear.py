@@ -16,10 +16,10 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from ignite_ddl.arguments import COUNT, TEXT, check, each, takes
+from ignite_ddl.compat import ROW_ORDER
 from ignite_ddl.tensor.layers import (
     CONVOLUTIONS,
     FITS,
-    ROW_ORDER,
     check_divides,
     contiguous_output,
     dim_of_outputs,

@@ -78,9 +78,9 @@ def test_losses_divide_by_what_they_count(axes):
         assert_equal(ranks, right)
 
 
-def regularised(local_rank):
+def regularised(local_rank, **options):
     torch.manual_seed(0)
-    model = ddl.auto_model(mlp())
+    model = ddl.auto_model(mlp(), **options)
 
     def loss_fn(output, y):
         return F.mse_loss(output, y) + sum(p.square().sum() for p in model.parameters())
@@ -585,6 +585,29 @@ def test_the_state_asked_for_on_one_rank_only_is_an_error_and_no_hang():
 
 # --- refused, with what to say instead
 
+
+class Tied(nn.Module):
+    """Reads the weight of a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return F.linear(self.up(x), self.up.weight.t())[:, :4]
+
+
+class Centred(nn.Conv2d):
+    """Reads its own weight."""
+
+    def forward(self, x):
+        return F.conv2d(x, self.weight - self.weight.mean(), self.bias)
+
+
+def centred():
+    return nn.Sequential(nn.Unflatten(1, (2, 2, 2)), Centred(2, 4, 1), nn.Conv2d(4, 1, 1), nn.Flatten())
+
+
 UP_DOWN = {"up": ddl.Column(), "down": ddl.Row()}
 SUM = partial(trained, loss_fn=lambda o, y: (o - y).square().sum())
 OF_FEWER_ROWS = partial(trained, loss_fn=lambda o, y: (o[1:] - y[1:]).square().mean())
@@ -635,6 +658,14 @@ def branching(make=Branch, inner=8, **options):
         (branching(LaterBranch, shard=True), {"dp": 2}, "should call the same modules in a step"),
         (partial(early, through="auto_optim"), {"tp": 2}, EARLY),
         (partial(early, through="trainer"), {"tp": 2}, EARLY),
+        (partial(regularised, shard=True), {"dp": 2}, "this is a weight that is cut over ranks, .* let forward return"),
+        (partial(regularised, tensor_plan=PLAN), {"tp": 2}, "this is a weight that is cut over ranks, .* let forward"),
+        (partial(trained, make=Tied, tensor_plan={"up": ddl.Column()}), {"tp": 2}, "call the layer that holds the"),
+        (
+            partial(trained, make=centred, tensor_plan={"1": ddl.OutputChannels(), "2": ddl.InputChannels()}),
+            {"tp": 2},
+            "leave '1', whose forward reads its weight, out of tensor_plan",
+        ),
         (clipped, {"pp": 2}, r"computes the norm of this rank's part .* call ddl.clip_grad_norm_"),
         (thawed, {"dp": 2}, "'0.weight' was frozen when ddl.auto_model wrapped the model in DDP"),
         (hooked, {"tp": 2}, "'0.bias' has a hook, which would get this rank's gradient"),

@@ -20,6 +20,7 @@ from packaging.version import Version
 from ranks import on
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils import clip_grad_value_, get_total_norm
 from torch.utils.data import TensorDataset
 
@@ -364,6 +365,44 @@ def test_weights_that_a_script_assigns(axes, options):
     right = assigned(0, {})
     for found in on(assigned, options, **axes):
         assert (found - right).abs().max() <= 1e-12
+
+
+def assigned_in_parts(local_rank, value):
+    model = ddl.auto_model(nn.Sequential(nn.Linear(8, 16)).double(), {"0": ddl.Column(parts=2)})
+    model[0].weight.data = value
+    return ddl.full_state_dict(model)["0.weight"]
+
+
+def test_a_whole_weight_that_a_script_assigns_to_a_fused_layer():
+    value = torch.randn(16, 8, dtype=torch.float64)
+    for found in on(assigned_in_parts, value, tp=2):
+        assert torch.equal(found, value)
+
+
+def with_a_plain_tensor(local_rank, options):
+    """A gradient and a weight after a plain tensor was added, cut as the message says; and what it says."""
+    model, _ = with_gradients(options)
+    weight, value, said = model[0].weight, torch.arange(128.0, dtype=torch.float64).view(16, 8), []
+    refused = (lambda: weight.grad.add_(value), lambda: weight.detach().norm().clamp_(min=0.5))
+    for change in refused if options else ():
+        try:
+            change()
+        except ValueError as error:
+            said.append(str(error))
+    part = distribute_tensor(value, weight.device_mesh, weight.placements) if options else value
+    weight.grad.add_(part)
+    weight.data.mul_(part)
+    return said, weights_of(model), weight.grad.full_tensor() if options else weight.grad
+
+
+@on_meshes("tp2", slow=["dp2 shard", "dp2 x tp2"])
+def test_the_cure_for_plain_tensors_beside_cut_ones(axes, options):
+    _, weights, gradient = with_a_plain_tensor(0, {})
+    for said, found, of_weight in on(with_a_plain_tensor, options, **axes):
+        assert all("distribute_tensor(value, p.device_mesh, p.placements)" in words for words in said), said
+        assert "the out-of-place version of" in said[1], said
+        assert (found - weights).abs().max() <= 1e-12
+        assert (of_weight - gradient).abs().max() <= 1e-12
 
 
 SLICES = {
