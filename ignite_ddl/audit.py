@@ -49,8 +49,8 @@ What is not found, and differs from one process without an error:
 - with ``loss_divisor="rows"``, a batch of a second loader that was read in another step than the one that trains on it;
 - a loss that is a mean over rows in steps 1, 2, 4, 8, …, where it is checked, but not in the steps between;
 - targets with rows in dim 1 whose dim 0 has the same length;
-- initial values that a pipeline's stages draw after ``ddl.auto_model``, and a loop of your own whose ranks have
-  different numbers of rows: these two give a warning.
+- initial values that a pipeline's stages draw after ``ddl.auto_model``, and an optimizer that steps after a loop of
+  your own whose last batch gave ranks different numbers of rows: these two give a warning (in the loop it is refused).
 """
 
 from __future__ import annotations

@@ -352,7 +352,7 @@ class Pass:
         self.loader._rows, self.loader.filler = self.rows, self.filler
         self.begin_step()
         if self.consumer is self.loader.loops:
-            _watch_optimizer_steps(self.loader)
+            _watch_optimizer_steps(self)
         return batch
 
     def begin_step(self) -> None:
@@ -462,31 +462,44 @@ class Pass:
 
 _latest_pass: weakref.ref[Pass] | None = None  # the one of the last batch
 _uneven_loader: weakref.ref[ShardedDataLoader] | None = None  # of the last batch of loops, if its rows are uneven
+_uneven_pass: weakref.ref[Pass] | None = None  # its loop, which ends before its loader
 _is_watching = False
 
 
-def _watch_optimizer_steps(loader: ShardedDataLoader) -> None:
-    """Warns, once, if an optimizer then steps with an average over ranks that is not the average over rows."""
-    global _is_watching, _uneven_loader
-    _uneven_loader = weakref.ref(loader) if loader._rows[1] % get_mesh().dp_size else None
-    if _uneven_loader is not None and not _is_watching:
+def _watch_optimizer_steps(of_loop: Pass) -> None:
+    """Refuses a step, in this loop, of an average over ranks that is not the average over rows; after it, warns."""
+    global _is_watching, _uneven_loader, _uneven_pass
+    is_uneven = of_loop.rows[1] % get_mesh().dp_size != 0
+    _uneven_loader, _uneven_pass = (weakref.ref(of_loop.loader), weakref.ref(of_loop)) if is_uneven else (None, None)
+    if is_uneven and not _is_watching:
         _is_watching = True
-        register_optimizer_step_pre_hook(_warn_of_uneven_rows)
+        register_optimizer_step_pre_hook(_refuse_uneven_rows)
 
 
-def _warn_of_uneven_rows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _refuse_uneven_rows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if any(hasattr(p, BELONGS_TO_A_MODEL) for group in optimizer.param_groups for p in group["params"]):
-        warn_of_uneven_rows(
+        cure = (
             "let ddl.create_supervised_trainer, or ddl.forward_backward in a ddl.MeshEngine, compute them, take a "
             "batch_size and drop_last=True by which all ranks have the same number of rows, or weight each rank's loss "
-            "by loader.rows"
+            "by loader.rows (once it has been read, this is not checked)"
         )
+        of_loop = _uneven_pass and _uneven_pass()
+        if of_loop is not None and not of_loop.loader._rows_are_used:
+            raise ValueError(_not_the_average(of_loop.rows, cure))
+        warn_of_uneven_rows(cure)
+
+
+def _not_the_average(rows: tuple[int, int], cure: str) -> str:
+    return (
+        f"this rank has {rows[0]} of the batch's {rows[1]} rows, so the average of gradients over ranks is not that of "
+        f"one process, which counts each row once: {cure}"
+    )
 
 
 def forget_uneven_rows() -> None:
     """Says that the rows of the last batch were counted in a step."""
-    global _uneven_loader
-    _uneven_loader = None
+    global _uneven_loader, _uneven_pass
+    _uneven_loader = _uneven_pass = None
 
 
 def warn_of_padded_rows(loader: Any) -> None:
@@ -511,12 +524,7 @@ def warn_of_uneven_rows(cure: str, counted: int | None = None) -> None:
     loader = _uneven_loader and _uneven_loader()
     if loader is not None and not loader._rows_are_used and loader._rows[0] != counted:
         loader._rows_are_used = True
-        n_local, n_global = loader._rows
-        warnings.warn(
-            f"this rank has {n_local} of the batch's {n_global} rows, so the average of gradients over ranks is not "
-            f"that of one process, which counts each row once: {cure}",
-            stacklevel=3,
-        )
+        warnings.warn(_not_the_average(loader._rows, cure), stacklevel=3)
 
 
 def without_rows(batch: Any) -> Any:

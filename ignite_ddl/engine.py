@@ -110,8 +110,7 @@ class MeshEngine(Engine):
         step.updates, step.order = self.updates, getattr(plan, "digest", 0) % 2**20
         output, loss = step(*args, **kwargs)
         self.weighted += step.models
-        if self.rows is None:  # perhaps of an iterator over the loader of ddl.auto_dataloader: the step counts rows
-            forget_uneven_rows()
+        forget_uneven_rows()  # perhaps of an iterator over the loader of ddl.auto_dataloader: the step counts rows
         return output, loss
 
     @takes(data=_DATA, max_epochs=COUNT, max_iters=COUNT, epoch_length=COUNT)

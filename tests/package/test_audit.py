@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ignite.engine import Events
+from ignite.engine import Events, create_supervised_trainer
 from ignite.handlers import FastaiLRFinder
 from ignite.metrics import Loss
 from packaging.version import Version
@@ -524,23 +524,56 @@ def test_a_layer_of_another_stage(local_rank):
         model[0].parameters()
 
 
-def plain_loop(local_rank, rows, weighs=False):
-    model = ddl.auto_model(mlp())
+def plain_loop(local_rank, rows, how="", **options):
+    """A loop of one's own; what it does with rows that are uneven, or before an even batch."""
+    model = ddl.auto_model(mlp(), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = ddl.auto_dataloader(TensorDataset(X[:12], Y[:12]), batch_size=rows)
+    if how == "ignite":
+        create_supervised_trainer(model, optimizer, F.mse_loss).run(loader)
+    if how == "looks":
+        next(iter(loader))
+        loader = [(X[:2], Y[:2])]
     for x, y in loader:
-        optimizer.zero_grad()
-        weight = 2 * loader.rows[0] / loader.rows[1] if weighs else 1.0
+        weight = 2 * loader.rows[0] / loader.rows[1] if how == "weighs" else 1.0
         (weight * F.mse_loss(model(x), y)).backward()
+        if how == "reads":
+            loader.rows  # noqa: B018
+        if how not in ("after", "evaluates"):
+            optimizer.step()
+    if how != "evaluates":
         optimizer.step()
 
 
 def loops(local_rank):
-    return [len(said(local_rank, plain_loop, *args)) for args in ((4,), (5,), (5, True))]
+    return [
+        len(said(local_rank, plain_loop, *args))
+        for args in ((4,), (7, "weighs"), (7, "reads"), (7, "evaluates"), (7, "looks"), (7, "after"))
+    ]
 
 
-def test_a_loop_on_uneven_rows_is_warned_of_once():
-    assert on(loops, dp=2) == [[0, 1, 0]] * 2
+def test_a_step_after_a_loop_on_uneven_rows_is_warned_of_once():
+    assert on(loops, dp=2) == [[0, 0, 0, 0, 0, 1]] * 2
+
+
+@pytest.mark.parametrize("how", ["", "ignite"])
+@pytest.mark.parametrize("options", [{}, {"shard": True}])
+def test_a_step_in_a_loop_on_uneven_rows_is_refused(how, options):
+    refused(partial(plain_loop, rows=5, how=how, **options), "counts each row once: let ddl.create_supervised", dp=2)
+
+
+def looks_at_another(local_rank):
+    """A trainer whose handler reads an uneven batch of another loader."""
+    torch.manual_seed(0)
+    model = ddl.auto_model(mlp())
+    others = iter(ddl.auto_dataloader(TensorDataset(X[:9], Y[:9]), batch_size=3))
+    trainer = trainer_of(model, F.mse_loss)
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: next(others))
+    return trainer.run(ddl.auto_dataloader(TensorDataset(X[:12], Y[:12]), batch_size=4)).output
+
+
+def test_a_trainer_beside_an_uneven_loop_is_right():
+    assert on(looks_at_another, dp=2) == [pytest.approx(looks_at_another(0))] * 2
 
 
 def backward_hook(model, clamps=False):
