@@ -528,18 +528,21 @@ def warn_of_uneven_rows(cure: str, counted: int | None = None) -> None:
 
 
 def without_rows(batch: Any) -> Any:
-    """A batch, or the model's output for it, with all rows removed."""
-    return tree_map(_leaf_without_rows, batch, is_leaf=_is_strings)
+    """A batch of one row, or the model's output for it, with the row removed."""
+    return tree_map(_leaf_without_rows, batch, is_leaf=_is_rows)
 
 
-def _is_strings(leaf: Any) -> bool:
-    """Whether this is a batch of strings, as made by the default collate function."""
-    return isinstance(leaf, list | tuple) and len(leaf) > 0 and all(isinstance(item, str | bytes) for item in leaf)
+def _is_rows(leaf: Any) -> bool:
+    """Whether this is a batch of strings, as made by the default collate function, or a list of the one row."""
+    if not isinstance(leaf, list | tuple) or not leaf:
+        return False
+    one = isinstance(leaf, list) and len(leaf) == 1 and not any(isinstance(t, torch.Tensor) for t in tree_leaves(leaf))
+    return one or all(isinstance(item, str | bytes) for item in leaf)
 
 
 def _leaf_without_rows(leaf: Any) -> Any:
     has_rows = isinstance(leaf, torch.Tensor) and leaf.ndim > 0  # a scalar of the batch is kept
-    return leaf[:0] if has_rows or _is_strings(leaf) else leaf
+    return leaf[:0] if has_rows or _is_rows(leaf) else leaf
 
 
 @contextlib.contextmanager

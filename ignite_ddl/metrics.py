@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ignite.distributed.comp_models.native import _NativeDistModel
 from ignite.exceptions import NotComputableError
 from ignite.metrics import HSIC, GpuInfo, Loss, MaximumMeanDiscrepancy, Metric, RunningAverage
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ignite_ddl.collectives import gathered, gathered_values
 from ignite_ddl.compat import use_world_timeout
@@ -149,7 +149,8 @@ def over_data_parallel(metric: Metric) -> Metric:
 
     Ignite cannot reduce over a rank whose batches had no rows: means of no rows are NaN, sums per class have no shape
     yet. Updates without rows are skipped, and if a rank had no rows since the reset, the others compute the result
-    and send it to that rank.
+    and send it to that rank. What counts updates counts those of all dp ranks: ``VariableAccumulation`` of one number
+    a batch gives ``dp`` times as many as in one process.
 
     Args:
         metric: any Ignite metric; metrics inside it (``RunningAverage``, ``MetricsLambda``) are included.
@@ -187,7 +188,8 @@ class _Methods:
         self.counts_rows = not is_composed and not isinstance(metric, (RunningAverage, GpuInfo))
         self.compares_rows = isinstance(metric, _COMPARE_ROWS)
         self.original = {name: getattr(metric, name) for name in _METHODS}
-        self.losses = _BatchLosses(metric) if type(metric) is Loss else None
+        is_loss = all(getattr(type(metric), name) is getattr(Loss, name) for name in ("reset", "update", "compute"))
+        self.losses = _BatchLosses(metric) if is_loss else None
         self.had_rows = False  # since the reset
         self.computed = 0 if self.counts_rows and not type(metric).__module__.startswith("ignite") else None
 
@@ -281,8 +283,9 @@ class _BatchLosses:
         if not self.divisor.certain and metric._batch_size is not len:  # by which Ignite weights batches
             self.divisor = divisor_of(metric._loss_fn, metric._batch_size)
         self.adds_up = not callable(self.divisor.kind) and self.divisor.kind != "sum"  # over ranks, by Ignite
-        self.losses: list[torch.Tensor] = []  # of each batch: the loss times its divisor, the divisor, the rows
-        self.updates = 0
+        # Of each batch: the loss times its divisor, the divisor, Ignite's weight, whether that is any batch's.
+        self.losses: list[torch.Tensor] = []
+        self.updates, self.weighs_alike = 0, False if metric._batch_size is len else None
 
     def clear(self) -> None:
         self.losses.clear()
@@ -290,7 +293,7 @@ class _BatchLosses:
     def add(self, output: Any, empty: bool) -> None:
         if get_mesh().dp_cp_size == 1:
             return
-        numbers: list[Any] = [0.0, 0.0, 0.0]
+        numbers: list[Any] = [0.0, 0.0, 0.0, 0.0]
         y_pred, y, *options = output
         loss_fn = functools.partial(self.metric._loss_fn, **(options[0] if options else {}))
         if self.adds_up or self.divisor.declared:
@@ -302,8 +305,21 @@ class _BatchLosses:
         if not empty:
             loss = loss_fn(y_pred, y).detach()
             counted = self.divisor.of(y) if callable(self.divisor.kind) else 1.0
-            numbers = [loss * counted if counted else 0.0, counted, self.metric._batch_size(y)]
+            numbers = [loss * counted if counted else 0.0, counted, *self._weight(y)]
         self.losses.append(torch.stack([torch.as_tensor(n, dtype=torch.float64, device="cpu") for n in numbers]))
+
+    def _weight(self, y: Any) -> tuple[float, float]:
+        """By what Ignite weights the batch, which sums up over ranks, or is the same for each of them (1.0)."""
+        weight = float(self.metric._batch_size(y))
+        if self.weighs_alike is None and weight:
+            twice = float(self.metric._batch_size(tree_map(lambda t: torch.cat([t, t]) if t.ndim else t, y)))
+            if twice not in (weight, 2 * weight):
+                raise ValueError(
+                    "batch_size of Loss should add up over rows, as len does, or be the same for every batch, but "
+                    f"gave {weight:g} for some targets and {twice:g} for twice as many"
+                )
+            self.weighs_alike = twice == weight
+        return weight, float(bool(self.weighs_alike))
 
     def _check_mean(self, loss_fn: Callable, y_pred: Any, y: Any) -> None:
         contract = LossContract(loss_fn, self.divisor, get_mesh(), None)
@@ -323,9 +339,9 @@ class _BatchLosses:
             raise NotComputableError("Loss must have at least one example before it can be computed.")
         losses = torch.stack(self.losses).to(idist_utils.device())
         dist.all_reduce(losses, group=mesh.dp_cp_group)
-        total, counted, rows = losses.unbind(1)
-        loss = total / counted if callable(self.divisor.kind) else total
-        return float((loss * rows).sum() / rows.sum())
+        total, counted, weight, n_alike = losses.unbind(1)
+        loss, weight = total / counted if callable(self.divisor.kind) else total, weight / n_alike.clamp(min=1)
+        return float((loss * weight).sum() / weight.sum())
 
 
 _COMPARE_ROWS = HSIC, MaximumMeanDiscrepancy  # those of a batch with each other; the mean over batches counts
@@ -354,7 +370,8 @@ def _metrics_inside(value: Any) -> Iterator[Metric]:
 
 
 def _without_rows(output: Any) -> bool:
-    batched = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
+    leaves = tree_leaves(output, is_leaf=lambda leaf: isinstance(leaf, list) and not leaf)
+    batched = [leaf for leaf in leaves if isinstance(leaf, list) or isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
     return bool(batched) and all(len(leaf) == 0 for leaf in batched)
 
 

@@ -176,17 +176,19 @@ def test_a_stream_that_draws_gives_each_row_once(workers, axes):
 
 
 def test_what_a_rank_without_rows_keeps_of_a_batch(monkeypatch):
-    """No rows of tensors and lists of strings; a number of the whole batch stays."""
+    """No rows of tensors, of lists of strings and of other lists; a number of the whole batch stays."""
     rows = [{"x": torch.ones(2), "file": "a.png"}]
 
     def collate(samples):
-        return default_collate(samples) | {"scale": torch.tensor(0.5)}
+        others = {"scale": torch.tensor(0.5), "words": [["a", "cat"]], "references": [[["the", "cat"]]], "sizes": [3]}
+        return default_collate(samples) | others
 
     make = lambda: ddl.auto_dataloader(rows, batch_size=2, collate_fn=collate)  # noqa: E731
     [batch] = as_rank(0, 2, make, monkeypatch)
     assert batch["x"].shape == (0, 2)
     assert batch["file"] == []
     assert batch["scale"] == 0.5
+    assert batch["words"] == batch["references"] == batch["sizes"] == []
 
 
 def test_a_rank_without_rows_gets_an_empty_batch_and_a_row_to_compute(monkeypatch):

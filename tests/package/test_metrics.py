@@ -15,6 +15,7 @@ from ignite.metrics import (
     HSIC,
     ROC_AUC,
     Accuracy,
+    Bleu,
     ConfusionMatrix,
     EpochMetric,
     Frequency,
@@ -27,6 +28,7 @@ from ignite.metrics import (
     Precision,
     Recall,
     RocCurve,
+    Rouge,
     RunningAverage,
 )
 from ignite.metrics.metric import reinit__is_reduced, sync_all_reduce
@@ -355,6 +357,44 @@ def test_a_loss_may_say_by_batch_size_what_it_divides_by():
             assert all(abs(loss - alone) < 1e-12 for loss in parallel.run(weighted_loss, function, batch_size))
         with pytest.raises(ddl.RankError, match="or say it by batch_size=, a function from targets to the divisor"):
             parallel.run(weighted_loss, mean_over_rows, n_counted)
+
+
+class OfOnesOwn(Loss):
+    """Adds nothing to Ignite's."""
+
+
+@in_float64
+def weighs_batches(local_rank, metric, batch_size, rows=9):
+    data = torch.utils.data.TensorDataset(torch.eye(3).repeat(3, 1)[:rows], torch.arange(rows) % 3)
+    loss = metric(torch.nn.CrossEntropyLoss(reduction="sum"), batch_size=batch_size)
+    evaluator = ddl.create_supervised_evaluator(torch.nn.Identity(), {"loss": loss})
+    return evaluator.run(ddl.auto_dataloader(data, batch_size=4)).metrics["loss"]
+
+
+def test_batches_of_a_loss_may_weigh_alike():
+    """The last batch has one row, so that a rank has none: its weight counts once, as that of batches of all ranks."""
+    with ddl.Parallel(backend="gloo", nproc_per_node=2, dp=2) as parallel:
+        for metric in (Loss, OfOnesOwn):
+            for batch_size in (lambda y: 1, len, torch.numel):
+                alone = weighs_batches(0, metric, batch_size)
+                assert parallel.run(weighs_batches, metric, batch_size) == pytest.approx([alone] * 2, rel=1e-6)
+        with pytest.raises(ddl.RankError, match="gave 1.41421 for some targets and 2 for twice as many"):
+            parallel.run(weighs_batches, Loss, lambda y: len(y) ** 0.5)
+
+
+def text_metrics(local_rank):
+    texts = [text.split() for text in ("the cat sat on", "a dog ran away", "we like to learn", "it is fine", "the end")]
+    engine = ddl.MeshEngine(lambda _, rows: ([texts[i][:2] for i in rows], [[texts[i]] for i in rows]))
+    Bleu(ngram=2).attach(engine, "bleu")
+    Rouge(variants=["L", 1]).attach(engine, "rouge")
+    return engine.run(ddl.auto_dataloader(torch.arange(5), batch_size=2)).metrics
+
+
+def test_lists_of_words_on_a_rank_without_rows():
+    alone = text_metrics(0)
+    with ddl.Parallel(backend="gloo", nproc_per_node=2, dp=2) as parallel:
+        for found in parallel.run(text_metrics):
+            assert largest_difference(found, alone) < 1e-6
 
 
 # ------------------------------------------------------------------------------------------------ the view
