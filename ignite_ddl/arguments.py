@@ -40,7 +40,7 @@ class Fits(NamedTuple):
         return Fits(f"{self.says}, or {other.says}", either)
 
 
-class _Detail(ValueError):
+class Detail(ValueError):
     """A detail that the error message adds after the given value."""
 
 
@@ -58,7 +58,7 @@ def check(name: str, value: Any, fits: Fits) -> Any:
     try:
         return fits.read(value)
     except Exception as error:
-        more = str(error) if isinstance(error, _Detail) else ""
+        more = str(error) if isinstance(error, Detail) else ""
     raise ValueError(f"{name} should be {fits.says}, but given {shown(value)}{more}")
 
 
@@ -181,7 +181,7 @@ def whole(least: int = 1, most: int = 2**63 - 1, *, floats: bool = False) -> Fit
         if n < least or getattr(value, "ndim", 0):
             raise ValueError
         if n > most:
-            raise _Detail(f"; the largest is {most:,}")
+            raise Detail(f"; the largest is {most:,}")
         return n
 
     named = {1: "a positive integer", -(2**63): "an integer"}
@@ -198,7 +198,7 @@ def number(least: float = -sys.float_info.max, most: float = sys.float_info.max,
                 raise TypeError
             value = value if isinstance(value, int) and abs(value) < 2**63 else float(value)
         if not least <= value <= most or (above is not None and not value > above):
-            raise _Detail("" if math.isfinite(value) else ", which is not finite")
+            raise Detail("" if math.isfinite(value) else ", which is not finite")
         return value
 
     if above is not None:
@@ -212,7 +212,7 @@ def _seconds(value: Any) -> float:
     """A time limit, also a ``timedelta``, as seconds; 1e9 are thirty years, which fit into nanosecond clocks."""
     value = number(above=0, most=math.inf).read(value.total_seconds() if isinstance(value, timedelta) else value)
     if value > 1e9:
-        raise _Detail("; the longest is 1e+09")
+        raise Detail("; the longest is 1e+09")
     return float(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import sys
 import warnings
@@ -23,7 +24,21 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from ignite_ddl.arguments import AMOUNT, COUNT, ENGINE, FLAG, FUNCTION, PROCESSES, Fits, a, check, or_none, takes, whole
+from ignite_ddl.arguments import (
+    AMOUNT,
+    COUNT,
+    ENGINE,
+    FLAG,
+    FUNCTION,
+    PROCESSES,
+    Detail,
+    Fits,
+    a,
+    check,
+    or_none,
+    takes,
+    whole,
+)
 from ignite_ddl.collectives import gathered_values
 from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.context.sequence import shard_batch
@@ -91,7 +106,13 @@ class LoaderOptions(TypedDict, total=False):
     in_order: bool
 
 
-BATCH_SIZE = Fits("the global batch size, a positive integer", COUNT.read)
+def _batch_size(value: Any) -> int:
+    if value is None:
+        raise Detail("; a dataset of whole batches has to return single rows, which the ranks divide among them")
+    return COUNT.read(value)
+
+
+BATCH_SIZE = Fits("the global batch size, a positive integer", _batch_size)
 
 
 @takes(FITS)
@@ -106,12 +127,12 @@ def auto_dataloader(dataset: Dataset[Any] | _Rows, **kwargs: Unpack[LoaderOption
     the tokens; see :func:`sequence_positions`.
 
     Shuffling is the same on every rank and differs by epoch without ``set_epoch``. An epoch ends when an iterator
-    returns its last batch; if iteration stops before, the next iterator has the same order. So a single rank may look
-    at the first batch, provided that an epoch has more than one. Random samplers and transforms should use torch's
-    random numbers, so that tp and pp peers get the same rows. On a mesh with tp or pp, transforms draw from a separate
-    random stream of the loader: other numbers than in one process, but the same ones with ``num_workers``. An iterable
-    dataset, and a sampler or a ``generator`` with a separate random state, change state with every iterator: create
-    iterators of these on all ranks.
+    returns its last batch, or by an engine's ``terminate_epoch``; if iteration stops before, the next iterator has the
+    same order. So a single rank may look at the first batch, provided that an epoch has more than one. Random samplers
+    and transforms should use torch's random numbers, so that tp and pp peers get the same rows. On a mesh with tp or
+    pp, transforms draw from a separate random stream of the loader: other numbers than in one process, but the same
+    ones with ``num_workers``. An iterable dataset, and a sampler or a ``generator`` with a separate random state,
+    change state with every iterator: create iterators of these on all ranks.
 
     Args:
         dataset: a map-style or an iterable dataset. An iterable one is read entirely on each rank, with the same
@@ -176,7 +197,19 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
     _check_undivided(of_one_process, "sampler" if given.get("batch_sampler") is None else "batch_sampler")
     _check_same_dataset(dataset)
     batches = _LocalBatches(of_one_process, _common_seed(mesh), mesh.dp_rank, mesh.dp_size, generator, workers)
-    return ShardedDataLoader(dataset, batch_sampler=batches, **kwargs)
+    batches.most = _most_batches(of_one_process, dataset)
+    loader = ShardedDataLoader(dataset, batch_sampler=batches, **kwargs)
+    loader.__dict__.update({name: given[name] for name in ("batch_size", "drop_last") if name in given})  # as asked for
+    return loader
+
+
+def _most_batches(batches: Any, dataset: Any) -> float:
+    """More batches than an epoch can have."""
+    with contextlib.suppress(Exception):
+        return 2 * len(batches) + 1000
+    with contextlib.suppress(Exception):
+        return 4 * len(dataset) / getattr(batches, "batch_size", 1) + 1e5
+    return math.inf
 
 
 def _check_undivided(batches: Any, argument: str) -> None:
@@ -389,6 +422,14 @@ class Pass:
             "stream": self.stream,
         }
 
+    def end(self) -> None:
+        """Makes the next pass that of the next epoch, if this one has begun."""
+        if not self.ended and self.plan is not None:
+            self.plan.draw_only(self.batches)
+        self.ended = self.batches > 0
+        if self.ended and self.consumer.epoch == self.epoch:
+            self.consumer.epoch, self.consumer.stream = self.epoch + 1, self.stream
+
     def close(self) -> None:
         """Ends its workers, and keeps its position."""
         self.iterator = iter(())
@@ -440,8 +481,17 @@ class Pass:
 
     def _read(self) -> tuple[Any, int, int]:
         """The next batch, and its local and global number of rows."""
-        with _shared_random_stream(self.stream):
-            batch = next(self.iterator, self)
+        try:
+            with _shared_random_stream(self.stream):
+                batch = next(self.iterator, self)
+        except Exception as error:
+            loader = self.loader
+            if getattr(loader.batch_sampler, "size", 1) > 1 and loader.collate_fn is not default_collate:
+                error.add_note(
+                    "collate_fn gets this rank's rows of a batch, of which there may be one alone: if it leaves rows "
+                    "out, it may have none to collate; leave them out of the dataset instead (torch's Subset)"
+                )
+            raise
         if batch is self:
             self.ended = True
             raise StopIteration
@@ -454,8 +504,8 @@ class Pass:
             self.ended = self.batches + 1 == len(self.plan.sizes)
         self.batches, self.n_rows = self.batches + 1, self.n_rows + n_global
         # Advanced with the last batch: one rank alone may begin an epoch, and Ignite does not exhaust iterators.
-        if self.ended and self.consumer.epoch == self.epoch:
-            self.consumer.epoch, self.consumer.stream = self.epoch + 1, self.stream
+        if self.ended:
+            self.end()
         self.full_batch = batch if self.batches & (self.batches - 1) == 0 and get_mesh().cp_size > 1 else None
         return shard_batch(batch), n_local, n_global
 
@@ -565,6 +615,7 @@ class _LocalBatches(Sampler[list[int]]):
     ) -> None:
         self.batches, self.seed, self.rank, self.size = batches, seed, rank, size
         self.generator, self.workers = generator, workers
+        self.most = math.inf  # batches of an epoch; a sampler that gives more has no end
         self.plan: _EpochPlan | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -616,6 +667,12 @@ class _EpochPlan:
             torch.default_generator.manual_seed(sampler.seed + self.epoch)  # that of the CPU alone
             for batch in map(list, sampler.batches):
                 self._add(batch)
+                if len(self.sizes) > sampler.most:
+                    raise ValueError(
+                        f"sampler should end with an epoch, whose batches are listed when it begins, but gave "
+                        f"{len(self.sizes)} batches and no end: stop it after the rows of an epoch, and give "
+                        "trainer.run the number of epochs"
+                    )
         if generator is not None and resumed.get("generator_now") is not None:
             generator.set_state(resumed["generator_now"])
         if self.digest != resumed.get("digest", self.digest):
@@ -623,6 +680,14 @@ class _EpochPlan:
                 "loader should continue with the rows of the interrupted run, but batch_size, dataset or sampler give "
                 "another order: make them the same, and let a sampler draw its random numbers from torch"
             )
+
+    def draw_only(self, batches: int) -> None:
+        """Leaves the user's generator as in one process that has read these batches alone."""
+        if self.generator is not None:
+            self.sampler.generator.set_state(self.generator)
+            with torch.random.fork_rng(devices=[]):
+                for _ in islice(self.sampler.batches, batches):
+                    pass
 
     def _add(self, batch: list[int]) -> None:
         self.sizes.append(len(batch))

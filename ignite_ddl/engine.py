@@ -183,6 +183,12 @@ class MeshEngine(Engine):
             self._in_epoch, self._epoch_began = True, iteration - (done or 0)
         super()._fire_event(event_name, *args, **kwargs)
 
+    def terminate_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """As in Ignite; the next epoch has its own order of rows."""
+        super().terminate_epoch(*args, **kwargs)
+        if self._pass is not None:
+            self._pass.end()
+
     def progress(self) -> dict[str, Any]:
         """The position in the run: the epoch, how many of its iterations are done, whether it has begun and ended.
 

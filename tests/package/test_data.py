@@ -1,19 +1,21 @@
 """auto_dataloader deals one process's batches, whatever the sampler, and what it refuses."""
 
 import copy
+import itertools
 import random
 
 import ignite.distributed as idist
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from ignite.engine import Engine
+from ignite.engine import Engine, Events
 from ranks import launch, mesh_of, run
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
+    Sampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -239,6 +241,33 @@ def test_a_pass_that_is_left_early_is_no_epoch(workers, monkeypatch):
     assert [dealt(loader), dealt(loader)] == epochs[1:]
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+def test_an_epoch_that_an_engine_ends_is_over(options):
+    """The next one has another order, also of workers that have read ahead; with a generator, torch's own."""
+    orders = {}
+    for name, make, seed in (
+        ("ours", ddl.auto_dataloader, None),
+        ("by seed", ddl.auto_dataloader, 1),
+        ("torch", DataLoader, 1),
+    ):
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loader = make(torch.arange(12), batch_size=2, shuffle=True, generator=generator, **options)
+        engine, seen = ddl.MeshEngine(lambda _, batch: seen.append(batch.tolist())), []  # noqa: B023
+        engine.add_event_handler(Events.ITERATION_COMPLETED(once=3), engine.terminate_epoch)
+        engine.run(loader, max_epochs=2)
+        orders[name] = seen
+    assert len(orders["ours"]) == 9
+    assert orders["ours"][:3] != orders["ours"][3:6]
+    assert orders["by seed"] == orders["torch"]
+
+
+def test_the_loader_says_what_it_was_asked_for():
+    loader = ddl.auto_dataloader(torch.arange(13), batch_size=4, drop_last=True)
+    assert (loader.batch_size, loader.drop_last, len(loader)) == (4, True, 3)
+    assert ddl.auto_dataloader(torch.arange(13)).batch_size == 1
+    assert ddl.auto_dataloader(torch.arange(13), batch_sampler=[[1, 2], [3]]).batch_size is None
+
+
 def test_runs_of_an_engine_are_epochs_of_their_own():
     """An engine asks for no batch after its last one, and goes on in the same pass where its epochs are shorter."""
     loader = ddl.auto_dataloader(torch.arange(12), batch_size=4, shuffle=True)
@@ -271,6 +300,36 @@ def test_one_rank_may_look_at_a_batch(workers, tp):
             assert torch.equal(epoch[2], epoch[3])
 
 
+class Endless(Sampler):
+    def __iter__(self):
+        return itertools.cycle(range(4))
+
+
+class EndlessWithLength(Endless):
+    def __len__(self):
+        return 4
+
+
+@pytest.mark.parametrize("sampler", [Endless(), EndlessWithLength()])
+def test_a_sampler_without_an_end_is_refused(sampler):
+    loader = ddl.auto_dataloader(torch.arange(4), batch_size=2, sampler=sampler)
+    with pytest.raises(ValueError, match="sampler should end with an epoch"):
+        next(iter(loader))
+    repeats = iter(list(range(4)) * 10)  # an iterable that says no length may read rows several times
+    assert len(dealt(ddl.auto_dataloader(torch.arange(4), batch_size=2, sampler=repeats))[0]) == 20
+
+
+def collate_of_even(rows):
+    return default_collate([row for row in rows if row % 2 == 0])
+
+
+def test_a_rank_whose_rows_a_collate_function_drops(monkeypatch):
+    loader = lambda: ddl.auto_dataloader([0, 1], batch_size=2, collate_fn=collate_of_even)  # noqa: E731
+    with pytest.raises(IndexError) as error:
+        list(as_rank(1, 2, loader, monkeypatch))
+    assert "leave them out of the dataset" in error.value.__notes__[0]
+
+
 def test_the_order_of_rows_leaves_the_streams_of_gpus_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("a pass seeds the GPUs"))
     assert len(list(ddl.auto_dataloader(range(8), batch_size=4, shuffle=True))) == 2
@@ -290,7 +349,7 @@ def test_shuffling_leaves_the_random_stream_of_the_user_alone():
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size should be the global batch size, a positive integer, but given 0"),
-        ({"batch_size": None}, "batch_size .* but given None"),
+        ({"batch_size": None}, "batch_size .* but given None; a dataset of whole batches has to return single rows"),
         ({"batch_size": 2.0}, "batch_size .* but given 2.0"),
         ({"sampler": DistributedSampler(range(4), 2, 0)}, "sampler should be the sampler of one process"),
         (
