@@ -238,8 +238,8 @@ def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
     def after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if _has_closure(args, kwargs):  # which has computed the gradients
             _check_gradients(engine, optimizer)
-        stepped = (p for group in optimizer.param_groups for p in group["params"])
-        engine.updated = engine.updated or any(hasattr(p, BELONGS_TO_A_MODEL) for p in stepped)
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]  # under pp perhaps none here, yet
+        engine.updated = engine.updated or not stepped or any(hasattr(p, BELONGS_TO_A_MODEL) for p in stepped)
 
     handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
     try:

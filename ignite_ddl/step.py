@@ -371,6 +371,12 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
     except Exception as error:
         if "mixed torch.Tensor and DTensor" in str(error):
             raise ValueError(f"loss_fn should compute with plain tensors, but fails on a DTensor: {advice}") from error
+        if get_mesh().pp_size > 1 and "not have been used in the graph" in str(error):
+            raise ValueError(
+                "loss_fn takes a gradient of the output by a tensor before it (x?), but under pp it sees the output of "
+                "the last stage alone, whose graph begins there: use a mesh without pp, or a model with a layer that "
+                "computes such gradients by itself and returns them"
+            ) from error
         if get_mesh().pp_size > 1:
             error.add_note(_IN_A_PIPELINE)
         raise

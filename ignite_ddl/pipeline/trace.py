@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
 import operator
+import os
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from ignite_ddl.arguments import MODULE, NAMES, Fits, first_line, takes
 from ignite_ddl.pipeline.cut import modules_of
-from ignite_ddl.traceless import evaluating
+from ignite_ddl.traceless import evaluating, without_trace
 
 BEFORE = Fits(
     'a list of names of modules, or "auto"',
@@ -33,6 +39,13 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
     is changed later. A choice by values of tensors is refused. The number of rows may differ later, all other sizes
     stay those of ``x``: pad to one length. On a GPU, trace there.
 
+    Outputs and gradients of the layers are compared with those of the model, in both modes. What acts in backward only
+    is not recorded, and refused: an ``autograd.Function`` whose backward pass is not the derivative (gradient
+    reversal, a straight-through estimator), a hook that ``forward`` registers on a tensor, a module's backward hook,
+    saved tensors that are kept with fewer digits. ``detach()``, ``torch.no_grad()``, ``torch.utils.checkpoint`` with
+    ``use_reentrant=False`` and operators of ``torch.library.custom_op`` are recorded. A forward hook is recorded too:
+    what it returns is computed in each pass, but it is not called again.
+
     Args:
         model: the model, called with one argument.
         x: an input with at least two rows: tensors with a row for each sample, in any structure.
@@ -44,8 +57,8 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
         nn.Sequential: the layers, ``len(before) + 1``; also the full model, in one process and on any mesh without tp.
 
     Raises:
-        ValueError: if the model cannot be traced, ``x`` has fewer than two rows, or the model does not call the modules
-            of ``before`` once each, in this order.
+        ValueError: if the model cannot be traced, or not as it trains, ``x`` has fewer than two rows, or the model does
+            not call the modules of ``before`` once each, in this order.
 
     Examples:
         .. code-block:: python
@@ -76,6 +89,9 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
     if before == "auto":
         before = _block_names(model)
     modules_of(model, before, "before")
+    for at, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise _not_recorded(type(model).__name__, f"a backward hook of {repr(at) if at else 'the model'}")
     with evaluating([model]):  # at its end each module is in its mode again
         traces = {training: _Trace(model.train(training), x, before) for training in (True, False)}
     layers = [TracedLayer({mode: trace.parts[i] for mode, trace in traces.items()}) for i in range(len(before) + 1)]
@@ -95,25 +111,98 @@ def _distribute_tensors(model: nn.Module, layers: list[TracedLayer]) -> None:
             _register(layer, name, known[name], name in kept)
 
 
+def _not_recorded(name: str, what: str) -> ValueError:
+    return ValueError(
+        f"{name} does in backward what torch.export does not record ({what}), so that layers would train otherwise: "
+        "write it with detach(), as x + (x.sign() - x).detach() for the sign of x with the gradient of x, or as a "
+        "torch.library.custom_op with register_autograd, or make the model an nn.Sequential with a layer that does it"
+    )
+
+
+class _TensorHooks(TorchFunctionMode):
+    """Refuses a hook that a forward pass registers on a tensor."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.register_hook and not isinstance(args[0], nn.Parameter):
+            raise _not_recorded(self.name, "a hook of a tensor")
+        return func(*args, **(kwargs or {}))
+
+
 def _check_same(model: nn.Module, layers: nn.Sequential, x: Any) -> None:
-    """Raises a ValueError unless the layers give what the model gives in evaluation mode."""
+    """Raises a ValueError unless the layers compute what the model does, and its gradients, in both modes."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    kept = [p.grad for p in parameters]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), evaluating([model]), evaluating([layers]):
-            pairs = zip(tree_leaves(model(x)), tree_leaves(layers(x)), strict=True)
-            same = all(
-                torch.allclose(*pair, rtol=1e-3, atol=1e-5, equal_nan=True) if torch.is_tensor(pair[0]) else True
-                for pair in pairs
-            )
+        with evaluating([model]), evaluating([layers]):  # at its end each module is in its mode again
+            for training in (True, False):
+                for p in parameters:
+                    p.grad = None
+                _check_same_in_a_mode(model.train(training), layers.train(training), x, parameters)
+    finally:
+        for p, grad in zip(parameters, kept, strict=True):
+            p.grad = grad
+
+
+def _check_same_in_a_mode(model: nn.Module, layers: nn.Sequential, x: Any, parameters: list[nn.Parameter]) -> None:
+    name = type(model).__name__
+    with _TensorHooks(name):
+        expected, functions, sizes = _passes(model, x, parameters, 1.0)
+    try:
+        found, recorded, differences = _passes(layers, x, parameters, -1.0)
+        same = all(
+            torch.allclose(*pair, rtol=1e-3, atol=1e-5, equal_nan=True) if torch.is_tensor(pair[0]) else True
+            for pair in zip(expected, found, strict=True)
+        )
     except Exception as error:
         raise ValueError(
-            f"the layers that torch.export makes of {type(model).__name__} do not run "
-            f"({first_line(error)}): make it an nn.Sequential instead"
+            f"the layers that torch.export makes of {name} do not run ({first_line(error)}): make it an nn.Sequential "
+            "instead"
         ) from error
     if not same:
         raise ValueError(
-            f"the layers that torch.export makes of {type(model).__name__} give other numbers than the model for x: "
-            "make it an nn.Sequential instead"
+            f"the layers that torch.export makes of {name} give other numbers than the model for x: make it an "
+            "nn.Sequential instead"
         )
+    for p, size, difference in zip(parameters, sizes, differences, strict=True):
+        if difference > torch.finfo(p.dtype).eps ** 0.5 * max(size, 0.01 * max(sizes)):
+            names = " and ".join(sorted(function.__name__ for function in functions - recorded))
+            names = names.replace("CheckpointFunction", "torch.utils.checkpoint with use_reentrant=True")
+            raise _not_recorded(name, names or "a backward pass of its own, such as by an autograd.Function")
+
+
+def _passes(
+    module: nn.Module, x: Any, parameters: list[nn.Parameter], sign: float
+) -> tuple[list[Any], set[type], list[float]]:
+    """What a module gives, its autograd.Functions, and the largest gradients, to which those of its outputs are added.
+
+    Weights are changed a little, so that one that begins with zeros does not hide what is behind it, and gradients of
+    outputs are large, so that a clip acts.
+    """
+    with without_trace([module]), torch.enable_grad():
+        with torch.no_grad():
+            for p in parameters:
+                p.add_(0.01 * torch.randn_like(p))
+        outputs = tree_leaves(module(tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, x)))
+        ends = [leaf for leaf in outputs if torch.is_tensor(leaf) and leaf.requires_grad]
+        functions = _functions(ends)
+        torch.autograd.backward(ends, [sign * 100 * torch.randn_like(end) for end in ends])
+    sizes = [0.0 if p.grad is None else float(p.grad.to_dense().abs().nan_to_num().max()) for p in parameters]
+    return [leaf.detach() if torch.is_tensor(leaf) else leaf for leaf in outputs], functions, sizes
+
+
+def _functions(outputs: list[torch.Tensor]) -> set[type]:
+    """The classes of autograd.Function in a graph."""
+    nodes = dict.fromkeys(output.grad_fn for output in outputs)
+    todo = list(nodes)
+    while todo:
+        before = [node for node, _ in getattr(todo.pop(), "next_functions", ()) if node not in nodes]
+        nodes |= dict.fromkeys(before)
+        todo += before
+    return {node._forward_cls for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction)}
 
 
 class _Part:
@@ -126,6 +215,9 @@ class _Part:
         self.uses = uses
         self.inputs: list[str] | None = None  # of the first layer
         self.outputs: tuple[Any, TreeSpec] | None = None  # of the last layer
+
+    def __deepcopy__(self, memo: Any) -> _Part:
+        return self  # it has no state: weights and buffers are the layer's
 
     def __call__(self, values: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         if self.inputs is not None:
@@ -158,16 +250,9 @@ class _Trace:
             return hook
 
         hooks = [model.get_submodule(name).register_forward_pre_hook(cut(name), prepend=True) for name in before]
-        rows = torch.export.Dim("rows", min=1)
-        dims = tree_map(lambda leaf: {0: rows} if isinstance(leaf, torch.Tensor) else None, x)
+        hooks.append(model.register_forward_hook(_as_views))
         try:
-            program = torch.export.export(model, (x,), dynamic_shapes=(dims,))
-        except Exception as error:
-            raise ValueError(
-                f"torch.export cannot trace {type(model).__name__}, since its forward depends on values of tensors or "
-                f"on the number of rows, or does what export does not know ({first_line(error)}): make it an "
-                "nn.Sequential instead"
-            ) from error
+            program = _exported(model, x)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -186,6 +271,55 @@ class _Trace:
                 "nn.Sequential instead"
             ) from error
         self.parts = _parts(graph, program.call_spec.out_spec, model)
+
+
+def _exported(model: nn.Module, x: Any) -> torch.export.ExportedProgram:
+    rows = torch.export.Dim("rows", min=1)
+    dims = tree_map(lambda leaf: {0: rows} if isinstance(leaf, torch.Tensor) else None, x)
+    lines: list[str] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        if "[guard added]" in record.getMessage():
+            lines.append(_line_of_the_model(traceback.extract_stack()))
+        return False
+
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = log.level
+    log.addFilter(note)
+    log.setLevel(logging.INFO)  # what torch takes for known about the number of rows, at the moment when it does
+    try:
+        return torch.export.export(model, (x,), dynamic_shapes=(dims,))
+    except Exception as error:
+        name, given = type(model).__name__, str(error)
+        where = "".join(list(dict.fromkeys(lines))[-2:])
+        if "specialized it to be a constant" in given:
+            why = (
+                f"its forward takes the number of rows of x for a fixed one{where}: write x.shape[0] in "
+                "place of len(x) or int(x.shape[0]), -1 in a view, and no loop over rows"
+            )
+        elif "generated guard" in given:
+            why = (
+                f"its forward, or an operation in it, computes otherwise for other numbers of rows{where}: "
+                'leave that out (torch.cdist: pass compute_mode="use_mm_for_euclid_dist")'
+            )
+        else:
+            why = (
+                "its forward depends on values of tensors or on the number of rows, or does what export does not know "
+                f"({first_line(error)}{_line_of_the_model(traceback.extract_tb(error.__traceback__))}): make it an "
+                "nn.Sequential instead"
+            )
+        raise ValueError(f"torch.export cannot trace {name}, since {why}") from error
+    finally:
+        log.removeFilter(note)
+        log.setLevel(level)
+
+
+def _line_of_the_model(frames: traceback.StackSummary) -> str:
+    """The innermost line within our call of torch that is not of torch, to be appended to a sentence."""
+    within = itertools.dropwhile(lambda frame: frame.filename != __file__, frames)
+    others = (os.path.dirname(torch.__file__), logging.__file__, contextlib.__file__, __file__)
+    found = [frame for frame in within if not frame.filename.startswith(others)]
+    return f' at "{found[-1].line}" ({os.path.basename(found[-1].filename)}:{found[-1].lineno})' if found else ""
 
 
 def _inline_no_grad(graph: torch.fx.GraphModule) -> None:
@@ -210,6 +344,12 @@ def _inline_no_grad(graph: torch.fx.GraphModule) -> None:
             graph.graph.erase_node(user)
         graph.graph.erase_node(node)
     graph.recompile()
+
+
+def _as_views(model: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook, by which the last part gives what the model returns as it is, such as a weight."""
+    own = {id(tensor) for _, tensor in _tensors_of(model)}
+    return tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in own else leaf, output)
 
 
 def _parts(graph: torch.fx.GraphModule, out_spec: TreeSpec, model: nn.Module) -> list[_Part]:

@@ -994,6 +994,40 @@ def test_a_step_that_some_ranks_leave_out_is_refused():
     refused(partial(stepping_by, whole_norm=False), "all ranks should step the model equally often", pp=2)
 
 
+def unfreezing(local_rank):
+    """The optimizer gets the first layer after an epoch; another one holds the bias of the last, in every second step.
+
+    Under pp, each has nothing on one of the stages, the first one for an epoch.
+    """
+    torch.manual_seed(0)
+    model = ddl.auto_model(mlp(), split=[2, 1] if ddl.get_mesh().pp_size > 1 else None)
+    of = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    chosen = [
+        [of[name] for name in names if name in of] for names in (["2.weight"], ["0.weight", "0.bias"], ["2.bias"])
+    ]
+    optimizer, other = (ddl.auto_optim(torch.optim.SGD([{"params": chosen[i]}], lr=0.1)) for i in (0, 2))
+    losses = []
+
+    def update(engine, batch):
+        optimizer.zero_grad(), other.zero_grad()
+        losses.append(ddl.forward_backward(engine, model, *batch, F.mse_loss)[1].item())
+        optimizer.step()
+        if engine.state.iteration % 2:
+            other.step()
+
+    engine = ddl.MeshEngine(update)
+    engine.add_event_handler(
+        Events.EPOCH_STARTED(once=2), lambda: optimizer.add_param_group({"params": chosen[1], "lr": 0.05})
+    )
+    engine.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=4), max_epochs=3)
+    return losses, whole(model)
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"dp": 2}], ids=str)
+def test_an_optimizer_that_holds_nothing_of_a_stage_steps_it_too(axes):
+    assert_right(unfreezing, **axes)
+
+
 def test_a_hook_on_trial_does_not_keep_its_tensor():
     with audit._checking_tensor_hooks():
         y = 2 * torch.ones(3, requires_grad=True)

@@ -69,6 +69,29 @@ def refused(function, words, **axes):
         on(function, **axes)
 
 
+def gradient_by_x(local_rank, **options):
+    """A term of the loss is the derivative of the output, as in physics-informed networks."""
+
+    def prepare(batch, device, non_blocking):
+        x = batch[0].clone().requires_grad_()
+        return x, (x, batch[1])
+
+    def loss_fn(output, y):
+        (slope,) = torch.autograd.grad(output.sum(), y[0], create_graph=True)
+        return F.mse_loss(output, y[1]) + slope.square().mean()
+
+    return trained(local_rank, loss_fn=loss_fn, prepare_batch=prepare, **options)
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_a_gradient_of_the_output_by_x_is_refused_under_pp(axes):
+    refused(gradient_by_x, "loss_fn takes a gradient of the output by a tensor before it .*a mesh without pp", **axes)
+
+
+def test_a_gradient_of_the_output_by_x_is_right_on_dp():
+    assert_right(partial(gradient_by_x, divisor="rows"), dp=2)
+
+
 def by_tokens(scores, y):
     """A mean over tokens that are no padding, as many write it."""
     losses = F.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="none")

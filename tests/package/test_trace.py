@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import torch.utils.checkpoint
+from ignite.handlers import EMAHandler
 from ranks import on_each_rank, trainer_of
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -139,6 +141,21 @@ class OfFour(Chooses):
         return self.b(self.a(x).view(4, 4))
 
 
+class OfItsLength(Chooses):
+    def forward(self, x):
+        return self.b(self.a(x)) + self.a.weight.sum().expand(len(x), 1)
+
+
+class Nearest(Chooses):
+    def forward(self, x):
+        return self.b(torch.cdist(self.a(x), self.b.weight))
+
+
+class NearestByProducts(Chooses):
+    def forward(self, x):
+        return self.b(torch.cdist(self.a(x), self.b.weight, compute_mode="use_mm_for_euclid_dist"))
+
+
 X = torch.ones(4, 4)
 
 
@@ -159,9 +176,26 @@ class InFullPrecision(nn.Module):
 @pytest.mark.parametrize(
     ("model", "x", "before", "said"),
     [
-        (Chooses(), X, ["b"], "torch.export cannot trace Chooses, .* depends on values of tensors"),
+        (
+            Chooses(),
+            X,
+            ["b"],
+            r'torch.export cannot trace Chooses, .* values of tensors .* at "return .* if x.sum\(\) > 0 else x"',
+        ),
         (InFullPrecision(), X, ["b"], "torch cannot cut what torch.export has traced of InFullPrecision .*autocast"),
-        (OfFour(), X, ["b"], "torch.export cannot trace OfFour, .* the number of rows"),
+        (
+            OfFour(),
+            X,
+            ["b"],
+            r'OfFour, since its forward takes the number of rows .* at "return .*view\(4, 4\)\)" .*-1 in',
+        ),
+        (
+            OfItsLength(),
+            X,
+            ["b"],
+            r"takes the number of rows .*len\(x\), 1.* \(test_trace.py:\d+\): write x.shape\[0\] in",
+        ),
+        (Nearest(), X, ["b"], r'otherwise for other numbers of rows at "return .*cdist.*: pass compute_mode='),
         (Twice(), X, ["b"], r"calls once each, .* but of \['b'\] it called \['b', 'b'\]"),
         (Twice(), X, ["b", "a"], r"calls once each"),
         (unet(), rows(4), ["up", "middle"], r"in their order, .* it called \['middle', 'up'\]"),
@@ -170,12 +204,31 @@ class InFullPrecision(nn.Module):
         (Twice(), X[:1], ["a"], r"at least two samples, but given shapes \[\(1, 4\)\]"),
         (Twice(), (X, X[:3]), ["a"], "x should hold tensors with a row for each"),
     ],
-    ids=["choice", "autocast", "rows", "twice", "twice in order", "order", "name", "string", "one row", "two lengths"],
+    ids=[
+        "choice",
+        "autocast",
+        "rows",
+        "len",
+        "cdist",
+        "twice",
+        "twice in order",
+        "order",
+        "name",
+        "string",
+        "one row",
+        "two lengths",
+    ],
 )
 def test_what_cannot_be_traced_is_refused(model, x, before, said):
     with pytest.raises(ValueError, match=said):
         ddl.trace_layers(model, x, before)
     assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_distances_by_products_are_traced_for_any_number_of_rows():
+    model = NearestByProducts().double()
+    layers, x = ddl.trace_layers(model, ROWS, ["b"]), torch.randn(40, 4, dtype=torch.float64)
+    assert torch.equal(layers(x), model(x))
 
 
 def test_another_length_and_tp_are_refused():
@@ -213,3 +266,183 @@ def test_operations_under_no_grad_stay_without_gradient():
         assert (p.grad is None) == (expected[name] is None), name
         if p.grad is not None:
             torch.testing.assert_close(p.grad, expected[name], rtol=0, atol=1e-12)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+class Clipped(Reversed):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-0.5, 0.5)
+
+
+class Swish(torch.autograd.Function):
+    """Its backward pass is the derivative: it only saves memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (x.sigmoid() * (1 + x * (1 - x.sigmoid())))
+
+
+@torch.library.custom_op("ignite_ddl_tests::reversed", mutates_args=())
+def reversed_gradient(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+reversed_gradient.register_fake(torch.empty_like)
+reversed_gradient.register_autograd(lambda ctx, grad: -grad)
+
+
+class Between(nn.Module):
+    """Does something between two layers, the second of which may begin with zeros."""
+
+    def __init__(self, between, zeros=False):
+        super().__init__()
+        self.a, self.b, self.between = nn.Linear(4, 4).double(), nn.Linear(4, 4).double(), between
+        if zeros:
+            nn.init.zeros_(self.b.weight)
+
+    def forward(self, x):
+        return self.b(self.between(self, self.a(x)))
+
+
+def hooked(model, h):
+    if h.requires_grad:
+        h.register_hook(lambda grad: grad / 2)
+    return h
+
+
+def packed(model, h):
+    """What is saved for backward is kept with few digits."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.float(), lambda t: t.double()):
+        return h.sin() * h
+
+
+def saved_on_cpu(model, h):
+    with torch.autograd.graph.save_on_cpu():
+        return h.sin() * h
+
+
+def in_a_checkpoint(function, **options):
+    return lambda model, h: torch.utils.checkpoint.checkpoint(function, h, **options)
+
+
+def straight_through(model, h):
+    return h + (h.sign() - h).detach()
+
+
+ROWS = torch.linspace(-2, 3, 16, dtype=torch.float64).view(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("between", "said"),
+    [
+        (lambda model, h: Reversed.apply(h), "Reversed"),
+        (lambda model, h: Clipped.apply(h), "Clipped"),
+        (lambda model, h: Reversed.apply(h) if model.training else h, "Reversed"),
+        (lambda model, h: h if model.training else Reversed.apply(h), "Reversed"),
+        (in_a_checkpoint(lambda h: Reversed.apply(h.sin()), use_reentrant=False), "Reversed"),
+        (in_a_checkpoint(lambda h: Reversed.apply(h.sin()), use_reentrant=True), "torch.utils.checkpoint with use_r"),
+        (packed, "a backward pass of its own"),
+        (hooked, "a hook of a tensor"),
+    ],
+    ids=["function", "clip", "in training", "in evaluation", "checkpoint", "reentrant", "saved in few digits", "hook"],
+)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_what_acts_in_backward_only_is_refused(between, said, zeros):
+    model = Between(between, zeros)
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=rf"Between does in backward what torch.export .* \({said}.*with detach\(\)"):
+        ddl.trace_layers(model, ROWS, ["b"])
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_backward_hook_of_a_module_is_refused():
+    model = Between(lambda model, h: h)
+    model.b.register_full_backward_hook(lambda module, given, got: None)
+    with pytest.raises(ValueError, match=r"does in backward what .* \(a backward hook of 'b'\)"):
+        ddl.trace_layers(model, ROWS, ["b"])
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda model, h: Swish.apply(h),
+        lambda model, h: reversed_gradient(h),
+        in_a_checkpoint(torch.sin, use_reentrant=False),
+        saved_on_cpu,
+        straight_through,
+    ],
+    ids=["derivative", "operator", "checkpoint", "saved on the CPU", "detach"],
+)
+def test_a_backward_pass_that_is_recorded_passes(between):
+    model = Between(between)
+    layers = ddl.trace_layers(model, ROWS, ["b"])
+    model(ROWS).square().sum().backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    layers(ROWS).square().sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=0, atol=1e-12)
+
+
+class WithItsScale(Between):
+    """Returns weights beside what it computes, the first of them as it is."""
+
+    def __init__(self):
+        super().__init__(lambda model, h: h.tanh())
+        self.scale, self.shift = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+        self.register_buffer("constant", torch.ones(3))
+
+    def forward(self, x):
+        return {"out": super().forward(x), "weights": (self.scale, self.shift.exp()), "b": self.constant, "x": x}
+
+
+def test_a_weight_that_a_model_returns_is_the_last_layers():
+    model = WithItsScale()
+    layers = ddl.trace_layers(model, ROWS, ["b"])
+    one, other = model(ROWS), layers(ROWS)
+    assert torch.equal(one["weights"][0], other["weights"][0])
+    assert torch.equal(one["b"], other["b"])
+    assert torch.equal(other["x"], ROWS)
+    assert "scale" in dict(layers[1].named_parameters())
+    (other["out"].square().sum() * other["weights"][0].sum() / other["weights"][1].sum()).backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    (one["out"].square().sum() * one["weights"][0].sum() / one["weights"][1].sum()).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, found[name], rtol=0, atol=1e-12)
+
+
+@on_each_rank(pp=2)
+def test_a_traced_model_and_a_pipeline_of_it_can_be_copied(local_rank):
+    model = Between(lambda model, h: h * torch.tensor(0.5))
+    layers = ddl.trace_layers(model, ROWS, ["b"])
+    copied = copy.deepcopy(layers)
+    with torch.no_grad():
+        layers[0].a.weight.zero_()
+    assert copied[0].a.weight.any()
+    pipeline = ddl.auto_model(copied, n_microbatches=2)
+    average = EMAHandler(pipeline, momentum=0.5)
+    trainer = trainer_of(pipeline, lr=0.5)
+    average.attach(trainer)
+    before = ddl.full_state_dict(pipeline)
+    trainer.run([(ROWS, ROWS.cos())])
+    after, mean = ddl.full_state_dict(pipeline), ddl.full_state_dict(average.ema_model)
+    for name, value in mean.items():
+        torch.testing.assert_close(value, (before[name] + after[name]) / 2, rtol=0, atol=1e-12)
