@@ -214,7 +214,8 @@ class _KeepingWeights(TorchDispatchMode):
 def _address(tensor: torch.Tensor) -> int:
     """Where the memory of this rank's part of a tensor begins; 0 if it has none."""
     local = local_tensor(tensor)
-    return local.untyped_storage().data_ptr() if type(local) in (torch.Tensor, nn.Parameter) else 0
+    plain = type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided
+    return local.untyped_storage().data_ptr() if plain else 0
 
 
 @contextlib.contextmanager

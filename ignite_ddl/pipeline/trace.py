@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import operator
 import os
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +20,8 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from ignite_ddl.arguments import MODULE, NAMES, Fits, first_line, takes
 from ignite_ddl.pipeline.cut import modules_of
-from ignite_ddl.traceless import evaluating, without_trace
+from ignite_ddl.pipeline.structure import n_rows
+from ignite_ddl.traceless import evaluating, states_kept, without_trace
 
 BEFORE = Fits(
     'a list of names of modules, or "auto"',
@@ -92,7 +95,7 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
     for at, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise _not_recorded(type(model).__name__, f"a backward hook of {repr(at) if at else 'the model'}")
-    with evaluating([model]):  # at its end each module is in its mode again
+    with evaluating([model]), states_kept([model]):  # at its end each module is in its mode again
         traces = {training: _Trace(model.train(training), x, before) for training in (True, False)}
     layers = [TracedLayer({mode: trace.parts[i] for mode, trace in traces.items()}) for i in range(len(before) + 1)]
     _distribute_tensors(model, layers)
@@ -119,17 +122,33 @@ def _not_recorded(name: str, what: str) -> ValueError:
     )
 
 
-class _TensorHooks(TorchFunctionMode):
-    """Refuses a hook that a forward pass registers on a tensor."""
+class _Watch(TorchFunctionMode):
+    """Refuses a hook that a forward pass registers on a tensor, and finds rows that hooks of modules have kept."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, model: nn.Module, x: Any) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.n_rows = type(model).__name__, n_rows(x)
+        self.hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        self.rows: list[weakref.ref] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.register_hook and not isinstance(args[0], nn.Parameter):
             raise _not_recorded(self.name, "a hook of a tensor")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        made = self.hooked and isinstance(result, torch.Tensor) and not any(result is given for given in args)
+        if made and result.ndim and len(result) == self.n_rows:
+            self.rows.append(weakref.ref(result))
+        return result
+
+    def check(self) -> None:
+        """After the pass, when what it returned is no longer held."""
+        if self.rows:
+            gc.collect()
+        if any(ref() is not None for ref in self.rows):
+            raise ValueError(
+                f"a forward hook of {self.name} keeps what it sees, but the layers of ddl.trace_layers do not call it: "
+                "let forward return what it keeps"
+            )
 
 
 def _check_same(model: nn.Module, layers: nn.Sequential, x: Any) -> None:
@@ -149,10 +168,11 @@ def _check_same(model: nn.Module, layers: nn.Sequential, x: Any) -> None:
 
 def _check_same_in_a_mode(model: nn.Module, layers: nn.Sequential, x: Any, parameters: list[nn.Parameter]) -> None:
     name = type(model).__name__
-    with _TensorHooks(name):
-        expected, functions, sizes = _passes(model, x, parameters, 1.0)
+    watch = _Watch(model, x)
+    expected, functions, sizes = _passes(model, x, parameters, 1.0, watch)
+    watch.check()
     try:
-        found, recorded, differences = _passes(layers, x, parameters, -1.0)
+        found, recorded, differences = _passes(layers, x, parameters, -1.0, contextlib.nullcontext())
         same = all(
             torch.allclose(*pair, rtol=1e-3, atol=1e-5, equal_nan=True) if torch.is_tensor(pair[0]) else True
             for pair in zip(expected, found, strict=True)
@@ -175,7 +195,7 @@ def _check_same_in_a_mode(model: nn.Module, layers: nn.Sequential, x: Any, param
 
 
 def _passes(
-    module: nn.Module, x: Any, parameters: list[nn.Parameter], sign: float
+    module: nn.Module, x: Any, parameters: list[nn.Parameter], sign: float, watch: Any
 ) -> tuple[list[Any], set[type], list[float]]:
     """What a module gives, its autograd.Functions, and the largest gradients, to which those of its outputs are added.
 
@@ -186,7 +206,9 @@ def _passes(
         with torch.no_grad():
             for p in parameters:
                 p.add_(0.01 * torch.randn_like(p))
-        outputs = tree_leaves(module(tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, x)))
+        x = tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, x)
+        with watch:
+            outputs = tree_leaves(module(x))
         ends = [leaf for leaf in outputs if torch.is_tensor(leaf) and leaf.requires_grad]
         functions = _functions(ends)
         torch.autograd.backward(ends, [sign * 100 * torch.randn_like(end) for end in ends])
@@ -218,6 +240,12 @@ class _Part:
 
     def __deepcopy__(self, memo: Any) -> _Part:
         return self  # it has no state: weights and buffers are the layer's
+
+    def __reduce__(self) -> Any:
+        raise ValueError(
+            "layers from ddl.trace_layers cannot be pickled, since torch's graphs cannot: call ddl.trace_layers in the "
+            "function that ranks run, and save a state_dict"
+        )
 
     def __call__(self, values: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         if self.inputs is not None:

@@ -1,6 +1,7 @@
 """Models that are not sequential, cut by torch's tracing front end; each of its traps is right here, or refused."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -370,6 +371,40 @@ def test_what_acts_in_backward_only_is_refused(between, said, zeros):
         ddl.trace_layers(model, ROWS, ["b"])
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_forward_hook_is_recorded_or_refused_if_it_keeps_what_it_sees():
+    model, kept = Between(lambda model, h: h), {}
+    handle = model.a.register_forward_hook(lambda module, given, output: kept.update(out=output.detach()))
+    with pytest.raises(ValueError, match="a forward hook of Between keeps what it sees, but .*: let forward return"):
+        ddl.trace_layers(model, ROWS, ["b"])
+    handle.remove()
+    model.a.register_forward_hook(lambda module, given, output: output.tanh())
+    assert torch.equal(ddl.trace_layers(model, ROWS, ["b"])(ROWS), model(ROWS))
+
+
+class Aside(Between):
+    """Keeps a term of a loss as an attribute, of which layers know nothing."""
+
+    def forward(self, x):
+        self.term = self.a.weight.square().mean()
+        return super().forward(x)
+
+
+def test_a_trace_leaves_no_attribute_behind():
+    model = Aside(lambda model, h: h)
+    assert torch.equal(ddl.trace_layers(model, ROWS, ["b"])(ROWS), model.b(model.a(ROWS)))
+    assert not hasattr(model, "term")
+
+
+def test_a_sparse_gradient_is_compared_too():
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
+    assert ddl.trace_layers(model, torch.tensor([1, 3]), ["1"])(torch.tensor([2])).shape == (1, 4)
+
+
+def test_traced_layers_are_not_pickled():
+    with pytest.raises(ValueError, match="cannot be pickled, .*: call ddl.trace_layers in the function that ranks run"):
+        pickle.dumps(ddl.trace_layers(Between(lambda model, h: h), ROWS, ["b"]))
 
 
 def test_a_backward_hook_of_a_module_is_refused():
