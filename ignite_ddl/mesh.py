@@ -247,6 +247,7 @@ class Mesh:
 
 _mesh: Mesh | None = None
 _made_for: dist.ProcessGroup | None = None  # the mesh's world: a new job needs a new mesh
+_said = False  # whether its axes were given: only a mesh that is data parallel by default is replaced in its job
 
 
 @takes()
@@ -277,7 +278,7 @@ def initialize_mesh(
         Mesh: the mesh, which :func:`get_mesh` returns from now on.
 
     Raises:
-        ValueError: if the axes do not fill the world, or ep does not divide dp × cp.
+        ValueError: if the axes do not fill the world, ep does not divide dp × cp, or the job has a mesh of other axes.
 
     Examples:
         .. code-block:: python
@@ -292,7 +293,8 @@ def initialize_mesh(
             with ddl.Parallel(backend="gloo", nproc_per_node=4) as parallel:
                 assert parallel.run(who) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
-    global _mesh, _made_for
+    global _mesh, _made_for, _said
+    said = (dp, pp, tp, dp_replicate, dp_shard, cp, ep) != (None, 1, 1, None, None, 1, 1)
     sizes = check_mesh(idist.get_world_size(), dp, pp, tp, dp_replicate, dp_shard, cp)
     check_experts(sizes, ep)
     shard = sizes.pop("dp_shard", None)
@@ -300,6 +302,8 @@ def initialize_mesh(
     if not dist.is_initialized():
         _mesh, _made_for = Mesh(sizes, 0, None, dict.fromkeys(AXES), shard), None
         return _mesh
+    if _said and _mesh is not None and _made_for is dist.group.WORLD:
+        return _same_mesh(_mesh, (sizes, shard, ep))
     quiet_warnings()
     hybrid = shard not in (None, 1, sizes["dp"])
     cp_size = sizes.get("cp", 1)
@@ -320,8 +324,17 @@ def initialize_mesh(
         meshes |= {"edp": expert_mesh["edp"], "ep": expert_mesh["ep"]}
     groups = {axis: use_world_timeout(mesh.get_group()) for axis, mesh in meshes.items()}
     _mesh = Mesh(sizes, dist.get_rank(), device_mesh, groups, shard, ep, expert_mesh)
-    _made_for = dist.group.WORLD
+    _made_for, _said = dist.group.WORLD, said
     return _mesh
+
+
+def _same_mesh(mesh: Mesh, given: tuple) -> Mesh:
+    if (dict(mesh.sizes), mesh.dp_shard_size, mesh.ep_size) != given:
+        raise ValueError(
+            f"initialize_mesh should be called once, but this job has {mesh!r}, on whose groups models and loaders may "
+            f"be, and is now given {given[0]}: say the axes once, in ddl.Parallel or here"
+        )
+    return mesh
 
 
 def get_mesh() -> Mesh:

@@ -20,6 +20,7 @@ Frame = tuple[str, int, str]  # file, line, function
 _PACKAGE = str(Path(__file__).parents[1])
 _RANK = str(Path(_PACKAGE, "launch/rank.py"))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_ON_EVERY_RANK = tuple(str(Path(_PACKAGE, name)) for name in ("checkpoint", "state.py", "model.py", "mesh.py"))
 _LIBRARIES = (_PACKAGE, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
 
@@ -87,7 +88,24 @@ def find_missing_rank(
     places += [f"{label(rank)} had returned" for rank in returned if rank in known or not known]
     why = f"Missing: {'; '.join(places)}." if places else "No rank is missing: compare lines, groups and sizes."
     waits = f"Waiting in {common}: {waiting}. " if waiting else ""
-    return [*missing, *calls][0], f"\n{waits}{why}"
+    return [*missing, *calls][0], f"\n{waits}{why}{_on_every_rank(stacks, len(stacks) + len(returned))}"
+
+
+def _on_every_rank(stacks: dict[int | str, str], n_ranks: int) -> str:
+    """A line that names what of this package every rank has to call, if some wait in it and others are not in it."""
+    inside: dict[tuple[str, str], list[str]] = {}
+    for rank, stack in stacks.items():
+        frames = frames_of(stack)
+        user = next((at for at, (file, *_) in enumerate(frames) if not file.startswith(_LIBRARIES)), len(frames))
+        ours = [(file, name) for file, _, name in frames[:user] if file.startswith(_ON_EVERY_RANK)]
+        if ours and waits_in(stack):  # the outermost, which the user has called
+            inside.setdefault(ours[-1], []).append(str(rank))
+    for (file, name), ranks in inside.items():
+        if len(ranks) < n_ranks:
+            called = "ddl.Checkpoint" if file.endswith("handler.py") else f"ddl.{name}"
+            only = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
+            return f"\nOnly {only} came to {called}: make, attach and call it on every rank, not under `if rank == 0`."
+    return ""
 
 
 def interrupted(stacks: dict[int | str, str]) -> KeyboardInterrupt:

@@ -205,7 +205,7 @@ class Launch:
             return
         except BaseException as error:  # for example, a module that only the ranks can import
             error_text = "".join(traceback.format_exception_only(error)).strip()
-            advice = "Return numbers, tensors, or containers of them."
+            advice = "Return numbers, tensors, or containers of them; of a model ddl.full_state_dict(model)."
             summary = f"returned what cannot be unpickled here: {error_text}. {advice}"
             message = {"summary": summary, "when": time.monotonic()}
         if "can_go_on" in message:  # from a companion: when ranks can reach it, and after each lost rank

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import launch, on_each_rank, trainer_of
+from ignite.engine import Events
+from ranks import failing, launch, on_each_rank, time_to_start, trainer_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -177,3 +178,19 @@ def test_buffers_that_should_be_equal_are_compared(axes, options, statistics):
         expected.append(sorted(known))
     found = launch(axes, buffers_changed, options)
     assert [[sorted(each) for each in rank] for rank in found] == [expected] * math.prod(axes.values())
+
+
+def on_rank_0_only(rank, folder, made):
+    trainer = ddl.MeshEngine(lambda *_: dist.barrier())
+    model = ddl.auto_model(nn.Linear(1, 1))
+    handler = ddl.Checkpoint({"model": model}, folder) if rank == 0 or made == "everywhere" else None
+    if rank == 0:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, handler)
+    if made != "and returned":
+        trainer.run(range(2))
+
+
+@pytest.mark.parametrize("made", ["on rank 0", "everywhere", "and returned"])
+def test_what_one_rank_alone_makes_or_attaches_is_named(made, tmp_path):
+    error = failing(on_rank_0_only, tmp_path, made, timeout=time_to_start(2) + 3, within=60)
+    assert "Only rank 0 came to ddl.Checkpoint: make, attach and call it on every rank, not under `if" in str(error)

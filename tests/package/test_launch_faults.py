@@ -547,6 +547,7 @@ def test_no_result_and_no_exception_ends_this_process(error):
     name = type(error).__name__
     said = failing(lambda rank: Raising(error))
     assert f"returned what cannot be unpickled here: {name}" in str(said)
+    assert "Return numbers, tensors, or containers of them; of a model ddl.full_state_dict(model)." in str(said)
     assert f"cannot be sent back: {error}" in str(failing(lambda rank: Raising(error, sent=False)))
     for sent in (True, False):
         said = failing(lambda rank, sent=sent: raise_it(RaisingError(error, sent)))

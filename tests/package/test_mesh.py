@@ -139,7 +139,10 @@ def plain_job_and_one_by_hand(local_rank):
     with pytest.raises(ValueError, match="the number of ranks, 2"):
         ddl.initialize_mesh(dp=3)
     assert made.sizes == {"pp": 1, "dp": 1, "tp": 2}
-    assert ddl.get_mesh() is made
+    for other in ({"dp": 2}, {"pp": 2}, {}, {"dp_shard": 2}):  # as in ddl.Parallel(tp=2)
+        with pytest.raises(ValueError, match=r"but this job has Mesh\(dp=1, pp=1, tp=2, rank=.*once, in ddl"):
+            ddl.initialize_mesh(**other)
+    assert ddl.get_mesh() is made is ddl.initialize_mesh(tp=2)
 
 
 def test_a_plain_job_is_data_parallel_until_a_mesh_replaces_it_and_a_refused_one_leaves_it():
