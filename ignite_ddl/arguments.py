@@ -285,7 +285,7 @@ def _path(value: Any) -> Any:
 def _folder(value: Any) -> Any:
     path = _path(value)
     if os.path.lexists(path) and not os.path.isdir(path):
-        raise _Detail(", where something else is: take another path, or move it away")
+        raise Detail(", where something else is: take another path, or move it away")
     return path
 
 
