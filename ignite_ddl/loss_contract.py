@@ -14,13 +14,13 @@ This holds for each loss function and each model.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
-import types
 import warnings
 import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import ignite.distributed as idist
@@ -36,17 +36,16 @@ from ignite_ddl.collectives import on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, unsharded_parameters
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.mesh import Mesh
-from ignite_ddl.pipeline.structure import concatenated, detached, map_leaves, n_rows, some_rows, tensors_of
+from ignite_ddl.pipeline.structure import concatenated, detached, n_rows, some_rows, tensors_of
 from ignite_ddl.replicas import digest
 from ignite_ddl.tensor.loss import cross_entropy
-from ignite_ddl.traceless import WatchForSums, differ, saved_states, states_kept
+from ignite_ddl.traceless import WatchForSums, differ, random_kept, reached, saved_states, states_kept, weights_kept
 
 DIVISOR = Fits(
     '"rows", "sum", "local" or a function from targets to a number', (one_of("rows", "sum", "local") | FUNCTION).read
 )
 IGNORED = -100  # torch's default of ignore_index
 _CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss, cross_entropy)
-_LARGE = 2**24  # numbers that an object holds, which are not looked at then
 _MAX_INCONCLUSIVE = 16  # inconclusive checks, after which there is a warning
 _DECLARE = (
     'pass loss_divisor="rows" for a mean over rows, "sum" for a sum, or a function from targets to the divisor of the '
@@ -224,7 +223,8 @@ class LossContract:
         self.is_compared = divisor.declared or not divisor.certain
         self.uses_more = False  # whether the loss depends on something else than rows of the output
         self.least, self.most = math.inf, 0.0  # the divisors that a declared function has given for parts
-        self.owners: list[Any] = []  # what may keep a state from call to call
+        self.reached: list[Any] | None = None  # what may keep a state from call to call, models included
+        self.owners: list[Any] = []  # the same without models, whose state has its own checks
         self.before: list[Any] = []  # that state at the begin of this step
         self.state_digest = 0.0  # of that state in the end, if the step has changed it and the loss depends on it
         self.pairs: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
@@ -239,7 +239,9 @@ class LossContract:
         several_parts = self.mesh.dp_cp_size * self.mesh.pp_size > 1
         self.is_checking = several_parts and (is_check_step or is_open or has_ignored)
         self.pairs, self.state_digest = [], 0.0
-        self.owners = _owners(self.loss_fn) if self.is_checking else []
+        self.reached = reached(self.loss_fn) if self.is_checking else None
+        models = {id(module) for model in MODELS for module in model.modules()}
+        self.owners = [one for one in self.reached or () if id(one) not in models]
         self.before = saved_states(self.owners)
 
     def check_adds_up(self, y: Any, divisor: float | None) -> None:
@@ -361,8 +363,18 @@ class LossContract:
 
     def call(self, output: Any, y: Any) -> torch.Tensor:
         """The loss, by a call that leaves no trace in what the loss function keeps."""
-        with states_kept(self.owners):
+        owners = self._reached()
+        with weights_kept(one for one in owners if isinstance(one, nn.Module)), states_kept(owners):
             return self.loss_fn(output, y)
+
+    def _reached(self) -> list[Any]:
+        return reached(self.loss_fn) if self.reached is None else self.reached
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """For calls of the loss function that leave no trace, together with :meth:`call`."""
+        with torch.no_grad(), random_kept(self._reached()):
+            yield
 
     def _compare_states(self) -> None:
         """Looks whether this step's calls have changed a state on which the loss depends: ranks have to hold the same.
@@ -373,8 +385,7 @@ class LossContract:
         names = [name for state in self.before for name in state.changed()]
         if not names:
             return
-        now = saved_states(self.owners)
-        if not self._differ(now, [state.before() for state in self.before]):
+        if not self._differ(lambda: [state.restore() for state in self.before]):
             return  # such as the last loss, kept to be looked at
         if self.mesh.pp_size > 1:
             raise ValueError(
@@ -382,28 +393,36 @@ class LossContract:
                 "microbatch and not once for a batch: change it in a handler, once for each iteration, or use dp and "
                 "tp only"
             )
-        held = [tree_map_only(torch.Tensor, digest, state.state()) for state in now]
+        held = [tree_map_only(torch.Tensor, digest, plain) for plain in self._changed()]
         self.state_digest = float(zlib.crc32(repr(held).encode()) % 2**20)
 
     def depends_on_unlike_states(self) -> bool:
         """Whether a rank's loss would be another with what dp rank 0 keeps; all of them call it."""
-        group, now = self.mesh.dp_cp_group, saved_states(self.owners)
-        of_rank_0 = [[state.state() for state in now]]
+        group, of_rank_0 = self.mesh.dp_cp_group, [self._changed()]
         dist.broadcast_object_list(of_rank_0, src=dist.get_global_rank(group, 0), group=group)
-        return on_any_rank(bool(self.pairs) and self._differ(now, of_rank_0[0]), group)
 
-    def _differ(self, now: list[Any], values: list[dict[str, Any]]) -> bool:
-        """Whether the loss of this step's first rows would be another with other values of what is kept."""
+        def put() -> None:
+            for state, values in zip(self.before, of_rank_0[0], strict=True):
+                state.held.update(values)
 
-        def loss_with(others: list[dict[str, Any]]) -> torch.Tensor:
-            with states_kept(self.owners), torch.random.fork_rng(devices=[]):
-                for state, other in zip(now, others, strict=True):
-                    state.held.update(map_leaves(_copied, other))
-                return torch.as_tensor(self.loss_fn(*self.pairs[0])).double()
+        return on_any_rank(bool(self.pairs) and self._differ(put), group)
+
+    def _changed(self) -> list[dict[str, Any]]:
+        """The numbers and tensors that this step has changed, of all that is kept from call to call."""
+        changed = [{name: state.held[name] for name in state.changed() if name in state.held} for state in self.before]
+        return [{k: v for k, v in of.items() if all(map(_is_plain, tree_leaves(v)))} for of in changed]
+
+    def _differ(self, put: Callable[[], Any]) -> bool:
+        """Whether the loss of this step's first rows would be another with what is kept as ``put`` puts it."""
+
+        def loss_with(put: Callable[[], Any]) -> torch.Tensor:
+            with states_kept(self.owners), self._trying():
+                put()
+                return torch.as_tensor(self.call(*self.pairs[0])).double()
 
         try:
             with torch.no_grad():
-                return differ(loss_with([state.state() for state in now]), loss_with(values))
+                return differ(loss_with(lambda: None), loss_with(put))
         except Exception:
             return False
 
@@ -433,7 +452,7 @@ class LossContract:
             ValueError: if they differ.
         """
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), WatchForSums() as watch:
+            with self._trying(), WatchForSums() as watch:
                 shares = [self.divisor.share(part[-1], whole[-1]) for part in parts]
                 first = loss_of(whole)
                 if watch.found:
@@ -457,7 +476,7 @@ class LossContract:
     ) -> tuple[float, float, list[float]]:
         """The loss of n rows, the precision of its dtype, and the losses of some of these rows."""
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with self._trying():
                 loss = self.call(output, y)
                 values = [
                     float(self.call(*(some_rows(of, slice(first, end or n), n) for of in (output, y))))
@@ -478,7 +497,7 @@ class LossContract:
         if not self.divisor.declared or not self.n_steps:
             return
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), WatchForSums() as watch:
+            with self._trying(), WatchForSums() as watch:
                 loss = float(self.call(output, y))
         except Exception:
             return
@@ -495,7 +514,7 @@ class LossContract:
         if halves is None:  # prepare_batch has made rows of tokens
             return
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with self._trying():
                 (loss, _), *parts = (self._with_divisor(*pair) for pair in ((output, y), *halves))
         except Exception as error:
             raise ValueError(
@@ -531,27 +550,8 @@ class LossContract:
             )
 
 
-def _owners(loss_fn: Callable) -> list[Any]:
-    """The objects that may keep a state for a loss function: itself, a method's owner, modules that a closure uses."""
-    while isinstance(loss_fn, functools.partial):
-        loss_fn = loss_fn.func
-    if type(loss_fn).__module__ == nn.modules.loss.__name__:
-        return []
-    models = {id(module) for model in MODELS for module in model.modules()}
-    cells = [cell.cell_contents for cell in getattr(loss_fn, "__closure__", None) or () if cell != types.CellType()]
-    modules = [one for one in (loss_fn, *cells) if isinstance(one, nn.Module)]
-    others = [one for one in (loss_fn, getattr(loss_fn, "__self__", None)) if one not in modules and _is_small(one)]
-    return [one for one in (*modules, *others) if id(one) not in models]
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _is_small(one: Any) -> bool:
-    """Whether something has a few attributes of its own, and does not hold a whole data set."""
-    held = getattr(one, "__dict__", None)
-    return bool(held) and sum(t.numel() for t in held.values() if isinstance(t, torch.Tensor)) < _LARGE
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, bool | int | float | complex | str | torch.Tensor)
 
 
 def _halves(n: int) -> tuple[slice, slice]:

@@ -357,6 +357,8 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
     if empty and kind != "sum" or callable(kind) and contract.divisor.of(y) == 0:
         if not empty:
             contract.check_that_nothing_counts(output, y)
+        with contextlib.suppress(Exception), torch.no_grad():
+            contract.loss_fn(output, y)  # its state changes as on other ranks, which it may meet
         return _loss_of_nothing(output)
     if any(isinstance(tensor, DTensor) for tensor in tensors_of(output)):
         advice = "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn"

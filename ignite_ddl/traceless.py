@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import ignite.distributed as idist
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,29 +31,43 @@ UNLIKE_MODULES = (
     "would be added. Make the same choice on all ranks (a random one with the same seed), or train with DDP alone and "
     "find_unused_parameters=True."
 )
-_KINDS = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, torch.Tensor)
+_KINDS = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, deque, set, torch.Tensor)
 _NUMBERS = (bool, int, float, complex, str)
 _OF_EACH_MODULE = frozenset(vars(nn.Module()))
+_LARGE = 2**16  # entries and numbers of a variable, of which no more are copied
+_MOST = 1000  # things that a function uses, of which no more are looked at
+_LIBRARIES = ("torch", "torchvision", "transformers", "ignite", "ignite_ddl", "numpy", *sys.stdlib_module_names)
+
+Held = MutableMapping[str, Any]
 
 
 class _SavedState:
-    """A module's attributes, or its buffers, with copies of what may be changed in place."""
+    """Variables by name, such as a module's attributes or its buffers, with copies of what may be changed in place.
 
-    def __init__(self, held: dict[str, Any]) -> None:
-        self.held = held
-        self.values = {name: (value, _copied(value)) for name, value in self.state().items()}
+    Args:
+        held: their values, by name.
+        names: those that are looked at. Default: all.
+        whole: whether a variable is copied also if it is large, such as a buffer. Default: True.
+    """
+
+    def __init__(self, held: Held, names: Iterable[str] | None = None, whole: bool = True) -> None:
+        self.held, self.names = held, names
+        self.values = {name: (value, _parts(value, whole)) for name, value in self.state().items()}
 
     def state(self) -> dict[str, Any]:
-        return {k: v for k, v in self.held.items() if k not in _OF_EACH_MODULE and isinstance(v, _KINDS)}
-
-    def before(self) -> dict[str, Any]:
-        """What was held when it was saved."""
-        return {name: copied for name, (_, copied) in self.values.items()}
+        names = [k for k in (self.held if self.names is None else self.names) if k in self.held]
+        return {k: v for k in names if k not in _OF_EACH_MODULE and isinstance(v := self.held[k], _KINDS)}
 
     def changed(self) -> list[str]:
         """The names of what has changed."""
-        now, before = self.state(), self.before()
-        return [k for k in {**before, **now} if k not in now or k not in before or not _same(now[k], before[k])]
+        now = self.state()
+        return [k for k in {**self.values, **now} if k not in now or k not in self.values or self._differs(k, now[k])]
+
+    def _differs(self, name: str, now: Any) -> bool:
+        value, parts = self.values[name]
+        if now is value:
+            return not all(_same(part, before) for part, before in parts)
+        return not _same(now, parts[0][1] if parts and parts[0][0] is value else value)
 
     def has_rows(self, n: int) -> bool:
         """Whether something that a forward pass has changed has a row for each of n rows, as a hidden state has."""
@@ -56,26 +76,51 @@ class _SavedState:
         return any(isinstance(leaf, torch.Tensor) and n in leaf.shape for leaf in tree_leaves(changed))
 
     def restore(self) -> None:
-        for name in self.state().keys() - self.values.keys():
+        now = self.state()
+        for name in now.keys() - self.values.keys():
             del self.held[name]
-        for name, (value, before) in self.values.items():
-            if not _same(value, before):
-                _refill(value, before)
-            self.held[name] = value
+        for name, (value, parts) in self.values.items():
+            for part, before in parts:
+                if not _same(part, before):
+                    _refill(part, before)
+            if name not in now or now[name] is not value:
+                self.held[name] = value
+
+
+def _parts(value: Any, whole: bool) -> list[tuple[Any, Any]]:
+    """What may be changed in place in a variable, itself first, each with a copy: containers, and tensors."""
+    found: dict[int, tuple[Any, Any]] = {}
+    pending, left = [value], _LARGE
+    while pending:
+        part = pending.pop()
+        size = part.numel() if isinstance(part, torch.Tensor) else len(part) if isinstance(part, _NESTS) else 0
+        if id(part) in found or isinstance(part, nn.Parameter) or size > left and not (whole and part is value):
+            continue
+        if isinstance(part, torch.Tensor):
+            found[id(part)] = part, part.detach().clone()
+        elif isinstance(part, _NESTS):
+            pending += [one for one in (part.values() if isinstance(part, dict) else part) if isinstance(one, _PARTS)]
+            if not isinstance(part, tuple):
+                found[id(part)] = part, part.copy()
+        left -= size
+    return list(found.values())
+
+
+_NESTS = (list, dict, deque, set, tuple)
+_PARTS = (*_NESTS, torch.Tensor)
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return value.copy() if isinstance(value, list | dict) else value
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _refill(value: Any, before: Any) -> None:
-    if isinstance(value, list):
-        value[:] = before
-    elif isinstance(value, dict):
+    if isinstance(value, dict | set):
         value.clear()
         value.update(before)
+    elif isinstance(value, list | deque):
+        value.clear()
+        value.extend(before)
     elif isinstance(value, torch.Tensor):
         with torch.no_grad():
             value.copy_(before)
@@ -85,7 +130,7 @@ def _same(value: Any, before: Any) -> bool:
     if isinstance(value, torch.Tensor):
         same_shape = isinstance(before, torch.Tensor) and value.shape == before.shape
         return same_shape and bool(((value == before) | (value != value) & (before != before)).all())
-    if isinstance(value, list | dict):
+    if isinstance(value, list | dict | deque):
         if type(value) is not type(before) or len(value) != len(before):
             return False
         if isinstance(value, dict) and list(value) != list(before):
@@ -99,23 +144,141 @@ def _modules(stages: Iterable[nn.Module]) -> dict[str, nn.Module]:
     return {name: module for stage in stages for name, module in stage.named_modules()}
 
 
+class _Attributes(MutableMapping):
+    """Attributes of a class, or the content of a cell, by name."""
+
+    def __init__(self, owner: Any, names: dict[str, str]) -> None:
+        self.owner, self.names = owner, names
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self.owner, self.names[name])
+        except (AttributeError, ValueError) as error:  # an empty cell
+            raise KeyError(name) from error
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.owner, self.names[name], value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.owner, self.names[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.names if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Names of globals and attributes that code uses, nested functions included."""
+    nested = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return set(code.co_names).union(*nested)
+
+
+def _has_attributes(one: Any) -> bool:
+    """Whether the user may have given it attributes: not to what a library has made."""
+    of = one if isinstance(one, type | types.FunctionType) else type(one)
+    return hasattr(one, "__dict__") and not isinstance(one, types.ModuleType) and not _is_of_a_library(of.__module__)
+
+
+def _is_of_a_library(name: Any) -> bool:
+    return str(name).partition(".")[0] in _LIBRARIES and name != "__main__"
+
+
+def _variables(owner: Any) -> list[tuple[Held, Iterable[str] | None]]:
+    """Where something keeps variables: mappings by name, and which of their names (None: all)."""
+    if _stream(owner):  # see random_kept
+        return []
+    if isinstance(owner, nn.Module):
+        return [(held, None) for module in owner.modules() for held in (module._buffers, vars(module))]
+    if isinstance(owner, functools.partial):
+        return [(dict(enumerate(owner.args)), None), (owner.keywords, None)]
+    if isinstance(owner, types.FunctionType):
+        names = _names(owner.__code__)
+        cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
+        modules = [one for name in names if isinstance(one := owner.__globals__.get(name), types.ModuleType)]
+        return [
+            *((_Attributes(cell, {name: "cell_contents"}), None) for name, cell in cells),
+            (owner.__globals__, sorted(names)),
+            *((vars(module), sorted(names)) for module in modules if not _is_of_a_library(module.__name__)),
+            (dict(enumerate([*(owner.__defaults__ or ()), *(owner.__kwdefaults__ or {}).values()])), None),
+            (vars(owner), None),
+        ]
+    if isinstance(owner, type):
+        return [(_Attributes(owner, {name: name for name in vars(owner) if not name.startswith("__")}), None)]
+    return [(vars(owner), None)]
+
+
+def _stream(one: Any) -> tuple[Any, Callable[[Any], Any]] | None:
+    """Of a generator of random numbers of torch, Python or NumPy: its state, and what sets it."""
+    if isinstance(one, torch.Generator):
+        return one.get_state(), one.set_state
+    if isinstance(one, random.Random):
+        return one.getstate(), one.setstate
+    if str(type(one).__module__).startswith("numpy.random."):
+        bits = getattr(one, "_bit_generator", getattr(one, "bit_generator", one))
+        return bits.state, functools.partial(setattr, bits, "state")
+    return None
+
+
+def reached(function: Any) -> list[Any]:
+    """What may keep a state for a function, and is no library's: itself, and what it uses by its closure, its defaults,
+    arguments that are bound, globals that its code names, and attributes of what is found there.
+    """
+    found: dict[int, Any] = {}
+    pending, seen = deque([function]), {}
+    while pending and len(found) < _MOST:
+        one = pending.popleft()
+        if isinstance(one, DistributedDataParallel):
+            one = one.module
+        if id(one) in seen or isinstance(one, (torch.Tensor, *_NUMBERS)):
+            continue
+        seen[id(one)] = one  # which lives, so that no other has its id
+        if isinstance(one, types.MethodType | classmethod | staticmethod):
+            pending += [one.__func__, getattr(one, "__self__", None)]
+        elif isinstance(one, _NESTS):
+            pending += [] if len(one) > _MOST else one.values() if isinstance(one, dict) else one
+        elif isinstance(one, nn.Module | functools.partial) or _stream(one) or _has_attributes(one):
+            found[id(one)] = one
+            variables = [(held, list(held) if names is None else names) for held, names in _variables(one)]
+            pending += [held[name] for held, names in variables for name in names if name in held]
+            pending += [] if isinstance(one, types.FunctionType | functools.partial) else [type(one)]
+            pending += one.__mro__[1:-1] if isinstance(one, type) else []
+    return list(found.values())
+
+
 def saved_states(owners: Iterable[Any]) -> list[_SavedState]:
-    """The states of modules, and of other objects, as they are now."""
-    owners = list(owners)
-    modules = _modules(owner for owner in owners if isinstance(owner, nn.Module)).values()
-    others = [vars(owner) for owner in owners if not isinstance(owner, nn.Module)]
-    return [_SavedState(held) for held in (*(d for m in modules for d in (m._buffers, vars(m))), *others)]
+    """The states of modules, and of what else keeps some, as they are now."""
+    looked_at: dict[int, tuple[Held, dict[str, None] | None, bool]] = {}
+    for owner in owners:
+        for held, names in _variables(owner):
+            _, others, _ = looked_at.get(id(held), (held, {}, False))
+            both = None if names is None or others is None else {**others, **dict.fromkeys(names)}
+            looked_at[id(held)] = held, both, isinstance(owner, nn.Module)
+    return [_SavedState(*each) for each in looked_at.values()]
 
 
 @contextlib.contextmanager
 def states_kept(owners: Iterable[Any]) -> Iterator[list[_SavedState]]:
-    """Restores at its end what code inside changes in the states of modules, and of other objects."""
+    """Restores at its end what code inside changes in the states of modules, and of what else keeps some."""
     kept = saved_states(owners)
     try:
         yield kept
     finally:
         for of_owner in kept:
             of_owner.restore()
+
+
+@contextlib.contextmanager
+def random_kept(owners: Iterable[Any]) -> Iterator[None]:
+    """Restores at its end all streams of random numbers, those of generators among the owners included."""
+    drawn, kept = random_states(), [stream for one in owners if (stream := _stream(one))]
+    try:
+        yield
+    finally:
+        set_random_states(drawn)
+        for state, put in kept:
+            put(state)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """What a loss divides by: known, declared, or checked until it is certain, for each loss and each model."""
 
 import itertools
+import random
 from dataclasses import dataclass
 from functools import partial
 
@@ -433,6 +434,142 @@ def test_the_state_of_a_loss_changes_once_a_step_or_is_refused(make_loss, diviso
     of = partial(with_state, make_loss=make_loss, divisor=divisor)
     assert_right(of, dp=2)
     refused(of, "loss_fn changes .*(n|seen).*, on which its result depends, but under pp", pp=2)
+
+
+COUNTS = {"n": 0, "all": [[0]]}
+
+
+def annealed(output, y, n):
+    return F.mse_loss(output, y) * n / (n + 2)
+
+
+def in_a_dict():
+    state = {"n": 0}
+
+    def loss_fn(output, y):
+        state["n"] += 1
+        return annealed(output, y, state["n"])
+
+    return loss_fn
+
+
+def rebound():
+    n = 0
+
+    def loss_fn(output, y):
+        nonlocal n
+        n += 1
+        return annealed(output, y, n)
+
+    return loss_fn
+
+
+def in_a_default():
+    def loss_fn(output, y, seen=[]):  # noqa: B006
+        seen.append(None)
+        return annealed(output, y, len(seen))
+
+    loss_fn.__defaults__[0].clear()
+    return loss_fn
+
+
+def in_a_global():
+    COUNTS.update(n=0, all=[[0]])
+
+    def loss_fn(output, y):
+        def inside():
+            COUNTS["n"] += 1
+            COUNTS["all"][0].append(1)
+            return COUNTS["n"] + len(COUNTS["all"][0])
+
+        return annealed(output, y, inside())
+
+    return loss_fn
+
+
+def in_an_argument():
+    return partial(lambda seen, output, y: seen.append(1) or annealed(output, y, len(seen)), [])
+
+
+class Schedule:
+    n = 0
+
+    def __call__(self):
+        Schedule.n += 1
+        return Schedule.n
+
+
+def in_a_class():
+    Schedule.n, schedule = 0, Schedule()
+    return lambda output, y: annealed(output, y, schedule())
+
+
+def in_a_function():
+    def loss_fn(output, y):
+        loss_fn.n += 1
+        return annealed(output, y, loss_fn.n)
+
+    loss_fn.n = 0
+    return loss_fn
+
+
+def in_weights():
+    """A teacher that follows by its own moving average, in the loss."""
+    teacher = nn.Linear(7, 7).double().requires_grad_(False)
+
+    def loss_fn(output, y):
+        teacher.weight.mul_(0.9)
+        return F.mse_loss(output, teacher(y))
+
+    return loss_fn
+
+
+def by_a_generator():
+    drawn = torch.Generator().manual_seed(0)
+    return lambda output, y: annealed(output, y, float(torch.rand((), generator=drawn)))
+
+
+def by_python():
+    random.seed(0)
+    return lambda output, y: annealed(output, y, random.random())
+
+
+STATES = [in_a_dict, rebound, in_a_default, in_a_global, in_an_argument, in_a_class, in_a_function, in_weights]
+
+
+def test_the_state_that_a_loss_function_reaches_changes_once_a_step():
+    def all_of(local_rank, makes, divisor):
+        losses, weights = zip(*(with_state(0, make, divisor) for make in makes), strict=True)
+        return [loss for each in losses for loss in each], torch.cat(weights)
+
+    assert_right(partial(all_of, makes=STATES, divisor=None), dp=2)
+    assert_right(partial(all_of, makes=[*STATES, by_a_generator, by_python], divisor="rows"), dp=2)
+
+
+def test_the_state_of_a_loss_changes_on_ranks_without_rows():
+    def by_nine(local_rank):  # batches of 8 and 1
+        return trained(0, loss_fn=in_a_dict(), data=(X[:9], Y[:9]), rows=8, epochs=3, divisor="rows")
+
+    assert_right(by_nine, dp=2)
+
+
+@pytest.mark.parametrize(("make", "name"), [(in_a_dict, "state"), (rebound, "n")])
+def test_under_pp_a_state_that_a_closure_reaches_is_named(make, name):
+    refused(partial(with_state, make_loss=make, divisor="rows"), f"loss_fn changes {name}, on which its", pp=2)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_loss_by_a_model_with_a_state_leaves_it_as_it_is(shard):
+    def adversarial(local_rank):
+        torch.manual_seed(0)
+        critic = ddl.auto_model(nn.utils.parametrizations.spectral_norm(nn.Linear(7, 3)).double(), shard=shard)
+        model, losses = ddl.auto_model(mlp(), shard=shard), []
+        trainer = trainer_of(model, lambda output, y: -critic(output).mean())
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+        trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=6))
+        return losses, torch.cat([w.flatten() for m in (model, critic) for w in ddl.full_state_dict(m).values()])
+
+    assert_right(adversarial, dp=2)
 
 
 @pytest.mark.parametrize("divisor", [None, "rows"])
