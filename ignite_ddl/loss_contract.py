@@ -20,7 +20,7 @@ import itertools
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import ignite.distributed as idist
@@ -222,6 +222,7 @@ class LossContract:
         self.is_confirmed = divisor.certain or mesh.dp_cp_size * mesh.pp_size == 1
         self.is_compared = divisor.declared or not divisor.certain
         self.uses_more = False  # whether the loss depends on something else than rows of the output
+        self.counted, self.is_clamped = 0.0, False  # what counts on this rank; whether nothing does by max(1, count)
         self.least, self.most = math.inf, 0.0  # the divisors that a declared function has given for parts
         self.reached: list[Any] | None = None  # what may keep a state from call to call, models included
         self.owners: list[Any] = []  # the same without models, whose state has its own checks
@@ -239,35 +240,62 @@ class LossContract:
         several_parts = self.mesh.dp_cp_size * self.mesh.pp_size > 1
         self.is_checking = several_parts and (is_check_step or is_open or has_ignored)
         self.pairs, self.state_digest = [], 0.0
-        self.reached = reached(self.loss_fn) if self.is_checking else None
-        models = {id(module) for model in MODELS for module in model.modules()}
-        self.owners = [one for one in self.reached or () if id(one) not in models]
+        self.reached, self.owners = None, []
+        if self.is_checking:
+            models = {id(module) for model in MODELS for module in model.modules()}
+            self.reached = reached(self.loss_fn)
+            self.owners = [one for one in self.reached if id(one) not in models]
         self.before = saved_states(self.owners)
 
-    def check_adds_up(self, y: Any, divisor: float | None) -> None:
-        """Looks whether a declared function gives twice as much for the same targets twice, where it gives the least.
+    def count(self, y: Any, divisor: float | None) -> float:
+        """What counts of these targets, of which ranks add up: their divisor, or nothing where ``max(1, count)`` is 1.
+
+        It is what a declared function gives more for the same targets twice, asked where it gives the least, or 1.
 
         Raises:
-            ValueError: if not, as with a clamp: parts in which little counts would get another weight.
+            ValueError: if it gives neither as much nor twice as much, or if it is not known which of both.
         """
-        if self.mesh.dp_cp_size == 1 or not (self.divisor.declared and callable(self.divisor.kind)):
-            return  # microbatches are weighted by the divisor of the batch
-        if not divisor:
-            return
+        self.is_clamped, divisor = False, divisor or 0.0
+        alone = self.mesh.dp_cp_size == 1  # microbatches are weighted by the divisor of the batch
+        if not divisor or alone and divisor != 1 or not (self.divisor.declared and callable(self.divisor.kind)):
+            return divisor
         is_least = divisor <= self.least and divisor < self.most
         self.least, self.most = min(self.least, divisor), max(self.most, divisor)
         n = n_rows(y)
-        if not (is_least or self.is_checking) or not all(_has_rows(leaf, n) for leaf in tree_leaves(y)):
-            return
-        try:
-            twice = self.divisor.of(concatenated([y, y], [n, n]))
-        except Exception:
-            return
-        if not math.isclose(twice, 2 * divisor, rel_tol=0.1):
+        has_rows = all(_has_rows(leaf, n) for leaf in tree_leaves(y))
+        if divisor != 1 and not ((is_least or self.is_checking) and has_rows):
+            return divisor
+        found = self._of_twice(y)
+        self.is_clamped = divisor == 1 and max(found, default=0) == 1
+        adds_up = any(value >= 2 if divisor == 1 else math.isclose(value, 2 * divisor, rel_tol=0.1) for value in found)
+        if found and not (self.is_clamped or adds_up or alone):
             raise ValueError(
                 f"loss_divisor should add up over parts of a batch, but gives {divisor:g} for some targets and "
-                f"{twice:g} for twice these (a clamp, a mean?): let it count, or let loss_fn return a sum divided by a "
-                'constant, with loss_divisor="sum"'
+                f"{found[0]:g} for twice these (a clamp, a mean?): let it count, or let loss_fn return a sum divided "
+                'by a constant, with loss_divisor="sum"'
+            )
+        if divisor == 1 and not (found or alone):
+            raise ValueError(
+                f"loss_divisor gives 1 for targets of type {type(y).__name__}, of which it cannot be seen whether one "
+                "counts, or none (max(1, count)?): give targets as tensors, numbers and strings in lists, tuples and "
+                "dicts"
+            )
+        return 0.0 if self.is_clamped else divisor
+
+    def _of_twice(self, y: Any) -> list[float]:
+        """The divisor of the same targets twice, by whatever way they may be joined."""
+        found = []
+        for kinds in ((), (list,), (list, tuple)):
+            with contextlib.suppress(Exception):
+                found.append(self.divisor.of(_twice(y, kinds)))
+        return found
+
+    def check_total(self, total: float) -> None:
+        """Raises a ValueError if what counts on all ranks may be less than the divisor that one of them has given."""
+        if self.is_clamped and total != round(total):
+            raise ValueError(
+                f"loss_divisor gives 1 at least, but what counts adds up to {total:g} over ranks, which is no whole "
+                "number, so a rank's part of it is not known: let it give what counts, without a clamp"
             )
 
     def inspect(self, loss: torch.Tensor, output: Any, y: Any, since: int) -> None:
@@ -515,15 +543,15 @@ class LossContract:
             return
         try:
             with self._trying():
-                (loss, _), *parts = (self._with_divisor(*pair) for pair in ((output, y), *halves))
+                (loss, *_), *parts = (self._with_divisor(*pair) for pair in ((output, y), *halves))
         except Exception as error:
             raise ValueError(
                 f"loss_fn should be a mean over tokens on a mesh with cp, but fails with a part of them "
                 f"({first_line(error)}): pass loss_divisor=, a function from targets to the number that counts"
             ) from error
-        divisor = 1.0 if self.divisor.kind == "sum" else sum(counted for _, counted in parts)
-        together = sum(value * counted for value, counted in parts if counted) / (divisor or 1.0)
-        if divisor and math.isfinite(loss) and not abs(together - loss) <= 1e-4 * max(1e-3, abs(loss)):
+        divisor = 1.0 if self.divisor.kind == "sum" else sum(counts for *_, counts in parts) or 1.0
+        together = sum(value * part for value, part, _ in parts if part) / divisor
+        if any(part for _, part, _ in parts) and math.isfinite(loss) and not abs(together - loss) <= 1e-4 * max(1e-3, abs(loss)):
             raise ValueError(
                 f"loss_fn should be a mean over tokens on a mesh with cp, but its values for two halves of the "
                 f"tokens of each row add up to {together:.6g} and not to {loss:.6g}, that of all (a sum, a "
@@ -531,9 +559,10 @@ class LossContract:
                 "pass loss_divisor=, a function from targets to the divisor"
             )
 
-    def _with_divisor(self, output: Any, y: Any) -> tuple[float, float]:
+    def _with_divisor(self, output: Any, y: Any) -> tuple[float, float, float]:
         divisor = self.divisor.of(y) if callable(self.divisor.kind) else 1.0
-        return float(self.call(output, y)) if divisor else 0.0, divisor
+        nothing = divisor == 1 and callable(self.divisor.kind) and max(self._of_twice(y), default=0) == 1
+        return float(self.call(output, y)) if divisor else 0.0, divisor, 0.0 if nothing else divisor
 
     def conclude(self, n_inconclusive: float) -> None:
         """Records the result of a check, given the number of dp ranks whose comparison was inconclusive."""
@@ -552,6 +581,23 @@ class LossContract:
 
 def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, bool | int | float | complex | str | torch.Tensor)
+
+
+def _twice(y: Any, kinds: tuple[type, ...]) -> Any:
+    """Targets twice: each tensor, or samples in lists or tuples, if these are among the kinds."""
+    if isinstance(y, kinds):
+        return y + y
+    if type(y) in (list, tuple):
+        return type(y)(_twice(item, kinds) for item in y)
+    if isinstance(y, Mapping):
+        return {key: _twice(value, kinds) for key, value in y.items()}
+    if isinstance(y, torch.Tensor) and y.ndim:
+        return torch.cat([y, y])
+    if y is None or isinstance(y, str):
+        return y
+    if isinstance(y, torch.Tensor | int | float):
+        return y * 2
+    raise TypeError(type(y).__name__)
 
 
 def _halves(n: int) -> tuple[slice, slice]:

@@ -150,7 +150,7 @@ class TrainingStep:
             with autocast, _explaining_errors():
                 self.audit.begin(rows, x, y)
             contract.begin(y)
-            contract.check_adds_up(y, local_divisor)
+        contract.counted = contract.count(y, local_divisor)
         return local_divisor
 
     def _weight(
@@ -166,16 +166,16 @@ class TrainingStep:
         if local_divisor is None:
             return (0.0 if rows is not None and rows[0] == 0 else float(dp)), 1.0
         if self.local is not None:
-            return self._weight_in_round(local_divisor, window), 1.0
+            return self._weight_in_round(local_divisor, contract.counted, window), 1.0
         n_global = None if rows is None else rows[1]
         by_rows = contract.divisor.kind == "rows" and n_global is not None and (window or contract.divisor.certain)
         total = float(n_global * self.mesh.cp_size) if by_rows else None
-        if total is None and (window is None or contract.density is None):
-            total = self._sum_over_dp(local_divisor)
+        if total is None and (window is None or not contract.density):
+            total = self._sum_over_dp(contract.counted)
             contract.density = total / n_global if n_global else total
         if window is not None:
             return self._weight_in_window(contract, n_global, local_divisor, total)
-        return (local_divisor * dp / total if total else 0.0), 1.0
+        return local_divisor * dp / (total or 1.0), 1.0
 
     def _weight_in_window(
         self, contract: LossContract, n_global: int | None, local_divisor: float, total: float | None
@@ -183,17 +183,16 @@ class TrainingStep:
         """The same in a window of gradient accumulation, whose divisor is expected to be that of its first batch."""
         if not self.open or not self.expected:
             self.counted = 0.0
-            self.expected = total if total is not None else contract.density * (n_global or 1)
-        expected = self.expected or 1.0
+            self.expected = (total if total is not None else contract.density * (n_global or 1)) or 1.0
         if total is None and self.has_routers:  # not for `expected`, which stages without routers have to have, too
-            total = self._sum_over_dp(local_divisor)
-        return local_divisor * self.mesh.dp_cp_size / expected, (total or 0.0) / expected
+            total = self._sum_over_dp(contract.counted)
+        return local_divisor * self.mesh.dp_cp_size / self.expected, (total or 0.0) / self.expected
 
-    def _weight_in_round(self, local_divisor: float, window: int | None) -> float:
+    def _weight_in_round(self, local_divisor: float, counted: float, window: int | None) -> float:
         """The same for the mean over a replica's rows: those of this rank, or of the dp_shard peers that share it."""
-        self.replica_divisor, n_peers = local_divisor, self.mesh.dp_shard_size if self.mesh.hybrid else 1
+        self.replica_divisor, n_peers = counted, self.mesh.dp_shard_size if self.mesh.hybrid else 1
         if n_peers > 1:
-            summed = torch.tensor(local_divisor, dtype=torch.float64, device=idist.device())
+            summed = torch.tensor(counted, dtype=torch.float64, device=idist.device())
             dist.all_reduce(summed, group=self.mesh.groups["dp_shard"])
             self.replica_divisor = float(summed)
         if not self.open or not self.expected:
@@ -208,8 +207,8 @@ class TrainingStep:
 
     def _finish(self, window: int | None, loss: torch.Tensor) -> None:
         """Makes gradients ready for the optimizer: divided, and the same where weights are the same."""
-        if window is not None and self.expected and self.counted:
-            factor = window * self.expected / self.counted
+        if window is not None and self.expected:
+            factor = window * self.expected / (self.counted or 1.0)
             if factor != 1.0:
                 gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
                 if gradients:
@@ -228,7 +227,7 @@ class TrainingStep:
         self, loss: torch.Tensor | None, local_divisor: float | None, rows: Rows, y: Any, contract: LossContract
     ) -> tuple[torch.Tensor, float, dist.Work | None]:
         """Starts to reduce the loss times its divisor, the divisor, and what the checks compare between ranks."""
-        counted = local_divisor or 0.0
+        counted = contract.counted
         if self.mesh.world_size == 1:
             return loss, counted, None
         empty, inconclusive, compared = rows is not None and rows[0] == 0, False, []
@@ -240,7 +239,7 @@ class TrainingStep:
         parts = [0.0, 0.0 if loss is None else counted, float(inconclusive), *compared]
         summed = torch.tensor(parts, dtype=torch.float64, device=idist.device())
         if loss is not None and not empty:
-            summed[0] = loss.to(torch.float64) * (1.0 if local_divisor is None else counted)
+            summed[0] = loss.to(torch.float64) * (1.0 if local_divisor is None else local_divisor)
         return summed, counted, self.stages.reduce_loss(summed)
 
     def _end_reduction(
@@ -251,6 +250,7 @@ class TrainingStep:
             return summed, counted
         work.wait()
         _, total, n_inconclusive, *compared = summed.tolist()
+        contract.check_total(total)
         if self.audit is not None:
             self.audit.compare(compared, contract)
             contract.conclude(n_inconclusive)

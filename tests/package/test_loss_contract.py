@@ -340,19 +340,64 @@ def test_declared_losses_of_which_parts_cannot_be_compared_are_taken():
     assert len(on(noisy, dp=2)) == 2
 
 
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}, {"dp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("first", [3, 6, 14, 22])
+def test_a_divisor_of_one_at_least_counts_nothing_where_nothing_counts(first, axes):
+    """On a rank or microbatch, in the first batch, in the first two, or in all."""
+    some = torch.cat([torch.where(torch.arange(22)[:, None] % 4 == 0, 2.0, Y[:, :1]), Y[:, 1:]], 1)
+    data = X, torch.cat([Y[:first].clamp(max=1.0), some[first:]])
+    of = partial(trained, loss_fn=at_least_one, divisor=lambda y: (y > 1.5).sum().clamp(min=1), data=data)
+    assert_right(of, **axes)
+    _, right = trained(0, loss_fn=at_least_one, data=data, rows=22, epochs=2)
+    accumulated = partial(of, epochs=2, gradient_accumulation_steps=4)
+    for _, weights in [accumulated(0), *on(accumulated, **axes)]:
+        assert (weights - right).abs().max() <= 1e-12
+
+
 def test_a_divisor_that_does_not_add_up_is_refused():
-    of = partial(trained, loss_fn=at_least_one, divisor=lambda y: (y > 1.5).sum().clamp(min=1))
-    none = partial(of, data=(X, torch.cat([Y[:3].clamp(max=1.0), Y[3:]])))  # of a rank, or of a microbatch
-    refused(none, "loss_divisor should add up over parts of a batch, but gives 1 for", dp=2)
-    assert_right(none, pp=2)
-    assert_right(partial(of, data=(X, torch.cat([torch.full((22, 1), 2.0).double(), Y[:, 1:]], 1))), dp=2)
+    none = torch.cat([Y[:3].clamp(max=1.0), Y[3:]])  # of a rank, or of a microbatch
+    of = partial(trained, loss_fn=at_least_one, data=(X, none))
+    refused(
+        partial(of, divisor=lambda y: (y > 1.5).sum().clamp(min=2)), "should add up over parts .* but gives 2", dp=2
+    )
+
+    def weight(y):
+        return ((y > 1.5) * 0.3).sum().clamp(min=1)
+
+    weighted = {"loss_fn": lambda o, y: (o - y).square().sum() / weight(y), "divisor": weight}
+    refused(partial(of, **weighted), "should add up .*, but gives 1 for", dp=2)  # 2 times 0.6 in step 1
+    none = torch.cat([torch.zeros(3, 7).double(), torch.full((19, 7), 2.0).double()])
+    refused(partial(of, **weighted, data=(X, none)), "adds up to 6.3 over ranks, which is no whole number", dp=2)
+    some = torch.cat([torch.full((22, 1), 2.0).double(), Y[:, 1:]], 1)
+    assert_right(partial(of, data=(X, some), divisor=lambda y: (y > 1.5).sum().clamp(min=1)), dp=2)
+
+
+def boxes(batch):
+    """From none to three boxes of a row, in a list, as of a detector: some ranks have none of a batch."""
+    return torch.stack([x for x, _, _ in batch]), [y[: max(0, i % 8 - 4)] for _, y, i in batch]
+
+
+def of_boxes(output, y):
+    found = [(output[i, : len(of)] - of).abs().sum() for i, of in enumerate(y)]
+    return (sum(found) + 0.0 * output.sum()) / max(1, sum(map(len, y)))
+
+
+@pytest.mark.parametrize("divisor", [lambda y: max(1, sum(map(len, y))), lambda y: sum(map(len, y))])
+def test_boxes_are_counted_over_ranks(divisor):
+    rows = [(x, y, i) for i, (x, y) in enumerate(zip(X, Y, strict=True))]
+
+    def detected(local_rank):
+        loader = ddl.auto_dataloader(rows, batch_size=4, collate_fn=boxes)
+        return trained(0, loss_fn=of_boxes, loader=lambda: loader, divisor=divisor)
+
+    assert_right(detected, dp=2)
 
 
 @on_each_rank(dp=2)
 def test_divisors_of_targets_without_rows_are_taken(local_rank):
     contract = LossContract(F.mse_loss, divisor_of(F.mse_loss, lambda y: len(y[1])), ddl.get_mesh(), nn.Linear(1, 1))
     contract.is_checking = True
-    contract.check_adds_up((torch.ones(3), torch.ones(5)), 5.0)  # of which the second has no row for each sample
+    assert contract.count((torch.ones(3), torch.ones(5)), 5.0) == 5  # of which the second has no row for each sample
 
 
 class Annealed(nn.Module):
