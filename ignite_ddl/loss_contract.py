@@ -39,7 +39,16 @@ from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.structure import concatenated, detached, n_rows, some_rows, tensors_of
 from ignite_ddl.replicas import digest
 from ignite_ddl.tensor.loss import cross_entropy
-from ignite_ddl.traceless import WatchForSums, differ, random_kept, reached, saved_states, states_kept, weights_kept
+from ignite_ddl.traceless import (
+    WatchForSums,
+    captured,
+    differ,
+    random_kept,
+    reached,
+    saved_states,
+    states_kept,
+    weights_kept,
+)
 
 DIVISOR = Fits(
     '"rows", "sum", "local" or a function from targets to a number', (one_of("rows", "sum", "local") | FUNCTION).read
@@ -53,9 +62,23 @@ _DECLARE = (
 )
 _ROWS_MEET = (
     "A loss in which rows meet (negatives of the batch, statistics over rows, a balance of experts) needs those of all "
-    "ranks: gather them in the loss, use a mesh of tp alone, and for experts balance_weight of ddl.Router; or pass "
+    'ranks: gather them in the loss (torch.distributed.nn.functional.all_gather), with loss_divisor="local" and as '
+    "many rows on each rank; use a mesh of tp alone, and for experts balance_weight of ddl.Router; or pass "
     'loss_divisor="local" for the mean of what each rank and microbatch computes from its own rows, which is not the '
     "number of one process"
+)
+
+_TERMS = (
+    "Parts have no loss (all targets of theirs ignored by one term of it?): terms with divisors of their own are calls "
+    "of ddl.forward_backward of their own, all but the last with last=False"
+)
+_CAPTURES = (
+    "It captures tensors with as many rows as a batch: pass them with the targets, as y=(y, x), so that it gets those "
+    "rows of them that go with the output's"
+)
+_BY_WEIGHTS = (
+    "loss_fn takes gradients by weights (torch.autograd.grad), which are those of a rank's rows and not of the batch: "
+    "take them between two steps and average them over ranks, or use a mesh of tp alone"
 )
 
 
@@ -222,6 +245,7 @@ class LossContract:
         self.is_confirmed = divisor.certain or mesh.dp_cp_size * mesh.pp_size == 1
         self.is_compared = divisor.declared or not divisor.certain
         self.uses_more = False  # whether the loss depends on something else than rows of the output
+        self.needs_graph = False  # whether it calls torch.autograd.grad, which fails without one
         self.counted, self.is_clamped = 0.0, False  # what counts on this rank; whether nothing does by max(1, count)
         self.least, self.most = math.inf, 0.0  # the divisors that a declared function has given for parts
         self.reached: list[Any] | None = None  # what may keep a state from call to call, models included
@@ -321,7 +345,8 @@ class LossContract:
                 what = "a number without rows" if no_rows else "something that the model has kept besides its output"
                 raise ValueError(
                     f"loss_fn should be a function of the output's rows, but uses {what} (a loss or an auxiliary term "
-                    f"that the model computes), so what it divides by cannot be checked: {_DECLARE}"
+                    "that the model computes, or a gradient by its input), so what it divides by cannot be checked: "
+                    f"{_DECLARE}"
                 )
         if self.is_compared or self.owners:
             self.pairs.append(detached((output, y)))
@@ -333,7 +358,9 @@ class LossContract:
         if not used.isdisjoint(_parameter_ids(self.model)) and not isinstance(self.model, DistributedDataParallel):
             raise ValueError(
                 "loss_fn uses weights besides the model's output (a regulariser?), whose gradients are not summed over "
-                "ranks: use weight_decay, or compute the term in a layer"
+                "ranks: use weight_decay, or compute the term in a layer; for a second call of the model (a critic's), "
+                "give it both inputs in one call, such as torch.stack([real, fake], 1), or use dp alone without shard, "
+                "or tp alone"
             )
         models = list(MODELS)
         self.others = [m for m in models if m is not self.model and not used.isdisjoint(_parameter_ids(m))]
@@ -376,24 +403,45 @@ class LossContract:
         edges = sorted({0, max(1, n // 4), 2 * n // 3, n})
         parts = [(first, end) for first, end in itertools.pairwise(edges)]
         parts += [(0, 0)] * (3 - len(parts))  # the same number of calls on each rank
-        loss, eps, values = self._losses_of_parts(output, y, n, parts)
         self.earlier_pairs = pairs if n < 2 else []
-        mean = sum(value * (end - first) / n for value, (first, end) in zip(values, parts, strict=True))
-        tolerance = eps**0.5 * max(1e-3, abs(loss))
-        if not math.isfinite(loss):
-            return False
-        if not abs(mean - loss) <= tolerance:  # False for NaN, too
-            raise ValueError(
-                f"loss_fn should be a mean over rows, but gives {loss:.6g} for {n} rows and {mean:.6g} for the "
-                f"weighted mean of parts of them: {_DECLARE}. {_ROWS_MEET}"
-            )
-        return n > 1 and max(values) - min(values) > tolerance
+        for takes in (ways := self._ways(n)):
+            try:
+                loss, eps, values = self._losses_of_parts(output, y, n, parts, takes)
+            except ValueError:
+                if takes:
+                    continue
+                raise
+            mean = sum(value * (end - first) / n for value, (first, end) in zip(values, parts, strict=True))
+            tolerance = eps**0.5 * max(1e-3, abs(loss))
+            if not math.isfinite(loss):
+                return False
+            if abs(mean - loss) <= tolerance:  # False for NaN, too
+                return n > 1 and max(values) - min(values) > tolerance
+        raise ValueError(
+            f"loss_fn should be a mean over rows, but gives {loss:.6g} for {n} rows and {mean:.6g} for the weighted "
+            f"mean of parts of them: {_DECLARE}. {_advice(mean, len(ways) > 1)}"
+        )
 
-    def call(self, output: Any, y: Any) -> torch.Tensor:
-        """The loss, by a call that leaves no trace in what the loss function keeps."""
+    def call(self, output: Any, y: Any, rows: slice | None = None, n: int = 0) -> torch.Tensor:
+        """The loss, by a call that leaves no trace in what the loss function keeps.
+
+        Args:
+            output: of the model.
+            y: the targets.
+            rows: those of the n rows of tensors that it captures which go with these targets. Default: all.
+            n: the number of rows of a tensor that it may have captured.
+        """
         owners = self._reached()
         with weights_kept(one for one in owners if isinstance(one, nn.Module)), states_kept(owners):
-            return self.loss_fn(output, y)
+            for held, name in captured(owners, n) if rows is not None else []:
+                held[name] = some_rows(held[name], rows, n)
+            loss = self.loss_fn(output, y)
+            return loss.detach() if isinstance(loss, torch.Tensor) else loss
+
+    def _ways(self, n: int) -> list[bool]:
+        """Whether parts take rows of what the loss function captures: first so, if it does capture some."""
+        several = n > 1 and self.mesh.pp_size * self.mesh.cp_size == 1 and bool(captured(self._reached(), n))
+        return [True, False] if several else [False]
 
     def _reached(self) -> list[Any]:
         return reached(self.loss_fn) if self.reached is None else self.reached
@@ -401,7 +449,12 @@ class LossContract:
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
         """For calls of the loss function that leave no trace, together with :meth:`call`."""
-        with torch.no_grad(), random_kept(self._reached()):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.needs_graph))
+            stack.enter_context(random_kept(self._reached()))
+            for model in MODELS if self.needs_graph else ():
+                if isinstance(model, DistributedDataParallel):  # which expects a backward pass after a forward one
+                    stack.enter_context(model.no_sync())
             yield
 
     def _compare_states(self) -> None:
@@ -463,57 +516,87 @@ class LossContract:
         Raises:
             ValueError: if they differ.
         """
-        pairs = [] if self.uses_more or self.mesh.dp_size * self.mesh.pp_size == 1 else self.pairs
-        for output, y in pairs:
-            n = n_rows(output)
-            if n < 2 or any(len(tensor) != n for tensor in tensors_of((output, y)) if tensor.ndim):
-                continue
-            halves = [tuple(some_rows(of, rows, n) for of in (output, y)) for rows in _halves(n)]
-            self.compare_parts(lambda pair: self.call(*pair), (output, y), halves)
+        if self.uses_more or self.mesh.dp_size * self.mesh.pp_size == 1:
+            return
+        pairs = [*self.earlier_pairs, *self.pairs]
+        sizes = [n_rows(output) for output, _ in pairs]
+        if any(len(t) != n for pair, n in zip(pairs, sizes, strict=True) for t in tensors_of(pair) if t.ndim):
+            return
+        n, whole = sum(sizes), tuple(concatenated(of, sizes) for of in zip(*pairs, strict=True)) if pairs else None
+        self.earlier_pairs = pairs if n < 2 else []
+        if n > 1:
+            halves = [tuple(some_rows(of, rows, n) for of in whole) for rows in _halves(n)]
+            taken = dict(zip(map(id, halves), _halves(n), strict=True)) if len(self._ways(n)) > 1 else {}
+            with_rows = [lambda pair: self.call(*pair, taken.get(id(pair)), n)] if taken else []
+            self.compare_parts(lambda pair: self.call(*pair), whole, halves, *with_rows)
 
-    def compare_parts(self, loss_of: Callable[[Any], torch.Tensor], whole: Any, parts: list[Any]) -> None:
+    def compare_parts(self, loss_of: Callable[[Any], torch.Tensor], whole: Any, parts: list[Any], *ways: Any) -> None:
         """Compares a loss of ``whole``, which ends with the targets, with what those of its parts add up to.
 
         Makes as many calls on each rank; parts that are ``whole`` itself say nothing.
 
         Raises:
-            ValueError: if they differ.
+            ValueError: if they differ, also by other ``ways`` to compute a loss.
         """
+        if parts[0] is whole:
+            return
+        for of in (*ways, loss_of):
+            sums = self._added_up(of, whole, parts)
+            if sums is None or abs(sums[1] - sums[0]) <= sums[2]:  # not so for a part whose loss is NaN
+                if sums is None and of is not loss_of:
+                    continue
+                return
+        raise ValueError(
+            f"loss_divisor should be what the loss divides by, but the loss of some rows is {sums[0]:.6g}, and those "
+            f"of two parts of them, weighted by it, add up to {sums[1]:.6g}. {_advice(sums[1], bool(ways))}"
+        )
+
+    def _added_up(self, loss_of: Callable, whole: Any, parts: list[Any]) -> tuple[float, float, float] | None:
+        """A loss, the sum of those of its parts by their shares, and a tolerance; None if they say nothing."""
+        shares = [self.divisor.share(part[-1], whole[-1]) for part in parts]
         try:
             with self._trying(), WatchForSums() as watch:
-                shares = [self.divisor.share(part[-1], whole[-1]) for part in parts]
                 first = loss_of(whole)
                 if watch.found:
-                    return
+                    return None
                 values = [float(loss_of(part)) for part in parts]
-                total = sum(value * share for value, share in zip(values, shares, strict=True) if share)
                 loss, again = float(first), float(loss_of(whole))
-        except Exception:
-            return
+        except Exception as error:
+            return self._added_up(loss_of, whole, parts) if self._may_go_on(error) else None
         tolerance = torch.finfo(first.dtype).eps ** 0.5 * max(1e-3, abs(loss))
-        if parts[0] is whole or not all(shares):  # a part of which nothing counts: see check_that_nothing_counts
-            return
-        if math.isfinite(total) and abs(again - loss) <= tolerance < abs(total - loss):
-            raise ValueError(
-                f"loss_divisor should be what the loss divides by, but the loss of some rows is {loss:.6g}, and those "
-                f"of two parts of them, weighted by it, add up to {total:.6g}. {_ROWS_MEET}"
-            )
+        if not all(shares) or not abs(again - loss) <= tolerance:  # if nothing counts, see check_that_nothing_counts
+            return None
+        return loss, sum(value * share for value, share in zip(values, shares, strict=True)), tolerance
+
+    def _may_go_on(self, error: Exception) -> bool:
+        """Whether calls with graphs may do better, where one without has failed.
+
+        Raises:
+            ValueError: if the loss depends on gradients by weights, which are those of a rank's rows.
+        """
+        if "differentiated Tensor" in str(error) and not self.uses_more:
+            raise ValueError(_BY_WEIGHTS) from error
+        needs = not self.needs_graph and "does not require grad" in str(error)
+        self.needs_graph = self.needs_graph or needs
+        return needs
 
     def _losses_of_parts(
-        self, output: Any, y: Any, n: int, parts: list[tuple[int, int]]
+        self, output: Any, y: Any, n: int, parts: list[tuple[int, int]], takes: bool = False
     ) -> tuple[float, float, list[float]]:
         """The loss of n rows, the precision of its dtype, and the losses of some of these rows."""
         try:
             with self._trying():
-                loss = self.call(output, y)
-                values = [
-                    float(self.call(*(some_rows(of, slice(first, end or n), n) for of in (output, y))))
-                    for first, end in parts
-                ]
+                loss, values = self.call(output, y), []
+                for rows in (slice(first, end or n) for first, end in parts):
+                    part = (some_rows(of, rows, n) for of in (output, y))
+                    values.append(float(self.call(*part, rows if takes else None, n)))
         except Exception as error:
+            if self._may_go_on(error):
+                return self._losses_of_parts(output, y, n, parts, takes)
+            captures = f" {_CAPTURES}" if captured(self._reached(), n) else ""
             raise ValueError(
                 f"loss_fn should be a mean over rows, but fails with a part of them ({first_line(error)}), so "
-                f"what it divides by cannot be checked: {_DECLARE}"
+                f"what it divides by cannot be checked: {_DECLARE}.{captures}"
             ) from error
         return float(loss), torch.finfo(loss.dtype).eps, values
 
@@ -551,7 +634,11 @@ class LossContract:
             ) from error
         divisor = 1.0 if self.divisor.kind == "sum" else sum(counts for *_, counts in parts) or 1.0
         together = sum(value * part for value, part, _ in parts if part) / divisor
-        if any(part for _, part, _ in parts) and math.isfinite(loss) and not abs(together - loss) <= 1e-4 * max(1e-3, abs(loss)):
+        if (
+            any(part for _, part, _ in parts)
+            and math.isfinite(loss)
+            and not abs(together - loss) <= 1e-4 * max(1e-3, abs(loss))
+        ):
             raise ValueError(
                 f"loss_fn should be a mean over tokens on a mesh with cp, but its values for two halves of the "
                 f"tokens of each row add up to {together:.6g} and not to {loss:.6g}, that of all (a sum, a "
@@ -577,6 +664,10 @@ class LossContract:
                 f"{_DECLARE}",
                 stacklevel=2,
             )
+
+
+def _advice(of_parts: float, captures: bool) -> str:
+    return _TERMS if math.isnan(of_parts) else _CAPTURES if captures else _ROWS_MEET
 
 
 def _is_plain(leaf: Any) -> bool:

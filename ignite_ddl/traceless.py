@@ -258,6 +258,19 @@ def saved_states(owners: Iterable[Any]) -> list[_SavedState]:
     return [_SavedState(*each) for each in looked_at.values()]
 
 
+def captured(owners: Iterable[Any], n: int) -> list[tuple[Held, str]]:
+    """Where closures and globals of functions hold tensors with n rows: mappings, and names in them."""
+    functions = [owner for owner in owners if isinstance(owner, types.FunctionType)]
+    variables = [variable for function in functions for variable in _variables(function)]
+    named = ((held, name) for held, names in variables for name in (list(held) if names is None else names))
+    return [(held, name) for held, name in named if name in held and _has_rows(held[name], n)]
+
+
+def _has_rows(value: Any, n: int) -> bool:
+    found = tensors_of(value) if isinstance(value, _PARTS) and not isinstance(value, nn.Parameter) else []
+    return any(tensor.ndim and len(tensor) == n for tensor in found)
+
+
 @contextlib.contextmanager
 def states_kept(owners: Iterable[Any]) -> Iterator[list[_SavedState]]:
     """Restores at its end what code inside changes in the states of modules, and of what else keeps some."""

@@ -656,6 +656,59 @@ def test_a_declared_loss_of_what_the_model_keeps_is_compared_by_forward_passes(s
     assert_right(partial(with_a_kept_term, meets=False, shard=shard), dp=2)
 
 
+@pytest.mark.parametrize(("axes", "words"), [({"dp": 2}, " to nan. Parts have no loss"), ({"pp": 2}, "")], ids=str)
+def test_a_declared_loss_of_terms_with_other_divisors_is_refused(axes, words):
+    """Every other target is ignored by one term, so that a part of two rows has none."""
+    classes, masked = Y.argmax(1), torch.where(torch.arange(22) % 2 == 0, Y.argmax(1), -100)
+
+    def of_both(output, y):
+        return F.cross_entropy(output, y[:, 0]) + F.cross_entropy(output, y[:, 1])
+
+    of = partial(trained, loss_fn=of_both, data=(X, torch.stack([classes, masked], 1)), divisor="rows", rows=4)
+    refused(of, f"{WRONGLY}.*{words}", **axes)
+
+
+def test_declared_losses_of_one_row_a_rank_are_compared_with_the_next():
+    refused(partial(trained, loss_fn=negatives_of_the_batch, divisor="rows", rows=2), WRONGLY, dp=2)
+
+
+def capturing(local_rank, divisor, penalised=False, by_weights=False):
+    """A loss that captures the inputs; with a second call of the model, and with gradients."""
+    torch.manual_seed(0)
+    model = ddl.auto_model(mlp())
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def update(engine, batch):
+        x, y = batch
+
+        def loss_fn(output, y):
+            loss = F.mse_loss(output, y) + (output - torch.cat([x, y[:, :1]], 1)).square().mean()
+            if penalised:
+                mixed = (0.5 * x).requires_grad_()
+                (gradient,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
+                loss = loss + (gradient.norm(dim=1) - 1).square().mean()
+            if by_weights:
+                weight = getattr(model, "module", model)[0].weight
+                (gradient,) = torch.autograd.grad(loss, weight, retain_graph=True)
+                loss = loss / gradient.norm().detach()
+            return loss
+
+        optimizer.zero_grad()
+        _, loss = ddl.forward_backward(engine, model, x, y, loss_fn, loss_divisor=divisor)
+        optimizer.step()
+        losses.append(loss.item())
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=6))
+    return losses, torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+@pytest.mark.parametrize("divisor", [None, "rows"])
+def test_losses_that_capture_rows_and_take_gradients(divisor):
+    assert_right(partial(capturing, divisor=divisor), dp=2)
+    assert_right(partial(capturing, divisor=divisor, penalised=True), dp=2)
+    refused(partial(capturing, divisor=divisor, by_weights=True), "takes gradients by weights", dp=2)
+
+
 class Penalised(nn.CrossEntropyLoss):
     def forward(self, output, y):
         return super().forward(output, y) + output.square().mean()
