@@ -360,12 +360,13 @@ def create_supervised_trainer(
         max_norm: clips the gradients that the optimizer steps, of all ranks, by their global 2-norm. Default None: no
             clipping. The norm before clipping is ``engine.state.grad_norm``.
         loss_divisor: the divisor of the loss of some rows: "rows", "sum" (no divisor), or a function from their targets
-            to a number, such as ``lambda y: (y != 0).sum()``. Default None: torch's classification losses and
-            ``ddl.cross_entropy`` are recognised with ``ignore_index``, ``weight`` and ``reduction``; another loss has
-            to be a mean over rows, which is checked by calling it with parts of a batch: until that was conclusive,
-            and in steps 1, 2, 4, 8, …, so its side effects are repeated, except for what it keeps itself (attributes
-            and buffers of an object or a module). A loss that uses something else than rows of
-            the output, such as a loss that the model returns, has to be declared. What is declared is compared in the
+            to a number, such as ``lambda y: (y != 0).sum()``, or 1 at least. Default None: torch's losses for classes
+            and ``ddl.cross_entropy`` are recognised with ``ignore_index``, ``weight`` and ``reduction``; another loss
+            has to be a mean over rows, which is checked by calling it with parts of a batch: until that was conclusive,
+            and in steps 1, 2, 4, 8, …. What these calls change is put back: attributes and buffers of objects, modules
+            and models, variables of its closure, globals, defaults, generators of random numbers; not files, iterators,
+            and lists or tensors of more than 65536 entries. A loss that uses something else than rows of the output,
+            such as a loss that the model returns, has to be declared. What is declared is compared in the
             same steps, where losses of some rows can be computed. "local" is not: the mean, weighted by rows, of what
             each rank and microbatch computes from its own rows, another number than that of one process where rows
             meet in the loss.
