@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 
+import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
@@ -85,7 +86,8 @@ class ScaledOptimizer:
             raise ValueError("scaler is for float32 parameters under amp_mode, but the model has float16 ones")
         gradients = [local_tensor(p.grad).detach() for p in parameters if p.grad is not None]
         finite = torch.nn.utils.get_total_norm(gradients, math.inf).isfinite()
-        found = (~finite).to(parameters[0].device, torch.float32)  # and not the norm: a maximum of NaN may be a number
+        device = parameters[0].device if parameters else idist.device()  # under pp it may hold none of this stage
+        found = (~finite).to(device, torch.float32)  # and not the norm: a maximum of NaN may be a number
         if get_mesh().world_size > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         for gradient in gradients:

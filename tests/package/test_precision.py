@@ -131,6 +131,25 @@ def test_all_ranks_skip_a_step_if_a_gradient_of_one_overflows(axes, options, ove
         assert scales == [4.0, 2.0, 2.0]
 
 
+def scaled_head(local_rank):
+    """The weight after a step of the last layer alone, and the scale."""
+    torch.manual_seed(0)
+    model = ddl.auto_model(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+    head = [p for name, p in model.named_parameters() if name.startswith("2.")]
+    optimizer = ddl.auto_optim(torch.optim.SGD([{"params": head}], lr=0.1))
+    scaler = torch.amp.GradScaler(idist.device().type, init_scale=4.0)
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss, amp_mode="bfloat16", scaler=scaler)
+    trainer.run([(X[:4, :4], X[:4, 4:6])])
+    return ddl.full_state_dict(model)["2.weight"], scaler.get_scale()
+
+
+def test_a_scaler_steps_an_optimizer_that_holds_nothing_of_a_stage():
+    alone, scale = scaled_head(0)
+    for weight, of_rank in on(scaled_head, pp=2):
+        assert (weight - alone).abs().max() < 2**-8 * alone.abs().max()  # bfloat16
+        assert scale == of_rank == 4.0
+
+
 def test_clipping_sees_unscaled_gradients():
     def norm(local_rank, scaler):
         model = ddl.auto_model(model_of_blocks())
