@@ -49,6 +49,7 @@ What is not found, and differs from one process without an error:
 - with ``loss_divisor="rows"``, a batch of a second loader that was read in another step than the one that trains on it;
 - a loss that is a mean over rows in steps 1, 2, 4, 8, …, where it is checked, but not in the steps between;
 - targets with rows in dim 1 whose dim 0 has the same length;
+- a buffer in which ``forward`` counts rows: it has those of a dp rank, where all ranks have as many;
 - initial values that a pipeline's stages draw after ``ddl.auto_model``, and an optimizer that steps after a loop of
   your own whose last batch gave ranks different numbers of rows: these two give a warning (in the loop it is refused).
 """
@@ -739,8 +740,16 @@ def check_same_rows(mesh: Mesh, *parts: Any, axes: tuple[str, ...] = ("tp", "pp"
             continue
         digests = [hash(tuple(digest(t) for t in tree_leaves(part) if isinstance(t, torch.Tensor))) for part in parts]
         local = torch.tensor(digests, device=idist.device())
-        if any(not torch.equal(peer, local) for peer in gathered(local, mesh.groups[axis])):
+        peers = gathered(local, mesh.groups[axis])
+        if all(torch.equal(peer, local) for peer in peers):
+            continue
+        if any(bool((peer == hash(())).any()) for peer in peers):
             raise ValueError(
-                f"{axis} peers should get the same rows, but got different ones: use ddl.auto_dataloader, and draw a "
-                "dataset's random numbers from torch's generator (Python's and NumPy's differ from rank to rank)"
+                f"{axis} peers should get the same rows, but some have none: a model returns None where its last stage "
+                "is elsewhere, so what it returns cannot be the targets of another one; compute them with a module "
+                "that each rank holds (without ddl.auto_model), or take a mesh without pp"
             )
+        raise ValueError(
+            f"{axis} peers should get the same rows, but got different ones: use ddl.auto_dataloader, and draw a "
+            "dataset's random numbers from torch's generator (Python's and NumPy's differ from rank to rank)"
+        )

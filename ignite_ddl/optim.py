@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ignite_ddl.arguments import first_line
 from ignite_ddl.collectives import gathered_values, on_any_rank
@@ -147,7 +147,7 @@ def _values(given: Sequence[tuple[dict, list]], mesh: Mesh, stages: int = 1, see
     for _ in range(stages):
         for _, params in given:
             for p in params:
-                shape = [2 * ranks if d < 2 else 3 for d in range(p.ndim)]
+                shape = [2 * ranks + _is_uneven(p) if d < 2 else 3 for d in range(p.ndim)]
                 value = torch.randn(shape, generator=draw, dtype=torch.float64)
                 for d in range(min(p.ndim, 2)):
                     sizes = torch.linspace(1, 4, shape[d], dtype=torch.float64)
@@ -165,8 +165,16 @@ def _cut_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def _kind(parameter: torch.Tensor) -> Any:
     if isinstance(parameter, DTensor):
-        return parameter.ndim, parameter.device_mesh, parameter.placements
+        return parameter.ndim, parameter.device_mesh, parameter.placements, _is_uneven(parameter)
     return parameter.ndim
+
+
+def _is_uneven(parameter: torch.Tensor) -> bool:
+    """Whether ranks hold parts of unlike sizes, on which some operations fail."""
+    if not isinstance(parameter, DTensor):
+        return False
+    cuts = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return any(type(cut) is Shard and parameter.shape[cut.dim] % size > 0 for cut, size in cuts)
 
 
 # ------------------------------------------------------------------------- one weight on several stages

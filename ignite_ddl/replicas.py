@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_ddl.collectives import gathered, gathered_values, octets
+from ignite_ddl.collectives import gathered, gathered_values, octets, on_any_rank
 from ignite_ddl.compat import unsharded_parameters
 from ignite_ddl.data_parallel import local_round
 from ignite_ddl.mesh import get_mesh
@@ -39,27 +39,41 @@ def check_replicas(model: nn.Module) -> None:
     Args:
         model: what ``ddl.auto_model`` returned, or a plain module that each rank has.
     """
-    mesh = get_mesh()
-    if mesh.world_size == 1:
+    if get_mesh().world_size == 1:
         return
+    found = list(_differences(model))[:1]
+    if on_any_rank(bool(found)):  # of which other groups know nothing
+        name, axis = next(of_rank[0] for of_rank in gathered_values(found) if of_rank)
+        raise ValueError(
+            f"{name!r} should be the same on all {axis} ranks, but differs: after ddl.auto_model, something has "
+            "changed it on each rank in its own way, such as an initialisation with a seed of each rank, "
+            "nn.Embedding(max_norm=), a buffer that forward computes from its own rows, or other options of the "
+            "optimizer. Do it before ddl.auto_model, or alike on all ranks; ddl.check_in_sync(model) names all that "
+            "differ"
+        )
+
+
+def _differences(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names that differ on ranks of this rank's groups, and over which axis; each rank iterates over all."""
+    mesh = get_mesh()
     tensors, _, _ = local_state(model)
     local = local_round(model)
     in_a_round = local is not None and local.steps > 0
     if not in_a_round:
-        _compare_caches(model, tensors)
+        yield from _compare_caches(model, tensors)
     left_out = dp_local_statistics(model)
     for axis in ("dp", *(["dp_replicate"] * mesh.hybrid), *(["edp"] * (mesh.ep_size > 1)), "tp"):
         group = mesh.dp_cp_group if axis == "dp" else mesh.groups[axis]
         if dist.get_world_size(group) > 1 and not (axis != "tp" and in_a_round):
             copies = {name: tensor for name, tensor in tensors.items() if _is_copied(tensor, axis, left_out)}
-            _compare(copies, axis, group)
+            yield from _compare(copies, axis, group)
     shared: dict[str, torch.Tensor | None] = {}
     for names in stages_of(model).shared_names():
         held = [tensors[name] for name in names if name in tensors]
         if len({digest(tensor) for tensor in held}) > 1:
-            _raise(names[0], "pp")
+            yield names[0], "pp"
         shared[names[0]] = held[0] if held else None
-    _compare(shared, "pp", mesh.pp_group)
+    yield from _compare(shared, "pp", mesh.pp_group)
 
 
 def _is_copied(tensor: torch.Tensor, axis: str, left_out: set[int]) -> bool:
@@ -73,7 +87,7 @@ def _is_copied(tensor: torch.Tensor, axis: str, left_out: set[int]) -> bool:
     return True
 
 
-def _compare_caches(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
+def _compare_caches(model: nn.Module, saved: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
     """Buffers that are not saved: a rank may have made some, or longer ones, so they are compared by name and shape."""
     mesh, known = get_mesh(), {id(tensor) for tensor in saved.values()}
     caches = {name: b for name, b in model.named_buffers() if id(b) not in known} if mesh.dp_size > 1 else {}
@@ -83,7 +97,7 @@ def _compare_caches(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
     peers = gathered_values(digests, mesh.dp_group)  # cp peers may keep something of their own positions
     for key in digests:
         if any(peer.get(key, digests[key]) != digests[key] for peer in peers):
-            _raise(key[0], "dp")
+            yield key[0], "dp"
 
 
 def dp_local_statistics(model: nn.Module) -> set[int]:
@@ -140,8 +154,10 @@ def lost_changes(stages: Iterable[nn.Module], found: list[str]) -> Iterator[None
             handle.remove()
 
 
-def _compare(tensors: Mapping[str, torch.Tensor | None], axis: str, group: dist.ProcessGroup) -> None:
-    """Raises for the first name that differs; None of what is not on this rank."""
+def _compare(
+    tensors: Mapping[str, torch.Tensor | None], axis: str, group: dist.ProcessGroup
+) -> Iterator[tuple[str, str]]:
+    """The names that differ, with the axis; None of what is not on this rank."""
     if not tensors:
         return
     numbers = [[0, 0] if tensor is None else [1, digest(tensor)] for tensor in tensors.values()]
@@ -150,19 +166,10 @@ def _compare(tensors: Mapping[str, torch.Tensor | None], axis: str, group: dist.
     for (name, tensor), of_ranks in zip(tensors.items(), of_names, strict=True):
         differs = len({number for there, number in of_ranks if there}) > 1
         if differs and not (axis == "tp" and local_digests.device.type == "cuda" and _nearly_equal(tensor, group)):
-            _raise(name, axis)
+            yield name, axis
 
 
 def _nearly_equal(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     peers = gathered(local_tensor(tensor).detach(), group)
     first = peers[0].double()
     return all((peer.double() - first).norm() <= _CUDA_TOLERANCE * first.norm() for peer in peers)
-
-
-def _raise(name: str, axis: str) -> None:
-    raise ValueError(
-        f"{name!r} should be the same on all {axis} ranks, but differs: after ddl.auto_model, something has changed it "
-        "on each rank in its own way, such as an initialisation with a seed of each rank, nn.Embedding(max_norm=), a "
-        "buffer that forward computes from its own rows, or other options of the optimizer. Do it before "
-        "ddl.auto_model, or alike on all ranks; ddl.check_in_sync(model) names all that differ"
-    )

@@ -21,7 +21,8 @@ def check_length(length: int, size: int) -> None:
     if length % (2 * size):
         raise ValueError(
             f"the sequence should have a multiple of 2 × cp = {2 * size} tokens, but has {length}: pad it to "
-            f"{-(-length // (2 * size)) * 2 * size}, with targets that the loss ignores"
+            f"{-(-length // (2 * size)) * 2 * size}, with targets that the loss ignores; if dim 1 counts features, not "
+            "tokens, there is no sequence to share: take a mesh without cp"
         )
 
 

@@ -88,7 +88,12 @@ def find_missing_rank(
     places += [f"{label(rank)} had returned" for rank in returned if rank in known or not known]
     why = f"Missing: {'; '.join(places)}." if places else "No rank is missing: compare lines, groups and sizes."
     waits = f"Waiting in {common}: {waiting}. " if waiting else ""
-    return [*missing, *calls][0], f"\n{waits}{why}{_on_every_rank(stacks, len(stacks) + len(returned))}"
+    cure = _on_every_rank(stacks, len(stacks) + len(returned))
+    if not cure and any(calls[rank] for rank in missing):
+        cure = (
+            "\nRanks wait for each other in unlike calls: run a model, an evaluator or a save on all of them, or none."
+        )
+    return [*missing, *calls][0], f"\n{waits}{why}{cure}"
 
 
 def _on_every_rank(stacks: dict[int | str, str], n_ranks: int) -> str:

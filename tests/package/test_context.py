@@ -641,7 +641,7 @@ REFUSALS = {
     "more ranks than key heads": ({"make": one_head}, "cp = 2 should divide the 1 heads of key and value"),
     "other loader": ({"loader": lambda: torch.utils.data.DataLoader(texts(), batch_size=8)},
                      "batches should come from ddl.auto_dataloader"),
-    "odd length": ({"data": lambda: texts(6)}, "a multiple of 2 × cp = 4 tokens, but has 6: pad it to 8"),
+    "odd length": ({"data": lambda: texts(6)}, "8, with targets that the loss ignores; if dim 1 counts features"),
     "masks of pairs": ({"data": pair_masks, "prepare_batch": by_x}, "a mask of pairs of tokens is said by documents="),
     "labels of rows": ({"data": lambda: TensorDataset(texts().tensors[0], torch.ones(ROWS, 3))}, "in dim 1, as many"),
     "other rows": ({"data": Drawn}, "cp peers should get the same rows"),

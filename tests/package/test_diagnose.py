@@ -72,6 +72,19 @@ def test_a_weight_that_stages_share_is_compared(local_rank):
     assert ddl.check_in_sync(model) == [ddl.OutOfSync("0.weight", ((0,), (1,)), torch.inf)]
 
 
+@on_each_rank(pp=2, dp=2)
+def test_a_difference_on_one_stage_is_told_to_all(local_rank):
+    """Ranks that have found none would wait for the others, where stages share a weight."""
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
+    layers[4].weight = layers[0].weight
+    model = ddl.auto_model(nn.Sequential(*layers), split=[2, 3])
+    check_replicas(model)
+    if local_rank == 1:
+        next(p for p in model.parameters() if p.ndim == 1).data[0] += 1
+    with pytest.raises(ValueError, match=r"'0.bias' should be the same on all dp ranks"):
+        check_replicas(model)
+
+
 @on_each_rank(dp=2)
 def test_numbers_that_have_changed_places_are_found_with_and_without_a_trainer(local_rank):
     """Their sum, and that of their absolute values, is what it was."""

@@ -93,6 +93,23 @@ def test_an_evaluator_whose_tp_or_pp_peers_get_other_rows(axis):
     assert first == second
 
 
+def taught_by_a_pipeline(local_rank):
+    teacher, student = (ddl.auto_model(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))) for _ in range(2))
+    mse = torch.nn.functional.mse_loss
+
+    def update(engine, batch):
+        output, _ = ddl.forward_backward(engine, teacher, *batch, mse)
+        ddl.forward_backward(engine, student, batch[0], None if output is None else output.detach(), mse)
+
+    rows = TensorDataset(torch.arange(24.0).view(8, 3), torch.arange(8.0)[:, None])
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(rows, batch_size=4))
+
+
+def test_targets_that_a_stage_has_not():
+    with pytest.raises(ValueError, match="some have none: a model returns None where its last stage is elsewhere"):
+        on(taught_by_a_pipeline, pp=2)
+
+
 def with_a_loss_of_weights(local_rank, **options):
     """Norms and weights where the optimizer steps the weights of a loss, too."""
     torch.manual_seed(0)

@@ -218,6 +218,17 @@ def of_second_order(local_rank, options):
     return weights_of(model)
 
 
+def of_uneven_weights(local_rank):
+    model = ddl.auto_model(nn.Linear(8, 3).double(), shard=True)
+    with pytest.raises(ValueError, match="LBFGS cannot step weights that are cut over ranks .*unevenly"):
+        ddl.auto_optim(O.LBFGS(model.parameters()))
+    ddl.auto_optim(O.NAdam(model.parameters()))
+
+
+def test_lbfgs_is_refused_where_weights_are_cut_unevenly():
+    on(of_uneven_weights, dp=2)
+
+
 def by_hand_in_a_closure(local_rank):
     model = ddl.auto_model(mlp())
     optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
