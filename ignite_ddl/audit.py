@@ -71,8 +71,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
 from ignite_ddl.compat import no_transforms, without_transforms
@@ -300,15 +301,14 @@ def _check_backward_hooks(module: nn.Module) -> None:
 
 def _call_linear(hook: Any, grads: tuple, owner: str) -> Any:
     """Calls a backward hook, which has to be linear: for gradients twice as large it has to return twice as much."""
-    kept = tree_map(lambda g: g.clone() if isinstance(g, torch.Tensor) else g, grads)  # it may change them in place
+    kept = _times(1, grads)  # it may change them in place
     result = hook(*grads)
     if result is not None or not _all_close(grads, kept):
-        larger = tree_map(lambda g: 2 * g if isinstance(g, torch.Tensor) else g, kept)
+        larger = _times(2, kept)
         finite = all(bool(_plain(g).isfinite().all()) for g in tree_leaves(larger) if g is not None)
         twice = hook(*larger)
         changed, twice = (grads, larger) if result is None else (result, twice)
-        doubled = tree_map(lambda g: 2 * g if isinstance(g, torch.Tensor) else g, changed)
-        if finite and not _all_close(doubled, twice, rtol=1e-5, atol=1e-8):
+        if finite and not _all_close(_times(2, changed), twice, rtol=1e-5, atol=1e-8):
             raise ValueError(
                 f"a backward hook of {owner} should be linear in gradients (not clamp or normalise them), since on "
                 "this mesh it gets those of a rank's rows or of a microbatch, times another factor: change p.grad "
@@ -320,6 +320,18 @@ def _call_linear(hook: Any, grads: tuple, owner: str) -> Any:
 def _all_close(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> bool:
     pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
     return all(torch.allclose(_plain(a), _plain(b), rtol, atol, equal_nan=True) for a, b in pairs if a is not None)
+
+
+def _times(factor: int, grads: Any) -> Any:
+    """New gradients, of which a DTensor keeps its placements: ``clone()`` would add up a Partial one."""
+
+    def times(g: torch.Tensor) -> torch.Tensor:
+        if not isinstance(g, DTensor):
+            return factor * g
+        local, size = factor * g.to_local(), {"shape": g.shape, "stride": g.stride()}
+        return DTensor.from_local(local, g.device_mesh, g.placements, run_check=False, **size)
+
+    return tree_map_only(torch.Tensor, times, grads)
 
 
 def _plain(gradient: torch.Tensor) -> torch.Tensor:
