@@ -154,6 +154,30 @@ def test_the_glossary_is_sorted_and_leads_to_chapters():
         assert all((ROOT / link).exists() for link in links), term
 
 
+# Terms of the four documents that chapters name otherwise.
+SAID = {
+    "accuracy, loss of": "accurac",
+    "communication cost": "bytes",
+    "local gradients": "gradient",
+    "bottleneck": "through",
+}
+SAID |= {"column-wise": "columns", "row-wise": "rows", "mini-batch": "batch", "stochastic gradient descent": "sgd"}
+SAID |= {"idle time": "idle", "pipeline bubble": "bubble"}
+
+
+def test_the_glossary_leads_to_chapters_that_say_the_word(site):
+    page = (ROOT / "docs/glossary.md").read_text()
+    anchors = {term: anchor for anchor, term in site.terms_of(page).items()}
+    pages = {path.name: nbformat.read(path, 4).cells for path in ROOT.glob("notebooks/*.ipynb")}
+    pages = {name: "\n".join(cell.source for cell in cells).lower() for name, cells in pages.items()}
+    for term, meaning in re.findall(r"^([^\s#`].*)\n  (.*)", page, re.M):
+        word = re.sub(r"[ -]", r"[\\s*_-]+", SAID.get(term, term.lower().removesuffix("ism")))
+        listed = re.findall(r"\]\(\.\./notebooks/(.*?)\)", meaning)
+        assert [name for name in listed if not re.search(word, pages[name])] == [], term
+        linked = {name for name, text in pages.items() if f"glossary.md#{anchors[term]})".lower() in text}
+        assert linked <= set(listed), f"{term} is explained where it is linked first"
+
+
 def test_chapters_lead_to_terms_of_the_glossary(site, gathered):
     terms = site.terms_of((ROOT / "docs/glossary.md").read_text())
     links = re.findall(

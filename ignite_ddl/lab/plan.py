@@ -192,6 +192,7 @@ class Plan(NamedTuple):
 
         Where gradients are not accumulated it shards weights (``zero=3``) or keeps them between the passes
         (``zero=2``); while they are accumulated, as under pp, gradients stay full, and so do weights (``zero=1``).
+        Full gradients beside sharded weights, ``shard=True`` alone without pp, are none of these.
         """
         words = []
         alone = self.pp == 1 and self.microbatches == 1  # else ddl keeps full gradients while it accumulates them

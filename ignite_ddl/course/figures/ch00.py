@@ -125,7 +125,7 @@ LANES = {
     "Data parallel": {9: "all-reduce", 10: "DDP", 11: "big batches", 14: "sharded"},
     "Parameter server": {12: "server", 13: "staleness"},
     "Model parallel": {15: "splitting", 16: "tensor", 17: "transformer", 18: "pipeline", 19: "schedules"},
-    "All together": {20: "hybrid", 21: "saving", 22: "failures", 23: "machines", 24: "planning", 25: "a GPT"},
+    "All together": {20: "hybrid", 21: "checkpoints", 22: "failures", 23: "machines", 24: "planning", 25: "capstone"},
     "Further": {26: "talking less", 27: "context", 28: "experts"},
 }
 

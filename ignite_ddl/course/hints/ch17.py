@@ -7,8 +7,9 @@ def right_models(n_models):
 
 
 def fused():
-    """What becomes of attention where one matrix for q, k and v is cut."""
-    return {"error": "12 columns are three times 4.", "right": "Of which heads are rank 0's first 12 columns?"}
+    """In which orders of columns one matrix for q, k and v can be cut."""
+    first = "Of which of q, k and v are rank 0's first 12 columns?"
+    return {"q, then k, then v": first, "both": first, "neither": "Which head's q, k and v make 12 columns in a row?"}
 
 
 def bytes_of_loss(rows, words, value_bytes):
