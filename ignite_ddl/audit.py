@@ -73,7 +73,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
 from ignite_ddl.compat import no_transforms, without_transforms
