@@ -139,7 +139,7 @@ def auto_model(
             effect. Default: those of the parameters.
         reshard_after_forward: with sharded weights, whether they are freed between the forward and the backward pass
             (ZeRO-3). With False they are gathered once for both (ZeRO-2), and stay full until the optimizer steps
-            where gradients are accumulated. Default: True, under pp False.
+            where gradients are accumulated (ZeRO-1). Default: True, under pp False.
         offload: with sharded weights, whether this rank's part of them, of gradients and of the optimizer's state are
             in the CPU's memory, where the optimizer steps (``CPUOffloadPolicy``). Default: False.
         checks: whether the first forward pass, in training or not, checks the code between layers that are cut over
