@@ -161,7 +161,11 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     found: list[torch.Tensor] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, tree)
+    for leaf in tree_leaves(tree, is_leaf=_is_record):  # builds none anew, as map_leaves does
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif _is_record(leaf):
+            found += tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init])
     return found
 
 

@@ -464,6 +464,23 @@ def test_a_first_derivative_in_forward_is_right_with_sharded_weights(func):
     assert_equal(on(partial(trained, make=partial(Slope, func)), dp=2), trained(0, partial(Slope, func)))
 
 
+class OfSequences(nn.Module):
+    """A recurrent network of padded sequences, each as long as its row says."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent, self.head = nn.GRU(1, 5, batch_first=True), nn.Linear(5, 4)
+
+    def forward(self, x):
+        lengths = (x[:, 0] > 0) * 3 + 5
+        packed = nn.utils.rnn.pack_padded_sequence(x.unsqueeze(2), lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.recurrent(packed)[1][0])
+
+
+def test_packed_sequences_reach_sharded_layers():
+    assert_equal(on(partial(trained, make=OfSequences, shard=True), dp=2), trained(0, OfSequences))
+
+
 def gan(local_rank, axes):
     torch.manual_seed(0)
     plan = PLAN if "tp" in axes else None
