@@ -294,9 +294,9 @@ def initialize_mesh(
                 assert parallel.run(who) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     global _mesh, _made_for, _said
-    said = (dp, pp, tp, dp_replicate, dp_shard, cp, ep) != (None, 1, 1, None, None, 1, 1)
     sizes = check_mesh(idist.get_world_size(), dp, pp, tp, dp_replicate, dp_shard, cp)
     check_experts(sizes, ep)
+    said = (dp, pp, tp, dp_replicate, dp_shard, cp, ep) != (None, 1, 1, None, None, 1, 1)
     shard = sizes.pop("dp_shard", None)
     replicas = sizes.pop("dp_replicate", 1)
     if not dist.is_initialized():

@@ -39,10 +39,12 @@ def check_replicas(model: nn.Module) -> None:
     Args:
         model: what ``ddl.auto_model`` returned, or a plain module that each rank has.
     """
-    if get_mesh().world_size == 1:
+    mesh = get_mesh()
+    if mesh.world_size == 1:
         return
     found = list(_differences(model))[:1]
-    if on_any_rank(bool(found)):  # of which other groups know nothing
+    one_group = mesh.world_size in (mesh.dp_size, mesh.tp_size) and mesh.ep_size == 1 and not mesh.hybrid
+    if bool(found) if one_group else on_any_rank(bool(found)):  # another group's is not known here
         name, axis = next(of_rank[0] for of_rank in gathered_values(found) if of_rank)
         raise ValueError(
             f"{name!r} should be the same on all {axis} ranks, but differs: after ddl.auto_model, something has "

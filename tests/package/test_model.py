@@ -399,7 +399,7 @@ def test_a_weight_that_is_read_off_a_sharded_layer_is_refused(local_rank):
     model = ddl.auto_model(ReadOff(), shard=True)
     optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
     trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
-    with pytest.raises(ValueError, match="a weight that is cut over ranks: call the layer that holds the weight"):
+    with pytest.raises(ValueError, match="a weight that is cut over ranks, or .*: call the layer that holds"):
         trainer.run([(torch.ones(4, 4), torch.ones(4, 4))])
 
 
