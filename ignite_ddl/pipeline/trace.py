@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import logging
 import operator
 import os
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
@@ -305,18 +305,9 @@ def _exported(model: nn.Module, x: Any) -> torch.export.ExportedProgram:
     rows = torch.export.Dim("rows", min=1)
     dims = tree_map(lambda leaf: {0: rows} if isinstance(leaf, torch.Tensor) else None, x)
     lines: list[str] = []
-
-    def note(record: logging.LogRecord) -> bool:
-        if "[guard added]" in record.getMessage():
-            lines.append(_line_of_the_model(traceback.extract_stack()))
-        return False
-
-    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = log.level
-    log.addFilter(note)
-    log.setLevel(logging.INFO)  # what torch takes for known about the number of rows, at the moment when it does
     try:
-        return torch.export.export(model, (x,), dynamic_shapes=(dims,))
+        with _guards_noted(lines):
+            return torch.export.export(model, (x,), dynamic_shapes=(dims,))
     except Exception as error:
         name, given = type(model).__name__, str(error)
         where = "".join(list(dict.fromkeys(lines))[-2:])
@@ -337,15 +328,28 @@ def _exported(model: nn.Module, x: Any) -> torch.export.ExportedProgram:
                 "nn.Sequential instead"
             )
         raise ValueError(f"torch.export cannot trace {name}, since {why}") from error
+
+
+@contextlib.contextmanager
+def _guards_noted(lines: list[str]) -> Iterator[None]:
+    """Notes the line of the model at each moment when torch takes something for known about the number of rows."""
+    told = getattr(ShapeEnv, "_log_guard", lambda *_, **__: None)  # its log is silent where logging is disabled
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        lines.append(_line_of_the_model(traceback.extract_stack()))
+        told(*args, **kwargs)
+
+    ShapeEnv._log_guard = note
+    try:
+        yield
     finally:
-        log.removeFilter(note)
-        log.setLevel(level)
+        ShapeEnv._log_guard = told
 
 
 def _line_of_the_model(frames: traceback.StackSummary) -> str:
     """The innermost line within our call of torch that is not of torch, to be appended to a sentence."""
     within = itertools.dropwhile(lambda frame: frame.filename != __file__, frames)
-    others = (os.path.dirname(torch.__file__), logging.__file__, contextlib.__file__, __file__)
+    others = (os.path.dirname(torch.__file__), contextlib.__file__, __file__)
     found = [frame for frame in within if not frame.filename.startswith(others)]
     return f' at "{found[-1].line}" ({os.path.basename(found[-1].filename)}:{found[-1].lineno})' if found else ""
 

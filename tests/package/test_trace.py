@@ -1,6 +1,7 @@
 """Models that are not sequential, cut by torch's tracing front end; each of its traps is right here, or refused."""
 
 import copy
+import logging
 import pickle
 
 import pytest
@@ -9,6 +10,7 @@ import torch.utils.checkpoint
 from ignite.handlers import EMAHandler
 from ranks import on_each_rank, trainer_of
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
@@ -224,6 +226,24 @@ def test_what_cannot_be_traced_is_refused(model, x, before, said):
     with pytest.raises(ValueError, match=said):
         ddl.trace_layers(model, x, before)
     assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("silent", ["all of logging", "torch's logger"])
+@pytest.mark.parametrize("model", [OfFour(), OfItsLength(), Nearest()], ids=["rows", "len", "cdist"])
+def test_the_line_is_named_where_nothing_is_logged(model, silent, monkeypatch):
+    told = ShapeEnv._log_guard
+    if silent == "all of logging":
+        before = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+    else:  # as logging.config.dictConfig leaves it
+        monkeypatch.setattr(logging.getLogger("torch.fx.experimental.symbolic_shapes"), "disabled", True)
+    try:
+        with pytest.raises(ValueError, match=r'rows.* at "return .*" \(test_trace.py:\d+\): '):
+            ddl.trace_layers(model, X, ["b"])
+    finally:
+        if silent == "all of logging":
+            logging.disable(before)
+    assert ShapeEnv._log_guard is told
 
 
 def test_distances_by_products_are_traced_for_any_number_of_rows():
