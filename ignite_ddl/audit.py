@@ -83,7 +83,7 @@ from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.cut import check_root_hooks
-from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
+from ignite_ddl.pipeline.structure import detached, local_tensor, n_rows, tensors_of
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest, lost_changes
 from ignite_ddl.state import INITIAL_VALUES
@@ -233,7 +233,7 @@ class Audit:
             with without_trace(stages):
                 return contract.call(transform(self.stages.forward_only(rows[0])), rows[1])
 
-        few, parts = few_rows((x, y))
+        few, parts = few_rows(detached((x, y)))  # so that a gradient by all rows of x fails, of which parts have some
         with evaluating(stages, all_of_them=False):
             contract.compare_parts(loss_of, few, parts)
 
