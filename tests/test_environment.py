@@ -24,7 +24,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-PYTHONS = ["3.11.0", "3.12.0", "3.13.0"]  # what constraints.txt promises to serve
+PYTHONS = ["3.11.0", "3.12.0", "3.13.0", "3.14.0"]  # what constraints.txt promises to serve
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
 RELEASE = yaml.safe_load((ROOT / ".github/workflows/workbook.yml").read_text())
 TARGETS = ["lab", "test", "test-all", "notebooks", "run", "stamp", "lint", "format", "clean"]

@@ -426,6 +426,7 @@ class Parallel:
             by_file = self.nnodes == 1 and self.master_port is None
             init_method = _file_address(folder, "store") if by_file else "env://"
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        chosen, default = multiprocessing.get_start_method(allow_none=True), multiprocessing.get_all_start_methods()[0]
         return Job(
             backend=self.backend,
             nproc=nproc,
@@ -440,7 +441,7 @@ class Parallel:
             cwd=os.getcwd(),
             modules=list(PRELOAD),
             mesh_sizes=self.mesh_sizes,
-            start_method=multiprocessing.get_start_method(allow_none=True),
+            start_method=None if chosen == default else chosen,  # whoever asks for the method fixes the default one
             settings=Settings(),
             companions=self.servers,
             sources=_cell_sources(),

@@ -138,6 +138,7 @@ def test_workers_of_a_rank_have_classes_of_cells_or_start_as_the_parent_says():
     )
     space = {"__name__": "__main__"}  # a dataset of a cell
     exec(source, space)
+    multiprocessing.get_start_method()  # as a library may: it fixes the default, which is no choice
     read = parallel(2).run(space["read"])
     assert [rows for _, rows in read] == [[[0, 1], [2, 3]]] * 2
     if sys.platform == "linux":
