@@ -39,6 +39,19 @@ class LocalRound:
     def __init__(self) -> None:
         self.steps, self.counted, self.averager = 0, 0.0, None
 
+    def check_loss(self, is_sum: bool) -> None:
+        """Raises a ValueError if nothing averages weights, or a loss without a divisor could not weight them."""
+        if self.averager is None:
+            raise ValueError(
+                'the model was made with dp_sync="local", but nothing averages the weights of its dp ranks: call '
+                "ddl.LocalSGD(...).attach(trainer, model, optimizer), or that of ddl.DiLoCo"
+            )
+        if is_sum:
+            raise ValueError(
+                'a loss that is a sum has no mean by which dp_sync="local" could weight ranks: divide it, by rows or '
+                "by what counts, and pass that as loss_divisor"
+            )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
             'a model with dp_sync="local" cannot be copied or pickled, since a copy would be of one dp rank: load '

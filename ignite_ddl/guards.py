@@ -25,7 +25,6 @@ from ignite_ddl.compat import (
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import local_tensor, tensors_of
 
-THIS_WAS_IN = "This was in "
 _REPLACED = "_replaced_by_auto_model"  # on a parameter that another has replaced: its name
 
 
@@ -189,8 +188,8 @@ def refuse_ignites_checkpoint(owner: nn.Module | torch.optim.Optimizer) -> None:
                 "has the same arguments; or save ddl.full_state_dict(model), gathered on every rank"
             )
 
-    owner.register_state_dict_pre_hook(_Hook(refuse))
-    owner.register_load_state_dict_pre_hook(_Hook(refuse))
+    owner.register_state_dict_pre_hook(Hook(refuse))
+    owner.register_load_state_dict_pre_hook(Hook(refuse))
 
 
 def full_state_error(name: str) -> ValueError:
@@ -239,9 +238,9 @@ def refuse_full_states(owner: nn.Module | torch.optim.Optimizer) -> None:
             )
 
     if isinstance(owner, nn.Module):
-        owner.register_load_state_dict_pre_hook(_Hook(check_model))
+        owner.register_load_state_dict_pre_hook(Hook(check_model))
     else:
-        owner.register_load_state_dict_pre_hook(_Hook(check_optimizer))
+        owner.register_load_state_dict_pre_hook(Hook(check_optimizer))
 
 
 def refuse_plain_names(
@@ -286,7 +285,7 @@ def _reduce_ex(owner: Any, protocol: Any) -> Any:
     return object.__reduce_ex__(owner, protocol)
 
 
-class _Hook:
+class Hook:
     """A hook on a cut model: pickling it is pickling the model."""
 
     is_ours = True
@@ -350,19 +349,3 @@ def refuse_second_derivatives(module: nn.Module, name: str, gathered: bool = Fal
         module.register_forward_pre_hook(watch, with_kwargs=True)
     else:
         module.register_forward_hook(watch)
-
-
-def explain_errors(module: nn.Module, advice: str) -> None:
-    """Adds a note to exceptions of the module's call, such as torch's errors about shapes and DTensors."""
-
-    def explain(*_: Any) -> None:
-        error = sys.exc_info()[1]
-        if error is not None and advice not in advice_of(error):
-            error.add_note(advice)
-
-    module.register_forward_hook(_Hook(explain), always_call=True)
-
-
-def advice_of(error: BaseException) -> list[str]:
-    """The lines that :func:`explain_errors` added."""
-    return [note for note in getattr(error, "__notes__", ()) if note.startswith(THIS_WAS_IN)]

@@ -55,6 +55,7 @@ DIVISOR = Fits(
 )
 IGNORED = -100  # torch's default of ignore_index
 _CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss, cross_entropy)
+_CONTRACTS_KEPT = 64  # of a model
 _MAX_INCONCLUSIVE = 16  # inconclusive checks, after which there is a warning
 _DECLARE = (
     'pass loss_divisor="rows" for a mean over rows, "sum" for a sum, or a function from targets to the divisor of the '
@@ -666,6 +667,25 @@ class LossContract:
             )
 
 
+class LossContracts:
+    """The contracts of one model, by loss function: of those last used, since some are made anew in each step."""
+
+    def __init__(self, mesh: Mesh, model: nn.Module) -> None:
+        self.mesh, self.model = mesh, model
+        self.by_key: dict[Hashable, LossContract] = {}
+
+    def of(self, loss_fn: Callable, declared: str | Callable[[Any], Any] | None) -> LossContract:
+        """The contract of a loss function, with what the user declared as its divisor."""
+        key, divisor = _key_of(loss_fn, declared), divisor_of(loss_fn, declared)
+        if key not in self.by_key:
+            while len(self.by_key) >= _CONTRACTS_KEPT:
+                del self.by_key[next(iter(self.by_key))]
+            self.by_key[key] = LossContract(loss_fn, divisor, self.mesh, self.model)
+        contract = self.by_key[key]
+        contract.loss_fn, contract.divisor = loss_fn, divisor
+        return contract
+
+
 def _advice(of_parts: float, captures: bool) -> str:
     return _TERMS if math.isnan(of_parts) else _CAPTURES if captures else _ROWS_MEET
 
@@ -727,16 +747,16 @@ def _dependencies(loss: torch.Tensor, output: Any, since: int) -> tuple[list[tor
     return outputs, weights, uses_older
 
 
-def key_of(loss_fn: Callable, declared: Any) -> Hashable:
+def _key_of(loss_fn: Callable, declared: Any) -> Hashable:
     """A key by which a lambda or a ``functools.partial`` that is made anew in each step is recognised."""
     if isinstance(loss_fn, functools.partial):
-        return key_of(loss_fn.func, declared), tuple(sorted(loss_fn.keywords)), len(loss_fn.args)
+        return _key_of(loss_fn.func, declared), tuple(sorted(loss_fn.keywords)), len(loss_fn.args)
     code = getattr(loss_fn, "__code__", None)
     if code is None:
-        return id(loss_fn), key_of(declared, None) if callable(declared) else declared
+        return id(loss_fn), _key_of(declared, None) if callable(declared) else declared
     closure = [cell.cell_contents for cell in getattr(loss_fn, "__closure__", None) or ()]
     values = tuple(
         id(value) if callable(value) else value for value in closure if callable(value) or type(value) is str
     )
     owner = id(getattr(loss_fn, "__self__", None))
-    return code, owner, values, key_of(declared, None) if callable(declared) else declared
+    return code, owner, values, _key_of(declared, None) if callable(declared) else declared

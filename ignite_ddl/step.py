@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager as Context
 from typing import Any
 
@@ -12,23 +11,20 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ignite_ddl.arguments import first_line
 from ignite_ddl.audit import TOKENS_CHECKED, Audit
-from ignite_ddl.compat import newest_node
-from ignite_ddl.data_parallel import LocalRound, gradient_sync, local_round
+from ignite_ddl.data_parallel import gradient_sync, local_round
+from ignite_ddl.errors import explaining_errors
 from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.experts.routing import routers_of, update_biases
-from ignite_ddl.guards import THIS_WAS_IN, advice_of
-from ignite_ddl.loss_contract import LossContract, divisor_of, key_of
+from ignite_ddl.loss_call import checked_loss
+from ignite_ddl.loss_contract import LossContract, LossContracts
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.local_stages import call, stages_of
 from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
 from ignite_ddl.tensor.gradients import redistribute_gradient
 
 Rows = tuple[int, int | None] | None  # the local and the global number of rows of a batch
-_CONTRACTS_KEPT = 64  # of a model: loss functions that are made anew in each step
 
 
 class TrainingStep:
@@ -63,7 +59,7 @@ class TrainingStep:
         self.audit = Audit(model, self.stages, self.mesh) if checks and self.mesh.world_size > 1 else None
         if not checks:
             setattr(model, TOKENS_CHECKED, True)
-        self.contracts: dict[Any, LossContract] = {}
+        self.contracts = LossContracts(self.mesh, model)
         self.local, self.has_routers = local_round(model), bool(routers_of(model))
         self.open, self.models, self.updates, self.order = False, [model], 0, 0
         # Divisors of this window: the one by which gradients are divided, and the sum of those of its batches.
@@ -100,18 +96,18 @@ class TrainingStep:
         Returns:
             tuple: the transformed output (None on ranks without the last stage), and the loss of the global batch.
         """
-        contract, autocast = self._contract(loss_fn, loss_divisor), autocast or contextlib.nullcontext()
+        contract, autocast = self.contracts.of(loss_fn, loss_divisor), autocast or contextlib.nullcontext()
         if self.local is not None:
-            _check_local(self.local, contract)
+            self.local.check_loss(contract.divisor.kind == "sum")
         if rows is None and self.mesh.dp_cp_size == 1:  # a loader of another library
             rows = (n_rows(y if tensors_of(y) else x),) * 2
         local_divisor = self._begin(contract, rows, x, y, autocast)
         weight, of_batch = self._weight(contract, rows, local_divisor, window)
         weight, of_batch = weight * scale / (window or 1), of_batch * scale / (window or 1)
-        loss_of, share = _checked_loss(contract, empty=n_rows(x) == 0), contract.divisor.share
+        loss_of, share = checked_loss(contract, empty=n_rows(x) == 0), contract.divisor.share
         with (
             gradient_sync(self.stages.local_stages(), last),
-            _explaining_errors(),
+            explaining_errors(),
             router_loss_weight(of_batch, rows is None or rows[0] > 0),
         ):
             output, loss = self.stages.forward(x, y, loss_of, self.transform, share, weight, autocast)
@@ -132,22 +128,12 @@ class TrainingStep:
             self._finish(window, loss)
         return output, loss
 
-    def _contract(self, loss_fn: Callable, loss_divisor: Any) -> LossContract:
-        key = key_of(loss_fn, loss_divisor)
-        if key not in self.contracts:
-            while len(self.contracts) >= _CONTRACTS_KEPT:
-                del self.contracts[next(iter(self.contracts))]
-            self.contracts[key] = LossContract(loss_fn, divisor_of(loss_fn, loss_divisor), self.mesh, self.model)
-        contract = self.contracts[key]
-        contract.loss_fn, contract.divisor = loss_fn, divisor_of(loss_fn, loss_divisor)
-        return contract
-
     def _begin(self, contract: LossContract, rows: Rows, x: Any, y: Any, autocast: Context) -> float | None:
         """Checks the batch; returns the divisor of this rank's part of it, None for a sum."""
         strict = self.audit is not None and self.mesh.dp_cp_size > 1 and not contract.n_steps
         local_divisor = contract.divisor.local(rows, x, y, strict)
         if self.audit is not None:
-            with autocast, _explaining_errors():
+            with autocast, explaining_errors():
                 self.audit.begin(rows, x, y)
             contract.begin(y)
         contract.counted = contract.count(y, local_divisor)
@@ -255,147 +241,3 @@ class TrainingStep:
             self.audit.compare(compared, contract)
             contract.conclude(n_inconclusive)
         return summed[0] / total if total else summed[0], total
-
-
-def _check_local(local: LocalRound, contract: LossContract) -> None:
-    if local.averager is None:
-        raise ValueError(
-            'the model was made with dp_sync="local", but nothing averages the weights of its dp ranks: call '
-            "ddl.LocalSGD(...).attach(trainer, model, optimizer), or that of ddl.DiLoCo"
-        )
-    if contract.divisor.kind == "sum":
-        raise ValueError(
-            'a loss that is a sum has no mean by which dp_sync="local" could weight ranks: divide it, by rows or by '
-            "what counts, and pass that as loss_divisor"
-        )
-
-
-# Words of torch's and Python's errors where code gets a part of a tensor and expects all of it.
-_ABOUT_SHAPES = re.compile(r"shape|size|dim|DTensor|to unpack|channels|elements")
-
-
-@contextlib.contextmanager
-def _explaining_errors() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        advice = advice_of(error)
-        if found := re.search(r"(?:aten\.(\w+)\S* )?got mixed torch\.Tensor and DTensor", str(error)):
-            cut = (line.partition(",")[0].removeprefix(THIS_WAS_IN) for line in advice if "tensor_plan cuts" in line)
-            named = next(cut, None)
-            cure = (
-                f"leave {named}, whose forward reads its weight, out of tensor_plan"
-                if named
-                else "call the layer that holds the weight instead of reading the weight off it, so that it is "
-                "gathered in time; or leave it uncut, by shard=False or a tensor_plan without this layer"
-            )
-            raise ValueError(
-                f"the model computes ({found[1] or 'an operation'}) with a plain tensor and a weight that is cut over "
-                f"ranks, or the output of a layer with use_local_output=False: {cure}"
-            ) from error
-        if advice and _ABOUT_SHAPES.search(str(error)):
-            raise ValueError(" ".join([f"{first_line(error)}.", *advice])) from error
-        if "Expected more than 1 value per channel when training" in str(error):
-            raise ValueError(
-                "a BatchNorm in training got one value for each channel, since this rank or microbatch has one row of "
-                "the batch: take a larger batch_size, drop_last=True or fewer microbatches, or nn.GroupNorm, whose "
-                "numbers are those of one process"
-            ) from error
-        if "is a view and is being modified inplace" in str(error) and get_mesh().tp_size > 1:
-            raise ValueError(
-                "a layer works in place (inplace=True) on what a layer that is cut over ranks has returned, which "
-                "torch refuses: give it inplace=False"
-            ) from error
-        if "appears to not have been used in the graph" in str(error) and get_mesh().world_size > get_mesh().pp_size:
-            raise ValueError(
-                "torch.autograd.grad got weights that the graph does not have, since layers compute with others, which "
-                "are gathered for a pass: for gradients by weights, take a mesh of dp alone, without shard=True"
-            ) from error
-        if "Expected to have finished reduction" in str(error):
-            raise ValueError(
-                "model has weights that the previous step did not use, and DDP waits for their gradients: pass "
-                "find_unused_parameters=True, or shard=True, to ddl.auto_model"
-            ) from error
-        if "expect_autograd_hooks_" in str(error):
-            raise ValueError(
-                "static_graph=True needs a first step of one batch, after whose backward pass DDP knows the graph, but "
-                "it accumulates over several: pass find_unused_parameters=True to ddl.auto_model instead"
-            ) from error
-        raise
-
-
-_IN_A_PIPELINE = (
-    "Under pp, loss_fn runs where the last stage is, with the output and the targets of a microbatch: what layers or "
-    "hooks of other stages keep is on other ranks, and the output does not depend on x there. Let the model return it, "
-    "or use a mesh without pp"
-)
-
-
-def _checked_loss(contract: LossContract, empty: bool) -> Callable[[Any, Any], torch.Tensor]:
-    def loss_of(output: Any, y: Any) -> torch.Tensor:
-        since = newest_node()
-        if contract.is_checking and any(_is_freed(tensor) for tensor in tensors_of(output)):
-            raise ValueError(
-                "the model returns one of its weights, whose memory shard=True frees after the forward pass: let "
-                "forward return a copy, weight.clone(), which has the same gradient"
-            )
-        loss = _loss(contract, output, y, empty)
-        if contract.is_checking:
-            contract.inspect(loss, output, y, since)
-        return loss
-
-    return loss_of
-
-
-def _is_freed(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
-
-
-def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Tensor:
-    """Calls the loss function; torch's losses fail on cut logits, or return a DTensor."""
-    kind = contract.divisor.kind
-    if empty and kind != "sum" or callable(kind) and contract.divisor.of(y) == 0:
-        if not empty:
-            contract.check_that_nothing_counts(output, y)
-        with contextlib.suppress(Exception), torch.no_grad():
-            contract.loss_fn(output, y)  # its state changes as on other ranks, which it may meet
-        return _loss_of_nothing(output)
-    if any(isinstance(tensor, DTensor) for tensor in tensors_of(output)):
-        advice = "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn"
-    else:
-        advice = (
-            "the model returns plain ones, so this is a weight that is cut over ranks, or its gradient: let forward "
-            "return what the loss takes of weights (weight.clone() for a whole one) and pass loss_divisor=, use "
-            "weight_decay, or leave the weight uncut, by shard=False or a tensor_plan without its layer"
-        )
-    try:
-        loss = contract.loss_fn(output, y)
-    except Exception as error:
-        if "mixed torch.Tensor and DTensor" in str(error):
-            raise ValueError(f"loss_fn should compute with plain tensors, but fails on a DTensor: {advice}") from error
-        if get_mesh().pp_size > 1 and "not have been used in the graph" in str(error):
-            raise ValueError(
-                "loss_fn takes a gradient of the output by a tensor before it (x?), but under pp it sees the output of "
-                "the last stage alone, whose graph begins there: use a mesh without pp, or a model with a layer that "
-                "computes such gradients by itself and returns them"
-            ) from error
-        if get_mesh().pp_size > 1:
-            error.add_note(_IN_A_PIPELINE)
-        raise
-    if isinstance(loss, DTensor):
-        raise ValueError(f"loss_fn should return a plain tensor, but gave a DTensor, {loss.placements}: {advice}")
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        given = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn should return one number, but gave {given}")
-    return loss
-
-
-def _loss_of_nothing(output: Any) -> torch.Tensor:
-    """A loss of 0, by which gradients are zeros: the mean of no rows would be NaN."""
-    tensors = [tensor for tensor in tensors_of(output) if tensor.ndim and tensor.is_floating_point()]
-    if not tensors and any(not tensor.isfinite().all() for tensor in tensors_of(output)):
-        raise ValueError(
-            "the model returns a loss that is not finite where none of a rank's targets count: let it return its "
-            "output, and compute the loss in loss_fn"
-        )
-    return sum(tensor.sum() * 0.0 for tensor in tensors or tensors_of(output))

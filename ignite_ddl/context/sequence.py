@@ -20,7 +20,7 @@ from torch import nn
 from ignite_ddl.arguments import a, takes, whole
 from ignite_ddl.collectives import gathered
 from ignite_ddl.context.layout import local_positions, natural_order, place_in, shard_sequence
-from ignite_ddl.guards import THIS_WAS_IN
+from ignite_ddl.errors import THIS_WAS_IN
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, tensors_of
 from ignite_ddl.replicas import digest

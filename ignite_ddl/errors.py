@@ -1,0 +1,86 @@
+"""What torch's errors mean on a mesh, and what to do about them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ignite_ddl.arguments import first_line
+from ignite_ddl.guards import Hook
+from ignite_ddl.mesh import get_mesh
+
+THIS_WAS_IN = "This was in "
+# Words of torch's and Python's errors where code gets a part of a tensor and expects all of it.
+_ABOUT_SHAPES = re.compile(r"shape|size|dim|DTensor|to unpack|channels|elements")
+
+
+def explain_errors(module: nn.Module, advice: str) -> None:
+    """Adds a note to exceptions of the module's call, such as torch's errors about shapes and DTensors."""
+
+    def explain(*_: Any) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and advice not in advice_of(error):
+            error.add_note(advice)
+
+    module.register_forward_hook(Hook(explain), always_call=True)
+
+
+def advice_of(error: BaseException) -> list[str]:
+    """The lines that :func:`explain_errors` added."""
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith(THIS_WAS_IN)]
+
+
+@contextlib.contextmanager
+def explaining_errors() -> Iterator[None]:
+    """Raises torch's errors about parts of tensors as ValueErrors with a cure."""
+    try:
+        yield
+    except Exception as error:
+        advice = advice_of(error)
+        if found := re.search(r"(?:aten\.(\w+)\S* )?got mixed torch\.Tensor and DTensor", str(error)):
+            cut = (line.partition(",")[0].removeprefix(THIS_WAS_IN) for line in advice if "tensor_plan cuts" in line)
+            named = next(cut, None)
+            cure = (
+                f"leave {named}, whose forward reads its weight, out of tensor_plan"
+                if named
+                else "call the layer that holds the weight instead of reading the weight off it, so that it is "
+                "gathered in time; or leave it uncut, by shard=False or a tensor_plan without this layer"
+            )
+            raise ValueError(
+                f"the model computes ({found[1] or 'an operation'}) with a plain tensor and a weight that is cut over "
+                f"ranks, or the output of a layer with use_local_output=False: {cure}"
+            ) from error
+        if advice and _ABOUT_SHAPES.search(str(error)):
+            raise ValueError(" ".join([f"{first_line(error)}.", *advice])) from error
+        if "Expected more than 1 value per channel when training" in str(error):
+            raise ValueError(
+                "a BatchNorm in training got one value for each channel, since this rank or microbatch has one row of "
+                "the batch: take a larger batch_size, drop_last=True or fewer microbatches, or nn.GroupNorm, whose "
+                "numbers are those of one process"
+            ) from error
+        if "is a view and is being modified inplace" in str(error) and get_mesh().tp_size > 1:
+            raise ValueError(
+                "a layer works in place (inplace=True) on what a layer that is cut over ranks has returned, which "
+                "torch refuses: give it inplace=False"
+            ) from error
+        if "appears to not have been used in the graph" in str(error) and get_mesh().world_size > get_mesh().pp_size:
+            raise ValueError(
+                "torch.autograd.grad got weights that the graph does not have, since layers compute with others, which "
+                "are gathered for a pass: for gradients by weights, take a mesh of dp alone, without shard=True"
+            ) from error
+        if "Expected to have finished reduction" in str(error):
+            raise ValueError(
+                "model has weights that the previous step did not use, and DDP waits for their gradients: pass "
+                "find_unused_parameters=True, or shard=True, to ddl.auto_model"
+            ) from error
+        if "expect_autograd_hooks_" in str(error):
+            raise ValueError(
+                "static_graph=True needs a first step of one batch, after whose backward pass DDP knows the graph, but "
+                "it accumulates over several: pass find_unused_parameters=True to ddl.auto_model instead"
+            ) from error
+        raise

@@ -1,0 +1,99 @@
+"""A call of a loss function: with rows, with none, and with tensors that are cut over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ignite_ddl.compat import newest_node
+from ignite_ddl.loss_contract import LossContract
+from ignite_ddl.mesh import get_mesh
+from ignite_ddl.pipeline.structure import tensors_of
+
+_IN_A_PIPELINE = (
+    "Under pp, loss_fn runs where the last stage is, with the output and the targets of a microbatch: what layers or "
+    "hooks of other stages keep is on other ranks, and the output does not depend on x there. Let the model return it, "
+    "or use a mesh without pp"
+)
+
+
+def checked_loss(contract: LossContract, empty: bool) -> Callable[[Any, Any], torch.Tensor]:
+    """The loss function of a contract, whose calls are checked in steps that check.
+
+    Args:
+        contract: what is known of the loss.
+        empty: whether this rank has no rows of the batch.
+    """
+
+    def loss_of(output: Any, y: Any) -> torch.Tensor:
+        since = newest_node()
+        if contract.is_checking and any(_is_freed(tensor) for tensor in tensors_of(output)):
+            raise ValueError(
+                "the model returns one of its weights, whose memory shard=True frees after the forward pass: let "
+                "forward return a copy, weight.clone(), which has the same gradient"
+            )
+        loss = _loss(contract, output, y, empty)
+        if contract.is_checking:
+            contract.inspect(loss, output, y, since)
+        return loss
+
+    return loss_of
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Tensor:
+    """Calls the loss function; torch's losses fail on cut logits, or return a DTensor."""
+    kind = contract.divisor.kind
+    if empty and kind != "sum" or callable(kind) and contract.divisor.of(y) == 0:
+        if not empty:
+            contract.check_that_nothing_counts(output, y)
+        with contextlib.suppress(Exception), torch.no_grad():
+            contract.loss_fn(output, y)  # its state changes as on other ranks, which it may meet
+        return _loss_of_nothing(output)
+    if any(isinstance(tensor, DTensor) for tensor in tensors_of(output)):
+        advice = "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn"
+    else:
+        advice = (
+            "the model returns plain ones, so this is a weight that is cut over ranks, or its gradient: let forward "
+            "return what the loss takes of weights (weight.clone() for a whole one) and pass loss_divisor=, use "
+            "weight_decay, or leave the weight uncut, by shard=False or a tensor_plan without its layer"
+        )
+    try:
+        loss = contract.loss_fn(output, y)
+    except Exception as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            raise ValueError(f"loss_fn should compute with plain tensors, but fails on a DTensor: {advice}") from error
+        if get_mesh().pp_size > 1 and "not have been used in the graph" in str(error):
+            raise ValueError(
+                "loss_fn takes a gradient of the output by a tensor before it (x?), but under pp it sees the output of "
+                "the last stage alone, whose graph begins there: use a mesh without pp, or a model with a layer that "
+                "computes such gradients by itself and returns them"
+            ) from error
+        if get_mesh().pp_size > 1:
+            error.add_note(_IN_A_PIPELINE)
+        raise
+    if isinstance(loss, DTensor):
+        raise ValueError(f"loss_fn should return a plain tensor, but gave a DTensor, {loss.placements}: {advice}")
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        given = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn should return one number, but gave {given}")
+    return loss
+
+
+def _loss_of_nothing(output: Any) -> torch.Tensor:
+    """A loss of 0, by which gradients are zeros: the mean of no rows would be NaN."""
+    tensors = [tensor for tensor in tensors_of(output) if tensor.ndim and tensor.is_floating_point()]
+    if not tensors and any(not tensor.isfinite().all() for tensor in tensors_of(output)):
+        raise ValueError(
+            "the model returns a loss that is not finite where none of a rank's targets count: let it return its "
+            "output, and compute the loss in loss_fn"
+        )
+    return sum(tensor.sum() * 0.0 for tensor in tensors or tensors_of(output))
