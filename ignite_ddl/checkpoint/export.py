@@ -64,6 +64,7 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
                 torch.manual_seed(0)
                 assert torch.equal(plain[0].weight, torch.nn.Linear(3, 8).weight)
     """
+    # Not by torch's HuggingFaceStorageWriter: it stores the rows of Column(parts=) in the order of ranks.
     folder, parts, weight_map, total = Path(folder), [], {}, 0
     error: Exception | None = None
     tensors = ((name, tensor) for name, tensor in full_tensors(model) if tensor is not None)  # on rank 0
