@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+import logging
 import pkgutil
 import re
 import textwrap
@@ -39,6 +40,12 @@ EXAMPLES = list(examples())
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example_runs(example, no_window):
+    before = logging.root.manager.disable
+    run_example(example)
+    assert logging.root.manager.disable == before, "the reader's own messages are not shown any more"
+
+
+def run_example(example):
     if isinstance(example, doctest.DocTest):
         assert doctest.DocTestRunner().run(example).failed == 0
         return

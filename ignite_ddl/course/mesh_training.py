@@ -61,12 +61,14 @@ class MeshTraining:
     """
 
     def __init__(self, dropout: float, seed: int) -> None:
+        before = logging.root.manager.disable
         logging.disable(logging.INFO)  # of idist, about each loader and model
         torch.manual_seed(seed)
         self.steps: list[tuple[float, list[float]]] = []
         loader = ddl.auto_dataloader(_pictures(), batch_size=8, shuffle=True)
         model = ddl.auto_model(mesh_network(dropout), tensor_plan=PLAN, shard=True)
         optimizer = ddl.auto_optim(torch.optim.Adam(model.parameters(), lr=0.01))
+        logging.disable(before)
         trainer = ddl.create_supervised_trainer(model, optimizer, F.cross_entropy)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._note)
         self.parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader}
