@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 _SMALL = 1 << 12  # bytes that travel with whether they are all
+SENT = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64}
+SENT |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}  # by gloo; other types as bytes
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:

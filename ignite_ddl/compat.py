@@ -16,6 +16,7 @@ file                                    what it uses
 ``audit.py``                            ``nn.Module._parameters``, ``_modules``, ``Parameter._backward_hooks``
 ``guards.py``                           ``Parameter._backward_hooks``
 ``step.py``                             ``torch._foreach_mul_``
+``model.py``                            ``_ddp_params_and_buffers_to_ignore``, which DDP reads
 ``engine.py``                           Ignite's ``_prepare_batch``, the default of a public argument; of its Engine the
                                         order of handlers, ``_setup_dataloader_iter``, ``_dataloader_iter``,
                                         ``_fire_event``, ``_init_iter``, ``_internal_run_generator``

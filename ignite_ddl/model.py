@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import FLAG, MODULE, OPTIMIZER, WORLD, a, each, one_of, takes
 from ignite_ddl.audit import TOKENS_CHECKED, take_fingerprint
-from ignite_ddl.collectives import octets
+from ignite_ddl.collectives import SENT, octets
 from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
 from ignite_ddl.compat import MODELS, reduce_metrics_over_dp
 from ignite_ddl.context.sequence import SharedSequences
-from ignite_ddl.data_parallel import LOCAL_ROUNDS, LocalRound, apply_data_parallel, fully_shard
+from ignite_ddl.data_parallel import LOCAL_ROUNDS, LocalRound, apply_data_parallel, fully_shard, share_buffers
 from ignite_ddl.experts.routing import routers_of
 from ignite_ddl.experts.style import Experts, apply_experts, check_experts_of
 from ignite_ddl.guards import (
@@ -384,7 +384,7 @@ def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
         share_random_stream(layout.mesh)
     if layout.ddp is not None:  # which refuses a model that trains nothing
         if layout.mesh.world_size == 1 or trains(model):
-            model = idist.auto_model(model, **layout.ddp)
+            model = _wrapped(model, layout)
         return register_comm_hook(model, layout.comm_hook, layout.mesh)
     uncut = dict(model.named_parameters(remove_duplicate=False))
     if layout.cut is not None:
@@ -396,6 +396,20 @@ def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
         apply_data_parallel(stage, layout.mesh, layout.fsdp if layout.shard else None, layout.local)
     copy_parameter_attributes(uncut, model)
     return model
+
+
+def _wrapped(model: nn.Module, layout: _Layout) -> nn.Module:
+    """A model under DDP; its buffers and frozen weights of types that DDP does not send are sent as bytes."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    unsent = [name for name, tensor in tensors if tensor.dtype not in SENT and not tensor.requires_grad]
+    if layout.mesh.world_size == 1 or not unsent or layout.ddp.get("broadcast_buffers") is False:
+        return idist.auto_model(model, **layout.ddp)
+    _copy_weights_of_rank_0(model)
+    model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *unsent]
+    wrapped = idist.auto_model(model, **layout.ddp)
+    if layout.ddp.get("forward_sync_buffers") is not False:
+        wrapped.register_forward_pre_hook(lambda root, _: share_buffers(root, layout.mesh))
+    return wrapped
 
 
 def _apply_styles(model: nn.Module, styles: dict[str, ParallelStyle], mesh: Mesh) -> None:

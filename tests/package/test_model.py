@@ -146,6 +146,21 @@ def test_tensors_of_any_type_travel_between_dp_and_pp_ranks(local_rank, on_rank)
 
 
 @on_each_rank(dp=2)
+def test_tensors_of_any_type_are_those_of_rank_0_under_ddp(local_rank):
+    model = Typed(local_rank)
+    model.frozen = nn.Parameter(torch.full((2,), 1.5 + local_rank).to(torch.float8_e4m3fn), requires_grad=False)
+    model = ddl.auto_model(model)
+    held = model.module.state_dict() | {"frozen": model.module.frozen.detach()}
+    for number in range(3):  # what a forward pass has left on rank 0 is there before the next
+        for name, of_rank_0 in Typed(number).named_buffers():
+            assert octets(held[name]).tolist() == octets(of_rank_0).tolist()
+        for name, changed in Typed(number + 1 + local_rank).named_buffers():
+            held[name].copy_(changed)
+        model(torch.ones(1, 4)).sum().backward()
+    assert held["frozen"].to(torch.float32).tolist() == [1.5, 1.5]
+
+
+@on_each_rank(dp=2)
 def test_models_that_once_failed(local_rank):
     """Weights that are not contiguous, a child named module, a model on its own, a list of layers."""
     torch.manual_seed(0)
