@@ -512,15 +512,21 @@ class Pass:
 
 _latest_pass: weakref.ref[Pass] | None = None  # the one of the last batch
 _uneven_loader: weakref.ref[ShardedDataLoader] | None = None  # of the last batch of loops, if its rows are uneven
-_uneven_pass: weakref.ref[Pass] | None = None  # its loop, which ends before its loader
+# Open loops that have given uneven rows: these, and whether an even batch of another loop leaves them to be trained on.
+_uneven_loops: WeakKeyDictionary[Pass, tuple[tuple[int, int], bool]] = WeakKeyDictionary()
 _is_watching = False
 
 
 def _watch_optimizer_steps(of_loop: Pass) -> None:
     """Refuses a step, in this loop, of an average over ranks that is not the average over rows; after it, warns."""
-    global _is_watching, _uneven_loader, _uneven_pass
+    global _is_watching, _uneven_loader
     is_uneven = of_loop.rows[1] % get_mesh().dp_size != 0
-    _uneven_loader, _uneven_pass = (weakref.ref(of_loop.loader), weakref.ref(of_loop)) if is_uneven else (None, None)
+    _uneven_loader = weakref.ref(of_loop.loader) if is_uneven else None
+    if is_uneven:
+        _uneven_loops[of_loop] = of_loop.rows, torch.is_grad_enabled()
+    else:  # what was read under torch.no_grad() was to be looked at
+        for looked_at in [loop for loop, (_, stays) in _uneven_loops.items() if not stays]:
+            del _uneven_loops[looked_at]
     if is_uneven and not _is_watching:
         _is_watching = True
         register_optimizer_step_pre_hook(_refuse_uneven_rows)
@@ -531,11 +537,12 @@ def _refuse_uneven_rows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         cure = (
             "let ddl.create_supervised_trainer, or ddl.forward_backward in a ddl.MeshEngine, compute them, take a "
             "batch_size and drop_last=True by which all ranks have the same number of rows, or weight each rank's loss "
-            "by loader.rows (once it has been read, this is not checked)"
+            "by loader.rows (once it has been read, this is not checked); what is not trained on is read under "
+            "torch.no_grad()"
         )
-        of_loop = _uneven_pass and _uneven_pass()
-        if of_loop is not None and not of_loop.loader._rows_are_used:
-            raise ValueError(_not_the_average(of_loop.rows, cure))
+        used = {rows for loop, (rows, _) in _uneven_loops.items() if loop.loader._rows_are_used}
+        if unused := {rows for loop, (rows, _) in _uneven_loops.items() if not loop.loader._rows_are_used} - used:
+            raise ValueError(_not_the_average(max(unused), cure))
         warn_of_uneven_rows(cure)
 
 
@@ -548,8 +555,9 @@ def _not_the_average(rows: tuple[int, int], cure: str) -> str:
 
 def forget_uneven_rows() -> None:
     """Says that the rows of the last batch were counted in a step."""
-    global _uneven_loader, _uneven_pass
-    _uneven_loader = _uneven_pass = None
+    global _uneven_loader
+    _uneven_loader = None
+    _uneven_loops.clear()
 
 
 def warn_of_padded_rows(loader: Any) -> None:

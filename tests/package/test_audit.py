@@ -562,6 +562,43 @@ def test_a_step_in_a_loop_on_uneven_rows_is_refused(how, options):
     refused(partial(plain_loop, rows=5, how=how, **options), "counts each row once: let ddl.create_supervised", dp=2)
 
 
+def two_loaders(local_rank, first, second, reads=0, grad=True, every=1):
+    """A loop over two loaders, and whose rows weight its losses."""
+    model = ddl.auto_model(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loaders = [ddl.auto_dataloader(TensorDataset(X[:n], Y[:n]), batch_size=b) for n, b in (first, second)]
+    passes = [iter(loader) for loader in loaders]
+    for number in range(3):
+        with torch.set_grad_enabled(grad):
+            batches = [next(one) for one in passes]
+        used = batches if grad else batches[1:]
+        weight = 2 * loaders[reads - 1].rows[0] / loaders[reads - 1].rows[1] if reads else 1.0
+        sum(weight * F.mse_loss(model(x), y) for x, y in used).backward()
+        if number % every == every - 1:
+            optimizer.step()
+
+
+EVEN, UNEVEN = (12, 4), (9, 3)
+
+
+@pytest.mark.parametrize(
+    "how", [(EVEN, UNEVEN), (UNEVEN, EVEN), (UNEVEN, EVEN, 2), ((8, 3), EVEN, 0, True, 3)], ids=str
+)
+def test_a_step_in_a_loop_over_two_loaders_is_refused_where_one_of_them_is_uneven(how):
+    refused(
+        partial(two_loaders, first=how[0], **dict(zip(("second", "reads", "grad", "every"), how[1:], strict=False))),
+        "counts each row once: let ddl.create_supervised",
+        dp=2,
+    )
+
+
+@on_each_rank(dp=2)
+def test_a_step_in_a_loop_over_two_loaders_is_right(local_rank):
+    """Where both are even, one is weighted and the other gives as many rows, or one is looked at only."""
+    for how in ((EVEN, EVEN), (UNEVEN, EVEN, 1), (UNEVEN, UNEVEN, 1), (UNEVEN, UNEVEN, 2), (UNEVEN, EVEN, 0, False)):
+        two_loaders(local_rank, *how)
+
+
 def looks_at_another(local_rank):
     """A trainer whose handler reads an uneven batch of another loader."""
     torch.manual_seed(0)
