@@ -9,6 +9,7 @@ weights loaded        weights of ``ddl.empty_weights`` that were not loaded     
 same rows             tp, cp or pp peers with different rows                              steps 1, 2, 4, 8, …
 same order            dp ranks whose samplers give them different batches                 each step
 same modules          dp ranks that call different modules                                each step
+same calls            dp ranks that call a layer unlike numbers of times, shard=True      steps 1, 2, 4, 8, …
 same steps            ranks that skip a step of the optimizer                             each step
 same target shapes    targets padded to other lengths on other ranks                      each step
 model called          a step that calls a method of the model instead of the model, past  each step
@@ -76,7 +77,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
-from ignite_ddl.compat import no_transforms, without_transforms
+from ignite_ddl.compat import gathers, no_transforms, without_dispatch_modes, without_transforms
 from ignite_ddl.context.sequence import check_tokens, length_matters
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
@@ -149,7 +150,7 @@ class Audit:
             self.model_called.value = False
         if self.is_check_step:
             check_tokens_are_independent(self.model, self.stages, x)
-        self.modules.begin()
+        self.modules.begin(self.is_check_step)
 
     def _check_before_forward(self, x: Any, y: Any) -> None:
         _check_weights_are_loaded(self.model)
@@ -657,8 +658,8 @@ class ModulesInUse:
     """Checks that all dp ranks call the same modules with weights in a step.
 
     Otherwise, gradients of different weights would be added where they are reduced in one flat tensor, or torch would
-    abort if sizes differ. In the first step, the ranks compare their calls at each gather of FSDP2 and at the end of
-    the forward pass, before anything is reduced; later steps reduce a digest together with the loss. DDP needs all
+    abort if sizes differ. In steps 1, 2, 4, 8, …, the ranks compare their calls at each gather of FSDP2 and at the end
+    of the forward pass, before anything is reduced; others reduce a digest together with the loss. DDP needs all
     weights to be used, which each rank checks alone by their gradients: the hooks are removed after the first step,
     since they take a third of a millisecond per step in a small GPT.
 
@@ -668,7 +669,7 @@ class ModulesInUse:
     """
 
     def __init__(self, stages: list[nn.Module], mesh: Mesh) -> None:
-        self.mesh, self.is_first_step = mesh, True
+        self.mesh, self.compares = mesh, True
         # In order, each module once, since dp ranks may have different numbers of microbatches.
         self.calls: dict[int, None] = {}
         self.names: list[str] = []
@@ -691,13 +692,13 @@ class ModulesInUse:
                     self.names.append(name.removeprefix("module.") or type(module).__name__)
             self.handles.append(stage.register_forward_hook(self._hook(END, stage)))
 
-    def begin(self) -> None:
-        """Starts a step."""
+    def begin(self, compares: bool) -> None:
+        """Starts a step, in which ranks compare their calls or not."""
+        self.compares = compares
         self.calls.clear()
 
     def digest(self) -> int:
         """A number below 2 ** 20 for the modules called in this step, in order."""
-        self.is_first_step = False
         if self.first_step_only:
             while self.handles:
                 self.handles.pop().remove()
@@ -718,23 +719,25 @@ class ModulesInUse:
 
     def _hook(self, number: int, module: nn.Module) -> Any:
         communicates = number == END or isinstance(module, FSDPModule)
+        each_time = number != END and gathers(module) and self.mesh.pp_size == 1
 
         def hook(*_: Any) -> None:
-            if torch.is_grad_enabled() and number not in self.calls:
+            is_new = torch.is_grad_enabled() and number not in self.calls
+            if is_new:
                 self.calls[number] = None
-                if communicates and self.is_first_step:
-                    self._compare(number)
+            if communicates and self.compares and (is_new or each_time):
+                self._compare(number)
 
         return hook
 
     def _compare(self, number: int) -> None:
         """Raises a ValueError unless all dp ranks have called the same modules."""
-        with no_transforms():
+        with no_transforms(), without_dispatch_modes():  # which look for what the model itself sends
             local = torch.tensor([number, hash(tuple(self.calls)) % 2**20], device=idist.device())
             unlike = any(not torch.equal(peer, local) for peer in gathered(local, self.mesh.dp_cp_group))
         if unlike:
-            last = self.names[[called for called in self.calls if called != END][-1]]
-            raise ValueError(f"{UNLIKE_MODULES} This rank was at {last!r}")
+            at = "the end of forward" if number == END else repr(self.names[number])
+            raise ValueError(f"{UNLIKE_MODULES} This rank was at {at}")
 
 
 def _finds_unused(stage: nn.Module) -> bool:
