@@ -26,7 +26,8 @@ independent tokens    over cp, a module that looks at other tokens, or counts po
                                                                                           an evaluator's first
 same loss             tp peers that compute different losses                              steps 1, 2, 4, 8, …
 same gradients        tp peers with different gradients of a replicated weight            until each weight had one
-replicas              weights and buffers that should be equal on ranks, but differ       steps 1, 2, 4, 8, …
+replicas              weights and buffers that should be equal on ranks, but differ       steps 1, 2, 4, 8, …;
+                                                                                          when a run ends
 lost changes          weights that forward changes where they are gathered for it alone   steps 1, 2, 4, 8, …
 state of a loss       what a loss function keeps from call to call, computed from a       steps 1, 2, 4, 8, …
                       rank's own rows or for each microbatch, and by which it computes
@@ -277,6 +278,10 @@ class Audit:
                 "they differ (padded by each rank to another length?), so the number of targets that count is not "
                 "known: pad all to one length, or pass loss_divisor=, a function from targets to that number"
             )
+
+    def at_the_end(self) -> None:
+        """When a run ends: what ranks should hold alike may differ since the last step that compared it."""
+        check_replicas(self.model)
 
     def before_optimizer(self, loss: torch.Tensor) -> None:
         """When gradients are ready for the optimizer."""

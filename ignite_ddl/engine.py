@@ -129,7 +129,11 @@ class MeshEngine(Engine):
                 "Ignite, or give max_epochs and epoch_length"
             )
         try:
-            return super().run(data, max_epochs, epoch_length=epoch_length, **limit)
+            state = super().run(data, max_epochs, epoch_length=epoch_length, **limit)
+            for step in self.steps.values():
+                if step.audit is not None:
+                    step.audit.at_the_end()
+            return state
         except BaseException as error:
             self._internal_run_generator = None  # with which Ignite's next run would return at once
             if isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error):

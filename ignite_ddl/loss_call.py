@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.compat import newest_node
-from ignite_ddl.loss_contract import LossContract
+from ignite_ddl.loss_contract import LossContract, dependencies
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import tensors_of
 
@@ -55,9 +55,11 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
     if empty and kind != "sum" or callable(kind) and contract.divisor.of(y) == 0:
         if not empty:
             contract.check_that_nothing_counts(output, y)
-        with contextlib.suppress(Exception), torch.no_grad():
-            contract.loss_fn(output, y)  # its state changes as on other ranks, which it may meet
-        return _loss_of_nothing(output)
+        used: list[torch.Tensor] = []  # weights of others get no gradient on other ranks, either
+        with contextlib.suppress(Exception):
+            since = newest_node()
+            used = dependencies(contract.loss_fn(output, y), output, since)[0]  # its state changes as elsewhere, too
+        return _loss_of_nothing(used or output)
     if any(isinstance(tensor, DTensor) for tensor in tensors_of(output)):
         advice = "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn"
     else:

@@ -337,7 +337,7 @@ class LossContract:
                 declared, on anything else than rows of the output.
         """
         if not self.pairs:
-            outputs, weights, uses_older = _dependencies(loss, output, since)
+            outputs, weights, uses_older = dependencies(loss, output, since)
             self._check_weights(weights)
             n = n_rows(y) if tensors_of(y) else n_rows(output)
             no_rows = bool(outputs) and not any(tensor.ndim and len(tensor) == n for tensor in outputs)
@@ -720,21 +720,21 @@ def _parameter_ids(model: nn.Module) -> set[int]:
     return {id(p) for p in [*model.parameters(), *unsharded_parameters(model)]}
 
 
-def _dependencies(loss: torch.Tensor, output: Any, since: int) -> tuple[list[torch.Tensor], list[nn.Parameter], bool]:
+def dependencies(loss: torch.Tensor, output: Any, since: int) -> tuple[list[torch.Tensor], list[nn.Parameter], bool]:
     """What a loss depends on: tensors of the output, weights, and whether anything else older than the call."""
     tensors = tensors_of(output)
-    by_node = {tensor.grad_fn: tensor for tensor in tensors if tensor.grad_fn is not None}
+    by_edge = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in tensors if tensor.grad_fn is not None}
     leaves = {id(tensor) for tensor in tensors}
     outputs, weights, uses_older = [], [], False
-    pending, visited = [loss.grad_fn], set()
+    pending, visited = [(loss.grad_fn, loss.output_nr)], set()
     while pending:
-        node = pending.pop()
-        if node is None or node in visited:
+        edge = node, _ = pending.pop()
+        if node is None or edge in visited:
             continue
-        visited.add(node)
+        visited.add(edge)
         variable = getattr(node, "variable", None)
-        if node in by_node:
-            outputs.append(by_node[node])
+        if edge in by_edge:
+            outputs.append(by_edge[edge])
         elif variable is not None:
             if id(variable) in leaves:
                 outputs.append(variable)
@@ -743,7 +743,7 @@ def _dependencies(loss: torch.Tensor, output: Any, since: int) -> tuple[list[tor
         elif node._sequence_nr() < since:
             uses_older = True
         else:
-            pending += [following for following, _ in node.next_functions]
+            pending += node.next_functions
     return outputs, weights, uses_older
 
 

@@ -279,13 +279,17 @@ class _BatchLosses:
     """The losses of the batches of Ignite's Loss, which takes them for means over rows; some are not."""
 
     def __init__(self, metric: Loss) -> None:
-        self.metric, self.divisor = metric, divisor_of(metric._loss_fn)
-        if not self.divisor.certain and metric._batch_size is not len:  # by which Ignite weights batches
-            self.divisor = divisor_of(metric._loss_fn, metric._batch_size)
-        self.adds_up = not callable(self.divisor.kind) and self.divisor.kind != "sum"  # over ranks, by Ignite
+        self.metric = metric
+        self._take(metric._loss_fn)
         # Of each batch: the loss times its divisor, the divisor, Ignite's weight, whether that is any batch's.
         self.losses: list[torch.Tensor] = []
         self.updates, self.weighs_alike = 0, False if metric._batch_size is len else None
+
+    def _take(self, loss_fn: Callable) -> None:
+        self.divisor, batch_size = divisor_of(loss_fn), self.metric._batch_size
+        if not self.divisor.certain and batch_size is not len:  # by which Ignite weights batches
+            self.divisor = divisor_of(loss_fn, batch_size)
+        self.adds_up = not callable(self.divisor.kind) and self.divisor.kind != "sum"  # over ranks, by Ignite
 
     def clear(self) -> None:
         self.losses.clear()
@@ -295,7 +299,10 @@ class _BatchLosses:
             return
         numbers: list[Any] = [0.0, 0.0, 0.0, 0.0]
         y_pred, y, *options = output
-        loss_fn = functools.partial(self.metric._loss_fn, **(options[0] if options else {}))
+        loss_fn = self.metric._loss_fn
+        if options:  # such as weights of classes, by which it divides
+            loss_fn = functools.partial(loss_fn, **options[0])
+            self._take(loss_fn)
         if self.adds_up or self.divisor.declared:
             self.updates += not empty
             if not empty and self.updates & (self.updates - 1) == 0:

@@ -137,6 +137,8 @@ class TrainingStep:
                 self.audit.begin(rows, x, y)
             contract.begin(y)
         contract.counted = contract.count(y, local_divisor)
+        if not self.open:
+            self.stages.begin_window()
         return local_divisor
 
     def _weight(

@@ -18,7 +18,7 @@ def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 def check_length(length: int, size: int) -> None:
     """Raises if a sequence of this length cannot be cut into two chunks for each of ``size`` ranks."""
-    if length % (2 * size):
+    if size > 1 and length % (2 * size):
         raise ValueError(
             f"the sequence should have a multiple of 2 × cp = {2 * size} tokens, but has {length}: pad it to "
             f"{-(-length // (2 * size)) * 2 * size}, with targets that the loss ignores; if dim 1 counts features, not "
@@ -46,8 +46,8 @@ def local_positions(length: int, rank: int, size: int, device: torch.device | No
             assert local_positions(8, rank=1, size=2).tolist() == [2, 3, 4, 5]
     """
     check_length(length, size)
-    chunks = torch.arange(length, device=device).view(2 * size, -1)
-    return chunks[[rank, 2 * size - 1 - rank]].flatten() if size > 1 else chunks.flatten()
+    positions = torch.arange(length, device=device)
+    return positions.view(2 * size, -1)[[rank, 2 * size - 1 - rank]].flatten() if size > 1 else positions
 
 
 def natural_order(length: int, size: int, device: torch.device | None = None) -> torch.Tensor:

@@ -107,6 +107,9 @@ class OneStage:
         """Starts to sum ``parts`` over the ranks that have losses of different rows."""
         return dist.all_reduce(parts, group=get_mesh().dp_cp_group, async_op=True)
 
+    def begin_window(self) -> None:
+        """Leaves gradients of before that stages share, and have summed, to one of them."""
+
     def sum_shared_gradients(self) -> None:
         """Sums the gradients of weights that several stages share."""
 
@@ -242,6 +245,11 @@ class PipelineStages:
         if self.mesh.tp_rank != 0:
             parts.zero_()
         return dist.all_reduce(parts, async_op=True)
+
+    def begin_window(self) -> None:
+        parameters = dict(self.module.named_parameters())
+        for name in (name for names in self.cut.shared for name in names[1:] if name in parameters):
+            parameters[name].grad = None
 
     def sum_shared_gradients(self) -> None:
         if self.cut.shared:

@@ -242,6 +242,48 @@ def test_a_tied_weight_with_two_decays():
     refused(decayed, "'0.weight'", pp=2)
 
 
+def test_a_tied_weight_whose_decays_differ_after_the_last_step_that_compares_is_named_when_the_run_ends():
+    def decayed(local_rank):
+        torch.manual_seed(0)
+        model = ddl.auto_model(Tied().double(), split=[2, 3])
+        groups = {name: {"params": [p]} for name, p in model.named_parameters()}
+        optimizer = ddl.auto_optim(torch.optim.SGD(groups.values(), lr=0.1))
+        trainer, steps = ddl.create_supervised_trainer(model, optimizer, F.mse_loss), []
+        if "0.weight" in groups:
+            at = list(groups).index("0.weight")
+            change = lambda: optimizer.param_groups[at].update(weight_decay=0.5)  # noqa: E731
+            trainer.add_event_handler(Events.ITERATION_STARTED(once=3), change)
+        trainer.add_event_handler(Events.COMPLETED, lambda: steps.append(trainer.state.iteration))
+        try:
+            trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5))
+        finally:
+            assert steps == [3]
+
+    refused(decayed, "'0.weight' should be the same on all pp ranks", pp=2)
+
+
+def test_gradients_of_a_tied_weight_that_a_step_finds_count_once():
+    """Accumulation by hand without last=False."""
+
+    def accumulated(local_rank):
+        torch.manual_seed(0)
+        model = ddl.auto_model(Tied().double(), split=[2, 3] if ddl.get_mesh().pp_size > 1 else None)
+        optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def update(engine, batch):
+            ddl.forward_backward(engine, model, *batch, F.mse_loss)
+            if engine.state.iteration % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X[:12], Y[:12]), batch_size=4), max_epochs=2)
+        return whole(model)
+
+    right = accumulated(0)
+    for axes in ({"pp": 2}, {"dp": 2, "pp": 2}):
+        assert all((weights - right).abs().max() < 1e-12 for weights in on(accumulated, **axes))
+
+
 # --- forward passes of our own
 
 

@@ -829,3 +829,11 @@ def test_parity_is_checked_on_cp(capsys):
     with pytest.raises(ValueError, match="cp should be a positive integer"):
         ddl.check_model(text_model(), cp=0)
     assert ddl.check_model(text_model(), PLAN, tp=2, cp=2) is None
+
+
+def test_without_cp_a_sequence_may_have_any_length():
+    query = torch.randn(1, 2, 7, 4)
+    assert ddl.sequence_positions(7).tolist() == list(range(7))
+    for attention in (ddl.ring_attention, ddl.ulysses_attention):
+        expected = F.scaled_dot_product_attention(query, query, query, is_causal=True)
+        assert torch.allclose(attention(query, query, query, is_causal=True), expected)

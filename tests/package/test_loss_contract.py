@@ -224,6 +224,48 @@ class Answering(nn.Sequential):
         return Answer(super().forward(x))
 
 
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 7), nn.Linear(8, 3)
+
+    def forward(self, h):
+        return self.first(h), self.second(h)
+
+
+def of_first_head(output, y):
+    return F.cross_entropy(output[0], y)
+
+
+def two_heads(local_rank, n_ignored, **options):
+    """The loss uses one of two heads, and a part has no target that counts; weight decay moves what has a gradient."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), Heads())
+    model = ddl.auto_model(layers.double(), **options)
+    y = TARGETS[:12, 0].clone()
+    y[:n_ignored] = -100
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5))
+    trainer = ddl.create_supervised_trainer(model, optimizer, of_first_head, loss_divisor=lambda y: (y != -100).sum())
+    trainer.run(ddl.auto_dataloader(TensorDataset(X[:12], y), batch_size=6))
+    return [], torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"dp": 2}, {"find_unused_parameters": True}),
+        ({"dp": 2}, {"shard": True}),
+        ({"pp": 2}, {}),
+        ({"dp": 2, "pp": 2}, {}),
+    ],
+    ids=str,
+)
+def test_weights_that_a_loss_does_not_use_have_no_gradient_where_nothing_counts_either(axes, options):
+    right = two_heads(0, 3)[1]
+    for _, weights in on(partial(two_heads, n_ignored=3, **options), **axes):
+        assert (weights - right).abs().max() <= 1e-12
+
+
 def test_an_output_may_be_a_dataclass():
     answering = {"make": lambda: Answering(*mlp()), "loss_fn": lambda o, y: F.mse_loss(o.logits, y)}
     assert_right(partial(trained, **answering), dp=2)

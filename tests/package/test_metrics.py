@@ -359,6 +359,22 @@ def test_a_loss_may_say_by_batch_size_what_it_divides_by():
             parallel.run(weighted_loss, mean_over_rows, n_counted)
 
 
+@in_float64
+def loss_with_options(local_rank, options):
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(17, 3), torch.arange(17) % 3)
+    loss = Loss(torch.nn.functional.cross_entropy, output_transform=lambda output: (*output, options))
+    evaluator = ddl.create_supervised_evaluator(torch.nn.Identity(), {"loss": loss})
+    return evaluator.run(ddl.auto_dataloader(data, batch_size=4)).metrics["loss"]
+
+
+def test_a_loss_with_options_in_the_output_divides_by_what_they_say():
+    with ddl.Parallel(backend="gloo", nproc_per_node=2, dp=2) as parallel:
+        for options in ({"weight": torch.tensor([0.2, 1.0, 5.0]).double()}, {"reduction": "sum"}, {}):
+            alone = loss_with_options(0, options)
+            assert all(abs(loss - alone) < 1e-6 for loss in parallel.run(loss_with_options, options))
+
+
 class OfOnesOwn(Loss):
     """Adds nothing to Ignite's."""
 
