@@ -19,15 +19,27 @@ THIS_WAS_IN = "This was in "
 _ABOUT_SHAPES = re.compile(r"shape|size|dim|DTensor|to unpack|channels|elements")
 
 
-def explain_errors(module: nn.Module, advice: str) -> None:
-    """Adds a note to exceptions of the module's call, such as torch's errors about shapes and DTensors."""
+def explain_errors(module: nn.Module, advice: str, about: re.Pattern[str] = _ABOUT_SHAPES) -> None:
+    """Adds a note to exceptions of the module's call, those with words of ``about``: by default of shapes, DTensors."""
 
     def explain(*_: Any) -> None:
         error = sys.exc_info()[1]
-        if error is not None and advice not in advice_of(error):
+        if error is not None and about.search(str(error)) and advice not in advice_of(error):
             error.add_note(advice)
 
     module.register_forward_hook(Hook(explain), always_call=True)
+
+
+def explain_transforms(module: nn.Module, over_tp: bool) -> None:
+    """Says what to do where torch's derivatives in forward mode, or transforms, fail on a model that is cut."""
+    cure = (
+        "take a mesh of dp alone"
+        if over_tp
+        else "torch.func.jvp(model, (x,), (tangent,)) is right with shard=True, and so are dual tensors under "
+        "torch.no_grad(); or leave out shard=True"
+    )
+    advice = f"{THIS_WAS_IN}a model that is cut over ranks, of which torch does not compute derivatives in this way"
+    explain_errors(module, f"{advice}: {cure}", re.compile("jvp|forward AD|functorch transforms"))
 
 
 def advice_of(error: BaseException) -> list[str]:
@@ -55,8 +67,13 @@ def explaining_errors() -> Iterator[None]:
                 f"the model computes ({found[1] or 'an operation'}) with a plain tensor and a weight that is cut over "
                 f"ranks, or the output of a layer with use_local_output=False: {cure}"
             ) from error
-        if advice and _ABOUT_SHAPES.search(str(error)):
+        if advice:
             raise ValueError(" ".join([f"{first_line(error)}.", *advice])) from error
+        if "setStorage: sizes" in str(error) and get_mesh().dp_size > 1:
+            raise ValueError(
+                "a backward pass goes through second derivatives that forward takes (torch.func.hessian, a jvp of a "
+                "gradient), for which the weights that shard=True gathers are gone: leave out shard=True"
+            ) from error
         if "Expected more than 1 value per channel when training" in str(error):
             raise ValueError(
                 "a BatchNorm in training got one value for each channel, since this rank or microbatch has one row of "

@@ -22,6 +22,7 @@ from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
 from ignite_ddl.compat import MODELS, reduce_metrics_over_dp
 from ignite_ddl.context.sequence import SharedSequences
 from ignite_ddl.data_parallel import LOCAL_ROUNDS, LocalRound, apply_data_parallel, fully_shard, share_buffers
+from ignite_ddl.errors import explain_transforms
 from ignite_ddl.experts.routing import routers_of
 from ignite_ddl.experts.style import Experts, apply_experts, check_experts_of
 from ignite_ddl.guards import (
@@ -454,6 +455,7 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
 def _protect_cut_model(model: nn.Module, layout: _Layout) -> None:
     for stage in stages_of(model).local_stages():
         refuse_copies(stage)
+        explain_transforms(stage, layout.mesh.tp_size > 1)
         mark_trained(stage.parameters(), frozen_too=layout.mesh.dp_cp_size == 1 or trains(stage))
         if layout.checks and layout.mesh.tp_size > 1:
             check_regions_once(stage)

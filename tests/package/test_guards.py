@@ -17,6 +17,7 @@ from ignite.handlers import Checkpoint
 from ignite.metrics import Average
 from ranks import on, on_each_rank, trainer_of
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.tensor import Replicate
 from torch.func import grad, vmap
 from torch.nn.utils import clip_grad_norm_
@@ -489,6 +490,41 @@ def test_a_first_derivative_in_forward_is_right_with_sharded_weights(func):
     assert_equal(on(partial(trained, make=partial(Slope, func)), dp=2), trained(0, partial(Slope, func)))
 
 
+class Sensitive(nn.Module):
+    """Returns how the output changes with the input, by a derivative in forward mode."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.net, self.how = mlp(), how
+
+    def forward(self, x):
+        return self.net(x) + self.how(self.net, x)
+
+
+def by_dual(net, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(net(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def by_dual_of_constants(net, x):
+    with torch.no_grad():
+        return by_dual(net, x)
+
+
+def by_jvp(net, x):
+    return torch.func.jvp(net, (x,), (torch.ones_like(x),))[1]
+
+
+def by_jvp_of_gradient(net, x):
+    return torch.func.jvp(grad(lambda z: net(z).sum()), (x,), (torch.ones_like(x),))[1][:, :4]
+
+
+@pytest.mark.parametrize("how", [by_jvp, by_dual_of_constants])
+def test_a_derivative_in_forward_mode_is_right_with_sharded_weights(how):
+    make = partial(Sensitive, how)
+    assert_equal(on(partial(trained, make=make, shard=True), dp=2), trained(0, make))
+
+
 class OfSequences(nn.Module):
     """A recurrent network of padded sequences, each as long as its row says."""
 
@@ -659,6 +695,7 @@ COUNTS = r"This was in 'block', which .* give ddl.Column\(units=<number of heads
 UNLIKE = "dp ranks should call the same modules in a step"
 EARLY = "holds '0.weight' as it was before ddl.auto_model cut it: make it after"
 PART = r"Ignite's Checkpoint saves rank 0's part .* ddl.full_state_dict"
+FORWARD = {f"net.{name}": style for name, style in PLAN.items()}
 TWICE = "second derivatives .* are not supported through"
 
 
@@ -717,6 +754,14 @@ def branching(make=Branch, inner=8, **options):
         (partial(penalised, shard=True), {"dp": 2}, TWICE),
         (partial(penalised, tensor_plan=PLAN), {"tp": 2}, TWICE),
         (partial(trained, make=Slope, shard=True), {"dp": 2}, TWICE),
+        (partial(trained, make=partial(Sensitive, by_dual), shard=True), {"dp": 2}, "This was .* torch.func.jvp"),
+        (partial(trained, make=partial(Sensitive, by_dual), tensor_plan=FORWARD), {"tp": 2}, "take a mesh of dp alone"),
+        (partial(trained, make=partial(Sensitive, by_jvp), tensor_plan=FORWARD), {"tp": 2}, "take a mesh of dp alone"),
+        (
+            partial(trained, make=partial(Sensitive, by_jvp_of_gradient), shard=True),
+            {"dp": 2},
+            "goes through second derivatives that forward takes .* leave out shard=True",
+        ),
         (partial(trained, make=partial(Slope, True), shard=True), {"dp": 2}, TWICE),
         (by_hand, {"dp": 2}, "this rank has . of the batch's 7 rows.*call ddl.forward_backward"),
         *(
