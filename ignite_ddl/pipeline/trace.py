@@ -362,20 +362,26 @@ def _inline_no_grad(graph: torch.fx.GraphModule) -> None:
         if enabled:
             continue
         inner = getattr(graph, name.target).graph
-        values = dict(zip(inner.find_nodes(op="placeholder"), arguments, strict=True))
-        with graph.graph.inserting_before(node):
+        with graph.graph.inserting_before(node):  # detached before, too: one that writes by out= takes no gradients
+            given = [_detached(a, node) for a in arguments]
+            values = dict(zip(inner.find_nodes(op="placeholder"), given, strict=True))
             for each in inner.nodes:
                 if each.op not in ("placeholder", "output"):
                     values[each] = graph.graph.node_copy(each, values.__getitem__)
-            results = []
-            for each in inner.output_node().args[0]:
-                results.append(graph.graph.call_function(torch.ops.aten.detach.default, (values[each],)))
-                results[-1].meta = dict(each.meta)
+            results = [_detached(values[each], node) for each in inner.output_node().args[0]]
         for user in list(node.users):  # each picks one of the results
             user.replace_all_uses_with(results[user.args[1]])
             graph.graph.erase_node(user)
         graph.graph.erase_node(node)
     graph.recompile()
+
+
+def _detached(value: Any, where: torch.fx.Node) -> Any:
+    if not isinstance(value, torch.fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+        return value
+    found = where.graph.call_function(torch.ops.aten.detach.default, (value,))
+    found.meta = value.meta | {"nn_module_stack": where.meta["nn_module_stack"]}
+    return found
 
 
 def _as_views(model: nn.Module, args: Any, output: Any) -> Any:

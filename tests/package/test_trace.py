@@ -11,6 +11,7 @@ from ignite.handlers import EMAHandler
 from ranks import on_each_rank, trainer_of
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
@@ -287,6 +288,21 @@ def test_operations_under_no_grad_stay_without_gradient():
         assert (p.grad is None) == (expected[name] is None), name
         if p.grad is not None:
             torch.testing.assert_close(p.grad, expected[name], rtol=0, atol=1e-12)
+
+
+def test_a_weight_that_is_normed_by_an_iteration_on_buffers_is_traced():
+    torch.manual_seed(0)
+    model, x = WithoutGradient().double(), torch.randn(4, 4, dtype=torch.float64)
+    spectral_norm(model.a)
+    weight = model.a.parametrizations.weight.original
+    layers, same = ddl.trace_layers(model, x, ["b"]), copy.deepcopy(model)
+    for module in (same, layers):
+        for _ in range(3):
+            module(x).square().sum().backward()
+    assert weight.grad.any()
+    torch.testing.assert_close(weight.grad, same.a.parametrizations.weight.original.grad, rtol=0, atol=1e-12)
+    for one, other in zip(model.buffers(), same.buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 class Reversed(torch.autograd.Function):
