@@ -17,7 +17,7 @@ model called          a step that calls a method of the model instead of the mod
 unused weights        weights that a rank did not use, for whose gradients DDP waits      each step
 independent rows      a model, or a stage, whose output for a row depends on other rows,  step 1
                       in training or in evaluation; a pipeline checks it in its set-up
-declared loss         a ``loss_divisor`` by which the losses of some rows do not add up    steps 1, 2, 4, 8, …
+loss of parts         a loss that is not the weighted sum of those of parts of the rows   steps 1, 2, 4, 8, …
 stored values         plain attributes that dp ranks computed from their own rows, and    steps 1, 2, 4, 8, …
                       on which outputs depend
 padding               rows padded to other lengths on other dp ranks, on which outputs    steps 1, 2, 4, 8, …;
@@ -78,14 +78,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
-from ignite_ddl.compat import gathers, no_transforms, without_dispatch_modes, without_transforms
+from ignite_ddl.compat import gathers, leaves_gradients, no_transforms, without_dispatch_modes, without_transforms
 from ignite_ddl.context.sequence import check_tokens, length_matters
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.cut import check_root_hooks
-from ignite_ddl.pipeline.structure import detached, local_tensor, n_rows, tensors_of
+from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest, lost_changes
 from ignite_ddl.state import INITIAL_VALUES
@@ -93,13 +93,10 @@ from ignite_ddl.tensor.gradients import ReplicatedWeights
 from ignite_ddl.traceless import (
     ROWS_DEPEND,
     UNLIKE_MODULES,
-    evaluating,
-    few_rows,
     outputs_depend_on,
     outputs_depend_on_padding,
     rows_depend_on_each_other,
     stored_values,
-    without_trace,
 )
 
 TOKENS_CHECKED = "_tokens_checked"  # on a model whose tokens have been checked, or are not to be
@@ -198,6 +195,7 @@ class Audit:
             )
         if last:
             self.modules.check_gradients()
+            _check_reduced(self.stages.local_stages())
         if self.mesh.pp_size == 1:  # a pipeline has checked its stages when it set up their schedule
             self._check_rows(x)
 
@@ -210,34 +208,6 @@ class Audit:
             depends = rows_depend_on_each_other(stages.forward_only, x, stages.local_stages())
             if on_any_rank(depends):
                 raise ValueError(ROWS_DEPEND)
-
-    def compare_declared(self, contract: LossContract, x: Any, y: Any, transform: Any) -> None:
-        """Compares a declared loss that uses more than rows of the output, such as one that the model returns.
-
-        In the first step of this loss, the model runs with parts of a few rows, so that what the loss uses is of these.
-
-        Raises:
-            ValueError: if the losses of the parts do not add up to that of all as declared.
-        """
-        mesh = self.mesh
-        if (
-            not contract.divisor.declared
-            or contract.n_steps > 1
-            or mesh.dp_size == 1
-            or mesh.pp_size * mesh.cp_size > 1
-        ):
-            return
-        if not on_any_rank(contract.uses_more):
-            return
-        stages = [self.stages.plain_module()]
-
-        def loss_of(rows: tuple[Any, Any]) -> torch.Tensor:
-            with without_trace(stages):
-                return contract.call(transform(self.stages.forward_only(rows[0])), rows[1])
-
-        few, parts = few_rows(detached((x, y)))  # so that a gradient by all rows of x fails, of which parts have some
-        with evaluating(stages, all_of_them=False):
-            contract.compare_parts(loss_of, few, parts)
 
     def compare(self, summed: list[float], contract: LossContract) -> None:
         """Compares what was summed with the loss, see :meth:`numbers_to_sum`.
@@ -743,6 +713,16 @@ class ModulesInUse:
         if unlike:
             at = "the end of forward" if number == END else repr(self.names[number])
             raise ValueError(f"{UNLIKE_MODULES} This rank was at {at}")
+
+
+def _check_reduced(stages: list[nn.Module]) -> None:
+    """Raises a ValueError if DDP has not averaged gradients, also where weights have some of an earlier call."""
+    if any(isinstance(stage, DistributedDataParallel) and leaves_gradients(stage) for stage in stages):
+        raise ValueError(
+            "DDP waits for the gradients of all weights in the last call of a step, but the loss of this one gives "
+            "some weights none (as derivatives of the output give its bias none): add 0 * output.sum() to it, or let "
+            "the call of another loss be the last one"
+        )
 
 
 def _finds_unused(stage: nn.Module) -> bool:

@@ -92,6 +92,17 @@ def gathers(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule) and all(kind.__name__ != "ReplicateModule" for kind in type(module).__mro__)
 
 
+def leaves_gradients(module: nn.Module) -> bool:
+    """Whether DDP has not reduced gradients of a backward pass, in which some weights had none; private, torch 2.11 to
+    2.15.
+    """
+    try:
+        module._check_reducer_finalized()
+    except RuntimeError:
+        return True
+    return False
+
+
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """A mesh of one dim with the ranks of all dims of a mesh; private, torch 2.11 to 2.15."""
     return mesh._flatten(name)

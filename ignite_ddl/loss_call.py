@@ -59,7 +59,7 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
         with contextlib.suppress(Exception):
             since = newest_node()
             used = dependencies(contract.loss_fn(output, y), output, since)[0]  # its state changes as elsewhere, too
-        return _loss_of_nothing(used or output)
+        return _loss_of_nothing(used if any(tensor.ndim for tensor in used) else output)
     if any(isinstance(tensor, DTensor) for tensor in tensors_of(output)):
         advice = "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn"
     else:

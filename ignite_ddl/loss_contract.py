@@ -9,6 +9,9 @@
   rows: in each step until a comparison was conclusive, and again in steps 2, 4, 8, …, since the first mask or padding
   may come later. What cannot be checked has to be declared.
 
+Both are one comparison, :meth:`LossContract.compare`, from the outputs that a step has computed; or, where the loss
+uses more than their rows, :meth:`LossContract.compare_by_passes`, from those of forward passes after the step's own.
+
 This holds for each loss function and each model.
 """
 
@@ -21,7 +24,7 @@ import math
 import warnings
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import ignite.distributed as idist
 import torch
@@ -32,22 +35,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ignite_ddl.arguments import FUNCTION, Fits, check, first_line, one_of
-from ignite_ddl.collectives import on_any_rank
+from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, unsharded_parameters
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.mesh import Mesh
-from ignite_ddl.pipeline.structure import concatenated, detached, n_rows, some_rows, tensors_of
+from ignite_ddl.pipeline.structure import SomeRows, concatenated, detached, n_rows, tensors_of
 from ignite_ddl.replicas import digest
 from ignite_ddl.tensor.loss import cross_entropy
 from ignite_ddl.traceless import (
     WatchForSums,
+    address_of,
     captured,
+    captured_rows,
     differ,
+    evaluating,
     random_kept,
     reached,
     saved_states,
     states_kept,
     weights_kept,
+    without_trace,
 )
 
 DIVISOR = Fits(
@@ -56,6 +63,7 @@ DIVISOR = Fits(
 IGNORED = -100  # torch's default of ignore_index
 _CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss, cross_entropy)
 _CONTRACTS_KEPT = 64  # of a model
+BY_PASSES = 2.0**20  # for an inconclusive comparison that needs forward passes: more than there are ranks
 _MAX_INCONCLUSIVE = 16  # inconclusive checks, after which there is a warning
 _DECLARE = (
     'pass loss_divisor="rows" for a mean over rows, "sum" for a sum, or a function from targets to the divisor of the '
@@ -77,6 +85,7 @@ _CAPTURES = (
     "It captures tensors with as many rows as a batch: pass them with the targets, as y=(y, x), so that it gets those "
     "rows of them that go with the output's"
 )
+_GRADIENT = "a gradient by something that its arguments do not show"
 _BY_WEIGHTS = (
     "loss_fn takes gradients by weights (torch.autograd.grad), which are those of a rank's rows and not of the batch: "
     "take them between two steps and average them over ranks, or use a mesh of tp alone"
@@ -233,7 +242,7 @@ class LossContract:
         others: other models of ``ddl.auto_model`` on whose weights the loss depends.
         is_checking: whether this step checks the loss.
         is_confirmed: whether the divisor is certain, or a check was conclusive.
-        uses_more: whether the loss depends on something else than rows of the output.
+        uses_more: what else than rows of the output the loss depends on, in words; "" if on nothing.
     """
 
     def __init__(self, loss_fn: Callable, divisor: Divisor, mesh: Mesh, model: nn.Module) -> None:
@@ -245,7 +254,10 @@ class LossContract:
         self.is_checking = False
         self.is_confirmed = divisor.certain or mesh.dp_cp_size * mesh.pp_size == 1
         self.is_compared = divisor.declared or not divisor.certain
-        self.uses_more = False  # whether the loss depends on something else than rows of the output
+        self.uses_more = ""  # what else than rows of the output the loss depends on
+        self.is_uncut = mesh.pp_size * mesh.cp_size == 1  # whether a rank has its rows as a whole
+        self.by_passes = model is not None and self.is_uncut  # whether such a loss is compared
+        self.addresses: set[int] = set()  # where tensors of the batch are
         self.needs_graph = False  # whether it calls torch.autograd.grad, which fails without one
         self.counted, self.is_clamped = 0.0, False  # what counts on this rank; whether nothing does by max(1, count)
         self.least, self.most = math.inf, 0.0  # the divisors that a declared function has given for parts
@@ -256,17 +268,19 @@ class LossContract:
         self.pairs: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
         self.earlier_pairs: list[tuple[Any, Any]] = []  # of earlier steps, until there are two rows
 
-    def begin(self, y: Any) -> None:
+    def begin(self, x: Any, y: Any) -> None:
         """Starts a step; one with targets of -100, which torch's losses ignore by default, is always checked."""
         self.n_steps += 1
         is_check_step = self.n_steps & (self.n_steps - 1) == 0
         is_open = not self.is_confirmed and self.n_inconclusive < _MAX_INCONCLUSIVE
-        has_ignored = not self.divisor.certain and any(bool((tensor == IGNORED).any()) for tensor in tensors_of(y))
+        looked_at = tensors_of((x, y) if self.uses_more else y)  # of which a model may compute its loss
+        has_ignored = not self.divisor.certain and any(bool((tensor == IGNORED).any()) for tensor in looked_at)
         several_parts = self.mesh.dp_cp_size * self.mesh.pp_size > 1
         self.is_checking = several_parts and (is_check_step or is_open or has_ignored)
         self.pairs, self.state_digest = [], 0.0
         self.reached, self.owners = None, []
         if self.is_checking:
+            self.addresses = {address for tensor in tensors_of((x, y)) if (address := address_of(tensor))}
             models = {id(module) for model in MODELS for module in model.modules()}
             self.reached = reached(self.loss_fn)
             self.owners = [one for one in self.reached if id(one) not in models]
@@ -334,21 +348,17 @@ class LossContract:
 
         Raises:
             ValueError: if the loss depends on weights whose gradients would be wrong, or, if its divisor was not
-                declared, on anything else than rows of the output.
+                declared and the model cannot run with parts of the rows here, on anything else than rows of the output.
         """
         if not self.pairs:
             outputs, weights, uses_older = dependencies(loss, output, since)
             self._check_weights(weights)
             n = n_rows(y) if tensors_of(y) else n_rows(output)
             no_rows = bool(outputs) and not any(tensor.ndim and len(tensor) == n for tensor in outputs)
-            self.uses_more = uses_older or no_rows
-            if not self.divisor.certain and self.uses_more:
-                what = "a number without rows" if no_rows else "something that the model has kept besides its output"
-                raise ValueError(
-                    f"loss_fn should be a function of the output's rows, but uses {what} (a loss or an auxiliary term "
-                    "that the model computes, or a gradient by its input), so what it divides by cannot be checked: "
-                    f"{_DECLARE}"
-                )
+            kept = "something that the model has kept besides its output" if uses_older else ""
+            self.uses_more = "a number without rows" if no_rows else kept
+            if not self.divisor.certain and self.uses_more and not self.by_passes:
+                raise ValueError(self._cannot_be_checked())
         if self.is_compared or self.owners:
             self.pairs.append(detached((output, y)))
 
@@ -373,76 +383,198 @@ class LossContract:
                 "not averaged over ranks: make them a part of the model, or pass loss_fn to ddl.auto_model"
             )
 
-    def compare(self) -> bool:
-        """Compares the loss of this step's rows with the weighted mean of those of up to three parts.
+    def compare(self) -> float:
+        """Compares the loss of this step's rows with those of parts of them.
 
-        ``loss_fn`` is called four times, on every rank that computes losses, without gradients; the user's random
-        stream does not change.
+        The one rule: *the loss of a rank's rows is the sum of those of two or three parts of them, each times its
+        divisor over that of all rows*. The rows of a part are those of the output and the targets, and of tensors with
+        as many rows that ``loss_fn`` captures; where it uses more than these (what the model keeps, a gradient by its
+        input), the model runs with a part's rows instead, see :meth:`compare_by_passes`. It is conclusive if parts have
+        different values. What fails with a part has to be declared; of a declared loss, nothing is concluded from that,
+        nor if it draws random numbers, sums over ranks by itself, or does not count a part.
+
+        ``loss_fn`` is called four times, on every rank that computes losses; the user's random stream does not change.
 
         Returns:
-            bool: whether it is conclusive: equal values of all parts are not, nor is a single row.
+            float: 0 if it is conclusive, 1 if not, ``BY_PASSES`` if the model has to run; ranks add it up.
 
         Raises:
-            ValueError: if the loss is not a mean over rows, or cannot be checked.
+            ValueError: if the values do not add up, or, of a loss that is not declared, cannot be compared.
         """
         if self.owners and self.pairs:
             self._compare_states()
         if not self.is_compared:
-            return True
+            return 0.0
         if self.mesh.cp_size > 1:
             for output, y in self.pairs:
                 self._compare_tokens(output, y)
-        if self.divisor.certain:
-            self._compare_declared()
-            return True
-        pairs = [*self.earlier_pairs, *self.pairs]
+        if self.uses_more or self.divisor.certain and self.mesh.dp_size * self.mesh.pp_size == 1:
+            return BY_PASSES if self.uses_more and self.by_passes else 1.0
+        declared, pairs = self.divisor.certain, [*self.earlier_pairs, *self.pairs]
         sizes = [n_rows(y) if tensors_of(y) else n_rows(output) for output, y in pairs]
-        output, y = (concatenated(parts, sizes) for parts in zip(*pairs, strict=True))
         n = sum(sizes)
-        if n == 0:  # of a loader of which this rank has got no rows
-            return False
-        edges = sorted({0, max(1, n // 4), 2 * n // 3, n})
-        parts = [(first, end) for first, end in itertools.pairwise(edges)]
-        parts += [(0, 0)] * (3 - len(parts))  # the same number of calls on each rank
+        if n == 0 or declared and not all(map(_have_rows, pairs, sizes)):  # without rows, or with rows in another dim
+            return 1.0
         self.earlier_pairs = pairs if n < 2 else []
-        for takes in (ways := self._ways(n)):
+        output, y = (concatenated(of, sizes) for of in zip(*pairs, strict=True))
+        captures, may_be_constant = self._captures(n)
+
+        def sums(takes: bool) -> _Sums | None:
             try:
-                loss, eps, values = self._losses_of_parts(output, y, n, parts, takes)
-            except ValueError:
-                if takes:
-                    continue
+                part = lambda rows: self.call(rows.of(output), rows.of(y), rows if takes and self.is_uncut else None)  # noqa: E731
+                return self._added_up(part, y, n)
+            except Exception as error:
+                return None if takes and may_be_constant else self._cannot_compare(error, captures)
+
+        (found,) = self._checked(sums, may_be_constant)
+        if self.uses_more:  # as a part has shown
+            return BY_PASSES
+        return float(found is None or not found.says_something)
+
+    def compare_by_passes(self, stages: Any, transform: Callable[[Any], Any], x: Any, y: Any) -> int:
+        """The comparison of :meth:`compare` by forward passes of the model, on all dp ranks together.
+
+        Args:
+            stages: the model as stages.
+            transform: a function of its output.
+            x: this rank's rows.
+            y: their targets.
+
+        Returns:
+            int: the number of dp ranks for which it is inconclusive.
+
+        Raises:
+            ValueError: on every rank, if the values of one do not add up, or, of a loss that is not declared, can be
+                compared on none.
+        """
+        modules, n = [stages.plain_module()], n_rows((x, y))
+        n = n if _have_rows((x, y), n) else 1
+
+        def loss_of(rows: SomeRows, takes: bool) -> torch.Tensor:
+            with without_trace(modules):
+                run = lambda part: transform(stages.forward_only(part))  # noqa: E731
+                return self.call(rows.of(x), rows.of(y), rows if takes else None, run)
+
+        def sums(takes: bool) -> _Sums | None:
+            with contextlib.suppress(Exception), evaluating(modules, all_of_them=False):
+                return self._added_up(lambda rows: loss_of(rows, takes), y, n)
+
+        _, may_be_constant = self._captures(n)
+        found = self._checked(sums, may_be_constant, lambda own: gathered_values(own, self.mesh.dp_cp_group))
+        if not any(found) and not self.is_confirmed:
+            raise ValueError(self._cannot_be_checked())
+        return sum(one is None or not one.says_something for one in found)
+
+    def _checked(
+        self, sums: Callable[[bool], _Sums | None], again: bool, gather: Callable[[Any], list] = lambda own: [own]
+    ) -> tuple[_Sums | None, ...]:
+        """What ranks find where parts have rows of what ``loss_fn`` captures; ``again`` where they have not, else.
+
+        Raises:
+            ValueError: if it is wrong, on each rank that gathers it.
+        """
+        wrong, advice = None, ""
+        for takes in (True, False):
+            found, of_constants = zip(*gather((sums(takes), again)), strict=True)
+            differing = next((one for one in found if one is not None and one.differ), None)
+            if differing is None and any(found):
+                return found
+            if wrong is None:
+                wrong, advice = differing, _ROWS_MEET if takes else _CAPTURES
+            if not any(of_constants):
+                break
+        if wrong is not None:
+            raise ValueError(self._refusal(wrong, advice))
+        return found
+
+    def _added_up(self, loss_of: Callable[[SomeRows], torch.Tensor], y: Any, n: int) -> _Sums | None:
+        """The loss of n rows, and what those of parts of them add up to; None if it says nothing."""
+        declared, edges = self.divisor.certain, {0, n}
+        if n > 1:
+            edges |= {max(1, n // 3)} if declared else {max(1, n // 4), 2 * n // 3}
+        whole, *parts = (SomeRows(slice(*ends), n) for ends in ((0, n), *itertools.pairwise(sorted(edges))))
+        try:
+            with self._trying(), WatchForSums() as watch:
+                first = loss_of(whole)
+                if declared and watch.found:
+                    return None
+                others = [*parts, *[whole] * (3 - len(parts))]  # as many on each rank
+                losses = [float(loss_of(rows)) for rows in others]
+        except Exception as error:
+            if self.needs_graph or "does not require grad" not in str(error):
                 raise
-            mean = sum(value * (end - first) / n for value, (first, end) in zip(values, parts, strict=True))
-            tolerance = eps**0.5 * max(1e-3, abs(loss))
-            if not math.isfinite(loss):
-                return False
-            if abs(mean - loss) <= tolerance:  # False for NaN, too
-                return n > 1 and max(values) - min(values) > tolerance
-        raise ValueError(
-            f"loss_fn should be a mean over rows, but gives {loss:.6g} for {n} rows and {mean:.6g} for the weighted "
-            f"mean of parts of them: {_DECLARE}. {_advice(mean, len(ways) > 1)}"
+            self.needs_graph = True
+            return self._added_up(loss_of, y, n)
+        loss, values = float(first), losses[: len(parts)]
+        shares = [self._share(rows, y) for rows in parts]
+        tolerance = torch.finfo(first.dtype).eps ** 0.5 * max(1e-3, abs(loss))
+        is_same = not declared or abs(losses[-1] - loss) <= tolerance
+        if n < 2 or not is_same or not math.isfinite(loss) or not all(shares):  # see check_that_nothing_counts
+            return None
+        together = sum(value * share for value, share in zip(values, shares, strict=True))
+        return _Sums(n, loss, together, tolerance, max(values) - min(values) > tolerance)
+
+    def _captures(self, n: int) -> tuple[bool, bool]:
+        """Whether ``loss_fn`` captures tensors with n rows, and whether these may be constants: none is the batch's."""
+        found = captured(self._reached(), n) if self.is_uncut else []
+        of_batch = self.addresses.intersection(address_of(t) for held, name in found for t in tensors_of(held[name]))
+        return bool(found), bool(found) and not of_batch
+
+    def _share(self, rows: SomeRows, y: Any) -> float:
+        if self.divisor.kind == "rows":
+            return (rows.rows.stop - rows.rows.start) / rows.n
+        return self.divisor.share(rows.of(y), y)
+
+    def _cannot_compare(self, error: Exception, captures: bool) -> None:
+        """Says so, where the loss of parts fails."""
+        if "differentiated Tensor" in str(error):
+            if not self.by_passes:
+                raise ValueError(_BY_WEIGHTS) from error
+            self.uses_more = _GRADIENT
+        elif not self.divisor.certain:
+            raise ValueError(
+                f"loss_fn should be a mean over rows, but fails with a part of them ({first_line(error)}), so "
+                f"what it divides by cannot be checked: {_DECLARE}.{' ' + _CAPTURES if captures else ''}"
+            ) from error
+
+    def _refusal(self, found: _Sums, advice: str) -> str:
+        advice = _TERMS if math.isnan(found.together) else _BY_WEIGHTS if self.uses_more == _GRADIENT else advice
+        if self.divisor.certain:
+            return (
+                f"loss_divisor should be what the loss divides by, but the loss of some rows is {found.loss:.6g}, and "
+                f"those of two parts of them, weighted by it, add up to {found.together:.6g}. {advice}"
+            )
+        return (
+            f"loss_fn should be a mean over rows, but {self._used()}gives {found.loss:.6g} for {found.n} rows and "
+            f"{found.together:.6g} for the weighted mean of parts of them: {_DECLARE}. {advice}"
         )
 
-    def call(self, output: Any, y: Any, rows: slice | None = None, n: int = 0) -> torch.Tensor:
+    def _used(self) -> str:
+        terms = "a loss or an auxiliary term that the model computes, or a gradient by its input"
+        return f"uses {self.uses_more} ({terms}), and " if self.uses_more else ""
+
+    def _cannot_be_checked(self) -> str:
+        return (
+            f"loss_fn should be a mean over rows, but {self._used()}cannot be computed for parts of them here, so what "
+            f"it divides by cannot be checked: {_DECLARE}"
+        )
+
+    def call(
+        self, output: Any, y: Any, rows: SomeRows | None = None, run: Callable[[Any], Any] = lambda same: same
+    ) -> torch.Tensor:
         """The loss, by a call that leaves no trace in what the loss function keeps.
 
         Args:
             output: of the model.
             y: the targets.
-            rows: those of the n rows of tensors that it captures which go with these targets. Default: all.
-            n: the number of rows of a tensor that it may have captured.
+            rows: those which tensors that it captures should have. Default: all.
+            run: makes the output of it. Default: nothing has to be done.
         """
         owners = self._reached()
-        with weights_kept(one for one in owners if isinstance(one, nn.Module)), states_kept(owners):
-            for held, name in captured(owners, n) if rows is not None else []:
-                held[name] = some_rows(held[name], rows, n)
-            loss = self.loss_fn(output, y)
+        kept = weights_kept(one for one in owners if isinstance(one, nn.Module))
+        with kept, states_kept(owners), captured_rows(owners, rows):
+            loss = self.loss_fn(run(output), y)
             return loss.detach() if isinstance(loss, torch.Tensor) else loss
-
-    def _ways(self, n: int) -> list[bool]:
-        """Whether parts take rows of what the loss function captures: first so, if it does capture some."""
-        several = n > 1 and self.mesh.pp_size * self.mesh.cp_size == 1 and bool(captured(self._reached(), n))
-        return [True, False] if several else [False]
 
     def _reached(self) -> list[Any]:
         return reached(self.loss_fn) if self.reached is None else self.reached
@@ -507,99 +639,6 @@ class LossContract:
                 return differ(loss_with(lambda: None), loss_with(put))
         except Exception:
             return False
-
-    def _compare_declared(self) -> None:
-        """Compares a declared loss of each microbatch with what its values for two parts of the rows add up to.
-
-        Nothing is concluded where it is unknown which dims are rows, or from a loss that draws random numbers,
-        fails with a part of the rows or sums over ranks by itself.
-
-        Raises:
-            ValueError: if they differ.
-        """
-        if self.uses_more or self.mesh.dp_size * self.mesh.pp_size == 1:
-            return
-        pairs = [*self.earlier_pairs, *self.pairs]
-        sizes = [n_rows(output) for output, _ in pairs]
-        if any(len(t) != n for pair, n in zip(pairs, sizes, strict=True) for t in tensors_of(pair) if t.ndim):
-            return
-        n, whole = sum(sizes), tuple(concatenated(of, sizes) for of in zip(*pairs, strict=True)) if pairs else None
-        self.earlier_pairs = pairs if n < 2 else []
-        if n > 1:
-            halves = [tuple(some_rows(of, rows, n) for of in whole) for rows in _halves(n)]
-            taken = dict(zip(map(id, halves), _halves(n), strict=True)) if len(self._ways(n)) > 1 else {}
-            with_rows = [lambda pair: self.call(*pair, taken.get(id(pair)), n)] if taken else []
-            self.compare_parts(lambda pair: self.call(*pair), whole, halves, *with_rows)
-
-    def compare_parts(self, loss_of: Callable[[Any], torch.Tensor], whole: Any, parts: list[Any], *ways: Any) -> None:
-        """Compares a loss of ``whole``, which ends with the targets, with what those of its parts add up to.
-
-        Makes as many calls on each rank; parts that are ``whole`` itself say nothing.
-
-        Raises:
-            ValueError: if they differ, also by other ``ways`` to compute a loss.
-        """
-        if parts[0] is whole:
-            return
-        for of in (*ways, loss_of):
-            sums = self._added_up(of, whole, parts)
-            if sums is None or abs(sums[1] - sums[0]) <= sums[2]:  # not so for a part whose loss is NaN
-                if sums is None and of is not loss_of:
-                    continue
-                return
-        raise ValueError(
-            f"loss_divisor should be what the loss divides by, but the loss of some rows is {sums[0]:.6g}, and those "
-            f"of two parts of them, weighted by it, add up to {sums[1]:.6g}. {_advice(sums[1], bool(ways))}"
-        )
-
-    def _added_up(self, loss_of: Callable, whole: Any, parts: list[Any]) -> tuple[float, float, float] | None:
-        """A loss, the sum of those of its parts by their shares, and a tolerance; None if they say nothing."""
-        shares = [self.divisor.share(part[-1], whole[-1]) for part in parts]
-        try:
-            with self._trying(), WatchForSums() as watch:
-                first = loss_of(whole)
-                if watch.found:
-                    return None
-                values = [float(loss_of(part)) for part in parts]
-                loss, again = float(first), float(loss_of(whole))
-        except Exception as error:
-            return self._added_up(loss_of, whole, parts) if self._may_go_on(error) else None
-        tolerance = torch.finfo(first.dtype).eps ** 0.5 * max(1e-3, abs(loss))
-        if not all(shares) or not abs(again - loss) <= tolerance:  # if nothing counts, see check_that_nothing_counts
-            return None
-        return loss, sum(value * share for value, share in zip(values, shares, strict=True)), tolerance
-
-    def _may_go_on(self, error: Exception) -> bool:
-        """Whether calls with graphs may do better, where one without has failed.
-
-        Raises:
-            ValueError: if the loss depends on gradients by weights, which are those of a rank's rows.
-        """
-        if "differentiated Tensor" in str(error) and not self.uses_more:
-            raise ValueError(_BY_WEIGHTS) from error
-        needs = not self.needs_graph and "does not require grad" in str(error)
-        self.needs_graph = self.needs_graph or needs
-        return needs
-
-    def _losses_of_parts(
-        self, output: Any, y: Any, n: int, parts: list[tuple[int, int]], takes: bool = False
-    ) -> tuple[float, float, list[float]]:
-        """The loss of n rows, the precision of its dtype, and the losses of some of these rows."""
-        try:
-            with self._trying():
-                loss, values = self.call(output, y), []
-                for rows in (slice(first, end or n) for first, end in parts):
-                    part = (some_rows(of, rows, n) for of in (output, y))
-                    values.append(float(self.call(*part, rows if takes else None, n)))
-        except Exception as error:
-            if self._may_go_on(error):
-                return self._losses_of_parts(output, y, n, parts, takes)
-            captures = f" {_CAPTURES}" if captured(self._reached(), n) else ""
-            raise ValueError(
-                f"loss_fn should be a mean over rows, but fails with a part of them ({first_line(error)}), so "
-                f"what it divides by cannot be checked: {_DECLARE}.{captures}"
-            ) from error
-        return float(loss), torch.finfo(loss.dtype).eps, values
 
     def check_that_nothing_counts(self, output: Any, y: Any) -> None:
         """Raises a ValueError if the loss of targets whose declared divisor is 0 is a number all the same.
@@ -686,8 +725,18 @@ class LossContracts:
         return contract
 
 
-def _advice(of_parts: float, captures: bool) -> str:
-    return _TERMS if math.isnan(of_parts) else _CAPTURES if captures else _ROWS_MEET
+class _Sums(NamedTuple):
+    """A loss of n rows, what those of parts add up to, and whether these have different values."""
+
+    n: int
+    loss: float
+    together: float
+    tolerance: float
+    says_something: bool
+
+    @property
+    def differ(self) -> bool:
+        return not abs(self.together - self.loss) <= self.tolerance  # also if that of a part is NaN
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -711,9 +760,8 @@ def _twice(y: Any, kinds: tuple[type, ...]) -> Any:
     raise TypeError(type(y).__name__)
 
 
-def _halves(n: int) -> tuple[slice, slice]:
-    """Two parts of n rows, of unlike size if possible."""
-    return slice(0, max(1, n // 3)), slice(max(1, n // 3), n)
+def _have_rows(tree: Any, n: int) -> bool:
+    return all(len(tensor) == n for tensor in tensors_of(tree) if tensor.ndim)
 
 
 def _parameter_ids(model: nn.Module) -> set[int]:

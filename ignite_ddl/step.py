@@ -18,7 +18,7 @@ from ignite_ddl.errors import explaining_errors
 from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.experts.routing import routers_of, update_biases
 from ignite_ddl.loss_call import checked_loss
-from ignite_ddl.loss_contract import LossContract, LossContracts
+from ignite_ddl.loss_contract import BY_PASSES, LossContract, LossContracts
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.local_stages import call, stages_of
 from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
@@ -118,8 +118,8 @@ class TrainingStep:
         if self.audit is not None:
             with autocast:
                 self.audit.end(x, last)  # before the next collective, which would meet DDP's on a peer that waits
-                self.audit.compare_declared(contract, x, y, self.transform)
-        loss, total = self._end_reduction(*reduction, contract)
+        with autocast:
+            loss, total = self._end_reduction(*reduction, contract, x, y)
         if self.local is not None:
             total = self.replica_divisor
             self.local.counted, self.local.steps = self.local.counted + total, self.local.steps + last
@@ -135,7 +135,7 @@ class TrainingStep:
         if self.audit is not None:
             with autocast, explaining_errors():
                 self.audit.begin(rows, x, y)
-            contract.begin(y)
+            contract.begin(x, y)
         contract.counted = contract.count(y, local_divisor)
         if not self.open:
             self.stages.begin_window()
@@ -218,28 +218,30 @@ class TrainingStep:
         counted = contract.counted
         if self.mesh.world_size == 1:
             return loss, counted, None
-        empty, inconclusive, compared = rows is not None and rows[0] == 0, False, []
+        empty, undecided, compared = rows is not None and rows[0] == 0, 0.0, []
         if loss is not None and contract.is_checking:
-            inconclusive = not contract.compare()
+            undecided = contract.compare()
         if self.audit is not None:
             targets = None if loss is None or empty else (y, contract)
             compared = self.audit.numbers_to_sum(targets, self.updates, self.order)
-        parts = [0.0, 0.0 if loss is None else counted, float(inconclusive), *compared]
+        parts = [0.0, 0.0 if loss is None else counted, undecided, *compared]
         summed = torch.tensor(parts, dtype=torch.float64, device=idist.device())
         if loss is not None and not empty:
             summed[0] = loss.to(torch.float64) * (1.0 if local_divisor is None else local_divisor)
         return summed, counted, self.stages.reduce_loss(summed)
 
     def _end_reduction(
-        self, summed: torch.Tensor, counted: float, work: dist.Work | None, contract: LossContract
+        self, summed: torch.Tensor, counted: float, work: dist.Work | None, contract: LossContract, x: Any, y: Any
     ) -> tuple[torch.Tensor, float]:
         """The loss of the global batch, on every rank, and its divisor; raises if ranks differ in what is compared."""
         if work is None:
             return summed, counted
         work.wait()
-        _, total, n_inconclusive, *compared = summed.tolist()
+        _, total, undecided, *compared = summed.tolist()
         contract.check_total(total)
         if self.audit is not None:
             self.audit.compare(compared, contract)
-            contract.conclude(n_inconclusive)
+            if undecided >= BY_PASSES:
+                undecided = contract.compare_by_passes(self.stages, self.transform, x, y)
+            contract.conclude(undecided)
         return summed[0] / total if total else summed[0], total

@@ -14,6 +14,7 @@ from typing import Any
 
 import ignite.distributed as idist
 import torch
+from ignite.engine import Engine
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from ignite_ddl.collectives import gathered
 from ignite_ddl.compat import gathers, without_dispatch_modes
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, some_rows, tensors_of
+from ignite_ddl.pipeline.structure import SomeRows, local_tensor, map_leaves, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.random import random_states, random_stream, set_random_states
 
 UNLIKE_MODULES = (
@@ -202,7 +203,8 @@ def _variables(owner: Any) -> list[tuple[Held, Iterable[str] | None]]:
             *((_Attributes(cell, {name: "cell_contents"}), None) for name, cell in cells),
             (owner.__globals__, sorted(names)),
             *((vars(module), sorted(names)) for module in modules if not _is_of_a_library(module.__name__)),
-            (dict(enumerate([*(owner.__defaults__ or ()), *(owner.__kwdefaults__ or {}).values()])), None),
+            (_Attributes(owner, {"its defaults": "__defaults__"}), None),
+            (owner.__kwdefaults__ or {}, None),
             (vars(owner), None),
         ]
     if isinstance(owner, type):
@@ -260,11 +262,24 @@ def saved_states(owners: Iterable[Any]) -> list[_SavedState]:
 
 
 def captured(owners: Iterable[Any], n: int) -> list[tuple[Held, str]]:
-    """Where closures and globals of functions hold tensors with n rows: mappings, and names in them."""
-    functions = [owner for owner in owners if isinstance(owner, types.FunctionType)]
-    variables = [variable for function in functions for variable in _variables(function)]
-    named = ((held, name) for held, names in variables for name in (list(held) if names is None else names))
+    """Where closures, globals, objects and batches of engines hold tensors with n rows: mappings, and names in them."""
+    variables = [variable for owner in owners if not isinstance(owner, nn.Module) for variable in _variables(owner)]
+    named = [(held, name) for held, names in variables for name in (list(held) if names is None else names)]
+    named += [(vars(held[k].state), "batch") for held, k in named if isinstance(held.get(k), Engine)]
     return [(held, name) for held, name in named if name in held and _has_rows(held[name], n)]
+
+
+@contextlib.contextmanager
+def captured_rows(owners: Iterable[Any], rows: SomeRows | None) -> Iterator[None]:
+    """Inside, what these owners hold of a batch has some of its rows."""
+    kept = [(held, name, held[name]) for held, name in (captured(owners, rows.n) if rows else ())]
+    for held, name, value in kept:
+        held[name] = rows.of(value)
+    try:
+        yield
+    finally:
+        for held, name, value in kept:
+            held[name] = value
 
 
 def _has_rows(value: Any, n: int) -> bool:
@@ -358,7 +373,7 @@ class _KeepingWeights(TorchDispatchMode):
     def __init__(self, stages: Iterable[nn.Module]) -> None:
         super().__init__()
         named = {name: p for stage in stages for name, p in stage.named_parameters() if not p.is_meta}
-        held = [(name, p, p.data, _address(p.data)) for name, p in named.items()]
+        held = [(name, p, p.data, address_of(p.data)) for name, p in named.items()]
         self.held = {address: (name, p, data) for name, p, data, address in held if address}
         self.copies: dict[int, torch.Tensor] = {}
 
@@ -369,7 +384,7 @@ class _KeepingWeights(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(getattr(func, "_schema", None), "is_mutable", False):
             for leaf in tree_leaves((args, kwargs)):
-                address = _address(leaf) if isinstance(leaf, torch.Tensor) else 0
+                address = address_of(leaf) if isinstance(leaf, torch.Tensor) else 0
                 if address in self.held and address not in self.copies:
                     self.copies[address] = local_tensor(self.held[address][2]).clone()
         return func(*args, **(kwargs or {}))
@@ -378,7 +393,7 @@ class _KeepingWeights(TorchDispatchMode):
         """Restores the weights, and returns those that were written to."""
         written = {}
         for address, (name, p, data) in self.held.items():
-            replaced = _address(p.data) != _address(data)
+            replaced = address_of(p.data) != address_of(data)
             if replaced or address in self.copies:
                 before = self.copies.get(address, local_tensor(data))
                 written[name] = before, local_tensor(p.data).clone()
@@ -388,7 +403,7 @@ class _KeepingWeights(TorchDispatchMode):
         return written
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
     """Where the memory of this rank's part of a tensor begins; 0 if it has none."""
     local = local_tensor(tensor)
     plain = type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided
@@ -600,17 +615,6 @@ def _depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], eval
         if output.is_floating_point() and of_rows and differ(rows, of_part):
             return True
     return False
-
-
-def few_rows(batch: tuple[Any, Any]) -> tuple[Any, list[Any]]:
-    """A few rows of inputs and targets, and two parts of these; each part is the batch itself if it shows no rows."""
-    n = n_rows(batch)
-    if n < 2 or any(len(tensor) != n for tensor in tensors_of(batch) if tensor.ndim):
-        return batch, [batch, batch]
-    last = min(n, _MAX_ROWS)
-    first = max(1, last // 3)
-    few = some_rows(batch, slice(last), n)
-    return few, [some_rows(few, rows, last) for rows in (slice(first), slice(first, last))]
 
 
 def norm_over_rows(stages: Iterable[nn.Module]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -174,15 +175,35 @@ def n_rows(tree: Any) -> int:
     return next((len(tensor) for tensor in tensors_of(tree) if tensor.ndim), 1)
 
 
-def some_rows(tree: Any, rows: slice, n: int) -> Any:
+def some_rows(tree: Any, rows: slice, n: int, part_of: Callable[[Any, slice], Any] = operator.getitem) -> Any:
     """Some of the ``n`` rows: of each tensor with ``n`` rows, and of each list of ``n`` samples."""
     if type(tree) in (list, tuple) and len(tree) == n and not any(_has_length(item, n) for item in tree):
         return tree[rows]
     if type(tree) in (list, tuple):
-        return type(tree)(some_rows(item, rows, n) for item in tree)
+        return type(tree)(some_rows(item, rows, n, part_of) for item in tree)
     if type(tree) is dict:
-        return {key: some_rows(value, rows, n) for key, value in tree.items()}
-    return map_leaves(lambda leaf: leaf[rows] if _has_length(leaf, n) else leaf, tree)
+        return {key: some_rows(value, rows, n, part_of) for key, value in tree.items()}
+    return map_leaves(lambda leaf: part_of(leaf, rows) if _has_length(leaf, n) else leaf, tree)
+
+
+class SomeRows:
+    """Takes some of the ``n`` rows of batches, without their graphs: of one tensor one part, wherever it is found, so
+    that what a model gets, what a loss captures and by what it takes a gradient is one tensor, as in the batch.
+    """
+
+    def __init__(self, rows: slice, n: int) -> None:
+        self.rows, self.n = rows, n
+        self.parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, tree: Any) -> Any:
+        """These rows of each tensor with ``n`` rows, and of each list of ``n`` samples."""
+        return some_rows(tree, self.rows, self.n, self._part)
+
+    def _part(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+        if id(tensor) not in self.parts:
+            part = tensor.detach()[rows].requires_grad_(tensor.requires_grad)
+            self.parts[id(tensor)] = tensor, part  # the tensor, too, so that no other has its id
+        return self.parts[id(tensor)][1]
 
 
 def _has_length(leaf: Any, n: int) -> bool:

@@ -751,6 +751,181 @@ def test_losses_that_capture_rows_and_take_gradients(divisor):
     refused(partial(capturing, divisor=divisor, by_weights=True), "takes gradients by weights", dp=2)
 
 
+class Held:
+    """An object of a script that keeps the batch."""
+
+
+def where_x_is(engine, batch, x):
+    """Functions by which a loss comes to the inputs, by name."""
+    held = Held()
+    held.x = x
+    return {
+        "closure": lambda y: x,
+        "tuple": lambda y: batch[0],
+        "engine": lambda y: engine.state.batch[0],
+        "object": lambda y: held.x,
+        "default": lambda y, x=x: x,
+        "targets": lambda y: y[1],
+    }
+
+
+def derived(local_rank, holder, divisor, linear=False, meets=False, pinn=False):
+    """A loss with derivatives of the output by inputs, which it finds in several places."""
+    torch.manual_seed(0)
+    model = ddl.auto_model(nn.Linear(6, 7).double() if linear else mlp())
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def update(engine, batch):
+        x, y = batch
+        x.requires_grad_()
+        x_of = where_x_is(engine, batch, x)[holder]
+
+        def loss_fn(output, y):
+            z = x_of(y)
+            y = y[0] if holder == "targets" else y
+            (slope,) = torch.autograd.grad(output.sum(), z, create_graph=True)
+            if pinn:
+                (curvature,) = torch.autograd.grad(slope[:, 1].sum(), z, create_graph=True)
+                slope = slope - 0.1 * curvature
+            loss = F.mse_loss(output, y) + slope.square().sum(1).mean()
+            return loss + 9 * output.mean(0).square().mean() if meets else loss
+
+        optimizer.zero_grad()
+        y = (y, x) if holder == "targets" else y
+        _, loss = ddl.forward_backward(engine, model, x, y, loss_fn, loss_divisor=divisor)
+        optimizer.step()
+        losses.append(loss.item())
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X[:14], Y[:14]), batch_size=5))
+    return losses, torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+HOLDERS = ["closure", "tuple", "engine", "object", "default", "targets"]
+
+
+@pytest.mark.parametrize("divisor", [None, "rows"])
+def test_derivatives_by_inputs_are_compared_wherever_the_loss_finds_these(divisor):
+    def all_of_them(local_rank, **options):
+        each = [derived(0, holder, divisor, **options) for holder in HOLDERS]
+        return [loss for losses, _ in each for loss in losses], torch.cat([weights for _, weights in each])
+
+    for options in {}, {"linear": True}, {"pinn": True}:
+        assert_right(partial(all_of_them, **options), dp=2)
+
+
+@pytest.mark.parametrize("divisor", [None, "rows"])
+def test_derivatives_beside_a_term_in_which_rows_meet_are_refused(divisor):
+    words = WRONGLY if divisor else "should be a mean over rows, but uses .*, and gives"
+
+    def refusals(local_rank):
+        for holder, linear in itertools.product(HOLDERS, (False, True)):
+            with pytest.raises(ValueError, match=words):  # on each rank, so that the next one is not met
+                derived(0, holder, divisor, linear, meets=True)
+
+    on(refusals, dp=2)
+
+
+class Judging(nn.Module):
+    """A critic of pairs."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(13, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, xy):
+        return self.net(torch.cat(xy, 1))
+
+
+def lazily(local_rank, divisor, own_call, of_all_weights=True):
+    """A gradient penalty in each second step, in a call of its own or as a term."""
+    torch.manual_seed(0)
+    model = ddl.auto_model(Judging().double())
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def penalty(output, x):
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return 5 * slope.square().sum(1).mean() + (0 * output.sum() if of_all_weights else 0)
+
+    def update(engine, batch):
+        x, y = batch[0].clone().requires_grad_(), batch[1]
+        second = engine.state.iteration % 2 == 0
+
+        def loss_fn(output, y):
+            loss = F.softplus(-output).mean()
+            return loss + penalty(output, x) if second and not own_call else loss
+
+        optimizer.zero_grad()
+        _, loss = ddl.forward_backward(
+            engine, model, (x, y), y, loss_fn, loss_divisor=divisor, last=not (second and own_call)
+        )
+        if second and own_call:
+            x = x.detach().requires_grad_()
+            _, more = ddl.forward_backward(engine, model, (x, y), x, penalty, loss_divisor=divisor)
+            loss = loss + more
+        optimizer.step()
+        losses.append(loss.item())
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X[:11], Y[:11]), batch_size=4), max_epochs=2)
+    return losses, torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+def test_a_penalty_in_each_second_step_is_right():
+    def all_of_them(local_rank):
+        each = [lazily(0, divisor, own_call) for divisor in (None, "rows") for own_call in (False, True)]
+        return [loss for losses, _ in each for loss in losses], torch.cat([weights for _, weights in each])
+
+    assert_right(all_of_them, dp=2)
+    words = r"the loss of this one gives some weights none .*: add 0 \* output.sum\(\) to it"
+    refused(partial(lazily, divisor="rows", own_call=True, of_all_weights=False), words, dp=2)
+
+
+def kept_beside_captured(local_rank, divisor, of_terms, shard=False):
+    torch.manual_seed(0)
+    plain = Keeping(meets=False).double()
+    model = ddl.auto_model(plain, shard=shard)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def update(engine, batch):
+        x, y = batch
+        optimizer.zero_grad()
+        loss_fn = lambda o, y: of_terms(F.mse_loss(o, y) + plain.kept, x)  # noqa: E731
+        _, loss = ddl.forward_backward(engine, model, x, y, loss_fn, loss_divisor=divisor)
+        optimizer.step()
+        losses.append(loss.item())
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5))
+    return losses, torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("divisor", [None, "rows"])
+def test_a_kept_term_beside_captured_rows_is_compared(divisor, shard):
+    of = partial(kept_beside_captured, divisor=divisor, shard=shard)
+    assert_right(partial(of, of_terms=lambda loss, x: loss + x.square().sum() / len(x)), dp=2)
+    words = "add up to .* A loss in which rows meet" if divisor else "kept besides .*, and gives .* loss_divisor="
+    refused(partial(of, of_terms=lambda loss, x: loss + x.mean(0).square().sum()), words, dp=2)
+
+
+@pytest.mark.parametrize("divisor", [None, "rows"])
+def test_rows_that_meet_beside_captured_ones_are_refused(divisor):
+    """Without the rows of what it captures, the loss fails."""
+
+    def of_both(local_rank):
+        torch.manual_seed(0)
+        model = ddl.auto_model(mlp())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def update(engine, batch):
+            x, y = batch
+            optimizer.zero_grad()
+            loss_fn = lambda o, y: (o[:, :6] - x).square().mean() + o.mean(0).square().sum()  # noqa: E731
+            ddl.forward_backward(engine, model, x, y, loss_fn, loss_divisor=divisor)
+
+        ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=6))
+
+    refused(of_both, WRONGLY if divisor else NO_MEAN, dp=2)
+
+
 class Penalised(nn.CrossEntropyLoss):
     def forward(self, output, y):
         return super().forward(output, y) + output.square().mean()
