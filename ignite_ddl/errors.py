@@ -35,8 +35,8 @@ def explain_transforms(module: nn.Module, over_tp: bool) -> None:
     cure = (
         "take a mesh of dp alone"
         if over_tp
-        else "torch.func.jvp(model, (x,), (tangent,)) is right with shard=True, and so are dual tensors under "
-        "torch.no_grad(); or leave out shard=True"
+        else "leave out shard=True, or take torch.func.jvp(model, (x,), (tangent,)), whose backward pass works since "
+        "torch 2.13, or dual tensors under torch.no_grad()"
     )
     advice = f"{THIS_WAS_IN}a model that is cut over ranks, of which torch does not compute derivatives in this way"
     explain_errors(module, f"{advice}: {cure}", re.compile("jvp|forward AD|functorch transforms"))
@@ -71,8 +71,8 @@ def explaining_errors() -> Iterator[None]:
             raise ValueError(" ".join([f"{first_line(error)}.", *advice])) from error
         if "setStorage: sizes" in str(error) and get_mesh().dp_size > 1:
             raise ValueError(
-                "a backward pass goes through second derivatives that forward takes (torch.func.hessian, a jvp of a "
-                "gradient), for which the weights that shard=True gathers are gone: leave out shard=True"
+                "a backward pass goes through derivatives that forward takes by torch.func, for which the weights that "
+                "shard=True gathers are gone: leave out shard=True"
             ) from error
         if "Expected more than 1 value per channel when training" in str(error):
             raise ValueError(
