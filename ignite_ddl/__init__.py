@@ -25,7 +25,7 @@ from ignite_ddl.mesh import Mesh, get_mesh, initialize_mesh
 from ignite_ddl.model import auto_model, auto_optim, check_model
 from ignite_ddl.pipeline.costs import layer_costs
 from ignite_ddl.pipeline.trace import trace_layers
-from ignite_ddl.state import full_state_dict, load_full_state_dict
+from ignite_ddl.state import distribute_like, full_state_dict, load_full_state_dict
 from ignite_ddl.tensor import (
     Column,
     InputChannels,
@@ -77,6 +77,7 @@ __all__ = [
     "create_supervised_evaluator",
     "create_supervised_trainer",
     "cross_entropy",
+    "distribute_like",
     "empty_weights",
     "export_weights",
     "forward_backward",

@@ -309,10 +309,10 @@ class PartError(ValueError):
         super().__init__(
             f"torch cannot compute this with a weight or gradient that is cut over ranks, a DTensor "
             f"({first_line(error, 400).rstrip('!')}): compute with full ones, p.full_tensor() and "
-            "p.grad.full_tensor() on every rank, and cut the result, or a mask or noise in their order of rows, by "
-            "torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements); or change weights before "
-            "ddl.auto_model, or in the state of ddl.full_state_dict(model), given to ddl.load_full_state_dict on every "
-            "rank"
+            "p.grad.full_tensor() on every rank, and cut the result by "
+            "torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements), a mask or noise for the "
+            "uncut weight by ddl.distribute_like(value, p); or change weights before ddl.auto_model, or in the state "
+            "of ddl.full_state_dict(model), given to ddl.load_full_state_dict on every rank"
         )
 
     def __reduce__(self) -> Any:
@@ -387,7 +387,13 @@ def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
         return
     with torch.no_grad():
         if not isinstance(value, DTensor):
-            value = value if (order := getattr(tensor, ROW_ORDER, None)) is None else value[order]
+            if hasattr(tensor, ROW_ORDER):
+                raise ValueError(
+                    "p.data = value does not say in which order value has the rows of a layer that Column(parts=) "
+                    "cuts: assign ddl.distribute_like(value, p) where it is that of the uncut weight, or "
+                    "torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements) where value was "
+                    "computed from p.full_tensor(), which has the ranks' order"
+                )
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(value)
 

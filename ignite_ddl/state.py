@@ -11,11 +11,11 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ignite_ddl.arguments import MAPPING, Fits, a, check, takes, whole
+from ignite_ddl.arguments import MAPPING, TENSOR, Fits, a, check, takes, whole
 from ignite_ddl.collectives import gathered_values, octets
-from ignite_ddl.compat import ROW_ORDER, quiet_redistribution
+from ignite_ddl.compat import PART_OF_A_MODEL, ROW_ORDER, quiet_redistribution
 from ignite_ddl.data_parallel import refuse_in_a_round, share_buffers
 from ignite_ddl.lazy import materialize
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -142,6 +142,58 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
             _assign(target, state[names[name]])  # a function, so that one full tensor is alive at a time
     for name in set(extra) & set(state):
         set_extra_state(model, name, state[name])
+
+
+@takes(value=TENSOR, parameter=a("a parameter", nn.Parameter))
+def distribute_like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Cuts a tensor that every rank has in full, such as a mask or noise, as a parameter of a cut model.
+
+    torch's ``distribute_tensor`` does the same, except for layers that the plan cuts by ``Column(parts=)``, whose rows
+    lie in another order on the ranks.
+
+    Args:
+        value: a plain tensor of the shape of the uncut parameter, in its order of rows, the same on every rank.
+        parameter: one of ``model.parameters()`` of what :func:`auto_model` returned.
+
+    Returns:
+        torch.Tensor: a DTensor with the mesh and the placements of ``parameter``; where that is a plain tensor,
+        ``value`` on its device.
+
+    Raises:
+        ValueError: if the shapes differ, or ``parameter`` is another one, such as that with which FSDP2 computes.
+
+    Examples:
+        .. code-block:: python
+
+            import torch
+            import ignite_ddl as ddl
+
+            def pruned(local_rank, mask):
+                model = ddl.auto_model(torch.nn.Linear(2, 4), {"": ddl.Column(parts=2)})
+                with torch.no_grad():
+                    model.weight.fill_(1).mul_(ddl.distribute_like(mask, model.weight))
+                return ddl.full_state_dict(model)["weight"]
+
+            mask = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]])
+            with ddl.Parallel(backend="gloo", nproc_per_node=2, tp=2) as parallel:
+                assert torch.equal(parallel.run(pruned, mask)[0], mask)
+    """
+    if isinstance(value, DTensor) or value.shape != parameter.shape:
+        raise ValueError(
+            f"value should be a plain tensor of shape {tuple(parameter.shape)}, as the uncut parameter is, but given a "
+            f"{type(value).__name__} of shape {tuple(value.shape)}"
+        )
+    value = value.detach().to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return value
+    if get_mesh().tp_size > 1 and not hasattr(parameter, PART_OF_A_MODEL):
+        raise ValueError(
+            "parameter should be one of model.parameters() of what ddl.auto_model returned, but given another, which "
+            "does not know the order of its rows: call it outside of forward"
+        )
+    order = getattr(parameter, ROW_ORDER, None)
+    value = value if order is None else value[order.to(value.device)]
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _names_in(state: Mapping[str, Any], shapes: Mapping[str, Any], first_names: Mapping[str, str]) -> dict[str, str]:

@@ -618,6 +618,12 @@ case(
     "ddl.load_full_state_dict", ddl.load_full_state_dict, model=("module", MODEL), state=("object", MODEL.state_dict())
 )
 case(
+    "ddl.distribute_like",
+    ddl.distribute_like,
+    value=("tensor", torch.ones(3, 4)),
+    parameter=("object", nn.Parameter(torch.ones(3, 4))),
+)
+case(
     "ddl.layer_costs",
     ddl.layer_costs,
     model=("module", MODEL),

@@ -56,7 +56,10 @@ class Column(ColwiseParallel):
         parts: for a layer that computes several things at once which code separates again (``chunk``, ``split``),
             such as q, k and v, or a gate and its values: their number, or the number of outputs of each. Each part is
             sharded separately, so that a rank has its share of every part. The rows of the weight are reordered for
-            that, on the ranks only: ``ddl.full_state_dict`` returns the original order. Default: 1.
+            that, on the ranks only: ``ddl.full_state_dict`` returns the original order, and :func:`distribute_like`
+            cuts a mask or noise that is in it. ``full_tensor()`` of the weight and of its gradient, and torch's
+            ``distribute_tensor``, go by the ranks' order: a mask of the original order that is cut by the latter meets
+            other rows without an error. Default: 1.
         kwargs: ``input_layouts``, ``output_layouts``, ``use_local_output`` of torch's ``ColwiseParallel``.
 
     Examples:

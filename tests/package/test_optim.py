@@ -378,16 +378,54 @@ def test_weights_that_a_script_assigns(axes, options):
         assert (found - right).abs().max() <= 1e-12
 
 
+def fused(parts=2, **options):
+    torch.manual_seed(0)
+    return ddl.auto_model(nn.Sequential(nn.Linear(8, 16)).double(), {"0": ddl.Column(parts=parts)}, **options)
+
+
 def assigned_in_parts(local_rank, value):
-    model = ddl.auto_model(nn.Sequential(nn.Linear(8, 16)).double(), {"0": ddl.Column(parts=2)})
-    model[0].weight.data = value
-    return ddl.full_state_dict(model)["0.weight"]
+    """Weights of a fused layer that a script assigns: to twice what they are, and to one of its own."""
+    weight = (model := fused())[0].weight
+    twice = 2 * weight.detach().full_tensor()  # in the ranks' order, which is not known of a plain tensor
+    with pytest.raises(ValueError, match="does not say in which order value has the rows"):
+        weight.data = twice
+    weight.data = distribute_tensor(twice, weight.device_mesh, weight.placements)
+    doubled = ddl.full_state_dict(model)["0.weight"]
+    weight.data = ddl.distribute_like(value, weight)
+    return doubled, ddl.full_state_dict(model)["0.weight"]
 
 
 def test_a_whole_weight_that_a_script_assigns_to_a_fused_layer():
     value = torch.randn(16, 8, dtype=torch.float64)
-    for found in on(assigned_in_parts, value, tp=2):
+    for doubled, found in on(assigned_in_parts, value, tp=2):
+        assert torch.equal(doubled, 2 * fused()[0].weight)
         assert torch.equal(found, value)
+
+
+def masked(local_rank, options):
+    """Weights times a mask for the uncut ones, and what else is refused."""
+    model, drawn = fused(**options), torch.Generator().manual_seed(1)
+    weight = model[0].weight if hasattr(model, "__getitem__") else model.module[0].weight
+    mask = torch.rand(weight.shape, generator=drawn, dtype=torch.float64).round()
+    for wrong in (mask[:3], weight.detach()[:3]):
+        with pytest.raises(ValueError, match=r"value should be a plain tensor of shape \(16, 8\)"):
+            ddl.distribute_like(wrong, weight)
+    if ddl.get_mesh().tp_size > 1:
+        with pytest.raises(ValueError, match=r"one of model.parameters\(\).*the order of its rows"):
+            ddl.distribute_like(mask, nn.Parameter(weight.detach()))
+    with torch.no_grad():
+        weight.mul_(ddl.distribute_like(mask, weight))
+    return ddl.full_state_dict(model)["0.weight"]
+
+
+@pytest.mark.parametrize(
+    "axes", [{"dp": 2}, {"tp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize("options", [{}, {"shard": True, "parts": (4, 12)}], ids=str)
+def test_a_mask_for_the_uncut_weights(axes, options):
+    right = masked(0, options)
+    for found in on(masked, options, **axes):
+        assert torch.equal(found, right)
 
 
 def with_a_plain_tensor(local_rank, options):
