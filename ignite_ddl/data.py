@@ -11,7 +11,9 @@ import weakref
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, Protocol, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
@@ -53,10 +55,11 @@ def _is_sampler(value: Any) -> bool:
 
 def _is_state(value: Any) -> bool:
     numbers = value["next"], value["epoch"], value["batches"], value["rows"]
-    states = [value[name] for name in ("stream", "generator", "generator_now") if value[name] is not None]
+    stream, drawn = value["stream"], (value["generator"], value["generator_now"])
     counts = all(isinstance(number, int) and number >= 0 for number in numbers)
-    random = all(isinstance(state, torch.Tensor) and state.dtype == torch.uint8 for state in states)
-    return isinstance(value["seed"], int | None) and counts and random
+    known = all(isinstance(states, Mapping | torch.Tensor | None) for states in drawn)  # a tensor: of earlier versions
+    known = known and (stream is None or isinstance(stream, torch.Tensor) and stream.dtype == torch.uint8)
+    return isinstance(value["seed"], int | None) and counts and known
 
 
 def _is_dataset(value: Any) -> bool:
@@ -132,7 +135,9 @@ def auto_dataloader(dataset: Dataset[Any] | _Rows, **kwargs: Unpack[LoaderOption
     and transforms should use torch's random numbers, so that tp and pp peers get the same rows. On a mesh with tp or
     pp, transforms draw from a separate random stream of the loader: other numbers than in one process, but the same
     ones with ``num_workers``. An iterable dataset, and a sampler or a ``generator`` with a separate random state,
-    change state with every iterator: create iterators of these on all ranks.
+    change state with every iterator: create iterators of these on all ranks. A checkpoint has the states of generators
+    (torch's, Python's, NumPy's ``default_rng``) that are attributes of a sampler or of an iterable dataset, and those
+    of their numbers that have changed, such as a count of epochs.
 
     Args:
         dataset: a map-style or an iterable dataset. An iterable one is read entirely on each rank, with the same
@@ -190,15 +195,19 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
     if iterable:
         batch_size, drop_last = kwargs.pop("batch_size", 1), kwargs.pop("drop_last", False)
         parts = _LocalStream(dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", None) or default_collate)
-        return ShardedDataLoader(parts, batch_size=None, **kwargs)
+        loader = ShardedDataLoader(parts, batch_size=None, **kwargs)
+        loader.drawn = _Drawn(kwargs.get("generator"), dataset)
+        return loader
     generator, workers = kwargs.get("generator"), kwargs.get("num_workers", 0)
     given = {name: kwargs.pop(name) for name in _BATCHES if name in kwargs}
     of_one_process = DataLoader(dataset, generator=generator, **given).batch_sampler
     _check_undivided(of_one_process, "sampler" if given.get("batch_sampler") is None else "batch_sampler")
     _check_same_dataset(dataset)
-    batches = _LocalBatches(of_one_process, _common_seed(mesh), mesh.dp_rank, mesh.dp_size, generator, workers)
+    drawn = _Drawn(generator, of_one_process, getattr(of_one_process, "sampler", None))
+    batches = _LocalBatches(of_one_process, _common_seed(mesh), mesh.dp_rank, mesh.dp_size, drawn, workers)
     batches.most = _most_batches(of_one_process, dataset)
     loader = ShardedDataLoader(dataset, batch_sampler=batches, **kwargs)
+    loader.drawn = drawn
     loader.__dict__.update({name: given[name] for name in ("batch_size", "drop_last") if name in given})  # as asked for
     return loader
 
@@ -234,6 +243,7 @@ class ShardedDataLoader(DataLoader):
     """
 
     filler: Any = None
+    drawn: _Drawn
     stream: torch.Generator | None = None  # the random stream of transforms, of which each consumer gets a copy
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -296,10 +306,10 @@ class ShardedDataLoader(DataLoader):
             current, consumer = None, self.loops if engine is None else self.consumers.get(engine)
         if consumer is None:
             return None
-        sampler, generator = self.batch_sampler, self.generator
-        now = None if generator is None else generator.get_state()
-        state = {"generator": now, "generator_now": now, "seed": getattr(sampler, "seed", None)}
-        return state | consumer.state_dict(current, new_pass)
+        now = self.drawn.states()
+        state = {"generator": now, "generator_now": now, "seed": getattr(self.batch_sampler, "seed", None)}
+        state |= consumer.state_dict(current, new_pass)
+        return state | {name: self.drawn.kept(state[name]) for name in ("generator", "generator_now")}
 
     @takes(state=a("of state_dict of a loader of ddl.auto_dataloader", _is_state), engine=ENGINE)
     def load_state_dict(self, state: Mapping[str, Any], engine: Any = None) -> None:
@@ -311,15 +321,17 @@ class ShardedDataLoader(DataLoader):
             state: from :meth:`state_dict`.
             engine: the ``ddl.MeshEngine`` whose pass is continued. Default: none, the next loop.
         """
-        consumer = self._consumer(engine)
-        consumer.passes, consumer.resumed = [], dict(state) if state["batches"] else None
+        state, consumer = dict(state), self._consumer(engine)
+        for name in ("generator", "generator_now"):
+            if not isinstance(state[name], Mapping):  # of earlier versions
+                state[name] = {} if state[name] is None else {"0.generator": state[name]}
+        consumer.passes, consumer.resumed = [], state if state["batches"] else None
         consumer.epoch = state["next"]
         if consumer.stream is not None and state["stream"] is not None:
             consumer.stream.set_state(state["stream"])
         if isinstance(self.batch_sampler, _LocalBatches):
             self.batch_sampler.seed = state["seed"]
-        if self.generator is not None and state["generator_now"] is not None:
-            self.generator.set_state(state["generator_now"])
+        self.drawn.set(state["generator_now"])
 
     def reseed(self, engine: Any = None) -> None:
         """Gives transforms another random stream, on a dp rank that the saved run did not have."""
@@ -368,6 +380,7 @@ class Pass:
         self.stream: torch.Generator | None = None
         self._digest: int | None = None  # of an iterable dataset: a number for the samples of the last batch
         self._start_state: torch.Tensor | None = None  # of an iterable dataset: the random state at its beginning
+        self._start_drawn: dict[str, Any] = {}  # and that of its own generators
         self.iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Pass:
@@ -418,7 +431,7 @@ class Pass:
             "rows": self.n_rows,
             "digest": self._digest if plan is None else plan.digest,
             "begun": self._start_state,
-            "generator": plan and plan.generator,
+            "generator": self._start_drawn if plan is None else plan.drawn,
             "stream": self.stream,
         }
 
@@ -464,6 +477,8 @@ class Pass:
         if resumed is not None:
             self._start_state = resumed["begun"]
             source.set_state(self._start_state)
+            self.loader.drawn.set(resumed["generator"])
+        self._start_drawn = self.loader.drawn.states()
         with _shared_random_stream(self.stream):
             self.iterator = self.loader.torch_iterator(self)
         if resumed is None:
@@ -618,11 +633,9 @@ def _shared_random_stream(stream: torch.Generator | None) -> Iterator[None]:
 class _LocalBatches(Sampler[list[int]]):
     """This rank's parts of one process's batches, by the plan of the pass that begins; a batch sampler for torch."""
 
-    def __init__(
-        self, batches: Any, seed: int, rank: int, size: int, generator: torch.Generator | None, workers: int
-    ) -> None:
+    def __init__(self, batches: Any, seed: int, rank: int, size: int, drawn: _Drawn, workers: int) -> None:
         self.batches, self.seed, self.rank, self.size = batches, seed, rank, size
-        self.generator, self.workers = generator, workers
+        self.drawn, self.workers = drawn, workers
         self.most = math.inf  # batches of an epoch; a sampler that gives more has no end
         self.plan: _EpochPlan | None = None
 
@@ -640,13 +653,13 @@ class _EpochPlan:
         sizes: the number of rows of each global batch.
         rows: this rank's rows of all batches, one after the other; of a batch without any, one row of another rank.
         digest: a number that depends on the order of the rows of all ranks.
-        generator: the state of the user's generator from which that order was drawn.
+        drawn: the states of the user's generators from which that order was drawn.
     """
 
     def __init__(self, sampler: _LocalBatches, epoch: int, resumed: Mapping[str, Any] | None = None) -> None:
         self.sampler, self.epoch, self.resumed = sampler, epoch, resumed
         self.sizes, self.rows, self.digest = array("q"), array("q"), 0
-        self.generator: torch.Tensor | None = None
+        self.drawn: dict[str, Any] = {}
 
     def rows_of(self, number: int) -> tuple[int, int]:
         """A batch's local and global number of rows."""
@@ -666,11 +679,9 @@ class _EpochPlan:
             start = end
 
     def _draw(self) -> None:
-        sampler, resumed, generator = self.sampler, self.resumed or {}, self.sampler.generator
-        if generator is not None:
-            if resumed.get("generator") is not None:
-                generator.set_state(resumed["generator"])
-            self.generator = generator.get_state()
+        sampler, resumed = self.sampler, self.resumed or {}
+        sampler.drawn.set(resumed.get("generator", {}))
+        self.drawn = sampler.drawn.states()
         with torch.random.fork_rng(devices=[]):  # leaves the user's random stream unchanged
             torch.default_generator.manual_seed(sampler.seed + self.epoch)  # that of the CPU alone
             for batch in map(list, sampler.batches):
@@ -681,18 +692,20 @@ class _EpochPlan:
                         f"{len(self.sizes)} batches and no end: stop it after the rows of an epoch, and give "
                         "trainer.run the number of epochs"
                     )
-        if generator is not None and resumed.get("generator_now") is not None:
-            generator.set_state(resumed["generator_now"])
+        sampler.drawn.set(resumed.get("generator_now", {}))
         if self.digest != resumed.get("digest", self.digest):
             raise ValueError(
                 "loader should continue with the rows of the interrupted run, but batch_size, dataset or sampler give "
-                "another order: make them the same, and let a sampler draw its random numbers from torch"
+                "another order: make them the same, and let a sampler draw its random numbers from torch, or from a "
+                "generator that is its attribute"
             )
 
     def draw_only(self, batches: int) -> None:
-        """Leaves the user's generator as in one process that has read these batches alone."""
-        if self.generator is not None:
-            self.sampler.generator.set_state(self.generator)
+        """Leaves the user's generators as in one process that has read these batches alone."""
+        drawn = self.sampler.drawn
+        drawn.states()  # by which it knows what has changed
+        if states := drawn.kept(self.drawn):
+            drawn.set(states)
             with torch.random.fork_rng(devices=[]):
                 for _ in islice(self.sampler.batches, batches):
                     pass
@@ -706,6 +719,50 @@ class _EpochPlan:
             values, self.rows = repr(batch).encode(), list(self.rows)
         self.digest = zlib.crc32(values, zlib.crc32(self.sizes[-1:].tobytes(), self.digest))
         self.rows.extend(batch[start:end] or batch[:1])
+
+
+class _Drawn:
+    """What an order is drawn from: generators and numbers that samplers, or an iterable dataset, have as attributes."""
+
+    def __init__(self, generator: torch.Generator | None, *holders: Any) -> None:
+        self.holders = [SimpleNamespace(generator=generator), *(each for each in holders if hasattr(each, "__dict__"))]
+        for holder in self.holders:  # their number grows meanwhile
+            inside = [each for each in vars(holder).values() if isinstance(each, Sampler | IterableDataset)]
+            self.holders += [each for each in inside if not any(each is known for known in self.holders)]
+        self.first: dict[str, float] = {}  # numbers as they were
+        self.saved: set[str] = set()  # generators, and numbers that have changed
+        self.states()
+
+    def _parts(self) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
+        """Of each part a name, and functions that get and set its state."""
+        for place, holder in enumerate(self.holders):
+            for name, value in list(vars(holder).items()):
+                key, bits = f"{place}.{name}", getattr(value, "bit_generator", None)
+                if isinstance(value, torch.Generator):
+                    yield key, value.get_state, value.set_state
+                elif type(value) is random.Random:
+                    yield key, value.getstate, value.setstate
+                elif type(bits).__name__ == "PCG64":  # of NumPy's default_rng
+                    yield key, partial(getattr, bits, "state"), partial(setattr, bits, "state")
+                elif type(value) in (int, float):
+                    yield key, partial(getattr, holder, name), partial(setattr, holder, name)
+
+    def states(self) -> dict[str, Any]:
+        states = {key: get() for key, get, _ in self._parts()}
+        for key, state in states.items():
+            if type(state) not in (int, float) or self.first.setdefault(key, state) != state:
+                self.saved.add(key)
+        return states
+
+    def kept(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint has of them."""
+        return {key: state for key, state in states.items() if key in self.saved}
+
+    def set(self, states: Mapping[str, Any]) -> None:
+        for key, _, set_state in self._parts():
+            if key in states:
+                self.saved.add(key)
+                set_state(states[key])
 
 
 class _SeededRows(list):

@@ -60,8 +60,9 @@ class MeshEngine(Engine):
 
     Use it in place of ``ignite.engine.Engine`` with an update function of your own that calls
     :func:`forward_backward`. With the loader of ``ddl.auto_dataloader``, a rank without rows gets one row of another
-    rank, since its peers need it in collectives; this row has weight 0 and is removed from the output. Only rank 0
-    shows a progress bar.
+    rank, since its peers need it in collectives; this row has weight 0 and is removed from tensors of the output. What
+    your function itself counts should leave it out: ``y[:engine.rows[0]]`` are the rows of this rank, and
+    ``engine.rows[1]`` is their number on all ranks. Only rank 0 shows a progress bar.
 
     Args:
         process_function: as in Ignite: takes the engine and a batch, returns the output.

@@ -144,8 +144,9 @@ def on_this_rank(owner: Any, handler: Callable) -> Callable:
 def over_data_parallel(metric: Metric) -> Metric:
     """Makes a metric reduce over the data-parallel group, in place, and returns it.
 
-    The engines of ``ddl`` do this for every metric attached to them. Call it before the first update for a metric
-    that you update and compute yourself.
+    The engines of ``ddl`` do this for every metric attached to them, and after ``ddl.auto_model`` the first update does
+    it for one of Ignite's that you update and compute yourself; one of your own then reduces over that group, but for
+    the rest of this call it before the first update.
 
     Ignite cannot reduce over a rank whose batches had no rows: means of no rows are NaN, sums per class have no shape
     yet. Updates without rows are skipped, and if a rank had no rows since the reset, the others compute the result
@@ -164,19 +165,39 @@ def over_data_parallel(metric: Metric) -> Metric:
     inner_metrics = list(_metrics_inside(list(vars(metric).values())))
     methods = _Methods(metric, is_composed=bool(inner_metrics))
     for name, original in methods.original.items():
-        setattr(metric, name, _in_view(getattr(methods, name, original), original))
+        setattr(metric, name, functools.partial(_in_view, getattr(methods, name, original)))  # can be copied
     for inner in inner_metrics:
         over_data_parallel(inner)
     return metric
 
 
-def _in_view(method: Callable, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def in_view(*args: Any, **kwargs: Any) -> Any:
-        with data_parallel_view():
-            return method(*args, **kwargs)
+def _in_view(method: Callable, *args: Any, **kwargs: Any) -> Any:
+    with data_parallel_view():
+        return method(*args, **kwargs)
 
-    return in_view
+
+def watch_metrics_by_hand(cls: type[Metric] = Metric) -> None:
+    """Lets metrics that no engine updates reduce over the data-parallel group, too; also of classes that come later."""
+    for name in ("update", "compute", "state_dict", "load_state_dict"):
+        method = vars(cls).get(name)
+        if method is not None and not hasattr(method, "is_by_hand"):
+            setattr(cls, name, _by_hand(name, method))
+    for each in cls.__subclasses__():
+        watch_metrics_by_hand(each)
+    Metric.__init_subclass__ = classmethod(lambda later, **_: watch_metrics_by_hand(later))
+
+
+def _by_hand(name: str, method: Callable) -> Callable:
+    @functools.wraps(method)
+    def by_hand(metric: Metric, *args: Any, **kwargs: Any) -> Any:
+        is_one_ranks = isinstance(idist_utils._model, _DataParallelModel)  # as in data_parallel_view([rank])
+        is_ignites = type(metric).__module__.startswith("ignite.")  # another may be one rank's: it exchanges no more
+        if name == "update" and is_ignites and not is_one_ranks and "_over_data_parallel" not in vars(metric):
+            return over_data_parallel(metric).update(*args, **kwargs)
+        return _in_view(method, metric, *args, **kwargs)
+
+    by_hand.is_by_hand = True
+    return by_hand
 
 
 class _Methods:

@@ -39,7 +39,7 @@ from ignite_ddl.guards import (
 )
 from ignite_ddl.lazy import LazyLayers, materialize
 from ignite_ddl.mesh import Mesh, check_experts, get_mesh, sizes_without_world
-from ignite_ddl.metrics import over_data_parallel
+from ignite_ddl.metrics import over_data_parallel, watch_metrics_by_hand
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.cut import CUT_FITS, Cut, add_submodule, cut_into_stages, trains
 from ignite_ddl.pipeline.local_stages import stages_of
@@ -430,6 +430,7 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
             setattr(parameter, LOCAL_ROUNDS, True)
     if layout.mesh.world_size == 1:
         return model
+    watch_metrics_by_hand()
     for router in routers_of(model) if not layout.local else ():
         router.over_ranks = layout.mesh.dp_cp_size > 1
     if layout.ddp is None:

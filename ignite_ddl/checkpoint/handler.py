@@ -78,7 +78,8 @@ class Checkpoint(IgniteCheckpoint):
     Args:
         to_save: names to objects: the model of ``ddl.auto_model``, the optimizer of ``ddl.auto_optim``, the trainer,
             the loader of ``ddl.auto_dataloader``, and anything else with ``state_dict`` and ``load_state_dict``, such
-            as schedulers, a GradScaler, EarlyStopping, metrics.
+            as schedulers, a GradScaler, EarlyStopping, metrics. Metrics that have begun to count can only be loaded
+            where as many dp ranks are: elsewhere leave them out of ``to_load``.
         save_handler: a folder on a file system that all ranks see; it is made if need be. Several runs may save into
             it under different names: one that is alive keeps what it has saved (see Note).
         filename_prefix: as in Ignite.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from ignite.metrics import Metric
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -108,9 +109,21 @@ def make_plan(folder: Folder, objects: Mapping[str, Any]) -> Plan:
         plan.names[key], plan.states[key] = _plan_optimizer(plan, key, optimizer, saved_as)
     for key in kinds.engines | kinds.others:
         state, _ = plan.state_of(key)  # or raises, before anything is changed
+        if isinstance(kinds.others.get(key), Metric):
+            _check_metric(plan, key, state)
         if getattr(kinds.others.get(key), "is_per_rank", None) is True:  # a metric has any attribute
             _plan_per_rank(plan, key, state)
     return plan
+
+
+def _check_metric(plan: Plan, key: str, state: dict[str, Any]) -> None:
+    """Raises where a metric's state, which has one of each dp rank in a list, is that of other ranks."""
+    of_ranks = next(iter(state.values()), None)
+    if isinstance(of_ranks, list) and len(of_ranks) != plan.mesh.dp_cp_size:  # Ignite's, not one of the user's own
+        raise ValueError(
+            f"to_load[{key!r}] is a metric with the counts of {len(of_ranks)} dp ranks, so that it cannot be loaded on "
+            f"{plan.mesh!r}: leave it out of to_load, and it begins anew there"
+        )
 
 
 def _plan_per_rank(plan: Plan, key: str, state: dict[str, Any]) -> None:

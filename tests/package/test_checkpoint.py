@@ -4,6 +4,7 @@ import json
 import random
 import warnings
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,7 +17,7 @@ from ranks import launch, on_each_rank
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import Replicate
-from torch.utils.data import TensorDataset
+from torch.utils.data import BatchSampler, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import ignite_ddl as ddl
 from ignite_ddl.checkpoint.values import decoded, encoded
@@ -368,6 +369,33 @@ def test_a_state_by_rank_is_refused_on_another_mesh_before_anything_changes(tmp_
     with pytest.raises(ValueError, match="'number'. had another state on each rank"):
         ddl.Checkpoint.load_objects({"model": model, "number": Number(2)}, tmp_path / "x")
     assert torch.equal(model.norm.bias, before)
+
+
+def with_a_metric(rank, folder):
+    model = ddl.auto_model(net())
+    metric = Average()
+    metric.attach(ddl.MeshEngine(lambda engine, batch: batch), "average")
+    metric.update(torch.tensor([1.0 + rank]))
+    ddl.Checkpoint({"model": model, "metric": metric}, folder).save("x")
+
+
+def load_a_metric(rank, folder):
+    """Into a metric that no engine updates."""
+    model, metric = ddl.auto_model(net(), PLAN), Average()
+    before = model.norm.bias.data.fill_(7.0).clone()
+    try:
+        ddl.Checkpoint.load_objects({"model": model, "metric": metric}, folder / "x")
+    except ValueError as error:
+        return str(error), torch.equal(model.norm.bias, before)
+    return float(metric.compute())
+
+
+def test_a_metric_is_loaded_where_as_many_dp_ranks_are_and_refused_elsewhere(tmp_path):
+    launch({"dp": 2}, with_a_metric, tmp_path)
+    assert launch({"dp": 2, "tp": 2}, load_a_metric, tmp_path) == [1.5] * 4
+    for message, unchanged in [load_a_metric(0, tmp_path), *launch({"tp": 2}, load_a_metric, tmp_path)]:
+        assert "to_load['metric'] is a metric with the counts of 2 dp ranks" in message
+        assert unchanged
 
 
 def test_other_optimizers_are_refused(saved):
@@ -946,14 +974,55 @@ class Words(torch.utils.data.IterableDataset):
             yield torch.tensor([i]) if self.seeded else torch.tensor([random.random()])
 
 
+class Shuffled:
+    """Orders of 11 rows from a state of its own: a generator, or a count of epochs."""
+
+    def __init__(self, generator=None):
+        self.generator, self.epochs = generator, 0
+
+    def __iter__(self):
+        self.epochs += 1
+        if isinstance(self.generator, random.Random):
+            yield from self.generator.sample(range(11), 11)
+        elif isinstance(self.generator, numpy.random.Generator):
+            yield from self.generator.permutation(11).tolist()
+        else:
+            yield from torch.randperm(11, generator=torch.Generator().manual_seed(self.epochs)).tolist()
+
+    def __len__(self):
+        return 11
+
+
+class ShuffledWords(torch.utils.data.IterableDataset):
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(9)
+
+    def __iter__(self):
+        yield from torch.randperm(11, generator=self.generator)
+
+
+def by_sampler(make):
+    return lambda: ddl.auto_dataloader(torch.arange(11), batch_size=3, sampler=make())
+
+
 @pytest.mark.parametrize("make", [
     lambda: ddl.auto_dataloader(torch.arange(11), batch_size=3, shuffle=True),
+    by_sampler(lambda: RandomSampler(range(11), generator=torch.Generator().manual_seed(9))),
+    by_sampler(lambda: WeightedRandomSampler(torch.ones(11), 11, generator=torch.Generator().manual_seed(9))),
+    by_sampler(lambda: Shuffled(random.Random(9))), by_sampler(lambda: Shuffled(numpy.random.default_rng(9))),
+    by_sampler(Shuffled), lambda: ddl.auto_dataloader(ShuffledWords(), batch_size=3),
+    lambda: ddl.auto_dataloader(
+        torch.arange(11), batch_sampler=BatchSampler(RandomSampler(range(11), generator=torch.Generator()), 3, False)
+    ),
     lambda: ddl.auto_dataloader(torch.arange(11), batch_size=3, shuffle=True, num_workers=2),
     lambda: ddl.auto_dataloader(
         torch.arange(11), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(9)
     ),
     lambda: ddl.auto_dataloader(Words(), batch_size=3),
-], ids=["plain", "workers", "generator", "stream"])  # fmt: skip
+], ids=[
+    "plain", "sampler's generator", "weighted", "Python", "NumPy", "count", "own stream", "batches", "workers",
+    "generator", "stream",
+])  # fmt: skip
 @pytest.mark.parametrize("batches", [1, 3, 4, 6])
 def test_a_loader_goes_on(make, batches):
     loader = make()

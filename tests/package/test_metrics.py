@@ -1,5 +1,6 @@
 """Ignite's metrics, unmodified, on a mesh: every rank has the numbers of one process."""
 
+import copy
 import warnings
 from unittest import mock
 
@@ -30,6 +31,7 @@ from ignite.metrics import (
     RocCurve,
     Rouge,
     RunningAverage,
+    VariableAccumulation,
 )
 from ignite.metrics.metric import reinit__is_reduced, sync_all_reduce
 from ranks import in_float64, launch, on_each_rank
@@ -288,6 +290,62 @@ def test_metrics_by_hand():
         for name, metric in uneven_metrics().items():
             metric = metric.src if isinstance(metric, RunningAverage) else metric
             assert largest_difference(seen[name], value(metric, last)) <= 1e-15, name
+
+
+class Total(Metric):
+    """A metric of one's own, which is reduced."""
+
+    def reset(self):
+        self.total = 0.0
+
+    def update(self, output):
+        self.total += float(len(output[1]))
+
+    @sync_all_reduce("total")
+    def compute(self):
+        return self.total
+
+
+def counts_by_hand(local_rank):
+    """Five rows on the first dp rank and two on the second, or all on one; no engine knows these metrics."""
+    early = ConfusionMatrix(3)
+    ddl.auto_model(torch.nn.Sequential(torch.nn.Linear(3, 2)), {"0": ddl.Column()})
+    of_all = EpochMetric(lambda y_pred, y: len(y), check_compute_fn=False)
+    metrics = [
+        early,
+        of_all,
+        Total(),
+        VariableAccumulation(lambda total, x: total + x.sum()),
+        MetricGroup({"n": Total()}),
+    ]
+    rows = torch.eye(3)[[2, 2, 0, 1, 2, 2, 1]], torch.tensor([2, 2, 0, 1, 2, 2, 1])
+    dp, size = ddl.get_mesh().dp_rank, ddl.get_mesh().dp_size
+    mine = tuple(t if size == 1 else t[:5] if dp == 0 else t[5:] for t in rows)
+    for metric in metrics:
+        metric.reset()
+        metric.update(mine[1] * 0 + 1 if isinstance(metric, VariableAccumulation) else mine)
+    matrix, n, total, accumulated, group = (metric.compute() for metric in metrics)
+    again = copy.deepcopy(early)
+    again.update(mine)
+    if local_rank == 0:  # one that reduces nothing may be one rank's
+        alone = RightAnswers()
+        alone.update(mine)
+        assert alone.compute() == len(mine[1])
+    return (
+        int(matrix.sum()),
+        n,
+        total,
+        int(accumulated[0]),
+        group["n"],
+        int(again.compute().sum()),
+        int(early.compute().sum()),
+    )
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_metrics_by_hand_count_each_row_once(mesh):
+    for seen in launch(mesh, counts_by_hand):
+        assert seen == (7, 7, 7.0, 7, 7.0, 14, 7)
 
 
 class RightAnswers(Metric):
