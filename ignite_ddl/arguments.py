@@ -124,7 +124,7 @@ def _check_names(function: Callable, given: Mapping[str, Any], known: set[str], 
         near = difflib.get_close_matches(name, known, 1)
         raise TypeError(
             f"{function.__qualname__.removesuffix('.__init__')}() got an unexpected keyword argument {name!r}"
-            + (f". Did you mean {near[0]!r}?" if near else f"; it has {', '.join(sorted(known))}")
+            + (f". Did you mean {near[0]!r}?" if near else f"; it has {', '.join(sorted(known - {'self'}))}")
         )
 
 

@@ -729,6 +729,18 @@ def _finds_unused(stage: nn.Module) -> bool:
     return isinstance(stage, DistributedDataParallel) and stage.find_unused_parameters
 
 
+def warn_of_undealt_rows(mesh: Mesh, batch: Any) -> None:
+    """Warns if dp ranks have the same batch, whose rows metrics count on each of them."""
+    digests = [digest(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    peers = gathered(torch.tensor([hash(tuple(digests))], device=idist.device()), mesh.groups["dp"])
+    if len(peers) > 1 and digests and all(torch.equal(peer, peers[0]) for peer in peers) and mesh.rank == 0:
+        warnings.warn(
+            f"each dp rank has the same batch, so that metrics which add up count its rows {len(peers)} times: run the "
+            "engine on the loader of ddl.auto_dataloader, which deals rows to ranks",
+            stacklevel=2,
+        )
+
+
 def check_same_rows(mesh: Mesh, *parts: Any, axes: tuple[str, ...] = ("tp", "pp")) -> None:
     """Checks that peers on these axes have the same rows.
 

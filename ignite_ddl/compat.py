@@ -68,8 +68,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ignite.distributed.comp_models.native import _NativeDistModel
-from ignite.engine import Engine
-from ignite.metrics import Metric
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -550,23 +548,6 @@ def pickle_shards() -> Iterator[None]:
         yield
     finally:
         _pickling_allowed -= 1
-
-
-def reduce_metrics_over_dp(over_data_parallel: Callable[[Metric], Metric]) -> None:
-    """Makes metrics on Ignite's Engine reduce as on a MeshEngine: otherwise each tp peer would count the rows."""
-    if hasattr(Engine.add_event_handler, "over_data_parallel"):
-        return
-    original = Engine.add_event_handler
-
-    @functools.wraps(original)
-    def add_event_handler(engine: Engine, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> Any:
-        owner = getattr(handler, "__self__", None)
-        if isinstance(owner, Metric):
-            over_data_parallel(owner)
-        return original(engine, event_name, handler, *args, **kwargs)
-
-    add_event_handler.over_data_parallel = True
-    Engine.add_event_handler = add_event_handler
 
 
 def address_for_ignite(init_method: str, rank: int, world_size: int) -> str:

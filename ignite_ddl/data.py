@@ -636,6 +636,7 @@ class _LocalBatches(Sampler[list[int]]):
     def __init__(self, batches: Any, seed: int, rank: int, size: int, drawn: _Drawn, workers: int) -> None:
         self.batches, self.seed, self.rank, self.size = batches, seed, rank, size
         self.drawn, self.workers = drawn, workers
+        self.batch_size, self.drop_last = getattr(batches, "batch_size", None), getattr(batches, "drop_last", False)
         self.most = math.inf  # batches of an epoch; a sampler that gives more has no end
         self.plan: _EpochPlan | None = None
 

@@ -22,14 +22,15 @@ from ignite.engine import Engine, Events, State, _prepare_batch
 from ignite.handlers import FastaiLRFinder, TimeLimit
 from ignite.handlers.base_logger import BaseOutputHandler
 from ignite.handlers.tqdm_logger import ProgressBar
-from ignite.metrics import Metric
+from ignite.metrics import Metric, RunningAverage
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
-from ignite_ddl.audit import check_same_rows, check_tokens_are_independent
+from ignite_ddl.audit import check_same_rows, check_tokens_are_independent, warn_of_undealt_rows
 from ignite_ddl.collectives import on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, PartError
 from ignite_ddl.context.sequence import NOT_SHARED
@@ -101,6 +102,11 @@ class MeshEngine(Engine):
         engine.updates, engine.updated = engine.updates + engine.updated, False
         if get_mesh().world_size == 1:
             return process_function(engine, batch)
+        if engine.rows is None and engine.state.iteration == 1:
+            handlers = [each[0] for of_event in engine._event_handlers.values() for each in of_event]
+            owners = [getattr(handler, "__self__", None) for handler in handlers]
+            if any(isinstance(owner, Metric) and not isinstance(owner, RunningAverage) for owner in owners):
+                warn_of_undealt_rows(get_mesh(), batch)
         with _refusing_unweighted_steps(engine):
             if engine.rows is not None and engine.rows[0] == 0:
                 return without_rows(process_function(engine, batches.filler))
@@ -348,8 +354,9 @@ def create_supervised_trainer(
         prepare_batch: as in Ignite: ``(batch, device, non_blocking)`` to ``(x, y)``.
         model_transform: as in Ignite: the model's output to the input of ``loss_fn``.
         output_transform: as in Ignite: ``(x, y, y_pred, loss)`` to ``engine.state.output``; ``loss`` is the mean
-            over the global batch, ``y_pred`` the output for this dp rank's rows. Under pp, it runs on the rank with the
-            last stage, and its result is sent to the other pp ranks. Default: ``loss.item()``.
+            over the global batch, ``y_pred`` the output for this dp rank's rows. A rank without rows calls it with
+            none; where it has no value of none (an error, NaN), with the row that it was lent. Under pp, it runs on the
+            rank with the last stage, and its result is sent to the other pp ranks. Default: ``loss.item()``.
         deterministic: whether cuDNN chooses deterministic algorithms, as in Ignite. Rows and workers' random numbers
             are the same in each run in any case. Default: False.
         amp_mode: mixed precision by autocast: "amp" (float16 on CUDA, bfloat16 on CPU), "bfloat16" or "float16".
@@ -430,7 +437,7 @@ def create_supervised_trainer(
             _step_optimizer(engine, model, optimizer, max_norm, scaled)
         if output_transform is None:
             return loss.item()
-        return _output(step.stages, lambda: output_transform(x, y, y_pred, loss))
+        return _output(engine, step.stages, output_transform, x, y, y_pred, loss)
 
     trainer = MeshEngine(update)
     trainer.steps[id(model)] = step
@@ -560,8 +567,9 @@ def create_supervised_evaluator(
         non_blocking: as in Ignite.
         prepare_batch: as in Ignite: ``(batch, device, non_blocking)`` to ``(x, y)``.
         model_transform: as in Ignite.
-        output_transform: as in Ignite: ``(x, y, y_pred)`` to ``engine.state.output``. Under pp, it runs on the rank
-            with the last stage, and its result, which should be small, is sent to the other pp ranks. Default
+        output_transform: as in Ignite: ``(x, y, y_pred)`` to ``engine.state.output``. A rank without rows calls it with
+            none; where it has no value of none (an error, NaN), with the row that it was lent. Under pp, it runs on the
+            rank with the last stage, and its result, which should be small, is sent to the other pp ranks. Default
             ``(y_pred, y)``.
         amp_mode: as in :func:`create_supervised_trainer`.
         model_fn: as in :func:`create_supervised_trainer`.
@@ -602,7 +610,7 @@ def create_supervised_evaluator(
                 y_pred = stages.forward_only(x)
                 if y_pred is not None:
                     y_pred = model_transform(y_pred)
-            return _output(stages, lambda: output_transform(x, y, y_pred))
+            return _output(engine, stages, output_transform, x, y, y_pred)
 
     evaluator = MeshEngine(evaluate)
     evaluator.is_evaluator = True
@@ -623,11 +631,22 @@ def _check_rows(x: Any) -> None:
         )
 
 
-def _output(stages: Stages, transform: Callable[[], Any]) -> Any:
+def _output(engine: MeshEngine, stages: Stages, transform: Callable, *values: Any) -> Any:
     # Ignite's metrics expect plain tensors. Cut logits are gathered only if output_transform returns them.
     with on_some_ranks() if isinstance(stages, PipelineStages) else contextlib.nullcontext():
-        output = full_tensors(transform()) if stages.is_last else None
+        output = full_tensors(_transformed(engine, transform, values)) if stages.is_last else None
     return stages.from_last_stage(output)
+
+
+def _transformed(engine: MeshEngine, transform: Callable, values: tuple[Any, ...]) -> Any:
+    """What a transform makes of this rank's rows; of the lent one, if it has no value (an error, NaN) of no rows."""
+    if engine.rows is not None and engine.rows[0] == 0:
+        with contextlib.suppress(Exception):
+            output = transform(*(without_rows(value) for value in values))
+            numbers = [leaf for leaf in tree_leaves(output) if isinstance(leaf, float) or getattr(leaf, "ndim", 1) == 0]
+            if all(number == number for number in numbers):
+                return output
+    return transform(*values)
 
 
 @takes(FITS)

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Number
 from typing import Any
 
 import ignite.distributed.utils as idist_utils
@@ -64,14 +63,10 @@ class _DataParallelModel(_NativeDistModel):
         return super()._do_all_gather_object(tensor, group=self.group if group is None else group)
 
     def broadcast(self, tensor: Any, src: int = 0, safe_mode: bool = False) -> Any:
-        if isinstance(tensor, Number) and not safe_mode:  # Ignite would send it in single precision
-            box = torch.tensor([float(tensor)], dtype=torch.double, device=self.device())
-            return self._do_broadcast(box, src).item()
-        return super().broadcast(tensor, src=src, safe_mode=safe_mode)
-
-    def _do_broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
-        dist.broadcast(tensor, src=self.ranks[src], group=self.group)
-        return tensor
+        """Sends any value: Ignite's EpochMetric has what its function returned on ``src``, and 0.0 elsewhere."""
+        box = [tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, tensor)]
+        dist.broadcast_object_list(box, src=self.ranks[src], group=self.group)
+        return tree_map(lambda leaf: leaf.to(self.device()) if isinstance(leaf, torch.Tensor) else leaf, box[0])
 
     def barrier(self) -> None:
         dist.barrier(group=self.group)
@@ -144,9 +139,9 @@ def on_this_rank(owner: Any, handler: Callable) -> Callable:
 def over_data_parallel(metric: Metric) -> Metric:
     """Makes a metric reduce over the data-parallel group, in place, and returns it.
 
-    The engines of ``ddl`` do this for every metric attached to them, and after ``ddl.auto_model`` the first update does
-    it for one of Ignite's that you update and compute yourself; one of your own then reduces over that group, but for
-    the rest of this call it before the first update.
+    The engines of ``ddl`` do this for every metric attached to them. After ``ddl.auto_model`` the first update does it
+    for any other one of Ignite's, which you may update and compute yourself; one of your own then reduces over that
+    group, but for the rest of this call it before the first update.
 
     Ignite cannot reduce over a rank whose batches had no rows: means of no rows are NaN, sums per class have no shape
     yet. Updates without rows are skipped, and if a rank had no rows since the reset, the others compute the result
@@ -176,15 +171,21 @@ def _in_view(method: Callable, *args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
 
 
-def watch_metrics_by_hand(cls: type[Metric] = Metric) -> None:
-    """Lets metrics that no engine updates reduce over the data-parallel group, too; also of classes that come later."""
+def reduce_metrics_over_dp(cls: type[Metric] = Metric) -> None:
+    """Lets metrics that a loop or Ignite's Engine updates reduce over the data-parallel group, too; of any class."""
     for name in ("update", "compute", "state_dict", "load_state_dict"):
         method = vars(cls).get(name)
         if method is not None and not hasattr(method, "is_by_hand"):
             setattr(cls, name, _by_hand(name, method))
     for each in cls.__subclasses__():
-        watch_metrics_by_hand(each)
-    Metric.__init_subclass__ = classmethod(lambda later, **_: watch_metrics_by_hand(later))
+        reduce_metrics_over_dp(each)
+    if cls is Metric:
+        Metric.__init_subclass__ = classmethod(_reduce_later_ones)
+
+
+def _reduce_later_ones(later: type[Metric], **options: Any) -> None:
+    super(Metric, later).__init_subclass__(**options)
+    reduce_metrics_over_dp(later)
 
 
 def _by_hand(name: str, method: Callable) -> Callable:

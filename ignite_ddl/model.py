@@ -19,7 +19,7 @@ from ignite_ddl.arguments import FLAG, MODULE, OPTIMIZER, WORLD, a, each, one_of
 from ignite_ddl.audit import TOKENS_CHECKED, take_fingerprint
 from ignite_ddl.collectives import SENT, octets
 from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
-from ignite_ddl.compat import MODELS, reduce_metrics_over_dp
+from ignite_ddl.compat import MODELS
 from ignite_ddl.context.sequence import SharedSequences
 from ignite_ddl.data_parallel import LOCAL_ROUNDS, LocalRound, apply_data_parallel, fully_shard, share_buffers
 from ignite_ddl.errors import explain_transforms
@@ -39,7 +39,7 @@ from ignite_ddl.guards import (
 )
 from ignite_ddl.lazy import LazyLayers, materialize
 from ignite_ddl.mesh import Mesh, check_experts, get_mesh, sizes_without_world
-from ignite_ddl.metrics import over_data_parallel, watch_metrics_by_hand
+from ignite_ddl.metrics import reduce_metrics_over_dp
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.cut import CUT_FITS, Cut, add_submodule, cut_into_stages, trains
 from ignite_ddl.pipeline.local_stages import stages_of
@@ -430,7 +430,7 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
             setattr(parameter, LOCAL_ROUNDS, True)
     if layout.mesh.world_size == 1:
         return model
-    watch_metrics_by_hand()
+    reduce_metrics_over_dp()
     for router in routers_of(model) if not layout.local else ():
         router.over_ranks = layout.mesh.dp_cp_size > 1
     if layout.ddp is None:
@@ -460,8 +460,6 @@ def _protect_cut_model(model: nn.Module, layout: _Layout) -> None:
         mark_trained(stage.parameters(), frozen_too=layout.mesh.dp_cp_size == 1 or trains(stage))
         if layout.checks and layout.mesh.tp_size > 1:
             check_regions_once(stage)
-    if layout.mesh.tp_size * layout.mesh.pp_size > 1:
-        reduce_metrics_over_dp(over_data_parallel)
     refuse_ignites_checkpoint(model)
     refuse_full_states(model)
 

@@ -173,7 +173,8 @@ class Checkpoint(IgniteCheckpoint):
         asynchronous: bool = False,
         digests: bool = True,
     ) -> None:
-        self.folder, self.asynchronous, self.digests = Path(save_handler), asynchronous, digests
+        self.folder = Path(save_handler).absolute()  # also after os.chdir
+        self.asynchronous, self.digests = asynchronous, digests
         _check_objects(to_save, "to_save", "state_dict")
         super().__init__(
             to_save,

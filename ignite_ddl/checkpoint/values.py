@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 _MAX_DEPTH = 100  # containers in containers, so that neither a damaged file nor a list of itself takes all of the stack
+_DICTS = {"Counter": Counter, "OrderedDict": OrderedDict} | {
+    f"defaultdict of {factory.__name__}": partial(defaultdict, factory) for factory in (int, float, str, list, dict)
+}
 
 
 def encoded(value: Any, where: str, depth: int = _MAX_DEPTH) -> Any:
@@ -31,8 +36,12 @@ def encoded(value: Any, where: str, depth: int = _MAX_DEPTH) -> Any:
         data = base64.b64encode(full.reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
         return {"tensor": data, "dtype": str(full.dtype).removeprefix("torch."), "shape": list(full.shape)}
     if isinstance(value, Mapping):
-        pairs = value.items()
-        return {"dict": [[encoded(k, where, depth), encoded(v, f"{where}.{k}", depth)] for k, v in pairs]}
+        pairs, kind = value.items(), type(value).__name__
+        if isinstance(value, defaultdict):
+            kind += f" of {getattr(value.default_factory, '__name__', None)}"
+        is_known = kind in _DICTS and type(value).__module__ == "collections"
+        pairs = [[encoded(k, where, depth), encoded(v, f"{where}.{k}", depth)] for k, v in pairs]
+        return {"dict": pairs} | ({"kind": kind} if is_known else {})
     if isinstance(value, list | tuple):
         items = [encoded(item, f"{where}[{i}]", depth) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
@@ -55,7 +64,8 @@ def decoded(value: Any, depth: int = _MAX_DEPTH) -> Any:
     if not isinstance(value, dict):
         return value
     if "dict" in value:
-        return {decoded(k, depth - 1): decoded(v, depth - 1) for k, v in value["dict"]}
+        make = _DICTS[value["kind"]] if "kind" in value else dict
+        return make({decoded(k, depth - 1): decoded(v, depth - 1) for k, v in value["dict"]})
     if "tuple" in value:
         return tuple(decoded(item, depth - 1) for item in value["tuple"])
     data = bytearray(base64.b64decode(value["tensor"]))

@@ -3,6 +3,7 @@
 import json
 import random
 import warnings
+from collections import Counter, OrderedDict, defaultdict
 
 import numpy
 import pytest
@@ -267,6 +268,15 @@ def test_states_of_handlers_go_on(mesh, tmp_path):
     assert end == same_end
     assert 5 < end[0] < 18, "early stopping acts"
     assert max(abs(a - b) for a, b in zip(losses[4:], again, strict=True)) <= 1e-12
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint = ddl.Checkpoint({"model": nn.Linear(2, 1)}, "saves")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert checkpoint.save("x") == tmp_path / "saves" / "x"
+    assert (tmp_path / "saves" / "x").is_dir()
 
 
 def test_best_and_last_are_kept(tmp_path):
@@ -1081,11 +1091,12 @@ def test_workers_draw_by_batch():
 @pytest.mark.parametrize("value", [
     None, True, 3, -0.1, float("inf"), "a", [1, [2]], (1, (2,)), {"a": 1}, {1: 2, (3, 4): [5]}, {"tuple": [1]}, {},
     torch.tensor(2.5), torch.tensor([[1, 2]], dtype=torch.int16), torch.tensor([1.5], dtype=torch.bfloat16),
-    torch.empty(0, 3), torch.tensor(True),
+    torch.empty(0, 3), torch.tensor(True), Counter("aab"), OrderedDict(a=1), defaultdict(list, {"a": [1]}),
 ], ids=str)  # fmt: skip
 def test_json_keeps_values_and_kinds(value):
     found = decoded(json.loads(json.dumps(encoded(value, "x"))))
     assert type(found) is type(value)
+    assert getattr(found, "default_factory", None) is getattr(value, "default_factory", None)
     if isinstance(value, torch.Tensor):
         assert (found.dtype, found.shape) == (value.dtype, value.shape)
         assert torch.equal(found, value)

@@ -264,6 +264,7 @@ def test_an_epoch_that_an_engine_ends_is_over(options):
 def test_the_loader_says_what_it_was_asked_for():
     loader = ddl.auto_dataloader(torch.arange(13), batch_size=4, drop_last=True)
     assert (loader.batch_size, loader.drop_last, len(loader)) == (4, True, 3)
+    assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (4, True)
     assert ddl.auto_dataloader(torch.arange(13)).batch_size == 1
     assert ddl.auto_dataloader(torch.arange(13), batch_sampler=[[1, 2], [3]]).batch_size is None
 

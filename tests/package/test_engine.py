@@ -1,12 +1,13 @@
 """What the trainer and the clipping refuse, before anything is sent."""
 
+import warnings
 from functools import partial
 
 import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Engine, Events
-from ignite.metrics import MeanSquaredError
+from ignite.metrics import ConfusionMatrix, MeanSquaredError
 from ranks import launch, on
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -162,3 +163,58 @@ def test_each_step_sets_all_modules_to_training_as_ignites_does():
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: model[0][1].eval())
     trainer.run([(torch.ones(2, 2), torch.ones(2, 1))] * 3)
     assert seen == [True] * 3
+
+
+def counted_by_transforms(local_rank):
+    """The rows and the right ones that output_transform counts in batches of 4, 4 and 1 rows; and means of rows."""
+    loader, found = ddl.auto_dataloader(TensorDataset(torch.eye(3).repeat(3, 1), torch.arange(9) % 3), batch_size=4), []
+    model = ddl.auto_model(nn.Linear(3, 3))
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def count(x, y, y_pred, *loss):
+        return {"rows": len(y), "zeros": int((y == 0).sum())}
+
+    def mean(x, y, y_pred, *loss):
+        return y.double().mean().item()
+
+    for transform in (count, mean, lambda x, y, y_pred, *_: y[0].item(), lambda x, y, y_pred, *_: (y_pred, y)):
+        options = {"output_transform": transform}
+        evaluator = ddl.create_supervised_evaluator(model, **options)
+        trainer = ddl.create_supervised_trainer(model, optimizer, nn.functional.cross_entropy, **options)
+        for engine in (evaluator, trainer):
+            outputs = []
+            engine.add_event_handler(
+                Events.ITERATION_COMPLETED, lambda e, outputs=outputs: outputs.append(e.state.output)
+            )
+            engine.run(loader)
+            found.append(outputs)
+    counts = [{name: idist.all_reduce(sum(o[name] for o in outputs)) for name in outputs[0]} for outputs in found[:2]]
+    return counts, [outputs[-1] for outputs in found[2:6]], [len(outputs[-1][0]) for outputs in found[6:]]
+
+
+def test_a_transform_counts_no_row_that_was_lent():
+    for local_rank, (counts, of_the_lent, rows) in enumerate(launch({"dp": 2}, counted_by_transforms)):
+        assert counts == [{"rows": 9, "zeros": 3}] * 2
+        assert of_the_lent == [2.0] * 4  # what has no value of no rows: a mean, an error
+        assert rows == [local_rank] * 2  # of one row the second dp rank's part is all
+
+
+def counts_of_undealt_rows(local_rank, how):
+    x, y = torch.eye(3).repeat(3, 1), torch.arange(9) % 3
+    mine = slice(local_rank, None, 2)
+    data = {"a list": [(x, y)], "torch's": DataLoader(TensorDataset(x, y), batch_size=4), "dealt": [(x[mine], y[mine])]}
+    evaluator = ddl.create_supervised_evaluator(ddl.auto_model(nn.Linear(3, 3)), {"cm": ConfusionMatrix(3)})
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        evaluator.run(data[how])
+    return [str(w.message) for w in warned if "same batch" in str(w.message)]
+
+
+@pytest.mark.parametrize("how", ["a list", "torch's", "dealt"])
+def test_rows_that_nobody_dealt_warn(how):
+    of_rank_0, of_rank_1 = launch({"dp": 2}, counts_of_undealt_rows, how)
+    assert len(of_rank_0) == (how != "dealt")
+    assert (
+        not of_rank_0 or "count its rows 2 times: run the engine on the loader of ddl.auto_dataloader" in of_rank_0[0]
+    )
+    assert of_rank_1 == []

@@ -310,7 +310,7 @@ def counts_by_hand(local_rank):
     """Five rows on the first dp rank and two on the second, or all on one; no engine knows these metrics."""
     early = ConfusionMatrix(3)
     ddl.auto_model(torch.nn.Sequential(torch.nn.Linear(3, 2)), {"0": ddl.Column()})
-    of_all = EpochMetric(lambda y_pred, y: len(y), check_compute_fn=False)
+    of_all = EpochMetric(lambda y_pred, y: (len(y), {"sums": y_pred.sum(0)}, "any"), check_compute_fn=False)
     metrics = [
         early,
         of_all,
@@ -333,7 +333,7 @@ def counts_by_hand(local_rank):
         assert alone.compute() == len(mine[1])
     return (
         int(matrix.sum()),
-        n,
+        (n[0], n[1]["sums"].tolist(), n[2]),
         total,
         int(accumulated[0]),
         group["n"],
@@ -345,7 +345,7 @@ def counts_by_hand(local_rank):
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_metrics_by_hand_count_each_row_once(mesh):
     for seen in launch(mesh, counts_by_hand):
-        assert seen == (7, 7, 7.0, 7, 7.0, 14, 7)
+        assert seen == (7, (7, [1, 2, 4], "any"), 7.0, 7, 7.0, 14, 7)
 
 
 class RightAnswers(Metric):

@@ -76,6 +76,9 @@ def test_a_keyword_like_no_other_lists_those_that_there_are():
         TypeError, match=r"auto_dataloader\(\) got .* 'zzz'; it has batch_sampler, batch_size, .*shuffle"
     ):
         ddl.auto_dataloader([1, 2], zzz=1)
+    with pytest.raises(TypeError, match="it has .*servers, start_method") as refused:
+        ddl.Parallel(zzz=1)
+    assert "self" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
