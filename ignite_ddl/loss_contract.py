@@ -63,6 +63,7 @@ DIVISOR = Fits(
 IGNORED = -100  # torch's default of ignore_index
 _CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss, cross_entropy)
 _CONTRACTS_KEPT = 64  # of a model
+_EACH = 16  # steps that are all checked at first, and after how many one is then: a loss may change, or meet a mask
 BY_PASSES = 2.0**20  # for an inconclusive comparison that needs forward passes: more than there are ranks
 _MAX_INCONCLUSIVE = 16  # inconclusive checks, after which there is a warning
 _DECLARE = (
@@ -252,11 +253,13 @@ class LossContract:
         self.n_steps = self.n_inconclusive = 0
         self.padded = False  # whether targets of a step were padding
         self.is_checking = False
-        self.is_confirmed = divisor.certain or mesh.dp_cp_size * mesh.pp_size == 1
+        self.is_cut = mesh.dp_cp_size * mesh.pp_size > 1  # whether ranks or microbatches have parts of a batch
+        self.accumulates = False
+        self.is_confirmed = divisor.certain
         self.is_compared = divisor.declared or not divisor.certain
         self.uses_more = ""  # what else than rows of the output the loss depends on
         self.is_uncut = mesh.pp_size * mesh.cp_size == 1  # whether a rank has its rows as a whole
-        self.by_passes = model is not None and self.is_uncut  # whether such a loss is compared
+        self.by_passes = model is not None and self.is_cut and self.is_uncut  # whether such a loss is compared
         self.addresses: set[int] = set()  # where tensors of the batch are
         self.needs_graph = False  # whether it calls torch.autograd.grad, which fails without one
         self.counted, self.is_clamped = 0.0, False  # what counts on this rank; whether nothing does by max(1, count)
@@ -268,15 +271,23 @@ class LossContract:
         self.pairs: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
         self.earlier_pairs: list[tuple[Any, Any]] = []  # of earlier steps, until there are two rows
 
-    def begin(self, x: Any, y: Any) -> None:
-        """Starts a step; one with targets of -100, which torch's losses ignore by default, is always checked."""
+    def begin(self, x: Any, y: Any, accumulates: bool = False) -> None:
+        """Starts a step; one with targets of -100, which torch's losses ignore by default, is always checked.
+
+        Args:
+            x: this rank's rows.
+            y: their targets.
+            accumulates: whether gradients of several steps are those of one large batch. Default: False.
+        """
         self.n_steps += 1
         is_check_step = self.n_steps & (self.n_steps - 1) == 0
+        is_cheap_step = not self.uses_more and (self.n_steps <= _EACH or self.n_steps % _EACH == 0)  # no forward pass
         is_open = not self.is_confirmed and self.n_inconclusive < _MAX_INCONCLUSIVE
         looked_at = tensors_of((x, y) if self.uses_more else y)  # of which a model may compute its loss
         has_ignored = not self.divisor.certain and any(bool((tensor == IGNORED).any()) for tensor in looked_at)
-        several_parts = self.mesh.dp_cp_size * self.mesh.pp_size > 1
-        self.is_checking = several_parts and (is_check_step or is_open or has_ignored)
+        self.accumulates = accumulates
+        has_parts = self.is_cut or accumulates
+        self.is_checking = has_parts and (is_check_step or is_cheap_step or is_open or has_ignored)
         self.pairs, self.state_digest = [], 0.0
         self.reached, self.owners = None, []
         if self.is_checking:
@@ -306,12 +317,12 @@ class LossContract:
             return divisor
         found = self._of_twice(y)
         self.is_clamped = divisor == 1 and max(found, default=0) == 1
-        adds_up = any(value >= 2 if divisor == 1 else math.isclose(value, 2 * divisor, rel_tol=0.1) for value in found)
+        adds_up = any(value >= 2 if divisor == 1 else math.isclose(value, 2 * divisor, rel_tol=1e-6) for value in found)
         if found and not (self.is_clamped or adds_up or alone):
             raise ValueError(
                 f"loss_divisor should add up over parts of a batch, but gives {divisor:g} for some targets and "
-                f"{found[0]:g} for twice these (a clamp, a mean?): let it count, or let loss_fn return a sum divided "
-                'by a constant, with loss_divisor="sum"'
+                f"{found[0]:g} for twice these (a clamp, a mean, an epsilon?): let it count, or let loss_fn return a "
+                'sum divided by a constant, with loss_divisor="sum"'
             )
         if divisor == 1 and not (found or alone):
             raise ValueError(
@@ -352,12 +363,13 @@ class LossContract:
         """
         if not self.pairs:
             outputs, weights, uses_older = dependencies(loss, output, since)
-            self._check_weights(weights)
+            if self.is_cut:
+                self._check_weights(weights)
             n = n_rows(y) if tensors_of(y) else n_rows(output)
             no_rows = bool(outputs) and not any(tensor.ndim and len(tensor) == n for tensor in outputs)
             kept = "something that the model has kept besides its output" if uses_older else ""
             self.uses_more = "a number without rows" if no_rows else kept
-            if not self.divisor.certain and self.uses_more and not self.by_passes:
+            if not self.divisor.certain and self.uses_more and self.is_cut and not self.by_passes:
                 raise ValueError(self._cannot_be_checked())
         if self.is_compared or self.owners:
             self.pairs.append(detached((output, y)))
@@ -408,7 +420,8 @@ class LossContract:
         if self.mesh.cp_size > 1:
             for output, y in self.pairs:
                 self._compare_tokens(output, y)
-        if self.uses_more or self.divisor.certain and self.mesh.dp_size * self.mesh.pp_size == 1:
+        has_parts = self.mesh.dp_size * self.mesh.pp_size > 1 or self.accumulates
+        if self.uses_more or self.divisor.certain and not has_parts:
             return BY_PASSES if self.uses_more and self.by_passes else 1.0
         declared, pairs = self.divisor.certain, [*self.earlier_pairs, *self.pairs]
         sizes = [n_rows(y) if tensors_of(y) else n_rows(output) for output, y in pairs]
@@ -424,7 +437,7 @@ class LossContract:
                 part = lambda rows: self.call(rows.of(output), rows.of(y), rows if takes and self.is_uncut else None)  # noqa: E731
                 return self._added_up(part, y, n)
             except Exception as error:
-                return None if takes and may_be_constant else self._cannot_compare(error, captures)
+                return None if takes and may_be_constant or not self.is_cut else self._cannot_compare(error, captures)
 
         (found,) = self._checked(sums, may_be_constant)
         if self.uses_more:  # as a part has shown

@@ -101,7 +101,7 @@ class TrainingStep:
             self.local.check_loss(contract.divisor.kind == "sum")
         if rows is None and self.mesh.dp_cp_size == 1:  # a loader of another library
             rows = (n_rows(y if tensors_of(y) else x),) * 2
-        local_divisor = self._begin(contract, rows, x, y, autocast)
+        local_divisor = self._begin(contract, rows, x, y, window, autocast)
         weight, of_batch = self._weight(contract, rows, local_divisor, window)
         weight, of_batch = weight * scale / (window or 1), of_batch * scale / (window or 1)
         loss_of, share = checked_loss(contract, empty=n_rows(x) == 0), contract.divisor.share
@@ -128,14 +128,17 @@ class TrainingStep:
             self._finish(window, loss)
         return output, loss
 
-    def _begin(self, contract: LossContract, rows: Rows, x: Any, y: Any, autocast: Context) -> float | None:
+    def _begin(
+        self, contract: LossContract, rows: Rows, x: Any, y: Any, window: int | None, autocast: Context
+    ) -> float | None:
         """Checks the batch; returns the divisor of this rank's part of it, None for a sum."""
         strict = self.audit is not None and self.mesh.dp_cp_size > 1 and not contract.n_steps
         local_divisor = contract.divisor.local(rows, x, y, strict)
         if self.audit is not None:
             with autocast, explaining_errors():
                 self.audit.begin(rows, x, y)
-            contract.begin(x, y)
+        if self.checks:
+            contract.begin(x, y, accumulates=(window or 1) > 1)
         contract.counted = contract.count(y, local_divisor)
         if not self.open:
             self.stages.begin_window()
@@ -216,11 +219,12 @@ class TrainingStep:
     ) -> tuple[torch.Tensor, float, dist.Work | None]:
         """Starts to reduce the loss times its divisor, the divisor, and what the checks compare between ranks."""
         counted = contract.counted
-        if self.mesh.world_size == 1:
-            return loss, counted, None
         empty, undecided, compared = rows is not None and rows[0] == 0, 0.0, []
         if loss is not None and contract.is_checking:
             undecided = contract.compare()
+        if self.mesh.world_size == 1:
+            contract.conclude(undecided)
+            return loss, counted, None
         if self.audit is not None:
             targets = None if loss is None or empty else (y, contract)
             compared = self.audit.numbers_to_sum(targets, self.updates, self.order)

@@ -1031,6 +1031,67 @@ def test_accumulated_batches_are_one_large_batch(kind, axes):
         assert (weights - right).abs().max() <= 1e-12
 
 
+def over_words(output, y):
+    """A mean over the words that are no padding, which are other numbers in each batch of a window."""
+    return (F.cross_entropy(output, y, reduction="none") * (y != 0)).sum() / (y != 0).sum()
+
+
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}], ids=str)
+def test_what_an_accumulated_loss_divides_by_is_checked_where_a_rank_has_all_rows_too(axes):
+    how = {"make": Tagger, "data": (TOKENS, PADDED), "model_transform": lambda o: o.transpose(1, 2)}
+    of = partial(trained, loss_fn=over_words, gradient_accumulation_steps=4, **how)
+    if axes:
+        refused(of, "loss_fn should be a mean over rows", **axes)
+    else:
+        with pytest.raises(ValueError, match="loss_fn should be a mean over rows"):
+            of(0)
+    _, right = trained(0, rows=22, **(how | {"loss_fn": over_words}))
+    counted = partial(of, divisor=lambda y: (y != 0).sum())
+    for _, weights in on(counted, **axes) if axes else [counted(0)]:
+        assert (weights - right).abs().max() <= 1e-12
+    trained(0, make=lambda: nn.Sequential(nn.Linear(6, 7)), gradient_accumulation_steps=2)  # a mean over rows
+
+
+class Switched:
+    """A mean over rows until its third call for a step, and half of the rows after it."""
+
+    def __init__(self, last):
+        self.last = last
+
+    def __call__(self, output, y):
+        losses = (output - y).square().mean(1)
+        return losses.mean() if self.last.state.iteration < 3 else losses.topk((len(losses) + 1) // 2).values.mean()
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_a_loss_that_changes_between_powers_of_two_is_compared_in_the_same_step(axes):
+    steps = []
+
+    def switched(local_rank):
+        torch.manual_seed(0)
+        model = ddl.auto_model(mlp())
+        loss = Switched(None)
+        loss.last = trainer = trainer_of(model, loss)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: steps.append(trainer.state.iteration))
+        try:
+            trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=6))
+        finally:
+            assert steps == [1, 2]
+
+    refused(switched, "loss_fn should be a mean over rows", **axes)
+
+
+def with_epsilon(y):
+    return (y > 0).sum() + 1e-3
+
+
+def test_a_divisor_with_an_epsilon_which_each_rank_would_add_is_refused():
+    epsilon = partial(
+        trained, loss_fn=lambda o, y: ((o - y).square() * (y > 0)).sum() / with_epsilon(y), divisor=with_epsilon
+    )
+    refused(epsilon, "should add up over parts of a batch", dp=2)
+
+
 def with_another_loader(local_rank, rows, others, divisor, n=14):
     """A step on a batch, and on one of a second loader, which ranks share otherwise."""
     torch.manual_seed(0)
