@@ -377,6 +377,9 @@ def _check_hooks_of_pipeline(model: nn.Module, stages: Any) -> None:
     for name, module in model.named_modules():
         if module not in called:
             check_root_hooks(module, name)
+    for holder in stages.holders:
+        if (module := holder.module()) is not None:
+            check_root_hooks(module, holder.name)
 
 
 def _compare_with_dp_peers(stages: Any, x: Any, mesh: Mesh) -> None:

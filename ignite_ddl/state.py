@@ -72,6 +72,7 @@ def full_tensors(model: nn.Module, on_rank: int | None = 0) -> Iterator[tuple[st
     tensors = _shared_state(model, mesh)
     local = {name: tensor.dtype for name, tensor in tensors.items()}
     dtypes = gathered_values(local, mesh.pp_group) if mesh.pp_size > 1 else [local]
+    _check_names(stages.full_shapes(), dtypes)
     position = mesh.coordinates(mesh.rank)
     among_peers = on_rank is None or mesh.coordinates(on_rank) | {"pp": mesh.pp_rank} == position
     for name, shape in stages.full_shapes().items():
@@ -83,6 +84,19 @@ def full_tensors(model: nn.Module, on_rank: int | None = 0) -> Iterator[tuple[st
             full = full.to(idist.device()).contiguous()
             dist.broadcast(octets(full), mesh.rank_at(**(position | {"pp": owner})), group=mesh.pp_group)
         yield name, full.cpu() if on_rank in (None, mesh.rank) else None
+
+
+def _check_names(known: Mapping[str, Any], of_stages: list[dict[str, Any]]) -> None:
+    """Refuses stages that lack tensors of the model that they were cut from."""
+    held = {name for of_stage in of_stages for name in of_stage}
+    gone = [name for name in known if name not in held and not is_extra_state(name)]
+    if gone:
+        raise ValueError(
+            f"under pp the stages should hold what the model did that was given to ddl.auto_model, but {gone[0]!r} was "
+            f"removed or renamed since then (new: {', '.join(sorted(held - known.keys())) or 'nothing'}): prune and "
+            "parametrize before ddl.auto_model, or undo it before weights are gathered or loaded "
+            '(torch.nn.utils.prune.remove(layer, "weight"))'
+        )
 
 
 def _shared_state(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -130,6 +144,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     targets, saved_as, extra = local_state(model)
     shapes = stages.full_shapes()  # of every stage, so that all ranks refuse alike
     of_stages = gathered_values(saved_as, mesh.pp_group) if mesh.pp_size > 1 else [saved_as]
+    _check_names(shapes, of_stages)
     first_names = {name: first for part in of_stages for name, first in part.items()}
     names = _names_in(state, shapes, first_names)
     shape_of = getattr(state, "shape_of", lambda name: tuple(state[name].shape))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,35 @@ def check_root_hooks(model: nn.Module, name: str = "") -> None:
             f"{repr(name) if name else 'the model'} has a {found.strip('_').removesuffix('s').replace('_', ' ')}, "
             "which would not run under pp, where stages call the layers: register it on the first or the last layer"
         )
+
+
+class Holder:
+    """A model, or a module between it and its layers, and what it holds; none of these is kept alive."""
+
+    def __init__(self, name: str, module: nn.Module, keys: Sequence[str]) -> None:
+        self.name, self.module = name, weakref.ref(module)
+        self.is_list = isinstance(module, nn.Sequential | nn.ModuleList)  # of which forward calls what is added, too
+        self.held = {key: weakref.ref(module._modules[key]) for key in (module._modules if self.is_list else keys)}
+
+    def check_unchanged(self) -> None:
+        """Raises a ValueError if a layer was added, replaced or removed, which stages do not follow."""
+        now = getattr(self.module(), "_modules", None)
+        for key in () if now is None else {**self.held, **now} if self.is_list else self.held:
+            if key not in self.held or now.get(key, "removed") is not self.held[key]():
+                raise ValueError(
+                    f"{f'{self.name}.{key}'.lstrip('.')!r} was added, replaced or removed after ddl.auto_model, but "
+                    "under pp the stages call the layers that the model had then: change it before ddl.auto_model, or "
+                    "change what a layer holds inside (layer.activation = ...)"
+                )
+
+
+def holders_of(model: nn.Module, names: Sequence[str]) -> list[Holder]:
+    """Of the model, and of the modules between it and its layers of these names."""
+    keys: dict[str, list[str]] = {}
+    for parts in (name.split(".") for name in names):
+        for i, key in enumerate(parts):
+            keys.setdefault(".".join(parts[:i]), []).append(key)
+    return [Holder(name, model.get_submodule(name), of_holder) for name, of_holder in keys.items()]
 
 
 def _check_root(model: nn.Module, names: Sequence[str]) -> None:

@@ -15,11 +15,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.data_parallel import local_round, reshard, share_buffers
 from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.batch_schedules import BatchSchedules
-from ignite_ddl.pipeline.cut import Cut
+from ignite_ddl.pipeline.cut import Cut, Holder
 from ignite_ddl.pipeline.schedules import SCHEDULES
 from ignite_ddl.pipeline.structure import check_rows, flatten, joined, n_rows, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
@@ -167,6 +168,7 @@ class PipelineStages:
     ) -> None:
         self.module, self.cut, self.mesh, self.stages = module, cut, mesh, stages
         self.is_last = cut.owners[-1] == mesh.pp_rank
+        self.holders: list[Holder] = []  # of the model that was cut, and of the pipeline
         self.transfer = Transfer(cut, mesh)
         self.schedules = BatchSchedules(cut, mesh, stages, self.transfer, communicates, gathers, checks)
         self.from_last_stage, self.gather_stages = self.transfer.from_last_stage, self.transfer.gather
@@ -175,7 +177,7 @@ class PipelineStages:
         self, x: Any, y: Any, loss_fn: Callable, autocast: Context | None = None
     ) -> tuple[Any, torch.Tensor | None]:
         """See :meth:`ignite_ddl.pipeline.pipeline.Pipeline.train_step`."""
-        _check_on_all_ranks()
+        self._check_call()
         rows = check_rows(x, y)
         tensors, structure = flatten(tree_map_only(torch.Tensor, torch.Tensor.contiguous, x), "x")
         shapes = repr((structure, [(tuple(t.shape), t.dtype) for t in tensors]))
@@ -216,7 +218,7 @@ class PipelineStages:
         """Does nothing: the schedule has run it."""
 
     def forward_only(self, x: Any) -> Any:
-        _check_on_all_ranks()
+        self._check_call()
         self._share_buffers()
         with torch.no_grad(), on_some_ranks():
             rows = n_rows(x)
@@ -226,6 +228,11 @@ class PipelineStages:
         for stage in self.local_stages():
             reshard(stage)
         return joined(outputs) if outputs else None
+
+    def _check_call(self) -> None:
+        _check_on_all_ranks()
+        for holder in self.holders:
+            holder.check_unchanged()
 
     def _common_count(self, n: int) -> int:
         """The least number of microbatches of dp peers, where they communicate in each."""
@@ -278,11 +285,16 @@ def stages_of(model: nn.Module, model_fn: Callable[[nn.Module, Any], Any] = call
     """The stages that ``ddl.auto_model`` has made of a model under pp; any other model is one stage.
 
     Raises:
-        ValueError: if a ``model_fn`` is given for a pipeline, whose schedule calls the stages, or a pipeline has been
-            compiled.
+        ValueError: if a ``model_fn`` is given for a pipeline, whose schedule calls the stages, a pipeline has been
+            compiled, or the model is that of which ``ddl.auto_model`` has made one, or holds layers of it.
     """
     stages = getattr(model, "_local_stages", None)
     if not isinstance(stages, PipelineStages):
+        if get_mesh().pp_size > 1 and any(hasattr(p, BELONGS_TO_A_MODEL) for p in model.parameters()):
+            raise ValueError(
+                f"model should be what ddl.auto_model returned, but this {type(model).__name__} holds layers of it, of "
+                "which each pp rank trains some only: model = ddl.auto_model(model)"
+            )
         return OneStage(model, model_fn)
     if stages.module is not model:  # of torch.compile
         raise ValueError(

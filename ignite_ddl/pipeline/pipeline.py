@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from ignite_ddl.compat import allow_empty_parameter_lists
 from ignite_ddl.guards import LocalStateDict, full_state_error, refuse_pickling
 from ignite_ddl.mesh import Mesh
-from ignite_ddl.pipeline.cut import Cut, add_submodule, named_layers, sequential
+from ignite_ddl.pipeline.cut import Cut, add_submodule, holders_of, named_layers, sequential
 from ignite_ddl.pipeline.local_stages import PipelineStages
 from ignite_ddl.pipeline.structure import full_tensors, map_leaves, tensors_of
 
@@ -78,6 +78,8 @@ class Pipeline(nn.Module):
         # A private name, since layers are registered under the user's names.
         meets = (communicates and mesh.dp_cp_size > 1, gathers and mesh.dp_cp_size > 1)
         self._local_stages = PipelineStages(self, cut, mesh, stages, *meets, checks)
+        held_here = [name for s in stages for name in cut.layers[s]]
+        self._local_stages.holders = [*holders_of(model, list(layers)), *holders_of(self, held_here)]
 
     def __deepcopy__(self, memo: dict) -> Pipeline:
         """The same stages with separate weights, as Ignite's EMAHandler makes them; on the same mesh."""

@@ -17,7 +17,7 @@ from ignite.metrics import Loss
 from packaging.version import Version
 from ranks import in_float64, launch, on, on_each_rank, trainer_of
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
@@ -1184,6 +1184,102 @@ def hooked_holder(model):
 @pytest.mark.parametrize(("change", "name"), [(hooked_root, "the model"), (hooked_holder, "'layers'")])
 def test_hooks_that_a_pipeline_would_not_call(change, name):
     refused(partial(trained, change=change, make=Held), f"{name} has a forward .*hook, which would not run", pp=2)
+
+
+def replaced_late(net):
+    net[1] = nn.Softplus()
+
+
+def removed_late(net):
+    del net[-1]
+
+
+def added_late(net):
+    net.append(nn.Softplus())
+
+
+def hooked_late(net):
+    net.register_forward_hook(lambda *_: None)
+
+
+def replaced_in_a_list(net):
+    net.layers[1] = nn.Softplus()
+
+
+def harmless(net):
+    net.loss, net.note = nn.MSELoss(), "trained"
+    net.layers[0].weight.data.mul_(1.0)
+
+
+def changed_later(local_rank, change, make=mlp, evaluates=False):
+    """The net that was given to ddl.auto_model changes after a step."""
+    torch.manual_seed(0)
+    net = make().double()
+    model = ddl.auto_model(net)
+    loader = ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8)
+    trainer = trainer_of(model, F.mse_loss)
+    trainer.run(loader)
+    change(net)
+    run = ddl.create_supervised_evaluator(model).run if evaluates else trainer.run
+    run(loader, 1 if evaluates else 2)
+    return [trainer.state.output], whole(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "make", "words"),
+    [
+        (replaced_late, mlp, "'1' was added, replaced or removed after ddl.auto_model"),
+        (removed_late, mlp, "'2' was added, replaced or removed"),
+        (added_late, mlp, "'3' was added, replaced or removed"),
+        (replaced_in_a_list, Held, "'layers.1' was added, replaced or removed"),
+        (hooked_late, mlp, "the model has a forward hook, which would not run"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_changes_of_the_given_net_that_stages_would_not_follow(change, make, words):
+    refused(partial(changed_later, change=change, make=make), words, pp=2)
+
+
+def test_changes_of_the_given_net_before_an_evaluation_or_without_effect():
+    refused(partial(changed_later, change=replaced_late, evaluates=True), "'1' was added, replaced or removed", pp=2)
+    assert_right(partial(changed_later, change=harmless, make=Held), pp=2)
+
+
+@on_each_rank(pp=2)
+def test_the_given_net_in_place_of_its_pipeline(local_rank):
+    net = mlp()
+    model = ddl.auto_model(net)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ddl.MeshEngine(lambda engine, batch: ddl.forward_backward(engine, net, *batch, F.mse_loss))
+    uses = (
+        lambda: trainer.run([(X, Y)]),
+        lambda: ddl.create_supervised_trainer(net, optimizer, F.mse_loss),
+        lambda: ddl.create_supervised_evaluator(nn.Sequential(*net)),
+        lambda: ddl.full_state_dict(net),
+        lambda: ddl.clip_grad_norm_(net, 1.0),
+    )
+    for use in uses:
+        with pytest.raises(ValueError, match="model should be what ddl.auto_model returned"):
+            use()
+    ddl.create_supervised_evaluator(copy.deepcopy(net))  # each rank's own
+
+
+@on_each_rank(pp=2)
+def test_pruning_after_auto_model_under_pp(local_rank):
+    model = ddl.auto_model(mlp())
+    state = ddl.full_state_dict(model)
+    for layer in model.children():
+        if isinstance(layer, nn.Linear):
+            prune.l1_unstructured(layer, "weight", amount=0.3)
+    for use in (lambda: ddl.full_state_dict(model), lambda: ddl.load_full_state_dict(model, state)):
+        with pytest.raises(
+            ValueError, match=r"'0.weight' was removed or renamed .*new: 0.weight_mask, .*2.weight_orig"
+        ):
+            use()
+    for layer in model.children():
+        if isinstance(layer, nn.Linear):
+            prune.remove(layer, "weight")
+    assert ddl.full_state_dict(model).keys() == state.keys()
 
 
 class OfSign(nn.Module):
