@@ -4,7 +4,8 @@
 check                 what it finds                                                       when
 ====================  ==================================================================  ============================
 model unchanged       parameters added, replaced, re-typed or hooked, and under DDP       before each step
-                      frozen or unfrozen, since ``ddl.auto_model``; modules added
+                      frozen or unfrozen, since ``ddl.auto_model``; modules added; under
+                      pp layers added, replaced or removed
 weights loaded        weights of ``ddl.empty_weights`` that were not loaded               steps 1, 2, 4, 8, …
 same rows             tp, cp or pp peers with different rows                              steps 1, 2, 4, 8, …
 same order            dp ranks whose samplers give them different batches                 each step
@@ -28,6 +29,8 @@ same loss             tp peers that compute different losses                    
 same gradients        tp peers with different gradients of a replicated weight            until each weight had one
 replicas              weights and buffers that should be equal on ranks, but differ       steps 1, 2, 4, 8, …;
                                                                                           when a run ends
+linear gradients      backward hooks and an ``autograd.Function`` that clamp, normalise   steps 1, 2, 4, 8, …
+                      or add to gradients
 lost changes          weights that forward changes where they are gathered for it alone   steps 1, 2, 4, 8, …
 state of a loss       what a loss function keeps from call to call, computed from a       steps 1, 2, 4, 8, …
                       rank's own rows or for each microbatch, and by which it computes
@@ -44,8 +47,9 @@ What is not found, and differs from one process without an error:
 - a number that a script computes from one rank's part as if it were everything: the loss or output of its rows in an
   engine of its own, a metric such as ``Average`` of them, a maximum that a hook logs; under pp sums, norms, names and
   pairs (``zip``) of ``model.parameters()`` and ``model.state_dict()``, which are those of its stages;
-- an ``autograd.Function`` whose backward is not linear (a clamped gradient), since a rank's gradients are those of its
-  rows times the number of dp ranks; backward hooks of modules and of tensors are checked;
+- a backward hook or an ``autograd.Function`` whose gradients are twice as large for gradients twice as large, but that
+  computes something of all rows (keeps the largest, multiplies by how many there are); a Function that calls modules or
+  a backward pass itself, which would leave traces if it was tried;
 - under pp, a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on it;
 - random numbers that a script draws for weights or gradients under pp, where each stage draws different ones;
 - with ``loss_divisor="rows"``, a batch of a second loader that was read in another step than the one that trains on it;
@@ -59,13 +63,10 @@ What is not found, and differs from one process without an error:
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import operator
-import sys
 import warnings
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import ignite.distributed as idist
@@ -73,12 +74,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
+from ignite_ddl.backward import check_backward_hooks, checking_functions, checking_tensor_hooks
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
-from ignite_ddl.compat import gathers, leaves_gradients, no_transforms, without_dispatch_modes, without_transforms
+from ignite_ddl.compat import gathers, leaves_gradients, no_transforms, without_dispatch_modes
 from ignite_ddl.context.sequence import check_tokens, length_matters
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
@@ -142,7 +143,8 @@ class Audit:
         if rows is not None and mesh.pp_size > 1:
             _check_rows_are_in_dim_0(rows[0] or 1, x, y)
         if self.is_check_step and mesh.dp_cp_size * mesh.pp_size > 1:
-            self.watched.enter_context(_checking_tensor_hooks())
+            self.watched.enter_context(checking_tensor_hooks())
+            self.watched.enter_context(checking_functions(by_row=self.mesh.dp_cp_size == 1))
             self.watched.enter_context(lost_changes(self.stages.local_stages(), self.lost))
         if self.model_called is not None:
             self.model_called.value = False
@@ -161,7 +163,7 @@ class Audit:
             check_regions_once(stage, trains=self.stages.is_last and stage is stages[-1])
         if self.mesh.dp_cp_size * self.mesh.pp_size > 1:
             for module in self.model.modules():
-                _check_backward_hooks(module)
+                check_backward_hooks(module)
 
     def numbers_to_sum(self, targets: tuple[Any, LossContract] | None, updates: int, order: int) -> list[float]:
         """After the forward pass, what :meth:`compare` gets summed over dp. Numbers of ranks that differ are found by
@@ -261,78 +263,6 @@ class Audit:
             self.replicated_weights.check(self.model)
         if self.is_check_step:
             check_replicas(self.model)
-
-
-def _check_backward_hooks(module: nn.Module) -> None:
-    """Lets a module's backward hooks be checked when they are next called; see :func:`_call_linear`."""
-    for hooks in (module._backward_hooks, module._backward_pre_hooks):
-        for key, hook in list(hooks.items()):
-
-            def checked(module: nn.Module, *grads: Any, hooks=hooks, key=key, hook=hook) -> Any:
-                hooks[key] = hook
-                return _call_linear(functools.partial(hook, module), grads, f"a {type(module).__name__}")
-
-            hooks[key] = checked
-
-
-def _call_linear(hook: Any, grads: tuple, owner: str) -> Any:
-    """Calls a backward hook, which has to be linear: for gradients twice as large it has to return twice as much."""
-    kept = _times(1, grads)  # it may change them in place
-    result = hook(*grads)
-    if result is not None or not _all_close(grads, kept):
-        larger = _times(2, kept)
-        finite = all(bool(_plain(g).isfinite().all()) for g in tree_leaves(larger) if g is not None)
-        twice = hook(*larger)
-        changed, twice = (grads, larger) if result is None else (result, twice)
-        if finite and not _all_close(_times(2, changed), twice, rtol=1e-5, atol=1e-8):
-            raise ValueError(
-                f"a backward hook of {owner} should be linear in gradients (not clamp or normalise them), since on "
-                "this mesh it gets those of a rank's rows or of a microbatch, times another factor: change p.grad "
-                "between ddl.forward_backward and the optimizer's step"
-            )
-    return result
-
-
-def _all_close(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> bool:
-    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
-    return all(torch.allclose(_plain(a), _plain(b), rtol, atol, equal_nan=True) for a, b in pairs if a is not None)
-
-
-def _times(factor: int, grads: Any) -> Any:
-    """New gradients, of which a DTensor keeps its placements: ``clone()`` would add up a Partial one."""
-
-    def times(g: torch.Tensor) -> torch.Tensor:
-        if not isinstance(g, DTensor):
-            return factor * g
-        local, size = factor * g.to_local(), {"shape": g.shape, "stride": g.stride()}
-        return DTensor.from_local(local, g.device_mesh, g.placements, run_check=False, **size)
-
-    return tree_map_only(torch.Tensor, times, grads)
-
-
-def _plain(gradient: torch.Tensor) -> torch.Tensor:
-    return without_transforms(local_tensor(gradient))
-
-
-@contextlib.contextmanager
-def _checking_tensor_hooks() -> Iterator[None]:
-    """Inside, hooks that a forward pass registers on tensors are checked; those of parameters were checked before."""
-    register = torch.Tensor.register_hook
-
-    def register_checked(tensor: torch.Tensor, hook: Any) -> Any:
-        if isinstance(tensor, nn.Parameter) or not callable(hook):
-            return register(tensor, hook)
-        owner = f"a tensor of shape {tuple(tensor.shape)}"  # not the tensor: its graph would never be freed
-        return register(tensor, lambda grad: _call_linear(hook, (grad,), owner))
-
-    # torch.compile would trace it, and call it for the method that it stands for, without end
-    torch.Tensor.register_hook = (
-        torch.compiler.disable(register_checked) if "torch._dynamo" in sys.modules else register_checked
-    )
-    try:
-        yield
-    finally:
-        torch.Tensor.register_hook = register
 
 
 class _CallFlag:

@@ -14,6 +14,8 @@ file                                    what it uses
 ``traceless.py``                        ``_NormBase``, ``nn.Module._buffers``, torch's dispatch mode, the ``_schema``
                                         of its operators
 ``audit.py``                            ``nn.Module._parameters``, ``_modules``, ``Parameter._backward_hooks``
+``backward.py``                         ``nn.Module._backward_hooks``, ``_backward_pre_hooks``; a Function's node
+                                        (``BackwardCFunction``) and its ``_forward_cls``
 ``guards.py``                           ``Parameter._backward_hooks``
 ``step.py``                             ``torch._foreach_mul_``
 ``model.py``                            ``_ddp_params_and_buffers_to_ignore``, which DDP reads
@@ -26,7 +28,7 @@ file                                    what it uses
                                         ``_internal_run_generator`` and ``_internal_run_as_gen``
 ``checkpoint/handler.py``               how Ignite's Checkpoint sets up its states and file names
 ``metrics.py``                          idist's ``_model``, ``_NativeDistModel``: a group instead of the world
-``pipeline/cut.py``                     ``nn.Module._forward_hooks``, ``_forward_pre_hooks``
+``pipeline/cut.py``                     ``nn.Module._forward_hooks``, ``_forward_pre_hooks``, ``_modules``
 ``pipeline/stage.py``                   ``PipelineStage``: its call of a stage, its first message;
                                         ``Tensor._backward_hooks``
 ``pipeline/structure.py``               ``torch.utils._pytree``

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl import audit
+from ignite_ddl import backward
 
 generator = torch.Generator().manual_seed(3)
 X = torch.randn(14, 8, generator=generator, dtype=torch.float64)
@@ -1108,7 +1108,7 @@ def test_an_optimizer_that_holds_nothing_of_a_stage_steps_it_too(axes):
 
 
 def test_a_hook_on_trial_does_not_keep_its_tensor():
-    with audit._checking_tensor_hooks():
+    with backward.checking_tensor_hooks():
         y = 2 * torch.ones(3, requires_grad=True)
         y.register_hook(lambda grad: grad)
         kept = weakref.ref(y)

@@ -1,0 +1,268 @@
+"""What a user's code does to gradients in a backward pass: an autograd.Function that is not linear is refused."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Events
+from ranks import on, trainer_of
+from torch import nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import ignite_ddl as ddl
+from ignite_ddl.backward import checking_functions
+
+generator = torch.Generator().manual_seed(3)
+X = torch.randn(14, 8, generator=generator, dtype=torch.float64)
+Y = torch.randn(14, 4, generator=generator, dtype=torch.float64)
+
+
+class Identity(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+
+class Normalised(Identity):
+    @staticmethod
+    def backward(ctx, g):
+        return g / (g.norm() + 1e-8)
+
+
+class Clamped(Identity):
+    @staticmethod
+    def backward(ctx, g):
+        return g.clamp(-1e-4, 1e-4)
+
+
+class ClampedInPlace(Identity):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        return g.clamp_(-1e-4, 1e-4)
+
+
+class Penalised(Identity):
+    """Adds the gradient of a penalty, as each rank or microbatch would in full."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return g + 0.1
+
+
+class SquaredError(Function):
+    """A loss of which the backward pass forgets the gradient that it gets."""
+
+    @staticmethod
+    def forward(ctx, output, target):
+        ctx.save_for_backward(output - target)
+        return (output - target).square().mean()
+
+    @staticmethod
+    def backward(ctx, g):
+        (error,) = ctx.saved_tensors
+        return 2 * error / error.numel(), None
+
+
+class Reversed(Function):
+    @staticmethod
+    def forward(ctx, x, strength=0.5):
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -ctx.strength * g, None
+
+
+class Rounded(Function):
+    """Straight through, in the newer style."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return torch.round(8 * x) / 8
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1 + ctx.saved_tensors[0].square())
+
+
+class Scaled(Function):
+    @staticmethod
+    def forward(ctx, x, weight, unused=None):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return (
+            g * weight if ctx.needs_input_grad[0] else None,
+            (g * x).sum(0) if ctx.needs_input_grad[1] else None,
+            None,
+        )
+
+
+class Exponential(Function):
+    """Computes in what it has saved, as fused losses do, and drops it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.exp())
+        ctx.halves = [torch.full_like(x, 0.5)]
+        return x.exp()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        y.mul_(g).mul_(ctx.halves.pop().mul_(2))
+        del ctx.halves
+        return y
+
+
+class Recomputed(Function):
+    """Activation checkpointing by hand."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        torch.autograd.backward(y, g)
+        return x.grad, None
+
+
+class Dithered(Identity):
+    @staticmethod
+    def backward(ctx, g):
+        return g * torch.rand_like(g)
+
+
+class Through(nn.Module):
+    def __init__(self, function, *args):
+        super().__init__()
+        self.call, self.args = function.apply, args  # as it is before a step begins
+
+    def forward(self, x):
+        return self.call(x, *self.args)
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x):
+        return checkpoint(Scaled.apply, Scaled.apply(x, self.weight), self.weight, use_reentrant=False)
+
+
+class Recomputing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16, momentum=0.5))
+
+    def forward(self, x):
+        return Recomputed.apply(x, self.layer)
+
+
+def net(*layers):
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), *layers, nn.Linear(16, 4)).double()
+
+
+def trained(local_rank, make, loss_fn=F.mse_loss, rows=8, **options):
+    torch.manual_seed(0)
+    trainer, losses = trainer_of(model := ddl.auto_model(make(), **options), loss_fn), []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=rows), max_epochs=2)
+    return losses, torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+def refused(function, name, **axes):
+    with pytest.raises(
+        ValueError, match=f"backward pass of {name}, an autograd.Function, should be linear in gradients"
+    ):
+        on(function, **axes)
+
+
+def assert_right(function, **axes):
+    right = function(0)
+    for losses, weights in on(function, **axes):
+        assert losses == pytest.approx(right[0], abs=1e-12)
+        assert (weights - right[1]).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("function", [Normalised, Clamped, ClampedInPlace, Penalised])
+def test_a_function_whose_backward_pass_is_not_linear_is_refused(function):
+    refused(partial(trained, make=partial(net, Through(function))), function.__name__, dp=2)
+
+
+def test_a_function_that_is_not_linear_is_refused_on_other_meshes():
+    refused(partial(trained, make=partial(net, Through(Clamped)), shard=True), "Clamped", dp=2)
+    refused(partial(trained, make=partial(net, Through(Normalised))), "Normalised", pp=2)
+    refused(partial(trained, make=net, loss_fn=SquaredError.apply), "SquaredError", dp=2)
+
+
+def many():
+    return net(Through(Reversed, 0.5), Weighted(), Through(Rounded), Through(Exponential))
+
+
+def test_functions_that_are_linear_or_that_a_pipeline_leaves_as_they_are_are_right():
+    assert_right(partial(trained, make=many), dp=2)
+    assert_right(partial(trained, make=many), pp=2)
+    assert_right(partial(trained, make=partial(net, Through(Clamped), Through(Penalised))), pp=2)
+
+
+def gradients(layer, x=X, checked=None):
+    """Those of the layer's input and weights, and what is random next, with a check or without."""
+    torch.manual_seed(0)
+    x, layer = x.clone().requires_grad_(), layer()
+    with checking_functions(by_row=checked == "by row") if checked else torch.enable_grad():
+        layer(x).square().sum().backward()
+    state = [p.grad for p in layer.parameters()] + list(layer.buffers())
+    return [x.grad, torch.rand(1), *state]
+
+
+@pytest.mark.parametrize("checked", ["in scale", "by row"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Recomputing, partial(Through, Dithered), partial(Through, Exponential), many,
+        partial(nn.Sequential, nn.Linear(8, 16), Weighted()),
+    ],
+    ids=["recomputing", "dithered", "in place", "many", "saved"],
+)  # fmt: skip
+def test_a_check_leaves_no_trace(layer, checked):
+    x = X if layer is not Recomputing else X.repeat(1, 2)
+    make = lambda: (torch.manual_seed(0), layer().double())[1]  # noqa: E731
+    for plain, other in zip(gradients(make, x), gradients(make, x, checked), strict=True):
+        assert torch.equal(plain, other)
+
+
+def test_second_derivatives_and_transforms_while_functions_are_checked():
+    def slopes(x):
+        (slope,) = torch.autograd.grad(Rounded.apply(Scaled.apply(x, X[0])).square().sum(), x, create_graph=True)
+        (curvature,) = torch.autograd.grad(slope.square().sum(), x)
+        each = torch.func.vmap(torch.func.grad(lambda row: Rounded.apply(row).square().sum()))(x.detach())
+        return slope.detach(), curvature, each
+
+    expected = slopes(X.clone().requires_grad_())
+    with checking_functions(by_row=False):
+        found = slopes(X.clone().requires_grad_())
+    assert all(map(torch.equal, found, expected))
