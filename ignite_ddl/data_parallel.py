@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_ddl.collectives import octets
+from ignite_ddl.collectives import SENT, octets
 from ignite_ddl.compat import replicate, unsharded_parameters
 from ignite_ddl.experts.style import dim_to_shard, experts_of
 from ignite_ddl.guards import refuse_second_derivatives
@@ -120,12 +120,13 @@ def fully_shard(module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> No
                 experts, mesh=mesh.expert_mesh["edp"], shard_placement_fn=partial(_shard_experts, mesh=mesh), **options
             )
             refuse_second_derivatives(experts, type(experts).__name__, gathered=True)
-    sharded = {id(p) for experts in experts_of(module) for p in experts.parameters()}
+    unsent = {p for p in module.parameters() if p.dtype not in SENT and not p.requires_grad}  # each rank keeps them
+    sharded = {id(p) for experts in experts_of(module) for p in experts.parameters()} | set(map(id, unsent))
     for unit in [*_fsdp_units(module), module]:  # the last one has the remaining parameters
         for part in [*_modules_of_other_dtypes(unit), unit]:
             if not sharded.issuperset(map(id, part.parameters())):
                 refuse_second_derivatives(part, type(part).__name__, gathered=True)
-            fsdp.fully_shard(part, **{"mesh": mesh.dp_mesh, **options})
+            fsdp.fully_shard(part, **{"mesh": mesh.dp_mesh, "ignored_params": unsent or None, **options})
             sharded.update(map(id, part.parameters()))
     module._keeps_gathered = not options["reshard_after_forward"] and mesh.pp_size == 1  # read by gradient_sync
 

@@ -145,19 +145,31 @@ def test_tensors_of_any_type_travel_between_dp_and_pp_ranks(local_rank, on_rank)
         assert found == {}
 
 
+class Scaled(Typed):
+    """With a layer whose only weight is a frozen one of a type that gloo does not send."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.scale = nn.PReLU()
+        self.scale.weight = nn.Parameter(torch.tensor([1.5 + number]).to(torch.float8_e4m3fn), requires_grad=False)
+        self.scale.forward = lambda x: x * self.scale.weight.to(x.dtype)
+
+    def forward(self, x):
+        return self.scale(super().forward(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=str)
 @on_each_rank(dp=2)
-def test_tensors_of_any_type_are_those_of_rank_0_under_ddp(local_rank):
-    model = Typed(local_rank)
-    model.frozen = nn.Parameter(torch.full((2,), 1.5 + local_rank).to(torch.float8_e4m3fn), requires_grad=False)
-    model = ddl.auto_model(model)
-    held = model.module.state_dict() | {"frozen": model.module.frozen.detach()}
+def test_tensors_of_any_type_are_those_of_rank_0_over_dp(local_rank, options):
+    model = ddl.auto_model(Scaled(local_rank), **options)
+    held = dict(model.named_buffers()) | dict(model.named_parameters())
     for number in range(3):  # what a forward pass has left on rank 0 is there before the next
         for name, of_rank_0 in Typed(number).named_buffers():
             assert octets(held[name]).tolist() == octets(of_rank_0).tolist()
         for name, changed in Typed(number + 1 + local_rank).named_buffers():
             held[name].copy_(changed)
         model(torch.ones(1, 4)).sum().backward()
-    assert held["frozen"].to(torch.float32).tolist() == [1.5, 1.5]
+    assert held["scale.weight"].to(torch.float32).tolist() == [1.5]
 
 
 @on_each_rank(dp=2)
