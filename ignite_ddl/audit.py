@@ -31,6 +31,7 @@ replicas              weights and buffers that should be equal on ranks, but dif
                                                                                           when a run ends
 linear gradients      backward hooks and an ``autograd.Function`` that clamp, normalise   steps 1, 2, 4, 8, …
                       or add to gradients
+same options          optimizers with other options on other ranks, shard=True and pp     when a run ends
 lost changes          weights that forward changes where they are gathered for it alone   steps 1, 2, 4, 8, …
 state of a loss       what a loss function keeps from call to call, computed from a       steps 1, 2, 4, 8, …
                       rank's own rows or for each microbatch, and by which it computes
@@ -67,6 +68,7 @@ import itertools
 import operator
 import warnings
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import ignite.distributed as idist
@@ -81,10 +83,11 @@ from ignite_ddl.backward import check_backward_hooks, checking_functions, checki
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
 from ignite_ddl.compat import gathers, leaves_gradients, no_transforms, without_dispatch_modes
 from ignite_ddl.context.sequence import check_tokens, length_matters
-from ignite_ddl.data_parallel import reshard
+from ignite_ddl.data_parallel import local_round, reshard
 from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.optim import check_same_options
 from ignite_ddl.pipeline.cut import check_root_hooks
 from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
 from ignite_ddl.regions import check_regions_once
@@ -251,9 +254,11 @@ class Audit:
                 "known: pad all to one length, or pass loss_divisor=, a function from targets to that number"
             )
 
-    def at_the_end(self) -> None:
+    def at_the_end(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """When a run ends: what ranks should hold alike may differ since the last step that compared it."""
         check_replicas(self.model)
+        if not isinstance(self.model, DistributedDataParallel) and local_round(self.model) is None:
+            check_same_options(optimizers)
 
     def before_optimizer(self, loss: torch.Tensor) -> None:
         """When gradients are ready for the optimizer."""

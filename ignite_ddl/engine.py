@@ -79,6 +79,7 @@ class MeshEngine(Engine):
         self._process_function = functools.partial(self._process, process_function)
         self.rows: tuple[int, int] | None = None
         self.steps: dict[int, TrainingStep] = {}  # by id of the model
+        self.optimizers: list[torch.optim.Optimizer] = []  # that have stepped
         self.weighted: list[nn.Module] = []  # models whose gradients of this batch are weighted by rows
         self.updates, self.updated = 0, False  # earlier batches after which a model was stepped; whether this is one
         self.resume: Any = None  # what was loaded, until the run continues from there
@@ -139,7 +140,7 @@ class MeshEngine(Engine):
             state = super().run(data, max_epochs, epoch_length=epoch_length, **limit)
             for step in self.steps.values():
                 if step.audit is not None:
-                    step.audit.at_the_end()
+                    step.audit.at_the_end(self.optimizers)
             return state
         except BaseException as error:
             self._internal_run_generator = None  # with which Ignite's next run would return at once
@@ -249,6 +250,8 @@ def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
     def after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if _has_closure(args, kwargs):  # which has computed the gradients
             _check_gradients(engine, optimizer)
+        if not any(optimizer is known for known in engine.optimizers):
+            engine.optimizers.append(optimizer)
         stepped = [p for group in optimizer.param_groups for p in group["params"]]  # under pp perhaps none here, yet
         engine.updated = engine.updated or not stepped or any(hasattr(p, BELONGS_TO_A_MODEL) for p in stepped)
 

@@ -39,7 +39,7 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
     mesh = get_mesh()
     if mesh.world_size == 1 or hasattr(optimizer, _ADAPTED) or not isinstance(optimizer, torch.optim.Optimizer):
         return
-    setattr(optimizer, _ADAPTED, True)
+    setattr(optimizer, _ADAPTED, _rates(optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     dtensors = any(isinstance(p, DTensor) for p in parameters)
     if mesh.pp_size > 1:
@@ -56,6 +56,38 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
         _check_on_small_weights(optimizer, mesh)
     if checks and mesh.pp_size > 1:
         _check_shared(optimizer, mesh)
+
+
+def check_same_options(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises a ValueError where ranks have other options, as by a scheduler of rank 0 alone; every rank calls it.
+
+    Stages may have groups of their own: two of them are compared if they began with the same options.
+    """
+    mesh = get_mesh()
+    adapted = [each for each in optimizers if hasattr(each, _ADAPTED)]
+    peers = gathered_values([(getattr(each, _ADAPTED), _rates(each)) for each in adapted])
+    for rank, peer in enumerate(peers):
+        same_stage = mesh.coordinates(rank)["pp"] == mesh.pp_rank
+        for (began, mine), (other_began, others) in zip(peers[mesh.rank], peer, strict=False):
+            for number, (one, other) in enumerate(zip(mine, others, strict=False)):
+                name = next((name for name in one if one[name] != other.get(name, one[name])), None)
+                if name is not None and (same_stage or began == other_began):
+                    raise ValueError(
+                        f"the optimizer should have the same options on all ranks, but {name!r} of parameter group "
+                        f"{number} is {one[name]} on rank {mesh.rank} and {other[name]} on rank {rank}: change it, as "
+                        "a scheduler does, on every rank"
+                    )
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The numbers and words of each parameter group."""
+    found = []
+    for group in optimizer.param_groups:
+        values = {
+            k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in group.items()
+        }  # a rate may be a tensor
+        found.append({k: v for k, v in values.items() if isinstance(v, int | float | str | tuple)})
+    return found
 
 
 # ------------------------------------------------------------------------- small weights, cut and full

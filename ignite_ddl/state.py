@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import MAPPING, TENSOR, Fits, a, check, takes, whole
 from ignite_ddl.collectives import gathered_values, octets
@@ -111,9 +113,14 @@ def _shared_state(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
 
 def _tensors_and_extra_state(stages: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """This rank's state dict: tensors, and what modules' ``get_extra_state`` returns."""
-    state = stages.plain_module().state_dict(keep_vars=True)
-    tensors = {name: value for name, value in state.items() if not is_extra_state(name)}
-    return tensors, {name: value for name, value in state.items() if name not in tensors}
+    root = stages.plain_module()
+    state = root.state_dict(keep_vars=True)
+    extra = {name: value for name, value in state.items() if is_extra_state(name)}
+    tensors = {name: value for name, value in state.items() if name not in extra}
+    for inner, module in root.named_modules():
+        if isinstance(module, DistributedDataParallel):  # as in an AveragedModel; names are those of other meshes
+            tensors = {re.sub(rf"^{re.escape(inner)}\.module\.", f"{inner}.", name): t for name, t in tensors.items()}
+    return tensors, extra
 
 
 def _wait_for_all(mesh: Mesh) -> None:

@@ -259,14 +259,15 @@ def _empty_state(parameter: torch.Tensor, saved: Any) -> torch.Tensor:
 
 def check(plan: Plan, of_ranks: list[dict[str, tuple[list[str], list[str]]]], strict: bool) -> None:
     """Raises where all ranks together have other names than the checkpoint, or bytes are not what was written."""
-    for key in plan.names if strict else ():
+    for key in plan.names:
         names = {name for of_rank in of_ranks for name in of_rank[key][0]}
         missing = sorted({name for of_rank in of_ranks for name in of_rank[key][1]})
         unmatched = sorted(_saved_names(plan.folder, key) - names)
-        if missing or unmatched:
+        cure = "strict=False loads what both have" if len(missing) < len(names) else "it has none of them"
+        if (missing or unmatched) and (strict or len(missing) == len(names) > 0):
             raise ValueError(
                 f"{plan.folder.path} should have the names of to_load[{key!r}], but lacks {_short(missing)} and has "
-                f"{_short(unmatched)} besides; strict=False loads what both have"
+                f"{_short(unmatched)} besides; {cure}"
             )
     plan.checked = plan.folder.check(plan.reads)
 

@@ -381,6 +381,22 @@ def test_a_state_by_rank_is_refused_on_another_mesh_before_anything_changes(tmp_
     assert torch.equal(model.norm.bias, before)
 
 
+def with_an_average(rank, folder):
+    model = torch.optim.swa_utils.AveragedModel(ddl.auto_model(net()))
+    ddl.Checkpoint({"average": model, "model": model.module}, folder).save("x")
+    return ddl.full_state_dict(model.module)["norm.bias"]
+
+
+def test_the_copy_of_a_model_in_another_one_has_the_names_of_every_mesh(tmp_path):
+    saved = launch({"dp": 2}, with_an_average, tmp_path)[0]
+    average = torch.optim.swa_utils.AveragedModel(ddl.auto_model(net()))
+    average.module.norm.bias.data.fill_(7.0)
+    ddl.Checkpoint.load_objects({"average": average}, tmp_path / "x")
+    assert torch.equal(average.module.norm.bias, saved)
+    with pytest.raises(ValueError, match=r"lacks weight and has .* besides; it has none of them"):
+        ddl.Checkpoint.load_objects({"average": nn.Linear(2, 2, bias=False)}, tmp_path / "x", strict=False)
+
+
 def with_a_metric(rank, folder):
     model = ddl.auto_model(net())
     metric = Average()

@@ -916,3 +916,24 @@ def test_an_optimizer_of_no_weight_of_this_stage():
         assert (found - weights_by_name(0)).abs().max() <= 1e-12
     with pytest.raises(ValueError, match="holds none on any stage"):
         on(partial(weights_by_name, chosen="module.2"), pp=2)
+
+
+# ------------------------------------------------------------------------------- options that differ by rank
+
+
+def with_a_schedule(local_rank, everywhere, shard):
+    model = ddl.auto_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), shard=shard)
+    by_layer = [{"params": p, "lr": 0.01 * (1 + int(name[0]))} for name, p in model.named_parameters()]
+    optimizer = ddl.auto_optim(torch.optim.SGD(by_layer if everywhere else model.parameters(), lr=0.01))
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
+    if everywhere or local_rank == 0:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: scheduler.step())
+    trainer.run(ddl.auto_dataloader(TensorDataset(torch.ones(4, 4), torch.ones(4, 4)), batch_size=4), max_epochs=3)
+
+
+@pytest.mark.parametrize(("axes", "shard"), [({"dp": 2}, True), ({"pp": 2}, None)], ids=str)
+def test_a_schedule_of_one_rank_is_refused(axes, shard):
+    on(partial(with_a_schedule, everywhere=True, shard=shard), **axes)  # a stage may have rates of its own
+    with pytest.raises(ValueError, match="the same options on all ranks, but 'lr' of parameter group 0 is"):
+        on(partial(with_a_schedule, everywhere=False, shard=shard), **axes)
