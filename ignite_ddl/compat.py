@@ -387,7 +387,8 @@ def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
         return
     with torch.no_grad():
         if not isinstance(value, DTensor):
-            if hasattr(tensor, ROW_ORDER):
+            order = getattr(tensor, ROW_ORDER, None)
+            if order is not None and not torch.equal(value, value[order.to(value.device)]):
                 raise ValueError(
                     "p.data = value does not say in which order value has the rows of a layer that Column(parts=) "
                     "cuts: assign ddl.distribute_like(value, p) where it is that of the uncut weight, or "

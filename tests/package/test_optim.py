@@ -389,6 +389,7 @@ def assigned_in_parts(local_rank, value):
     twice = 2 * weight.detach().full_tensor()  # in the ranks' order, which is not known of a plain tensor
     with pytest.raises(ValueError, match="does not say in which order value has the rows"):
         weight.data = twice
+    model[0].bias.data = torch.zeros(16, dtype=torch.float64)  # in any order
     weight.data = distribute_tensor(twice, weight.device_mesh, weight.placements)
     doubled = ddl.full_state_dict(model)["0.weight"]
     weight.data = ddl.distribute_like(value, weight)
