@@ -781,6 +781,18 @@ def _parameter_ids(model: nn.Module) -> set[int]:
     return {id(p) for p in [*model.parameters(), *unsharded_parameters(model)]}
 
 
+def models_before(x: Any) -> list[nn.Module]:
+    """Models of ``ddl.auto_model`` that have computed tensors with a graph, whose gradients come back through them."""
+    pending, visited, leaves = [tensor.grad_fn for tensor in tensors_of(x)], {None}, set()
+    while pending:
+        node = pending.pop()
+        if node not in visited:
+            visited.add(node)
+            leaves.add(id(getattr(node, "variable", None)))
+            pending += [following for following, _ in node.next_functions]
+    return [model for model in MODELS if not leaves.isdisjoint(_parameter_ids(model))] if len(visited) > 1 else []
+
+
 def dependencies(loss: torch.Tensor, output: Any, since: int) -> tuple[list[torch.Tensor], list[nn.Parameter], bool]:
     """What a loss depends on: tensors of the output, weights, and whether anything else older than the call."""
     tensors = tensors_of(output)

@@ -162,11 +162,12 @@ def _compare(
     """The names that differ, with the axis; None of what is not on this rank."""
     if not tensors:
         return
-    numbers = [[0, 0] if tensor is None else [1, digest(tensor)] for tensor in tensors.values()]
+    numbers = [[0, 0] if t is None else [local_tensor(t).numel(), digest(t)] for t in tensors.values()]
     local_digests = torch.tensor(numbers, device=idist.device())
     of_names = torch.stack(gathered(local_digests, group), 1).tolist()
     for (name, tensor), of_ranks in zip(tensors.items(), of_names, strict=True):
-        differs = len({number for there, number in of_ranks if there}) > 1
+        held = {pair for pair in map(tuple, of_ranks) if pair[0]}  # FSDP2 does not cut a stage that is all frozen
+        differs = len(held) > len({size for size, _ in held})
         if differs and not (axis == "tp" and local_digests.device.type == "cuda" and _nearly_equal(tensor, group)):
             yield name, axis
 

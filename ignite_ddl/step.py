@@ -18,7 +18,7 @@ from ignite_ddl.errors import explaining_errors
 from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.experts.routing import routers_of, update_biases
 from ignite_ddl.loss_call import checked_loss
-from ignite_ddl.loss_contract import BY_PASSES, LossContract, LossContracts
+from ignite_ddl.loss_contract import BY_PASSES, LossContract, LossContracts, models_before
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.local_stages import call, stages_of
 from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
@@ -123,7 +123,8 @@ class TrainingStep:
         if self.local is not None:
             total = self.replica_divisor
             self.local.counted, self.local.steps = self.local.counted + total, self.local.steps + last
-        self.open, self.counted, self.models = not last, self.counted + total, [self.model, *contract.others]
+        self.models = [self.model, *contract.others, *models_before(x)]
+        self.open, self.counted = not last, self.counted + total
         if last:
             self._finish(window, loss)
         return output, loss

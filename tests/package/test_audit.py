@@ -262,6 +262,20 @@ def test_a_tied_weight_whose_decays_differ_after_the_last_step_that_compares_is_
     refused(decayed, "'0.weight' should be the same on all pp ranks", pp=2)
 
 
+def test_a_stage_that_is_all_frozen_has_full_weights_beside_one_that_has_shards():
+    def frozen(local_rank, **options):
+        torch.manual_seed(0)
+        model = Tied().double()
+        model[0].requires_grad_(False)
+        model = ddl.auto_model(model, split=[2, 3] if ddl.get_mesh().pp_size > 1 else None, **options)
+        trainer = trainer_of(model, F.mse_loss)
+        trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8))
+        return whole(model)
+
+    right = frozen(0)
+    assert all((w - right).abs().max() < 1e-12 for w in on(partial(frozen, shard=True), dp=2, pp=2))
+
+
 def test_gradients_of_a_tied_weight_that_a_step_finds_count_once():
     """Accumulation by hand without last=False."""
 

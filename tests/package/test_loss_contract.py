@@ -1031,6 +1031,26 @@ def test_accumulated_batches_are_one_large_batch(kind, axes):
         assert (weights - right).abs().max() <= 1e-12
 
 
+@pytest.mark.parametrize("shard", [False, True])
+def test_an_encoder_outside_of_the_step_gets_gradients_that_are_weighted_by_rows(shard):
+    def encoded(local_rank, shard):
+        torch.manual_seed(0)
+        encoder, head = (ddl.auto_model(nn.Linear(*of).double(), shard=shard) for of in ((6, 6), (6, 7)))
+        optimizer = ddl.auto_optim(torch.optim.SGD([*encoder.parameters(), *head.parameters()], lr=0.1))
+
+        def update(engine, batch):
+            x, y = batch
+            optimizer.zero_grad()
+            _, loss = ddl.forward_backward(engine, head, encoder(x), y, F.mse_loss)
+            optimizer.step()
+
+        ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X[:13], Y[:13]), batch_size=6))
+        return torch.cat([w.flatten() for model in (encoder, head) for w in ddl.full_state_dict(model).values()])
+
+    right = encoded(0, None)
+    assert all((weights - right).abs().max() < 1e-12 for weights in on(partial(encoded, shard=shard), dp=2))
+
+
 def over_words(output, y):
     """A mean over the words that are no padding, which are other numbers in each batch of a window."""
     return (F.cross_entropy(output, y, reduction="none") * (y != 0)).sum() / (y != 0).sum()
