@@ -315,6 +315,12 @@ def _explaining_errors(schedule: str) -> Iterator[None]:
             raise error.__cause__ from None  # a layer's error, in place of which torch's has the shapes of its input
         if "Failed to run stage backward" in str(error) and isinstance(error.__cause__, ValueError):
             raise error.__cause__ from None  # of a hook
+        if "grad can be implicitly created only for scalar outputs" in str(error.__cause__):
+            raise RuntimeError(
+                "a stage's output needs a gradient, which it did not when its schedule was set up, so that the next "
+                "stage sends none: where forward begins to compute with gradients what it computed under "
+                "torch.no_grad(), call the model's forget_schedules() on every rank, as after unfreezing a stage"
+            ) from None
         if SCHEDULES[schedule].split_backward and "backward through the graph a second time" in str(error):
             raise RuntimeError(
                 f"schedule={schedule!r} computes the gradients of weights separately from those of a stage's input, "

@@ -1278,6 +1278,41 @@ def test_the_given_net_in_place_of_its_pipeline(local_rank):
     ddl.create_supervised_evaluator(copy.deepcopy(net))  # each rank's own
 
 
+class Finetuned(nn.Linear):
+    """Without gradients until it is told to train."""
+
+    on = False
+
+    def forward(self, x):
+        with torch.set_grad_enabled(self.on and torch.is_grad_enabled()):
+            return super().forward(x)
+
+
+def finetuned(local_rank, forgets):
+    torch.manual_seed(0)
+    layer = Finetuned(8, 16)
+    model = ddl.auto_model(nn.Sequential(layer, nn.Tanh(), nn.Linear(16, 4)).double())
+    trainer, losses = trainer_of(model, F.mse_loss), []
+
+    def begin():
+        layer.on = True
+        if forgets and hasattr(model, "forget_schedules"):
+            model.forget_schedules()
+
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), begin)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8), max_epochs=2)
+    return losses, whole(model)
+
+
+def test_a_stage_that_begins_to_compute_with_gradients():
+    with pytest.raises(
+        RuntimeError, match="did not when its schedule was set up.* call the model's forget_schedules()"
+    ):
+        on(partial(finetuned, forgets=False), pp=2)
+    assert_right(partial(finetuned, forgets=True), pp=2)
+
+
 @on_each_rank(pp=2)
 def test_pruning_after_auto_model_under_pp(local_rank):
     model = ddl.auto_model(mlp())
