@@ -26,6 +26,7 @@ from ignite_ddl.compat import use_world_timeout
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.loss_contract import LossContract, divisor_of
 from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.pipeline.structure import n_rows, tensors_of
 
 
 class _DataParallelModel(_NativeDistModel):
@@ -161,6 +162,8 @@ def over_data_parallel(metric: Metric) -> Metric:
     methods = _Methods(metric, is_composed=bool(inner_metrics))
     for name, original in methods.original.items():
         setattr(metric, name, functools.partial(_in_view, getattr(methods, name, original)))  # can be copied
+    if methods.counts_rows and get_mesh().cp_size > 1:
+        metric._output_transform = functools.partial(methods.transform, metric._output_transform)
     for inner in inner_metrics:
         over_data_parallel(inner)
     return metric
@@ -220,6 +223,21 @@ class _Methods:
         if self.losses is not None:
             self.losses.clear()
         self.original["reset"]()
+
+    def transform(self, transform: Callable, output: Any) -> Any:
+        """Over cp, refuses a transform that picks tokens of rows, or pools them: each rank would give other ones."""
+        rows = transform(output)
+        drops_tokens = two_halves(rows) is None and any(tensor.ndim for tensor in tensors_of(rows))
+        halves = two_halves(output) if drops_tokens and not self.had_rows else None
+        n_of_halves = n_rows(rows)
+        with contextlib.suppress(Exception):  # no value of so few tokens
+            n_of_halves = sum(n_rows(transform(half)) for half in halves or ()) or n_of_halves
+        if n_of_halves != n_rows(rows):
+            raise ValueError(
+                f"output_transform of {type(self.metric).__name__} should make rows of all tokens, as flatten(0, 1) "
+                "does, but picks or pools some, and each cp rank has other ones: evaluate this on a mesh without cp"
+            )
+        return rows
 
     def update(self, output: Any) -> None:
         if self.compares_rows:

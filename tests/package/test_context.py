@@ -650,11 +650,22 @@ REFUSALS = {
                       "MeanSquaredError counts rows"),
     "rows in EpochMetric": ({"evaluates": True, "metrics": lambda: {"rows": EpochMetric(by_row, of_logits, False)}},
                             "EpochMetric counts rows"),
+    "the last token": ({"evaluates": True, "metrics": lambda: {"last": Accuracy(of_the_last)}},
+                       "output_transform of Accuracy should make rows of all tokens"),
+    "all tokens": ({"evaluates": True, "metrics": lambda: {"all": Accuracy(of_all)}}, "nothing"),
 }  # fmt: skip
 
 
 def of_logits(output):
     return output[0].argmax(-1), output[1]
+
+
+def of_the_last(output):
+    return output[0][:, -1], output[1][:, -1]
+
+
+def of_all(output):
+    return output[0].flatten(0, 1), output[1].flatten()
 
 
 def by_row(y_pred, y):
