@@ -1306,10 +1306,11 @@ def finetuned(local_rank, forgets):
 
 
 def test_a_stage_that_begins_to_compute_with_gradients():
-    with pytest.raises(
-        RuntimeError, match="did not when its schedule was set up.* call the model's forget_schedules()"
-    ):
-        on(partial(finetuned, forgets=False), pp=2)
+    if Version(torch.__version__) < Version("2.12"):  # which sends gradients in any case
+        assert_right(partial(finetuned, forgets=False), pp=2)
+    else:
+        with pytest.raises(RuntimeError, match="when its schedule was set up.* call the model's forget_schedules()"):
+            on(partial(finetuned, forgets=False), pp=2)
     assert_right(partial(finetuned, forgets=True), pp=2)
 
 
