@@ -610,7 +610,7 @@ def create_supervised_evaluator(
                 check_same_rows(get_mesh(), x, y)
             with autocast:
                 check_tokens_are_independent(model, stages, x, repeat=False)
-                y_pred = stages.forward_only(x)
+                y_pred = stages.forward_only(x, checks=True)
                 if y_pred is not None:
                     y_pred = model_transform(y_pred)
             return _output(engine, stages, output_transform, x, y, y_pred)

@@ -22,7 +22,7 @@ from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.batch_schedules import BatchSchedules
 from ignite_ddl.pipeline.cut import Cut, Holder
 from ignite_ddl.pipeline.schedules import SCHEDULES
-from ignite_ddl.pipeline.structure import check_rows, flatten, joined, n_rows, rows_of
+from ignite_ddl.pipeline.structure import check_joins, check_rows, flatten, joined, n_rows, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
 from ignite_ddl.tensor.random import draw_seed, random_stream
 
@@ -96,8 +96,8 @@ class OneStage:
         """The backward pass, if :meth:`forward` has not run it."""
         (loss * weight).backward()
 
-    def forward_only(self, x: Any) -> Any:
-        """The output for all rows on the rank with the last stage, None elsewhere."""
+    def forward_only(self, x: Any, checks: bool = False) -> Any:
+        """The output for all rows on the rank with the last stage, None elsewhere; checks whether microbatches join."""
         return self.model_fn(self.model, x)
 
     def from_last_stage(self, value: Any) -> Any:
@@ -217,16 +217,19 @@ class PipelineStages:
     def backward(self, loss: torch.Tensor | None, weight: float) -> None:
         """Does nothing: the schedule has run it."""
 
-    def forward_only(self, x: Any) -> Any:
+    def forward_only(self, x: Any, checks: bool = False) -> Any:
         self._check_call()
         self._share_buffers()
         with torch.no_grad(), on_some_ranks():
             rows = n_rows(x)
-            n = self._common_count(min(self.cut.n_microbatches, max(1, rows)))
-            microbatches = [rows_of(x, *ends) for ends in itertools.pairwise(rows * i // n for i in range(n + 1))]
+            n = self._common_count(min(self.cut.n_microbatches, max(1, rows - checks)))
+            ends = [0, *((rows * i - checks) // n for i in range(1, n)), rows]  # if checked, never all of one length
+            microbatches = [rows_of(x, *of_one) for of_one in itertools.pairwise(ends)]
             outputs = self.transfer.pass_through(microbatches, lambda s, value: self.stages[s](value))
         for stage in self.local_stages():
             reshard(stage)
+        if checks:
+            check_joins(outputs)
         return joined(outputs) if outputs else None
 
     def _check_call(self) -> None:

@@ -160,7 +160,7 @@ class Pipeline(nn.Module):
 
         It runs the stages itself, because torch's schedules run their backward passes in evaluation too (zbv fails).
         """
-        return self._local_stages.forward_only(x)
+        return self._local_stages.forward_only(x, checks=True)
 
     def forward(self, x: Any) -> Any:
         """The output for all rows, on every pp rank, without gradients: computing one raises an error."""

@@ -119,6 +119,24 @@ def joined(parts: Sequence[Any]) -> Any:
     return tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], torch.Tensor) else leaves[0], *parts)
 
 
+def check_joins(parts: Sequence[Any]) -> None:
+    """Checks by microbatches with different numbers of rows that :func:`joined` joins these.
+
+    Raises:
+        ValueError: if another dim has the rows, or none has.
+    """
+    for tensors in zip(*map(tensors_of, parts), strict=False):
+        first, *others = map(local_tensor, tensors)
+        is_table = first.is_floating_point() and first.numel() and all(torch.equal(first, one) for one in others)
+        if others and (is_table or any(first.shape[1:] != one.shape[1:] for one in others)):
+            raise ValueError(
+                "the model's output should have its rows in dim 0 of each tensor under pp, where microbatches are "
+                f"joined, but has shapes {', '.join(str(tuple(one.shape)) for one in tensors)} for microbatches with "
+                "different numbers of rows: return rows in dim 0 (output.transpose(0, 1) of a time-major one), padded "
+                "to one length, leave out what is the same for all rows, or use a mesh without pp"
+            )
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; another tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

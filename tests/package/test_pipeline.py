@@ -513,6 +513,44 @@ def test_what_cannot_travel_is_refused(layers, said):
         run(cannot_be_sent, 2, layers, pp=2)
 
 
+class Transposed(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).transpose(0, 1)
+
+
+class Tabled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), self.weight
+
+
+class Packed(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).flatten(0, 1)
+
+
+def predicted(local_rank, last, length, rows):
+    """The output by a call, by the evaluator and of the uncut model."""
+    torch.manual_seed(0)
+    x, whole = torch.randn(rows, length, 4), nn.Sequential(nn.Linear(4, 4), last(4, 4))
+    model = ddl.auto_model(copy.deepcopy(whole), n_microbatches=4)
+    evaluator = ddl.create_supervised_evaluator(model)
+    return model(x), evaluator.run([(x, x)]).output[0], whole(x).detach()
+
+
+@pytest.mark.parametrize("last", [Transposed, Tabled])
+@pytest.mark.parametrize(("length", "rows"), [(5, 8), (4, 16), (2, 8), (3, 4)])  # as many in dim 0, or some for each
+def test_outputs_whose_rows_are_not_in_dim_0_are_not_joined(last, length, rows):
+    with pytest.raises(ddl.RankError, match=r"should have its rows in dim 0 .*return rows in dim 0"):
+        run(predicted, 2, last, length, rows, pp=2)
+
+
+def test_packed_rows_and_a_single_microbatch_are_joined():
+    for last, rows in ((Packed, 8), (Packed, 5), (Transposed, 1)):
+        for called, evaluated, expected in run(predicted, 2, last, 4, rows, pp=2):
+            assert torch.allclose(called, expected)
+            assert torch.allclose(evaluated, expected)
+
+
 class Beside(nn.Linear):
     def __init__(self):
         super().__init__(4, 4)
