@@ -146,8 +146,9 @@ def over_data_parallel(metric: Metric) -> Metric:
 
     Ignite cannot reduce over a rank whose batches had no rows: means of no rows are NaN, sums per class have no shape
     yet. Updates without rows are skipped, and if a rank had no rows since the reset, the others compute the result
-    and send it to that rank. What counts updates counts those of all dp ranks: ``VariableAccumulation`` of one number
-    a batch gives ``dp`` times as many as in one process.
+    and send it to that rank. Metrics that gather rows, such as ``EpochMetric``, have those of one rank after those of
+    another: their function should not depend on the order. What counts updates counts those of all dp ranks:
+    ``VariableAccumulation`` of one number a batch gives ``dp`` times as many as in one process.
 
     Args:
         metric: any Ignite metric; metrics inside it (``RunningAverage``, ``MetricsLambda``) are included.
