@@ -379,7 +379,8 @@ class _BatchLosses:
                 "Ignite's Loss adds up means over rows, but loss_fn seems to give something else, such as a weighted "
                 "mean, so that ranks cannot be added up: give it torch's loss itself, with weight, ignore_index or "
                 "reduction (torch.nn.CrossEntropyLoss(weight=...)), by which it is known what it divides by, or say it "
-                "by batch_size=, a function from targets to the divisor"
+                "by batch_size=, a function from targets to the divisor; where rows of the output are in dim 1, put "
+                "them in dim 0, such as by output_transform=lambda output: (output[0].transpose(0, 1), output[1])"
             ) from error
 
     def compute(self, mesh: Mesh) -> float:

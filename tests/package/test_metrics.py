@@ -417,6 +417,45 @@ def test_a_loss_may_say_by_batch_size_what_it_divides_by():
             parallel.run(weighted_loss, mean_over_rows, n_counted)
 
 
+def mean_of_time_major(y_pred, y):
+    return torch.nn.functional.cross_entropy(y_pred.reshape(-1, 3), y.t().reshape(-1))
+
+
+def mean_of_rows_first(y_pred, y):
+    return torch.nn.functional.cross_entropy(y_pred.reshape(-1, 3), y.reshape(-1))
+
+
+class TimeMajor(torch.nn.Module):
+    def forward(self, x):
+        return x.transpose(0, 1)
+
+
+@in_float64
+def time_major_loss(local_rank, function, transform):
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(11, 5, 3), torch.randint(3, (11, 5)))
+    loss = Loss(function, batch_size=len, output_transform=transform)
+    evaluator = ddl.create_supervised_evaluator(TimeMajor(), {"loss": loss})
+    return evaluator.run(ddl.auto_dataloader(data, batch_size=6)).metrics["loss"]
+
+
+def as_it_is(output):
+    return output
+
+
+def rows_first(output):
+    return output[0].transpose(0, 1), output[1]
+
+
+def test_a_loss_of_time_major_outputs_is_refused_with_a_cure_that_works():
+    alone = time_major_loss(0, mean_of_time_major, as_it_is)
+    with ddl.Parallel(backend="gloo", nproc_per_node=2, dp=2) as parallel:
+        found = parallel.run(time_major_loss, mean_of_rows_first, rows_first)
+        assert all(abs(loss - alone) < 1e-12 for loss in found)
+        with pytest.raises(ddl.RankError, match=r"in dim 1, .* by output_transform=lambda"):
+            parallel.run(time_major_loss, mean_of_time_major, as_it_is)
+
+
 @in_float64
 def loss_with_options(local_rank, options):
     torch.manual_seed(0)
