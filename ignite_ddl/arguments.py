@@ -139,8 +139,9 @@ def shown(value: Any) -> str:
 
 
 def first_line(error: BaseException, length: int = 200) -> str:
-    """An exception for a message: the first line of its text, or what it is if it has none."""
-    return (str(error).strip() or repr(error)).splitlines()[0][:length].rstrip(".")
+    """An exception for a message: the first line of its text, cut after a word, or what it is if it has none."""
+    line = (str(error).strip() or repr(error)).splitlines()[0]
+    return line.rstrip(".") if len(line) <= length else f"{line[:length].rpartition(' ')[0] or line[:length]} ..."
 
 
 def a(says: str, fits: type | tuple[type, ...] | Callable[[Any], Any]) -> Fits:

@@ -251,7 +251,8 @@ class Audit:
             raise ValueError(
                 "the targets of dp ranks should have the same shape, but for the number of rows, as in one process; "
                 "they differ (padded by each rank to another length?), so the number of targets that count is not "
-                "known: pad all to one length, or pass loss_divisor=, a function from targets to that number"
+                "known: pad all to one length, or pass loss_divisor=, a function from targets to that number, without "
+                "padding, which has to count neither in it nor in the loss (y.numel() counts it)"
             )
 
     def at_the_end(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -306,6 +306,13 @@ class PartError(ValueError):
     """torch cannot compute something with a weight or gradient that is cut over ranks."""
 
     def __init__(self, error: Exception) -> None:
+        if "loading state_dict" in str(error):
+            super().__init__(
+                "an uncut model got the state_dict of one that is cut over ranks, whose weights are DTensors: "
+                "give it ddl.full_state_dict(model), of which every rank gets all; a cut model takes such a state by "
+                "ddl.load_full_state_dict(model, state)"
+            )
+            return
         super().__init__(
             f"torch cannot compute this with a weight or gradient that is cut over ranks, a DTensor "
             f"({first_line(error, 400).rstrip('!')}): compute with full ones, p.full_tensor() and "

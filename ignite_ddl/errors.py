@@ -68,7 +68,7 @@ def explaining_errors() -> Iterator[None]:
                 f"ranks, or the output of a layer with use_local_output=False: {cure}"
             ) from error
         if advice:
-            raise ValueError(" ".join([f"{first_line(error)}.", *advice])) from error
+            raise ValueError(" ".join([f"{first_line(error, 1000)}.", *advice])) from error
         if "setStorage: sizes" in str(error) and get_mesh().dp_size > 1:
             raise ValueError(
                 "a backward pass goes through derivatives that forward takes by torch.func, for which the weights that "

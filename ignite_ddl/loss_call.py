@@ -66,7 +66,8 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
         advice = (
             "the model returns plain ones, so this is a weight that is cut over ranks, or its gradient: let forward "
             "return what the loss takes of weights (weight.clone() for a whole one) and pass loss_divisor=, use "
-            "weight_decay, or leave the weight uncut, by shard=False or a tensor_plan without its layer"
+            "weight_decay, or leave the weight uncut, by shard=False or a tensor_plan without its layer; or it is what "
+            "a hook keeps of a layer that tensor_plan cuts: let the hook keep output.full_tensor()"
         )
     try:
         loss = contract.loss_fn(output, y)

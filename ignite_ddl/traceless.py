@@ -555,7 +555,8 @@ _MAX_ROWS = 8  # rows on which a model is tried
 ROWS_DEPEND = (
     "a row of the model's output should depend on that row of the input alone, but depends on other rows of the batch "
     "(a mean, a norm or attention over rows?), of which each rank or microbatch has some: compute it from one row; or, "
-    "if you want it for each rank's rows, pass checks=False to ddl.auto_model and ddl.create_supervised_trainer"
+    "for each rank's rows, or if it has two views of them one after the other (torch.cat([x, view])), from which the "
+    "loss makes pairs, pass checks=False to ddl.auto_model and ddl.create_supervised_trainer"
 )
 _MAY_DEPEND = contextvars.ContextVar("rows may depend on each other", default=False)
 

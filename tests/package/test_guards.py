@@ -301,6 +301,38 @@ def test_linear_layers_whose_weight_is_transposed():
             ddl.check_model(model, {"c_attn": cut, "down": ddl.Row()}, tp=2)
 
 
+def refreshed(local_rank, state_of):
+    whole, model = nn.Linear(4, 4), ddl.auto_model(nn.Linear(4, 4), {"": ddl.Column(output_layouts=Replicate())})
+    ddl.MeshEngine(lambda engine, batch: whole.load_state_dict(state_of(model)) and None).run([0])
+    return torch.equal(whole.weight, model.weight.full_tensor())
+
+
+def test_the_state_of_a_cut_model_for_an_uncut_one_is_refused_with_a_cure_that_works():
+    with pytest.raises(ValueError, match=r"an uncut model got .*give it ddl.full_state_dict\(model\)"):
+        on(refreshed, nn.Module.state_dict, tp=2)
+    assert on(refreshed, ddl.full_state_dict, tp=2) == [True, True]
+
+
+class Code(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enc, self.dec = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        code = self.enc(x).relu()
+        return self.dec(code), code
+
+
+def encoded(local_rank):
+    model = ddl.auto_model(Code(), {"enc": ddl.Column(), "dec": ddl.Row()})
+    ddl.forward_backward(ddl.MeshEngine(print), model, torch.ones(4, 6), torch.ones(4, 6), lambda o, y: o[1].sum())
+
+
+def test_what_is_said_of_outputs_that_are_parts_is_a_whole_sentence():
+    with pytest.raises(ValueError, match=r"Column\(use_local_output=False\) and ddl.cross_entropy\. This was in"):
+        on(encoded, tp=2)
+
+
 class Convolutions(nn.Module):
     def __init__(self):
         super().__init__()
