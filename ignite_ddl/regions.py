@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from typing import Any
 
@@ -27,9 +28,9 @@ def check_regions_once(stage: nn.Module, trains: bool = False) -> None:
 
     Between a Column and a Row, code sees this rank's features as a plain tensor, so a softmax, a mean or a norm over
     features is computed from these alone. In one process it sees all features. Therefore the stage is run once as it
-    is and once with all features gathered between its cut layers, with the same arguments, without gradients, in
-    evaluation mode, on two rows where that is possible. What this changes is restored; forward hooks of the user see
-    it.
+    is and once with all features gathered between its cut layers, with the same arguments, without gradients, on two
+    rows where that is possible; in evaluation mode, and then in its own, but for torch's modules, up to where it draws
+    random numbers. What this changes is restored; forward hooks of the user see it.
 
     Args:
         stage: a model, or a stage of a pipeline, that is cut over tp.
@@ -38,8 +39,10 @@ def check_regions_once(stage: nn.Module, trains: bool = False) -> None:
 
     def check(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         skip_region_check(module)
-        with without_dispatch_modes():
-            _check(module, args, kwargs, trains)
+        for evaluates in (True, False):
+            with without_dispatch_modes(), evaluating([module], evaluates):
+                if evaluates or any(part.training for part in module.modules()):
+                    _check(module, args, kwargs, trains)
 
     if hasattr(stage, "_orig_mod"):  # of torch.compile, whose graph would be made anew for the check
         return
@@ -56,9 +59,10 @@ def skip_region_check(stage: nn.Module) -> None:
 
 
 def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any], trains: bool) -> None:
-    actual, expected = _run_both_ways(stage, args, kwargs)
-    compared = {name: part for name, part in expected.items() if trains or name not in _OUTPUTS}
-    wrong = [name for name, part in compared.items() if name not in actual or _differ(actual[name], part)]
+    actual, other, expected = _run_both_ways(stage, args, kwargs)
+    drawn = {*_unlike(actual, other), *_unlike(other, actual)}
+    compared = itertools.takewhile(lambda name: name not in drawn, expected)
+    wrong = _unlike(actual, {name: expected[name] for name in compared if trains or name not in _OUTPUTS})
     on_any = on_any_rank(bool(wrong), get_mesh().tp_group)  # tp peers raise together
     if on_any and wrong and wrong[0] in _OUTPUTS and actual[wrong[0]].shape != expected[wrong[0]].shape:
         raise ValueError(
@@ -75,15 +79,18 @@ def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any], trains: bool) 
         )
 
 
-def _run_both_ways(stage: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[dict, dict]:
-    """What :func:`_run` finds with this rank's features and with all; empty, with a warning, if it does not run so."""
+def _run_both_ways(stage: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[dict, dict, dict]:
+    """What :func:`_run` finds with this rank's features, with these and in training other random numbers, and with all
+    features; empty, with a warning, if it does not run so.
+    """
     rows = {len(tensor) for tensor in tensors_of((args, kwargs)) if tensor.ndim}
     few_rows = [some_rows(given, slice(_ROWS), max(rows)) for given in (args, kwargs)] if len(rows) == 1 else None
     for given in filter(None, (few_rows, [args, kwargs])):  # all rows if code does not run with fewer
         try:
             actual = _run(stage, *given)
+            other = _run(stage, *given, seed=1) if any(module.training for module in stage.modules()) else actual
             with full_between_layers():
-                return actual, _run(stage, *given)
+                return actual, other, _run(stage, *given)
         except Exception as raised:
             error = raised
     warnings.warn(
@@ -91,13 +98,13 @@ def _run_both_ways(stage: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
         f"features ({first_line(error)}): run ddl.check_parity on a small copy of the model",
         stacklevel=3,
     )
-    return {}, {}
+    return {}, {}, {}
 
 
 _OUTPUTS = [f"output {i}" for i in range(16)]
 
 
-def _run(stage: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _run(stage: nn.Module, args: tuple, kwargs: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     """This rank's part of the first input of each layer that takes a cut one, and the outputs."""
     found: dict[str, torch.Tensor] = {}
 
@@ -111,7 +118,7 @@ def _run(stage: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, tor
     handles = [end.register_forward_pre_hook(note(name)) for name, end in region_ends(stage)]
     try:
         args, kwargs = map_leaves(_copied, (args, kwargs))  # such as a cache of keys that forward fills
-        with evaluating([stage]), torch.no_grad(), without_trace([stage]):
+        with torch.no_grad(), without_trace([stage], seed):
             outputs = tensors_of(stage(*args, **kwargs))
             reshard(stage)
     finally:
@@ -123,6 +130,10 @@ def _run(stage: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, tor
 
 def _copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+
+
+def _unlike(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name, part in expected.items() if name not in actual or _differ(actual[name], part)]
 
 
 def _differ(plain: torch.Tensor, known: torch.Tensor) -> bool:

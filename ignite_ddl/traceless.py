@@ -312,18 +312,25 @@ def random_kept(owners: Iterable[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_SavedState]]:
-    """Restores at its end what forward passes inside change in these modules; torch draws from a separate stream.
+    """Restores at its end what forward passes inside change in these modules; random numbers there depend on the seed.
 
     Raises:
         UnlikeModules: if ranks that gather weights in these passes need other ones, or only some of them fail.
     """
-    drawn = random_states()
-    with _gathering_alike(stages), weights_kept(stages), states_kept(stages) as kept:
-        try:
-            with random_stream(seed):
-                yield kept
-        finally:
-            set_random_states(drawn)  # Python's and NumPy's
+    held = [one for module in _modules(stages).values() for one in vars(module).values() if _stream(one)]
+    with (
+        random_kept(held),
+        _gathering_alike(stages),
+        weights_kept(stages),
+        states_kept(stages) as kept,
+        random_stream(seed),
+    ):
+        for stream in (random, sys.modules.get("numpy.random", random), *held):
+            if isinstance(stream, torch.Generator):
+                stream.manual_seed(seed)
+            elif seed and hasattr(stream, "random"):
+                stream.random()
+        yield kept
 
 
 class UnlikeModules(ValueError):
@@ -532,8 +539,8 @@ def evaluating(stages: Iterable[nn.Module], all_of_them: bool = True) -> Iterato
     """Inside, modules are in evaluation mode; or only torch's and ours, whose rules for training are stated."""
     was = [(module, module.training) for module in _modules(stages).values()]
     for module, training in was:
-        stated = isinstance(module, _BatchNorm) or type(module).__module__.startswith(("torch.", "ignite_ddl."))
-        module.training = training and not (all_of_them or stated)
+        libraries = all(of.__module__.startswith(("torch.", "ignite_ddl.")) for of in type(module).__mro__[:-1])
+        module.training = training and not (all_of_them or libraries or isinstance(module, _BatchNorm))
     try:
         yield
     finally:

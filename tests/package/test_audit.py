@@ -7,6 +7,7 @@ import warnings
 import weakref
 from functools import partial
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -329,6 +330,66 @@ def test_a_forward_without_a_trainer_is_checked_too(local_rank):
         ddl.auto_model(Mixing(True).double(), CUT)(X)
     unchecked = ddl.auto_model(Mixing(True).double(), CUT, checks=False)
     assert unchecked(X).shape == (14, 4)
+
+
+class InTraining(nn.Module):
+    """Does something to features between two cut layers, or to its inputs, in training alone."""
+
+    def __init__(self, to_features=None, to_inputs=None):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.to_features, self.to_inputs, self.seen = to_features or nn.Identity(), to_inputs or nn.Identity(), 0
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        if not self.training:
+            return self.down(self.up(x).tanh())
+        self.seen += len(x)
+        self.largest = self.largest.maximum(x.detach().max())
+        return self.down(self.to_features(self.up(self.to_inputs(x)).tanh())) / (1 + self.seen / 20)
+
+
+class Normed(nn.Module):
+    def forward(self, x):
+        return x / x.norm(dim=-1, keepdim=True)
+
+
+class OfNumpy(nn.Module):
+    """Noise for each feature; what is drawn after it in one process is drawn with fewer features."""
+
+    def forward(self, x):
+        return F.dropout(x + torch.from_numpy(numpy.random.standard_normal(x.shape)), 0.5, self.training)  # noqa: NPY002
+
+
+class OfOwnStreams(nn.Module):
+    """Noise of each kind of generator that a module may hold, and of Python's."""
+
+    def __init__(self):
+        super().__init__()
+        random.seed(0)
+        self.streams = torch.Generator().manual_seed(0), random.Random(0), numpy.random.default_rng(0)
+        self.torch, self.python, self.numpy = self.streams
+
+    def forward(self, x):
+        x = x + 0.1 * torch.randn(x.shape, dtype=x.dtype, generator=self.torch)
+        x = x * (1 + self.python.random() + random.random())
+        return x + 0.1 * torch.from_numpy(self.numpy.standard_normal(x.shape))
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_code_between_cut_layers_that_mixes_features_in_training_alone_is_refused(axes):
+    make, plan = lambda: InTraining(Normed()), {"up": ddl.Column(), "down": ddl.Row()}
+    if "pp" in axes:
+        make, plan = lambda: nn.Sequential(nn.Linear(8, 8), InTraining(Normed())), {f"1.{k}": plan[k] for k in plan}
+    refused(partial(trained, make=make, tensor_plan=plan), "down' mixes features", **axes)
+
+
+def test_code_between_cut_layers_that_draws_in_training_is_taken():
+    on(partial(trained, make=lambda: InTraining(OfNumpy()), tensor_plan=CUT), tp=2)
+
+
+def test_the_check_of_what_a_training_step_computes_leaves_no_trace():
+    assert_right(partial(trained, make=lambda: InTraining(to_inputs=OfOwnStreams()), tensor_plan=CUT), tp=2)
 
 
 @on_each_rank(tp=2)
@@ -923,8 +984,22 @@ def test_rows_that_depend_on_each_other_are_refused(axes):
         refused(partial(trained, make=partial(centred, how)), "depends on other rows of the batch", **axes)
 
 
-def test_rows_that_depend_on_each_other_are_refused_of_a_sharded_model():
-    refused(partial(trained, make=centred, shard=True), "depends on other rows of the batch", dp=2)
+class CountsRows(nn.Linear):
+    """A module with weights, of which FSDP2 makes a class of its own."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += len(x)
+        return super().forward(x) / (1 + self.seen / 20)
+
+
+@pytest.mark.parametrize("make", [centred, lambda: nn.Sequential(CountsRows(8, 8), nn.Linear(8, 4))])
+def test_rows_that_depend_on_each_other_are_refused_of_a_sharded_model(make):
+    refused(partial(trained, make=make, shard=True), "depends on other rows of the batch", dp=2)
 
 
 class KeepsHidden(nn.Sequential):
