@@ -108,15 +108,33 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def _fsdp_groups(module: nn.Module) -> list[Any]:
+    """What FSDP2 and ``replicate`` keep of the parameters of a unit; private, torch 2.11 to 2.15."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # the latter in 2.11
+    return [group for group in groups if group is not None]
+
+
 def _fsdp_parameters(model: nn.Module) -> dict[int, Any]:
-    """What FSDP2 and ``replicate`` keep of each parameter, by its id; private, torch 2.11 to 2.15."""
-    found = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # the latter in 2.11
-            found |= {id(one.sharded_param): one for group in groups if group is not None for one in group.fsdp_params}
-    return found
+    """What FSDP2 and ``replicate`` keep of each parameter, by its id."""
+    groups = [group for module in model.modules() for group in _fsdp_groups(module)]
+    return {id(one.sharded_param): one for group in groups for one in group.fsdp_params}
+
+
+def replaced_parameter(unit: FSDPModule) -> tuple[nn.Module, str] | None:
+    """A module, and the name in it, where another tensor stands than FSDP2's own, which it is about to put there."""
+    is_first = unit._get_fsdp_state()._is_root is None  # when FSDP2 takes what stands in any unit for its own
+    groups = [group for part in (unit.modules() if is_first else [unit]) for group in _fsdp_groups(part)]
+    for one in (one for group in groups if not group.is_unsharded for one in group.fsdp_params):
+        info = one._module_info
+        names = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+        for module, name in names:
+            held = module._parameters.get(name, one.sharded_param)
+            if held is not one.sharded_param and held is not getattr(one, "_unsharded_param", None):
+                return module, name
+    return None
 
 
 def local_gradients(model: nn.Module) -> dict[int, tuple[torch.Tensor, bool]]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.collectives import SENT, octets
-from ignite_ddl.compat import replicate, unsharded_parameters
+from ignite_ddl.compat import replaced_parameter, replicate, unsharded_parameters
 from ignite_ddl.experts.style import dim_to_shard, experts_of
 from ignite_ddl.guards import refuse_second_derivatives
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -97,9 +97,24 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, options: Mapping[str, Any
             replicate(part, mesh.device_mesh["dp"])
     else:
         fully_shard(module, mesh, options)
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.register_forward_pre_hook(_refuse_replaced_weights, prepend=True)
     module.register_forward_pre_hook(_make_full_weights, prepend=True)
     if mesh.pp_size == 1:  # without a backward pass, FSDP2 keeps full weights, which an optimizer made later would get
         module.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else reshard(root))
+
+
+def _refuse_replaced_weights(unit: nn.Module, *_: Any) -> None:
+    """Before FSDP2's own hook, which puts the weights that it gathers in the places of whatever stands there."""
+    replaced = None if torch.compiler.is_compiling() else replaced_parameter(unit)
+    if replaced is not None:
+        raise ValueError(
+            f"{replaced[1]!r} of a {type(replaced[0]).__name__.removeprefix('FSDP')} was replaced for this pass "
+            "(torch.func.functional_call, or an assignment), but on this mesh forward computes with the weights of "
+            "ddl.auto_model instead: load others with ddl.load_full_state_dict, or leave out shard=True, and dp beside "
+            "tp or pp"
+        )
 
 
 def _make_full_weights(root: nn.Module, *_: Any) -> None:

@@ -19,6 +19,7 @@ from packaging.version import Version
 from ranks import in_float64, launch, on, on_each_rank, trainer_of
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
@@ -1078,6 +1079,96 @@ def test_functional_call_takes_the_names_of_the_uncut_model():
     assert_right(partial(trained, model_fn=through_functional_call), dp=2)
 
 
+class Replacing(nn.Module):
+    """Runs a part of it twice with weights that are replaced for the call, by several ways, or are its own."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.inner, self.scale = way, mlp(), nn.Parameter(torch.ones(8))
+        self.outer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        once = self.way(self.inner, dict(self.inner.named_parameters()), x)
+        return self.outer(once + self.way(self.inner, dict(self.inner.named_parameters()), x * self.scale))
+
+
+def by_functional_call(module, weights, x, factor=1.5):
+    return torch.func.functional_call(module, {name: p * factor for name, p in weights.items()}, (x,))
+
+
+def by_wrapped_weights(module, weights, x):
+    """Those that torch.func.grad gives have the values of the module's own."""
+    given = torch.func.grad(lambda w: torch.func.functional_call(module, w, (x,)).square().mean())
+    return module(x) - sum(slope.sum() for slope in given(weights).values())
+
+
+def by_assignment(module, weights, x):
+    own, module[0].bias = module[0].bias, None
+    try:
+        return module(x)
+    finally:
+        module[0].bias = own
+
+
+def own_weights(module, weights, x):
+    return torch.func.functional_call(module, weights, (x,))
+
+
+def plain_call(module, weights, x):
+    return module(x)
+
+
+def checkpointed(module, weights, x):
+    return checkpoint(module, x, use_reentrant=False)
+
+
+def layers_checkpointed(module, weights, x):
+    return checkpoint_sequential(module, 3, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("way", [by_functional_call, by_wrapped_weights, by_assignment])
+def test_weights_that_are_replaced_where_fsdp2_takes_its_own_are_refused(way, axes):
+    options = {"tensor_plan": {}} if "tp" in axes else {}
+    words = "was replaced for this pass .* leave out shard=True, and dp beside tp or pp"
+    refused(partial(trained, make=partial(Replacing, way), shard=True, **options), words, **axes)
+
+
+@pytest.mark.parametrize("options", [{"shard": True}, {"shard": True, "tensor_plan": {}}, {"tensor_plan": {}}], ids=str)
+def test_weights_of_the_whole_model_that_are_replaced_are_refused(options):
+    axes = {"dp": 2, "tp": 2} if "tensor_plan" in options else {"dp": 2}
+    refused(partial(trained, model_fn=through_functional_call, **options), "was replaced for this pass", **axes)
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        (own_weights, {}),
+        (own_weights, {"offload": True}),
+        *((way, {"reshard_after_forward": False}) for way in (plain_call, checkpointed, layers_checkpointed)),
+        *((way, {}) for way in (checkpointed, layers_checkpointed)),
+    ],
+)
+def test_calls_with_a_sharded_models_own_weights_are_right(way, options):
+    def train(local_rank):
+        sharded = {"shard": True} | options if dist.is_initialized() else {}
+        return trained(local_rank, make=partial(Replacing, way), **sharded)
+
+    assert_right(train, dp=2)
+
+
+@on_each_rank(dp=2)
+def test_weights_that_are_assigned_anew_are_those_of_a_sharded_model(local_rank):
+    model = ddl.auto_model(mlp(), shard=True)
+    state = {name: 2 * p.detach() for name, p in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    x = torch.ones(2, 8, dtype=torch.float64)
+    plain = mlp()
+    plain.load_state_dict({name: p.full_tensor() for name, p in state.items()})
+    assert (model(x) - plain(x)).abs().max() < 1e-12
+    assert ddl.auto_model(mlp(), shard=True).float()(x.float()).dtype is torch.float32
+
+
 def per_sample_gradients(local_rank, **options):
     model = ddl.auto_model(mlp(), **options)
 
@@ -1091,10 +1182,10 @@ def per_sample_gradients(local_rank, **options):
     ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8))
 
 
-@pytest.mark.parametrize(("options", "axes"), [({"shard": True}, {"dp": 2}), ({"tensor_plan": PLAN}, {"tp": 2})])
-def test_gradients_of_each_sample_by_cut_weights_are_refused(options, axes):
+def test_gradients_of_each_sample_by_cut_weights_are_refused():
     said = r"torch.func \(vmap, grad\) cannot compute with weights that are cut over ranks: take a mesh of dp alone"
-    refused(partial(per_sample_gradients, **options), said, **axes)
+    refused(partial(per_sample_gradients, tensor_plan=PLAN), said, tp=2)
+    refused(partial(per_sample_gradients, shard=True), "was replaced for this pass .* or leave out shard=True", dp=2)
 
 
 def adapted(model, x):
