@@ -497,6 +497,22 @@ def allow_empty_parameter_lists() -> None:
     torch.optim.Optimizer.__init__ = allowing
 
 
+def keep_missing_gradients() -> None:
+    """Lets FSDP2 pass on that an input of a module has no gradient: it makes zeros, which weight decay acts on."""
+    kind = dist.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction
+    name = "setup_context" if "setup_context" in vars(kind) else "forward"
+    begin = getattr(kind, name)
+    if hasattr(begin, "_keeps_missing"):
+        return
+
+    def keeping(ctx: Any, *args: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        return begin(ctx, *args)
+
+    keeping._keeps_missing = True
+    setattr(kind, name, staticmethod(keeping))
+
+
 BELONGS_TO_A_MODEL = "_belongs_to_a_model"  # on a parameter from ddl.auto_model: whether its gradient is reduced
 
 

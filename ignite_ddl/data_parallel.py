@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.collectives import SENT, octets
-from ignite_ddl.compat import replaced_parameter, replicate, unsharded_parameters
+from ignite_ddl.compat import keep_missing_gradients, replaced_parameter, replicate, unsharded_parameters
 from ignite_ddl.experts.style import dim_to_shard, experts_of
 from ignite_ddl.guards import refuse_second_derivatives
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -90,6 +90,7 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, options: Mapping[str, Any
     parameters = list(module.parameters())  # also of a frozen model, such as a teacher that follows its student
     if not parameters or (mesh.pp_size > 1 and not any(p.requires_grad for p in parameters)):
         return
+    keep_missing_gradients()
     if options is None:  # not DDP, which loses parameters of models with DTensors and of pipelines
         for experts in experts_of(module):
             replicate(experts, mesh.expert_mesh["edp"])

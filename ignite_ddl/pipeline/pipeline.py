@@ -34,7 +34,8 @@ class Pipeline(nn.Module):
     or unfreezing a stage, call :meth:`forget_schedules` on every rank; otherwise the next step raises an error.
 
     "interleaved_zero_bubble", "zbv" and "dualpipev" compute the gradients of weights separately from those of the
-    stage's input. They refuse a stage without trainable weights, and fail if the stage's output depends on a weight in
+    stage's input, but for a stage that returns several tensors with gradients, which computes them at once. They refuse
+    a stage without trainable weights, and fail if the stage's output depends on a weight in
     two ways, through an operation on the stage's input and without it, such as ``w`` in ``tanh(linear(x * w)) + w``:
     use another schedule for such stages.
 

@@ -15,6 +15,7 @@ from ignite_ddl.pipeline.structure import Structure, flatten
 from ignite_ddl.tensor.random import random_stream
 
 SENDS_ANY_DTYPE = hasattr(PipelineStage, "_forward_metadata_inference")  # torch 2.12 and newer
+_NO_GRADIENT = 0x7FF5  # repeated, the bits of a NaN of any float type, one that no computation gives
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,56 @@ class Stage(PipelineStage):
             return tensor.clone(memory_format=torch.contiguous_format)
         return tensor.contiguous()
 
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """As torch's, but where the next stage has not used an output, this one has no gradient, in place of zeros."""
+        if not self.is_last:
+            outputs, inputs = self.fwd_cache[bwd_chunk_id]
+            pairs = zip(outputs, self._retrieve_recv_grads(bwd_chunk_id), strict=True)
+            self.fwd_cache[bwd_chunk_id] = tuple(t.detach() if _is_marked(grad) else t for t, grad in pairs), inputs
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if not self.is_first:
+            pairs = zip(self.bwd_cache[bwd_chunk_id], self.takes.tensors, strict=True)
+            self.bwd_cache[bwd_chunk_id] = tuple(_sent_back(grad, of, self.device) for grad, of in pairs)
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+        """As torch's, which finds weights whose gradients it computes later by paths from one input to one output: of
+        other stages, it computes all at once.
+        """
+        call = super().backward_maybe_with_nosync
+        if backward_type != "input":
+            return call(backward_type, bwd_kwargs, last_backward)
+        outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
+        one_input = (SENDS_ANY_DTYPE or len(inputs) == 1) and any(t.requires_grad for t in inputs)
+        if not one_input or sum(t.requires_grad for t in outputs) != 1:
+            outputs = outputs[0] if self.is_last else outputs
+            return call("full", bwd_kwargs | {"stage_output": outputs}, last_backward)[0], []
+        grads, groups = call(backward_type, bwd_kwargs, last_backward)
+        if all(grad is None for grad in grads):
+            raise ValueError(
+                f"{self.name} computes its output, or the loss, without its input, so that gradients would be lost in "
+                "a schedule that computes those of weights separately: use '1f1b' or 'interleaved_1f1b'"
+            )
+        return grads, groups
+
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # Before its first step, torch 2.11 sends a message to the rank of each neighbour stage, which gloo refuses if
         # this rank holds that stage too.
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
+def _sent_back(grad: torch.Tensor | None, of: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    """What a stage sends for the gradient of an input: contiguous, or marked if there is none but one is expected."""
+    if grad is not None:
+        return grad.contiguous()
+    if SENDS_ANY_DTYPE and not of.requires_grad:
+        return None
+    marked = torch.empty(of.shape, dtype=of.dtype, device=device)
+    marked.view(torch.int16).fill_(_NO_GRADIENT)
+    return marked
+
+
+def _is_marked(grad: torch.Tensor | None) -> bool:
+    return grad is not None and grad.numel() > 0 and int(grad.flatten().view(torch.int16)[0]) == _NO_GRADIENT
 
 
 def _describe(structure: Structure, shapes: tuple) -> str:

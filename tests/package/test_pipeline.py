@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from ignite.metrics import MeanSquaredError
-from ranks import mesh_of, on_each_rank, pipeline_of, run, sizes
+from ranks import launch, mesh_of, on_each_rank, pipeline_of, run, sizes
 from torch import nn
 
 import ignite_ddl as ddl
@@ -293,13 +293,14 @@ def test_train_step(local_rank, schedule, name, n):
     assert made == {6: (name, 2), 3: (name, n)}
 
 
-def gap(pipeline, whole, x, y):
+def gap(pipeline, whole, x, y, loss_fn=None):
     """The largest error of a gradient of the batch, after one step."""
+    loss_fn = loss_fn or summed
     for parameter in pipeline.parameters():
         parameter.grad = None
-    pipeline.train_step(x.clone(), y, summed)
+    pipeline.train_step(x.clone(), y, loss_fn)
     whole.zero_grad()
-    summed(whole(x.clone()), y).backward()
+    loss_fn(whole(x.clone()), y).backward()
     right = {name: p.grad for name, p in whole.named_parameters()}
     errors = [0.0]
     for name, p in pipeline.named_parameters():
@@ -490,6 +491,99 @@ class First(nn.Module):
 class Alone(nn.Linear):
     def forward(self, x):
         return super().forward(x).mean()
+
+
+class Aside(nn.Linear):
+    """Passes on a second tensor: of its own, or that of the first layer, which cuts off the others."""
+
+    def __init__(self, own):
+        super().__init__(4, 4)
+        self.aside, self.own = nn.Linear(4, 4), own
+
+    def forward(self, x):
+        first = isinstance(x, torch.Tensor)
+        h = super().forward(x if first else x[0]).tanh()
+        return h if self.own or not first else h.detach(), self.aside(h) if self.own or first else x[1]
+
+
+class Apart(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+def first_of(output, y):
+    return summed(output[0], y)
+
+
+def both_of(output, y):
+    return summed(output[0], y) + 2 * summed(output[1], y)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
+@on_each_rank(pp=2)
+def test_weights_get_no_gradient_where_they_get_none_in_one_process(local_rank, schedule):
+    """Of a tensor that the next stage does not use, or of all before it; and where an input needs none."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 4, dtype=torch.double)
+    cases = [([Aside(own) for _ in range(4)], loss) for own, loss in ((True, first_of), (False, both_of))]
+    cases += [([nn.Linear(4, 4), nn.Linear(4, 4), Apart(4, 4), nn.Linear(4, 4)], summed)] * ("1f1b" in schedule)
+    for parts, loss_fn in cases:
+        whole = nn.Sequential(*parts).double()
+        pipeline = ddl.auto_model(copy.deepcopy(whole), schedule=schedule, n_microbatches=4)
+        for _ in range(2):
+            assert gap(pipeline, whole, x, x, loss_fn) < 1e-12
+
+
+def cutting_off(local_rank, schedule):
+    parts = [nn.Linear(4, 4), nn.Linear(4, 4), Apart(4, 4), nn.Linear(4, 4)]
+    ddl.auto_model(nn.Sequential(*parts), schedule=schedule).train_step(torch.ones(8, 4), torch.ones(8, 4), summed)
+
+
+@pytest.mark.skipif(not SENDS_ANY_DTYPE, reason="torch 2.11 raises an error of its own")
+def test_a_stage_that_cuts_off_all_others_is_refused_where_the_backward_pass_is_split():
+    for schedule in ("zbv", "interleaved_zero_bubble"):
+        with pytest.raises(ddl.RankError, match=r"stage 2 \(2\) computes its output, or the loss, without its input"):
+            run(cutting_off, 2, schedule, pp=2)
+
+
+class Turned(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv"])
+@on_each_rank(pp=2)
+def test_gradients_that_are_sent_need_not_be_contiguous(local_rank, schedule):
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 4), Turned(3, 3), Turned(4, 4), Turned(3, 3)).double()
+    pipeline = ddl.auto_model(copy.deepcopy(whole), schedule=schedule, n_microbatches=4)
+    x = torch.randn(8, 3, 4, dtype=torch.double)
+    assert gap(pipeline, whole, x, x.transpose(1, 2)) < 1e-12
+
+
+def decaying(local_rank, layers, loss_fn, options):
+    """Weights after steps with weight decay, which moves those with a gradient of zero."""
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    model = ddl.auto_model(nn.Sequential(*layers).double(), **options)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1))
+    trainer = ddl.create_supervised_trainer(model, optimizer, loss_fn, gradient_accumulation_steps=2)
+    trainer.run(ddl.auto_dataloader(torch.utils.data.TensorDataset(x, x.tanh()), batch_size=8), max_epochs=2)
+    return ddl.full_state_dict(model)
+
+
+@pytest.mark.parametrize(("mesh", "options"), [({"dp": 2, "pp": 2}, {}), ({"dp": 2}, {"shard": True})], ids=str)
+def test_weights_without_a_gradient_are_not_moved_where_dp_ranks_average_others(mesh, options):
+    torch.manual_seed(0)
+    parts = [nn.Sequential(Aside(True)) for _ in range(4)]
+    for layers, loss in ((parts, first_mse), ([nn.Linear(4, 4), Apart(4, 4)], nn.functional.mse_loss)):
+        expected = decaying(0, copy.deepcopy(layers), loss, {})
+        found, *_ = launch(mesh, decaying, layers, loss, options)
+        for name, right in expected.items():
+            assert (found[name] - right).abs().max() < 1e-12, name
+
+
+def first_mse(output, y):
+    return nn.functional.mse_loss(output[0], y)
 
 
 def cannot_be_sent(local_rank, layers):
