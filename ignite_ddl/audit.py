@@ -9,7 +9,8 @@ model unchanged       parameters added, replaced, re-typed or hooked, and under 
 weights loaded        weights of ``ddl.empty_weights`` that were not loaded               steps 1, 2, 4, 8, …
 same rows             tp, cp or pp peers with different rows                              steps 1, 2, 4, 8, …
 same order            dp ranks whose samplers give them different batches                 each step
-same modules          dp ranks that call different modules                                each step
+same modules          dp ranks that call different modules; with FSDP2 also those that      each step; the
+                      get gradients of different weights                                  next one
 same calls            dp ranks that call a layer unlike numbers of times, shard=True      steps 1, 2, 4, 8, …
 same steps            ranks that skip a step of the optimizer                             each step
 same target shapes    targets padded to other lengths on other ranks                      each step
@@ -84,6 +85,7 @@ from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
 from ignite_ddl.compat import gathers, leaves_gradients, no_transforms, without_dispatch_modes
 from ignite_ddl.context.sequence import check_tokens, length_matters
 from ignite_ddl.data_parallel import local_round, reshard
+from ignite_ddl.experts.style import experts_of
 from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -129,6 +131,11 @@ class Audit:
                 f"{type(model).__name__} is not: model = ddl.auto_model(model)"
             )
         self.modules = ModulesInUse(stages.local_stages(), mesh)
+        # FSDP2 reduces the gradients that a rank has: of which of these weights is compared in the next step.
+        reduced = mesh.dp_cp_size > 1 and local_round(model) is None and not isinstance(model, DistributedDataParallel)
+        experts = {id(p) for module in experts_of(model) for p in module.parameters()}
+        self.weights = [p for p in model.parameters() if reduced and id(p) not in experts]
+        self.had_gradients = 0
         self.replicated_weights = ReplicatedWeights(mesh)
         self.model_called: _CallFlag | None = None
         if fingerprint is not None and not fingerprint.sharded and mesh.dp_cp_size > 1 and mesh.pp_size == 1:
@@ -179,7 +186,7 @@ class Audit:
         """
         shapes = [0.0] * 6 if targets is None else _shapes_of(*targets)
         digests = [0.0] * (2 * self.mesh.pp_size)
-        digest = self.modules.digest()
+        digest = hash((self.modules.digest(), self.had_gradients)) % 2**20
         digests[2 * self.mesh.pp_rank : 2 * self.mesh.pp_rank + 2] = float(digest), float(digest**2)
         steps = float(updates > 0), float(updates), float(updates**2)
         return [*shapes, *steps, 1.0, float(order), float(order**2), *digests]
@@ -201,6 +208,7 @@ class Audit:
         if last:
             self.modules.check_gradients()
             _check_reduced(self.stages.local_stages())
+            self.had_gradients = hash(tuple(p.grad is None for p in self.weights)) % 2**20
         if self.mesh.pp_size == 1:  # a pipeline has checked its stages when it set up their schedule
             self._check_rows(x)
 

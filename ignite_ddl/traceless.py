@@ -28,10 +28,10 @@ from ignite_ddl.pipeline.structure import SomeRows, local_tensor, map_leaves, n_
 from ignite_ddl.tensor.random import random_states, random_stream, set_random_states
 
 UNLIKE_MODULES = (
-    "dp ranks should call the same modules in a step, as often, but do not, so that gradients of different weights "
-    "would be added, or ranks wait for each other. Make the same choice on all ranks (a random one with the same seed; "
-    'in a loop that ends by a residual, idist.all_reduce(residual, "MAX") of a number), or train with DDP alone, with '
-    "find_unused_parameters=True where a rank leaves weights out."
+    "dp ranks should call the same modules in a step, as often, and get gradients of the same weights, but do not, so "
+    "that gradients of different weights would be added, or ranks wait for each other. Make the same choice on all "
+    "ranks (a random one with the same seed; in a loop that ends by a residual, idist.all_reduce(residual, "
+    '"MAX") of a number), or train with DDP alone, with find_unused_parameters=True where a rank leaves weights out.'
 )
 _KINDS = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, deque, set, torch.Tensor)
 _NUMBERS = (bool, int, float, complex, str)

@@ -373,6 +373,21 @@ class Branch(nn.Module):
         return self.c((self.a if ddl.get_mesh().dp_rank == 0 else self.b)(x))
 
 
+class Chosen(nn.Module):
+    """dp ranks call the same modules, but do not use what the same ones return."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.c((self.a(x), self.b(x))[ddl.get_mesh().dp_rank])
+
+
+def choosing():
+    return nn.Sequential(Chosen(), nn.Linear(4, 4))
+
+
 class LaterBranch(Branch):
     def forward(self, x):
         self.n_calls = getattr(self, "n_calls", 0) + 1
@@ -769,6 +784,8 @@ def branching(make=Branch, inner=8, **options):
         (partial(trained, make=FixedPoint, shard=True), {"dp": 2}, UNLIKE),
         (partial(trained, make=partial(FixedPoint, grad=False), shard=True), {"dp": 2}, UNLIKE),
         (branching(), {"dp": 2}, UNLIKE),
+        (partial(trained, make=choosing, shard=True), {"dp": 2}, UNLIKE),
+        (partial(trained, make=choosing), {"dp": 2, "pp": 2}, UNLIKE),
         (branching(inner=30, tensor_plan={"a.0": ddl.Column(), "a.1": ddl.Row()}), {"dp": 2, "tp": 2}, UNLIKE),
         (branching(LaterBranch), {"dp": 2}, "this rank did not use '[ab].0.weight'"),
         (branching(LaterDrop), {"dp": 2}, "this rank did not use 'b.0.weight'"),
