@@ -82,7 +82,7 @@ from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.backward import check_backward_hooks, checking_functions, checking_tensor_hooks
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
-from ignite_ddl.compat import gathers, leaves_gradients, no_transforms, without_dispatch_modes
+from ignite_ddl.compat import gathers, leaves_gradients
 from ignite_ddl.context.sequence import check_tokens, length_matters
 from ignite_ddl.data_parallel import local_round, reshard
 from ignite_ddl.experts.style import experts_of
@@ -103,6 +103,7 @@ from ignite_ddl.traceless import (
     outputs_depend_on_padding,
     rows_depend_on_each_other,
     stored_values,
+    unlike,
 )
 
 TOKENS_CHECKED = "_tokens_checked"  # on a model whose tokens have been checked, or are not to be
@@ -654,10 +655,7 @@ class ModulesInUse:
 
     def _compare(self, number: int) -> None:
         """Raises a ValueError unless all dp ranks have called the same modules."""
-        with no_transforms(), without_dispatch_modes():  # which look for what the model itself sends
-            local = torch.tensor([number, hash(tuple(self.calls)) % 2**20], device=idist.device())
-            unlike = any(not torch.equal(peer, local) for peer in gathered(local, self.mesh.dp_cp_group))
-        if unlike:
+        if unlike(hash(tuple(self.calls)) % 2**20, number, self.mesh.dp_cp_group):
             at = "the end of forward" if number == END else repr(self.names[number])
             raise ValueError(f"{UNLIKE_MODULES} This rank was at {at}")
 

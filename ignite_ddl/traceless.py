@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.collectives import gathered
-from ignite_ddl.compat import gathers, without_dispatch_modes
+from ignite_ddl.compat import gathers, no_transforms, without_dispatch_modes
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import SomeRows, local_tensor, map_leaves, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.random import random_states, random_stream, set_random_states
@@ -333,6 +333,13 @@ def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_
         yield kept
 
 
+def unlike(calls: int, number: int, group: Any) -> bool:
+    """Whether ranks come to other places of a forward pass than this one does, whatever transforms or modes are on."""
+    with no_transforms(), without_dispatch_modes():  # which look for what the model itself sends
+        local = torch.tensor([calls, number], device=idist.device())
+        return any(not torch.equal(peer, local) for peer in gathered(local, group))
+
+
 class UnlikeModules(ValueError):
     """What a check tried is not known, since ranks called different modules, or some of them failed."""
 
@@ -348,10 +355,8 @@ def _gathering_alike(stages: Iterable[nn.Module]) -> Iterator[None]:
     group, sharded = get_mesh().dp_cp_group, [module for module in _modules(stages).values() if gathers(module)]
 
     def meet(number: int) -> None:
-        with without_dispatch_modes():  # which look for what the model itself sends
-            local = torch.tensor(number, device=idist.device())
-            if any(not torch.equal(peer, local) for peer in gathered(local, group)):
-                raise UnlikeModules(UNLIKE_MODULES)
+        if unlike(0, number, group):
+            raise UnlikeModules(UNLIKE_MODULES)
 
     handles = [m.register_forward_pre_hook(lambda *_, i=i: meet(i), prepend=True) for i, m in enumerate(sharded)]
     try:
