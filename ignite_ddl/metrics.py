@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -322,9 +323,9 @@ class _BatchLosses:
     def __init__(self, metric: Loss) -> None:
         self.metric = metric
         self._take(metric._loss_fn)
-        # Of each batch: the loss times its divisor, the divisor, Ignite's weight, whether that is any batch's.
+        # Of each batch: the loss times its divisor, the divisor, and what _weight returns.
         self.losses: list[torch.Tensor] = []
-        self.updates, self.weighs_alike = 0, False if metric._batch_size is len else None
+        self.updates, self.least = 0, math.inf  # Ignite's least weight of a batch
 
     def _take(self, loss_fn: Callable) -> None:
         self.divisor, batch_size = divisor_of(loss_fn), self.metric._batch_size
@@ -338,7 +339,7 @@ class _BatchLosses:
     def add(self, output: Any, empty: bool) -> None:
         if get_mesh().dp_cp_size == 1:
             return
-        numbers: list[Any] = [0.0, 0.0, 0.0, 0.0]
+        numbers: list[Any] = [0.0] * 5
         y_pred, y, *options = output
         loss_fn = self.metric._loss_fn
         if options:  # such as weights of classes, by which it divides
@@ -356,18 +357,21 @@ class _BatchLosses:
             numbers = [loss * counted if counted else 0.0, counted, *self._weight(y)]
         self.losses.append(torch.stack([torch.as_tensor(n, dtype=torch.float64, device="cpu") for n in numbers]))
 
-    def _weight(self, y: Any) -> tuple[float, float]:
-        """By what Ignite weights the batch, which sums up over ranks, or is the same for each of them (1.0)."""
+    def _weight(self, y: Any) -> tuple[float, float, float]:
+        """By what Ignite weights the batch, if it adds up over rows; if not, as 1 for any batch, or by ``max(1, n)``
+        for one in which nothing counts; and whether it does not.
+        """
         weight = float(self.metric._batch_size(y))
-        if self.weighs_alike is None and weight:
-            twice = float(self.metric._batch_size(tree_map(lambda t: torch.cat([t, t]) if t.ndim else t, y)))
-            if twice not in (weight, 2 * weight):
-                raise ValueError(
-                    "batch_size of Loss should add up over rows, as len does, or be the same for every batch, but "
-                    f"gave {weight:g} for some targets and {twice:g} for twice as many"
-                )
-            self.weighs_alike = twice == weight
-        return weight, float(bool(self.weighs_alike))
+        if self.metric._batch_size is len or weight > self.least or not weight:
+            return weight, 0.0, 0.0
+        self.least = weight
+        twice = float(self.metric._batch_size(tree_map(lambda t: torch.cat([t, t]) if t.ndim else t, y)))
+        if twice not in (weight, 2 * weight):
+            raise ValueError(
+                "batch_size of Loss should add up over rows, as len does, or be the same for every batch, but "
+                f"gave {weight:g} for some targets and {twice:g} for twice as many"
+            )
+        return (0.0, weight, 1.0) if twice == weight else (weight, 0.0, 0.0)
 
     def _check_mean(self, loss_fn: Callable, y_pred: Any, y: Any) -> None:
         contract = LossContract(loss_fn, self.divisor, get_mesh(), None)
@@ -388,8 +392,20 @@ class _BatchLosses:
             raise NotComputableError("Loss must have at least one example before it can be computed.")
         losses = torch.stack(self.losses).to(idist_utils.device())
         dist.all_reduce(losses, group=mesh.dp_cp_group)
-        total, counted, weight, n_alike = losses.unbind(1)
-        loss, weight = total / counted if callable(self.divisor.kind) else total, weight / n_alike.clamp(min=1)
+        total, counted, weight, alike, n_alike = losses.unbind(1)
+        if not weight.any():  # the same for every batch
+            weight = alike / n_alike.clamp(min=1)
+        elif (alike == n_alike).all():  # by max(1, n), where nothing counts
+            weight = torch.where(n_alike > 0, weight.clamp(min=1), weight)
+        else:
+            raise ValueError(
+                "batch_size of Loss should add up over rows, as len does, or be the same for every batch, but gave "
+                f"{float(alike.max()):g} both for some targets and for twice as many (a clamp?): let it count, or 1 at "
+                "least, max(1, n)"
+            )
+        if self.divisor.declared:
+            counted = weight
+        loss = total / counted if callable(self.divisor.kind) else total
         return float((loss * weight).sum() / weight.sum())
 
 

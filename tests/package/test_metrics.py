@@ -400,6 +400,18 @@ def n_counted(y):
     return int((y != 0).sum())
 
 
+def one_at_least(y):
+    return max(1, n_counted(y))
+
+
+def mean_of_one_at_least(output, y):
+    return sum_of_counted(output, y) / one_at_least(y)
+
+
+def sum_of_counted(output, y):
+    return torch.nn.functional.cross_entropy(output, y, ignore_index=0, reduction="sum")
+
+
 @in_float64
 def weighted_loss(local_rank, function, batch_size):
     torch.manual_seed(0)
@@ -410,11 +422,19 @@ def weighted_loss(local_rank, function, batch_size):
 
 def test_a_loss_may_say_by_batch_size_what_it_divides_by():
     with ddl.Parallel(backend="gloo", nproc_per_node=2, dp=2) as parallel:
-        for function, batch_size in ((mean_of_counted, n_counted), (mean_over_rows, torch.numel)):
+        for function, batch_size in (
+            (mean_of_counted, n_counted),
+            (mean_over_rows, torch.numel),
+            (mean_of_one_at_least, one_at_least),  # nothing counts on one rank, of three rows
+            (sum_of_counted, lambda y: 1),
+            (sum_of_counted, lambda y: 3),
+        ):
             alone = weighted_loss(0, function, batch_size)
             assert all(abs(loss - alone) < 1e-12 for loss in parallel.run(weighted_loss, function, batch_size))
         with pytest.raises(ddl.RankError, match="or say it by batch_size=, a function from targets to the divisor"):
             parallel.run(weighted_loss, mean_over_rows, n_counted)
+        with pytest.raises(ddl.RankError, match=r"gave 3 both for .* \(a clamp\?\): let it count"):
+            parallel.run(weighted_loss, torch.nn.CrossEntropyLoss(reduction="sum"), lambda y: max(3, 2 * n_counted(y)))
 
 
 def mean_of_time_major(y_pred, y):
