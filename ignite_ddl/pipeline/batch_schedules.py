@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager as Context
@@ -157,7 +158,7 @@ class BatchSchedules:
         """What each stage takes and returns, which torch has to know before it sends: by a microbatch's forward."""
         from ignite_ddl.pipeline.stage import Interface
 
-        found = {}
+        found, refused = {}, []
 
         def run(s: int, value: Any) -> Any:
             value = detached(value)
@@ -165,7 +166,7 @@ class BatchSchedules:
             if s in found:  # by the first microbatch
                 return output
             if self.checks and rows_depend_on_each_other(self.stages[s], value, [self.stages[s]]):
-                raise ValueError(ROWS_DEPEND)
+                refused.append(ROWS_DEPEND)  # by all stages in the end: the next one waits for this one's output
             name = self.cut.describe(s)
             found[s] = Interface.of(value, name), Interface.of(output, name)
             if s + 1 == len(self.cut.owners):
@@ -187,18 +188,22 @@ class BatchSchedules:
         if self.checks:
             with without_trace(stages), torch.enable_grad(), autocast, weights_kept(stages) as of_other_rows:
                 passed(microbatches[1])
-            self._check_changes(grown, *not_settled(first, again, of_other_rows))
+            weights, unknown = not_settled(first, again, of_other_rows)
+            refused += [
+                f"forward changes {name!r}, but under pp it runs once for each microbatch, not once for a batch: keep "
+                "such state out of forward, use dp and tp only, or pass checks=False to ddl.auto_model if no number "
+                "depends on it"
+                for name in (*grown, *weights)
+            ]
+            self._agree(refused, unknown)
         return found
 
-    def _check_changes(self, state: list[str], weights: list[str], unknown: bool) -> None:
-        """Refuses what forward passes change; where that is not known yet, it is checked again in steps 2, 4, 8, …"""
-        if state or weights:
-            raise ValueError(
-                f"forward changes {[*state, *weights][0]!r}, but under pp it runs once for each microbatch, not once "
-                "for a batch: keep such state out of forward, use dp and tp only, or pass checks=False to "
-                "ddl.auto_model if no number depends on it"
-            )
-        groups = self.mesh.pp_group, self.mesh.tp_group, *([self.mesh.dp_cp_group] if self.communicates else [])
-        for group in groups:
+    def _agree(self, refused: list[str], unknown: bool) -> None:
+        """Lets all stages raise what one of them refuses; what one does not know yet is checked in steps 2, 4, 8, …"""
+        of_stages = gathered_values((refused[:1], unknown), self.mesh.pp_group)
+        for sentence in itertools.chain.from_iterable(refused for refused, _ in of_stages):
+            raise ValueError(sentence)
+        unknown = any(unknown for _, unknown in of_stages)
+        for group in (self.mesh.tp_group, *([self.mesh.dp_cp_group] if self.communicates else [])):
             unknown = on_any_rank(unknown, group)
         self.checks = unknown

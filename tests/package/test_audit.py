@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import random
 import warnings
 import weakref
@@ -1001,6 +1002,22 @@ class CountsRows(nn.Linear):
 @pytest.mark.parametrize("make", [centred, lambda: nn.Sequential(CountsRows(8, 8), nn.Linear(8, 4))])
 def test_rows_that_depend_on_each_other_are_refused_of_a_sharded_model(make):
     refused(partial(trained, make=make, shard=True), "depends on other rows of the batch", dp=2)
+
+
+def test_what_one_stage_refuses_is_raised_by_all_stages():
+    """So that none waits for the output of another, where a program goes on."""
+
+    def refusals(local_rank):
+        found = []
+        for how, is_first in itertools.product((Centred, Recurrent), (True, False)):
+            layers = [how(), nn.Linear(8, 4)] if is_first else [nn.Linear(8, 8), nn.Sequential(how(), nn.Linear(8, 4))]
+            with pytest.raises(ValueError, match="depends on other rows of the batch|forward changes") as caught:
+                trained(0, make=partial(nn.Sequential, *layers))
+            found.append(str(caught.value))
+        return found
+
+    first, second = on(refusals, pp=2)
+    assert first == second
 
 
 class KeepsHidden(nn.Sequential):
