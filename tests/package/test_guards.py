@@ -531,7 +531,10 @@ class Slope(nn.Module):
         return self.net(x) + (slope.detach() if self.detached else slope)[:, :4]
 
 
-@pytest.mark.parametrize("func", [False, True])
+OLD = pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="refused there")
+
+
+@pytest.mark.parametrize("func", [False, pytest.param(True, marks=OLD)])
 def test_a_first_derivative_in_forward_is_right_with_sharded_weights(func):
     slope = partial(Slope, func, True)
     assert_equal(on(partial(trained, make=slope, shard=True), dp=2), trained(0, slope))
@@ -565,9 +568,6 @@ def by_jvp(net, x):
 
 def by_jvp_of_gradient(net, x):
     return torch.func.jvp(grad(lambda z: net(z).sum()), (x,), (torch.ones_like(x),))[1][:, :4]
-
-
-OLD = pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="torch frees the weights: refused there")
 
 
 @pytest.mark.parametrize("how", [pytest.param(by_jvp, marks=OLD), by_dual_of_constants])
@@ -811,7 +811,7 @@ def branching(make=Branch, inner=8, **options):
         (partial(trained, make=partial(Sensitive, by_dual), tensor_plan=FORWARD), {"tp": 2}, "take a mesh of dp alone"),
         (partial(trained, make=partial(Sensitive, by_jvp), tensor_plan=FORWARD), {"tp": 2}, "take a mesh of dp alone"),
         (partial(trained, make=partial(Sensitive, by_jvp_of_gradient), shard=True), {"dp": 2}, "leave out shard=True"),
-        (partial(trained, make=partial(Slope, True), shard=True), {"dp": 2}, TWICE),
+        (partial(trained, make=partial(Slope, True), shard=True), {"dp": 2}, f"{TWICE}|leave out shard=True"),
         (by_hand, {"dp": 2}, "this rank has . of the batch's 7 rows.*call ddl.forward_backward"),
         *(
             (partial(trained, loader=loader, tensor_plan=PLAN), {axis: 2}, f"{axis} peers should get the same rows")
