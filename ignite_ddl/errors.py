@@ -39,7 +39,7 @@ def explain_transforms(module: nn.Module, over_tp: bool) -> None:
         "torch 2.13, or dual tensors under torch.no_grad()"
     )
     advice = f"{THIS_WAS_IN}a model that is cut over ranks, of which torch does not compute derivatives in this way"
-    explain_errors(module, f"{advice}: {cure}", re.compile("jvp|forward AD|functorch transforms"))
+    explain_errors(module, f"{advice}: {cure}", re.compile("jvp|forward AD|functorch transforms|TensorWrapper"))
 
 
 def advice_of(error: BaseException) -> list[str]:
