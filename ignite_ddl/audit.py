@@ -19,7 +19,9 @@ model called          a step that calls a method of the model instead of the mod
 unused weights        weights that a rank did not use, for whose gradients DDP waits      each step
 independent rows      a model, or a stage, whose output for a row depends on other rows,  step 1
                       in training or in evaluation; a pipeline checks it in its set-up
-loss of parts         a loss that is not the weighted sum of those of parts of the rows   steps 1, 2, 4, 8, …
+loss of parts         a loss that is not the weighted sum of those of parts of the rows   steps 1 to 16 and every
+                                                                                          16th; by forward passes
+                                                                                          steps 1, 2, 4, 8, …
 stored values         plain attributes that dp ranks computed from their own rows, and    steps 1, 2, 4, 8, …
                       on which outputs depend
 padding               rows padded to other lengths on other dp ranks, on which outputs    steps 1, 2, 4, 8, …;
@@ -55,7 +57,7 @@ What is not found, and differs from one process without an error:
 - under pp, a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on it;
 - random numbers that a script draws for weights or gradients under pp, where each stage draws different ones;
 - with ``loss_divisor="rows"``, a batch of a second loader that was read in another step than the one that trains on it;
-- a loss that is a mean over rows in steps 1, 2, 4, 8, …, where it is checked, but not in the steps between;
+- a loss that is a mean over rows in the steps where it is checked, but not in those between;
 - targets with rows in dim 1 whose dim 0 has the same length;
 - a buffer in which ``forward`` counts rows: it has those of a dp rank, where all ranks have as many;
 - initial values that a pipeline's stages draw after ``ddl.auto_model``, and an optimizer that steps after a loop of

@@ -377,8 +377,8 @@ def create_supervised_trainer(
         loss_divisor: the divisor of the loss of some rows: "rows", "sum" (no divisor), or a function from their targets
             to a number, such as ``lambda y: (y != 0).sum()``, or 1 at least. Default None: torch's losses for classes
             and ``ddl.cross_entropy`` are recognised with ``ignore_index``, ``weight`` and ``reduction``; another loss
-            has to be a mean over rows, which is checked by calling it with parts of a batch: until that was conclusive,
-            and in steps 1, 2, 4, 8, …. What these calls change is put back: attributes and buffers of objects, modules
+            has to be a mean over rows, which is checked by calling it with parts of a batch: in each of the first 16
+            steps and every 16th, and until that was conclusive. What these calls change is put back: attributes and buffers of objects, modules
             and models, variables of its closure, globals, defaults, generators of random numbers; not files, iterators,
             and lists or tensors of more than 65536 entries. For a loss that uses something else than rows of the
             output, such as a loss that the model returns or a gradient by its input, the model runs with these parts;

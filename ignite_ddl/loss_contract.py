@@ -2,12 +2,14 @@
 
 - *Known*: torch's classification losses and ``ddl.cross_entropy`` divide by the targets that count (``ignore_index``,
   ``weight``), and every loss of torch with ``reduction="sum"`` has no divisor.
-- *Declared*: ``loss_divisor=`` is ``"rows"``, ``"sum"``, or a function from targets to the divisor; in steps 1, 2, 4,
-  8, … its values for parts of the rows have to add up to that of all. ``"local"`` is the mean of what ranks and
-  microbatches compute from their own rows, whatever that is: it is not compared with anything.
+- *Declared*: ``loss_divisor=`` is ``"rows"``, ``"sum"``, or a function from targets to the divisor; its values for
+  parts of the rows have to add up to that of all. ``"local"`` is the mean of what ranks and microbatches compute from
+  their own rows, whatever that is: it is not compared with anything.
 - *Checked*: any other loss is assumed to be a mean over rows, and compared with the mean of its values for parts of the
-  rows: in each step until a comparison was conclusive, and again in steps 2, 4, 8, …, since the first mask or padding
-  may come later. What cannot be checked has to be declared.
+  rows. What cannot be checked has to be declared.
+
+Losses are compared in each of the first 16 steps and every 16th, in each step until a comparison was conclusive, and in
+steps 1, 2, 4, 8, … where that takes forward passes: the first mask or padding may come later, and a loss may change.
 
 Both are one comparison, :meth:`LossContract.compare`, from the outputs that a step has computed; or, where the loss
 uses more than their rows, :meth:`LossContract.compare_by_passes`, from those of forward passes after the step's own.
