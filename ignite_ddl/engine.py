@@ -378,13 +378,14 @@ def create_supervised_trainer(
             to a number, such as ``lambda y: (y != 0).sum()``, or 1 at least. Default None: torch's losses for classes
             and ``ddl.cross_entropy`` are recognised with ``ignore_index``, ``weight`` and ``reduction``; another loss
             has to be a mean over rows, which is checked by calling it with parts of a batch: in each of the first 16
-            steps and every 16th, and until that was conclusive. What these calls change is put back: attributes and buffers of objects, modules
-            and models, variables of its closure, globals, defaults, generators of random numbers; not files, iterators,
-            and lists or tensors of more than 65536 entries. For a loss that uses something else than rows of the
-            output, such as a loss that the model returns or a gradient by its input, the model runs with these parts;
-            under pp or cp, it has to be declared. What is declared is compared in the same steps, where losses of some
-            rows can be computed. "local" is not: the mean, weighted by rows, of what each rank and microbatch computes
-            from its own rows, another number than that of one process where rows meet in the loss.
+            steps and every 16th, and until that was conclusive. What these calls change is put back: attributes and
+            buffers of objects, modules and models, variables of its closure, globals, defaults, generators of random
+            numbers; not files, iterators, and lists or tensors of more than 65536 entries. For a loss that uses
+            something else than rows of the output, such as a loss that the model returns or a gradient by its input,
+            the model runs with these parts; under pp or cp, it has to be declared. What is declared is compared in the
+            same steps, where losses of some rows can be computed. "local" is not: the mean, weighted by rows, of what
+            each rank and microbatch computes from its own rows, another number than that of one process where rows meet
+            in the loss.
         checks: whether steps check for errors that would otherwise be silent; :mod:`ignite_ddl.audit` lists them.
             Default: True.
 
