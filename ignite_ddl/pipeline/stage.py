@@ -145,9 +145,9 @@ def _sent_back(grad: torch.Tensor | None, of: torch.Tensor, device: torch.device
         return grad.contiguous()
     if SENDS_ANY_DTYPE and not of.requires_grad:
         return None
-    marked = torch.empty(of.shape, dtype=of.dtype, device=device)
+    marked = torch.empty(of.numel(), dtype=of.dtype, device=device)
     marked.view(torch.int16).fill_(_NO_GRADIENT)
-    return marked
+    return marked.view(of.shape)
 
 
 def _is_marked(grad: torch.Tensor | None) -> bool:
