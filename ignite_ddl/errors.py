@@ -47,57 +47,75 @@ def advice_of(error: BaseException) -> list[str]:
     return [note for note in getattr(error, "__notes__", ()) if note.startswith(THIS_WAS_IN)]
 
 
+# Words of torch's errors, on which meshes they have this reason, and what to do.
+_REASONS = (
+    (
+        "setStorage: sizes",
+        lambda mesh: mesh.dp_size > 1,
+        "a backward pass goes through derivatives that forward takes by torch.func, for which the weights that "
+        "shard=True gathers are gone: leave out shard=True",
+    ),
+    (
+        "Expected more than 1 value per channel when training",
+        lambda mesh: True,
+        "a BatchNorm in training got one value for each channel, since this rank or microbatch has one row of the "
+        "batch: take a larger batch_size, drop_last=True or fewer microbatches, or nn.GroupNorm, whose numbers are "
+        "those of one process",
+    ),
+    (
+        "is a view and is being modified inplace",
+        lambda mesh: mesh.tp_size > 1,
+        "a layer works in place (inplace=True) on what a layer that is cut over ranks has returned, which torch "
+        "refuses: give it inplace=False",
+    ),
+    (
+        "appears to not have been used in the graph",
+        lambda mesh: mesh.world_size > mesh.pp_size,
+        "torch.autograd.grad got weights that the graph does not have, since layers compute with others, which are "
+        "gathered for a pass: for gradients by weights, take a mesh of dp alone, without shard=True",
+    ),
+    (
+        "Expected to have finished reduction",
+        lambda mesh: True,
+        "model has weights that the previous step did not use, and DDP waits for their gradients: pass "
+        "find_unused_parameters=True, or shard=True, to ddl.auto_model",
+    ),
+    (
+        "expect_autograd_hooks_",
+        lambda mesh: True,
+        "static_graph=True needs a first step of one batch, after whose backward pass DDP knows the graph, but it "
+        "accumulates over several: pass find_unused_parameters=True to ddl.auto_model instead",
+    ),
+)
+
+
 @contextlib.contextmanager
 def explaining_errors() -> Iterator[None]:
     """Raises torch's errors about parts of tensors as ValueErrors with a cure."""
     try:
         yield
     except Exception as error:
-        advice = advice_of(error)
+        advice, mesh = advice_of(error), get_mesh()
         if found := re.search(r"(?:aten\.(\w+)\S* )?got mixed torch\.Tensor and DTensor", str(error)):
-            cut = (line.partition(",")[0].removeprefix(THIS_WAS_IN) for line in advice if "tensor_plan cuts" in line)
-            named = next(cut, None)
-            cure = (
-                f"leave {named}, whose forward reads its weight, out of tensor_plan"
-                if named
-                else "call the layer that holds the weight instead of reading the weight off it, so that it is "
-                "gathered in time; or leave it uncut, by shard=False or a tensor_plan without this layer"
-            )
-            raise ValueError(
-                f"the model computes ({found[1] or 'an operation'}) with a plain tensor and a weight that is cut over "
-                f"ranks, or the output of a layer with use_local_output=False: {cure}"
-            ) from error
+            raise ValueError(_of_a_cut_weight(found[1], advice)) from error
         if advice:
             raise ValueError(" ".join([f"{first_line(error, 1000)}.", *advice])) from error
-        if "setStorage: sizes" in str(error) and get_mesh().dp_size > 1:
-            raise ValueError(
-                "a backward pass goes through derivatives that forward takes by torch.func, for which the weights that "
-                "shard=True gathers are gone: leave out shard=True"
-            ) from error
-        if "Expected more than 1 value per channel when training" in str(error):
-            raise ValueError(
-                "a BatchNorm in training got one value for each channel, since this rank or microbatch has one row of "
-                "the batch: take a larger batch_size, drop_last=True or fewer microbatches, or nn.GroupNorm, whose "
-                "numbers are those of one process"
-            ) from error
-        if "is a view and is being modified inplace" in str(error) and get_mesh().tp_size > 1:
-            raise ValueError(
-                "a layer works in place (inplace=True) on what a layer that is cut over ranks has returned, which "
-                "torch refuses: give it inplace=False"
-            ) from error
-        if "appears to not have been used in the graph" in str(error) and get_mesh().world_size > get_mesh().pp_size:
-            raise ValueError(
-                "torch.autograd.grad got weights that the graph does not have, since layers compute with others, which "
-                "are gathered for a pass: for gradients by weights, take a mesh of dp alone, without shard=True"
-            ) from error
-        if "Expected to have finished reduction" in str(error):
-            raise ValueError(
-                "model has weights that the previous step did not use, and DDP waits for their gradients: pass "
-                "find_unused_parameters=True, or shard=True, to ddl.auto_model"
-            ) from error
-        if "expect_autograd_hooks_" in str(error):
-            raise ValueError(
-                "static_graph=True needs a first step of one batch, after whose backward pass DDP knows the graph, but "
-                "it accumulates over several: pass find_unused_parameters=True to ddl.auto_model instead"
-            ) from error
+        for words, holds, reason in _REASONS:
+            if words in str(error) and holds(mesh):
+                raise ValueError(reason) from error
         raise
+
+
+def _of_a_cut_weight(operation: str | None, advice: list[str]) -> str:
+    cut = (line.partition(",")[0].removeprefix(THIS_WAS_IN) for line in advice if "tensor_plan cuts" in line)
+    named = next(cut, None)
+    cure = (
+        f"leave {named}, whose forward reads its weight, out of tensor_plan"
+        if named
+        else "call the layer that holds the weight instead of reading the weight off it, so that it is gathered in "
+        "time; or leave it uncut, by shard=False or a tensor_plan without this layer"
+    )
+    return (
+        f"the model computes ({operation or 'an operation'}) with a plain tensor and a weight that is cut over ranks, "
+        f"or the output of a layer with use_local_output=False: {cure}"
+    )
