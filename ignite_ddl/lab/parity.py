@@ -307,7 +307,11 @@ class _Job:
 
         optimizer.register_step_pre_hook(record_gradients)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, record_loss)
-        trainer.run(loader, max_epochs=self.steps)
+        try:
+            trainer.run(loader, max_epochs=self.steps)
+        except ValueError:
+            if not trainer.should_terminate:  # what the end of a run finds is compared here, and named with its rank
+                raise
         for name, parameter in _named(model):
             record(self.steps, "weight", name, full_tensor(parameter))
 
