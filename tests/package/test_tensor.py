@@ -692,7 +692,7 @@ def test_peers_are_asked_once_and_in_few_bytes(local_rank):
         trainer.add_event_handler("ITERATION_COMPLETED", lambda: per_step.append(len(traffic.calls)))
         trainer.run(loader)
     # checksums of x and y; weights and biases of the norm, and the biases that Row and Column leave whole: their
-    # gradients, once, their values and the loss in steps 1 and 2, their values when the run ends, and then options of the optimizer
+    # gradients, once, their values and the loss in steps 1 and 2; their values and the optimizer's options at the end
     asked = [call.put_in for call in traffic.calls if call.op == "all_gather"]
     assert asked == [2 * 8, 8, 4 * 16 * 8, 4 * 2 * 8, 2 * 8, 8, 4 * 2 * 8, 4 * 2 * 8, 4096]
     first, second, third = per_step
