@@ -283,7 +283,8 @@ class LossContract:
         """
         self.n_steps += 1
         is_check_step = self.n_steps & (self.n_steps - 1) == 0
-        is_cheap_step = not self.uses_more and (self.n_steps <= _EACH or self.n_steps % _EACH == 0)  # no forward pass
+        is_cheap_step = self.is_compared and not self.uses_more  # a comparison without forward passes
+        is_cheap_step = is_cheap_step and (self.n_steps <= _EACH or self.n_steps % _EACH == 0)
         is_open = not self.is_confirmed and self.n_inconclusive < _MAX_INCONCLUSIVE
         looked_at = tensors_of((x, y) if self.uses_more else y)  # of which a model may compute its loss
         has_ignored = not self.divisor.certain and any(bool((tensor == IGNORED).any()) for tensor in looked_at)
