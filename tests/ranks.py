@@ -54,6 +54,20 @@ def on(function, *args, **axes):
         raise (error.exception or error) from None
 
 
+def refused(function, words, **axes):
+    """Whether ranks refuse it, in these words."""
+    with pytest.raises(ValueError, match=words):
+        on(function, **axes)
+
+
+def assert_right(function, **axes):
+    """Whether losses and weights on ranks are those of one process."""
+    right = function(0)
+    for losses, weights in on(function, **axes):
+        assert losses == pytest.approx(right[0], abs=1e-12)
+        assert (weights - right[1]).abs().max() <= 1e-12
+
+
 def time_to_start(nproc):
     """Seconds in which ranks surely start on this machine, as busy as it is now."""
     run(abs, 1)  # a warm server

@@ -17,7 +17,7 @@ from ignite.engine import Events, create_supervised_trainer
 from ignite.handlers import FastaiLRFinder
 from ignite.metrics import Loss
 from packaging.version import Version
-from ranks import in_float64, launch, on, on_each_rank, trainer_of
+from ranks import assert_right, in_float64, launch, on, on_each_rank, refused, trainer_of
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -51,18 +51,6 @@ def trained(local_rank, change=None, make=mlp, data=(X, Y), rows=8, epochs=2, mo
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
     trainer.run(ddl.auto_dataloader(TensorDataset(*data), batch_size=rows), max_epochs=epochs)
     return losses, whole(model)
-
-
-def refused(function, words, **axes):
-    with pytest.raises(ValueError, match=words):
-        on(function, **axes)
-
-
-def assert_right(function, **axes):
-    right = function(0)
-    for losses, weights in on(function, **axes):
-        assert losses == pytest.approx(right[0], abs=1e-12)
-        assert (weights - right[1]).abs().max() <= 1e-12
 
 
 # --- the model as it was

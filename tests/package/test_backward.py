@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Events
-from ranks import on, trainer_of
+from ranks import assert_right, on, trainer_of
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -199,13 +199,6 @@ def refused(function, name, **axes):
         ValueError, match=f"backward pass of {name}, an autograd.Function, should be linear in gradients"
     ):
         on(function, **axes)
-
-
-def assert_right(function, **axes):
-    right = function(0)
-    for losses, weights in on(function, **axes):
-        assert losses == pytest.approx(right[0], abs=1e-12)
-        assert (weights - right[1]).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("function", [Normalised, Clamped, ClampedInPlace, Penalised])

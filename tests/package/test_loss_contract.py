@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ignite.engine import Events
-from ranks import on, on_each_rank, trainer_of
+from ranks import assert_right, on, on_each_rank, refused, trainer_of
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
@@ -57,18 +57,6 @@ def trained(
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
     trainer.run(loader() if loader else ddl.auto_dataloader(TensorDataset(*data), batch_size=rows), max_epochs=epochs)
     return losses, torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
-
-
-def assert_right(function, **axes):
-    right = function(0)
-    for losses, weights in on(function, **axes):
-        assert losses == pytest.approx(right[0], abs=1e-12)
-        assert (weights - right[1]).abs().max() <= 1e-12
-
-
-def refused(function, words, **axes):
-    with pytest.raises(ValueError, match=words):
-        on(function, **axes)
 
 
 def gradient_by_x(local_rank, **options):
