@@ -5,6 +5,7 @@ whether FSDP2 would lose what a forward pass changes.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ from ignite_ddl.state import local_state
 from ignite_ddl.tensor.gradients import is_cut
 
 _CUDA_TOLERANCE = 0.01  # over tp: its kernels may add in another order on each rank; not run on several GPUs yet
-_CHUNK = 2**20  # words that are summed at once, so that large weights need little extra memory
+_CHUNK = 2**16  # words that are summed at once, so that large weights need little extra memory
 
 
 def check_replicas(model: nn.Module) -> None:
@@ -114,16 +115,25 @@ def dp_local_statistics(model: nn.Module) -> set[int]:
 
 def digest(tensor: torch.Tensor) -> int:
     """64 bits that depend on each bit of what this rank holds, and on its place; the same for any number of threads."""
-    local = local_tensor(tensor)
-    held = octets(local)
+    held = octets(local_tensor(tensor))
     if held.storage_offset() % 8:  # where words of 8 octets cannot begin
         held = held.clone()
-    end = len(held) // 8 * 8
-    odd = torch.arange(1, 2 * min(_CHUNK, max(8, end // 8)), 2, device=held.device)  # so that no change is lost
-    total = torch.zeros((), dtype=torch.int64, device=held.device)
-    for words in (*held[:end].view(torch.int64).split(_CHUNK), held[end:].to(torch.int64)):
-        total = total * 31 + (words * odd[: len(words)]).sum()
+    n_words, n_rest = divmod(len(held), 8)
+    odd = _odd_numbers(held.device)
+    chunks = held[: n_words * 8].view(torch.int64).split(_CHUNK) if n_words else ()
+    sums = [(words * odd[: len(words)]).sum() for words in chunks]
+    if n_rest:
+        sums.append((held[n_words * 8 :] * odd[:n_rest]).sum())
+    total = 0 if not sums else sums[0]
+    for chunk in sums[1:]:
+        total = total * 31 + chunk
     return int(total)
+
+
+@functools.lru_cache
+def _odd_numbers(device: torch.device) -> torch.Tensor:
+    """Factors of a digest's words: odd, so that no change is lost."""
+    return torch.arange(1, 2 * _CHUNK, 2, device=device)
 
 
 @contextlib.contextmanager
