@@ -6,6 +6,7 @@ Fresh processes, in turns, from the start of Python to its end.
 """
 
 import functools
+import os
 import resource
 import subprocess
 import sys
@@ -17,8 +18,12 @@ BELOW = "import torch, ignite.distributed"
 COUNT = "import sys, ignite_ddl; print(sum(name.split('.')[0] == 'ignite_ddl' for name in sys.modules))"
 
 
+# Some containers set it; a user's second import finds our bytecode as it finds torch's.
+CACHED = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def python(code):
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=CACHED).stdout
 
 
 def fresh(quick):
