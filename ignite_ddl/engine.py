@@ -26,6 +26,7 @@ from ignite.metrics import Metric, RunningAverage
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -454,7 +455,12 @@ def create_supervised_trainer(
 
 def _is_training(module: nn.Module | None) -> bool:
     """Whether ``module.train()``, which sets each attribute anew, would change nothing."""
-    return module is None or module.training and all(map(_is_training, module._modules.values()))
+    if module is None:
+        return True
+    if isinstance(module, DistributedDataParallel):  # has a train() of its own, which calls the model's
+        return module.training and _is_training(module.module)
+    as_written = "train" not in vars(module) and type(module).train is nn.Module.train  # one's own may freeze layers
+    return as_written and module.training and all(map(_is_training, module._modules.values()))
 
 
 def _step_optimizer(

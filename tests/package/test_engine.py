@@ -218,3 +218,24 @@ def test_rows_that_nobody_dealt_warn(how):
         not of_rank_0 or "count its rows 2 times: run the engine on the loader of ddl.auto_dataloader" in of_rank_0[0]
     )
     assert of_rank_1 == []
+
+
+class FrozenNorm(nn.Sequential):
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def run_with_a_frozen_norm(local_rank):
+    net = FrozenNorm(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    trainer(ddl.auto_model(net, {})).run(ddl.auto_dataloader(ROWS, batch_size=4))
+    return net[1].running_mean.tolist(), net.training, net[1].training
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_train_of_the_models_own_is_called_as_by_ignite(dp):
+    mean, outer, norm = on(run_with_a_frozen_norm, dp=dp)[0]
+    assert mean == [0.0] * 3
+    assert outer
+    assert not norm
