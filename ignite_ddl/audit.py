@@ -13,6 +13,8 @@ same modules          dp ranks that call different modules; with FSDP2 also thos
                       get gradients of different weights                                  next one
 same calls            dp ranks that call a layer unlike numbers of times, shard=True      steps 1, 2, 4, 8, …
 same steps            ranks that skip a step of the optimizer                             each step
+numbers of rows       buffers, and attributes on which outputs depend, in which forward   step 1
+                      counts the rows of a dp rank
 same target shapes    targets padded to other lengths on other ranks                      each step
 model called          a step that calls a method of the model instead of the model, past  each step
                       the wrapper that reduces gradients
@@ -59,7 +61,6 @@ What is not found, and differs from one process without an error:
 - with ``loss_divisor="rows"``, a batch of a second loader that was read in another step than the one that trains on it;
 - a loss that is a mean over rows in the steps where it is checked, but not in those between;
 - targets with rows in dim 1 whose dim 0 has the same length;
-- a buffer in which ``forward`` counts rows: it has those of a dp rank, where all ranks have as many;
 - initial values that a pipeline's stages draw after ``ddl.auto_model``, and an optimizer that steps after a loop of
   your own whose last batch gave ranks different numbers of rows: these two give a warning (in the loop it is refused).
 """
@@ -221,9 +222,12 @@ class Audit:
         if self.is_check_step and mesh.dp_size > 1:
             _compare_with_dp_peers(stages, x, mesh)
         if self.step == 1 and mesh.dp_cp_size > 1:
-            depends = rows_depend_on_each_other(stages.forward_only, x, stages.local_stages())
+            counted: dict[str, Any] | None = {} if mesh.dp_size > 1 else None
+            depends = rows_depend_on_each_other(stages.forward_only, x, stages.local_stages(), counted)
             if on_any_rank(depends):
                 raise ValueError(ROWS_DEPEND)
+            if counted is not None and on_any_rank(bool(counted)):
+                _check_counted(stages, x, mesh, counted)
 
     def compare(self, summed: list[float], contract: LossContract) -> None:
         """Compares what was summed with the loss, see :meth:`numbers_to_sum`.
@@ -337,6 +341,28 @@ def _compare_with_dp_peers(stages: Any, x: Any, mesh: Mesh) -> None:
     _check_stored_values(stages, x, mesh, local, [values for values, _ in peers])
     dp_peers = [mesh.rank_at(**(mesh.coordinates(mesh.rank) | {"dp": i})) for i in range(mesh.dp_size)]
     _warn_of_padding(stages, x, mesh, lengths, [peers[rank][1] for rank in dp_peers])
+
+
+def _check_counted(stages: Any, x: Any, mesh: Mesh, counted: dict[str, Any]) -> None:
+    """Raises a ValueError if a buffer, or an attribute on which outputs depend, has counted a dp rank's rows alone.
+
+    Args:
+        counted: what changes if there are fewer rows, on ranks that have several.
+    """
+    rows = gathered_values([digest(tensor) for tensor in tensors_of(x)], mesh.dp_group)
+    if not on_any_rank(any(of_rank != rows[0] for of_rank in rows)):  # each rank has the rows of the batch
+        return
+    plain = stages.plain_module()
+    buffers = [name for name, _ in plain.named_buffers() if name in counted]
+    attributes = {name: value for name, value in counted.items() if name not in buffers}
+    depends = outputs_depend_on(stages.forward_only, x, [plain], attributes)
+    of_ranks = gathered_values([*buffers, *(attributes if depends else ())][:1])
+    if any(of_ranks):
+        raise ValueError(
+            f"forward keeps {next(filter(None, of_ranks))[0]!r}, which depends on how many rows it gets, and a dp rank "
+            "gets a part of a batch: change it in a handler of ITERATION_COMPLETED instead, where engine.rows[1] is "
+            "the number of rows of all ranks"
+        )
 
 
 def _check_stored_values(stages: Any, x: Any, mesh: Mesh, local: dict[str, Any], peers: list[dict[str, Any]]) -> None:

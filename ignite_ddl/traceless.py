@@ -583,37 +583,52 @@ def rows_may_depend() -> Iterator[None]:
         _MAY_DEPEND.reset(token)
 
 
-def rows_depend_on_each_other(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module]) -> bool:
+def rows_depend_on_each_other(
+    run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], counted: dict[str, Any] | None = None
+) -> bool:
     """Whether the outputs for some rows change if these rows run without the others, in training or in evaluation.
 
     False where it cannot be known: of a model that draws random numbers there, sums over ranks by itself, or cannot be
     called with fewer rows, and of BatchNorm without running statistics, which takes a rank's rows by a stated rule. In
-    training, torch's modules and ours are in evaluation mode for that reason. Every rank makes six passes.
+    training, torch's modules and ours are in evaluation mode for that reason. Every rank makes six passes; seven with
+    ``counted``, to which the names and values are added of what modules keep in training of the number of rows.
     """
     if _MAY_DEPEND.get():
         return False
-    in_training, in_evaluation = (_depend(run, x, stages, evaluates) for evaluates in (False, True))
-    return in_training or in_evaluation
+    in_training = _depend(run, x, stages, False, counted)
+    return _depend(run, x, stages, True) or in_training
 
 
-def _depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], evaluates: bool) -> bool:
+def _depend(
+    run: Callable[[Any], Any],
+    x: Any,
+    stages: Sequence[nn.Module],
+    evaluates: bool,
+    counted: dict[str, Any] | None = None,
+) -> bool:
     n = n_rows(x)
     all_have_rows = all(len(tensor) == n for tensor in tensors_of(x) if tensor.ndim)
     few, last = (some_rows(x, slice(_MAX_ROWS), n), min(n, _MAX_ROWS)) if all_have_rows else (x, n)
     part = slice(last - max(1, last // 3), None)
 
     keeps_rows = False  # whether modules keep a state of each row from call to call, which other rows would read
+    kept_values = []  # after each pass
+    plain = [stage.module if isinstance(stage, DistributedDataParallel) else stage for stage in stages]
 
     def outputs(rows: Any, seed: int) -> list[torch.Tensor]:
         nonlocal keeps_rows
         with without_trace(stages, seed) as kept:
             found = [local_tensor(output).clone() for output in tensors_of(run(rows)) if output.ndim]
             keeps_rows = keeps_rows or any(of_module.has_rows(n_rows(rows)) for of_module in kept)
+            if counted is not None:
+                kept_values.append({**stored_values(plain, n_rows(rows)), **_small_buffers(plain)})
             return found
 
     with torch.no_grad(), evaluating(stages, evaluates), WatchForSums() as watch:
         try:
             together, again = outputs(few, 0), outputs(few, 1)
+            if counted is not None:
+                outputs(some_rows(few, slice(None), last, lambda leaf, _: leaf[:1].expand_as(leaf).clone()), 0)
             alone = outputs(some_rows(few, part, last) if all_have_rows else few, 0)
         except Exception:
             return False
@@ -621,6 +636,8 @@ def _depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], eval
     draws = any(not torch.equal(one, other) for one, other in zip(together, again, strict=True))
     if no_statistics or draws or keeps_rows or watch.found or n < 2 or not all_have_rows:
         return False
+    if counted is not None:
+        counted.update(_of_their_number(*kept_values))
     for output, of_part in zip(together, alone, strict=False):
         each = len(output) // last  # such as a row for each token
         rows = output[part.start * each :]
@@ -628,6 +645,27 @@ def _depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], eval
         if output.is_floating_point() and of_rows and differ(rows, of_part):
             return True
     return False
+
+
+def _small_buffers(stages: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+    """Buffers of all modules but BatchNorm, by name; large ones, which hold no numbers of rows, are left out."""
+    modules = {name: module for name, module in _modules(stages).items() if not isinstance(module, _NormBase)}
+    named = {f"{name}.{k}".removeprefix("."): b for name, module in modules.items() for k, b in module._buffers.items()}
+    return {name: local_tensor(b).clone() for name, b in named.items() if b is not None and b.numel() <= _LARGE}
+
+
+def _of_their_number(*kept: dict[str, Any]) -> dict[str, Any]:
+    """What depends on the number of rows, and on nothing else: the last pass had fewer."""
+
+    def shapes(value: Any) -> list[Any]:
+        return [getattr(leaf, "shape", None) for leaf in tree_leaves(value)]
+
+    def same(value: Any, other: Any) -> bool:
+        return shapes(value) == shapes(other) and all(map(_same, tree_leaves(value), tree_leaves(other)))
+
+    first, *others, last = kept
+    names = [name for name in last if name in first and all(same(first[name], other.get(name)) for other in others)]
+    return {k: last[k] for k in names if shapes(first[k]) == shapes(last[k]) and not same(first[k], last[k])}
 
 
 def norm_over_rows(stages: Iterable[nn.Module]) -> str | None:

@@ -55,7 +55,9 @@ def check_plan(
             raise ValueError(f"tensor_plan has the key {key!r}, which matches no module; those with weights: {known}")
         styles |= dict.fromkeys(names, style)
     for name, style in styles.items():
-        if _is_parametrized(modules[name]) and tp_size > 1:
+        if _is_parametrized(modules[name]):
+            if tp_size == 1:  # a look at its weight computes it, which spectral_norm does otherwise each time
+                continue
             raise ValueError(
                 f"{name!r} computes its weight from other parameters (weight_norm, spectral_norm, pruning or another "
                 "parametrization), which no style cuts: leave it out of tensor_plan"

@@ -1076,6 +1076,47 @@ def test_numbers_that_forward_keeps_of_a_ranks_own_rows(axes):
         assert_right(partial(trained, make=partial(keeping, start, reads=False), **options), **axes)
 
 
+class Counts(nn.Module):
+    """Counts rows: for later outputs, or only to be looked at; in a buffer or an attribute, in forward or in none."""
+
+    def __init__(self, seen, reads=True, counts=True):
+        super().__init__()
+        self.reads, self.counts = reads, counts
+        if isinstance(seen, torch.Tensor):
+            self.register_buffer("seen", seen)
+        else:
+            self.seen = seen
+
+    def forward(self, x):
+        factor = 1 / (1 + self.seen / 20) if self.reads else 1.0
+        if self.training and self.counts:
+            self.seen += len(x)
+        return x * factor
+
+
+def counting(local_rank, seen, reads=True, counts=True, **options):
+    torch.manual_seed(0)
+    counts = Counts(seen, reads, counts)
+    model = ddl.auto_model(nn.Sequential(nn.Linear(8, 16), counts, nn.Tanh(), nn.Linear(16, 4)).double(), **options)
+    trainer, losses = trainer_of(model, F.mse_loss), []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def _(engine):
+        losses.append(engine.state.output)
+        if not counts.counts:
+            counts.seen += engine.rows[1]
+
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=6), max_epochs=3)
+    return losses, whole(model)
+
+
+def test_numbers_of_rows_that_forward_keeps():
+    words = "forward keeps '1.seen', which depends on how many rows it gets"
+    refused(partial(counting, seen=torch.zeros(()), reads=False), words, dp=2)
+    refused(partial(counting, seen=0, shard=True), words, dp=2)
+    assert_right(partial(counting, seen=torch.zeros(()), counts=False), dp=2)  # the cure
+
+
 def through_functional_call(model, x):
     return torch.func.functional_call(model, {name: 1.5 * p for name, p in model.named_parameters()}, (x,))
 

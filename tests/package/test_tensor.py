@@ -94,6 +94,15 @@ def test_a_model_that_is_one_layer_has_the_empty_name():
 # ---------------------------------------------------------------------------------------------------- refusals
 
 
+def test_a_computed_weight_is_refused_and_not_looked_at_in_one_process():
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    before = copy.deepcopy(layer.state_dict())
+    check_plan(nn.ModuleDict({"fc": layer}), {"fc": ddl.Column()}, tp_size=1)
+    with pytest.raises(ValueError, match="'fc' computes its weight from other parameters"):
+        check_plan(nn.ModuleDict({"fc": layer}), {"fc": ddl.Column()}, tp_size=2)
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
 @pytest.mark.parametrize(
     ("plan", "tp_size", "message"),
     [
