@@ -21,6 +21,9 @@ model called          a step that calls a method of the model instead of the mod
 unused weights        weights that a rank did not use, for whose gradients DDP waits      each step
 independent rows      a model, or a stage, whose output for a row depends on other rows,  step 1
                       in training or in evaluation; a pipeline checks it in its set-up
+rows that meet        a ``prepare_batch``, a ``model_transform``, or an evaluator's       first batch
+                      ``output_transform`` that makes a row from others (``mixing.py``);
+                      a warning where it is random, or of a ``collate_fn``
 loss of parts         a loss that is not the weighted sum of those of parts of the rows   steps 1 to 16 and every
                                                                                           16th; by forward passes
                                                                                           steps 1, 2, 4, 8, …
@@ -46,8 +49,8 @@ The code between cut layers is checked in a model's first forward pass (``region
 
 What is not found, and differs from one process without an error:
 
-- rows that are mixed before the model, as in mixup over the batch or a norm by statistics of the batch, and rows that
-  a ``DistributedSampler`` adds: give global batches to ``ddl.auto_dataloader``, mix in the dataset;
+- rows that an update function of your own mixes, or an evaluator's or a loader's functions in another way than in their
+  first batch; rows that a ``DistributedSampler`` adds: give global batches to ``ddl.auto_dataloader``;
 - random numbers that each dp rank draws for its own rows (:mod:`ignite_ddl.tensor.random` has the rules), and weights
   that ``shard=True`` cuts if each rank initialises them with a different seed;
 - a number that a script computes from one rank's part as if it were everything: the loss or output of its rows in an

@@ -45,6 +45,7 @@ from ignite_ddl.collectives import gathered_values
 from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.context.sequence import shard_batch
 from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.mixing import CheckedCollate
 from ignite_ddl.pipeline.structure import n_rows, tensors_of
 
 
@@ -192,6 +193,8 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
     if workers and idist.get_world_size() > 1 and not iterable:
         kwargs["num_workers"] = -(-workers // idist.get_nproc_per_node())
     kwargs.setdefault("pin_memory", idist.device().type == "cuda")
+    if mesh.dp_size > 1 and mesh.rank == 0 and kwargs.get("collate_fn") not in (None, default_collate):
+        kwargs["collate_fn"] = CheckedCollate(kwargs["collate_fn"])
     if iterable:
         batch_size, drop_last = kwargs.pop("batch_size", 1), kwargs.pop("drop_last", False)
         parts = _LocalStream(dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", None) or default_collate)
@@ -463,6 +466,8 @@ class Pass:
         # torch's new iterator draws a random number; that of a resumed pass was drawn in the interrupted run.
         with torch.random.fork_rng(devices=[], enabled=resumed is not None), _shared_random_stream(stream):
             self.iterator = loader.torch_iterator(self)
+        if loader.num_workers and isinstance(loader.collate_fn, CheckedCollate):
+            loader.collate_fn.is_checked = True  # by workers, which have copies
         loader.batch_sampler.plan = None
         if stream is not None and resumed is None and consumer is not loader.loops and loader.generator is None:
             torch.empty((), dtype=torch.int64).random_()  # as in one process; a rank may run a loop alone

@@ -41,6 +41,7 @@ from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.loss_contract import DIVISOR
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import on_this_rank, over_data_parallel
+from ignite_ddl.mixing import check_prepare_batch, check_transform
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.local_stages import PipelineStages, Stages, call, on_some_ranks, stages_of
 from ignite_ddl.pipeline.structure import full_tensors, n_rows
@@ -433,7 +434,10 @@ def create_supervised_trainer(
         last = iteration % gradient_accumulation_steps == 0
         if not _is_training(model):
             model.train()
-        x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
+        prepare = functools.partial(prepare_batch, device=device, non_blocking=non_blocking)
+        if step.audit is not None and not step.audit.step and prepare_batch is not _prepare_batch:
+            check_prepare_batch(prepare, batch, engine.rows, ", or, for each rank's rows, pass checks=False")
+        x, y = prepare(batch)
         _check_rows(x)
         scale = 1.0 if scaled is None else scaled.loss_scale(device)
         window = gradient_accumulation_steps
@@ -607,17 +611,30 @@ def create_supervised_evaluator(
     stages = stages_of(model, model_fn)
     autocast = autocast_for(amp_mode, device)
 
+    is_first = True
+
+    def transformed(x: Any, y: Any, y_pred: Any) -> Any:
+        return output_transform(x, y, model_transform(y_pred))
+
     def evaluate(engine: MeshEngine, batch: Any) -> Any:
+        nonlocal is_first
         refuse_in_a_round(model, "the evaluator runs")
         model.eval()
         with torch.no_grad():
-            x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
+            prepare = functools.partial(prepare_batch, device=device, non_blocking=non_blocking)
+            if is_first and prepare_batch is not _prepare_batch:
+                check_prepare_batch(prepare, batch, engine.rows, "")
+            x, y = prepare(batch)
             _check_rows(x)
             if engine.rows is None and engine.state.iteration == 1:  # not a loader of ddl.auto_dataloader
                 check_same_rows(get_mesh(), x, y)
             with autocast:
                 check_tokens_are_independent(model, stages, x, repeat=False)
                 y_pred = stages.forward_only(x, checks=True)
+                if is_first and engine.rows is not None and get_mesh().dp_size > 1 and y_pred is not None:
+                    names, given = "model_transform or output_transform", (x, y, y_pred)
+                    check_transform(names, lambda given: transformed(*given), given, n_rows(x), "in a metric")
+                is_first = False
                 if y_pred is not None:
                     y_pred = model_transform(y_pred)
             return _output(engine, stages, output_transform, x, y, y_pred)

@@ -20,6 +20,7 @@ from ignite_ddl.experts.routing import routers_of, update_biases
 from ignite_ddl.loss_call import checked_loss
 from ignite_ddl.loss_contract import BY_PASSES, LossContract, LossContracts, models_before
 from ignite_ddl.mesh import get_mesh
+from ignite_ddl.mixing import CheckedTransform
 from ignite_ddl.pipeline.local_stages import call, stages_of
 from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
 from ignite_ddl.tensor.gradients import redistribute_gradient
@@ -57,6 +58,8 @@ class TrainingStep:
         self.model, self.transform, self.checks = model, transform, checks
         self.mesh, self.stages = get_mesh(), stages_of(model, model_fn)
         self.audit = Audit(model, self.stages, self.mesh) if checks and self.mesh.world_size > 1 else None
+        if self.audit is not None and self.mesh.dp_cp_size * self.mesh.pp_size > 1:
+            self.transform = CheckedTransform(transform)
         if not checks:
             setattr(model, TOKENS_CHECKED, True)
         self.contracts = LossContracts(self.mesh, model)

@@ -246,6 +246,7 @@ def reached(function: Any) -> list[Any]:
             variables = [(held, list(held) if names is None else names) for held, names in _variables(one)]
             pending += [held[name] for held, names in variables for name in names if name in held]
             pending += [] if isinstance(one, types.FunctionType | functools.partial) else [type(one)]
+            pending += [one.func] if isinstance(one, functools.partial) else []
             pending += one.__mro__[1:-1] if isinstance(one, type) else []
     return list(found.values())
 
@@ -259,6 +260,17 @@ def saved_states(owners: Iterable[Any]) -> list[_SavedState]:
             both = None if names is None or others is None else {**others, **dict.fromkeys(names)}
             looked_at[id(held)] = held, both, isinstance(owner, nn.Module)
     return [_SavedState(*each) for each in looked_at.values()]
+
+
+def holds_iterators(owners: Iterable[Any]) -> bool:
+    """Whether something keeps an iterator, whose place cannot be restored: of a loader, or a generator."""
+    variables = [variable for owner in owners for variable in _variables(owner)]
+    named = [(held, name) for held, names in variables for name in (list(held) if names is None else names)]
+    values = [held[name] for held, name in named if name in held]
+    for value in list(values):
+        if isinstance(value, _NESTS) and len(value) <= _MOST:
+            values += value.values() if isinstance(value, dict) else value
+    return any(hasattr(value, "__next__") for value in values)
 
 
 def captured(owners: Iterable[Any], n: int) -> list[tuple[Held, str]]:

@@ -1,0 +1,182 @@
+"""Whether rows of a batch meet outside of the model: in ``collate_fn``, ``prepare_batch``, and transforms of outputs.
+
+A dp rank has some rows of a batch. What makes a row from others of them (mixup, a mean, a norm) makes another one than
+in one process. It is tried with other rows in the place of the last ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import get_worker_info
+
+from ignite_ddl.collectives import gathered_values, on_any_rank
+from ignite_ddl.mesh import get_mesh
+from ignite_ddl.pipeline.structure import concatenated, detached, local_tensor, n_rows, some_rows, tensors_of
+from ignite_ddl.tensor.random import random_states
+from ignite_ddl.traceless import WatchForSums, differ, holds_iterators, random_kept, reached, states_kept, weights_kept
+
+_FEW = 4  # rows of outputs that are tried
+_MIXES = (
+    "makes rows of a batch from other rows of it (a mean, a norm, mixup?), of which each dp rank has some, and one "
+    "process all of them"
+)
+
+
+def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, bool]:
+    """Whether what a function makes of some rows changes with the others, and whether it draws random numbers.
+
+    Rows may change places, and have several results. It is called three times, with copies, also for a single row; what
+    these calls change is restored. Nothing is found where it fails, sums over ranks, or reads an iterator, which would
+    go on, nor in a tensor that has another shape for other rows.
+
+    Args:
+        function: takes rows.
+        rows: a batch, or a list of samples.
+        n: how many there are.
+    """
+    owners, kept = reached(function), min(n, n // 2 | 1)  # odd, so that pairs are not kept as a whole
+    if holds_iterators(owners):
+        return False, False
+    try:
+        with torch.no_grad(), WatchForSums() as watch:
+            (first, draws), (again, _) = (_tried(function, _replaced(rows, n, n), owners) for _ in range(2))
+            other, _ = _tried(function, _replaced(rows, kept, n), owners)
+    except Exception:
+        return False, False
+    pairs = list(zip(first, again, other, strict=False))
+    unknown = watch.found or n < 2 or any(a.shape != b.shape or _differ(a, b) for a, b, _ in pairs)
+    return not unknown and any(_meet(a, b, kept, n) for a, _, b in pairs), draws
+
+
+def _replaced(rows: Any, kept: int, n: int) -> Any:
+    """A copy of rows, with the first one in the place of all but those that are kept."""
+    parts = [some_rows(rows, slice(kept), n), *[some_rows(rows, slice(1), n)] * (n - kept)]
+    return copy.deepcopy(detached(concatenated(parts, [kept] + [1] * (n - kept))))
+
+
+def _tried(function: Callable[[Any], Any], rows: Any, owners: list[Any]) -> tuple[list[torch.Tensor], bool]:
+    """The tensors that a function makes, and whether it has drawn random numbers; without a trace."""
+    kept = weights_kept(one for one in owners if isinstance(one, nn.Module))
+    with kept, states_kept(owners), random_kept(owners):
+        before = tree_leaves(random_states())
+        found = [local_tensor(tensor.detach()).clone() for tensor in tensors_of(function(rows))]
+        pairs = zip(before, tree_leaves(random_states()), strict=False)
+        return found, any(not torch.equal(a, b) if isinstance(a, torch.Tensor) else a != b for a, b in pairs)
+
+
+def _meet(first: torch.Tensor, other: torch.Tensor, kept: int, n: int) -> bool:
+    """Whether rows that were kept differ, and not only by their places."""
+    if not first.ndim or first.shape != other.shape or not len(first) or len(first) % n:
+        return False
+    each = len(first) // n  # such as two views, one after the other or by turns
+    of_rows = [(t.unflatten(0, (each, n))[:, :kept], t.unflatten(0, (n, each))[:kept]) for t in (first, other)]
+    if any(not _differ(a, b) for a, b in zip(*of_rows, strict=True)):
+        return False
+    drawn = torch.randn(first[0].numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    have, should = ((_numbers(t).flatten(1).double() @ drawn.to(t.device)).flatten() for t in (first, other))
+    nearest = (should[:, None] - have[None]).abs().amin(1)
+    return bool((nearest > 1e-6 * have.abs().amax()).any())
+
+
+def _differ(first: torch.Tensor, other: torch.Tensor) -> bool:
+    return differ(_numbers(first), _numbers(other))
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    real = real if real.is_floating_point() else real.double()
+    return real.reshape(len(real), -1) if real.ndim else real
+
+
+class CheckedCollate:
+    """A ``collate_fn``, tried with its first batch; it can be pickled. One rank's is enough for a warning."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.collate_fn, self.is_checked = collate_fn, False
+
+    def __call__(self, samples: list[Any]) -> Any:
+        worker = get_worker_info()
+        if not self.is_checked and len(samples) > 1 and (worker is None or worker.id == 0):
+            self.is_checked = True
+            if rows_meet(self.collate_fn, list(samples), len(samples))[0]:
+                warnings.warn(f"collate_fn {_MIXES}: to get its numbers, do that in the dataset", stacklevel=2)
+        return self.collate_fn(samples)
+
+
+class CheckedTransform:
+    """A ``model_transform``, tried with the first output of several rows; on a mesh without pp, with the first one."""
+
+    def __init__(self, transform: Callable[[Any], Any]) -> None:
+        self.transform, self.is_checked = transform, False
+
+    def __call__(self, output: Any) -> Any:
+        result = self.transform(output)
+        if not self.is_checked and result is not output:
+            n = n_rows(output)
+            self.is_checked = n > 1 or get_mesh().pp_size == 1
+            check_transform("model_transform", self.transform, output, n, "in loss_fn, which is compared")
+        return result
+
+
+def check_transform(name: str, transform: Callable[[Any], Any], output: Any, n: int, cure: str) -> None:
+    """Raises a ValueError if what a transform makes of a row of an output depends on others: of a few, which it copies.
+
+    Args:
+        name: of what is given as an argument.
+        transform: takes an output.
+        output: with ``n`` rows.
+        n: how many there are.
+        cure: where else it may be computed.
+    """
+    few = min(n, _FEW)
+    if rows_meet(transform, some_rows(output, slice(few), n), few)[0]:
+        raise ValueError(f"{name} {_MIXES}: compute it from one row, or {cure}")
+
+
+def check_prepare_batch(prepare: Callable[[Any], Any], batch: Any, rows: tuple[int, int] | None, escape: str) -> None:
+    """Raises a ValueError on every rank if batches are prepared unlike in one process; all ranks call it.
+
+    Args:
+        prepare: takes a batch.
+        batch: this dp rank's rows.
+        rows: their number, and that of all dp ranks; None if it is not known.
+        escape: what lets it be, as the end of a sentence.
+    """
+    mesh = get_mesh()
+    if mesh.dp_size == 1 or rows is None:
+        return
+    n = max(1, rows[0])
+    found = gathered_values(rows_meet(prepare, batch, n), mesh.groups["dp"])
+    if not any(meet for meet, _ in found):
+        return
+    if any(draws for _, draws in found):  # others on each dp rank, in any case
+        if mesh.rank == 0:
+            warnings.warn(f"prepare_batch {_MIXES}: to get its numbers, do that in the dataset", stacklevel=2)
+        return
+    if on_any_rank(_differs_from_one_process(prepare, batch, rows[0])):
+        raise ValueError(
+            f"prepare_batch {_MIXES}: compute it from one row, do it in the dataset, or sum over ranks what it is "
+            f"computed from (idist.all_reduce in prepare_batch){escape}"
+        )
+
+
+def _differs_from_one_process(prepare: Callable[[Any], Any], batch: Any, n: int) -> bool:
+    """Whether a rank's rows are prepared unlike among those of all ranks: not groups that a rank has in full."""
+    mesh, owners = get_mesh(), reached(prepare)
+    parts = gathered_values((n, detached(batch)), mesh.groups["dp"])
+    sizes = [size for size, _ in parts]
+    whole = concatenated([part for size, part in parts if size], [size for size in sizes if size])
+    begin = sum(sizes[: mesh.dp_rank])
+    with contextlib.suppress(Exception), torch.no_grad():
+        (own, _), (of_all, _) = (_tried(prepare, copy.deepcopy(of), owners) for of in (detached(batch), whole))
+        pairs = [(a, b) for a, b in zip(own, of_all, strict=True) if a.ndim and len(a) == n and len(b) == sum(sizes)]
+        return any(_differ(a, b[begin : begin + n]) for a, b in pairs)
+    return False

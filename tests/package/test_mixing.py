@@ -1,0 +1,157 @@
+"""Rows that meet in prepare_batch, collate_fn, and transforms of outputs."""
+
+import functools
+import warnings
+
+import ignite.distributed as idist
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Events
+from ignite.metrics import Loss
+from torch import nn
+from torch.utils.data import TensorDataset, default_collate
+
+import ignite_ddl as ddl
+from ignite_ddl.mixing import CheckedCollate, rows_meet
+from tests.ranks import assert_right, in_float64, on, refused
+
+SEEN = []
+
+
+def normalised(batch, **_):
+    x, y = batch
+    return (x - x.mean(0)) / x.std(0), y
+
+
+def in_groups(batch, **_):
+    x, y = batch
+    of_group = x.view(-1, 2, 3)
+    return (of_group - of_group.mean(1, keepdim=True)).flatten(0, 1), y
+
+
+def summed(batch, **_):
+    x, y = batch
+    return x - idist.all_reduce(x.sum(0)) / idist.all_reduce(len(x)), y
+
+
+def mixed(batch, **_):
+    x, y = batch
+    return 0.7 * x + 0.3 * x[torch.randperm(len(x))], y
+
+
+def counting(batch, **_):
+    SEEN.append(len(batch[0]))
+    x, y = batch
+    x.mul_(2)
+    order = x[:, 0].argsort()
+    return torch.cat([x[order], x[order] + torch.arange(3)]), torch.cat([y[order]] * 2)
+
+
+def noisy(batch, **_):
+    x, y = batch
+    return x + torch.randn_like(x), y
+
+
+NUMBERS = [iter(range(100))]
+
+
+def reading(batch, **_):
+    x, y = batch
+    return (x - x.mean(0)) * next(NUMBERS[0]), y
+
+
+@pytest.mark.parametrize(
+    ("prepare", "meet"),
+    [(normalised, True), (mixed, True), (in_groups, True), (counting, False), (noisy, False), (reading, False)],
+)
+def test_rows_that_change_with_others_are_found_and_calls_leave_no_trace(prepare, meet):
+    SEEN.clear()
+    batch, state = (torch.randn(8, 3), torch.arange(8)), torch.get_rng_state()
+    before = batch[0].clone()
+    assert rows_meet(functools.partial(prepare), batch, 8)[0] is meet
+    assert torch.equal(batch[0], before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (len(SEEN), NUMBERS[0].__length_hint__()) == (0, 100)
+
+
+def test_a_collate_fn_that_mixes_samples_warns_once():
+    samples = [(torch.randn(3), torch.tensor(i)) for i in range(6)]
+    rolled = CheckedCollate(lambda given: [t + t.roll(1, 0) for t in default_collate(given)])
+    with pytest.warns(UserWarning, match="collate_fn makes rows of a batch from other rows"):
+        rolled(samples)
+    padded = CheckedCollate(lambda given: nn.utils.rnn.pad_sequence([x[: int(i) + 1] for x, i in given]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rolled(samples), padded(samples), CheckedCollate(default_collate)(samples)
+
+
+@in_float64
+def training(local_rank, prepare=None, trainer=None, batch_size=8):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(20, 3), torch.randint(4, (20,)))
+    model = ddl.auto_model(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)))
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    given = (trainer or {}) | ({} if prepare is None else {"prepare_batch": prepare})
+    engine, losses = ddl.create_supervised_trainer(model, optimizer, F.cross_entropy, **given), []
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
+    engine.run(ddl.auto_dataloader(data, batch_size=batch_size), max_epochs=2)
+    return losses, torch.cat([p.flatten() for p in ddl.full_state_dict(model).values()])
+
+
+def test_a_batch_is_prepared_as_in_one_process_or_refused():
+    refused(functools.partial(training, prepare=normalised), "prepare_batch makes rows of a batch from other", dp=2)
+    assert_right(functools.partial(training, prepare=in_groups), dp=2)
+
+
+def _prepared(local_rank):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        training(local_rank, prepare=mixed)
+    warned = [str(one.message) for one in found if "prepare_batch makes rows" in str(one.message)]
+    return (
+        warned,
+        training(local_rank, prepare=summed),
+        training(local_rank, prepare=normalised, trainer={"checks": False}),
+    )
+
+
+def test_what_a_rank_mixes_at_random_is_a_warning_and_sums_over_ranks_are_right():
+    (losses, weights), ranks = training(0, prepare=summed), on(_prepared, dp=2)
+    for _, (of_rank, weights_of_rank), _ in ranks:
+        assert of_rank == pytest.approx(losses, abs=1e-12)
+        assert (weights_of_rank - weights).abs().max() < 1e-12
+    assert [len(warned) for warned, *_ in ranks] == [1, 0]
+
+
+CENTRED = {"model_transform": lambda output: output - output.mean(0)}
+
+
+def _centred(local_rank):
+    return training(local_rank, trainer=CENTRED)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}])
+def test_a_transform_by_the_mean_of_rows_is_refused(mesh):
+    refused(_centred, "model_transform makes rows of a batch from other", **mesh)
+
+
+@in_float64
+def evaluation(local_rank, transform):
+    torch.manual_seed(0)
+    data, model = TensorDataset(torch.randn(12, 3), torch.randint(4, (12,))), ddl.auto_model(nn.Linear(3, 4))
+    engine = ddl.create_supervised_evaluator(model, {"loss": Loss(F.cross_entropy)}, output_transform=transform)
+    return engine.run(ddl.auto_dataloader(data, batch_size=5)).metrics["loss"]
+
+
+def _scaled(x, y, y_pred):
+    return y_pred / y_pred.max(), y
+
+
+def _chosen(x, y, y_pred):
+    return y_pred[y > 0], y[y > 0]
+
+
+def test_an_evaluators_transform_by_the_largest_of_rows_is_refused():
+    refused(functools.partial(evaluation, transform=_scaled), "output_transform makes rows", dp=2)
+    assert on(evaluation, _chosen, dp=2) == pytest.approx([evaluation(0, _chosen)] * 2)
