@@ -97,7 +97,7 @@ from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.optim import check_same_options
 from ignite_ddl.pipeline.cut import check_root_hooks
-from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
+from ignite_ddl.pipeline.structure import are_samples, local_tensor, n_rows, tensors_of, tensors_of_rows
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest, lost_changes
 from ignite_ddl.state import INITIAL_VALUES
@@ -300,10 +300,13 @@ class _CallFlag:
 
 def _shapes_of(y: Any, contract: LossContract) -> list[float]:
     """Of the shapes of targets: 1, a digest, its square, and whether there may be padding; of the state of their loss:
-    a digest, and its square.
+    a digest, and its square. Lists of samples have none, nor what may be one: zeros.
     """
-    digest = float(zlib.crc32(repr([tuple(t.shape[1:]) for t in tensors_of(y)]).encode()) % 2**20)
-    return [1.0, digest, digest**2, float(contract.divisor.may_pad(y)), contract.state_digest, contract.state_digest**2]
+    n, states = contract.n_rows or n_rows(y), (contract.state_digest, contract.state_digest**2)
+    if isinstance(y, list | tuple) and len(y) == n and not are_samples(y, n):
+        return [0.0, 0.0, 0.0, float(contract.divisor.may_pad(y)), *states]
+    digest = float(zlib.crc32(repr([tuple(t.shape[1:]) for t in tensors_of_rows(y, n)]).encode()) % 2**20)
+    return [1.0, digest, digest**2, float(contract.divisor.may_pad(y)), *states]
 
 
 def _check_weights_are_loaded(model: nn.Module) -> None:

@@ -438,7 +438,7 @@ def create_supervised_trainer(
         if step.audit is not None and not step.audit.step and prepare_batch is not _prepare_batch:
             check_prepare_batch(prepare, batch, engine.rows, ", or, for each rank's rows, pass checks=False")
         x, y = prepare(batch)
-        _check_rows(x)
+        _check_rows(x, batch)
         scale = 1.0 if scaled is None else scaled.loss_scale(device)
         window = gradient_accumulation_steps
         y_pred, loss = engine._run_step(step, engine.rows, x, y, loss_fn, loss_divisor, scale, last, window, autocast)
@@ -625,7 +625,7 @@ def create_supervised_evaluator(
             if is_first and prepare_batch is not _prepare_batch:
                 check_prepare_batch(prepare, batch, engine.rows, "")
             x, y = prepare(batch)
-            _check_rows(x)
+            _check_rows(x, batch)
             if engine.rows is None and engine.state.iteration == 1:  # not a loader of ddl.auto_dataloader
                 check_same_rows(get_mesh(), x, y)
             with autocast:
@@ -650,7 +650,12 @@ def _choose_deterministic_algorithms() -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
-def _check_rows(x: Any) -> None:
+def _check_rows(x: Any, batch: Any) -> None:
+    if not n_rows(x) and n_rows(batch):
+        raise ValueError(
+            "prepare_batch leaves no row of this rank's part of the batch: leave rows out of the dataset (torch's "
+            "Subset), or keep them, with targets that do not count in loss_fn (ignore_index)"
+        )
     if not n_rows(x):
         raise ValueError(
             "this rank's batch has no rows: run the engine on the loader of ddl.auto_dataloader itself, which fills "

@@ -41,7 +41,7 @@ from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, unsharded_parameters
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.mesh import Mesh
-from ignite_ddl.pipeline.structure import SomeRows, concatenated, detached, n_rows, tensors_of
+from ignite_ddl.pipeline.structure import SomeRows, concatenated, detached, have_rows, n_rows, n_samples, tensors_of
 from ignite_ddl.replicas import digest
 from ignite_ddl.tensor.loss import cross_entropy
 from ignite_ddl.traceless import (
@@ -145,7 +145,7 @@ class Divisor:
         if callable(self.kind):
             return self.of(y)
         if rows is None:
-            return float(n_rows(y if tensors_of(y) else x))
+            return float(n_samples(x, y))
         return float(rows[0] if self.certain else _count_rows(rows[0], x, y, strict))
 
 
@@ -264,6 +264,7 @@ class LossContract:
         self.by_passes = model is not None and self.is_cut and self.is_uncut  # whether such a loss is compared
         self.addresses: set[int] = set()  # where tensors of the batch are
         self.needs_graph = False  # whether it calls torch.autograd.grad, which fails without one
+        self.n_rows: int | None = None  # of this rank's batch, as its loader counts them
         self.counted, self.is_clamped = 0.0, False  # what counts on this rank; whether nothing does by max(1, count)
         self.least, self.most = math.inf, 0.0  # the divisors that a declared function has given for parts
         self.reached: list[Any] | None = None  # what may keep a state from call to call, models included
@@ -368,7 +369,7 @@ class LossContract:
             outputs, weights, uses_older = dependencies(loss, output, since)
             if self.is_cut:
                 self._check_weights(weights)
-            n = n_rows(y) if tensors_of(y) else n_rows(output)
+            n = n_samples(output, y, self.n_rows)
             no_rows = bool(outputs) and not any(tensor.ndim and len(tensor) == n for tensor in outputs)
             kept = "something that the model has kept besides its output" if uses_older else ""
             self.uses_more = "a number without rows" if no_rows else kept
@@ -427,9 +428,9 @@ class LossContract:
         if self.uses_more or self.divisor.certain and not has_parts:
             return BY_PASSES if self.uses_more and self.by_passes else 1.0
         declared, pairs = self.divisor.certain, [*self.earlier_pairs, *self.pairs]
-        sizes = [n_rows(y) if tensors_of(y) else n_rows(output) for output, y in pairs]
-        n = sum(sizes)
-        if n == 0 or declared and not all(map(_have_rows, pairs, sizes)):  # without rows, or with rows in another dim
+        sizes = [n_samples(*pair, self.n_rows) for pair in pairs]
+        n, have = sum(sizes), [have_rows(size, *pair) for size, pair in zip(sizes, pairs, strict=True)]
+        if n == 0 or declared and not all(have):  # without rows, or with rows in another dim
             return 1.0
         self.earlier_pairs = pairs if n < 2 else []
         output, y = (concatenated(of, sizes) for of in zip(*pairs, strict=True))
@@ -463,8 +464,8 @@ class LossContract:
             ValueError: on every rank, if the values of one do not add up, or, of a loss that is not declared, can be
                 compared on none.
         """
-        modules, n = [stages.plain_module()], n_rows((x, y))
-        n = n if _have_rows((x, y), n) else 1
+        modules, n = [stages.plain_module()], n_samples(x, (x, y), self.n_rows)
+        n = n if have_rows(n, x, y) else 1
 
         def loss_of(rows: SomeRows, takes: bool) -> torch.Tensor:
             with without_trace(modules):
@@ -774,10 +775,6 @@ def _twice(y: Any, kinds: tuple[type, ...]) -> Any:
     if isinstance(y, torch.Tensor | int | float):
         return y * 2
     raise TypeError(type(y).__name__)
-
-
-def _have_rows(tree: Any, n: int) -> bool:
-    return all(len(tensor) == n for tensor in tensors_of(tree) if tensor.ndim)
 
 
 def _parameter_ids(model: nn.Module) -> set[int]:

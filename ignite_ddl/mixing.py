@@ -49,11 +49,11 @@ def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, 
         with torch.no_grad(), WatchForSums() as watch:
             (first, draws), (again, _) = (_tried(function, _replaced(rows, n, n), owners) for _ in range(2))
             other, _ = _tried(function, _replaced(rows, kept, n), owners)
+            pairs = list(zip(first, again, other, strict=False))
+            unknown = watch.found or n < 2 or any(a.shape != b.shape or _differ(a, b) for a, b, _ in pairs)
+            return not unknown and any(_meet(a, b, kept, n) for a, _, b in pairs), draws
     except Exception:
         return False, False
-    pairs = list(zip(first, again, other, strict=False))
-    unknown = watch.found or n < 2 or any(a.shape != b.shape or _differ(a, b) for a, b, _ in pairs)
-    return not unknown and any(_meet(a, b, kept, n) for a, _, b in pairs), draws
 
 
 def _replaced(rows: Any, kept: int, n: int) -> Any:
@@ -74,14 +74,14 @@ def _tried(function: Callable[[Any], Any], rows: Any, owners: list[Any]) -> tupl
 
 def _meet(first: torch.Tensor, other: torch.Tensor, kept: int, n: int) -> bool:
     """Whether rows that were kept differ, and not only by their places."""
-    if not first.ndim or first.shape != other.shape or not len(first) or len(first) % n:
+    if not first.ndim or first.shape != other.shape or not first.numel() or len(first) % n:
         return False
     each = len(first) // n  # such as two views, one after the other or by turns
     of_rows = [(t.unflatten(0, (each, n))[:, :kept], t.unflatten(0, (n, each))[:kept]) for t in (first, other)]
     if any(not _differ(a, b) for a, b in zip(*of_rows, strict=True)):
         return False
     drawn = torch.randn(first[0].numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    have, should = ((_numbers(t).flatten(1).double() @ drawn.to(t.device)).flatten() for t in (first, other))
+    have, should = ((_numbers(t).reshape(len(t), -1).double() @ drawn.to(t.device)).flatten() for t in (first, other))
     nearest = (should[:, None] - have[None]).abs().amin(1)
     return bool((nearest > 1e-6 * have.abs().amax()).any())
 
@@ -93,7 +93,7 @@ def _differ(first: torch.Tensor, other: torch.Tensor) -> bool:
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     real = real if real.is_floating_point() else real.double()
-    return real.reshape(len(real), -1) if real.ndim else real
+    return real.flatten(1) if real.ndim > 1 else real
 
 
 class CheckedCollate:

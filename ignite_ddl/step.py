@@ -22,7 +22,7 @@ from ignite_ddl.loss_contract import BY_PASSES, LossContract, LossContracts, mod
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.mixing import CheckedTransform
 from ignite_ddl.pipeline.local_stages import call, stages_of
-from ignite_ddl.pipeline.structure import local_tensor, n_rows, tensors_of
+from ignite_ddl.pipeline.structure import local_tensor, n_rows, n_samples
 from ignite_ddl.tensor.gradients import redistribute_gradient
 
 Rows = tuple[int, int | None] | None  # the local and the global number of rows of a batch
@@ -103,7 +103,7 @@ class TrainingStep:
         if self.local is not None:
             self.local.check_loss(contract.divisor.kind == "sum")
         if rows is None and self.mesh.dp_cp_size == 1:  # a loader of another library
-            rows = (n_rows(y if tensors_of(y) else x),) * 2
+            rows = (n_samples(x, y),) * 2
         local_divisor = self._begin(contract, rows, x, y, window, autocast)
         weight, of_batch = self._weight(contract, rows, local_divisor, window)
         weight, of_batch = weight * scale / (window or 1), of_batch * scale / (window or 1)
@@ -143,7 +143,7 @@ class TrainingStep:
                 self.audit.begin(rows, x, y)
         if self.checks:
             contract.begin(x, y, accumulates=(window or 1) > 1)
-        contract.counted = contract.count(y, local_divisor)
+        contract.counted, contract.n_rows = contract.count(y, local_divisor), None if rows is None else rows[0]
         if not self.open:
             self.stages.begin_window()
         return local_divisor

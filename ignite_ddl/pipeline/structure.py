@@ -193,9 +193,40 @@ def n_rows(tree: Any) -> int:
     return next((len(tensor) for tensor in tensors_of(tree) if tensor.ndim), 1)
 
 
+def tensors_of_rows(tree: Any, n: int) -> list[torch.Tensor]:
+    """The tensors of a batch of ``n`` rows, but those in lists of ``n`` samples, which have lengths of their own."""
+    return [t for leaf in _lists(tree, n) if not are_samples(leaf, n) for t in tensors_of(leaf)]
+
+
+def have_rows(n: int, *trees: Any) -> bool:
+    """Whether each tensor has a row for each of ``n`` samples, or is in a list of these."""
+    return all(len(tensor) == n for tree in trees for tensor in tensors_of_rows(tree, n) if tensor.ndim)
+
+
+def n_samples(x: Any, y: Any, n: int | None = None) -> int:
+    """The number of rows of targets: of their first tensor; of a list of samples that of x, or ``n`` if it is known."""
+    for given in (n_rows(x), n):
+        if given and any(are_samples(leaf, given) for leaf in _lists(y, given)):
+            return given
+    return n_rows(y if tensors_of(y) else x)
+
+
+def are_samples(tree: Any, n: int) -> bool:
+    """Whether this is a list of ``n`` samples, and not of tensors with ``n`` rows."""
+    if type(tree) not in (list, tuple) or len(tree) != n:
+        return False
+    kinds = {(item.dtype, item.shape[1:]) if isinstance(item, torch.Tensor) and item.ndim else None for item in tree}
+    have_length = [_has_length(item, n) for item in tree]
+    return not any(have_length) or len(kinds) == 1 and None not in kinds and not all(have_length)
+
+
+def _lists(tree: Any, n: int) -> list[Any]:
+    return tree_leaves(tree, is_leaf=lambda one: are_samples(one, n))
+
+
 def some_rows(tree: Any, rows: slice, n: int, part_of: Callable[[Any, slice], Any] = operator.getitem) -> Any:
     """Some of the ``n`` rows: of each tensor with ``n`` rows, and of each list of ``n`` samples."""
-    if type(tree) in (list, tuple) and len(tree) == n and not any(_has_length(item, n) for item in tree):
+    if are_samples(tree, n):
         return tree[rows]
     if type(tree) in (list, tuple):
         return type(tree)(some_rows(item, rows, n, part_of) for item in tree)
@@ -234,10 +265,7 @@ def concatenated(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     if len(parts) == 1:
         return first
     if type(first) in (list, tuple):
-        if all(
-            len(part) == n and not any(_has_length(item, n) for item in part)
-            for part, n in zip(parts, sizes, strict=True)
-        ):
+        if all(map(are_samples, parts, sizes)):
             return type(first)(item for part in parts for item in part)
         return type(first)(concatenated(items, sizes) for items in zip(*parts, strict=True))
     if type(first) is dict:

@@ -1165,3 +1165,32 @@ def with_another_loader(local_rank, rows, others, divisor, n=14):
 )  # 15 rows by 4: 1 in the end, which one rank does not have; 14 by 13: the same of the engine's
 def test_a_batch_of_another_loader_is_weighted_by_its_own_rows(rows, others, divisor):
     assert_right(partial(with_another_loader, rows=rows, others=others, divisor=divisor), dp=2)
+
+
+def with_boxes(rows):
+    """As for detection: targets are a list, with a few boxes for each row."""
+    return torch.stack([x for x, _ in rows]), [{"boxes": y.expand(1 + i % 3, 7)} for i, (_, y) in enumerate(rows)]
+
+
+def as_it_is(batch, **_):
+    return batch
+
+
+def mean_over_rows_of_boxes(output, y):
+    return sum((row - of_row["boxes"]).square().mean() for row, of_row in zip(output, y, strict=True)) / len(y)
+
+
+def mean_over_boxes(output, y):
+    total = sum((row - of_row["boxes"]).square().sum() for row, of_row in zip(output, y, strict=True))
+    return total / sum(len(of_row["boxes"]) for of_row in y)
+
+
+def trained_on_boxes(local_rank, loss_fn, divisor=None):
+    loader = partial(loader_of, with_boxes, rows=4)
+    return trained(local_rank, loss_fn=loss_fn, divisor=divisor, loader=loader, prepare_batch=as_it_is)
+
+
+def test_targets_in_a_list_are_rows_of_which_losses_are_compared():
+    assert_right(partial(trained_on_boxes, loss_fn=mean_over_rows_of_boxes), dp=2)
+    refused(partial(trained_on_boxes, loss_fn=mean_over_boxes, divisor="rows"), "loss_divisor should be what", dp=2)
+    refused(partial(trained_on_boxes, loss_fn=mean_over_boxes), "should be a mean over rows, but gives", dp=2)

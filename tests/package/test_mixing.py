@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Events
 from ignite.metrics import Loss
+from ranks import assert_right, in_float64, on, refused
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 import ignite_ddl as ddl
 from ignite_ddl.mixing import CheckedCollate, rows_meet
-from tests.ranks import assert_right, in_float64, on, refused
 
 SEEN = []
 
@@ -80,10 +80,11 @@ def test_a_collate_fn_that_mixes_samples_warns_once():
     rolled = CheckedCollate(lambda given: [t + t.roll(1, 0) for t in default_collate(given)])
     with pytest.warns(UserWarning, match="collate_fn makes rows of a batch from other rows"):
         rolled(samples)
+    lists = CheckedCollate(lambda given: (torch.stack([x for x, _ in given]), torch.empty(6, 0), [i for _, i in given]))
     padded = CheckedCollate(lambda given: nn.utils.rnn.pad_sequence([x[: int(i) + 1] for x, i in given]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rolled(samples), padded(samples), CheckedCollate(default_collate)(samples)
+        rolled(samples), padded(samples), lists(samples), CheckedCollate(default_collate)(samples)
 
 
 @in_float64
@@ -99,8 +100,13 @@ def training(local_rank, prepare=None, trainer=None, batch_size=8):
     return losses, torch.cat([p.flatten() for p in ddl.full_state_dict(model).values()])
 
 
+def none(batch, **_):
+    return batch[0][batch[0][:, 0] > 9], batch[1]
+
+
 def test_a_batch_is_prepared_as_in_one_process_or_refused():
     refused(functools.partial(training, prepare=normalised), "prepare_batch makes rows of a batch from other", dp=2)
+    refused(functools.partial(training, prepare=none), "prepare_batch leaves no row of this rank's", dp=2)
     assert_right(functools.partial(training, prepare=in_groups), dp=2)
 
 
