@@ -15,7 +15,7 @@ from ignite_ddl.pipeline.structure import Structure, flatten
 from ignite_ddl.tensor.random import random_stream
 
 SENDS_ANY_DTYPE = hasattr(PipelineStage, "_forward_metadata_inference")  # torch 2.12 and newer
-_NO_GRADIENT = 0x7FF5  # repeated, the bits of a NaN of any float type, one that no computation gives
+_NO_GRADIENT = 0x7FF5  # repeated, the bits of a NaN of any float type that no computation returns
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Stage(PipelineStage):
         return tensor.contiguous()
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """As torch's, but where the next stage has not used an output, this one has no gradient, in place of zeros."""
+        """As torch's, but an output that the next stage has not used gets no gradient, in place of zeros."""
         if not self.is_last:
             outputs, inputs = self.fwd_cache[bwd_chunk_id]
             pairs = zip(outputs, self._retrieve_recv_grads(bwd_chunk_id), strict=True)
@@ -114,8 +114,8 @@ class Stage(PipelineStage):
             self.bwd_cache[bwd_chunk_id] = tuple(_sent_back(grad, of, self.device) for grad, of in pairs)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
-        """As torch's, which finds weights whose gradients it computes later by paths from one input to one output: of
-        other stages, it computes all at once.
+        """As torch's. To compute gradients of weights later, torch follows paths from one input to one output: a stage
+        that has more of them computes all gradients at once.
         """
         call = super().backward_maybe_with_nosync
         if backward_type != "input":
@@ -151,7 +151,10 @@ def _sent_back(grad: torch.Tensor | None, of: torch.Tensor, device: torch.device
 
 
 def _is_marked(grad: torch.Tensor | None) -> bool:
-    return grad is not None and grad.numel() > 0 and int(grad.flatten().view(torch.int16)[0]) == _NO_GRADIENT
+    if grad is None or not grad.numel():
+        return False
+    first = grad.flatten()[:1].view(torch.int16)  # all its bits: some of them any number may have
+    return bool((first == _NO_GRADIENT).all())
 
 
 def _describe(structure: Structure, shapes: tuple) -> str:

@@ -16,7 +16,7 @@ import ignite_ddl as ddl
 from ignite_ddl.pipeline.cut import balance
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for, stage_owners, suits
-from ignite_ddl.pipeline.stage import SENDS_ANY_DTYPE
+from ignite_ddl.pipeline.stage import _NO_GRADIENT, SENDS_ANY_DTYPE
 
 names = st.sampled_from(list(SCHEDULES))
 any_dtype = pytest.mark.skipif(not SENDS_ANY_DTYPE, reason="torch 2.11 sends floating-point tensors only")
@@ -519,6 +519,17 @@ def both_of(output, y):
     return summed(output[0], y) + 2 * summed(output[1], y)
 
 
+class Scaled(nn.Linear):
+    """Its input gets a gradient whose last bits are those of the mark of a missing one."""
+
+    def forward(self, x):
+        return super().forward(x.detach()) + x * torch.tensor(2**62 + _NO_GRADIENT).view(torch.double)
+
+
+def total(output, y):
+    return output.sum()
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
 @on_each_rank(pp=2)
 def test_weights_get_no_gradient_where_they_get_none_in_one_process(local_rank, schedule):
@@ -527,6 +538,7 @@ def test_weights_get_no_gradient_where_they_get_none_in_one_process(local_rank, 
     x = torch.randn(8, 4, dtype=torch.double)
     cases = [([Aside(own) for _ in range(4)], loss) for own, loss in ((True, first_of), (False, both_of))]
     cases += [([nn.Linear(4, 4), nn.Linear(4, 4), Apart(4, 4), nn.Linear(4, 4)], summed)] * ("1f1b" in schedule)
+    cases += [([*(nn.Linear(4, 4) for _ in range(3)), Scaled(4, 4)], total)]
     for parts, loss_fn in cases:
         whole = nn.Sequential(*parts).double()
         pipeline = ddl.auto_model(copy.deepcopy(whole), schedule=schedule, n_microbatches=4)
