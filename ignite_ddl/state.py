@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -89,14 +88,15 @@ def full_tensors(model: nn.Module, on_rank: int | None = 0) -> Iterator[tuple[st
 
 
 def _check_names(known: Mapping[str, Any], of_stages: list[dict[str, Any]]) -> None:
-    """Refuses stages that lack tensors of the model that they were cut from."""
+    """Raises a ValueError if stages lack tensors of the model that they were cut from."""
     held = {name for of_stage in of_stages for name in of_stage}
     gone = [name for name in known if name not in held and not is_extra_state(name)]
     if gone:
         raise ValueError(
-            f"under pp the stages should hold what the model did that was given to ddl.auto_model, but {gone[0]!r} was "
-            f"removed or renamed since then (new: {', '.join(sorted(held - known.keys())) or 'nothing'}): prune and "
-            "parametrize before ddl.auto_model, or undo it before weights are gathered or loaded "
+            f"under pp the stages should hold the tensors of the model that was given to ddl.auto_model, but "
+            f"{gone[0]!r} was removed or renamed since then (new: "
+            f"{', '.join(sorted(held - known.keys())) or 'nothing'}): prune and parametrize before ddl.auto_model, or "
+            "undo it before weights are gathered or loaded "
             '(torch.nn.utils.prune.remove(layer, "weight"))'
         )
 
@@ -113,14 +113,9 @@ def _shared_state(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
 
 def _tensors_and_extra_state(stages: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """This rank's state dict: tensors, and what modules' ``get_extra_state`` returns."""
-    root = stages.plain_module()
-    state = root.state_dict(keep_vars=True)
-    extra = {name: value for name, value in state.items() if is_extra_state(name)}
-    tensors = {name: value for name, value in state.items() if name not in extra}
-    for inner, module in root.named_modules():
-        if isinstance(module, DistributedDataParallel):  # as in an AveragedModel; names are those of other meshes
-            tensors = {re.sub(rf"^{re.escape(inner)}\.module\.", f"{inner}.", name): t for name, t in tensors.items()}
-    return tensors, extra
+    state = stages.state_dict()
+    tensors = {name: value for name, value in state.items() if not is_extra_state(name)}
+    return tensors, {name: value for name, value in state.items() if name not in tensors}
 
 
 def _wait_for_all(mesh: Mesh) -> None:
@@ -240,7 +235,8 @@ def _names_in(state: Mapping[str, Any], shapes: Mapping[str, Any], first_names: 
 
 def set_extra_state(model: nn.Module, name: str, value: Any) -> None:
     """Gives a module of the model what its ``get_extra_state`` has returned under ``name``."""
-    stages_of(model).plain_module().get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+    module = stages_of(model).plain_module().get_submodule(name.rpartition(".")[0])
+    (module.module if isinstance(module, DistributedDataParallel) else module).set_extra_state(value)
 
 
 def _assign(target: torch.Tensor, value: torch.Tensor) -> None:

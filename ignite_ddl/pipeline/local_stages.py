@@ -97,7 +97,12 @@ class OneStage:
         (loss * weight).backward()
 
     def forward_only(self, x: Any, checks: bool = False) -> Any:
-        """The output for all rows on the rank with the last stage, None elsewhere; checks whether microbatches join."""
+        """The output for all rows on the rank with the last stage, None elsewhere.
+
+        Args:
+            x: this dp rank's rows.
+            checks: whether to check that outputs of microbatches can be joined. Default: False.
+        """
         return self.model_fn(self.model, x)
 
     def from_last_stage(self, value: Any) -> Any:
@@ -109,7 +114,9 @@ class OneStage:
         return dist.all_reduce(parts, group=get_mesh().dp_cp_group, async_op=True)
 
     def begin_window(self) -> None:
-        """Leaves gradients of before that stages share, and have summed, to one of them."""
+        """Before the first batch of a window: gradients that it adds to, of weights that stages share, are sums over
+        these stages already, and are kept on one of them.
+        """
 
     def sum_shared_gradients(self) -> None:
         """Sums the gradients of weights that several stages share."""
@@ -129,9 +136,19 @@ class OneStage:
             module = module._orig_mod if hasattr(module, "_orig_mod") else module.module
         return module
 
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has of the uncut model's state dict, with parameters themselves."""
+        root = self.plain_module()
+        state = root.state_dict(keep_vars=True)
+        for name, module in root.named_modules():
+            if isinstance(module, DistributedDataParallel):  # such as in an AveragedModel, which names it, too
+                start, ddp = f"{name}.", f"{name}.module."
+                state = {start + k.removeprefix(ddp) if k.startswith(ddp) else k: value for k, value in state.items()}
+        return state
+
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes in the uncut model's state dict."""
-        state = self.plain_module().state_dict()
+        state = self.state_dict()
         return {name: tuple(t.shape) if isinstance(t, torch.Tensor) else () for name, t in state.items()}
 
     def shared_names(self) -> list[list[str]]:
@@ -168,7 +185,7 @@ class PipelineStages:
     ) -> None:
         self.module, self.cut, self.mesh, self.stages = module, cut, mesh, stages
         self.is_last = cut.owners[-1] == mesh.pp_rank
-        self.holders: list[Holder] = []  # of the model that was cut, and of the pipeline
+        self.holders: list[Holder] = []  # of layers: in the model that was cut, and in the pipeline
         self.transfer = Transfer(cut, mesh)
         self.schedules = BatchSchedules(cut, mesh, stages, self.transfer, communicates, gathers, checks)
         self.from_last_stage, self.gather_stages = self.transfer.from_last_stage, self.transfer.gather
@@ -222,8 +239,9 @@ class PipelineStages:
         self._share_buffers()
         with torch.no_grad(), on_some_ranks():
             rows = n_rows(x)
-            n = self._common_count(min(self.cut.n_microbatches, max(1, rows - checks)))
-            ends = [0, *((rows * i - checks) // n for i in range(1, n)), rows]  # if checked, never all of one length
+            fewer = int(checks)  # in the first microbatch, so that check_joins sees different numbers of rows
+            n = self._common_count(min(self.cut.n_microbatches, max(1, rows - fewer)))
+            ends = [0, *((rows * i - fewer) // n for i in range(1, n)), rows]
             microbatches = [rows_of(x, *of_one) for of_one in itertools.pairwise(ends)]
             outputs = self.transfer.pass_through(microbatches, lambda s, value: self.stages[s](value))
         for stage in self.local_stages():
@@ -257,7 +275,7 @@ class PipelineStages:
         return dist.all_reduce(parts, async_op=True)
 
     def begin_window(self) -> None:
-        parameters = dict(self.module.named_parameters())
+        parameters = dict(self.module.named_parameters()) if self.cut.shared else {}
         for name in (name for names in self.cut.shared for name in names[1:] if name in parameters):
             parameters[name].grad = None
 
@@ -273,6 +291,9 @@ class PipelineStages:
 
     def plain_module(self) -> nn.Module:
         return self.module
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.module.state_dict(keep_vars=True)
 
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
         return self.cut.shapes
@@ -295,8 +316,8 @@ def stages_of(model: nn.Module, model_fn: Callable[[nn.Module, Any], Any] = call
     if not isinstance(stages, PipelineStages):
         if get_mesh().pp_size > 1 and any(hasattr(p, BELONGS_TO_A_MODEL) for p in model.parameters()):
             raise ValueError(
-                f"model should be what ddl.auto_model returned, but this {type(model).__name__} holds layers of it, of "
-                "which each pp rank trains some only: model = ddl.auto_model(model)"
+                f"model should be what ddl.auto_model returned, but this {type(model).__name__} only holds layers of "
+                "that model, of which each pp rank trains its own stages: model = ddl.auto_model(model)"
             )
         return OneStage(model, model_fn)
     if stages.module is not model:  # of torch.compile
@@ -320,9 +341,9 @@ def _explaining_errors(schedule: str) -> Iterator[None]:
             raise error.__cause__ from None  # of a hook
         if "grad can be implicitly created only for scalar outputs" in str(error.__cause__):
             raise RuntimeError(
-                "a stage's output needs a gradient, which it did not when its schedule was set up, so that the next "
-                "stage sends none: where forward begins to compute with gradients what it computed under "
-                "torch.no_grad(), call the model's forget_schedules() on every rank, as after unfreezing a stage"
+                "a stage's output requires a gradient, but did not when its schedule was set up, so the next stage "
+                "sends none: when forward begins to compute with gradients what it computed under torch.no_grad() "
+                "before, call the model's forget_schedules() on every rank, as after unfreezing a stage"
             ) from None
         if SCHEDULES[schedule].split_backward and "backward through the graph a second time" in str(error):
             raise RuntimeError(

@@ -384,11 +384,14 @@ def test_a_state_by_rank_is_refused_on_another_mesh_before_anything_changes(tmp_
 def with_an_average(rank, folder):
     model = torch.optim.swa_utils.AveragedModel(ddl.auto_model(net()))
     ddl.Checkpoint({"average": model, "model": model.module}, folder).save("x")
-    return ddl.full_state_dict(model.module)["norm.bias"]
+    full = ddl.full_state_dict(model)
+    ddl.load_full_state_dict(model, full)
+    return full["module.norm.bias"], ddl.full_state_dict(model.module)["norm.bias"]
 
 
 def test_the_copy_of_a_model_in_another_one_has_the_names_of_every_mesh(tmp_path):
-    saved = launch({"dp": 2}, with_an_average, tmp_path)[0]
+    saved, of_the_inner_one = launch({"dp": 2}, with_an_average, tmp_path)[0]
+    assert torch.equal(saved, of_the_inner_one)
     average = torch.optim.swa_utils.AveragedModel(ddl.auto_model(net()))
     average.module.norm.bias.data.fill_(7.0)
     ddl.Checkpoint.load_objects({"average": average}, tmp_path / "x")
