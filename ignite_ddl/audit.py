@@ -9,9 +9,9 @@ model unchanged       parameters added, replaced, re-typed or hooked, and under 
 weights loaded        weights of ``ddl.empty_weights`` that were not loaded               steps 1, 2, 4, 8, …
 same rows             tp, cp or pp peers with different rows                              steps 1, 2, 4, 8, …
 same order            dp ranks whose samplers give them different batches                 each step
-same modules          dp ranks that call different modules; with FSDP2 also those that      each step; the
-                      get gradients of different weights                                  next one
-same calls            dp ranks that call a layer unlike numbers of times, shard=True      steps 1, 2, 4, 8, …
+same modules          dp ranks that call different modules                                each step
+same weights          with FSDP2, dp ranks that get gradients of different weights        each step, in the next
+same calls            with shard=True, dp ranks that do not call a layer equally often    steps 1, 2, 4, 8, …
 same steps            ranks that skip a step of the optimizer                             each step
 numbers of rows       buffers, and attributes on which outputs depend, in which forward   step 1
                       counts the rows of a dp rank
@@ -107,9 +107,9 @@ from ignite_ddl.traceless import (
     UNLIKE_MODULES,
     outputs_depend_on,
     outputs_depend_on_padding,
+    peers_are_elsewhere,
     rows_depend_on_each_other,
     stored_values,
-    unlike,
 )
 
 TOKENS_CHECKED = "_tokens_checked"  # on a model whose tokens have been checked, or are not to be
@@ -138,7 +138,7 @@ class Audit:
                 f"{type(model).__name__} is not: model = ddl.auto_model(model)"
             )
         self.modules = ModulesInUse(stages.local_stages(), mesh)
-        # FSDP2 reduces the gradients that a rank has: of which of these weights is compared in the next step.
+        # FSDP2 reduces what gradients a rank has: which of these weights have one is compared in the next step.
         reduced = mesh.dp_cp_size > 1 and local_round(model) is None and not isinstance(model, DistributedDataParallel)
         experts = {id(p) for module in experts_of(model) for p in module.parameters()}
         self.weights = [p for p in model.parameters() if reduced and id(p) not in experts]
@@ -269,12 +269,12 @@ class Audit:
             raise ValueError(
                 "the targets of dp ranks should have the same shape, but for the number of rows, as in one process; "
                 "they differ (padded by each rank to another length?), so the number of targets that count is not "
-                "known: pad all to one length, or pass loss_divisor=, a function from targets to that number, without "
-                "padding, which has to count neither in it nor in the loss (y.numel() counts it)"
+                "known: pad all to one length, or pass loss_divisor=, a function from targets to that number. Padding "
+                "has to count neither there nor in the loss (y.numel() would count it)"
             )
 
     def at_the_end(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """When a run ends: what ranks should hold alike may differ since the last step that compared it."""
+        """When a run ends: compares weights, buffers and options, which may differ since they were compared last."""
         check_replicas(self.model)
         if not isinstance(self.model, DistributedDataParallel) and local_round(self.model) is None:
             check_same_options(optimizers)
@@ -626,7 +626,7 @@ class ModulesInUse:
     """
 
     def __init__(self, stages: list[nn.Module], mesh: Mesh) -> None:
-        self.mesh, self.compares = mesh, True
+        self.mesh, self.compares = mesh, False
         # In order, each module once, since dp ranks may have different numbers of microbatches.
         self.calls: dict[int, None] = {}
         self.names: list[str] = []
@@ -650,12 +650,13 @@ class ModulesInUse:
             self.handles.append(stage.register_forward_hook(self._hook(END, stage)))
 
     def begin(self, compares: bool) -> None:
-        """Starts a step, in which ranks compare their calls or not."""
+        """Starts a step; in its forward pass, ranks compare their calls or not."""
         self.compares = compares
         self.calls.clear()
 
     def digest(self) -> int:
-        """A number below 2 ** 20 for the modules called in this step, in order."""
+        """After the forward pass, a number below 2 ** 20 for the modules called in it, in order."""
+        self.compares = False
         if self.first_step_only:
             while self.handles:
                 self.handles.pop().remove()
@@ -689,7 +690,7 @@ class ModulesInUse:
 
     def _compare(self, number: int) -> None:
         """Raises a ValueError unless all dp ranks have called the same modules."""
-        if unlike(hash(tuple(self.calls)) % 2**20, number, self.mesh.dp_cp_group):
+        if peers_are_elsewhere(hash(tuple(self.calls)) % 2**20, number, self.mesh.dp_cp_group):
             at = "the end of forward" if number == END else repr(self.names[number])
             raise ValueError(f"{UNLIKE_MODULES} This rank was at {at}")
 
@@ -698,9 +699,9 @@ def _check_reduced(stages: list[nn.Module]) -> None:
     """Raises a ValueError if DDP has not averaged gradients, also where weights have some of an earlier call."""
     if any(isinstance(stage, DistributedDataParallel) and leaves_gradients(stage) for stage in stages):
         raise ValueError(
-            "DDP waits for the gradients of all weights in the last call of a step, but the loss of this one gives "
-            "some weights none (as derivatives of the output give its bias none): add 0 * output.sum() to it, or let "
-            "the call of another loss be the last one"
+            "DDP waits for a gradient of each weight in the last backward pass before an optimizer step, but its loss "
+            "gives some weights none (derivatives of the output do not depend on the last bias): add 0 * output.sum() "
+            "to the loss, or call ddl.forward_backward with another loss last"
         )
 
 
@@ -708,14 +709,14 @@ def _finds_unused(stage: nn.Module) -> bool:
     return isinstance(stage, DistributedDataParallel) and stage.find_unused_parameters
 
 
-def warn_of_undealt_rows(mesh: Mesh, batch: Any) -> None:
-    """Warns if dp ranks have the same batch, whose rows metrics count on each of them."""
+def warn_of_same_batch(mesh: Mesh, batch: Any) -> None:
+    """Warns if dp ranks have the same batch: metrics would count its rows once for each of them."""
     digests = [digest(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     peers = gathered(torch.tensor([hash(tuple(digests))], device=idist.device()), mesh.groups["dp"])
     if len(peers) > 1 and digests and all(torch.equal(peer, peers[0]) for peer in peers) and mesh.rank == 0:
         warnings.warn(
-            f"each dp rank has the same batch, so that metrics which add up count its rows {len(peers)} times: run the "
-            "engine on the loader of ddl.auto_dataloader, which deals rows to ranks",
+            f"each dp rank has the same batch, so that metrics which sum over ranks count its rows {len(peers)} times: "
+            "run the engine on a loader of ddl.auto_dataloader, which divides rows among ranks",
             stacklevel=2,
         )
 

@@ -47,6 +47,7 @@ from ignite_ddl.context.sequence import shard_batch
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.mixing import CheckedCollate
 from ignite_ddl.pipeline.structure import n_rows, tensors_of
+from ignite_ddl.tensor.random import state_of
 
 
 def _is_sampler(value: Any) -> bool:
@@ -532,7 +533,7 @@ class Pass:
 
 _latest_pass: weakref.ref[Pass] | None = None  # the one of the last batch
 _uneven_loader: weakref.ref[ShardedDataLoader] | None = None  # of the last batch of loops, if its rows are uneven
-# Open loops that have given uneven rows: these, and whether an even batch of another loop leaves them to be trained on.
+# Open loops whose last batch was uneven: its rows, and whether it was read to be trained on, not under torch.no_grad().
 _uneven_loops: WeakKeyDictionary[Pass, tuple[tuple[int, int], bool]] = WeakKeyDictionary()
 _is_watching = False
 
@@ -544,8 +545,8 @@ def _watch_optimizer_steps(of_loop: Pass) -> None:
     _uneven_loader = weakref.ref(of_loop.loader) if is_uneven else None
     if is_uneven:
         _uneven_loops[of_loop] = of_loop.rows, torch.is_grad_enabled()
-    else:  # what was read under torch.no_grad() was to be looked at
-        for looked_at in [loop for loop, (_, stays) in _uneven_loops.items() if not stays]:
+    else:
+        for looked_at in [loop for loop, (_, is_trained_on) in _uneven_loops.items() if not is_trained_on]:
             del _uneven_loops[looked_at]
     if is_uneven and not _is_watching:
         _is_watching = True
@@ -557,7 +558,7 @@ def _refuse_uneven_rows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         cure = (
             "let ddl.create_supervised_trainer, or ddl.forward_backward in a ddl.MeshEngine, compute them, take a "
             "batch_size and drop_last=True by which all ranks have the same number of rows, or weight each rank's loss "
-            "by loader.rows (once it has been read, this is not checked); what is not trained on is read under "
+            "by loader.rows (once it has been read, this is not checked); read batches that are not trained on under "
             "torch.no_grad()"
         )
         used = {rows for loop, (rows, _) in _uneven_loops.items() if loop.loader._rows_are_used}
@@ -728,43 +729,45 @@ class _EpochPlan:
 
 
 class _Drawn:
-    """What an order is drawn from: generators and numbers that samplers, or an iterable dataset, have as attributes."""
+    """The states from which an order of rows is drawn: of generators, and numbers such as a count of epochs, that are
+    attributes of samplers or of an iterable dataset.
+
+    Args:
+        generator: the loader's.
+        holders: the samplers, or the dataset; those that are attributes of these are found.
+    """
 
     def __init__(self, generator: torch.Generator | None, *holders: Any) -> None:
         self.holders = [SimpleNamespace(generator=generator), *(each for each in holders if hasattr(each, "__dict__"))]
-        for holder in self.holders:  # their number grows meanwhile
+        for holder in self.holders:  # the list grows meanwhile
             inside = [each for each in vars(holder).values() if isinstance(each, Sampler | IterableDataset)]
             self.holders += [each for each in inside if not any(each is known for known in self.holders)]
-        self.first: dict[str, float] = {}  # numbers as they were
+        self.first: dict[str, float] = {}  # numbers as they were at first
         self.saved: set[str] = set()  # generators, and numbers that have changed
         self.states()
 
-    def _parts(self) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
-        """Of each part a name, and functions that get and set its state."""
+    def _parts(self) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
+        """Of each part its name, its state, and a function that sets it."""
         for place, holder in enumerate(self.holders):
             for name, value in list(vars(holder).items()):
-                key, bits = f"{place}.{name}", getattr(value, "bit_generator", None)
-                if isinstance(value, torch.Generator):
-                    yield key, value.get_state, value.set_state
-                elif type(value) is random.Random:
-                    yield key, value.getstate, value.setstate
-                elif type(bits).__name__ == "PCG64":  # of NumPy's default_rng
-                    yield key, partial(getattr, bits, "state"), partial(setattr, bits, "state")
-                elif type(value) in (int, float):
-                    yield key, partial(getattr, holder, name), partial(setattr, holder, name)
+                found = (value, partial(setattr, holder, name)) if type(value) in (int, float) else state_of(value)
+                if found and (not isinstance(found[0], dict) or found[0]["bit_generator"] == "PCG64"):  # else of arrays
+                    yield f"{place}.{name}", *found
 
     def states(self) -> dict[str, Any]:
-        states = {key: get() for key, get, _ in self._parts()}
+        """All states by name; notes which numbers have changed."""
+        states = {key: state for key, state, _ in self._parts()}
         for key, state in states.items():
             if type(state) not in (int, float) or self.first.setdefault(key, state) != state:
                 self.saved.add(key)
         return states
 
     def kept(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """What a checkpoint has of them."""
+        """Those of these states that a checkpoint has: of generators, and of numbers that have changed."""
         return {key: state for key, state in states.items() if key in self.saved}
 
     def set(self, states: Mapping[str, Any]) -> None:
+        """Sets those that are given."""
         for key, _, set_state in self._parts():
             if key in states:
                 self.saved.add(key)

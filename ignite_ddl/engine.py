@@ -22,7 +22,7 @@ from ignite.engine import Engine, Events, State, _prepare_batch
 from ignite.handlers import FastaiLRFinder, TimeLimit
 from ignite.handlers.base_logger import BaseOutputHandler
 from ignite.handlers.tqdm_logger import ProgressBar
-from ignite.metrics import Metric, RunningAverage
+from ignite.metrics import Metric
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
-from ignite_ddl.audit import check_same_rows, check_tokens_are_independent, warn_of_undealt_rows
+from ignite_ddl.audit import check_same_rows, check_tokens_are_independent, warn_of_same_batch
 from ignite_ddl.collectives import on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, PartError
 from ignite_ddl.context.sequence import NOT_SHARED
@@ -40,7 +40,7 @@ from ignite_ddl.data_parallel import local_round, refuse_in_a_round
 from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.loss_contract import DIVISOR
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.metrics import on_this_rank, over_data_parallel
+from ignite_ddl.metrics import NOT_REDUCED, on_this_rank, over_data_parallel
 from ignite_ddl.mixing import check_prepare_batch, check_transform
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.local_stages import PipelineStages, Stages, call, on_some_ranks, stages_of
@@ -80,6 +80,7 @@ class MeshEngine(Engine):
         super().__init__(process_function)
         self._process_function = functools.partial(self._process, process_function)
         self.rows: tuple[int, int] | None = None
+        self.counts_rows = False  # whether a metric that is attached sums over ranks
         self.steps: dict[int, TrainingStep] = {}  # by id of the model
         self.optimizers: list[torch.optim.Optimizer] = []  # that have stepped
         self.weighted: list[nn.Module] = []  # models whose gradients of this batch are weighted by rows
@@ -105,11 +106,8 @@ class MeshEngine(Engine):
         engine.updates, engine.updated = engine.updates + engine.updated, False
         if get_mesh().world_size == 1:
             return process_function(engine, batch)
-        if engine.rows is None and engine.state.iteration == 1:
-            handlers = [each[0] for of_event in engine._event_handlers.values() for each in of_event]
-            owners = [getattr(handler, "__self__", None) for handler in handlers]
-            if any(isinstance(owner, Metric) and not isinstance(owner, RunningAverage) for owner in owners):
-                warn_of_undealt_rows(get_mesh(), batch)
+        if engine.counts_rows and engine.rows is None and engine.state.iteration == 1:
+            warn_of_same_batch(get_mesh(), batch)
         with _refusing_unweighted_steps(engine):
             if engine.rows is not None and engine.rows[0] == 0:
                 return without_rows(process_function(engine, batches.filler))
@@ -220,6 +218,7 @@ class MeshEngine(Engine):
         owner = getattr(handler, "__self__", None)
         if isinstance(owner, Metric):
             over_data_parallel(owner)
+            self.counts_rows = self.counts_rows or not isinstance(owner, NOT_REDUCED)
         if isinstance(handler, TimeLimit):
             handler = functools.partial(_end_together, handler)
         if isinstance(owner, FastaiLRFinder) and handler == owner._log_lr_and_loss:

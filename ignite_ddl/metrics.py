@@ -142,8 +142,8 @@ def over_data_parallel(metric: Metric) -> Metric:
     """Makes a metric reduce over the data-parallel group, in place, and returns it.
 
     The engines of ``ddl`` do this for every metric attached to them. After ``ddl.auto_model`` the first update does it
-    for any other one of Ignite's, which you may update and compute yourself; one of your own then reduces over that
-    group, but for the rest of this call it before the first update.
+    for any other metric of Ignite's, which you may update and compute yourself. A metric of your own then reduces over
+    that group, too; for ranks without rows, call this before its first update.
 
     Ignite cannot reduce over a rank whose batches had no rows: means of no rows are NaN, sums per class have no shape
     yet. Updates without rows are skipped, and if a rank had no rows since the reset, the others compute the result
@@ -177,7 +177,12 @@ def _in_view(method: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def reduce_metrics_over_dp(cls: type[Metric] = Metric) -> None:
-    """Lets metrics that a loop or Ignite's Engine updates reduce over the data-parallel group, too; of any class."""
+    """Lets metrics that are not attached to an engine of ``ddl`` reduce over the data-parallel group, too: a loop or
+    Ignite's Engine updates them.
+
+    Args:
+        cls: of these metrics; subclasses, also later ones, are included. Default: all.
+    """
     for name in ("update", "compute", "state_dict", "load_state_dict"):
         method = vars(cls).get(name)
         if method is not None and not hasattr(method, "is_by_hand"):
@@ -197,9 +202,10 @@ def _by_hand(name: str, method: Callable) -> Callable:
     @functools.wraps(method)
     def by_hand(metric: Metric, *args: Any, **kwargs: Any) -> Any:
         is_one_ranks = isinstance(idist_utils._model, _DataParallelModel)  # as in data_parallel_view([rank])
-        is_ignites = type(metric).__module__.startswith("ignite.")  # another may be one rank's: it exchanges no more
-        if name == "update" and is_ignites and not is_one_ranks and "_over_data_parallel" not in vars(metric):
-            return over_data_parallel(metric).update(*args, **kwargs)
+        is_ignites = type(metric).__module__.startswith("ignite.")  # a user's own may be updated on one rank alone
+        is_first = name in ("update", "load_state_dict") and "_over_data_parallel" not in vars(metric)
+        if is_first and is_ignites and not is_one_ranks:
+            return getattr(over_data_parallel(metric), name)(*args, **kwargs)
         return _in_view(method, metric, *args, **kwargs)
 
     by_hand.is_by_hand = True
@@ -211,8 +217,7 @@ class _Methods:
 
     def __init__(self, metric: Metric, is_composed: bool) -> None:
         self.metric = metric
-        # Metrics made of others leave rows to these; RunningAverage and GpuInfo do not reduce in compute.
-        self.counts_rows = not is_composed and not isinstance(metric, (RunningAverage, GpuInfo))
+        self.counts_rows = not is_composed and not isinstance(metric, NOT_REDUCED)  # what others count is theirs
         self.compares_rows = isinstance(metric, _COMPARE_ROWS)
         self.original = {name: getattr(metric, name) for name in _METHODS}
         is_loss = all(getattr(type(metric), name) is getattr(Loss, name) for name in ("reset", "update", "compute"))
@@ -358,8 +363,8 @@ class _BatchLosses:
         self.losses.append(torch.stack([torch.as_tensor(n, dtype=torch.float64, device="cpu") for n in numbers]))
 
     def _weight(self, y: Any) -> tuple[float, float, float]:
-        """By what Ignite weights the batch, if it adds up over rows; if not, as 1 for any batch, or by ``max(1, n)``
-        for one in which nothing counts; and whether it does not.
+        """Ignite's weight of the batch: ``(weight, 0, 0)`` if it adds up over rows, else ``(0, weight, 1)``, as of
+        a constant, or of ``max(1, n)`` where nothing counts.
         """
         weight = float(self.metric._batch_size(y))
         if self.metric._batch_size is len or weight > self.least or not weight:
@@ -395,13 +400,13 @@ class _BatchLosses:
         total, counted, weight, alike, n_alike = losses.unbind(1)
         if not weight.any():  # the same for every batch
             weight = alike / n_alike.clamp(min=1)
-        elif (alike == n_alike).all():  # by max(1, n), where nothing counts
+        elif (alike == n_alike).all():  # those that do not add up are 1: max(1, n) where nothing counts
             weight = torch.where(n_alike > 0, weight.clamp(min=1), weight)
         else:
             raise ValueError(
                 "batch_size of Loss should add up over rows, as len does, or be the same for every batch, but gave "
-                f"{float(alike.max()):g} both for some targets and for twice as many (a clamp?): let it count, or 1 at "
-                "least, max(1, n)"
+                f"{float(alike.max()):g} both for some targets and for twice as many (a clamp?): let it return the "
+                "number n that counts, or max(1, n)"
             )
         if self.divisor.declared:
             counted = weight
@@ -421,6 +426,7 @@ def _gather_rows(output: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return output if idist_utils.all_reduce(int(has_all)) == ranks else gathered
 
 
+NOT_REDUCED = RunningAverage, GpuInfo  # in compute; they may be attached on one rank alone
 _METHODS = ("reset", "update", "compute", "state_dict", "load_state_dict")
 
 

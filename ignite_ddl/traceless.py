@@ -25,13 +25,14 @@ from ignite_ddl.collectives import gathered
 from ignite_ddl.compat import gathers, no_transforms, without_dispatch_modes
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import SomeRows, local_tensor, map_leaves, n_rows, some_rows, tensors_of
-from ignite_ddl.tensor.random import random_states, random_stream, set_random_states
+from ignite_ddl.tensor.random import random_states, random_stream, set_random_states, state_of
 
 UNLIKE_MODULES = (
-    "dp ranks should call the same modules in a step, as often, and get gradients of the same weights, but do not, so "
-    "that gradients of different weights would be added, or ranks wait for each other. Make the same choice on all "
-    "ranks (a random one with the same seed; in a loop that ends by a residual, idist.all_reduce(residual, "
-    '"MAX") of a number), or train with DDP alone, with find_unused_parameters=True where a rank leaves weights out.'
+    "dp ranks should call the same modules in a step, equally often, and get gradients of the same weights, but do "
+    "not: gradients of different weights would be added, or ranks would wait for each other. Make the same choice on "
+    "all ranks (draw it with the same seed; end a loop by the largest residual of all ranks, "
+    'idist.all_reduce(residual, "MAX") of a number), or train with DDP alone, with find_unused_parameters=True if a '
+    "rank leaves weights out."
 )
 _KINDS = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, deque, set, torch.Tensor)
 _NUMBERS = (bool, int, float, complex, str)
@@ -189,7 +190,7 @@ def _is_of_a_library(name: Any) -> bool:
 
 def _variables(owner: Any) -> list[tuple[Held, Iterable[str] | None]]:
     """Where something keeps variables: mappings by name, and which of their names (None: all)."""
-    if _stream(owner):  # see random_kept
+    if state_of(owner):  # see random_kept
         return []
     if isinstance(owner, nn.Module):
         return [(held, None) for module in owner.modules() for held in (module._buffers, vars(module))]
@@ -212,18 +213,6 @@ def _variables(owner: Any) -> list[tuple[Held, Iterable[str] | None]]:
     return [(vars(owner), None)]
 
 
-def _stream(one: Any) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Of a generator of random numbers of torch, Python or NumPy: its state, and what sets it."""
-    if isinstance(one, torch.Generator):
-        return one.get_state(), one.set_state
-    if isinstance(one, random.Random):
-        return one.getstate(), one.setstate
-    if str(type(one).__module__).startswith("numpy.random."):
-        bits = getattr(one, "_bit_generator", getattr(one, "bit_generator", one))
-        return bits.state, functools.partial(setattr, bits, "state")
-    return None
-
-
 def reached(function: Any) -> list[Any]:
     """What may keep a state for a function, and is no library's: itself, and what it uses by its closure, its defaults,
     arguments that are bound, globals that its code names, and attributes of what is found there.
@@ -241,7 +230,7 @@ def reached(function: Any) -> list[Any]:
             pending += [one.__func__, getattr(one, "__self__", None)]
         elif isinstance(one, _NESTS):
             pending += [] if len(one) > _MOST else one.values() if isinstance(one, dict) else one
-        elif isinstance(one, nn.Module | functools.partial) or _stream(one) or _has_attributes(one):
+        elif isinstance(one, nn.Module | functools.partial) or state_of(one) or _has_attributes(one):
             found[id(one)] = one
             variables = [(held, list(held) if names is None else names) for held, names in _variables(one)]
             pending += [held[name] for held, names in variables for name in names if name in held]
@@ -283,7 +272,7 @@ def captured(owners: Iterable[Any], n: int) -> list[tuple[Held, str]]:
 
 @contextlib.contextmanager
 def captured_rows(owners: Iterable[Any], rows: SomeRows | None) -> Iterator[None]:
-    """Inside, what these owners hold of a batch has some of its rows."""
+    """Inside, tensors of a batch that these owners hold are cut to some rows."""
     kept = [(held, name, held[name]) for held, name in (captured(owners, rows.n) if rows else ())]
     for held, name, value in kept:
         held[name] = rows.of(value)
@@ -313,7 +302,7 @@ def states_kept(owners: Iterable[Any]) -> Iterator[list[_SavedState]]:
 @contextlib.contextmanager
 def random_kept(owners: Iterable[Any]) -> Iterator[None]:
     """Restores at its end all streams of random numbers, those of generators among the owners included."""
-    drawn, kept = random_states(), [stream for one in owners if (stream := _stream(one))]
+    drawn, kept = random_states(), [stream for one in owners if (stream := state_of(one))]
     try:
         yield
     finally:
@@ -329,7 +318,7 @@ def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_
     Raises:
         UnlikeModules: if ranks that gather weights in these passes need other ones, or only some of them fail.
     """
-    held = [one for module in _modules(stages).values() for one in vars(module).values() if _stream(one)]
+    held = [one for module in _modules(stages).values() for one in vars(module).values() if state_of(one)]
     with (
         random_kept(held),
         _gathering_alike(stages),
@@ -345,9 +334,9 @@ def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_
         yield kept
 
 
-def unlike(calls: int, number: int, group: Any) -> bool:
-    """Whether ranks come to other places of a forward pass than this one does, whatever transforms or modes are on."""
-    with no_transforms(), without_dispatch_modes():  # which look for what the model itself sends
+def peers_are_elsewhere(calls: int, number: int, group: Any) -> bool:
+    """Whether ranks of the group are at other places of a forward pass than this one, with other numbers."""
+    with no_transforms(), without_dispatch_modes():  # which would count or transform what is sent here
         local = torch.tensor([calls, number], device=idist.device())
         return any(not torch.equal(peer, local) for peer in gathered(local, group))
 
@@ -367,7 +356,7 @@ def _gathering_alike(stages: Iterable[nn.Module]) -> Iterator[None]:
     group, sharded = get_mesh().dp_cp_group, [module for module in _modules(stages).values() if gathers(module)]
 
     def meet(number: int) -> None:
-        if unlike(0, number, group):
+        if peers_are_elsewhere(0, number, group):
             raise UnlikeModules(UNLIKE_MODULES)
 
     handles = [m.register_forward_pre_hook(lambda *_, i=i: meet(i), prepend=True) for i, m in enumerate(sharded)]
@@ -502,19 +491,23 @@ def stored_values(stages: Iterable[nn.Module], n: int) -> dict[str, Any]:
     return found
 
 
+def _outputs(run: Callable[[Any], Any], x: Any, stages: Iterable[nn.Module]) -> list[torch.Tensor]:
+    with without_trace(stages):
+        return [local_tensor(output).clone() for output in tensors_of(run(x)) if output.is_floating_point()]
+
+
 def outputs_depend_on(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], others: dict[str, Any]) -> bool:
     """Whether outputs change if attributes of modules have these values instead; two passes on every rank."""
 
-    def outputs(given: dict[str, Any]) -> list[torch.Tensor]:
-        with without_trace(stages):
-            for name, value in given.items():
-                module, _, attribute = name.rpartition(".")
-                setattr(_modules(stages)[module], attribute, map_leaves(_copied, value))
-            return [local_tensor(output).clone() for output in tensors_of(run(x)) if output.is_floating_point()]
+    def run_with_others(x: Any) -> Any:
+        for name, value in others.items():
+            module, _, attribute = name.rpartition(".")
+            setattr(_modules(stages)[module], attribute, map_leaves(_copied, value))
+        return run(x)
 
     try:
         with torch.no_grad():
-            plain, other = outputs({}), outputs(others)
+            plain, other = _outputs(run, x, stages), _outputs(run_with_others, x, stages)
     except Exception:
         return False
     return not all(
@@ -538,13 +531,9 @@ def outputs_depend_on_padding(
         larger[tuple(map(slice, leaf.shape))] = leaf
         return larger
 
-    def outputs(rows: Any) -> list[torch.Tensor]:
-        with without_trace(stages):
-            return [local_tensor(output).clone() for output in tensors_of(run(rows)) if output.is_floating_point()]
-
     try:
         with torch.no_grad(), evaluating(stages):
-            plain, with_more = outputs(x), outputs(map_leaves(padded, x))
+            plain, with_more = _outputs(run, x, stages), _outputs(run, map_leaves(padded, x), stages)
     except Exception:
         return False
     pairs = [(a, b[tuple(map(slice, a.shape))]) for a, b in zip(plain, with_more, strict=False) if a.ndim == b.ndim]
@@ -578,9 +567,9 @@ class WatchForSums(TorchDispatchMode):
 _MAX_ROWS = 8  # rows on which a model is tried
 ROWS_DEPEND = (
     "a row of the model's output should depend on that row of the input alone, but depends on other rows of the batch "
-    "(a mean, a norm or attention over rows?), of which each rank or microbatch has some: compute it from one row; or, "
-    "for each rank's rows, or if it has two views of them one after the other (torch.cat([x, view])), from which the "
-    "loss makes pairs, pass checks=False to ddl.auto_model and ddl.create_supervised_trainer"
+    "(a mean, a norm or attention over rows?), of which each rank or microbatch has some: compute it from one row. If "
+    "it should be computed from each rank's rows, or if x has two views of each row (torch.cat([x, view])) that the "
+    "loss compares, pass checks=False to ddl.auto_model and ddl.create_supervised_trainer"
 )
 _MAY_DEPEND = contextvars.ContextVar("rows may depend on each other", default=False)
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine
-from ignite.metrics import Metric
 from torch import nn
 
 from ignite_ddl.data import ShardedDataLoader
-from ignite_ddl.metrics import over_data_parallel
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,5 @@ class Kinds:
         kinds = (nn.Module, torch.optim.Optimizer, Engine, ShardedDataLoader, object)
         found: list[dict[str, Any]] = [{} for _ in kinds]
         for key, value in objects.items():
-            if isinstance(value, Metric):  # of which a state has one of each dp rank
-                over_data_parallel(value)
             found[next(i for i, kind in enumerate(kinds) if isinstance(value, kind))][key] = value
         return cls(*found)

@@ -27,7 +27,8 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import ignite.distributed as idist
@@ -75,6 +76,18 @@ def share_random_stream(mesh: Mesh) -> None:
             torch.cuda.set_rng_state(state.cpu())
     if mesh.cp_rank > 0:  # not on rank 0, whose seed decides the order of rows
         torch.manual_seed(draw_seed() + mesh.cp_rank)
+
+
+def state_of(generator: Any) -> tuple[Any, Callable[[Any], Any]] | None:
+    """The state of a generator of torch, Python or NumPy, and a function that sets it; None of anything else."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state(), generator.set_state
+    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        return generator.getstate(), generator.setstate
+    if str(type(generator).__module__).startswith("numpy.random."):
+        bits = getattr(generator, "_bit_generator", getattr(generator, "bit_generator", generator))
+        return bits.state, partial(setattr, bits, "state")
+    return None
 
 
 def random_states() -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl import backward
+from ignite_ddl import audit, backward
 
 generator = torch.Generator().manual_seed(3)
 X = torch.randn(14, 8, generator=generator, dtype=torch.float64)
@@ -1625,3 +1625,15 @@ def test_a_check_of_padding_that_leads_ranks_to_other_layers_finds_nothing(local
     rows = [(torch.ones(n), torch.ones(2)) for n in (4, 3, 4, 3, 6, 5, 6, 5)]
     trainer = trainer_of(ddl.auto_model(OfPadding(), shard=True))
     trainer.run(ddl.auto_dataloader(rows, batch_size=8, collate_fn=padded), max_epochs=2)
+
+
+def evaluates_after_a_step(local_rank):
+    model = ddl.auto_model(mlp(), shard=True)
+    trainer_of(model, F.mse_loss).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8), epoch_length=1)
+    with pytest.MonkeyPatch.context() as patched, torch.no_grad():
+        patched.delattr(audit, "peers_are_elsewhere")
+        return model(X).shape
+
+
+def test_ranks_compare_their_calls_in_a_step_and_not_after_it():
+    assert on(evaluates_after_a_step, dp=2) == [(14, 4)] * 2

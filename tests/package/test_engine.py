@@ -214,9 +214,7 @@ def counts_of_undealt_rows(local_rank, how):
 def test_rows_that_nobody_dealt_warn(how):
     of_rank_0, of_rank_1 = launch({"dp": 2}, counts_of_undealt_rows, how)
     assert len(of_rank_0) == (how != "dealt")
-    assert (
-        not of_rank_0 or "count its rows 2 times: run the engine on the loader of ddl.auto_dataloader" in of_rank_0[0]
-    )
+    assert not of_rank_0 or "count its rows 2 times: run the engine on a loader of ddl.auto_dataloader" in of_rank_0[0]
     assert of_rank_1 == []
 
 

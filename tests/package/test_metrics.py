@@ -433,7 +433,7 @@ def test_a_loss_may_say_by_batch_size_what_it_divides_by():
             assert all(abs(loss - alone) < 1e-12 for loss in parallel.run(weighted_loss, function, batch_size))
         with pytest.raises(ddl.RankError, match="or say it by batch_size=, a function from targets to the divisor"):
             parallel.run(weighted_loss, mean_over_rows, n_counted)
-        with pytest.raises(ddl.RankError, match=r"gave 3 both for .* \(a clamp\?\): let it count"):
+        with pytest.raises(ddl.RankError, match=r"gave 3 both for .* \(a clamp\?\): let it return the number n"):
             parallel.run(weighted_loss, torch.nn.CrossEntropyLoss(reduction="sum"), lambda y: max(3, 2 * n_counted(y)))
 
 
