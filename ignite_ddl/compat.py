@@ -27,10 +27,11 @@ file                                    what it uses
 ``checkpoint/resume.py``                of Ignite's Engine ``_dataloader_iter``, ``_init_iter``, ``_is_done``,
                                         ``_internal_run_generator`` and ``_internal_run_as_gen``
 ``checkpoint/handler.py``               how Ignite's Checkpoint sets up its states and file names
-``metrics.py``                          idist's ``_model``, ``_NativeDistModel``: a group instead of the world
+``metrics.py``                          idist's ``_model``, ``_NativeDistModel``: a group instead of the world; methods
+                                        of Ignite's Metric
 ``pipeline/cut.py``                     ``nn.Module._forward_hooks``, ``_forward_pre_hooks``, ``_modules``
-``pipeline/stage.py``                   ``PipelineStage``: its call of a stage, its first message;
-                                        ``Tensor._backward_hooks``
+``pipeline/stage.py``                   ``PipelineStage``: its call of a stage, its backward pass and what it keeps for
+                                        that, its first message; ``Tensor._backward_hooks``
 ``pipeline/structure.py``               ``torch.utils._pytree``
 ``pipeline/pipeline.py``                ``torch.utils._pytree``
 ``pipeline/local_stages.py``            ``torch.utils._pytree``
@@ -125,13 +126,13 @@ def _fsdp_parameters(model: nn.Module) -> dict[int, Any]:
 
 
 def replaced_parameter(unit: FSDPModule) -> tuple[nn.Module, str] | None:
-    """A module, and the name in it, where another tensor stands than FSDP2's own, which it is about to put there."""
-    is_first = unit._get_fsdp_state()._is_root is None  # when FSDP2 takes what stands in any unit for its own
+    """A module and the name of a parameter in it that is not FSDP2's own, which FSDP2 is about to put there."""
+    is_first = unit._get_fsdp_state()._is_root is None  # when FSDP2 takes the parameters of all units for its own
     groups = [group for part in (unit.modules() if is_first else [unit]) for group in _fsdp_groups(part)]
     for one in (one for group in groups if not group.is_unsharded for one in group.fsdp_params):
         info = one._module_info
-        names = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
-        for module, name in names:
+        names = info.param_name, *info.shared_param_names
+        for module, name in zip((info.module, *info.shared_modules), names, strict=True):
             held = module._parameters.get(name, one.sharded_param)
             if held is not one.sharded_param and held is not getattr(one, "_unsharded_param", None):
                 return module, name
@@ -416,10 +417,10 @@ def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
             order = getattr(tensor, ROW_ORDER, None)
             if order is not None and not torch.equal(value, value[order.to(value.device)]):
                 raise ValueError(
-                    "p.data = value does not say in which order value has the rows of a layer that Column(parts=) "
-                    "cuts: assign ddl.distribute_like(value, p) where it is that of the uncut weight, or "
-                    "torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements) where value was "
-                    "computed from p.full_tensor(), which has the ranks' order"
+                    "p.data = value does not say in which order value has the rows, which Column(parts=) has "
+                    "reordered on the ranks: assign ddl.distribute_like(value, p) if it is the order of the uncut "
+                    "weight, or torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements) if "
+                    "value was computed from p.full_tensor(), which has the ranks' order"
                 )
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(value)
@@ -499,7 +500,9 @@ def allow_empty_parameter_lists() -> None:
 
 
 def keep_missing_gradients() -> None:
-    """Lets FSDP2 pass on that an input of a module has no gradient: it makes zeros, which weight decay acts on."""
+    """Lets FSDP2 pass on that an input of a module has no gradient, in place of zeros, on which weight decay acts;
+    private, torch 2.11 to 2.15.
+    """
     kind = dist.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction
     name = "setup_context" if "setup_context" in vars(kind) else "forward"
     begin = getattr(kind, name)

@@ -20,7 +20,7 @@ _ABOUT_SHAPES = re.compile(r"shape|size|dim|DTensor|to unpack|channels|elements"
 
 
 def explain_errors(module: nn.Module, advice: str, about: re.Pattern[str] = _ABOUT_SHAPES) -> None:
-    """Adds a note to exceptions of the module's call, those with words of ``about``: by default of shapes, DTensors."""
+    """Adds a note to exceptions of the module's call whose text has words of ``about``. Default: shapes, DTensors."""
 
     def explain(*_: Any) -> None:
         error = sys.exc_info()[1]
@@ -47,13 +47,13 @@ def advice_of(error: BaseException) -> list[str]:
     return [note for note in getattr(error, "__notes__", ()) if note.startswith(THIS_WAS_IN)]
 
 
-# Words of torch's errors, on which meshes they have this reason, and what to do.
+# Words of torch's errors; whether a mesh gives this reason for them; the reason, and what to do.
 _REASONS = (
     (
         "setStorage: sizes",
         lambda mesh: mesh.dp_size > 1,
-        "a backward pass goes through derivatives that forward takes by torch.func, for which the weights that "
-        "shard=True gathers are gone: leave out shard=True",
+        "a backward pass goes through derivatives that forward computes with torch.func, but shard=True has freed the "
+        "weights that these need: leave out shard=True",
     ),
     (
         "Expected more than 1 value per channel when training",

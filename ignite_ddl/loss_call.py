@@ -55,10 +55,10 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
     if empty and kind != "sum" or callable(kind) and contract.divisor.of(y) == 0:
         if not empty:
             contract.check_that_nothing_counts(output, y)
-        used: list[torch.Tensor] = []  # weights of others get no gradient on other ranks, either
+        used: list[torch.Tensor] = []  # what the loss does not use gets no gradient, as on other ranks
         with contextlib.suppress(Exception):
             since = newest_node()
-            used = dependencies(contract.loss_fn(output, y), output, since)[0]  # its state changes as elsewhere, too
+            used = dependencies(contract.loss_fn(output, y), output, since)[0]  # the call changes its state, too
         return _loss_of_nothing(used if any(tensor.ndim for tensor in used) else output)
     if any(isinstance(tensor, DTensor) for tensor in tensors_of(output)):
         advice = "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn"

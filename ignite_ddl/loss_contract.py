@@ -11,8 +11,8 @@
 Losses are compared in each of the first 16 steps and every 16th, in each step until a comparison was conclusive, and in
 steps 1, 2, 4, 8, … where that takes forward passes: the first mask or padding may come later, and a loss may change.
 
-Both are one comparison, :meth:`LossContract.compare`, from the outputs that a step has computed; or, where the loss
-uses more than their rows, :meth:`LossContract.compare_by_passes`, from those of forward passes after the step's own.
+Declared and checked losses are compared alike: by :meth:`LossContract.compare` with the outputs of the step; if the
+loss uses more than their rows, by :meth:`LossContract.compare_by_passes` with outputs of further forward passes.
 
 This holds for each loss function and each model.
 """
@@ -65,8 +65,8 @@ DIVISOR = Fits(
 IGNORED = -100  # torch's default of ignore_index
 _CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss, cross_entropy)
 _CONTRACTS_KEPT = 64  # of a model
-_EACH = 16  # steps that are all checked at first, and after how many one is then: a loss may change, or meet a mask
-BY_PASSES = 2.0**20  # for an inconclusive comparison that needs forward passes: more than there are ranks
+_EACH = 16  # the first steps are all checked, then one of as many: a loss may change, or meet a mask
+BY_PASSES = 2.0**20  # in place of 1 for an inconclusive comparison, if it needs forward passes; more than all ranks
 _MAX_INCONCLUSIVE = 16  # inconclusive checks, after which there is a warning
 _DECLARE = (
     'pass loss_divisor="rows" for a mean over rows, "sum" for a sum, or a function from targets to the divisor of the '
@@ -81,14 +81,14 @@ _ROWS_MEET = (
 )
 
 _TERMS = (
-    "Parts have no loss (all targets of theirs ignored by one term of it?): terms with divisors of their own are calls "
-    "of ddl.forward_backward of their own, all but the last with last=False"
+    "Parts have no loss (does one of its terms ignore all their targets?): if its terms divide by different numbers, "
+    "call ddl.forward_backward for each term, with its loss_divisor, all but the last with last=False"
 )
 _CAPTURES = (
-    "It captures tensors with as many rows as a batch: pass them with the targets, as y=(y, x), so that it gets those "
-    "rows of them that go with the output's"
+    "It captures tensors with as many rows as a batch: pass them with the targets, as y=(y, x), so that it gets the "
+    "rows of them that belong to the output's rows"
 )
-_GRADIENT = "a gradient by something that its arguments do not show"
+_GRADIENT = "a gradient by a tensor that is not one of its arguments"
 _BY_WEIGHTS = (
     "loss_fn takes gradients by weights (torch.autograd.grad), which are those of a rank's rows and not of the batch: "
     "take them between two steps and average them over ranks, or use a mesh of tp alone"
@@ -255,13 +255,13 @@ class LossContract:
         self.n_steps = self.n_inconclusive = 0
         self.padded = False  # whether targets of a step were padding
         self.is_checking = False
-        self.is_cut = mesh.dp_cp_size * mesh.pp_size > 1  # whether ranks or microbatches have parts of a batch
+        self.is_split = mesh.dp_cp_size * mesh.pp_size > 1  # whether ranks or microbatches have parts of a batch
         self.accumulates = False
         self.is_confirmed = divisor.certain
         self.is_compared = divisor.declared or not divisor.certain
         self.uses_more = ""  # what else than rows of the output the loss depends on
-        self.is_uncut = mesh.pp_size * mesh.cp_size == 1  # whether a rank has its rows as a whole
-        self.by_passes = model is not None and self.is_cut and self.is_uncut  # whether such a loss is compared
+        self.has_whole_rows = mesh.pp_size * mesh.cp_size == 1  # whether a rank sees its rows as a whole
+        self.by_passes = model is not None and self.is_split and self.has_whole_rows  # if uses_more: can be compared
         self.addresses: set[int] = set()  # where tensors of the batch are
         self.needs_graph = False  # whether it calls torch.autograd.grad, which fails without one
         self.n_rows: int | None = None  # of this rank's batch, as its loader counts them
@@ -283,15 +283,8 @@ class LossContract:
             accumulates: whether gradients of several steps are those of one large batch. Default: False.
         """
         self.n_steps += 1
-        is_check_step = self.n_steps & (self.n_steps - 1) == 0
-        is_cheap_step = self.is_compared and not self.uses_more  # a comparison without forward passes
-        is_cheap_step = is_cheap_step and (self.n_steps <= _EACH or self.n_steps % _EACH == 0)
-        is_open = not self.is_confirmed and self.n_inconclusive < _MAX_INCONCLUSIVE
-        looked_at = tensors_of((x, y) if self.uses_more else y)  # of which a model may compute its loss
-        has_ignored = not self.divisor.certain and any(bool((tensor == IGNORED).any()) for tensor in looked_at)
         self.accumulates = accumulates
-        has_parts = self.is_cut or accumulates
-        self.is_checking = has_parts and (is_check_step or is_cheap_step or is_open or has_ignored)
+        self.is_checking = (self.is_split or accumulates) and self._has_to_be_checked(x, y)
         self.pairs, self.state_digest = [], 0.0
         self.reached, self.owners = None, []
         if self.is_checking:
@@ -300,6 +293,15 @@ class LossContract:
             self.reached = reached(self.loss_fn)
             self.owners = [one for one in self.reached if id(one) not in models]
         self.before = saved_states(self.owners)
+
+    def _has_to_be_checked(self, x: Any, y: Any) -> bool:
+        n, needs_passes = self.n_steps, bool(self.uses_more)
+        if n & (n - 1) == 0 or self.is_compared and not needs_passes and (n <= _EACH or n % _EACH == 0):
+            return True
+        if not self.is_confirmed and self.n_inconclusive < _MAX_INCONCLUSIVE:
+            return True
+        in_x = [t for t in tensors_of(x) if needs_passes and not t.is_floating_point()]  # such as labels in x
+        return not self.divisor.certain and any(bool((t == IGNORED).any()) for t in [*tensors_of(y), *in_x])
 
     def count(self, y: Any, divisor: float | None) -> float:
         """What counts of these targets, of which ranks add up: their divisor, or nothing where ``max(1, count)`` is 1.
@@ -367,13 +369,13 @@ class LossContract:
         """
         if not self.pairs:
             outputs, weights, uses_older = dependencies(loss, output, since)
-            if self.is_cut:
+            if self.is_split:
                 self._check_weights(weights)
             n = n_samples(output, y, self.n_rows)
             no_rows = bool(outputs) and not any(tensor.ndim and len(tensor) == n for tensor in outputs)
             kept = "something that the model has kept besides its output" if uses_older else ""
             self.uses_more = "a number without rows" if no_rows else kept
-            if not self.divisor.certain and self.uses_more and self.is_cut and not self.by_passes:
+            if not self.divisor.certain and self.uses_more and self.is_split and not self.by_passes:
                 raise ValueError(self._cannot_be_checked())
         if self.is_compared or self.owners:
             self.pairs.append(detached((output, y)))
@@ -436,12 +438,16 @@ class LossContract:
         output, y = (concatenated(of, sizes) for of in zip(*pairs, strict=True))
         captures, may_be_constant = self._captures(n)
 
-        def sums(takes: bool) -> _Sums | None:
+        def sums(cuts_captured: bool) -> _Sums | None:
+            def loss_of(rows: SomeRows) -> torch.Tensor:
+                return self.call(rows.of(output), rows.of(y), rows if cuts_captured and self.has_whole_rows else None)
+
             try:
-                part = lambda rows: self.call(rows.of(output), rows.of(y), rows if takes and self.is_uncut else None)  # noqa: E731
-                return self._added_up(part, y, n)
+                return self._added_up(loss_of, y, n)
             except Exception as error:
-                return None if takes and may_be_constant or not self.is_cut else self._cannot_compare(error, captures)
+                if not self.is_split or cuts_captured and may_be_constant:
+                    return None
+                return self._cannot_compare(error, captures)
 
         (found,) = self._checked(sums, may_be_constant)
         if self.uses_more:  # as a part has shown
@@ -467,37 +473,50 @@ class LossContract:
         modules, n = [stages.plain_module()], n_samples(x, (x, y), self.n_rows)
         n = n if have_rows(n, x, y) else 1
 
-        def loss_of(rows: SomeRows, takes: bool) -> torch.Tensor:
-            with without_trace(modules):
-                run = lambda part: transform(stages.forward_only(part))  # noqa: E731
-                return self.call(rows.of(x), rows.of(y), rows if takes else None, run)
+        def run(part: Any) -> Any:
+            return transform(stages.forward_only(part))
 
-        def sums(takes: bool) -> _Sums | None:
+        def sums(cuts_captured: bool) -> _Sums | None:
+            def loss_of(rows: SomeRows) -> torch.Tensor:
+                with without_trace(modules):
+                    return self.call(rows.of(x), rows.of(y), rows if cuts_captured else None, run)
+
             with contextlib.suppress(Exception), evaluating(modules, all_of_them=False):
-                return self._added_up(lambda rows: loss_of(rows, takes), y, n)
+                return self._added_up(loss_of, y, n)
 
         _, may_be_constant = self._captures(n)
-        found = self._checked(sums, may_be_constant, lambda own: gathered_values(own, self.mesh.dp_cp_group))
+        found = self._checked(sums, may_be_constant, lambda value: gathered_values(value, self.mesh.dp_cp_group))
         if not any(found) and not self.is_confirmed:
             raise ValueError(self._cannot_be_checked())
         return sum(one is None or not one.says_something for one in found)
 
     def _checked(
-        self, sums: Callable[[bool], _Sums | None], again: bool, gather: Callable[[Any], list] = lambda own: [own]
+        self,
+        sums: Callable[[bool], _Sums | None],
+        may_be_constant: bool,
+        gather: Callable[[Any], list] = lambda value: [value],
     ) -> tuple[_Sums | None, ...]:
-        """What ranks find where parts have rows of what ``loss_fn`` captures; ``again`` where they have not, else.
+        """What :meth:`_added_up` returns on each rank that gathers it.
+
+        Captured tensors with as many rows as the batch are cut, too; if that is wrong or fails, and these may be
+        constants (weights of classes, of which there are as many), everything is computed again with all of them.
+
+        Args:
+            sums: takes whether to cut captured tensors.
+            may_be_constant: whether this rank's may be constants.
+            gather: a function that gathers a value of each rank. Default: of this rank alone.
 
         Raises:
-            ValueError: if it is wrong, on each rank that gathers it.
+            ValueError: if values of some rank do not add up.
         """
         wrong, advice = None, ""
-        for takes in (True, False):
-            found, of_constants = zip(*gather((sums(takes), again)), strict=True)
+        for cuts_captured in (True, False):
+            found, of_constants = zip(*gather((sums(cuts_captured), may_be_constant)), strict=True)
             differing = next((one for one in found if one is not None and one.differ), None)
             if differing is None and any(found):
                 return found
             if wrong is None:
-                wrong, advice = differing, _ROWS_MEET if takes else _CAPTURES
+                wrong, advice = differing, _ROWS_MEET if cuts_captured else _CAPTURES
             if not any(of_constants):
                 break
         if wrong is not None:
@@ -532,8 +551,10 @@ class LossContract:
         return _Sums(n, loss, together, tolerance, max(values) - min(values) > tolerance)
 
     def _captures(self, n: int) -> tuple[bool, bool]:
-        """Whether ``loss_fn`` captures tensors with n rows, and whether these may be constants: none is the batch's."""
-        found = captured(self._reached(), n) if self.is_uncut else []
+        """Whether ``loss_fn`` captures tensors with n rows, and whether these may be constants: not if some have the
+        memory of the batch's.
+        """
+        found = captured(self._reached(), n) if self.has_whole_rows else []
         of_batch = self.addresses.intersection(address_of(t) for held, name in found for t in tensors_of(held[name]))
         return bool(found), bool(found) and not of_batch
 
@@ -558,8 +579,9 @@ class LossContract:
         advice = _TERMS if math.isnan(found.together) else _BY_WEIGHTS if self.uses_more == _GRADIENT else advice
         if self.divisor.certain:
             return (
-                f"loss_divisor should be what the loss divides by, but the loss of some rows is {found.loss:.6g}, and "
-                f"those of two parts of them, weighted by it, add up to {found.together:.6g}. {advice}"
+                f"loss_divisor should be what the loss divides by, but the loss of {found.n} rows is {found.loss:.6g}, "
+                "and the losses of two parts of them, weighted by loss_divisor, add up to "
+                f"{found.together:.6g}. {advice}"
             )
         return (
             f"loss_fn should be a mean over rows, but {self._used()}gives {found.loss:.6g} for {found.n} rows and "
@@ -743,7 +765,7 @@ class LossContracts:
 
 
 class _Sums(NamedTuple):
-    """A loss of n rows, what those of parts add up to, and whether these have different values."""
+    """The loss of n rows, what the losses of parts of them add up to, and whether these are different numbers."""
 
     n: int
     loss: float
@@ -782,7 +804,7 @@ def _parameter_ids(model: nn.Module) -> set[int]:
 
 
 def models_before(x: Any) -> list[nn.Module]:
-    """Models of ``ddl.auto_model`` that have computed tensors with a graph, whose gradients come back through them."""
+    """Models of ``ddl.auto_model`` that have computed tensors of ``x`` and get gradients through them."""
     pending, visited, leaves = [tensor.grad_fn for tensor in tensors_of(x)], {None}, set()
     while pending:
         node = pending.pop()

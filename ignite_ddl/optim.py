@@ -39,7 +39,7 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
     mesh = get_mesh()
     if mesh.world_size == 1 or hasattr(optimizer, _ADAPTED) or not isinstance(optimizer, torch.optim.Optimizer):
         return
-    setattr(optimizer, _ADAPTED, _rates(optimizer))
+    setattr(optimizer, _ADAPTED, _options(optimizer))  # at the beginning
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     dtensors = any(isinstance(p, DTensor) for p in parameters)
     if mesh.pp_size > 1:
@@ -59,19 +59,20 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
 
 
 def check_same_options(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises a ValueError where ranks have other options, as by a scheduler of rank 0 alone; every rank calls it.
+    """Raises a ValueError if an option of an optimizer differs between ranks, such as a rate that a scheduler of rank 0
+    alone has changed; every rank calls it.
 
-    Stages may have groups of their own: two of them are compared if they began with the same options.
+    Stages of a pipeline may have different options: they are compared if they were the same at the beginning.
     """
     mesh = get_mesh()
     adapted = [each for each in optimizers if hasattr(each, _ADAPTED)]
-    peers = gathered_values([(getattr(each, _ADAPTED), _rates(each)) for each in adapted])
+    peers = gathered_values([(getattr(each, _ADAPTED), _options(each)) for each in adapted])
     for rank, peer in enumerate(peers):
         same_stage = mesh.coordinates(rank)["pp"] == mesh.pp_rank
-        for (began, mine), (other_began, others) in zip(peers[mesh.rank], peer, strict=False):
+        for (at_first, mine), (others_at_first, others) in zip(peers[mesh.rank], peer, strict=False):
             for number, (one, other) in enumerate(zip(mine, others, strict=False)):
                 name = next((name for name in one if one[name] != other.get(name, one[name])), None)
-                if name is not None and (same_stage or began == other_began):
+                if name is not None and (same_stage or at_first == others_at_first):
                     raise ValueError(
                         f"the optimizer should have the same options on all ranks, but {name!r} of parameter group "
                         f"{number} is {one[name]} on rank {mesh.rank} and {other[name]} on rank {rank}: change it, as "
@@ -79,15 +80,11 @@ def check_same_options(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                     )
 
 
-def _rates(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The numbers and words of each parameter group."""
-    found = []
-    for group in optimizer.param_groups:
-        values = {
-            k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in group.items()
-        }  # a rate may be a tensor
-        found.append({k: v for k, v in values.items() if isinstance(v, int | float | str | tuple)})
-    return found
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each parameter group that are numbers, words or tuples of them."""
+    groups = [dict(sorted(group.items())) for group in optimizer.param_groups]
+    as_numbers = [{k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in group.items()} for group in groups]
+    return [{k: v for k, v in group.items() if isinstance(v, int | float | str | tuple)} for group in as_numbers]
 
 
 # ------------------------------------------------------------------------- small weights, cut and full
@@ -215,8 +212,8 @@ def _is_uneven(parameter: torch.Tensor) -> bool:
 def _check_shared(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     """Refuses an optimizer in which stages step a weight that they share by other options."""
     shared = [
-        (*getattr(p, SHARED), _options(group))
-        for group in optimizer.param_groups
+        (*getattr(p, SHARED), repr(options))
+        for group, options in zip(optimizer.param_groups, _options(optimizer), strict=True)
         for p in group["params"]
         if hasattr(p, SHARED) and p.requires_grad
     ]
@@ -229,8 +226,3 @@ def _check_shared(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
                 "(tied), so its names should be in parameter groups of the same options (lr, weight_decay, …) on each, "
                 "or on none"
             )
-
-
-def _options(group: dict[str, Any]) -> str:
-    plain = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-    return repr({k: v for k, v in sorted(plain.items()) if not callable(v)})

@@ -29,8 +29,9 @@ def check_regions_once(stage: nn.Module, trains: bool = False) -> None:
     Between a Column and a Row, code sees this rank's features as a plain tensor, so a softmax, a mean or a norm over
     features is computed from these alone. In one process it sees all features. Therefore the stage is run once as it
     is and once with all features gathered between its cut layers, with the same arguments, without gradients, on two
-    rows where that is possible; in evaluation mode, and then in its own, but for torch's modules, up to where it draws
-    random numbers. What this changes is restored; forward hooks of the user see it.
+    rows where that is possible. This is done in evaluation mode, and, if it is in training, again with all modules in
+    training but torch's, up to where random numbers are drawn. What changes is restored; forward hooks of the user see
+    it.
 
     Args:
         stage: a model, or a stage of a pipeline, that is cut over tp.
@@ -60,9 +61,9 @@ def skip_region_check(stage: nn.Module) -> None:
 
 def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any], trains: bool) -> None:
     actual, other, expected = _run_both_ways(stage, args, kwargs)
-    drawn = {*_unlike(actual, other), *_unlike(other, actual)}
+    drawn = {*_differing(actual, other), *_differing(other, actual)}
     compared = itertools.takewhile(lambda name: name not in drawn, expected)
-    wrong = _unlike(actual, {name: expected[name] for name in compared if trains or name not in _OUTPUTS})
+    wrong = _differing(actual, {name: expected[name] for name in compared if trains or name not in _OUTPUTS})
     on_any = on_any_rank(bool(wrong), get_mesh().tp_group)  # tp peers raise together
     if on_any and wrong and wrong[0] in _OUTPUTS and actual[wrong[0]].shape != expected[wrong[0]].shape:
         raise ValueError(
@@ -80,8 +81,8 @@ def _check(stage: nn.Module, args: tuple, kwargs: dict[str, Any], trains: bool) 
 
 
 def _run_both_ways(stage: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[dict, dict, dict]:
-    """What :func:`_run` finds with this rank's features, with these and in training other random numbers, and with all
-    features; empty, with a warning, if it does not run so.
+    """What :func:`_run` finds with this rank's features, with these and other random numbers (in training), and with
+    all features; empty, with a warning, if the stage does not run with all.
     """
     rows = {len(tensor) for tensor in tensors_of((args, kwargs)) if tensor.ndim}
     few_rows = [some_rows(given, slice(_ROWS), max(rows)) for given in (args, kwargs)] if len(rows) == 1 else None
@@ -132,7 +133,7 @@ def _copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
 
-def _unlike(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+def _differing(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
     return [name for name, part in expected.items() if name not in actual or _differ(actual[name], part)]
 
 

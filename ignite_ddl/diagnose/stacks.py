@@ -91,8 +91,8 @@ def find_missing_rank(
     cure = _on_every_rank(stacks, len(stacks) + len(returned))
     if not cure and any(calls[rank] for rank in missing):
         cure = (
-            "\nRanks wait for each other in unlike calls: run a model, an evaluator or a save on all of them, or none; "
-            "with shard=True, also call each layer as often, where a loop in forward ends by a rank's own rows."
+            "\nRanks wait for each other in different calls: run a model, an evaluator or a save on all of them, or "
+            "none; with shard=True, call each layer equally often on all of them: a loop must not end by a rank's rows."
         )
     return [*missing, *calls][0], f"\n{waits}{why}{cure}"
 

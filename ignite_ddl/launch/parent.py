@@ -36,8 +36,8 @@ _FULL_BYTES = 2**16  # a disk with fewer free bytes counts as full
 _ABORT = -getattr(signal, "SIGABRT", 99)
 _UNLIKE_SIZES = (
     ": gloo got a tensor of another size than expected, so ranks called different collectives, or gave them tensors of "
-    "different sizes. Make the same choices on all ranks (a branch, a dropped layer, a last batch; with shard=True "
-    'how often a loop in forward calls a layer, too: idist.all_reduce(residual, "MAX"))'
+    "different sizes. Make the same choices on all ranks (a branch, a dropped layer, a last batch; with shard=True, "
+    'also how often a loop in forward calls a layer: end it by idist.all_reduce(residual, "MAX"))'
 )
 _CRASHES = [-getattr(signal, name, 99) for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")]
 _SOCKET_PATH_BYTES = 104  # limit of a socket's path: 104 on macOS, 108 on Linux

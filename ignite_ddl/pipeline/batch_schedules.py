@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager as Context
@@ -166,7 +165,7 @@ class BatchSchedules:
             if s in found:  # by the first microbatch
                 return output
             if self.checks and rows_depend_on_each_other(self.stages[s], value, [self.stages[s]]):
-                refused.append(ROWS_DEPEND)  # by all stages in the end: the next one waits for this one's output
+                refused.append(ROWS_DEPEND)  # later, since the next stage waits for this one's output
             name = self.cut.describe(s)
             found[s] = Interface.of(value, name), Interface.of(output, name)
             if s + 1 == len(self.cut.owners):
@@ -199,10 +198,10 @@ class BatchSchedules:
         return found
 
     def _agree(self, refused: list[str], unknown: bool) -> None:
-        """Lets all stages raise what one of them refuses; what one does not know yet is checked in steps 2, 4, 8, …"""
-        of_stages = gathered_values((refused[:1], unknown), self.mesh.pp_group)
-        for sentence in itertools.chain.from_iterable(refused for refused, _ in of_stages):
-            raise ValueError(sentence)
+        """Raises on all stages what one of them refuses; what one does not know yet is checked in steps 2, 4, 8, …"""
+        of_stages = gathered_values((refused, unknown), self.mesh.pp_group)
+        if refused := [sentence for of_stage, _ in of_stages for sentence in of_stage]:
+            raise ValueError(refused[0])
         unknown = any(unknown for _, unknown in of_stages)
         for group in (self.mesh.tp_group, *([self.mesh.dp_cp_group] if self.communicates else [])):
             unknown = on_any_rank(unknown, group)

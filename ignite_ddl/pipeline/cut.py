@@ -122,7 +122,7 @@ def check_root_hooks(model: nn.Module, name: str = "") -> None:
 
 
 class Holder:
-    """A model, or a module between it and its layers, and what it holds; none of these is kept alive."""
+    """A model, or a module between it and its layers, and the layers and modules in it; it keeps none of them alive."""
 
     def __init__(self, name: str, module: nn.Module, keys: Sequence[str]) -> None:
         self.name, self.module = name, weakref.ref(module)
@@ -142,7 +142,7 @@ class Holder:
 
 
 def holders_of(model: nn.Module, names: Sequence[str]) -> list[Holder]:
-    """Of the model, and of the modules between it and its layers of these names."""
+    """Holders of the model and of each module between it and its layers, which have these names."""
     keys: dict[str, list[str]] = {}
     for parts in (name.split(".") for name in names):
         for i, key in enumerate(parts):

@@ -120,10 +120,10 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def check_joins(parts: Sequence[Any]) -> None:
-    """Checks by microbatches with different numbers of rows that :func:`joined` joins these.
+    """Checks that :func:`joined` may join the outputs of microbatches, which have different numbers of rows.
 
     Raises:
-        ValueError: if another dim has the rows, or none has.
+        ValueError: if rows are in another dim than 0, or in none.
     """
     for tensors in zip(*map(tensors_of, parts), strict=False):
         first, *others = map(local_tensor, tensors)
@@ -236,8 +236,8 @@ def some_rows(tree: Any, rows: slice, n: int, part_of: Callable[[Any, slice], An
 
 
 class SomeRows:
-    """Takes some of the ``n`` rows of batches, without their graphs: of one tensor one part, wherever it is found, so
-    that what a model gets, what a loss captures and by what it takes a gradient is one tensor, as in the batch.
+    """Takes some of the ``n`` rows of batches, without their graphs. Of one tensor it returns the same part each time:
+    what a model gets and what a loss captures, such as to take a gradient by it, stays one tensor.
     """
 
     def __init__(self, rows: slice, n: int) -> None:

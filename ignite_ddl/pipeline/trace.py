@@ -147,8 +147,8 @@ class _Watch(TorchFunctionMode):
         if any(ref() is not None for ref in self.rows):
             raise ValueError(
                 f"a forward hook of {self.name} keeps what it sees, but the layers of ddl.trace_layers do not call it: "
-                "let forward return what it keeps, or, where that is no row of x but a tensor with as many "
-                f"({self.n_rows}), such as a weight, give an x with another number of rows"
+                "let forward return what it keeps; or, if it keeps another tensor that happens to have as many rows as "
+                f"x ({self.n_rows}), such as a weight, give an x with another number of rows"
             )
 
 

@@ -266,8 +266,9 @@ def timed_out(functions):
             each_another,
             1,
             r"Waiting in all_reduce: 0, 2. Missing: rank 1 was at .*each_another, waiting in barrier.\n"
-            "Ranks wait for each other in unlike calls: run a model, an evaluator or a save on all of them, or none; "
-            "with shard=True, also call each layer as often, where a loop in forward ends by a rank's own rows.",
+            "Ranks wait for each other in different calls: run a model, an evaluator or a save on all of them, or "
+            "none; with shard=True, call each layer equally often on all of them: a loop must not end by a rank's "
+            "rows.",
             (),
             ["all_reduce", "barrier", "all_reduce"],
         ),

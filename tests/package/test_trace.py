@@ -308,7 +308,9 @@ def test_a_weight_that_is_normed_by_an_iteration_on_buffers_is_traced():
 def test_a_hook_that_keeps_a_weight_with_as_many_rows_as_the_input():
     model = WithoutGradient()
     torch.nn.utils.spectral_norm(model.a)
-    with pytest.raises(ValueError, match=r"as many \(4\), such as a weight, give an x with another number of rows"):
+    with pytest.raises(
+        ValueError, match=r"as many rows as x \(4\), such as a weight, give an x with another number of rows"
+    ):
         ddl.trace_layers(model, torch.randn(4, 4), ["b"])
     x = torch.randn(6, 4)
     assert ddl.trace_layers(model.eval(), x, ["b"])(x).equal(model(x))
