@@ -643,8 +643,8 @@ class LossContract:
         if self.mesh.pp_size > 1:
             raise ValueError(
                 f"loss_fn changes {', '.join(names)}, on which its result depends, but under pp it runs once for each "
-                "microbatch and not once for a batch: change it in a handler, once for each iteration, or use dp and "
-                "tp only"
+                "microbatch and not once for a batch: change it in a handler, once for each iteration; if forward "
+                "stores it, let forward return it, with a number for each row; or use dp and tp only"
             )
         held = [tree_map_only(torch.Tensor, digest, plain) for plain in self._changed()]
         self.state_digest = float(zlib.crc32(repr(held).encode()) % 2**20)

@@ -39,6 +39,10 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
     mesh = get_mesh()
     if mesh.world_size == 1 or hasattr(optimizer, _ADAPTED) or not isinstance(optimizer, torch.optim.Optimizer):
         return
+    if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # without Optimizer.__init__, as many a Lookahead
+        for wrapped in _wrapped_in(optimizer):
+            adapt_optimizer(wrapped, checks)
+        return
     setattr(optimizer, _ADAPTED, _options(optimizer))  # at the beginning
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     dtensors = any(isinstance(p, DTensor) for p in parameters)
@@ -56,6 +60,16 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
         _check_on_small_weights(optimizer, mesh)
     if checks and mesh.pp_size > 1:
         _check_shared(optimizer, mesh)
+
+
+def _wrapped_in(wrapper: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    found = [value for value in vars(wrapper).values() if isinstance(value, torch.optim.Optimizer)]
+    if not found:
+        raise ValueError(
+            f"a {type(wrapper).__name__} should call torch.optim.Optimizer.__init__(self, params, defaults), or hold "
+            "in an attribute the optimizer that it wraps, but does neither"
+        )
+    return found
 
 
 def check_same_options(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -126,6 +126,8 @@ def _refill(value: Any, before: Any) -> None:
         value.extend(before)
     elif isinstance(value, torch.Tensor):
         with torch.no_grad():
+            if value.shape != before.shape:  # resized in place, as a buffer of an observer in its first pass
+                value.resize_(before.shape)
             value.copy_(before)
 
 
@@ -471,10 +473,13 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 @contextlib.contextmanager
-def state_that_grows(stages: Iterable[nn.Module], found: list[str]) -> Iterator[None]:
-    """Adds to ``found`` the names of buffers and attributes that a forward pass inside has changed, but BatchNorm's."""
+def state_that_grows(stages: Iterable[nn.Module], found: list[str], attributes: bool = True) -> Iterator[None]:
+    """Adds to ``found`` the names of buffers, and of attributes, that a forward pass inside has changed; of modules but
+    BatchNorm.
+    """
     modules = {name: module for name, module in _modules(stages).items() if not isinstance(module, _NormBase)}
-    kept = [(name, _SavedState(held)) for name, module in modules.items() for held in (module._buffers, vars(module))]
+    dicts = [(k, held) for k, m in modules.items() for held in (m._buffers, *([vars(m)] if attributes else []))]
+    kept = [(name, _SavedState(held)) for name, held in dicts]
     yield
     found += [f"{name}.{changed}".removeprefix(".") for name, of_module in kept for changed in of_module.changed()]
 

@@ -86,7 +86,7 @@ class Parallel:
     deterministic algorithms, cuDNN's flags, anomaly mode and grad mode reach them, and the state of torch's generator
     if it was seeded. If not, each launch draws a new seed for all its ranks. Not passed on, to be set in the function:
     the default device, autocast and other contexts, switches of attention kernels, filters of warnings, and Python's
-    and NumPy's random numbers, which differ from rank to rank.
+    and NumPy's random numbers, which differ from rank to rank (among tp, pp and cp peers until ``ddl.auto_model``).
 
     A signal that ranks ask for (:meth:`ddl.Checkpoint.save_on_signal`) is passed on to them when this process gets it,
     if ``run`` was called in its main thread. It then waits for them, at most ten minutes and ``timeout``, and ends as

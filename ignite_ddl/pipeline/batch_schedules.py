@@ -184,6 +184,8 @@ class BatchSchedules:
             if self.checks:  # a cache is made in the first pass, a state changes in each
                 with state_that_grows(stages, grown), weights_kept(stages) as again:
                     passed(microbatches[0])
+                with state_that_grows(stages, grown, attributes=False):  # such as the least and largest of other rows
+                    passed(microbatches[1])
         if self.checks:
             with without_trace(stages), torch.enable_grad(), autocast, weights_kept(stages) as of_other_rows:
                 passed(microbatches[1])

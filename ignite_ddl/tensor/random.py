@@ -4,7 +4,8 @@ The rule, which is the same on every device:
 
 1. Each model replica has one random stream, that of torch's default generator. ``ddl.auto_model`` gives every rank
    of a replica (tp and pp peers) the state of the replica's first rank. The ranks keep the same state as long as
-   they all draw the same numbers: after a ``torch.rand(1)`` on a single rank, replicated dropout differs.
+   they all draw the same numbers: after a ``torch.rand(1)`` on a single rank, replicated dropout differs. Python's
+   and NumPy's streams, by which some models leave out layers, are shared in the same way, by cp peers, too.
 2. *Replicated regions*, which are all modules except those of 3, draw from it: the same numbers on all tp peers, and
    those of one process.
 3. *Sharded regions*, which are the modules that the plan names as :class:`ShardedRandom` or :class:`Sequence`, draw
@@ -74,6 +75,12 @@ def share_random_stream(mesh: Mesh) -> None:
             state = torch.cuda.get_rng_state().to(idist.device())
             dist.broadcast(state, src=source, group=group)
             torch.cuda.set_rng_state(state.cpu())
+    for group, first in ((mesh.tp_group, {"tp": 0}), (mesh.pp_group, {"pp": 0}), (mesh.cp_group, {"cp": 0})):
+        if group is not None and dist.get_world_size(group) > 1:
+            states = [{k: v for k, v in random_states().items() if k in ("python", "numpy")}]
+            source = mesh.rank_at(**(mesh.coordinates(mesh.rank) | first))
+            dist.broadcast_object_list(states, src=source, group=group)
+            set_random_states({"torch": torch.get_rng_state()} | states[0])
     if mesh.cp_rank > 0:  # not on rank 0, whose seed decides the order of rows
         torch.manual_seed(draw_seed() + mesh.cp_rank)
 

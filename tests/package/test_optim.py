@@ -110,6 +110,28 @@ class SAM(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper that does not call ``Optimizer.__init__``, as in several packages."""
+
+    def __init__(self, base):
+        self.base, self.param_groups, self.state, self.defaults = base, base.param_groups, base.state, base.defaults
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.base.step(closure)
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            for p, q in zip(group["params"], slow, strict=True):
+                p.data.copy_(q.lerp_(p.data, 0.5))
+
+
+class HoldsNothing(Lookahead):
+    def __init__(self, params):
+        self.param_groups = [{"params": params}]
+
+
 O = torch.optim  # noqa: E741
 RIGHT = {
     "SGD": partial(O.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -120,9 +142,11 @@ RIGHT = {
     "Adagrad": partial(O.Adagrad, lr=0.1),
     "ASGD foreach": partial(O.ASGD, lr=0.1, foreach=True),
     "Layerwise": Layerwise,
+    "Lookahead": lambda ps: Lookahead(O.SGD(ps, lr=0.1)),
     "one group a weight": lambda ps: O.AdamW([{"params": [p], "lr": 0.01} for p in ps], foreach=True),
 }
 WRONG_WHERE_CUT = {
+    "holds nothing": (HoldsNothing, r"HoldsNothing should call torch.optim.Optimizer.__init__\("),
     "Rprop": (partial(O.Rprop, lr=0.01), "Rprop cannot step weights that are cut over ranks .*index_put"),
     "Adafactor": (partial(O.Adafactor, lr=0.01), "Adafactor cannot step weights that are cut over ranks"),
     "Adagrad fused": (partial(O.Adagrad, fused=True), "Adagrad cannot step .*_fused_adagrad_"),

@@ -6,10 +6,12 @@ Whole models under plans, trained on meshes, are in parity.py.
 import contextlib
 import copy
 import itertools
+import random
 import re
 import warnings
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
+from ignite_ddl.collectives import gathered
 from ignite_ddl.course import GPT, MLP
 from ignite_ddl.lab.bytes import count_bytes
 from ignite_ddl.tensor.plan import apply_plan, check_plan
@@ -735,6 +738,16 @@ def test_activation_checkpointing_draws_the_same_masks_again(local_rank):
     before = torch.get_rng_state()
     dropping.eval()(torch.ones(8, 4))
     assert torch.get_rng_state().equal(before)  # evaluation draws nothing
+
+
+@on_each_rank(tp=2)
+def test_tp_ranks_share_the_streams_of_python_and_numpy(local_rank):
+    """By which a model may leave out layers, whose ranks would wait for each other."""
+    random.seed(local_rank)
+    numpy.random.seed(local_rank)  # noqa: NPY002
+    ddl.auto_model(nn.Sequential(nn.Linear(4, 4)), {"0": ddl.Column()})
+    drawn = torch.tensor([random.random(), numpy.random.rand()], dtype=torch.float64)  # noqa: NPY002
+    assert torch.equal(*gathered(drawn, None))
 
 
 class Fails(nn.Module):
