@@ -78,6 +78,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ignite_ddl.arguments import first_line
 
@@ -259,7 +260,7 @@ def _guard_dtensors() -> None:
         setattr(DTensor, name, _mark_copies_of_parts(getattr(torch.Tensor, name)))
     DTensor.__setitem__ = _refuse_items_of_parts(DTensor.__setitem__)
     DTensor.storage = _refuse_safetensors
-    DTensor.data = property(torch.Tensor.data.__get__, _set_data)
+    DTensor.data = property(_get_data, _set_data)
     dispatcher, aten = DTensor._op_dispatcher, torch.ops.aten
     for name in _REFUSALS & set(dir(dispatcher)):
         setattr(dispatcher, name, _explain_refusals(getattr(dispatcher, name)))
@@ -319,6 +320,7 @@ _IN_PLACE += ("zero_", "fill_", "normal_", "uniform_", "clamp_", "clamp_min_", "
 _IN_PLACE += ("addcmul_", "addcdiv_")
 _SLICES = ("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal")
 ROW_ORDER = "_row_order"  # on a parameter: for each of its rows, the index of the row in the uncut model
+_GIVEN: Any = WeakIdKeyDictionary()  # what ``p.data`` has given, for each weight
 _COPY_OF_A_PART = "_copy_of_a_part"  # on what a slice of a cut tensor has gathered: torch has no view of it
 
 
@@ -406,6 +408,15 @@ def _refuse_items_of_parts(method: Callable) -> Callable:
     return guarded
 
 
+def _get_data(tensor: DTensor) -> torch.Tensor:
+    """``p.data``, which is noted: torch keeps its values where ``p.data = value`` comes later."""
+    found = torch.Tensor.data.__get__(tensor)
+    if isinstance(tensor, nn.Parameter) and _is_from_auto_model(tensor):
+        given, key = _GIVEN.setdefault(tensor, {}), id(found)
+        given[key] = weakref.ref(found, lambda _: given.pop(key, None))
+    return found
+
+
 def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
     """``p.data = value``, of which torch would keep the shape alone: this rank's part stays where it was."""
     same = value.shape == tensor.shape and value.dtype == tensor.dtype
@@ -423,6 +434,9 @@ def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
                     "value was computed from p.full_tensor(), which has the ranks' order"
                 )
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        for given in [one for ref in _GIVEN.pop(tensor, {}).values() if (one := ref()) is not None]:
+            if given is not value:
+                given._local_tensor.data = given._local_tensor.clone()
         tensor.copy_(value)
 
 

@@ -391,6 +391,8 @@ def assigned(local_rank, options):
     weight = model[0].weight
     weight.data = weight.data / weight.data.norm(dim=1, keepdim=True)
     weight.data[torch.tensor([2])].mul_(2.0)  # of a copy, in one process, too
+    backup, weight.data = weight.data, weight.data * 2  # of a moving average, for a validation
+    weight.data = backup
     model[0].bias.data = torch.arange(16.0, dtype=torch.float64)
     return weights_of(model)
 
