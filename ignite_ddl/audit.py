@@ -214,7 +214,6 @@ class Audit:
             )
         if last:
             self.modules.check_gradients()
-            _check_reduced(self.stages.local_stages())
             self.had_gradients = hash(tuple(p.grad is None for p in self.weights)) % 2**20
         if self.mesh.pp_size == 1:  # a pipeline has checked its stages when it set up their schedule
             self._check_rows(x)
@@ -631,16 +630,15 @@ class ModulesInUse:
         self.calls: dict[int, None] = {}
         self.names: list[str] = []
         self.handles: list[Any] = []
-        self.first_step_only = False  # whether the hooks are for the first step only: under DDP
+        self.ddp: list[DistributedDataParallel] = []  # those of the stages, whose hooks are for the first step only
         self.weights: list[tuple[str, nn.Parameter]] = []  # whose gradients DDP waits for
         if mesh.dp_cp_size == 1 or any(_finds_unused(stage) for stage in stages):
             return
-        ddp = [stage for stage in stages if isinstance(stage, DistributedDataParallel)]
-        self.first_step_only = bool(ddp)
-        for stage in ddp:
+        self.ddp = [stage for stage in stages if isinstance(stage, DistributedDataParallel)]
+        for stage in self.ddp:
             if not stage.static_graph:  # static_graph allows unused weights
                 named = stage.module.named_parameters()
-                self.weights += [(name, p) for name, p in named if name not in stage.parameters_to_ignore]
+                self.weights += [(k, p) for k, p in named if p.requires_grad and k not in stage.parameters_to_ignore]
         for stage in stages:
             for name, module in stage.named_modules():
                 if any(True for _ in module.parameters(recurse=False)) or isinstance(module, FSDPModule):
@@ -657,23 +655,30 @@ class ModulesInUse:
     def digest(self) -> int:
         """After the forward pass, a number below 2 ** 20 for the modules called in it, in order."""
         self.compares = False
-        if self.first_step_only:
-            while self.handles:
-                self.handles.pop().remove()
+        while self.ddp and self.handles:
+            self.handles.pop().remove()
         return hash(tuple(self.calls)) % 2**20
 
     def check_gradients(self) -> None:
-        """Raises a ValueError if DDP has waited for the gradient of a weight that this rank did not use.
+        """Raises a ValueError if DDP waits for gradients after the last backward pass of a step.
 
-        Its peers may still be waiting: the launcher ends them.
+        This rank's peers may wait, too: the launcher ends them.
         """
-        for name, parameter in self.weights:
-            if parameter.requires_grad and parameter.grad is None:
-                raise ValueError(
-                    f"DDP waits for the gradients of all weights, but this rank did not use {name!r} in this step: "
-                    "pass find_unused_parameters=True to ddl.auto_model, or make the same choice on all ranks and pass "
-                    "shard=True, which second derivatives do not allow"
-                )
+        none_has_one = bool(self.weights) and self.weights[0][1].grad is None  # then DDP has not begun
+        if not none_has_one and not any(map(leaves_gradients, self.ddp)):
+            return
+        unused = next((name for name, parameter in self.weights if parameter.grad is None), None)
+        if unused is not None:
+            raise ValueError(
+                f"DDP waits for the gradients of all weights, but this rank did not use {unused!r} in this step: "
+                "pass find_unused_parameters=True to ddl.auto_model, or make the same choice on all ranks and pass "
+                "shard=True, which second derivatives do not allow"
+            )
+        raise ValueError(
+            "DDP waits for a gradient of each weight in the last backward pass before an optimizer step, but its loss "
+            "gives some weights none (derivatives of the output do not depend on the last bias): add 0 * output.sum() "
+            "to the loss, or call ddl.forward_backward with another loss last"
+        )
 
     def _hook(self, number: int, module: nn.Module) -> Any:
         communicates = number == END or isinstance(module, FSDPModule)
@@ -693,16 +698,6 @@ class ModulesInUse:
         if peers_are_elsewhere(hash(tuple(self.calls)) % 2**20, number, self.mesh.dp_cp_group):
             at = "the end of forward" if number == END else repr(self.names[number])
             raise ValueError(f"{UNLIKE_MODULES} This rank was at {at}")
-
-
-def _check_reduced(stages: list[nn.Module]) -> None:
-    """Raises a ValueError if DDP has not averaged gradients, also where weights have some of an earlier call."""
-    if any(isinstance(stage, DistributedDataParallel) and leaves_gradients(stage) for stage in stages):
-        raise ValueError(
-            "DDP waits for a gradient of each weight in the last backward pass before an optimizer step, but its loss "
-            "gives some weights none (derivatives of the output do not depend on the last bias): add 0 * output.sum() "
-            "to the loss, or call ddl.forward_backward with another loss last"
-        )
 
 
 def _finds_unused(stage: nn.Module) -> bool:
