@@ -260,7 +260,8 @@ def _guard_dtensors() -> None:
         setattr(DTensor, name, _mark_copies_of_parts(getattr(torch.Tensor, name)))
     DTensor.__setitem__ = _refuse_items_of_parts(DTensor.__setitem__)
     DTensor.storage = _refuse_safetensors
-    DTensor.data = property(_get_data, _set_data)
+    DTensor.data = property(_noting_aliases(torch.Tensor.data.__get__), _set_data)
+    DTensor.detach = _noting_aliases(torch.Tensor.detach)
     dispatcher, aten = DTensor._op_dispatcher, torch.ops.aten
     for name in _REFUSALS & set(dir(dispatcher)):
         setattr(dispatcher, name, _explain_refusals(getattr(dispatcher, name)))
@@ -320,7 +321,6 @@ _IN_PLACE += ("zero_", "fill_", "normal_", "uniform_", "clamp_", "clamp_min_", "
 _IN_PLACE += ("addcmul_", "addcdiv_")
 _SLICES = ("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal")
 ROW_ORDER = "_row_order"  # on a parameter: for each of its rows, the index of the row in the uncut model
-_GIVEN: Any = WeakIdKeyDictionary()  # what ``p.data`` has given, for each weight
 _COPY_OF_A_PART = "_copy_of_a_part"  # on what a slice of a cut tensor has gathered: torch has no view of it
 
 
@@ -408,22 +408,49 @@ def _refuse_items_of_parts(method: Callable) -> Callable:
     return guarded
 
 
-def _get_data(tensor: DTensor) -> torch.Tensor:
-    """``p.data``, which is noted: torch keeps its values where ``p.data = value`` comes later."""
-    found = torch.Tensor.data.__get__(tensor)
-    if isinstance(tensor, nn.Parameter) and _is_from_auto_model(tensor):
-        given, key = _GIVEN.setdefault(tensor, {}), id(found)
-        given[key] = weakref.ref(found, lambda _: given.pop(key, None))
-    return found
+_ALIASES = WeakIdKeyDictionary()  # of a weight to its p.data and p.detach() that are in use: weak references
+_ALIAS_OF = WeakIdKeyDictionary()  # of each of these to its weight: a weak reference
+
+
+def _noting_aliases(method: Callable) -> Callable:
+    @functools.wraps(method, ("__name__", "__doc__"), ())
+    def noting(tensor: DTensor, *args: Any) -> Any:
+        found = method(tensor, *args)
+        if not torch.compiler.is_compiling() and isinstance(tensor, nn.Parameter) and _is_from_auto_model(tensor):
+            _note_alias(tensor, found)
+        return found
+
+    return noting
+
+
+def _note_alias(weight: DTensor, alias: DTensor) -> None:
+    kept = [each for each in _ALIASES.get(weight, ()) if each() is not None]
+    _ALIASES[weight] = [*kept, weakref.ref(alias)]
+    _ALIAS_OF[alias] = weakref.ref(weight)
 
 
 def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
-    """``p.data = value``, of which torch would keep the shape alone: this rank's part stays where it was."""
+    """``p.data = value``, of which torch would keep the shape alone: this rank's part stays where it was.
+
+    As in one process, what ``p.data`` gave before keeps its values, and ``value`` shares memory with the weight.
+    """
     same = value.shape == tensor.shape and value.dtype == tensor.dtype
     if not _is_from_auto_model(tensor) or not same:
         torch.Tensor.data.__set__(tensor, value)
         return
+    is_weight = isinstance(value, nn.Parameter) and _is_from_auto_model(value)
+    owner = value if is_weight else _ALIAS_OF.get(value, lambda: None)()
+    if owner is tensor:
+        return
+    if owner is not None:
+        raise ValueError(
+            "p.data = q.data lets two weights share memory in one process, which weights that are cut over ranks "
+            "cannot: copy it, p.data.copy_(q.data)"
+        )
     with torch.no_grad():
+        for alias in [found for each in _ALIASES.pop(tensor, ()) if (found := each()) is not None]:
+            alias._local_tensor = alias._local_tensor.clone()
+            del _ALIAS_OF[alias]
         if not isinstance(value, DTensor):
             order = getattr(tensor, ROW_ORDER, None)
             if order is not None and not torch.equal(value, value[order.to(value.device)]):
@@ -434,10 +461,10 @@ def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
                     "value was computed from p.full_tensor(), which has the ranks' order"
                 )
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        for given in [one for ref in _GIVEN.pop(tensor, {}).values() if (one := ref()) is not None]:
-            if given is not value:
-                given._local_tensor.data = given._local_tensor.clone()
         tensor.copy_(value)
+        if value.placements == tensor.placements:
+            value._local_tensor = tensor._local_tensor.detach()
+            _note_alias(tensor, value)
 
 
 def _is_from_auto_model(value: Any) -> bool:

@@ -386,7 +386,7 @@ def test_a_number_read_off_a_part_is_refused(axes, options):
 
 
 def assigned(local_rank, options):
-    """Weights that a script sets by ``data``: from themselves, and a whole one."""
+    """Weights that a script sets by ``data``: from themselves, a whole one, and those of an average for a while."""
     model, _ = with_gradients(options)
     weight = model[0].weight
     weight.data = weight.data / weight.data.norm(dim=1, keepdim=True)
@@ -394,7 +394,27 @@ def assigned(local_rank, options):
     backup, weight.data = weight.data, weight.data * 2  # of a moving average, for a validation
     weight.data = backup
     model[0].bias.data = torch.arange(16.0, dtype=torch.float64)
-    return weights_of(model)
+    means = {name: 0.5 * p.data for name, p in model.named_parameters()}
+    kept = {name: p.data for name, p in model.named_parameters()}
+    also = [p.detach() for p in model.parameters()]
+    for name, p in model.named_parameters():
+        p.data = means[name]
+        means[name] *= 3  # it is the weight now
+    found = [weights_of(model)]
+    for name, p in model.named_parameters():
+        p.data, means[name] = kept[name], p.data
+    with torch.no_grad():
+        for p, mean, before in zip(model.parameters(), means.values(), also, strict=True):
+            p += mean + before
+    return torch.stack([*found, weights_of(model)])
+
+
+def shared(local_rank, options):
+    weight = with_gradients(options)[0][2].weight
+    for other in (weight, weight.data):
+        with pytest.raises(ValueError, match=r"p.data.copy_\(q.data\)"):
+            with_gradients(options)[0][2].weight.data = other
+    weight.data = weight.data
 
 
 @on_meshes("tp2", slow=["dp2 shard", "dp2 x tp2"])
@@ -402,6 +422,7 @@ def test_weights_that_a_script_assigns(axes, options):
     right = assigned(0, {})
     for found in on(assigned, options, **axes):
         assert (found - right).abs().max() <= 1e-12
+    on(shared, options, **axes)
 
 
 def fused(parts=2, **options):
