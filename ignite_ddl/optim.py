@@ -39,13 +39,20 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
     mesh = get_mesh()
     if mesh.world_size == 1 or hasattr(optimizer, _ADAPTED) or not isinstance(optimizer, torch.optim.Optimizer):
         return
-    if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # without Optimizer.__init__, as many a Lookahead
-        for wrapped in _wrapped_in(optimizer):
-            adapt_optimizer(wrapped, checks)
+    wrapped = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+    takes_hooks = hasattr(optimizer, "_optimizer_state_dict_pre_hooks")
+    if wrapped and not takes_hooks:  # without Optimizer.__init__, as many a Lookahead
+        for each in wrapped:
+            adapt_optimizer(each, checks)
         return
     setattr(optimizer, _ADAPTED, _options(optimizer))  # at the beginning
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     dtensors = any(isinstance(p, DTensor) for p in parameters)
+    if not takes_hooks and (dtensors or mesh.pp_size > 1):
+        raise ValueError(
+            f"a {type(optimizer).__name__} should call torch.optim.Optimizer.__init__(self, params, defaults), or hold "
+            "in an attribute the optimizer that it wraps, but does neither"
+        )
     if mesh.pp_size > 1:
         if not on_any_rank(bool(parameters), mesh.pp_group):
             raise ValueError(
@@ -60,16 +67,6 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, checks: bool = True) -> No
         _check_on_small_weights(optimizer, mesh)
     if checks and mesh.pp_size > 1:
         _check_shared(optimizer, mesh)
-
-
-def _wrapped_in(wrapper: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    found = [value for value in vars(wrapper).values() if isinstance(value, torch.optim.Optimizer)]
-    if not found:
-        raise ValueError(
-            f"a {type(wrapper).__name__} should call torch.optim.Optimizer.__init__(self, params, defaults), or hold "
-            "in an attribute the optimizer that it wraps, but does neither"
-        )
-    return found
 
 
 def check_same_options(optimizers: Sequence[torch.optim.Optimizer]) -> None:
