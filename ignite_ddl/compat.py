@@ -132,6 +132,8 @@ def replaced_parameter(unit: FSDPModule) -> tuple[nn.Module, str] | None:
     groups = [group for part in (unit.modules() if is_first else [unit]) for group in _fsdp_groups(part)]
     for one in (one for group in groups if not group.is_unsharded for one in group.fsdp_params):
         info = one._module_info
+        if info.module._parameters.get(info.param_name) is one.sharded_param and not info.shared_modules:
+            continue  # what follows takes three times as long
         names = info.param_name, *info.shared_param_names
         for module, name in zip((info.module, *info.shared_modules), names, strict=True):
             held = module._parameters.get(name, one.sharded_param)

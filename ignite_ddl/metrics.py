@@ -327,16 +327,17 @@ class _BatchLosses:
 
     def __init__(self, metric: Loss) -> None:
         self.metric = metric
-        self._take(metric._loss_fn)
+        self._find_divisor(metric._loss_fn)
         # Of each batch: the loss times its divisor, the divisor, and what _weight returns.
         self.losses: list[torch.Tensor] = []
         self.updates, self.least = 0, math.inf  # Ignite's least weight of a batch
 
-    def _take(self, loss_fn: Callable) -> None:
+    def _find_divisor(self, loss_fn: Callable) -> None:
+        """What a loss divides by, and whether Ignite's sums over ranks are right."""
         self.divisor, batch_size = divisor_of(loss_fn), self.metric._batch_size
         if not self.divisor.certain and batch_size is not len:  # by which Ignite weights batches
             self.divisor = divisor_of(loss_fn, batch_size)
-        self.adds_up = not callable(self.divisor.kind) and self.divisor.kind != "sum"  # over ranks, by Ignite
+        self.adds_up = not callable(self.divisor.kind) and self.divisor.kind != "sum"
 
     def clear(self) -> None:
         self.losses.clear()
@@ -349,7 +350,7 @@ class _BatchLosses:
         loss_fn = self.metric._loss_fn
         if options:  # such as weights of classes, by which it divides
             loss_fn = functools.partial(loss_fn, **options[0])
-            self._take(loss_fn)
+            self._find_divisor(loss_fn)
         if self.adds_up or self.divisor.declared:
             self.updates += not empty
             if not empty and self.updates & (self.updates - 1) == 0:

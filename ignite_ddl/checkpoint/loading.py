@@ -122,7 +122,7 @@ def _check_metric(plan: Plan, key: str, state: dict[str, Any]) -> None:
     if isinstance(of_ranks, list) and len(of_ranks) != plan.mesh.dp_cp_size:  # Ignite's, not one of the user's own
         raise ValueError(
             f"to_load[{key!r}] is a metric with the counts of {len(of_ranks)} dp ranks, so that it cannot be loaded on "
-            f"{plan.mesh!r}: leave it out of to_load, and it begins anew there"
+            f"{plan.mesh!r}: leave it out of to_load, and it starts from the beginning there"
         )
 
 
@@ -130,7 +130,7 @@ def _plan_per_rank(plan: Plan, key: str, state: dict[str, Any]) -> None:
     if plan.folder.content["mesh"] != plan.mesh.sizes:
         raise ValueError(
             f"to_load[{key!r}] belongs to the ranks of {plan.folder.content['mesh']}, so that it cannot be loaded on "
-            f"{plan.mesh!r}: leave it out of to_load, and it begins anew there"
+            f"{plan.mesh!r}: leave it out of to_load, and it starts from the beginning there"
         )
     tensors = plan_tensors(f"{key} of rank {plan.mesh.rank}", state["tensors"], plan.reads)
     plan.per_rank[key] = state | {"tensors": tensors}

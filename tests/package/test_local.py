@@ -444,7 +444,7 @@ def test_a_compressed_run_goes_on_with_its_error_feedback(tmp_path):
     resumed_weights, sent, *_ = launch({"dp": 2}, compressed, "powersgd:1", str(tmp_path), 4)[0]
     assert len(sent) == 2
     assert difference(resumed_weights, uninterrupted) == 0
-    with pytest.raises(ddl.RankError, match="leave it out of to_load, and it begins anew there"):
+    with pytest.raises(ddl.RankError, match="leave it out of to_load, and it starts from the beginning there"):
         launch({"dp": 3}, compressed, "powersgd:1", str(tmp_path), 4)
 
 
