@@ -268,6 +268,7 @@ def _guard_dtensors() -> None:
     for name in _REFUSALS & set(dir(dispatcher)):
         setattr(dispatcher, name, _explain_refusals(getattr(dispatcher, name)))
     drawn = [getattr(aten, name).default for name in ("uniform_", "normal_", "exponential_", "rand_like", "randn_like")]
+    dispatcher._custom_op_handlers[aten._is_any_true.default] = _any_of_part
     for operator in (*drawn, aten.bernoulli_.float, aten.randint_like.default, aten.randint_like.low_dtype):
         known = dispatcher._custom_op_handlers.get(operator)
         dispatcher._custom_op_handlers[operator] = functools.partial(_draw_full, known)
@@ -287,10 +288,11 @@ def _guard_lists() -> None:
         if sys._getframe(1).f_code.co_name == "_get_total_norm":
             parts = (p for model in MODELS for p in model.parameters() if hasattr(p, PART_OF_A_MODEL))
             held = {id(tensor) for p in parts for tensor in (p, p.grad)}
-            if any(id(tensor) in held for tensor in tensors[0]):
+            if len(tensors[0]) > 1 and any(id(tensor) in held for tensor in tensors[0]):  # of one, torch's is right
                 raise ValueError(
                     "torch.nn.utils computes the norm of this rank's part of a model that is cut over ranks: call "
-                    "ddl.clip_grad_norm_(model, max_norm), or pass max_norm to ddl.create_supervised_trainer"
+                    "ddl.clip_grad_norm_(model, max_norm), with parameters=group['params'] for a parameter group "
+                    "alone, or pass max_norm to ddl.create_supervised_trainer"
                 )
             return group(tensors, *args, **kwargs)
         return _group_each_kind(group, tensors, *args, **kwargs)
@@ -487,6 +489,11 @@ def _draw_full(known: Callable | None, operator: Any, args: tuple, kwargs: Mappi
     full = operator(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args[1:], **kwargs)
     part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
     return tensor.copy_(part) if operator._schema.is_mutable else part
+
+
+def _any_of_part(operator: Any, args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Whether this rank's part has such an element, by which anomaly mode looks for NaN."""
+    return operator(args[0]._local_tensor)
 
 
 def is_part(tensor: torch.Tensor) -> bool:

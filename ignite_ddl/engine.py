@@ -681,7 +681,13 @@ def _transformed(engine: MeshEngine, transform: Callable, values: tuple[Any, ...
 
 
 @takes(FITS)
-def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    parameters: Iterable[nn.Parameter] | None = None,
+) -> torch.Tensor:
     """Clips gradients by their global 2-norm over all ranks: every shard counts, and copies count once.
 
     With ``dp_sync="local"`` the norm is that of this dp rank's gradients, over its dp_shard, tp and pp peers.
@@ -690,6 +696,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Op
         model: what ``ddl.auto_model`` returned.
         max_norm: the largest norm after clipping, positive.
         optimizer: whose parameters alone count and are clipped, where it steps a part of the model. Default: all.
+        parameters: which of them alone count and are clipped, such as those of a parameter group. Default: all.
 
     Returns:
         Tensor: the norm before clipping, the same on every rank.
@@ -697,7 +704,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: torch.optim.Op
     Raises:
         ValueError: if ``max_norm`` is not positive.
     """
-    return _clip(model, max_norm, optimizer)
+    return _clip(model, max_norm, optimizer, parameters=parameters)
 
 
 def _of_others(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Parameter]:
@@ -707,16 +714,21 @@ def _of_others(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Pa
 
 
 def _clip(
-    model: nn.Module, max_norm: float, optimizer: torch.optim.Optimizer | None, others: Iterable[nn.Parameter] = ()
+    model: nn.Module,
+    max_norm: float,
+    optimizer: torch.optim.Optimizer | None,
+    others: Iterable[nn.Parameter] = (),
+    parameters: Iterable[nn.Parameter] | None = None,
 ) -> torch.Tensor:
     mesh, stages, is_local = get_mesh(), stages_of(model), local_round(model) is not None
     shard_size = mesh.dp_shard_size if mesh.hybrid else 1
     n_ranks = (shard_size if is_local else mesh.dp_cp_size) * mesh.tp_size
-    stepped = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+    given = [] if optimizer is None else [[p for group in optimizer.param_groups for p in group["params"]]]
+    chosen = [{id(p) for p in each} for each in (*given, *([] if parameters is None else [parameters]))]
     total = torch.zeros((), dtype=torch.float64, device=idist.device())
     gradients, is_cut = [], False
     for name, parameter in itertools.chain(model.named_parameters(), (("", parameter) for parameter in others)):
-        if parameter.grad is None or (stepped is not None and id(parameter) not in stepped):
+        if parameter.grad is None or any(id(parameter) not in each for each in chosen):
             continue
         redistribute_gradient(parameter)
         local, n_copies = _local_and_copies(parameter.grad, n_ranks)

@@ -333,6 +333,34 @@ def test_torchs_norm_of_a_part_of_the_gradients_is_refused(axes, options):
         on(total_norm, options, **axes)
 
 
+def clipped_by_group(local_rank, options):
+    """Gradients of a group, and then of each weight, in torch's anomaly mode, which looks for NaN in them."""
+    model = ddl.auto_model(mlp(), **options)
+    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) == large]} for large in (True, False)]
+    optimizer = ddl.auto_optim(torch.optim.SGD(groups, lr=0.1))
+
+    def update(engine, batch):
+        optimizer.zero_grad()
+        _, loss = ddl.forward_backward(engine, model, *batch, F.mse_loss)
+        for group in optimizer.param_groups:
+            ddl.clip_grad_norm_(model, 0.1, parameters=group["params"])
+        for p in model.parameters():
+            torch.nn.utils.clip_grad_norm_([p], 0.05)
+        optimizer.step()
+
+    with torch.autograd.detect_anomaly():
+        ddl.MeshEngine(update).run(loader())
+    return weights_of(model)
+
+
+@on_meshes("tp2", slow=("dp2 shard", "pp2", "dp2 x tp2"))
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_gradients_are_clipped_by_group_and_by_weight(axes, options):
+    right = clipped_by_group(0, {})
+    for found in on(clipped_by_group, options, **axes):
+        assert (found - right).abs().max() <= 1e-12
+
+
 def value_clipped(local_rank, options):
     """Right on each part, and must stay so."""
     model = ddl.auto_model(mlp(), **options)
