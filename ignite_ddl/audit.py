@@ -24,9 +24,9 @@ independent rows      a model, or a stage, whose output for a row depends on oth
 rows that meet        a ``prepare_batch``, a ``model_transform``, or an evaluator's       first batch
                       ``output_transform`` that makes a row from others (``mixing.py``);
                       a warning where it is random, or of a ``collate_fn``
-loss of parts         a loss that is not the weighted sum of those of parts of the rows   steps 1 to 16 and every
-                                                                                          16th; by forward passes
-                                                                                          steps 1, 2, 4, 8, …
+loss of parts         a loss that is not the weighted sum of those of parts of the rows   steps 1 to 16, every
+                                                                                          17th and the last; by
+                                                                                          passes 1, 2, 4, 8, …
 stored values         plain attributes that dp ranks computed from their own rows, and    steps 1, 2, 4, 8, …
                       on which outputs depend
 padding               rows padded to other lengths on other dp ranks, on which outputs    steps 1, 2, 4, 8, …;

@@ -250,7 +250,7 @@ def guard_cut_model(model: nn.Module, part_of_each: bool) -> None:
 
 
 def _guard_dtensors() -> None:
-    for name in ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__"):
+    for name in ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__", "numpy", "__array__"):
         setattr(DTensor, name, _refuse_parts(getattr(torch.Tensor, name)))
     DTensor.__reduce_ex__ = _reduce_ex
     # What a layer that is cut over tp returns may not have arrived; torch pickles its memory as it is (private, 2.13).
@@ -523,13 +523,13 @@ def _refuse_safetensors(tensor: DTensor) -> Any:
 
 def _refuse_parts(read: Callable) -> Callable:
     @functools.wraps(read)
-    def guarded(tensor: torch.Tensor) -> Any:
+    def guarded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if is_part(tensor):
             raise ValueError(
                 "this number is computed from this rank's part of a weight or gradient that is cut over ranks: call "
                 "full_tensor() before, on every rank (and initialise weights before ddl.auto_model)"
             )
-        return read(tensor)
+        return read(tensor, *args, **kwargs)
 
     return guarded
 

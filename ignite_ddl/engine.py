@@ -115,7 +115,8 @@ class MeshEngine(Engine):
 
     def _run_step(self, step: TrainingStep, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
         plan = getattr(self._dataloader_iter, "plan", None)  # of the loader of ddl.auto_dataloader
-        step.updates, step.order = self.updates, getattr(plan, "digest", 0) % 2**20
+        step.updates, step.order, state = self.updates, getattr(plan, "digest", 0) % 2**20, self.state
+        step.ends_run = state.iteration == (state.max_epochs or 0) * (state.epoch_length or 0)
         output, loss = step(*args, **kwargs)
         self.weighted += step.models
         forget_uneven_rows()  # perhaps of an iterator over the loader of ddl.auto_dataloader: the step counts rows
@@ -379,7 +380,8 @@ def create_supervised_trainer(
             to a number, such as ``lambda y: (y != 0).sum()``, or 1 at least. Default None: torch's losses for classes
             and ``ddl.cross_entropy`` are recognised with ``ignore_index``, ``weight`` and ``reduction``; another loss
             has to be a mean over rows, which is checked by calling it with parts of a batch: in each of the first 16
-            steps and every 16th, and until that was conclusive. What these calls change is put back: attributes and
+            steps, every 17th and the last one, until that was conclusive, and where targets are smaller or larger than
+            before. What these calls change is put back: attributes and
             buffers of objects, modules and models, variables of its closure, globals, defaults, generators of random
             numbers; not files, iterators, and lists or tensors of more than 65536 entries. For a loss that uses
             something else than rows of the output, such as a loss that the model returns or a gradient by its input,

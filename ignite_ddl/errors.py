@@ -81,6 +81,13 @@ _REASONS = (
         "find_unused_parameters=True, or shard=True, to ddl.auto_model",
     ),
     (
+        "element 0 of tensors does not require grad",
+        lambda mesh: mesh.world_size > 1,
+        "the loss has no gradient: what idist.all_gather and torch.distributed.all_gather return has none, so gather "
+        'rows with torch.distributed.nn.functional.all_gather (with loss_divisor="local"), and leave out detach() and '
+        "torch.no_grad() elsewhere",
+    ),
+    (
         "expect_autograd_hooks_",
         lambda mesh: True,
         "static_graph=True needs a first step of one batch, after whose backward pass DDP knows the graph, but it "

@@ -14,6 +14,7 @@ from ignite_ddl.compat import newest_node
 from ignite_ddl.loss_contract import LossContract, dependencies
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import tensors_of
+from ignite_ddl.traceless import WatchForSums
 
 _IN_A_PIPELINE = (
     "Under pp, loss_fn runs where the last stage is, with the output and the targets of a microbatch: what layers or "
@@ -37,7 +38,10 @@ def checked_loss(contract: LossContract, empty: bool) -> Callable[[Any, Any], to
                 "the model returns one of its weights, whose memory shard=True frees after the forward pass: let "
                 "forward return a copy, weight.clone(), which has the same gradient"
             )
-        loss = _loss(contract, output, y, empty)
+        watch = WatchForSums() if contract.is_checking and contract.is_local else contextlib.nullcontext()
+        with watch:
+            loss = _loss(contract, output, y, empty)
+        contract.communicates = contract.communicates or getattr(watch, "found", False)
         if contract.is_checking:
             contract.inspect(loss, output, y, since)
         return loss

@@ -8,8 +8,9 @@
 - *Checked*: any other loss is assumed to be a mean over rows, and compared with the mean of its values for parts of the
   rows. What cannot be checked has to be declared.
 
-Losses are compared in each of the first 16 steps and every 16th, in each step until a comparison was conclusive, and in
-steps 1, 2, 4, 8, … where that takes forward passes: the first mask or padding may come later, and a loss may change.
+Losses are compared in each of the first 16 steps, every 17th and the last one of a run, in each step until a comparison
+was conclusive, and where targets are smaller or larger than those before; in steps 1, 2, 4, 8, … and the last one where
+that takes forward passes. The first mask or padding may come later, and a loss may change.
 
 Declared and checked losses are compared alike: by :meth:`LossContract.compare` with the outputs of the step; if the
 loss uses more than their rows, by :meth:`LossContract.compare_by_passes` with outputs of further forward passes.
@@ -65,7 +66,7 @@ DIVISOR = Fits(
 IGNORED = -100  # torch's default of ignore_index
 _CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss, cross_entropy)
 _CONTRACTS_KEPT = 64  # of a model
-_EACH = 16  # the first steps are all checked, then one of as many: a loss may change, or meet a mask
+_FIRST, _EACH = 16, 17  # steps that are all checked, then each one of these: a prime, to meet each batch of an epoch
 BY_PASSES = 2.0**20  # in place of 1 for an inconclusive comparison, if it needs forward passes; more than all ranks
 _MAX_INCONCLUSIVE = 16  # inconclusive checks, after which there is a warning
 _DECLARE = (
@@ -103,6 +104,7 @@ class Divisor:
         certain: whether it is known or declared; else it is checked.
         pads: whether targets of a batch may be padding, which does not count: a function of them, or a bool.
         declared: whether the user has declared it, so that it is compared where that is possible.
+        is_local: whether the mean of what ranks compute is meant.
     """
 
     def __init__(
@@ -111,8 +113,9 @@ class Divisor:
         certain: bool = True,
         pads: bool | Callable[[Any], Any] = False,
         declared: bool = False,
+        is_local: bool = False,
     ) -> None:
-        self.kind, self.certain, self.pads, self.declared = kind, certain, pads, declared
+        self.kind, self.certain, self.pads, self.declared, self.is_local = kind, certain, pads, declared, is_local
 
     def of(self, y: Any) -> float:
         """The divisor of these targets."""
@@ -194,7 +197,9 @@ def divisor_of(loss_fn: Callable, declared: str | Callable[[Any], Any] | None = 
     """
     if declared is not None:
         kind = check("loss_divisor", declared, DIVISOR)
-        return Divisor("rows" if kind == "local" else kind, pads=True, declared=kind != "local")
+        return Divisor(
+            "rows" if kind == "local" else kind, pads=True, declared=kind != "local", is_local=kind == "local"
+        )
     options: dict[str, Any] = {}
     function = loss_fn
     while isinstance(function, functools.partial):
@@ -264,6 +269,9 @@ class LossContract:
         self.by_passes = model is not None and self.is_split and self.has_whole_rows  # if uses_more: can be compared
         self.addresses: set[int] = set()  # where tensors of the batch are
         self.needs_graph = False  # whether it calls torch.autograd.grad, which fails without one
+        self.is_local = divisor.is_local
+        self.communicates = False  # whether it sums or gathers over ranks by itself
+        self.seen: dict[Any, tuple[float, float]] = {}  # the least and the largest targets, by dtype and dims
         self.n_rows: int | None = None  # of this rank's batch, as its loader counts them
         self.counted, self.is_clamped = 0.0, False  # what counts on this rank; whether nothing does by max(1, count)
         self.least, self.most = math.inf, 0.0  # the divisors that a declared function has given for parts
@@ -274,17 +282,18 @@ class LossContract:
         self.pairs: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
         self.earlier_pairs: list[tuple[Any, Any]] = []  # of earlier steps, until there are two rows
 
-    def begin(self, x: Any, y: Any, accumulates: bool = False) -> None:
+    def begin(self, x: Any, y: Any, accumulates: bool = False, last: bool = False) -> None:
         """Starts a step; one with targets of -100, which torch's losses ignore by default, is always checked.
 
         Args:
             x: this rank's rows.
             y: their targets.
             accumulates: whether gradients of several steps are those of one large batch. Default: False.
+            last: whether this is the last step of a run. Default: False.
         """
         self.n_steps += 1
         self.accumulates = accumulates
-        self.is_checking = (self.is_split or accumulates) and self._has_to_be_checked(x, y)
+        self.is_checking = (self.is_split or accumulates) and self._has_to_be_checked(x, y, last)
         self.pairs, self.state_digest = [], 0.0
         self.reached, self.owners = None, []
         if self.is_checking:
@@ -294,14 +303,28 @@ class LossContract:
             self.owners = [one for one in self.reached if id(one) not in models]
         self.before = saved_states(self.owners)
 
-    def _has_to_be_checked(self, x: Any, y: Any) -> bool:
+    def _has_to_be_checked(self, x: Any, y: Any, last: bool) -> bool:
         n, needs_passes = self.n_steps, bool(self.uses_more)
-        if n & (n - 1) == 0 or self.is_compared and not needs_passes and (n <= _EACH or n % _EACH == 0):
+        if n & (n - 1) == 0 or last or self.is_compared and not needs_passes and (n <= _FIRST or n % _EACH == 0):
             return True
         if not self.is_confirmed and self.n_inconclusive < _MAX_INCONCLUSIVE:
             return True
+        if self.divisor.certain or self.communicates:
+            return False
         in_x = [t for t in tensors_of(x) if needs_passes and not t.is_floating_point()]  # such as labels in x
-        return not self.divisor.certain and any(bool((t == IGNORED).any()) for t in [*tensors_of(y), *in_x])
+        found = [self._may_be_ignored(tensor, needs_passes) for tensor in [*tensors_of(y), *in_x]]  # sees each of them
+        return any(found)
+
+    def _may_be_ignored(self, tensor: torch.Tensor, needs_passes: bool) -> bool:
+        """Whether targets have -100, or a value below or above those of earlier steps, as of a mask that comes late."""
+        if not tensor.numel() or tensor.is_complex():
+            return False
+        low, high = torch.stack(tensor.detach().aminmax()).tolist()
+        key = tensor.dtype, tensor.ndim
+        least, most = self.seen.get(key, (math.inf, -math.inf))
+        self.seen[key] = min(least, low), max(most, high)
+        is_new = not (least <= low and high <= most) and not (needs_passes and tensor.is_floating_point())
+        return is_new or low <= IGNORED and bool((tensor == IGNORED).any())
 
     def count(self, y: Any, divisor: float | None) -> float:
         """What counts of these targets, of which ranks add up: their divisor, or nothing where ``max(1, count)`` is 1.
@@ -345,6 +368,16 @@ class LossContract:
             with contextlib.suppress(Exception):
                 found.append(self.divisor.of(_twice(y, kinds)))
         return found
+
+    def check_rows(self, rows: tuple[int, int | None] | None) -> None:
+        """Raises a ValueError, on all ranks, if a "local" loss meets over ranks that have unlike numbers of rows."""
+        n_ranks = self.mesh.dp_size
+        if self.is_local and self.communicates and rows is not None and (rows[1] or 0) % n_ranks:
+            raise ValueError(
+                'loss_divisor="local" should come with as many rows on each rank where loss_fn sums or gathers over '
+                f"ranks, but {n_ranks} dp ranks share {rows[1]} rows: pass drop_last=True to ddl.auto_dataloader, and "
+                f"a batch_size that {n_ranks} divides"
+            )
 
     def check_total(self, total: float) -> None:
         """Raises a ValueError if what counts on all ranks may be less than the divisor that one of them has given."""
@@ -532,6 +565,7 @@ class LossContract:
         try:
             with self._trying(), WatchForSums() as watch:
                 first = loss_of(whole)
+                self.communicates = self.communicates or watch.found
                 if declared and watch.found:
                     return None
                 others = [*parts, *[whole] * (3 - len(parts))]  # as many on each rank
@@ -693,9 +727,9 @@ class LossContract:
             return
         if math.isfinite(loss) and abs(loss) > 1e-12 and not watch.found:
             raise ValueError(
-                f"loss_divisor is 0 for the targets of a rank or microbatch whose loss is {loss:.6g} (divided by 1 at "
-                "least?), so that these rows would be left out: let loss_fn return the sum divided by a constant, with "
-                'loss_divisor="sum", or take batches of which each part has targets that count'
+                f"loss_divisor is 0 for the targets of a rank or microbatch whose loss is {loss:.6g}, so that these "
+                "rows would be left out: let it give 1 at least if the loss divides by that (max(1, count)); or let "
+                'loss_fn return the sum divided by a constant, with loss_divisor="sum"'
             )
 
     def _compare_tokens(self, output: Any, y: Any) -> None:

@@ -46,6 +46,7 @@ class TrainingStep:
         models: the model, and others that the last loss depends on: their gradients are weighted by rows.
         updates: the number of earlier batches after which this rank has stepped a model.
         order: a number that depends on the order in which the loader reads the rows of all ranks.
+        ends_run: whether an engine's run ends with this step, as far as it is known.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class TrainingStep:
             setattr(model, TOKENS_CHECKED, True)
         self.contracts = LossContracts(self.mesh, model)
         self.local, self.has_routers = local_round(model), bool(routers_of(model))
-        self.open, self.models, self.updates, self.order = False, [model], 0, 0
+        self.open, self.models, self.updates, self.order, self.ends_run = False, [model], 0, 0, False
         # Divisors of this window: the one by which gradients are divided, and the sum of those of its batches.
         self.expected = self.counted = 0.0
         self.replica_divisor = 0.0  # with dp_sync="local": of this batch, on the ranks that hold a replica
@@ -142,7 +143,8 @@ class TrainingStep:
             with autocast, explaining_errors():
                 self.audit.begin(rows, x, y)
         if self.checks:
-            contract.begin(x, y, accumulates=(window or 1) > 1)
+            contract.check_rows(rows)
+            contract.begin(x, y, accumulates=(window or 1) > 1, last=self.ends_run)
         contract.counted, contract.n_rows = contract.count(y, local_divisor), None if rows is None else rows[0]
         if not self.open:
             self.stages.begin_window()

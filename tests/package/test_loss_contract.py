@@ -1194,3 +1194,52 @@ def test_targets_in_a_list_are_rows_of_which_losses_are_compared():
     assert_right(partial(trained_on_boxes, loss_fn=mean_over_rows_of_boxes), dp=2)
     refused(partial(trained_on_boxes, loss_fn=mean_over_boxes, divisor="rows"), "loss_divisor should be what", dp=2)
     refused(partial(trained_on_boxes, loss_fn=mean_over_boxes), "should be a mean over rows, but gives", dp=2)
+
+
+MANY = torch.randn(88, 6, generator=generator, dtype=torch.float64)
+LATEST = torch.randint(4, (88,), generator=generator)
+
+
+def masked_by_hand(output, y):
+    return F.cross_entropy(output[y >= 0], y[y >= 0])
+
+
+class Rooted:
+    """A mean over rows in 17 steps, and its root then."""
+
+    steps = 0
+
+    def __call__(self, output, y):
+        loss = F.cross_entropy(output, y)
+        return loss if self.steps < 17 else loss.sqrt()
+
+
+def rooted(local_rank):
+    loss_fn = Rooted()
+
+    def prepare(batch, **_):
+        loss_fn.steps += 1
+        return batch
+
+    return trained(local_rank, loss_fn=loss_fn, data=(MANY, LATEST), rows=4, prepare_batch=prepare)
+
+
+def test_what_differs_in_later_steps_alone_is_found_by_targets_or_in_the_last_step():
+    late = torch.where(torch.arange(88) == 81, -1, LATEST)  # in step 21 of 22
+    refused(partial(trained, loss_fn=masked_by_hand, data=(MANY, late), rows=4, epochs=1), "a mean over rows", dp=2)
+    refused(rooted, "should be a mean over rows", dp=2)
+
+
+def gathering(output, y):
+    counted = dist_sum(len(y))
+    return F.mse_loss(output, y, reduction="sum") / y[0].numel() / counted * 2
+
+
+def dist_sum(value):
+    return idist.all_reduce(value)
+
+
+def test_a_local_loss_that_sums_over_ranks_needs_as_many_rows_on_each():
+    refused(
+        partial(trained, loss_fn=gathering, divisor="local", rows=4, data=(X[:11], Y[:11])), "as many rows on", dp=2
+    )
