@@ -570,6 +570,20 @@ def keep_missing_gradients() -> None:
 BELONGS_TO_A_MODEL = "_belongs_to_a_model"  # on a parameter from ddl.auto_model: whether its gradient is reduced
 
 
+def keep_sparse_gradients_apart(model: nn.Module) -> None:
+    """DDP divides a sparse gradient in place, whose values may be those that autograd goes on with: it gets copies."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            module.weight.register_hook(_own_values)
+
+
+def _own_values(gradient: torch.Tensor) -> torch.Tensor | None:
+    return gradient.clone() if gradient.is_sparse else None
+
+
+_own_values.__torch_unserializable__ = True  # type: ignore[attr-defined]  # of which torch does not warn
+
+
 def newest_node() -> int:
     """A number of autograd's nodes: each node that is made from now on has at least this one."""
     return torch._C._autograd._get_sequence_nr()

@@ -19,7 +19,7 @@ from ignite_ddl.arguments import FLAG, MODULE, OPTIMIZER, WORLD, a, each, one_of
 from ignite_ddl.audit import TOKENS_CHECKED, take_fingerprint
 from ignite_ddl.collectives import SENT, octets
 from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
-from ignite_ddl.compat import MODELS
+from ignite_ddl.compat import MODELS, keep_sparse_gradients_apart
 from ignite_ddl.context.sequence import SharedSequences
 from ignite_ddl.data_parallel import LOCAL_ROUNDS, LocalRound, apply_data_parallel, fully_shard, share_buffers
 from ignite_ddl.errors import explain_transforms
@@ -401,6 +401,8 @@ def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
 
 def _wrapped(model: nn.Module, layout: _Layout) -> nn.Module:
     """A model under DDP; its buffers and frozen weights of types that DDP does not send are sent as bytes."""
+    if layout.mesh.world_size > 1:
+        keep_sparse_gradients_apart(model)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     unsent = [name for name, tensor in tensors if tensor.dtype not in SENT and not tensor.requires_grad]
     if layout.mesh.world_size == 1 or not unsent or layout.ddp.get("broadcast_buffers") is False:

@@ -959,14 +959,29 @@ def test_models_that_are_refused(mesh):
     assert each_refused(0, REFUSED[mesh]) == ["nothing"] * len(REFUSED[mesh])
 
 
+class Factors(nn.Module):
+    """Scores of pairs, with a bias: the gradient of a bias is that of the score, in the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.users, self.biases = nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 1, sparse=True)
+
+    def forward(self, x):
+        return (self.users(x) * self.users(x + 1)).sum(1) + self.biases(x).squeeze(1)
+
+
 def sparse_rows(local_rank):
-    torch.manual_seed(0)
-    model = ddl.auto_model(nn.Embedding(9, 4, sparse=True).double())
-    optimizer = ddl.auto_optim(torch.optim.SparseAdam(model.parameters(), lr=0.1))
-    data = TensorDataset(torch.arange(14) % 9, Y)
-    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
-    trainer.run(ddl.auto_dataloader(data, batch_size=8))
-    return weights_of(model)
+    found = []
+    for model, y, kind in ((nn.Embedding(9, 4, sparse=True), Y, "SparseAdam"), (Factors(), Y[:, 0], "SGD")):
+        torch.manual_seed(0)
+        for p in model.parameters():
+            nn.init.normal_(p)
+        model = ddl.auto_model(model.double())
+        optimizer = ddl.auto_optim(getattr(torch.optim, kind)(model.parameters(), lr=0.1))
+        trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
+        trainer.run(ddl.auto_dataloader(TensorDataset(torch.arange(14) % 8, y), batch_size=8))
+        found.append(weights_of(model))
+    return torch.cat(found)
 
 
 def test_sparse_embeddings_are_right_over_dp():
