@@ -37,6 +37,7 @@ from ignite_ddl.compat import BELONGS_TO_A_MODEL, PartError
 from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import Pass, ShardedDataLoader, forget_uneven_rows, warn_of_padded_rows, without_rows
 from ignite_ddl.data_parallel import local_round, refuse_in_a_round
+from ignite_ddl.errors import reason_in_a_run
 from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.loss_contract import DIVISOR
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -84,6 +85,7 @@ class MeshEngine(Engine):
         self.steps: dict[int, TrainingStep] = {}  # by id of the model
         self.optimizers: list[torch.optim.Optimizer] = []  # that have stepped
         self.weighted: list[nn.Module] = []  # models whose gradients of this batch are weighted by rows
+        self.in_backward = False  # whether it is inside of ddl.forward_backward, or the trainer's
         self.updates, self.updated = 0, False  # earlier batches after which a model was stepped; whether this is one
         self.resume: Any = None  # what was loaded, until the run continues from there
         self._pass: Pass | None = None  # over the loader; also after the run, so that its position can be saved
@@ -102,7 +104,7 @@ class MeshEngine(Engine):
                 raise ValueError(NOT_SHARED)
             if batches.full_batch is not None:
                 check_same_rows(get_mesh(), batches.full_batch, axes=("cp",))
-        engine.weighted = []
+        engine.weighted, engine.in_backward = [], False
         engine.updates, engine.updated = engine.updates + engine.updated, False
         if get_mesh().world_size == 1:
             return process_function(engine, batch)
@@ -117,7 +119,9 @@ class MeshEngine(Engine):
         plan = getattr(self._dataloader_iter, "plan", None)  # of the loader of ddl.auto_dataloader
         step.updates, step.order, state = self.updates, getattr(plan, "digest", 0) % 2**20, self.state
         step.ends_run = state.iteration == (state.max_epochs or 0) * (state.epoch_length or 0)
+        self.in_backward = True
         output, loss = step(*args, **kwargs)
+        self.in_backward = False
         self.weighted += step.models
         forget_uneven_rows()  # perhaps of an iterator over the loader of ddl.auto_dataloader: the step counts rows
         return output, loss
@@ -145,6 +149,8 @@ class MeshEngine(Engine):
             return state
         except BaseException as error:
             self._internal_run_generator = None  # with which Ignite's next run would return at once
+            if (reason := reason_in_a_run(error)) is not None:
+                raise ValueError(reason) from error
             if isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error):
                 raise PartError(error) from error  # of a handler or of an update function of one's own
             of_layers = get_mesh().tp_size > 1 and "autograd.Function with functorch transforms" in str(error)
@@ -278,6 +284,11 @@ def _check_gradients(engine: MeshEngine, optimizer: torch.optim.Optimizer) -> No
     weighted = {id(parameter) for model in engine.weighted for parameter in model.parameters()}
     if any(parameter.grad is not None and id(parameter) not in weighted for parameter in stepped):
         n_local, n_global = engine.rows
+        if engine.in_backward:
+            raise ValueError(
+                "an optimizer steps in the backward pass, as in a hook of a weight, where gradients are not ready for "
+                "it: let it step after ddl.forward_backward, or be the optimizer of ddl.create_supervised_trainer"
+            )
         raise ValueError(
             f"this rank has {n_local} of the batch's {n_global} rows, so an average over ranks is not the average over "
             "rows: call ddl.forward_backward, which weights by rows, instead of backward() in the update function"
@@ -513,8 +524,8 @@ def forward_backward(
         loss_fn: takes the model's output and the targets of some rows and returns their mean loss.
         loss_divisor: as in :func:`create_supervised_trainer`.
         scale: factor of the loss in the backward pass, such as 1 / number of accumulated batches. Default: 1.
-        last: whether the model's optimizer steps next; False if another call adds to these gradients before.
-            Default: True.
+        last: whether the model's optimizer steps next; False if another call adds to these gradients before, until
+            which ``p.grad`` is not the gradient of all ranks, and on some meshes None. Default: True.
         amp_mode: as in :func:`create_supervised_trainer`.
 
     Returns:

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ignite_ddl.arguments import first_line
+from ignite_ddl.compat import MODELS, PartError
 from ignite_ddl.guards import Hook
 from ignite_ddl.mesh import get_mesh
 
@@ -52,8 +54,9 @@ _REASONS = (
     (
         "setStorage: sizes",
         lambda mesh: mesh.dp_size > 1,
-        "a backward pass goes through derivatives that forward computes with torch.func, but shard=True has freed the "
-        "weights that these need: leave out shard=True",
+        "a backward pass goes through derivatives that forward or the loss computes (torch.func, create_graph=True), "
+        "but shard=True, or dp beside tp or pp, has freed the weights that these need: take a mesh of dp alone or of "
+        "tp alone, without shard=True",
     ),
     (
         "Expected more than 1 value per channel when training",
@@ -104,7 +107,13 @@ def explaining_errors() -> Iterator[None]:
     except Exception as error:
         advice, mesh = advice_of(error), get_mesh()
         if found := re.search(r"(?:aten\.(\w+)\S* )?got mixed torch\.Tensor and DTensor", str(error)):
-            raise ValueError(_of_a_cut_weight(found[1], advice)) from error
+            what = f"the model computes ({found[1] or 'an operation'}) with a plain tensor and a weight"
+            raise ValueError(_of_a_cut_weight(what, advice)) from error
+        if found := re.search(r"Sharding propagation failed for aten\.(\w+)", str(error)):
+            what = f"torch does not compute {found[1]} of a weight"
+            raise ValueError(_of_a_cut_weight(what, advice)) from error
+        if isinstance(error, PartError) and not advice:
+            raise ValueError(f"{error}; of a layer whose forward computes with its weight, leave it uncut") from error
         if advice:
             raise ValueError(" ".join([f"{first_line(error, 1000)}.", *advice])) from error
         for words, holds, reason in _REASONS:
@@ -113,16 +122,28 @@ def explaining_errors() -> Iterator[None]:
         raise
 
 
-def _of_a_cut_weight(operation: str | None, advice: list[str]) -> str:
+def _of_a_cut_weight(what: str, advice: list[str]) -> str:
     cut = (line.partition(",")[0].removeprefix(THIS_WAS_IN) for line in advice if "tensor_plan cuts" in line)
     named = next(cut, None)
     cure = (
         f"leave {named}, whose forward reads its weight, out of tensor_plan"
         if named
         else "call the layer that holds the weight instead of reading the weight off it, so that it is gathered in "
-        "time; or leave it uncut, by shard=False or a tensor_plan without this layer"
+        "time; cut a mask, as of a hook, by ddl.distribute_like(mask, p); or leave the weight uncut, by shard=False or "
+        "a tensor_plan without this layer"
     )
-    return (
-        f"the model computes ({operation or 'an operation'}) with a plain tensor and a weight that is cut over ranks, "
-        f"or the output of a layer with use_local_output=False: {cure}"
-    )
+    return f"{what} that is cut over ranks, or the output of a layer with use_local_output=False: {cure}"
+
+
+def reason_in_a_run(error: BaseException) -> str | None:
+    """What an error of torch means in an update function of one's own; None if it is not known."""
+    if "appears to not have been used in the graph" in str(error) and any(map(_is_gathered_or_staged, MODELS)):
+        return (
+            "torch.autograd.grad gives no gradients by weights that are sharded or those of a pipeline: call "
+            "ddl.forward_backward for each loss instead, and read p.grad after each (optimizer.zero_grad() before it)"
+        )
+    return None
+
+
+def _is_gathered_or_staged(model: nn.Module) -> bool:
+    return get_mesh().pp_size > 1 or any(isinstance(module, FSDPModule) for module in model.modules())

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from ignite.engine import Events
 from packaging.version import Version
-from ranks import on
+from ranks import on, on_each_rank
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import distribute_tensor
@@ -270,6 +270,24 @@ def by_hand_in_a_closure(local_rank):
 def test_gradients_of_a_closure_that_are_not_weighted_are_refused():
     with pytest.raises(ValueError, match="call ddl.forward_backward, which weights by rows"):
         on(by_hand_in_a_closure, dp=2)
+
+
+@on_each_rank(dp=2)
+def test_gradients_of_a_sharded_model_that_are_taken_by_other_ways_are_refused(local_rank):
+    def update(engine, batch):
+        torch.autograd.grad(F.mse_loss(model(batch[0]), batch[1]), list(model.parameters()))
+
+    model = ddl.auto_model(mlp(), shard=True)
+    with pytest.raises(ValueError, match="torch.autograd.grad gives no gradients by weights that are sharded"):
+        ddl.MeshEngine(update).run(loader())
+    model = ddl.auto_model(mlp(), shard=True)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    for p in optimizers:
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    whole = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    data = ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5)
+    with pytest.raises(ValueError, match="an optimizer steps in the backward pass"):
+        ddl.create_supervised_trainer(model, whole, F.mse_loss).run(data)
 
 
 @on_meshes("dp2", slow=["dp2 shard"])
