@@ -156,17 +156,16 @@ class Audit:
         check_unchanged(self.model)
         if self.is_check_step:
             self._check_before_forward(x, y)
-        mesh = self.mesh
-        if rows is not None and mesh.pp_size > 1:
+        if rows is not None and self.mesh.pp_size > 1:
             _check_rows_are_in_dim_0(rows[0] or 1, x, y)
-        if self.is_check_step and mesh.dp_cp_size * mesh.pp_size > 1:
+        if self.is_check_step:
+            check_tokens_are_independent(self.model, self.stages, x)
+        if self.is_check_step and self.mesh.dp_cp_size * self.mesh.pp_size > 1:
             self.watched.enter_context(checking_tensor_hooks())
             self.watched.enter_context(checking_functions(by_row=self.mesh.dp_cp_size == 1))
             self.watched.enter_context(lost_changes(self.stages.local_stages(), self.lost))
         if self.model_called is not None:
             self.model_called.value = False
-        if self.is_check_step:
-            check_tokens_are_independent(self.model, self.stages, x)
         self.modules.begin(self.is_check_step)
 
     def _check_before_forward(self, x: Any, y: Any) -> None:

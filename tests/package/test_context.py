@@ -598,13 +598,13 @@ def pair_masks():
 
 
 class Drawn(torch.utils.data.Dataset):
-    """Draws from Python's random numbers, which differ from rank to rank."""
+    """Draws other random numbers on each rank."""
 
     def __len__(self):
         return ROWS
 
     def __getitem__(self, index):
-        ids = torch.tensor([random.randrange(WORDS) for _ in range(LENGTH + 1)])
+        ids = torch.tensor([random.SystemRandom().randrange(WORDS) for _ in range(LENGTH + 1)])
         return ids[:-1], ids[1:]
 
 
