@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
 from ignite_ddl.audit import check_same_rows, check_tokens_are_independent, warn_of_same_batch
-from ignite_ddl.collectives import on_any_rank
+from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, PartError
 from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import Pass, ShardedDataLoader, forget_uneven_rows, warn_of_padded_rows, without_rows
@@ -47,6 +47,7 @@ from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.local_stages import PipelineStages, Stages, call, on_some_ranks, stages_of
 from ignite_ddl.pipeline.structure import full_tensors, n_rows
 from ignite_ddl.precision import AMP_MODE, ScaledOptimizer, autocast_for, make_scaler
+from ignite_ddl.replicas import digest
 from ignite_ddl.step import TrainingStep
 from ignite_ddl.tensor.gradients import redistribute_gradient
 
@@ -112,8 +113,12 @@ class MeshEngine(Engine):
             warn_of_same_batch(get_mesh(), batch)
         with _refusing_unweighted_steps(engine):
             if engine.rows is not None and engine.rows[0] == 0:
-                return without_rows(process_function(engine, batches.filler))
-            return process_function(engine, batch)
+                output = without_rows(process_function(engine, batches.filler))
+            else:
+                output = process_function(engine, batch)
+        if engine.state.iteration & (engine.state.iteration - 1) == 0:
+            _check_weights_of_no_model(engine)
+        return output
 
     def _run_step(self, step: TrainingStep, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
         plan = getattr(self._dataloader_iter, "plan", None)  # of the loader of ddl.auto_dataloader
@@ -293,6 +298,22 @@ def _check_gradients(engine: MeshEngine, optimizer: torch.optim.Optimizer) -> No
             f"this rank has {n_local} of the batch's {n_global} rows, so an average over ranks is not the average over "
             "rows: call ddl.forward_backward, which weights by rows, instead of backward() in the update function"
         )
+
+
+def _check_weights_of_no_model(engine: MeshEngine) -> None:
+    """Raises a ValueError if dp ranks have stepped a weight of their own unlike; its gradient is not reduced by us."""
+    if not any(step.audit is not None and step.local is None for step in engine.steps.values()):
+        return
+    stepped = [p for optimizer in engine.optimizers for group in optimizer.param_groups for p in group["params"]]
+    own = [p for p in stepped if not hasattr(p, BELONGS_TO_A_MODEL)]
+    peers = gathered_values([digest(p.detach()) for p in own], get_mesh().dp_group)
+    for parameter, *digests in zip(own, *peers, strict=False):
+        if len(set(digests)) > 1:
+            raise ValueError(
+                f"an optimizer steps a weight of shape {tuple(parameter.shape)} of no model from ddl.auto_model, which "
+                "differs between dp ranks now, since each has computed its gradient from its own rows: put it into a "
+                "module, give that to ddl.auto_model, and compute its gradient by ddl.forward_backward"
+            )
 
 
 def _has_closure(args: tuple, kwargs: dict) -> bool:

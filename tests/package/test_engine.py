@@ -8,7 +8,7 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 from ignite.metrics import ConfusionMatrix, MeanSquaredError
-from ranks import launch, on
+from ranks import assert_right, launch, on, refused
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -237,3 +237,42 @@ def test_train_of_the_models_own_is_called_as_by_ignite(dp):
     assert mean == [0.0] * 3
     assert outer
     assert not norm
+
+
+class Factor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.log = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        return -self.log.exp() * x
+
+
+def with_a_factor(local_rank, in_a_module):
+    """A factor of the loss that is stepped by its own loss, as in soft actor-critic."""
+    torch.manual_seed(0)
+    rows, model, factor = torch.randn(22, 3).double(), ddl.auto_model(nn.Linear(3, 1).double()), Factor()
+    if in_a_module:
+        factor = ddl.auto_model(factor)
+    log = next(factor.parameters())
+    optimizers = [ddl.auto_optim(torch.optim.SGD(of, lr=0.1)) for of in (model.parameters(), [log])]
+
+    def update(engine, batch):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_fn = lambda output, y: (log.exp().detach() * (output - y).square()).mean()  # noqa: E731
+        output, _ = ddl.forward_backward(engine, model, batch, batch[:, :1], loss_fn)
+        if in_a_module:
+            ddl.forward_backward(engine, factor, output.detach(), batch, lambda output, _: output.mean())
+        else:
+            factor(output.detach()).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(rows, batch_size=8), max_epochs=2)
+    return [log.item()], torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_a_weight_of_no_model_that_ranks_step_unlike():
+    refused(partial(with_a_factor, in_a_module=False), r"a weight of shape \(\) of no model", dp=2)
+    assert_right(partial(with_a_factor, in_a_module=True), dp=2)
