@@ -93,7 +93,7 @@ def state_of(generator: Any) -> tuple[Any, Callable[[Any], Any]] | None:
         return generator.getstate(), generator.setstate
     if str(type(generator).__module__).startswith("numpy.random."):
         bits = getattr(generator, "_bit_generator", getattr(generator, "bit_generator", generator))
-        return bits.state, partial(setattr, bits, "state")
+        return (bits.state, partial(setattr, bits, "state")) if hasattr(bits, "random_raw") else None
     return None
 
 

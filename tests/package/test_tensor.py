@@ -29,7 +29,7 @@ from ignite_ddl.collectives import gathered
 from ignite_ddl.course import GPT, MLP
 from ignite_ddl.lab.bytes import count_bytes
 from ignite_ddl.tensor.plan import apply_plan, check_plan
-from ignite_ddl.tensor.random import draw_seed, random_stream
+from ignite_ddl.tensor.random import draw_seed, random_stream, state_of
 
 PP_TP = pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow)
 BOUND = 1e-12  # float64
@@ -822,3 +822,14 @@ def test_an_encoder_of_torch_with_padding_in_evaluation(local_rank):
     with torch.no_grad():
         expected, found = (m.eval()(x, src_key_padding_mask=padding) for m in (plain, cut))
     assert torch.allclose(expected[~padding], found[~padding], atol=1e-5)
+
+
+def test_the_state_of_a_generator_is_read_and_set():
+    made = random.Random(1), numpy.random.default_rng(1), numpy.random.RandomState(1), torch.Generator()
+    for generator in made:
+        state, set_state = state_of(generator)
+        draw = generator.random if hasattr(generator, "random") else lambda: torch.rand(1, generator=made[-1]).item()
+        first = draw()
+        set_state(state)
+        assert draw() == first
+    assert [state_of(one) for one in (random.SystemRandom(), numpy.random.SeedSequence(1), 1)] == [None] * 3
