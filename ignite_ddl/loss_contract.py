@@ -278,6 +278,7 @@ class LossContract:
         self.reached: list[Any] | None = None  # what may keep a state from call to call, models included
         self.owners: list[Any] = []  # the same without models, whose state has its own checks
         self.before: list[Any] = []  # that state at the begin of this step
+        self.of_batch: list[set[str]] = []  # the names in it of features of this batch
         self.state_digest = 0.0  # of that state in the end, if the step has changed it and the loss depends on it
         self.pairs: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
         self.earlier_pairs: list[tuple[Any, Any]] = []  # of earlier steps, until there are two rows
@@ -301,7 +302,7 @@ class LossContract:
             models = {id(module) for model in MODELS for module in model.modules()}
             self.reached = reached(self.loss_fn)
             self.owners = [one for one in self.reached if id(one) not in models]
-        self.before = saved_states(self.owners)
+        self.before, self.of_batch = saved_states(self.owners), []
 
     def _has_to_be_checked(self, x: Any, y: Any, last: bool) -> bool:
         n, needs_passes = self.n_steps, bool(self.uses_more)
@@ -669,10 +670,12 @@ class LossContract:
         Raises:
             ValueError: if so under pp, where there is a call for each microbatch.
         """
-        names = [name for state in self.before for name in state.changed()]
-        if not names:
+        if not any(state.changed() for state in self.before):
             return
-        if not self._differ(lambda: [state.restore() for state in self.before]):
+        self.of_batch = self._of_batch()
+        pairs = list(zip(self.before, self.of_batch, strict=True))
+        names = [name for state, of_batch in pairs for name in state.changed() if name not in of_batch]
+        if not names or not self._differ(lambda: [state.restore(but=of_batch) for state, of_batch in pairs]):
             return  # such as the last loss, kept to be looked at
         if self.mesh.pp_size > 1:
             raise ValueError(
@@ -694,9 +697,36 @@ class LossContract:
 
         return on_any_rank(bool(self.pairs) and self._differ(put), group)
 
+    def _of_batch(self) -> list[set[str]]:
+        """For each state the names of what forward, and not the loss, has put there of this batch: features of rows."""
+        output, y = self.pairs[0]
+        n = n_rows(y) if tensors_of(y) else n_rows(output)
+
+        def is_of_batch(leaf: Any) -> bool:
+            return isinstance(leaf, torch.Tensor) and (leaf.grad_fn is not None or _has_rows(leaf, n))
+
+        def of_rows(state: Any) -> set[str]:
+            leaves = {name: tree_leaves(state.held[name]) for name in state.changed() if name in state.held}
+            return {name for name, of_name in leaves.items() if of_name and all(map(is_of_batch, of_name))}
+
+        found = [of_rows(state) for state in self.before]
+        if any(found):
+            models = [one for one in self._reached() if isinstance(one, nn.Module)]
+            try:
+                with torch.no_grad(), weights_kept(models), states_kept(self.owners) as kept, self._trying():
+                    self.loss_fn(*self.pairs[0])
+                    by_loss = [set(state.changed()) for state in kept]
+            except Exception:
+                return [set() for _ in found]
+            found = [names - changed for names, changed in zip(found, by_loss, strict=True)]
+        return found
+
     def _changed(self) -> list[dict[str, Any]]:
         """The numbers and tensors that this step has changed, of all that is kept from call to call."""
-        changed = [{name: state.held[name] for name in state.changed() if name in state.held} for state in self.before]
+        pairs = zip(self.before, self.of_batch or [()] * len(self.before), strict=True)
+        changed = [
+            {k: state.held[k] for k in state.changed() if k in state.held and k not in of} for state, of in pairs
+        ]
         return [{k: v for k, v in of.items() if all(map(_is_plain, tree_leaves(v)))} for of in changed]
 
     def _differ(self, put: Callable[[], Any]) -> bool:

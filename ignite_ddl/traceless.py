@@ -78,11 +78,11 @@ class _SavedState:
         changed = [now[name] for name in self.changed() if name in now]
         return any(isinstance(leaf, torch.Tensor) and n in leaf.shape for leaf in tree_leaves(changed))
 
-    def restore(self) -> None:
-        now = self.state()
-        for name in now.keys() - self.values.keys():
+    def restore(self, but: Iterable[str] = ()) -> None:
+        now, but = self.state(), set(but)
+        for name in now.keys() - self.values.keys() - but:
             del self.held[name]
-        for name, (value, parts) in self.values.items():
+        for name, (value, parts) in ((name, kept) for name, kept in self.values.items() if name not in but):
             for part, before in parts:
                 if not _same(part, before):
                     _refill(part, before)

@@ -694,6 +694,32 @@ def test_a_state_of_a_loss_that_ranks_compute_from_their_own_rows_is_refused(div
     assert_right(partial(of, make_loss=partial(Centred, True)), dp=2)
 
 
+def with_features(local_rank, divisor):
+    """A forward hook puts features into a dict, from which the loss takes them."""
+    torch.manual_seed(0)
+    plain, features = mlp(), {}
+
+    def keep(layer, inputs, output):
+        features["hidden"] = output
+        features["taught"] = output.detach().sign()
+
+    plain[1].register_forward_hook(keep)
+    model = ddl.auto_model(plain)
+
+    def loss_fn(output, y):
+        return F.mse_loss(output, y) + F.mse_loss(features["hidden"], features["taught"])
+
+    trainer, losses = trainer_of(model, loss_fn, loss_divisor=divisor), []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=6))
+    return losses, torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+@pytest.mark.parametrize("divisor", [None, "rows"])
+def test_features_of_a_hook_are_no_state_of_the_loss(divisor):
+    assert_right(partial(with_features, divisor=divisor), dp=2)
+
+
 class Keeping(nn.Module):
     """Keeps a term of its loss: of each row, or of how all rows meet, as a balance of experts."""
 
