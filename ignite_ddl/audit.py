@@ -128,7 +128,6 @@ class Audit:
     def __init__(self, model: nn.Module, stages: Any, mesh: Mesh) -> None:
         self.model, self.stages, self.mesh = model, stages, mesh
         self.step, self.is_check_step = 0, True  # steps 1, 2, 4, 8, …
-        self.watched = contextlib.ExitStack()  # in steps that check hooks of tensors, and what forward changes
         self.lost: list[str] = []  # weights that a forward pass has changed in vain
         fingerprint = _fingerprint_of(model)
         unprepared = fingerprint is None and not isinstance(model, DistributedDataParallel | FSDPModule)
@@ -160,13 +159,18 @@ class Audit:
             _check_rows_are_in_dim_0(rows[0] or 1, x, y)
         if self.is_check_step:
             check_tokens_are_independent(self.model, self.stages, x)
-        if self.is_check_step and self.mesh.dp_cp_size * self.mesh.pp_size > 1:
-            self.watched.enter_context(checking_tensor_hooks())
-            self.watched.enter_context(checking_functions(by_row=self.mesh.dp_cp_size == 1))
-            self.watched.enter_context(lost_changes(self.stages.local_stages(), self.lost))
         if self.model_called is not None:
             self.model_called.value = False
         self.modules.begin(self.is_check_step)
+
+    def watching(self) -> contextlib.ExitStack:
+        """The context of a step's passes; in steps that check, of hooks of tensors, functions, and lost changes."""
+        stack = contextlib.ExitStack()
+        if self.is_check_step and self.mesh.dp_cp_size * self.mesh.pp_size > 1:
+            stack.enter_context(checking_tensor_hooks())
+            stack.enter_context(checking_functions(by_row=self.mesh.dp_cp_size == 1))
+            stack.enter_context(lost_changes(self.stages.local_stages(), self.lost))
+        return stack
 
     def _check_before_forward(self, x: Any, y: Any) -> None:
         _check_weights_are_loaded(self.model)
@@ -199,7 +203,6 @@ class Audit:
 
     def end(self, x: Any, last: bool) -> None:
         """After the backward pass, before anything else is sent."""
-        self.watched.close()
         if self.lost:
             raise ValueError(
                 f"forward changes {self.lost[0]!r}, a weight that is gathered for this pass alone, so that the change "

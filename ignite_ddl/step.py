@@ -113,6 +113,7 @@ class TrainingStep:
             gradient_sync(self.stages.local_stages(), last),
             explaining_errors(),
             router_loss_weight(of_batch, rows is None or rows[0] > 0),
+            contextlib.nullcontext() if self.audit is None else self.audit.watching(),
         ):
             output, loss = self.stages.forward(x, y, loss_of, self.transform, share, weight, autocast)
             detached = None if loss is None else loss.detach()

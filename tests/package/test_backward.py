@@ -9,7 +9,7 @@ from ignite.engine import Events
 from ranks import assert_right, on, trainer_of
 from torch import nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -220,6 +220,22 @@ def test_functions_that_are_linear_or_that_a_pipeline_leaves_as_they_are_are_rig
     assert_right(partial(trained, make=many), dp=2)
     assert_right(partial(trained, make=many), pp=2)
     assert_right(partial(trained, make=partial(net, Through(Clamped), Through(Penalised))), pp=2)
+
+
+def failing_step(local_rank):
+    before = torch.Tensor.register_hook, BackwardCFunction.apply
+
+    def fails(output, y):
+        assert (torch.Tensor.register_hook, BackwardCFunction.apply) != before
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trained(local_rank, net, fails)
+    return before == (torch.Tensor.register_hook, BackwardCFunction.apply)
+
+
+def test_a_step_that_fails_leaves_torch_as_it_was():
+    assert all(on(failing_step, dp=2))
 
 
 def gradients(layer, x=X, checked=None):
