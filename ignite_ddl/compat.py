@@ -250,7 +250,17 @@ def guard_cut_model(model: nn.Module, part_of_each: bool) -> None:
 
 
 def _guard_dtensors() -> None:
-    for name in ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__", "numpy", "__array__"):
+    for name in (
+        "item",
+        "__float__",
+        "__int__",
+        "__bool__",
+        "__index__",
+        "__complex__",
+        "numpy",
+        "__array__",
+        "tolist",
+    ):
         setattr(DTensor, name, _refuse_parts(getattr(torch.Tensor, name)))
     DTensor.__reduce_ex__ = _reduce_ex
     # What a layer that is cut over tp returns may not have arrived; torch pickles its memory as it is (private, 2.13).

@@ -91,6 +91,13 @@ _REASONS = (
         "torch.no_grad() elsewhere",
     ),
     (
+        "(torch.nn.Parameter or None expected)",
+        lambda mesh: mesh.world_size > 1,
+        "a layer computes a weight that was its parameter before (pruning, weight_norm, a parametrization), which "
+        "torch cannot follow where it gathers weights: change the layer before ddl.auto_model, and leave it out of "
+        "tensor_plan",
+    ),
+    (
         "expect_autograd_hooks_",
         lambda mesh: True,
         "static_graph=True needs a first step of one batch, after whose backward pass DDP knows the graph, but it "

@@ -64,8 +64,14 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
             since = newest_node()
             used = dependencies(contract.loss_fn(output, y), output, since)[0]  # the call changes its state, too
         return _loss_of_nothing(used if any(tensor.ndim for tensor in used) else output)
-    if any(isinstance(tensor, DTensor) for tensor in tensors_of(output)):
+    cut = [tensor for tensor in tensors_of(output) if isinstance(tensor, DTensor)]
+    if any(tensor.ndim for tensor in cut):
         advice = "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn"
+    elif cut:
+        advice = (
+            "the model returns what forward computes of weights that are cut over ranks: compute it in the forward of "
+            "the layer that holds the weight, with shard=True, or use weight_decay, or leave the weight uncut"
+        )
     else:
         advice = (
             "the model returns plain ones, so this is a weight that is cut over ranks, or its gradient: let forward "

@@ -180,8 +180,13 @@ class Pipeline(nn.Module):
         """
         raise ValueError(
             "a pipeline cannot be indexed, since each rank has its own stages only: choose parameters from "
-            "model.named_parameters(), whose names are those of the uncut model"
+            "model.named_parameters(), whose names are those of the uncut model, and replace layers before "
+            "ddl.auto_model"
         )
+
+    def __setitem__(self, index: Any, layer: Any) -> None:
+        """Refused, as indexing is."""
+        self[index]
 
     def __getattr__(self, name: str) -> Any:
         try:

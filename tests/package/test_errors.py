@@ -1,7 +1,10 @@
 """What torch's errors mean on a mesh: reasons that need no ranks."""
 
 import pytest
+from ranks import mesh_of, pipeline_of
+from torch import nn
 
+from ignite_ddl import errors
 from ignite_ddl.compat import PartError
 from ignite_ddl.errors import explaining_errors, reason_in_a_run
 
@@ -19,12 +22,22 @@ from ignite_ddl.errors import explaining_errors, reason_in_a_run
         ),
         (PartError(RuntimeError("no strategy")), r"\(no strategy\): .* leave it uncut"),
         (RuntimeError("Expected to have finished reduction"), "pass find_unused_parameters=True"),
+        (
+            TypeError("cannot assign 'torch.DoubleTensor' as parameter 'weight' (torch.nn.Parameter or None expected)"),
+            "a layer computes a weight that was its parameter before .* change the layer before ddl.auto_model",
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_errors_of_a_step(error, says):
+def test_errors_of_a_step(error, says, monkeypatch):
+    monkeypatch.setattr(errors, "get_mesh", lambda: mesh_of(dp=2))
     with pytest.raises(ValueError, match=says), explaining_errors():
         raise error
+
+
+def test_a_layer_of_a_pipeline_is_not_replaced():
+    with pytest.raises(ValueError, match="replace layers before ddl.auto_model"):
+        pipeline_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), mesh_of(pp=2))[0] = nn.Linear(2, 2)
 
 
 def test_what_is_not_known_is_left():

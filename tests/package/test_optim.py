@@ -406,6 +406,7 @@ READS = {
     "float": lambda p: float(p.abs().max()),
     "int": lambda p: int((p > 0).sum()),
     "bool": lambda p: bool((p > 9).any()),
+    "list": lambda p: p.detach().tolist(),
 }
 
 
