@@ -45,7 +45,7 @@ def trained_then_changed(local_rank, options, where):
     ("axes", "options", "changes"),
     [
         ({"pp": 2}, {}, {}),
-        ({"dp": 2, "pp": 2, "tp": 2}, {"tensor_plan": PLAN}, {}),
+        pytest.param({"dp": 2, "pp": 2, "tp": 2}, {"tensor_plan": PLAN}, {}, marks=pytest.mark.slow),
         ({"dp": 2}, {}, {"0.weight": ((0,), (1,))}),
         ({"dp": 2}, {"shard": True}, {"0.weight": None}),  # each rank holds another part
         ({"tp": 2}, {"tensor_plan": PLAN}, {"0.weight": None, "3.weight": ((0,), (1,))}),  # 3 is whole on each

@@ -97,7 +97,7 @@ MESHES = [
     ({"dp": 2}, {"shard": True}),
     ({"tp": 2}, {"tensor_plan": PLAN}),
     ({"pp": 2}, {}),
-    ({"dp": 2, "pp": 2}, {"schedule": "zbv", "shard": True}),
+    pytest.param({"dp": 2, "pp": 2}, {"schedule": "zbv", "shard": True}, marks=pytest.mark.slow),
     ({"pp": 2, "tp": 2}, {"schedule": "interleaved_1f1b", "tensor_plan": PLAN}),
     pytest.param({"dp": 2, "tp": 2}, {"shard": True, "tensor_plan": PLAN}, marks=pytest.mark.slow),
     pytest.param({"dp": 2, "pp": 2, "tp": 2}, {"shard": True, "tensor_plan": PLAN}, marks=pytest.mark.slow),

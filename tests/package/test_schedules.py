@@ -222,7 +222,7 @@ def makespan(step):
     return max(record.end for record in passes) - min(record.start for record in passes)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b"])
 @patiently
 def test_the_measured_bubble_is_within_5_points_of_the_formula_and_of_the_simulator(schedule, forward, backward):
     timeline = Timeline.merge(run(delayed, 4, schedule, forward, backward, pp=4))
