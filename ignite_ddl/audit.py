@@ -71,6 +71,7 @@ What is not found, and differs from one process without an error:
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import operator
 import warnings
@@ -86,7 +87,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ignite_ddl.backward import check_backward_hooks, checking_functions, checking_tensor_hooks
+from ignite_ddl.backward import (
+    ROW_GRADIENTS_DEPEND,
+    check_backward_hooks,
+    checking_functions,
+    checking_tensor_hooks,
+    row_gradients_depend,
+)
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
 from ignite_ddl.compat import gathers, leaves_gradients
 from ignite_ddl.context.sequence import check_tokens, length_matters
@@ -225,13 +232,16 @@ class Audit:
         mesh, stages = self.mesh, self.stages
         if self.is_check_step and mesh.dp_size > 1:
             _compare_with_dp_peers(stages, x, mesh)
-        if self.step == 1 and mesh.dp_cp_size > 1:
+        if self.is_check_step and mesh.dp_cp_size > 1:
             counted: dict[str, Any] | None = {} if mesh.dp_size > 1 else None
             depends = rows_depend_on_each_other(stages.forward_only, x, stages.local_stages(), counted)
             if on_any_rank(depends):
                 raise ValueError(ROWS_DEPEND)
             if counted is not None and on_any_rank(bool(counted)):
                 _check_counted(stages, x, mesh, counted)
+            plain = stages.plain_module()  # DDP counts passes that have gradients
+            if on_any_rank(row_gradients_depend(functools.partial(stages.model_fn, plain), x, [plain])):
+                raise ValueError(ROW_GRADIENTS_DEPEND)
 
     def compare(self, summed: list[float], contract: LossContract) -> None:
         """Compares what was summed with the loss, see :meth:`numbers_to_sum`.

@@ -1,7 +1,8 @@
-"""What a user's code does to gradients in a backward pass, which has to be linear: hooks, and ``autograd.Function``.
+"""What a user's code does to gradients in a backward pass, which has to be linear, and the same for any other rows.
 
 On a mesh such code gets the gradients of a rank's rows, or of a microbatch's, times another factor than in one process.
-In steps that are checked it is called with twice these gradients, too, and has to return twice as much.
+In steps that are checked, hooks and each ``autograd.Function`` are called with twice these gradients, too, and have to
+return twice as much. Once, gradients of some rows are compared with those of the same rows without the others.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ignite_ddl.compat import without_transforms
-from ignite_ddl.pipeline.structure import local_tensor
+from ignite_ddl.experts.balance import router_loss_weight
+from ignite_ddl.pipeline.structure import local_tensor, n_rows, some_rows, tensors_of
+from ignite_ddl.traceless import MAY_DEPEND, WatchForSums, differ, evaluating, few_rows, norm_over_rows, without_trace
 
 
 def check_backward_hooks(module: nn.Module) -> None:
@@ -188,3 +191,143 @@ def _alike(one: Any, other: Any) -> bool:
             if math.isfinite(gap) and gap > most * torch.finfo(a.dtype).eps ** 0.75:
                 return False
     return True
+
+
+# ------------------------------------------------------------------------------------------- gradients of rows
+
+ROW_GRADIENTS_DEPEND = (
+    "the gradient of a row's output should depend on that row alone, but the model scales it by the rows that it gets "
+    "(x.numel() in a trick of detach(), a norm of gradients), of which each rank or microbatch has some: take what one "
+    "row has (x[0].numel()) times a constant, such as the number of rows of a batch, or pass checks=False to "
+    "ddl.auto_model and ddl.create_supervised_trainer if nothing depends on it"
+)
+
+
+def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module]) -> bool:
+    """Whether gradients of some rows' outputs change if these rows are computed without the others.
+
+    False where it cannot be known, see :func:`rows_depend_on_each_other
+    <ignite_ddl.traceless.rows_depend_on_each_other>`, or where outputs change, too, such as by an inner loop of
+    gradients. Every rank makes three passes; ``p.grad`` stays as it is.
+    """
+    if MAY_DEPEND.get():
+        return False
+    few, part = few_rows(x)
+    n = part.stop
+    of_all, of_others = slice(0, n), slice(0, part.start)
+    try:
+        with evaluating(stages, all_of_them=False), _without_hooks(stages), WatchForSums() as watch:
+            first = _Gradients(run, few, stages, 0, (of_all, of_others), n)
+            again = _Gradients(run, few, stages, 1, (of_all, of_others), n)
+            alone = _Gradients(run, some_rows(few, part, n), stages, 0, (part,), n)
+    except Exception:
+        return False
+    (together, others), (of_part,) = first.found, alone.found
+    unknown = watch.found or norm_over_rows(stages) or first.keeps_rows or part.start < 1
+    if unknown or _differ(together, again.found[0]) or first.outputs_differ(alone, part, n):
+        return False
+    keys = together.keys() & others.keys() & of_part.keys()
+    return _differ({key: together[key] for key in keys}, {key: others[key] + of_part[key] for key in keys})
+
+
+class _Gradients:
+    """Of each part of n rows, the gradients of a weighted sum of these rows' outputs: of weights by module and name, of
+    inputs by number.
+
+    Args:
+        run: takes rows, returns their outputs.
+        rows: all of these n rows, or one part.
+        stages: the modules that run.
+        seed: of random numbers.
+        parts: which rows' outputs are added up.
+        n: their number.
+
+    Attributes:
+        outputs: the outputs.
+        found: for each part, the gradients.
+        keeps_rows: whether modules keep a state of each row.
+    """
+
+    def __init__(
+        self, run: Callable, rows: Any, stages: Sequence[nn.Module], seed: int, parts: tuple[slice, ...], n: int
+    ) -> None:
+        weights: dict[Any, torch.Tensor] = {}
+
+        def note(module: nn.Module, *_: Any) -> None:  # after FSDP2's hook, which gathers them
+            weights.update({(module, k): p for k, p in module._parameters.items() if p is not None and p.requires_grad})
+
+        handles = [m.register_forward_pre_hook(note) for m in {m for stage in stages for m in stage.modules()}]
+        try:
+            with without_trace(stages, seed) as kept, torch.enable_grad(), router_loss_weight(0.0):
+                outputs = [o.to_local() if isinstance(o, DTensor) else o for o in tensors_of(run(rows))]
+                outputs = [o for o in outputs if o.requires_grad and o.is_floating_point() and o.ndim and len(o)]
+                self.keeps_rows = any(of_module.has_rows(n_rows(rows)) for of_module in kept)
+                inputs = {i: t for i, t in enumerate(tensors_of(rows)) if t.requires_grad}  # of a later stage
+                self.outputs, self.found, by = [o.detach() for o in outputs], [], weights | inputs
+                for part in parts:
+                    total = sum(_weighted(output, part, n, n_rows(rows)) for output in outputs)
+                    grads = torch.autograd.grad(total, list(by.values()), retain_graph=True, allow_unused=True)
+                    pairs = zip(by, map(_local_gradient, grads), strict=True)
+                    self.found.append({key: _padded(g, key, part, n) for key, g in pairs if g is not None})
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def outputs_differ(self, of_part: _Gradients, part: slice, n: int) -> bool:
+        """Whether rows of a part have other outputs when they are computed without the others."""
+        pairs = zip(self.outputs, of_part.outputs, strict=False)
+        return any(differ(one[part.start * (len(one) // n) :], other) for one, other in pairs)
+
+
+def _weighted(output: torch.Tensor, part: slice, n: int, n_given: int) -> torch.Tensor:
+    """The sum of a part of n rows' outputs, of which each has a factor that it has among other rows, too."""
+    each = len(output) // n_given  # such as a row for each token
+    if each * n_given != len(output):
+        return output.sum() * 0.0
+    factors = torch.arange(n * output[:each].numel(), device=output.device).cos().to(output.dtype)
+    factors = factors.view(n * each, *output.shape[1:])[part.start * each : part.stop * each]
+    return (output[: len(factors)] * factors).sum()
+
+
+def _padded(gradient: torch.Tensor, key: Any, part: slice, n: int) -> torch.Tensor:
+    """A gradient of rows with 0 for the others of n rows; one of a weight as it is."""
+    if not isinstance(key, int) or len(gradient) == n:
+        return gradient
+    padded = gradient.new_zeros(n, *gradient.shape[1:])
+    padded[part] = gradient
+    return padded
+
+
+def _local_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    local = None if gradient is None else local_tensor(gradient).detach()
+    return local if local is not None and local.layout is torch.strided else None
+
+
+def _differ(some: dict[Any, torch.Tensor], others: dict[Any, torch.Tensor]) -> bool:
+    """Whether gradients differ by more than rounding, which is relative to the largest: some should add up to 0."""
+    most = max((float(g.abs().nan_to_num().max()) for g in some.values() if g.numel()), default=0.0)
+    for key, gradient in some.items():
+        if gradient.numel():
+            dtype = torch.get_autocast_dtype(gradient.device.type)
+            eps = torch.finfo(dtype if torch.is_autocast_enabled(gradient.device.type) else gradient.dtype).eps
+            local = min(0.05, 1e5 * eps) * float(gradient.abs().nan_to_num().max())
+            tolerance = local + 10 * eps**0.5 * most
+            if float((gradient - others[key]).abs().nan_to_num().max()) > tolerance:
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def _without_hooks(stages: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, backward hooks that a user gave to modules and weights are not called: a check is not a step."""
+    modules = {module for stage in stages for module in stage.modules()}
+    dicts = [hooks for module in modules for hooks in (module._backward_hooks, module._backward_pre_hooks)]
+    dicts += [p._backward_hooks for module in modules for p in module.parameters(recurse=False) if p._backward_hooks]
+    kept = [(hooks, dict(hooks)) for hooks in dicts]
+    for hooks in dicts:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)

@@ -569,24 +569,24 @@ class WatchForSums(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_MAX_ROWS = 8  # rows on which a model is tried
+MAX_ROWS = 8  # rows on which a model is tried
 ROWS_DEPEND = (
     "a row of the model's output should depend on that row of the input alone, but depends on other rows of the batch "
     "(a mean, a norm or attention over rows?), of which each rank or microbatch has some: compute it from one row. If "
     "it should be computed from each rank's rows, or if x has two views of each row (torch.cat([x, view])) that the "
     "loss compares, pass checks=False to ddl.auto_model and ddl.create_supervised_trainer"
 )
-_MAY_DEPEND = contextvars.ContextVar("rows may depend on each other", default=False)
+MAY_DEPEND = contextvars.ContextVar("rows may depend on each other", default=False)
 
 
 @contextlib.contextmanager
 def rows_may_depend() -> Iterator[None]:
     """Inside, rows may depend on each other: the check is off, since results are compared instead."""
-    token = _MAY_DEPEND.set(True)
+    token = MAY_DEPEND.set(True)
     try:
         yield
     finally:
-        _MAY_DEPEND.reset(token)
+        MAY_DEPEND.reset(token)
 
 
 def rows_depend_on_each_other(
@@ -599,7 +599,7 @@ def rows_depend_on_each_other(
     training, torch's modules and ours are in evaluation mode for that reason. Every rank makes six passes; seven with
     ``counted``, to which the names and values are added of what modules keep in training of the number of rows.
     """
-    if _MAY_DEPEND.get():
+    if MAY_DEPEND.get():
         return False
     in_training = _depend(run, x, stages, False, counted)
     return _depend(run, x, stages, True) or in_training
@@ -612,11 +612,9 @@ def _depend(
     evaluates: bool,
     counted: dict[str, Any] | None = None,
 ) -> bool:
-    n = n_rows(x)
+    few, part = few_rows(x)
+    n, last = n_rows(x), n_rows(few)
     all_have_rows = all(len(tensor) == n for tensor in tensors_of(x) if tensor.ndim)
-    few, last = (some_rows(x, slice(_MAX_ROWS), n), min(n, _MAX_ROWS)) if all_have_rows else (x, n)
-    part = slice(last - max(1, last // 3), None)
-
     keeps_rows = False  # whether modules keep a state of each row from call to call, which other rows would read
     kept_values = []  # after each pass
     plain = [stage.module if isinstance(stage, DistributedDataParallel) else stage for stage in stages]
@@ -672,6 +670,15 @@ def _of_their_number(*kept: dict[str, Any]) -> dict[str, Any]:
     first, *others, last = kept
     names = [name for name in last if name in first and all(same(first[name], other.get(name)) for other in others)]
     return {k: last[k] for k in names if shapes(first[k]) == shapes(last[k]) and not same(first[k], last[k])}
+
+
+def few_rows(x: Any) -> tuple[Any, slice]:
+    """Rows on which a model is tried, few if each tensor has rows; and which of them are tried without the others."""
+    n = n_rows(x)
+    all_have_rows = all(len(tensor) == n for tensor in tensors_of(x) if tensor.ndim)
+    few = some_rows(x, slice(MAX_ROWS), n) if all_have_rows else x
+    last = n_rows(few)
+    return few, slice(last - max(1, last // 3), last)
 
 
 def norm_over_rows(stages: Iterable[nn.Module]) -> str | None:

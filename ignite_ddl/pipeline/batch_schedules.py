@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ignite_ddl.backward import ROW_GRADIENTS_DEPEND, row_gradients_depend
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
 from ignite_ddl.data_parallel import local_round, reshard
 from ignite_ddl.experts.routing import routers_of
@@ -22,6 +23,7 @@ from ignite_ddl.pipeline.schedules import SCHEDULES, check_same_microbatches, mi
 from ignite_ddl.pipeline.structure import Structure, detached, joined, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
 from ignite_ddl.traceless import (
+    MAX_ROWS,
     ROWS_DEPEND,
     not_settled,
     rows_depend_on_each_other,
@@ -137,7 +139,8 @@ class BatchSchedules:
         n, name = microbatches_for(divided, self.cut.n_microbatches, self.cut.schedule, self.mesh.pp_size)
         known, n_stages = SCHEDULES[name], len(self.cut.owners)
         self._check_same_number(n)
-        interfaces = self._interfaces([rows_of(x, 0, rows // n), rows_of(x, rows - rows // n, rows)], autocast)
+        microbatches = [rows_of(x, 0, rows // n), rows_of(x, rows - rows // n, rows)]
+        interfaces = self._interfaces(microbatches, rows_of(x, 0, min(rows, MAX_ROWS)), autocast)
         place = n_stages, idist.device(), self.mesh.pp_group
         stages = [
             Stage(module, self.cut.describe(s), s, *place, *interfaces[s], autocast, known.split_backward)
@@ -153,7 +156,7 @@ class BatchSchedules:
         if exchanges and self.mesh.dp_cp_size > 1:
             check_same_microbatches(gathered_values(n, self.mesh.dp_cp_group))
 
-    def _interfaces(self, microbatches: list[Any], autocast: Context) -> dict[int, tuple[Any, Any]]:
+    def _interfaces(self, microbatches: list[Any], few: Any, autocast: Context) -> dict[int, tuple[Any, Any]]:
         """What each stage takes and returns, which torch has to know before it sends: by a microbatch's forward."""
         from ignite_ddl.pipeline.stage import Interface
 
@@ -164,17 +167,23 @@ class BatchSchedules:
             output = self.stages[s](value)
             if s in found:  # by the first microbatch
                 return output
-            if self.checks and rows_depend_on_each_other(self.stages[s], value, [self.stages[s]]):
-                refused.append(ROWS_DEPEND)  # later, since the next stage waits for this one's output
             name = self.cut.describe(s)
             found[s] = Interface.of(value, name), Interface.of(output, name)
             if s + 1 == len(self.cut.owners):
                 joined([output])  # refuses what has no rows, before anything is computed in vain
             return output
 
+        def check_rows(s: int, value: Any) -> Any:
+            """Collects what is refused, which all stages raise in the end: the next one waits for this one's output."""
+            value, tried = detached(value), [self.stages[s]]
+            refused.extend([ROWS_DEPEND] * rows_depend_on_each_other(self.stages[s], value, tried))
+            reshard(self.stages[s])  # as a backward pass leaves it
+            refused.extend([ROW_GRADIENTS_DEPEND] * row_gradients_depend(self.stages[s], value, tried))
+            return self.stages[s](value)
+
         stages, grown = list(self.stages.values()), []
 
-        def passed(rows: Any) -> None:
+        def passed(rows: Any, run: Callable[[int, Any], Any] = run) -> None:
             self.transfer.pass_through([rows], run)
             for stage in stages:
                 reshard(stage)
@@ -189,6 +198,8 @@ class BatchSchedules:
         if self.checks:
             with without_trace(stages), torch.enable_grad(), autocast, weights_kept(stages) as of_other_rows:
                 passed(microbatches[1])
+            with without_trace(stages), torch.enable_grad(), autocast:
+                passed(few, check_rows)
             weights, unknown = not_settled(first, again, of_other_rows)
             refused += [
                 f"forward changes {name!r}, but under pp it runs once for each microbatch, not once for a batch: keep "

@@ -345,7 +345,9 @@ def local_bytes(weight):
     return (weight.to_local() if hasattr(weight, "to_local") else weight).nbytes
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2}, pytest.param({"dp": 4}, marks=pytest.mark.slow), {"dp_replicate": 2, "dp_shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{"dp": 2}, pytest.param({"dp": 4}, marks=pytest.mark.slow), {"dp_replicate": 2, "dp_shard": 2}], ids=str
+)
 def test_a_sharded_step_is_counted(axes):
     shards, replicas = axes.get("dp_shard", axes.get("dp")), axes.get("dp_replicate", 1)
     with ddl.Parallel("gloo", nproc_per_node=shards * replicas, threads_per_rank=1, timeout=60, **axes) as parallel:

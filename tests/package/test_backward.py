@@ -275,3 +275,44 @@ def test_second_derivatives_and_transforms_while_functions_are_checked():
     with checking_functions(by_row=False):
         found = slopes(X.clone().requires_grad_())
     assert all(map(torch.equal, found, expected))
+
+
+# --- gradients of rows, where no function is at fault
+
+
+class StepSize(nn.Module):
+    """A quantiser that learns its step (LSQ), whose gradient is scaled by the numbers of a batch or of a row."""
+
+    def __init__(self, by_batch):
+        super().__init__()
+        self.by_batch, self.step = by_batch, nn.Parameter(torch.tensor([0.1]))
+
+    def forward(self, x):
+        factor = ((x.numel() if self.by_batch else 6 * x[0].numel()) * 7) ** -0.5
+        step = (self.step - self.step * factor).detach() + self.step * factor
+        levels = (x / step).clamp(-8, 7)
+        return ((levels.round() - levels).detach() + levels) * step
+
+
+class ByLargest(Identity):
+    """Twice the gradient gives twice the result, but that of a row depends on the other rows."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * g.abs() / g.abs().max()
+
+
+def quantised(by_batch):
+    return net(StepSize(by_batch))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [({"dp": 2}, {}), ({"dp": 2}, {"shard": True}), ({"pp": 2}, {}), ({"dp": 2, "pp": 2}, {})],
+    ids=str,
+)
+def test_gradients_of_rows_that_depend_on_other_rows_are_refused(mesh, options):
+    assert_right(partial(trained, make=partial(quantised, by_batch=False), **options), **mesh)
+    for make in (partial(quantised, by_batch=True), partial(net, Through(ByLargest))):
+        with pytest.raises(ValueError, match="the gradient of a row's output should depend on that row alone"):
+            on(partial(trained, make=make, **options), **mesh)
