@@ -208,70 +208,64 @@ def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.
 
     False where it cannot be known, see :func:`rows_depend_on_each_other
     <ignite_ddl.traceless.rows_depend_on_each_other>`, or where outputs change, too, such as by an inner loop of
-    gradients. Every rank makes three passes; ``p.grad`` stays as it is.
+    gradients. Every rank makes four passes; ``p.grad`` stays as it is.
     """
     if MAY_DEPEND.get():
         return False
     few, part = few_rows(x)
-    n = part.stop
-    of_all, of_others = slice(0, n), slice(0, part.start)
+    n, rest = part.stop, slice(0, part.start)
     try:
         with evaluating(stages, all_of_them=False), _without_hooks(stages), WatchForSums() as watch:
-            first = _Gradients(run, few, stages, 0, (of_all, of_others), n)
-            again = _Gradients(run, few, stages, 1, (of_all, of_others), n)
-            alone = _Gradients(run, some_rows(few, part, n), stages, 0, (part,), n)
+            together, again = (_Gradients(run, few, stages, seed, slice(0, n), n) for seed in (0, 1))
+            others = _Gradients(run, some_rows(few, rest, n), stages, 0, rest, n)
+            alone = _Gradients(run, some_rows(few, part, n), stages, 0, part, n)
     except Exception:
         return False
-    (together, others), (of_part,) = first.found, alone.found
-    unknown = watch.found or norm_over_rows(stages) or first.keeps_rows or part.start < 1
-    if unknown or _differ(together, again.found[0]) or first.outputs_differ(alone, part, n):
+    unknown = watch.found or norm_over_rows(stages) or together.keeps_rows or part.start < 1
+    if unknown or _differ(together.found, again.found) or together.outputs_differ(alone, part, n):
         return False
-    keys = together.keys() & others.keys() & of_part.keys()
-    return _differ({key: together[key] for key in keys}, {key: others[key] + of_part[key] for key in keys})
+    keys = together.found.keys() & others.found.keys() & alone.found.keys()
+    added = {key: others.found[key] + alone.found[key] for key in keys}
+    return _differ({key: together.found[key] for key in keys}, added)
 
 
 class _Gradients:
-    """Of each part of n rows, the gradients of a weighted sum of these rows' outputs: of weights by module and name, of
-    inputs by number.
+    """Gradients of a weighted sum of some rows' outputs: of weights by module and name, of inputs by number.
 
     Args:
         run: takes rows, returns their outputs.
-        rows: all of these n rows, or one part.
+        rows: a part of n rows.
         stages: the modules that run.
         seed: of random numbers.
-        parts: which rows' outputs are added up.
+        part: which of the n rows these are.
         n: their number.
 
     Attributes:
         outputs: the outputs.
-        found: for each part, the gradients.
+        found: the gradients.
         keeps_rows: whether modules keep a state of each row.
     """
 
-    def __init__(
-        self, run: Callable, rows: Any, stages: Sequence[nn.Module], seed: int, parts: tuple[slice, ...], n: int
-    ) -> None:
-        weights: dict[Any, torch.Tensor] = {}
+    def __init__(self, run: Callable, rows: Any, stages: Sequence[nn.Module], seed: int, part: slice, n: int) -> None:
+        by: dict[Any, torch.Tensor] = {i: t for i, t in enumerate(tensors_of(rows)) if t.requires_grad}
 
         def note(module: nn.Module, *_: Any) -> None:  # after FSDP2's hook, which gathers them
-            weights.update({(module, k): p for k, p in module._parameters.items() if p is not None and p.requires_grad})
+            by.update({(module, k): p for k, p in module._parameters.items() if p is not None and p.requires_grad})
 
         handles = [m.register_forward_pre_hook(note) for m in {m for stage in stages for m in stage.modules()}]
         try:
             with without_trace(stages, seed) as kept, torch.enable_grad(), router_loss_weight(0.0):
                 outputs = [o.to_local() if isinstance(o, DTensor) else o for o in tensors_of(run(rows))]
                 outputs = [o for o in outputs if o.requires_grad and o.is_floating_point() and o.ndim and len(o)]
+                total = sum(_weighted(output, part, n) for output in outputs)
+                grads = torch.autograd.grad(total, list(by.values()), allow_unused=True)
                 self.keeps_rows = any(of_module.has_rows(n_rows(rows)) for of_module in kept)
-                inputs = {i: t for i, t in enumerate(tensors_of(rows)) if t.requires_grad}  # of a later stage
-                self.outputs, self.found, by = [o.detach() for o in outputs], [], weights | inputs
-                for part in parts:
-                    total = sum(_weighted(output, part, n, n_rows(rows)) for output in outputs)
-                    grads = torch.autograd.grad(total, list(by.values()), retain_graph=True, allow_unused=True)
-                    pairs = zip(by, map(_local_gradient, grads), strict=True)
-                    self.found.append({key: _padded(g, key, part, n) for key, g in pairs if g is not None})
         finally:
             for handle in handles:
                 handle.remove()
+        pairs = zip(by, map(_local_gradient, grads), strict=True)
+        self.outputs = [o.detach() for o in outputs]
+        self.found = {key: _padded(g, key, part, n) for key, g in pairs if g is not None}
 
     def outputs_differ(self, of_part: _Gradients, part: slice, n: int) -> bool:
         """Whether rows of a part have other outputs when they are computed without the others."""
@@ -279,14 +273,13 @@ class _Gradients:
         return any(differ(one[part.start * (len(one) // n) :], other) for one, other in pairs)
 
 
-def _weighted(output: torch.Tensor, part: slice, n: int, n_given: int) -> torch.Tensor:
-    """The sum of a part of n rows' outputs, of which each has a factor that it has among other rows, too."""
-    each = len(output) // n_given  # such as a row for each token
-    if each * n_given != len(output):
+def _weighted(output: torch.Tensor, part: slice, n: int) -> torch.Tensor:
+    """The sum of the outputs of a part of n rows, of which each has a factor that it has among other rows, too."""
+    each = len(output) // (part.stop - part.start)  # such as a row for each token
+    if each * (part.stop - part.start) != len(output):
         return output.sum() * 0.0
     factors = torch.arange(n * output[:each].numel(), device=output.device).cos().to(output.dtype)
-    factors = factors.view(n * each, *output.shape[1:])[part.start * each : part.stop * each]
-    return (output[: len(factors)] * factors).sum()
+    return (output * factors.view(n * each, *output.shape[1:])[part.start * each : part.stop * each]).sum()
 
 
 def _padded(gradient: torch.Tensor, key: Any, part: slice, n: int) -> torch.Tensor:

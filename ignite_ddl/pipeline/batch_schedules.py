@@ -140,7 +140,8 @@ class BatchSchedules:
         known, n_stages = SCHEDULES[name], len(self.cut.owners)
         self._check_same_number(n)
         microbatches = [rows_of(x, 0, rows // n), rows_of(x, rows - rows // n, rows)]
-        interfaces = self._interfaces(microbatches, rows_of(x, 0, min(rows, MAX_ROWS)), autocast)
+        few = rows // n if rows // n > 1 else min(rows, MAX_ROWS)  # of one row alone nothing is known
+        interfaces = self._interfaces(microbatches, rows_of(x, 0, few), autocast)
         place = n_stages, idist.device(), self.mesh.pp_group
         stages = [
             Stage(module, self.cut.describe(s), s, *place, *interfaces[s], autocast, known.split_backward)
@@ -201,13 +202,13 @@ class BatchSchedules:
             with without_trace(stages), torch.enable_grad(), autocast:
                 passed(few, check_rows)
             weights, unknown = not_settled(first, again, of_other_rows)
-            refused += [
+            changes = [
                 f"forward changes {name!r}, but under pp it runs once for each microbatch, not once for a batch: keep "
                 "such state out of forward, use dp and tp only, or pass checks=False to ddl.auto_model if no number "
                 "depends on it"
                 for name in (*grown, *weights)
             ]
-            self._agree(refused, unknown)
+            self._agree([*changes, *refused], unknown)
         return found
 
     def _agree(self, refused: list[str], unknown: bool) -> None:
