@@ -166,6 +166,8 @@ class Audit:
             _check_rows_are_in_dim_0(rows[0] or 1, x, y)
         if self.is_check_step:
             check_tokens_are_independent(self.model, self.stages, x)
+            if self.step > 1 and self.mesh.pp_size == 1:  # hooks that users gave see the step last
+                self._check_rows_alone(x)
         if self.model_called is not None:
             self.model_called.value = False
         self.modules.begin(self.is_check_step)
@@ -232,7 +234,12 @@ class Audit:
         mesh, stages = self.mesh, self.stages
         if self.is_check_step and mesh.dp_size > 1:
             _compare_with_dp_peers(stages, x, mesh)
-        if self.is_check_step and mesh.dp_cp_size > 1:
+        if self.step == 1:
+            self._check_rows_alone(x)
+
+    def _check_rows_alone(self, x: Any) -> None:
+        mesh, stages = self.mesh, self.stages
+        if mesh.dp_cp_size > 1:
             counted: dict[str, Any] | None = {} if mesh.dp_size > 1 else None
             depends = rows_depend_on_each_other(stages.forward_only, x, stages.local_stages(), counted)
             if on_any_rank(depends):
