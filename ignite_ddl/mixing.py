@@ -173,9 +173,9 @@ def _differs_from_one_process(prepare: Callable[[Any], Any], batch: Any, n: int)
     mesh, owners = get_mesh(), reached(prepare)
     parts = gathered_values((n, detached(batch)), mesh.groups["dp"])
     sizes = [size for size, _ in parts]
-    whole = concatenated([part for size, part in parts if size], [size for size in sizes if size])
     begin = sum(sizes[: mesh.dp_rank])
     with contextlib.suppress(Exception), torch.no_grad():
+        whole = concatenated([part for size, part in parts if size], [size for size in sizes if size])
         (own, _), (of_all, _) = (_tried(prepare, copy.deepcopy(of), owners) for of in (detached(batch), whole))
         pairs = [(a, b) for a, b in zip(own, of_all, strict=True) if a.ndim and len(a) == n and len(b) == sum(sizes)]
         return any(_differ(a, b[begin : begin + n]) for a, b in pairs)
