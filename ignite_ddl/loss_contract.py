@@ -406,7 +406,9 @@ class LossContract:
             if self.is_split:
                 self._check_weights(weights)
             n = n_samples(output, y, self.n_rows)
-            no_rows = bool(outputs) and not any(tensor.ndim and len(tensor) == n for tensor in outputs)
+            of_rows = [tensor.ndim > 0 and len(tensor) == n for tensor in outputs]
+            numbers = any(tensor.numel() == 1 and (n > 1 or not tensor.ndim) for tensor in outputs)
+            no_rows = bool(outputs) and (numbers or not any(of_rows))
             kept = "something that the model has kept besides its output" if uses_older else ""
             self.uses_more = "a number without rows" if no_rows else kept
             if not self.divisor.certain and self.uses_more and self.is_split and not self.by_passes:
@@ -463,12 +465,13 @@ class LossContract:
         has_parts = self.mesh.dp_size * self.mesh.pp_size > 1 or self.accumulates
         if self.uses_more or self.divisor.certain and not has_parts:
             return BY_PASSES if self.uses_more and self.by_passes else 1.0
-        declared, pairs = self.divisor.certain, [*self.earlier_pairs, *self.pairs]
+        declared, shapes = self.divisor.certain, _shapes_of_rows(self.pairs)
+        pairs = [*(one for one in self.earlier_pairs if _shapes_of_rows([one]) == shapes), *self.pairs]
         sizes = [n_samples(*pair, self.n_rows) for pair in pairs]
         n, have = sum(sizes), [have_rows(size, *pair) for size, pair in zip(sizes, pairs, strict=True)]
         if n == 0 or declared and not all(have):  # without rows, or with rows in another dim
             return 1.0
-        self.earlier_pairs = pairs if n < 2 else []
+        self.earlier_pairs = pairs if n < 2 and self.n_rows in (n, None) else []  # not of packed samples
         output, y = (concatenated(of, sizes) for of in zip(*pairs, strict=True))
         captures, may_be_constant = self._captures(n)
 
@@ -861,6 +864,10 @@ def _twice(y: Any, kinds: tuple[type, ...]) -> Any:
     if isinstance(y, torch.Tensor | int | float):
         return y * 2
     raise TypeError(type(y).__name__)
+
+
+def _shapes_of_rows(tree: Any) -> list[torch.Size]:
+    return [tensor.shape[1:] for tensor in tensors_of(tree)]
 
 
 def _parameter_ids(model: nn.Module) -> set[int]:

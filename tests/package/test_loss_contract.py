@@ -1269,3 +1269,37 @@ def test_a_local_loss_that_sums_over_ranks_needs_as_many_rows_on_each():
     refused(
         partial(trained, loss_fn=gathering, divisor="local", rows=4, data=(X[:11], Y[:11])), "as many rows on", dp=2
     )
+
+
+class Balancing(nn.Module):
+    """Returns a balance of what rows choose beside its outputs, as experts by hand do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 7)
+
+    def forward(self, x):
+        output = self.layer(x)
+        return output, output.softmax(1).mean(0).square().sum()
+
+
+def with_balance(output, y):
+    return F.mse_loss(output[0], y) + 0.01 * output[1]
+
+
+def test_a_number_that_the_model_returns_beside_rows_is_compared():
+    refused(partial(trained, make=Balancing, loss_fn=with_balance), "uses a number without rows .* and gives", dp=2)
+
+
+def in_one_row(rows):
+    """Samples of other lengths one after the other, in a single row, as for attention without padding."""
+    lengths = [1 + int((x > 0).sum()) for x, _ in rows]
+    x, y = (
+        torch.cat([row.expand(n, -1) for row, n in zip(of, lengths, strict=True)]) for of in zip(*rows, strict=True)
+    )
+    return x[None], y[None]
+
+
+def test_samples_in_a_single_row_of_any_length():
+    loader = partial(loader_of, in_one_row, rows=4)
+    assert_right(partial(trained, loader=loader, divisor=torch.numel), dp=2)
