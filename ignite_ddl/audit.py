@@ -13,14 +13,14 @@ same modules          dp ranks that call different modules                      
 same weights          with FSDP2, dp ranks that get gradients of different weights        each step, in the next
 same calls            with shard=True, dp ranks that do not call a layer equally often    steps 1, 2, 4, 8, …
 same steps            ranks that skip a step of the optimizer                             each step
-numbers of rows       buffers, and attributes on which outputs depend, in which forward   step 1
+numbers of rows       buffers, and attributes on which outputs depend, in which forward   steps 1, 2, 4, 8, …
                       counts the rows of a dp rank
 same target shapes    targets padded to other lengths on other ranks                      each step
 model called          a step that calls a method of the model instead of the model, past  each step
                       the wrapper that reduces gradients
 unused weights        weights that a rank did not use, for whose gradients DDP waits      each step
-independent rows      a model, or a stage, whose output for a row depends on other rows,  step 1
-                      in training or in evaluation; a pipeline checks it in its set-up
+independent rows      a model, or a stage, whose output for a row depends on other rows,  steps 1, 2, 4, 8, …
+                      in training or in evaluation, or the gradient of that output
 rows that meet        a ``prepare_batch``, a ``model_transform``, or an evaluator's       first batch
                       ``output_transform`` that makes a row from others (``mixing.py``);
                       a warning where it is random, or of a ``collate_fn``
@@ -56,9 +56,9 @@ What is not found, and differs from one process without an error:
 - a number that a script computes from one rank's part as if it were everything: the loss or output of its rows in an
   engine of its own, a metric such as ``Average`` of them, a maximum that a hook logs; under pp sums, norms, names and
   pairs (``zip``) of ``model.parameters()`` and ``model.state_dict()``, which are those of its stages;
-- a backward hook or an ``autograd.Function`` whose gradients are twice as large for gradients twice as large, but that
-  computes something of all rows (keeps the largest, multiplies by how many there are); a Function that calls modules or
-  a backward pass itself, which would leave traces if it was tried;
+- a backward hook that computes something of all rows (keeps the largest gradients), but is linear in their size; an
+  ``autograd.Function`` that calls modules or a backward pass itself, which would leave traces if it was tried; over tp,
+  a hook or a Function between cut layers that mixes features in the backward pass alone (a norm of a row's gradient);
 - under pp, a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on it;
 - random numbers that a script draws for weights or gradients under pp, where each stage draws different ones;
 - with ``loss_divisor="rows"``, a batch of a second loader that was read in another step than the one that trains on it;
