@@ -10,7 +10,8 @@ weights loaded        weights of ``ddl.empty_weights`` that were not loaded     
 same rows             tp, cp or pp peers with different rows                              steps 1, 2, 4, 8, …
 same order            dp ranks whose samplers give them different batches                 each step
 same modules          dp ranks that call different modules                                each step
-same weights          with FSDP2, dp ranks that get gradients of different weights        each step, in the next
+same weights          with FSDP2, dp ranks that get gradients of different weights        each step, in the next or
+                                                                                          when a run ends
 same calls            with shard=True, dp ranks that do not call a layer equally often    steps 1, 2, 4, 8, …
 same steps            ranks that skip a step of the optimizer                             each step
 numbers of rows       buffers, and attributes on which outputs depend, in which forward   steps 1, 2, 4, 8, …
@@ -292,10 +293,15 @@ class Audit:
             )
 
     def at_the_end(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """When a run ends: compares weights, buffers and options, which may differ since they were compared last."""
+        """When a run ends: compares weights, buffers and options, which may differ since they were compared last, and
+        which weights have got a gradient in the last step.
+        """
         check_replicas(self.model)
         if not isinstance(self.model, DistributedDataParallel) and local_round(self.model) is None:
             check_same_options(optimizers)
+            peers = gathered_values(self.had_gradients, self.mesh.dp_cp_group) if self.mesh.dp_cp_size > 1 else []
+            if len(set(peers)) > 1:
+                raise ValueError(UNLIKE_MODULES)
 
     def before_optimizer(self, loss: torch.Tensor) -> None:
         """When gradients are ready for the optimizer."""

@@ -388,6 +388,11 @@ def choosing():
     return nn.Sequential(Chosen(), nn.Linear(4, 4))
 
 
+def choosing_once(local_rank):
+    model = ddl.auto_model(choosing().double(), shard=True)
+    trainer_of(model).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=14))
+
+
 class LaterBranch(Branch):
     def forward(self, x):
         self.n_calls = getattr(self, "n_calls", 0) + 1
@@ -785,6 +790,7 @@ def branching(make=Branch, inner=8, **options):
         (partial(trained, make=partial(FixedPoint, grad=False), shard=True), {"dp": 2}, UNLIKE),
         (branching(), {"dp": 2}, UNLIKE),
         (partial(trained, make=choosing, shard=True), {"dp": 2}, UNLIKE),
+        (choosing_once, {"dp": 2}, UNLIKE),
         (partial(trained, make=choosing), {"dp": 2, "pp": 2}, UNLIKE),
         (branching(inner=30, tensor_plan={"a.0": ddl.Column(), "a.1": ddl.Row()}), {"dp": 2, "tp": 2}, UNLIKE),
         (branching(LaterBranch), {"dp": 2}, "this rank did not use '[ab].0.weight'"),
