@@ -21,6 +21,11 @@ _IN_A_PIPELINE = (
     "hooks of other stages keep is on other ranks, and the output does not depend on x there. Let the model return it, "
     "or use a mesh without pp"
 )
+_OVER_DP = (
+    "Over dp, loss_fn gets the rows of a rank, of which there may be any number: let what belongs together, such as a "
+    "group of answers, be one row (a dim of it), or take a batch_size by which each rank has whole groups, with "
+    'drop_last=True and loss_divisor="local"'
+)
 
 
 def checked_loss(contract: LossContract, empty: bool) -> Callable[[Any, Any], torch.Tensor]:
@@ -92,6 +97,8 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
             ) from error
         if get_mesh().pp_size > 1:
             error.add_note(_IN_A_PIPELINE)
+        elif get_mesh().dp_size > 1 and "is invalid for input of size" in str(error):
+            error.add_note(_OVER_DP)
         raise
     if isinstance(loss, DTensor):
         raise ValueError(f"loss_fn should return a plain tensor, but gave a DTensor, {loss.placements}: {advice}")

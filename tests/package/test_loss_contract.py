@@ -1303,3 +1303,15 @@ def in_one_row(rows):
 def test_samples_in_a_single_row_of_any_length():
     loader = partial(loader_of, in_one_row, rows=4)
     assert_right(partial(trained, loader=loader, divisor=torch.numel), dp=2)
+
+
+def in_groups(output, y):
+    of_group = y.view(-1, 2, 7).mean(1, keepdim=True)
+    return (output.view(-1, 2, 7) - of_group).square().mean()
+
+
+def test_a_loss_of_groups_of_rows_says_that_a_rank_has_some_rows():
+    with pytest.raises(RuntimeError, match="is invalid for input of size") as found:
+        on(partial(trained, loss_fn=in_groups), dp=2)  # 3 rows on each rank
+    assert any("take a batch_size by which each rank has whole groups" in note for note in found.value.__notes__)
+    assert_right(partial(trained, loss_fn=in_groups, rows=4, divisor="local", data=(X[:20], Y[:20])), dp=2)
