@@ -232,10 +232,15 @@ class _Part:
     """The operations of one layer in one mode, and the names of the values around it."""
 
     def __init__(
-        self, graph: nn.Module, uses: list[str], arguments: list[Any], gives: dict[str, int | None], passes: list[str]
+        self,
+        graph: nn.Module,
+        uses: dict[str, str],
+        arguments: list[Any],
+        gives: dict[str, int | None],
+        passes: list[str],
     ) -> None:
         self.graph, self.arguments, self.gives, self.passes = graph, arguments, gives, passes
-        self.uses = uses
+        self.uses = uses  # names of tensors there, to those in the model
         self.inputs: list[str] | None = None  # of the first layer
         self.outputs: tuple[Any, TreeSpec] | None = None  # of the last layer
 
@@ -252,7 +257,7 @@ class _Part:
         if self.inputs is not None:
             values = dict(zip(self.inputs, tree_leaves(values), strict=True))
         arguments = [values[a.name] if isinstance(a, torch.fx.Node) else a for a in self.arguments]
-        weights = {name: tensors[name] for name in self.uses}
+        weights = {name: tensors[of_model] for name, of_model in self.uses.items()}
         result = torch.func.functional_call(self.graph, weights, tuple(arguments))
         known = dict(values)
         for name, place in self.gives.items():
@@ -397,6 +402,7 @@ def _parts(graph: torch.fx.GraphModule, out_spec: TreeSpec, model: nn.Module) ->
     inputs = [node.name for node in nodes if node.op == "placeholder"]
     [output] = [node.args[0] for node in nodes if node.op == "output"]
     tensors = dict(_tensors_of(model))
+    names = {id(tensor): name for name, tensor in reversed(tensors.items())}
     read = [{a.name for a in call.args if isinstance(a, torch.fx.Node)} for call in calls]
     read.append({a.name for a in tree_leaves(output) if isinstance(a, torch.fx.Node)})
     parts, known = [], dict.fromkeys(inputs)
@@ -406,10 +412,12 @@ def _parts(graph: torch.fx.GraphModule, out_spec: TreeSpec, model: nn.Module) ->
         known |= dict.fromkeys(gives)
         later = set().union(*read[i + 1 :])
         operations = getattr(graph, call.target)
-        uses = [name for name, _ in _tensors_of(operations) if name in tensors]  # the others are constants
-        for name in uses:  # it gets the layer's at each call, and keeps none
-            empty, (prefix, _, last) = torch.empty_like(tensors[name], device="meta"), name.rpartition(".")
-            kept = nn.Parameter(empty, False) if isinstance(tensors[name], nn.Parameter) else empty
+        # A module that is called again has another name there; what the model does not have is a constant.
+        known_as = [(name, name if name in tensors else names.get(id(t))) for name, t in _tensors_of(operations)]
+        uses = {name: of_model for name, of_model in known_as if of_model is not None}
+        for name, of_model in uses.items():  # it gets the layer's at each call, and keeps none
+            empty, (prefix, _, last) = torch.empty_like(tensors[of_model], device="meta"), name.rpartition(".")
+            kept = nn.Parameter(empty, False) if isinstance(tensors[of_model], nn.Parameter) else empty
             setattr(operations.get_submodule(prefix), last, kept)
         parts.append(_Part(operations, uses, list(call.args), gives, [n for n in known if n in later]))
     parts[0].inputs, parts[-1].outputs = inputs, (tree_leaves(output), out_spec)
@@ -424,7 +432,7 @@ class TracedLayer(nn.Module):
     def __init__(self, parts: dict[bool, _Part]) -> None:
         super().__init__()
         self._parts = parts  # in a dict: the graphs' own parameters are not registered
-        self.uses = list(dict.fromkeys(name for part in parts.values() for name in part.uses))
+        self.uses = list(dict.fromkeys(name for part in parts.values() for name in part.uses.values()))
 
     def forward(self, value: Any) -> Any:
         if self.takes is not None:

@@ -290,6 +290,25 @@ def test_operations_under_no_grad_stay_without_gradient():
             torch.testing.assert_close(p.grad, expected[name], rtol=0, atol=1e-12)
 
 
+class CallsAgain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh() + self.a(x))
+
+
+def test_a_module_that_is_called_again_has_the_weights_that_replace_its_own():
+    """As data parallelism of a stage does; export gives the module another name for its second call."""
+    model, x = CallsAgain().double(), torch.randn(4, 4, dtype=torch.float64)
+    layers, other = ddl.trace_layers(model, x, ["b"]), CallsAgain().double()
+    for name, p in other.named_parameters():
+        place, _, last = f"{'01'[name.startswith('b')]}.{name}".rpartition(".")
+        setattr(layers.get_submodule(place), last, p)
+    torch.testing.assert_close(layers(x), other(x), rtol=0, atol=1e-12)
+
+
 def test_a_weight_that_is_normed_by_an_iteration_on_buffers_is_traced():
     torch.manual_seed(0)
     model, x = WithoutGradient().double(), torch.randn(4, 4, dtype=torch.float64)
