@@ -219,9 +219,10 @@ def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.
             together, again = (_Gradients(run, few, stages, seed, slice(0, n), n) for seed in (0, 1))
             others = _Gradients(run, some_rows(few, rest, n), stages, 0, rest, n)
             alone = _Gradients(run, some_rows(few, part, n), stages, 0, part, n)
+            by_rows = norm_over_rows(stages)
     except Exception:
         return False
-    unknown = watch.found or norm_over_rows(stages) or together.keeps_rows or part.start < 1
+    unknown = watch.found or by_rows or together.keeps_rows or part.start < 1
     if unknown or _differ(together.found, again.found) or together.outputs_differ(alone, part, n):
         return False
     keys = together.found.keys() & others.found.keys() & alone.found.keys()
