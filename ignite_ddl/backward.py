@@ -223,6 +223,7 @@ def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.
     except Exception:
         return False
     unknown = watch.found or by_rows or together.keeps_rows or part.start < 1
+    unknown = unknown or not together.lengths == others.lengths == alone.lengths  # some outputs have no rows: a weight
     if unknown or _differ(together.found, again.found) or together.outputs_differ(alone, part, n):
         return False
     keys = together.found.keys() & others.found.keys() & alone.found.keys()
@@ -244,6 +245,7 @@ class _Gradients:
     Attributes:
         outputs: the outputs.
         found: the gradients.
+        lengths: of the outputs, for each row.
         keeps_rows: whether modules keep a state of each row.
     """
 
@@ -266,6 +268,7 @@ class _Gradients:
                 handle.remove()
         pairs = zip(by, map(_local_gradient, grads), strict=True)
         self.outputs = [o.detach() for o in outputs]
+        self.lengths = [len(o) / (part.stop - part.start) for o in outputs]
         self.found = {key: _padded(g, key, part, n) for key, g in pairs if g is not None}
 
     def outputs_differ(self, of_part: _Gradients, part: slice, n: int) -> bool:
