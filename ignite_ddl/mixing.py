@@ -33,7 +33,7 @@ _MIXES = (
 def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, bool]:
     """Whether what a function makes of some rows changes with the others, and whether it draws random numbers.
 
-    Rows may change places, and have several results. It is called three times, with copies, also for a single row; what
+    Rows may change places, and have several results. It is called four times, with copies, also for a single row; what
     these calls change is restored. Nothing is found where it fails, sums over ranks, or reads an iterator, which would
     go on, nor in a tensor that has another shape for other rows.
 
@@ -42,24 +42,27 @@ def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, 
         rows: a batch, or a list of samples.
         n: how many there are.
     """
-    owners, kept = reached(function), min(n, n // 2 | 1)  # odd, so that pairs are not kept as a whole
+    owners, n_kept = reached(function), min(n, n // 2 | 1)  # odd, so that pairs are not kept as a whole
+    parts = slice(0, n_kept), slice(n - n_kept, n)  # the largest of all rows is replaced in one of them
     if holds_iterators(owners):
         return False, False
     try:
         with torch.no_grad(), WatchForSums() as watch:
-            (first, draws), (again, _) = (_tried(function, _replaced(rows, n, n), owners) for _ in range(2))
-            other, _ = _tried(function, _replaced(rows, kept, n), owners)
-            pairs = list(zip(first, again, other, strict=False))
-            unknown = watch.found or n < 2 or any(a.shape != b.shape or _differ(a, b) for a, b, _ in pairs)
-            return not unknown and any(_meet(a, b, kept, n) for a, _, b in pairs), draws
+            (first, draws), (again, _) = (_tried(function, _replaced(rows, slice(0, n), n), owners) for _ in range(2))
+            others = [_tried(function, _replaced(rows, kept, n), owners)[0] for kept in parts]
+            same = all(a.shape == b.shape and not _differ(a, b) for a, b in zip(first, again, strict=False))
+            pairs = [(*pair, kept) for kept, other in zip(parts, others, strict=True) for pair in zip(first, other)]  # noqa: B905
+            return not watch.found and n > 1 and same and any(_meet(*pair, n) for pair in pairs), draws
     except Exception:
         return False, False
 
 
-def _replaced(rows: Any, kept: int, n: int) -> Any:
-    """A copy of rows, with the first one in the place of all but those that are kept."""
-    parts = [some_rows(rows, slice(kept), n), *[some_rows(rows, slice(1), n)] * (n - kept)]
-    return copy.deepcopy(detached(concatenated(parts, [kept] + [1] * (n - kept))))
+def _replaced(rows: Any, kept: slice, n: int) -> Any:
+    """A copy of rows, with the first or the last of those that are kept in the place of all others."""
+    spare = some_rows(rows, slice(n - 1, n) if kept.start else slice(1), n)
+    parts = [*[spare] * kept.start, some_rows(rows, kept, n), *[spare] * (n - kept.stop)]
+    sizes = [*[1] * kept.start, kept.stop - kept.start, *[1] * (n - kept.stop)]
+    return copy.deepcopy(detached(concatenated(parts, sizes)))
 
 
 def _tried(function: Callable[[Any], Any], rows: Any, owners: list[Any]) -> tuple[list[torch.Tensor], bool]:
@@ -72,12 +75,12 @@ def _tried(function: Callable[[Any], Any], rows: Any, owners: list[Any]) -> tupl
         return found, any(not torch.equal(a, b) if isinstance(a, torch.Tensor) else a != b for a, b in pairs)
 
 
-def _meet(first: torch.Tensor, other: torch.Tensor, kept: int, n: int) -> bool:
+def _meet(first: torch.Tensor, other: torch.Tensor, kept: slice, n: int) -> bool:
     """Whether rows that were kept differ, and not only by their places."""
     if not first.ndim or first.shape != other.shape or not first.numel() or len(first) % n:
         return False
     each = len(first) // n  # such as two views, one after the other or by turns
-    of_rows = [(t.unflatten(0, (each, n))[:, :kept], t.unflatten(0, (n, each))[:kept]) for t in (first, other)]
+    of_rows = [(t.unflatten(0, (each, n))[:, kept], t.unflatten(0, (n, each))[kept]) for t in (first, other)]
     if any(not _differ(a, b) for a, b in zip(*of_rows, strict=True)):
         return False
     drawn = torch.randn(first[0].numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -596,7 +596,7 @@ def rows_depend_on_each_other(
 
     False where it cannot be known: of a model that draws random numbers there, sums over ranks by itself, or cannot be
     called with fewer rows, and of BatchNorm without running statistics, which takes a rank's rows by a stated rule. In
-    training, torch's modules and ours are in evaluation mode for that reason. Every rank makes six passes; seven with
+    training, torch's modules and ours are in evaluation mode for that reason. Every rank makes eight passes; nine with
     ``counted``, to which the names and values are added of what modules keep in training of the number of rows.
     """
     if MAY_DEPEND.get():
@@ -633,7 +633,8 @@ def _depend(
             together, again = outputs(few, 0), outputs(few, 1)
             if counted is not None:
                 outputs(some_rows(few, slice(None), last, lambda leaf, _: leaf[:1].expand_as(leaf).clone()), 0)
-            alone = outputs(some_rows(few, part, last) if all_have_rows else few, 0)
+            parts = [slice(0, part.start or last), part]  # the largest of all rows is in one of them
+            alone = [outputs(some_rows(few, of, last) if all_have_rows else few, 0) for of in parts]
         except Exception:
             return False
     no_statistics = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in _modules(stages).values())
@@ -641,10 +642,12 @@ def _depend(
     if no_statistics or draws or keeps_rows or watch.found or n < 2 or not all_have_rows:
         return False
     if counted is not None:
+        del kept_values[-2]  # that of the first part
         counted.update(_of_their_number(*kept_values))
-    for output, of_part in zip(together, alone, strict=False):
+    pairs = [(of, *pair) for of, found in zip(parts, alone, strict=True) for pair in zip(together, found, strict=False)]
+    for of, output, of_part in pairs:
         each = len(output) // last  # such as a row for each token
-        rows = output[part.start * each :]
+        rows = output[of.start * each : of.stop * each]
         of_rows = len(output) == each * last and len(of_part) < len(output)  # not a table, which has as many entries
         if output.is_floating_point() and of_rows and differ(rows, of_part):
             return True

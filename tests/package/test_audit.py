@@ -25,6 +25,7 @@ from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
 from ignite_ddl import audit, backward
+from ignite_ddl.traceless import rows_depend_on_each_other
 
 generator = torch.Generator().manual_seed(3)
 X = torch.randn(14, 8, generator=generator, dtype=torch.float64)
@@ -986,6 +987,18 @@ def centred(how=Centred):
 def test_rows_that_depend_on_each_other_are_refused(axes):
     for how in (Centred, AboveMedian, Mixed, OfUnitDeviation):
         refused(partial(trained, make=partial(centred, how)), "depends on other rows of the batch", **axes)
+
+
+class OfTheLargest(nn.Module):
+    def forward(self, x):
+        return x / x.max()
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_the_largest_of_rows_is_found_whichever_row_has_it(at):
+    x, model = torch.rand(8, 3), OfTheLargest()
+    x[at] += 9
+    assert rows_depend_on_each_other(model, x, [model])
 
 
 class CountsRows(nn.Linear):
