@@ -14,13 +14,13 @@ same weights          with FSDP2, dp ranks that get gradients of different weigh
                                                                                           when a run ends
 same calls            with shard=True, dp ranks that do not call a layer equally often    steps 1, 2, 4, 8, …
 same steps            ranks that skip a step of the optimizer                             each step
-numbers of rows       buffers, and attributes on which outputs depend, in which forward   steps 1, 2, 4, 8, …
+numbers of rows       buffers, and attributes on which outputs depend, in which forward   steps 1, 8, 16, 32, …
                       counts the rows of a dp rank
 same target shapes    targets padded to other lengths on other ranks                      each step
 model called          a step that calls a method of the model instead of the model, past  each step
                       the wrapper that reduces gradients
 unused weights        weights that a rank did not use, for whose gradients DDP waits      each step
-independent rows      a model, or a stage, whose output for a row depends on other rows,  steps 1, 2, 4, 8, …
+independent rows      a model, or a stage, whose output for a row depends on other rows,  steps 1, 8, 16, 32, …
                       in training or in evaluation, or the gradient of that output
 rows that meet        a ``prepare_batch``, a ``model_transform``, or an evaluator's       first batch
                       ``output_transform`` that makes a row from others (``mixing.py``);
@@ -167,7 +167,7 @@ class Audit:
             _check_rows_are_in_dim_0(rows[0] or 1, x, y)
         if self.is_check_step:
             check_tokens_are_independent(self.model, self.stages, x)
-            if self.step > 1 and self.mesh.pp_size == 1:  # hooks that users gave see the step last
+            if self.step > 4 and self.mesh.pp_size == 1:  # hooks that users gave see the step last
                 self._check_rows_alone(x)
         if self.model_called is not None:
             self.model_called.value = False

@@ -1001,6 +1001,25 @@ def test_the_largest_of_rows_is_found_whichever_row_has_it(at):
     assert rows_depend_on_each_other(model, x, [model])
 
 
+class CentredLater(nn.Module):
+    centres = False
+
+    def forward(self, x):
+        return x - x.mean(0) if self.centres else x
+
+
+def centred_from_epoch_4(local_rank):
+    torch.manual_seed(0)
+    model = ddl.auto_model(nn.Sequential(nn.Linear(8, 4), later := CentredLater()).double())
+    trainer = trainer_of(model, F.mse_loss)
+    trainer.add_event_handler(Events.EPOCH_STARTED(once=4), lambda: setattr(later, "centres", True))
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8), max_epochs=4)  # of two steps each
+
+
+def test_rows_that_begin_to_depend_on_each_other_are_refused():
+    refused(centred_from_epoch_4, "depends on other rows of the batch", dp=2)
+
+
 class CountsRows(nn.Linear):
     """A module with weights, of which FSDP2 makes a class of its own."""
 
