@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -278,6 +279,14 @@ def _refusing_unweighted_steps(engine: MeshEngine) -> Iterator[None]:
 
 def _check_gradients(engine: MeshEngine, optimizer: torch.optim.Optimizer) -> None:
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    nothing = not engine.weighted and all(parameter.grad is None for parameter in stepped)
+    if nothing and any(hasattr(parameter, BELONGS_TO_A_MODEL) for parameter in stepped):
+        warnings.warn(
+            "the optimizer steps, but none of its weights has a gradient: if the update function calls "
+            "loss.backward(inputs=...), which passes by what gathers weights and by stages, call "
+            "ddl.forward_backward instead",
+            stacklevel=2,
+        )
     waiting = {id(p) for step in engine.steps.values() if step.open for p in step.model.parameters()}
     if waiting and any(id(parameter) in waiting for parameter in stepped):
         raise ValueError(

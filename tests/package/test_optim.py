@@ -277,9 +277,17 @@ def test_gradients_of_a_sharded_model_that_are_taken_by_other_ways_are_refused(l
     def update(engine, batch):
         torch.autograd.grad(F.mse_loss(model(batch[0]), batch[1]), list(model.parameters()))
 
+    def past(engine, batch):
+        F.mse_loss(model(batch[0]), batch[1]).backward(inputs=list(model.parameters()))
+        optimizer.step()
+
     model = ddl.auto_model(mlp(), shard=True)
     with pytest.raises(ValueError, match="torch.autograd.grad gives no gradients by weights that are sharded"):
         ddl.MeshEngine(update).run(loader())
+    model = ddl.auto_model(mlp(), shard=True)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="none of its weights has a gradient: if the update function calls"):
+        ddl.MeshEngine(past).run(loader(), epoch_length=1)
     model = ddl.auto_model(mlp(), shard=True)
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
     for p in optimizers:
