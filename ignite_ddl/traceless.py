@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.collectives import gathered
 from ignite_ddl.compat import gathers, no_transforms, without_dispatch_modes
+from ignite_ddl.data_parallel import reshard
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import SomeRows, local_tensor, map_leaves, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.random import random_states, random_stream, set_random_states, state_of
@@ -59,7 +60,8 @@ class _SavedState:
 
     def state(self) -> dict[str, Any]:
         names = [k for k in (self.held if self.names is None else self.names) if k in self.held]
-        return {k: v for k in names if k not in _OF_EACH_MODULE and isinstance(v := self.held[k], _KINDS)}
+        values = {k: v for k in names if k not in _OF_EACH_MODULE and isinstance(v := self.held[k], _KINDS)}
+        return {k: v for k, v in values.items() if not _lists_weights(v)}
 
     def changed(self) -> list[str]:
         """The names of what has changed."""
@@ -88,6 +90,11 @@ class _SavedState:
                     _refill(part, before)
             if name not in now or now[name] is not value:
                 self.held[name] = value
+
+
+def _lists_weights(value: Any) -> bool:
+    """Whether this is a list of weights, such as an LSTM's, in which FSDP2 replaces these by gathered ones."""
+    return isinstance(value, list | tuple) and any(isinstance(one, nn.Parameter) for one in value)
 
 
 def _parts(value: Any, whole: bool) -> list[tuple[Any, Any]]:
@@ -333,7 +340,12 @@ def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_
                 stream.manual_seed(seed)
             elif seed and hasattr(stream, "random"):
                 stream.random()
-        yield kept
+        try:
+            yield kept
+        except Exception:  # which leaves weights of FSDP2 gathered, of which a step would not see the next values
+            for stage in stages:
+                reshard(stage)
+            raise
 
 
 def peers_are_elsewhere(calls: int, number: int, group: Any) -> bool:

@@ -761,8 +761,23 @@ class Carries(nn.Module):
         return h
 
 
+class CarriesInLSTM(nn.Module):
+    """Fails where a check has fewer rows; a list of its weights is an attribute of the LSTM."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.state = nn.LSTM(8, 4, batch_first=True), None
+
+    def forward(self, x):
+        h, state = self.lstm(x[:, None], self.state)
+        self.state = tuple(t.detach() for t in state)
+        return h[:, 0]
+
+
 def test_a_state_that_rows_carry_is_right():
     assert_right(partial(trained, make=Carries, data=(X[:12], Y[:12]), rows=6), dp=2)
+    sharded = partial(trained, make=CarriesInLSTM, data=(X[:12], Y[:12]), rows=6, epochs=5, shard=True)
+    assert_right(sharded, dp=2)
 
 
 def metrics_of(local_rank):
