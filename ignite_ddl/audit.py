@@ -57,10 +57,11 @@ What is not found, and differs from one process without an error:
 - a number that a script computes from one rank's part as if it were everything: the loss or output of its rows in an
   engine of its own, a metric such as ``Average`` of them, a maximum that a hook logs; under pp sums, norms, names and
   pairs (``zip``) of ``model.parameters()`` and ``model.state_dict()``, which are those of its stages;
-- a backward hook that computes something of all rows (keeps the largest gradients), but is linear in their size; an
-  ``autograd.Function`` that calls modules or a backward pass itself, which would leave traces if it was tried; over tp,
-  a hook or a Function between cut layers that mixes features in the backward pass alone (a norm of a row's gradient),
-  and over cp one that mixes tokens there; a hook or a Function that is used first in a step that does not look for it;
+- a backward hook that computes something of all rows (keeps the largest gradients), but is linear in their size; with
+  ``shard=True``, gradients of rows that depend on the other rows (scaled by ``x.numel()``); an ``autograd.Function``
+  that calls modules or a backward pass itself, which would leave traces if it was tried; over tp, a hook or a
+  Function between cut layers that mixes features in the backward pass alone (a norm of a row's gradient), and over cp
+  one that mixes tokens there; a hook or a Function that is used first in a step that does not look for it;
 - a number of rows that a loss function counts from call to call, where all dp ranks have as many;
 - under pp, a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on it;
 - random numbers that a script draws for weights or gradients under pp, where each stage draws different ones;

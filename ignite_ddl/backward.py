@@ -20,7 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ignite_ddl.compat import without_transforms
+from ignite_ddl.compat import gathers, without_transforms
 from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.pipeline.structure import local_tensor, n_rows, some_rows, tensors_of
 from ignite_ddl.traceless import MAY_DEPEND, WatchForSums, differ, evaluating, few_rows, norm_over_rows, without_trace
@@ -207,10 +207,11 @@ def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.
     """Whether gradients of some rows' outputs change if these rows are computed without the others.
 
     False where it cannot be known, see :func:`rows_depend_on_each_other
-    <ignite_ddl.traceless.rows_depend_on_each_other>`, or where outputs change, too, such as by an inner loop of
-    gradients. Every rank makes four passes; ``p.grad`` stays as it is.
+    <ignite_ddl.traceless.rows_depend_on_each_other>`, where FSDP2 gathers weights in a backward pass, since ranks would
+    wait for each other there, or where outputs change, too, such as by an inner loop of gradients. Every rank makes
+    four passes; ``p.grad`` stays as it is.
     """
-    if MAY_DEPEND.get():
+    if MAY_DEPEND.get() or any(gathers(module) for stage in stages for module in stage.modules()):
         return False
     few, part = few_rows(x)
     n, rest = part.stop, slice(0, part.start)

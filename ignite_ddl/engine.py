@@ -353,6 +353,12 @@ def _is_device(value: Any) -> bool:
 
 
 MAX_NORM = number(above=0, most=math.inf)  # inf: computes the norm without clipping
+
+
+def _are_parameters(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(one, torch.Tensor) for one in value)
+
+
 FITS = {
     "model": MODULE,
     "optimizer": OPTIMIZER,
@@ -360,6 +366,7 @@ FITS = {
     "amp_mode": AMP_MODE,
     "loss_divisor": DIVISOR,
     "max_norm": MAX_NORM,
+    "parameters": a('a list of parameters, such as group["params"]', _are_parameters),
     **dict.fromkeys(("loss_fn", "prepare_batch", "model_transform", "output_transform", "model_fn"), FUNCTION),
     **dict.fromkeys(("non_blocking", "deterministic", "checks", "last"), FLAG),
 }

@@ -601,6 +601,7 @@ case(
     model=("module", MODEL),
     max_norm=("inf too", 1.0),
     optimizer=("object?", None),
+    parameters=("object?", None),
 )
 case("ddl.MeshEngine", ddl.MeshEngine, process_function=("function", Made(lambda: lambda engine, batch: None)))
 case(

@@ -306,11 +306,7 @@ def quantised(by_batch):
     return net(StepSize(by_batch))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "options"),
-    [({"dp": 2}, {}), ({"dp": 2}, {"shard": True}), ({"pp": 2}, {}), ({"dp": 2, "pp": 2}, {})],
-    ids=str,
-)
+@pytest.mark.parametrize(("mesh", "options"), [({"dp": 2}, {}), ({"pp": 2}, {}), ({"dp": 2, "pp": 2}, {})], ids=str)
 def test_gradients_of_rows_that_depend_on_other_rows_are_refused(mesh, options):
     assert_right(partial(trained, make=partial(quantised, by_batch=False), **options), **mesh)
     for make in (partial(quantised, by_batch=True), partial(net, Through(ByLargest))):
