@@ -199,8 +199,9 @@ class BatchSchedules:
         if self.checks:
             with without_trace(stages), torch.enable_grad(), autocast, weights_kept(stages) as of_other_rows:
                 passed(microbatches[1])
-            with without_trace(stages), torch.enable_grad(), autocast:
-                passed(few, check_rows)
+            if self.n_steps not in (2, 4):  # as without pp: in step 1, and for what begins later
+                with without_trace(stages), torch.enable_grad(), autocast:
+                    passed(few, check_rows)
             weights, unknown = not_settled(first, again, of_other_rows)
             changes = [
                 f"forward changes {name!r}, but under pp it runs once for each microbatch, not once for a batch: keep "
