@@ -2,7 +2,7 @@
 
 On a mesh such code gets the gradients of a rank's rows, or of a microbatch's, times another factor than in one process.
 In steps that are checked, hooks and each ``autograd.Function`` are called with twice these gradients, too, and have to
-return twice as much. Once, gradients of some rows are compared with those of the same rows without the others.
+return twice as much. In steps 1, 8, 16, …, gradients of some rows are compared with those without the others.
 """
 
 from __future__ import annotations
@@ -197,9 +197,9 @@ def _alike(one: Any, other: Any) -> bool:
 
 ROW_GRADIENTS_DEPEND = (
     "the gradient of a row's output should depend on that row alone, but the model scales it by the rows that it gets "
-    "(x.numel() in a trick of detach(), a norm of gradients), of which each rank or microbatch has some: take what one "
-    "row has (x[0].numel()) times a constant, such as the number of rows of a batch, or pass checks=False to "
-    "ddl.auto_model and ddl.create_supervised_trainer if nothing depends on it"
+    "(by x.numel(), or by a norm of gradients), and a rank or a microbatch gets only some of a batch: use the numbers "
+    "of one row (x[0].numel()) times a constant, such as the batch size; if gradients of each rank's rows are meant, "
+    "pass checks=False to ddl.auto_model and ddl.create_supervised_trainer"
 )
 
 
