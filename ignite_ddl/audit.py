@@ -25,6 +25,8 @@ independent rows      a model, or a stage, whose output for a row depends on oth
 rows that meet        a ``prepare_batch``, a ``model_transform``, or an evaluator's       first batch
                       ``output_transform`` that makes a row from others (``mixing.py``);
                       a warning where it is random, or of a ``collate_fn``
+tokens that meet      over cp, a ``model_transform``, or an ``output_transform`` of an    first batch
+                      evaluator or a metric, that looks at other tokens or numbers them
 loss of parts         a loss that is not the weighted sum of those of parts of the rows   steps 1 to 16, every
                                                                                           17th and the last; by
                                                                                           passes 1, 2, 4, 8, …
@@ -50,8 +52,9 @@ The code between cut layers is checked in a model's first forward pass (``region
 
 What is not found, and differs from one process without an error:
 
-- rows that an update function of your own mixes, or an evaluator's or a loader's functions in another way than in their
-  first batch; rows that a ``DistributedSampler`` adds: give global batches to ``ddl.auto_dataloader``;
+- rows that an update function of your own mixes, or over cp tokens (a shift, positions from 0); what functions of an
+  evaluator, a trainer or a loader mix in another way than in their first batch; rows that a ``DistributedSampler``
+  adds: give global batches to ``ddl.auto_dataloader``;
 - random numbers that each dp rank draws for its own rows (:mod:`ignite_ddl.tensor.random` has the rules), and weights
   that ``shard=True`` cuts if each rank initialises them with a different seed;
 - a number that a script computes from one rank's part as if it were everything: the loss or output of its rows in an

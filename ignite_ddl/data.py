@@ -268,7 +268,7 @@ class ShardedDataLoader(DataLoader):
 
     def pass_of(self, engine: Any) -> Pass:
         """A new pass of an engine that counts its own epochs."""
-        return Pass(self, self._consumer(engine))
+        return Pass(self, self._consumer(engine), getattr(engine, "reads_full_sequences", False))
 
     def _consumer(self, engine: Any) -> _Consumer:
         return self.loops if engine is None else self.consumers.setdefault(engine, _Consumer(self))
@@ -367,6 +367,11 @@ class _Consumer:
 class Pass:
     """One pass over a loader: an iterator of this rank's part of each global batch, from its first ``next`` on.
 
+    Args:
+        loader: the loader.
+        consumer: who reads it.
+        in_full: whether sequences stay full over cp, since ``prepare_batch`` gets them so. Default: False.
+
     Attributes:
         rows: ``(local, global)`` number of rows of its last batch.
         filler: as the loader's, of that batch.
@@ -376,8 +381,8 @@ class Pass:
         full_batch: over cp, of batches 1, 2, 4, 8, …: the batch before its tokens were divided among cp peers.
     """
 
-    def __init__(self, loader: ShardedDataLoader, consumer: _Consumer) -> None:
-        self.loader, self.consumer, self.epoch = loader, consumer, consumer.epoch
+    def __init__(self, loader: ShardedDataLoader, consumer: _Consumer, in_full: bool = False) -> None:
+        self.loader, self.consumer, self.epoch, self.in_full = loader, consumer, consumer.epoch, in_full
         self.rows, self.filler, self.batches, self.n_rows, self.ended = (0, 0), None, 0, 0, False
         self.plan: _EpochPlan | None = None  # not of an iterable dataset
         self.full_batch: Any = None
@@ -528,7 +533,7 @@ class Pass:
         if self.ended:
             self.end()
         self.full_batch = batch if self.batches & (self.batches - 1) == 0 and get_mesh().cp_size > 1 else None
-        return shard_batch(batch), n_local, n_global
+        return batch if self.in_full else shard_batch(batch), n_local, n_global
 
 
 _latest_pass: weakref.ref[Pass] | None = None  # the one of the last batch

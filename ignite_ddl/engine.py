@@ -35,7 +35,7 @@ from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZE
 from ignite_ddl.audit import check_same_rows, check_tokens_are_independent, warn_of_same_batch
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, PartError
-from ignite_ddl.context.sequence import NOT_SHARED
+from ignite_ddl.context.sequence import NOT_SHARED, full_sequences, shard_prepared
 from ignite_ddl.data import Pass, ShardedDataLoader, forget_uneven_rows, warn_of_padded_rows, without_rows
 from ignite_ddl.data_parallel import local_round, refuse_in_a_round
 from ignite_ddl.errors import reason_in_a_run
@@ -43,7 +43,7 @@ from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.loss_contract import DIVISOR
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.metrics import NOT_REDUCED, on_this_rank, over_data_parallel
-from ignite_ddl.mixing import check_prepare_batch, check_transform
+from ignite_ddl.mixing import check_prepare_batch, check_tokens_of, check_transform
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.local_stages import PipelineStages, Stages, call, on_some_ranks, stages_of
 from ignite_ddl.pipeline.structure import full_tensors, n_rows
@@ -83,6 +83,7 @@ class MeshEngine(Engine):
         super().__init__(process_function)
         self._process_function = functools.partial(self._process, process_function)
         self.rows: tuple[int, int] | None = None
+        self.reads_full_sequences = False  # whether a loader leaves it to the engine to divide tokens among cp ranks
         self.counts_rows = False  # whether a metric that is attached sums over ranks
         self.steps: dict[int, TrainingStep] = {}  # by id of the model
         self.optimizers: list[torch.optim.Optimizer] = []  # that have stepped
@@ -405,7 +406,8 @@ def create_supervised_trainer(
         loss_fn: takes the output and the targets of some rows and returns their mean loss.
         device: the device of batches, default ``idist.device()``.
         non_blocking: as in Ignite.
-        prepare_batch: as in Ignite: ``(batch, device, non_blocking)`` to ``(x, y)``.
+        prepare_batch: as in Ignite: ``(batch, device, non_blocking)`` to ``(x, y)``. Over cp it gets full sequences, as
+            does ``engine.state.batch`` then, and each rank its tokens of ``x`` and ``y``. Default: Ignite's.
         model_transform: as in Ignite: the model's output to the input of ``loss_fn``.
         output_transform: as in Ignite: ``(x, y, y_pred, loss)`` to ``engine.state.output``; ``loss`` is the mean
             over the global batch, ``y_pred`` the output for this dp rank's rows. A rank without rows calls it with
@@ -474,6 +476,7 @@ def create_supervised_trainer(
     adapt_optimizer(optimizer, checks)
     device = idist.device() if device is None else device
     step, autocast = TrainingStep(model, model_transform, checks, model_fn), autocast_for(amp_mode, device)
+    prepare = functools.partial(prepare_batch, device=device, non_blocking=non_blocking)
     grad_scaler = make_scaler(scaler, amp_mode, device)
     scaled = None if grad_scaler is None else ScaledOptimizer(optimizer, grad_scaler)
 
@@ -484,11 +487,9 @@ def create_supervised_trainer(
         last = iteration % gradient_accumulation_steps == 0
         if not _is_training(model):
             model.train()
-        prepare = functools.partial(prepare_batch, device=device, non_blocking=non_blocking)
-        if step.audit is not None and not step.audit.step and prepare_batch is not _prepare_batch:
-            check_prepare_batch(prepare, batch, engine.rows, ", or, for each rank's rows, pass checks=False")
-        x, y = prepare(batch)
-        _check_rows(x, batch)
+        is_checked = step.audit is not None and not step.audit.step
+        escape = ", or, for each rank's rows, pass checks=False" if is_checked else None
+        x, y = _prepared(engine, prepare, batch, escape)
         scale = 1.0 if scaled is None else scaled.loss_scale(device)
         window = gradient_accumulation_steps
         y_pred, loss = engine._run_step(step, engine.rows, x, y, loss_fn, loss_divisor, scale, last, window, autocast)
@@ -499,6 +500,7 @@ def create_supervised_trainer(
         return _output(engine, step.stages, output_transform, x, y, y_pred, loss)
 
     trainer = MeshEngine(update)
+    trainer.reads_full_sequences = prepare_batch is not _prepare_batch
     trainer.steps[id(model)] = step
     if scaler is True:
         trainer.state.scaler = grad_scaler
@@ -629,7 +631,8 @@ def create_supervised_evaluator(
         metrics: names to Ignite metrics, attached unchanged.
         device: the device of batches, default ``idist.device()``.
         non_blocking: as in Ignite.
-        prepare_batch: as in Ignite: ``(batch, device, non_blocking)`` to ``(x, y)``.
+        prepare_batch: as in Ignite: ``(batch, device, non_blocking)`` to ``(x, y)``. Over cp it gets full sequences, as
+            does ``engine.state.batch`` then, and each rank its tokens of ``x`` and ``y``. Default: Ignite's.
         model_transform: as in Ignite.
         output_transform: as in Ignite: ``(x, y, y_pred)`` to ``engine.state.output``. A rank without rows calls it with
             none; where it has no value of none (an error, NaN), with the row that it was lent. Under pp, it runs on the
@@ -659,8 +662,8 @@ def create_supervised_evaluator(
     """
     device = idist.device() if device is None else device
     stages = stages_of(model, model_fn)
+    prepare = functools.partial(prepare_batch, device=device, non_blocking=non_blocking)
     autocast = autocast_for(amp_mode, device)
-
     is_first = True
 
     def transformed(x: Any, y: Any, y_pred: Any) -> Any:
@@ -671,25 +674,24 @@ def create_supervised_evaluator(
         refuse_in_a_round(model, "the evaluator runs")
         model.eval()
         with torch.no_grad():
-            prepare = functools.partial(prepare_batch, device=device, non_blocking=non_blocking)
-            if is_first and prepare_batch is not _prepare_batch:
-                check_prepare_batch(prepare, batch, engine.rows, "")
-            x, y = prepare(batch)
-            _check_rows(x, batch)
+            x, y = _prepared(engine, prepare, batch, "" if is_first else None)
             if engine.rows is None and engine.state.iteration == 1:  # not a loader of ddl.auto_dataloader
                 check_same_rows(get_mesh(), x, y)
             with autocast:
                 check_tokens_are_independent(model, stages, x, repeat=False)
                 y_pred = stages.forward_only(x, checks=True)
-                if is_first and engine.rows is not None and get_mesh().dp_size > 1 and y_pred is not None:
+                if is_first and engine.rows is not None and y_pred is not None:
                     names, given = "model_transform or output_transform", (x, y, y_pred)
-                    check_transform(names, lambda given: transformed(*given), given, n_rows(x), "in a metric")
+                    if get_mesh().dp_size > 1:
+                        check_transform(names, lambda given: transformed(*given), given, n_rows(x), "in a metric")
+                    check_tokens_of(names, lambda given: transformed(*given), given)
                 is_first = False
                 if y_pred is not None:
                     y_pred = model_transform(y_pred)
             return _output(engine, stages, output_transform, x, y, y_pred)
 
     evaluator = MeshEngine(evaluate)
+    evaluator.reads_full_sequences = prepare_batch is not _prepare_batch
     evaluator.is_evaluator = True
     for name, metric in (metrics or {}).items():
         metric.attach(evaluator, name)
@@ -698,6 +700,26 @@ def create_supervised_evaluator(
 
 def _choose_deterministic_algorithms() -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+
+
+def _prepared(engine: MeshEngine, prepare: Callable, batch: Any, escape: str | None) -> tuple[Any, Any]:
+    """The inputs and targets of a batch, of which a cp rank has its tokens.
+
+    Args:
+        engine: the engine.
+        prepare: takes the batch.
+        batch: this dp rank's rows; with full sequences where the engine reads these.
+        escape: the end of the sentence that refuses a function that mixes rows; None: it was checked before.
+    """
+    is_sharded = not engine.reads_full_sequences or engine.rows is None
+    with contextlib.nullcontext() if is_sharded else full_sequences():
+        if escape is not None and engine.reads_full_sequences:
+            check_prepare_batch(prepare, batch, engine.rows, escape)
+        x, y = prepare(batch)
+    if not is_sharded and get_mesh().cp_size > 1:
+        x, y = shard_prepared((x, y), batch)
+    _check_rows(x, batch)
+    return x, y
 
 
 def _check_rows(x: Any, batch: Any) -> None:

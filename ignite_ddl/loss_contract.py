@@ -780,16 +780,22 @@ class LossContract:
             ) from error
         divisor = 1.0 if self.divisor.kind == "sum" else sum(counts for *_, counts in parts) or 1.0
         together = sum(value * part for value, part, _ in parts if part) / divisor
-        if (
-            any(part for _, part, _ in parts)
-            and math.isfinite(loss)
-            and not abs(together - loss) <= 1e-4 * max(1e-3, abs(loss))
-        ):
+        if not any(part for _, part, _ in parts) or not math.isfinite(loss):
+            return
+
+        def is_off(value: float) -> bool:
+            return not abs(value - loss) <= 1e-4 * max(1e-3, abs(loss))
+
+        if is_off(together):
+            cure = "shift targets in prepare_batch, and pass loss_divisor=, a function from targets to the divisor"
+            if not is_off(sum(value for value, *_ in parts)):
+                cure = 'divide its sum over tokens and rows by a constant (the batch size), with loss_divisor="sum"'
+            elif callable(self.divisor.kind):
+                cure = "let loss_divisor give what loss_fn divides by, which has to be one number for all of its terms"
             raise ValueError(
-                f"loss_fn should be a mean over tokens on a mesh with cp, but its values for two halves of the "
-                f"tokens of each row add up to {together:.6g} and not to {loss:.6g}, that of all (a sum, a "
-                "mean over those that count, or targets that it shifts by one?): shift targets in the dataset, and "
-                "pass loss_divisor=, a function from targets to the divisor"
+                "loss_fn should be a mean over tokens on a mesh with cp, but its values for two halves of the "
+                f"tokens of each row add up to {together:.6g} and not to {loss:.6g}, that of all (a sum over tokens, a "
+                f"mean over those that count, or targets that it shifts by one?): {cure}"
             )
 
     def _with_divisor(self, output: Any, y: Any) -> tuple[float, float, float]:

@@ -27,6 +27,7 @@ from ignite_ddl.compat import use_world_timeout
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.loss_contract import LossContract, divisor_of
 from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.mixing import check_tokens_of
 from ignite_ddl.pipeline.structure import n_rows, tensors_of
 
 
@@ -223,6 +224,7 @@ class _Methods:
         is_loss = all(getattr(type(metric), name) is getattr(Loss, name) for name in ("reset", "update", "compute"))
         self.losses = _BatchLosses(metric) if is_loss else None
         self.had_rows = False  # since the reset
+        self.transforms_checked = False
         self.computed = 0 if self.counts_rows and not type(metric).__module__.startswith("ignite") else None
 
     def reset(self) -> None:
@@ -233,6 +235,9 @@ class _Methods:
 
     def transform(self, transform: Callable, output: Any) -> Any:
         """Over cp, refuses a transform that picks tokens of rows, or pools them: each rank would give other ones."""
+        if self.counts_rows and not self.transforms_checked:
+            self.transforms_checked = True
+            check_tokens_of(f"output_transform of {type(self.metric).__name__}", transform, output)
         rows = transform(output)
         drops_tokens = two_halves(rows) is None and any(tensor.ndim for tensor in tensors_of(rows))
         halves = two_halves(output) if drops_tokens and not self.had_rows else None

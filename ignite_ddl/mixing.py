@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 
 from ignite_ddl.collectives import gathered_values, on_any_rank
+from ignite_ddl.context.sequence import are_shards, full_rows, full_sequences, shard_tokens
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import concatenated, detached, local_tensor, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.random import random_states
@@ -55,6 +56,33 @@ def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, 
             return not watch.found and n > 1 and same and any(_meet(*pair, n) for pair in pairs), draws
     except Exception:
         return False, False
+
+
+def tokens_meet(function: Callable[[Any], Any], tree: Any) -> bool:
+    """Over cp, whether a function makes of a rank's tokens another thing than that part of what it makes of all tokens.
+
+    So it does where it numbers them, or leaves out the last ones, too. All cp ranks call it, and get the same answer:
+    False where nothing counts tokens, or the function fails, draws random numbers, or chooses tokens by a mask.
+
+    Args:
+        function: takes a tree of tensors for a rank's tokens.
+        tree: this rank's.
+    """
+    group = get_mesh().cp_group
+    if group is None:
+        return False
+    rows, n, length = full_rows(tree)
+    owners, meet = reached(function), False
+    if n and not holds_iterators(owners):
+        with contextlib.suppress(Exception), torch.no_grad(), WatchForSums() as watch:
+            with full_sequences():
+                of_all, draws = _tried(function, copy.deepcopy(rows), owners)
+            of_part, _ = _tried(function, copy.deepcopy(shard_tokens(rows, n, length)), owners)
+            pairs = [pair for pair in zip(of_part, of_all, strict=True) if pair[0].ndim]
+            chooses = any(a.shape[1:] == b.shape[1:] and len(b) not in (len(a), n * length) for a, b in pairs)  # a mask
+            parts_differ = not are_shards(*zip(*pairs, strict=True), length, get_mesh()) if pairs else False
+            meet = parts_differ and not chooses and not draws and not watch.found
+    return any(gathered_values(meet, group))
 
 
 def _replaced(rows: Any, kept: slice, n: int) -> Any:
@@ -126,6 +154,7 @@ class CheckedTransform:
             n = n_rows(output)
             self.is_checked = n > 1 or get_mesh().pp_size == 1
             check_transform("model_transform", self.transform, output, n, "in loss_fn, which is compared")
+            check_tokens_of("model_transform", self.transform, output)
         return result
 
 
@@ -142,6 +171,16 @@ def check_transform(name: str, transform: Callable[[Any], Any], output: Any, n: 
     few = min(n, _FEW)
     if rows_meet(transform, some_rows(output, slice(few), n), few)[0]:
         raise ValueError(f"{name} {_MIXES}: compute it from one row, or {cure}")
+
+
+def check_tokens_of(name: str, transform: Callable[[Any], Any], output: Any) -> None:
+    """Raises a ValueError on all cp ranks if what a transform makes of a token depends on others, or on its place."""
+    if tokens_meet(transform, output):
+        raise ValueError(
+            f"{name} makes something of a token from other tokens, or by its place (a shift, a mean, x[:, -1]?), of "
+            "which each cp rank has some: shift targets in prepare_batch, which gets full sequences, compute the rest "
+            "by ddl.sequence_positions or from one token, or take a mesh without cp"
+        )
 
 
 def check_prepare_batch(prepare: Callable[[Any], Any], batch: Any, rows: tuple[int, int] | None, escape: str) -> None:

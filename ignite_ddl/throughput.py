@@ -79,11 +79,12 @@ class Throughput:
         batch, mesh = engine.state.batch, get_mesh()
         batches = engine._dataloader_iter
         samples = batches.rows[1] if isinstance(batches, Pass) else n_rows(batch) * mesh.dp_size
+        shares = 1 if getattr(batches, "in_full", False) else mesh.cp_size
         first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
         is_ids = first is not None and first.ndim == 2 and not first.is_floating_point()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        self._ends.append((time.perf_counter(), samples, samples * first.shape[1] * mesh.cp_size if is_ids else 0))
+        self._ends.append((time.perf_counter(), samples, samples * first.shape[1] * shares if is_ids else 0))
         seconds = self._ends[-1][0] - self._ends[0][0]
         if len(self._ends) < 2:
             return

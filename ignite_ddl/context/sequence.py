@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -19,10 +20,10 @@ from torch import nn
 
 from ignite_ddl.arguments import a, takes, whole
 from ignite_ddl.collectives import gathered
-from ignite_ddl.context.layout import local_positions, natural_order, place_in, shard_sequence
+from ignite_ddl.context.layout import check_length, local_positions, natural_order, place_in, shard_sequence
 from ignite_ddl.errors import THIS_WAS_IN
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline.structure import local_tensor, map_leaves, tensors_of
+from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, tensors_of
 from ignite_ddl.replicas import digest
 from ignite_ddl.traceless import UnlikeModules, differ, evaluating, norm_over_rows, without_trace
 
@@ -147,24 +148,97 @@ def _part(batch: Any, mesh: Mesh) -> Any:
     return map_leaves(part, batch)
 
 
+def shard_prepared(prepared: Any, batch: Any) -> Any:
+    """This rank's tokens of what ``prepare_batch`` made of full sequences, in each tensor that counts tokens.
+
+    That is in dim 1 or later, or in dim 0 where it made a row of each token. A number for each row stays as it is.
+
+    Args:
+        prepared: what it made.
+        batch: the batch with full sequences, which has a dim 1 of tokens.
+
+    Raises:
+        ValueError: if a tensor of more than one dim counts no tokens, or pairs of them, or they cannot be shared.
+    """
+    global _tokens
+    mesh, n, tensors = get_mesh(), n_rows(batch), [tensor for tensor in tensors_of(prepared) if tensor.ndim > 1]
+    length = next((tensor.shape[1] for tensor in tensors_of(batch) if tensor.ndim > 1), 0)
+    dims = [_token_dim(tensor, n, length) for tensor in tensors]
+    if not any(dims) and tensors:  # prepare_batch has left some out, such as the last one of x and the first of y
+        length = tensors[0].shape[1]
+        dims = [_token_dim(tensor, n, length) for tensor in tensors]
+    pairs = any(dim != 1 and list(t.shape[1:]).count(length) > 1 for dim, t in zip(dims, tensors, strict=True))
+    if not tensors or None in dims or pairs:
+        return shard_batch(prepared)  # which refuses it
+    check_length(length, mesh.cp_size)
+    _tokens = length // mesh.cp_size
+    return shard_tokens(prepared, n, length)
+
+
+def _token_dim(tensor: torch.Tensor, n: int, length: int) -> int | None:
+    """Where a tensor of n rows counts their tokens: 0 if it has a row for each of them, None if nowhere."""
+    if length in tensor.shape[1:]:
+        return list(tensor.shape).index(length, 1)
+    return 0 if tensor.ndim and len(tensor) == n * length else None
+
+
+def shard_tokens(tree: Any, n: int, length: int) -> Any:
+    """This rank's tokens of each tensor that counts those of n rows with ``length`` tokens."""
+    mesh = get_mesh()
+
+    def part(leaf: Any) -> Any:
+        dim = _token_dim(leaf, n, length) if isinstance(leaf, torch.Tensor) else None
+        if dim is None:
+            return leaf
+        if dim:
+            return shard_sequence(leaf, dim, mesh.cp_rank, mesh.cp_size)
+        return shard_sequence(leaf.unflatten(0, (n, length)), 1, mesh.cp_rank, mesh.cp_size).flatten(0, 1)
+
+    return map_leaves(part, tree)
+
+
+def full_rows(tree: Any) -> tuple[Any, int, int]:
+    """Few rows with all their tokens, gathered from the cp ranks that share them, their number, and that of tokens.
+
+    Args:
+        tree: a tree of tensors for this rank's tokens of the last batch. One that does not count them stays as it is.
+    """
+    mesh = get_mesh()
+    counting = [tensor for tensor in tensors_of(tree) if _tokens in tensor.shape[1:]]
+    n = len(counting[0]) if counting else 0
+    few, length = min(n, _ROWS), _tokens * mesh.cp_size
+
+    def full(leaf: Any) -> Any:
+        dim = _token_dim(leaf, n, _tokens) if isinstance(leaf, torch.Tensor) else None
+        if dim is None:
+            return leaf[:few] if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == n else leaf
+        rows = (local_tensor(leaf.detach()) if dim else leaf.detach().unflatten(0, (n, _tokens)))[:few]
+        of_all = torch.cat(gathered(rows, mesh.cp_group), max(dim, 1))
+        of_all = of_all.index_select(max(dim, 1), natural_order(length, mesh.cp_size, of_all.device))
+        return of_all if dim else of_all.flatten(0, 1)
+
+    return (map_leaves(full, tree) if few else tree), few, length
+
+
 def two_halves(tree: Any) -> list[Any] | None:
     """A tree made of this rank's part of the last batch, in two halves of its tokens; None if it has no tokens."""
-    n = _tokens if any(_tokens in tensor.shape[1:] for tensor in tensors_of(tree)) else 0
-    return [some_tokens(tree, half, n) for half in (slice(n // 2), slice(n // 2, None))] if n > 1 else None
+    counting = [tensor for tensor in tensors_of(tree) if _tokens in tensor.shape[1:]]
+    if not counting or _tokens < 2:
+        return None
 
-
-def some_tokens(tree: Any, part: slice, n: int) -> Any:
-    """Some of the n tokens of each tensor that counts them, in dim 1 or later."""
-
-    def of(leaf: Any) -> Any:
-        dim = list(leaf.shape).index(n, 1) if isinstance(leaf, torch.Tensor) and n in leaf.shape[1:] else None
+    def half(leaf: Any, part: slice) -> Any:
+        dim = _token_dim(leaf, len(counting[0]), _tokens) if isinstance(leaf, torch.Tensor) else None
+        if dim == 0:
+            return leaf.unflatten(0, (-1, _tokens))[:, part].flatten(0, 1)
         return leaf if dim is None else leaf[(slice(None),) * dim + (part,)]
 
-    return map_leaves(of, tree)
+    parts = slice(_tokens // 2), slice(_tokens // 2, None)
+    return [map_leaves(functools.partial(half, part=part), tree) for part in parts]
 
 
 @contextlib.contextmanager
-def _full_sequences() -> Iterator[None]:
+def full_sequences() -> Iterator[None]:
+    """Inside, this process has all tokens of its sequences."""
     token = _FULL.set(True)
     try:
         yield
@@ -209,8 +283,8 @@ def check_tokens(
         raise
     length = next(tensor.shape[1] for tensor in tensors_of(first) if tensor.ndim > 1)
     for index, ((name, module, given, found), (*_, of_all, expected)) in enumerate(zip(shared, full, strict=False)):
-        mixes = not _are_shards(found, expected, length, mesh) or _convolves_tokens(module, given, of_all)
-        if _are_shards(given, of_all, length, mesh) and mixes:
+        mixes = not are_shards(found, expected, length, mesh) or _convolves_tokens(module, given, of_all)
+        if are_shards(given, of_all, length, mesh) and mixes:
             return index, name
     return None
 
@@ -224,11 +298,11 @@ def length_matters(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module
     lengths = [tensor.shape[1] for tensor in tensors_of(row) if tensor.ndim > 1]
     try:
         with torch.no_grad(), evaluating(stages):
-            with without_trace(stages), _full_sequences():
+            with without_trace(stages), full_sequences():
                 expected = [local_tensor(tensor).clone() for tensor in tensors_of(run(row))]
             with without_trace(stages):
                 found = [local_tensor(tensor) for tensor in tensors_of(run(_part(row, mesh)))]
-            return bool(lengths) and not _are_shards(found, expected, lengths[0], mesh)
+            return bool(lengths) and not are_shards(found, expected, lengths[0], mesh)
     except (AssertionError, IndexError, RuntimeError, UnlikeModules):
         return False
 
@@ -236,7 +310,7 @@ def length_matters(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module
 def _calls(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh: Mesh) -> tuple[list, list]:
     """The calls of modules with this rank's tokens, and with all."""
     with torch.no_grad(), evaluating(stages):
-        with without_trace(stages), _recorded_calls(stages) as full, _full_sequences():
+        with without_trace(stages), _recorded_calls(stages) as full, full_sequences():
             run(x)
         try:
             with without_trace(stages), _recorded_calls(stages) as shared:
@@ -303,7 +377,7 @@ def _recorded_calls(stages: Sequence[nn.Module]) -> Iterator[list[tuple[str, nn.
             handle.remove()
 
 
-def _are_shards(some: list[torch.Tensor], full: list[torch.Tensor], length: int, mesh: Mesh) -> bool:
+def are_shards(some: list[torch.Tensor], full: list[torch.Tensor], length: int, mesh: Mesh) -> bool:
     """Whether tensors are this rank's parts of others, along the dim that is longer there."""
     if len(some) != len(full):
         return False

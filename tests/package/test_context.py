@@ -397,6 +397,43 @@ def texts(length=LENGTH, rows=ROWS, transform=lambda y: y):
     return TensorDataset(ids[:, :-1].contiguous(), transform(ids[:, 1:].clone()))
 
 
+class Sentences(torch.utils.data.Dataset):
+    """Tokens alone, one more than the model reads; ``prepare_batch`` makes the rest."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        x, y = texts()[index]
+        return torch.cat([x, y[-1:]])
+
+
+def shifted(batch, device, non_blocking):
+    return batch[:, :-1], batch[:, 1:]
+
+
+def rolled(batch, device, non_blocking):
+    """Targets, a row for each token; positions from 0; and the weight of a row, by the tokens that it has in all."""
+    x = batch[0]
+    places = (x + torch.arange(x.shape[1])) % WORDS
+    return (places, (x % 2).sum(1).double()), x.roll(-1, 1).flatten()
+
+
+def weighted_model(function):
+    model = text_model(function)
+    model.register_forward_hook(lambda model, args, output: output * weight_of[0] / LENGTH)
+    model.register_forward_pre_hook(take_weight)
+    return model
+
+
+weight_of: list = []
+
+
+def take_weight(model, args):
+    ids, weight_of[:] = args[0][0], [args[0][1][:, None, None]]
+    return ids
+
+
 KINDS = {
     "text": (text_model, texts, {"max_norm": 0.1}),
     "blocks": (in_blocks, texts, {}),
@@ -406,6 +443,8 @@ KINDS = {
                     {"loss_divisor": counted, "gradient_accumulation_steps": 3}),
     "known loss": (text_model, lambda: texts(transform=hide),
                    {"loss_fn": nn.CrossEntropyLoss(), "model_transform": lambda output: output.transpose(1, 2)}),
+    "shifted": (text_model, Sentences, {"prepare_batch": shifted}),
+    "rolled": (weighted_model, texts, {"prepare_batch": rolled, "loss_divisor": len}),
 }  # fmt: skip
 
 
@@ -435,7 +474,8 @@ def trained(_, kind, function=ring_attention, plan=None, shard=None, epochs=3, *
     trainer.run(loader, max_epochs=epochs)
     metrics = {"accuracy": Accuracy(flat), "loss": Loss(F.cross_entropy, flat)}
     metrics["rows"] = EpochMetric(lambda y_pred, y: float((y_pred.argmax(-1) * y).double().mean()), flat, False)
-    evaluator = ddl.create_supervised_evaluator(model, metrics)
+    prepared = {name: given[name] for name in given if name == "prepare_batch"}
+    evaluator = ddl.create_supervised_evaluator(model, metrics, **prepared)
     state = evaluator.run(loader).metrics
     found = {f"number {n}": pair for n, pair in enumerate(numbers)} | gradients
     found |= {f"weight {name}": value for name, value in ddl.full_state_dict(model).items()}
@@ -461,6 +501,8 @@ TRAININGS = {
     "cp2 blocks": ({"cp": 2}, "blocks", {}),
     "dp2 x cp2 shard ignored": ({"dp": 2, "cp": 2}, "ignored", {"shard": True}),
     "cp2 x tp2": ({"cp": 2, "tp": 2}, "text", {"plan": PLAN}),
+    "cp2 shifted": ({"cp": 2}, "shifted", {}),
+    "dp2 x cp2 rolled": ({"dp": 2, "cp": 2}, "rolled", {}),
 }
 SLOW = {
     "cp4": ({"cp": 4}, "text", {}),
@@ -609,7 +651,11 @@ class Drawn(torch.utils.data.Dataset):
 
 
 def by_x(batch, device, non_blocking):
-    return batch[0], batch[1]
+    return (batch[0], batch[2]), batch[1]
+
+
+def targets_after_one(batch, device, non_blocking):
+    return batch[0], batch[0][:, 1:]
 
 
 TOKENS = "gives other outputs for a cp rank's tokens than for the full sequence"
@@ -651,7 +697,17 @@ REFUSALS = {
     "rows in EpochMetric": ({"evaluates": True, "metrics": lambda: {"rows": EpochMetric(by_row, of_logits, False)}},
                             "EpochMetric counts rows"),
     "the last token": ({"evaluates": True, "metrics": lambda: {"last": Accuracy(of_the_last)}},
-                       "output_transform of Accuracy should make rows of all tokens"),
+                       "output_transform of Accuracy makes something of a token from other tokens"),
+    "targets of the next token": ({"evaluates": True, "metrics": lambda: {"next": Accuracy(of_the_next)}},
+                                  "output_transform of Accuracy makes something of a token from other tokens"),
+    "a mean in a transform": ({"model_transform": lambda output: output - output.mean(1, keepdim=True)},
+                              "model_transform makes something of a token from other tokens"),
+    "positions in a transform": ({"model_transform": lambda output: output * torch.arange(output.shape[1])[:, None]},
+                                 "model_transform makes something of a token from other tokens, or by its place"),
+    "tokens left out": ({"model_transform": lambda output: output[:, :-1].mT, "prepare_batch": targets_after_one,
+                         "loss_fn": F.cross_entropy}, "as many in each tensor that has one"),
+    "a sum over tokens": ({"loss_fn": lambda output, y: summed_over_tokens(output, y)},
+                          "divide its sum over tokens and rows by a constant (the batch size), with loss_divisor"),
     "all tokens": ({"evaluates": True, "metrics": lambda: {"all": Accuracy(of_all)}}, "nothing"),
 }  # fmt: skip
 
@@ -662,6 +718,10 @@ def of_logits(output):
 
 def of_the_last(output):
     return output[0][:, -1], output[1][:, -1]
+
+
+def of_the_next(output):
+    return output[0].flatten(0, 1), output[1].roll(-1, 1).flatten()
 
 
 def of_all(output):
