@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -146,22 +147,28 @@ class _Context:
 
 def _tried(apply: Any, node: Any, saved: tuple, changed: Any) -> Any:
     """What a backward pass returns for changed gradients; None if that cannot be tried without a trace."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    traces = (torch.autograd, "backward"), (torch.autograd, "grad"), (nn.Module, "__call__")
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices), torch.no_grad(), _failing(*traces):
+        return apply(_Context(_copied(vars(node) | {"saved_tensors": saved}), node), *changed())
+    return None
+
+
+@contextlib.contextmanager
+def _failing(*places: tuple[Any, str]) -> Iterator[None]:
+    """Inside, calls of these functions, which would leave a trace, raise an error."""
 
     def stop(*_: Any, **__: Any) -> None:
         raise RuntimeError("not on trial")
 
-    places = (torch.autograd, "backward"), (torch.autograd, "grad"), (nn.Module, "__call__")
     before = [getattr(*place) for place in places]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with contextlib.suppress(Exception), torch.random.fork_rng(devices), torch.no_grad():
-        try:
-            for place in places:
-                setattr(*place, stop)
-            return apply(_Context(_copied(vars(node) | {"saved_tensors": saved}), node), *changed())
-        finally:
-            for place, kept in zip(places, before, strict=True):
-                setattr(*place, kept)
-    return None
+    try:
+        for place in places:
+            setattr(*place, stop)
+        yield
+    finally:
+        for place, kept in zip(places, before, strict=True):
+            setattr(*place, kept)
 
 
 def _copied(tree: Any) -> Any:
@@ -208,28 +215,36 @@ def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.
 
     False where it cannot be known, see :func:`rows_depend_on_each_other
     <ignite_ddl.traceless.rows_depend_on_each_other>`, where FSDP2 gathers weights in a backward pass, since ranks would
-    wait for each other there, or where outputs change, too, such as by an inner loop of gradients. Every rank makes
-    four passes; ``p.grad`` stays as it is.
+    wait for each other there, where code runs a backward pass of its own, which adds to ``p.grad``, or where outputs
+    change, too, such as by an inner loop of gradients. Every rank makes four passes, as peers may wait in them.
     """
     if MAY_DEPEND.get() or any(gathers(module) for stage in stages for module in stage.modules()):
         return False
     few, part = few_rows(x)
-    n, rest = part.stop, slice(0, part.start)
+    n = part.stop
+    whole, rest = slice(0, n), slice(0, part.start)
+
+    def gradients(rows: slice, seed: int = 0) -> _Gradients:
+        return _Gradients(run, few, stages, seed, rows, n)
+
     try:
-        with evaluating(stages, all_of_them=False), _without_hooks(stages), WatchForSums() as watch:
-            together, again = (_Gradients(run, few, stages, seed, slice(0, n), n) for seed in (0, 1))
-            others = _Gradients(run, some_rows(few, rest, n), stages, 0, rest, n)
-            alone = _Gradients(run, some_rows(few, part, n), stages, 0, part, n)
+        with (
+            evaluating(stages, all_of_them=False),
+            _without_hooks(stages),
+            _failing((torch.autograd, "backward")),
+            WatchForSums() as watch,
+        ):
+            together = gradients(whole)
+            draws = not _add_up(together.found, gradients(whole, seed=1).found)
+            others, alone = gradients(rest), gradients(part)
             by_rows = norm_over_rows(stages)
     except Exception:
         return False
-    unknown = watch.found or by_rows or together.keeps_rows or part.start < 1
+    unknown = watch.found or by_rows or draws or together.keeps_rows or part.start < 1
     unknown = unknown or not together.lengths == others.lengths == alone.lengths  # some outputs have no rows: a weight
-    if unknown or _differ(together.found, again.found) or together.outputs_differ(alone, part, n):
+    if unknown or together.outputs_differ(alone):
         return False
-    keys = together.found.keys() & others.found.keys() & alone.found.keys()
-    added = {key: others.found[key] + alone.found[key] for key in keys}
-    return _differ({key: together.found[key] for key in keys}, added)
+    return not _add_up(together.found, others.found, alone.found)
 
 
 class _Gradients:
@@ -237,11 +252,11 @@ class _Gradients:
 
     Args:
         run: takes rows, returns their outputs.
-        rows: a part of n rows.
+        x: n rows.
         stages: the modules that run.
         seed: of random numbers.
-        part: which of the n rows these are.
-        n: their number.
+        part: which rows are computed; if none, all of them are, times 0, as peers may wait for this rank.
+        n: the number of rows.
 
     Attributes:
         outputs: the outputs.
@@ -250,7 +265,9 @@ class _Gradients:
         keeps_rows: whether modules keep a state of each row.
     """
 
-    def __init__(self, run: Callable, rows: Any, stages: Sequence[nn.Module], seed: int, part: slice, n: int) -> None:
+    def __init__(self, run: Callable, x: Any, stages: Sequence[nn.Module], seed: int, part: slice, n: int) -> None:
+        factor, part = (1.0, part) if part.stop else (0.0, slice(0, n))
+        rows = some_rows(x, part, n)
         by: dict[Any, torch.Tensor] = {i: t for i, t in enumerate(tensors_of(rows)) if t.requires_grad}
 
         def note(module: nn.Module, *_: Any) -> None:  # after FSDP2's hook, which gathers them
@@ -261,7 +278,7 @@ class _Gradients:
             with without_trace(stages, seed) as kept, torch.enable_grad(), router_loss_weight(0.0):
                 outputs = [o.to_local() if isinstance(o, DTensor) else o for o in tensors_of(run(rows))]
                 outputs = [o for o in outputs if o.requires_grad and o.is_floating_point() and o.ndim and len(o)]
-                total = sum(_weighted(output, part, n) for output in outputs)
+                total = factor * sum(_weighted(output, part, n) for output in outputs)
                 grads = torch.autograd.grad(total, list(by.values()), allow_unused=True)
                 self.keeps_rows = any(of_module.has_rows(n_rows(rows)) for of_module in kept)
         finally:
@@ -272,19 +289,24 @@ class _Gradients:
         self.lengths = [len(o) / (part.stop - part.start) for o in outputs]
         self.found = {key: _padded(g, key, part, n) for key, g in pairs if g is not None}
 
-    def outputs_differ(self, of_part: _Gradients, part: slice, n: int) -> bool:
-        """Whether rows of a part have other outputs when they are computed without the others."""
-        pairs = zip(self.outputs, of_part.outputs, strict=False)
-        return any(differ(one[part.start * (len(one) // n) :], other) for one, other in pairs)
+    def outputs_differ(self, of_last: _Gradients) -> bool:
+        """Whether the last rows have other outputs when they are computed without the others."""
+        pairs = zip(self.outputs, of_last.outputs, strict=False)
+        return any(differ(one[len(one) - len(last) :], last) for one, last in pairs)
 
 
 def _weighted(output: torch.Tensor, part: slice, n: int) -> torch.Tensor:
     """The sum of the outputs of a part of n rows, of which each has a factor that it has among other rows, too."""
-    each = len(output) // (part.stop - part.start)  # such as a row for each token
-    if each * (part.stop - part.start) != len(output):
+    each, more = divmod(len(output), part.stop - part.start)  # such as a row for each token
+    if more:
         return output.sum() * 0.0
-    factors = torch.arange(n * output[:each].numel(), device=output.device).cos().to(output.dtype)
-    return (output * factors.view(n * each, *output.shape[1:])[part.start * each : part.stop * each]).sum()
+    flat = output.flatten(1) if output.ndim > 1 else output[:, None]
+    of_rows, of_numbers = (
+        torch.arange(*ends, device=output.device).cos().to(output.dtype)
+        for ends in ((part.start * each, part.stop * each), (flat.shape[1],))
+    )
+    with torch.autocast(output.device.type, enabled=False):
+        return of_rows @ (flat @ of_numbers)  # without a tensor of the output's size, which may be large
 
 
 def _padded(gradient: torch.Tensor, key: Any, part: slice, n: int) -> torch.Tensor:
@@ -301,18 +323,22 @@ def _local_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return local if local is not None and local.layout is torch.strided else None
 
 
-def _differ(some: dict[Any, torch.Tensor], others: dict[Any, torch.Tensor]) -> bool:
-    """Whether gradients differ by more than rounding, which is relative to the largest: some should add up to 0."""
-    most = max((float(g.abs().nan_to_num().max()) for g in some.values() if g.numel()), default=0.0)
-    for key, gradient in some.items():
-        if gradient.numel():
-            dtype = torch.get_autocast_dtype(gradient.device.type)
-            eps = torch.finfo(dtype if torch.is_autocast_enabled(gradient.device.type) else gradient.dtype).eps
-            local = min(0.05, 1e5 * eps) * float(gradient.abs().nan_to_num().max())
-            tolerance = local + 10 * eps**0.5 * most
-            if float((gradient - others[key]).abs().nan_to_num().max()) > tolerance:
-                return True
-    return False
+def _add_up(gradients: dict[Any, torch.Tensor], *parts: dict[Any, torch.Tensor]) -> bool:
+    """Whether gradients are the sums of those of parts, where a weight that is not used has 0.
+
+    But for rounding, which is relative to the largest: some should add up to 0.
+    """
+    largest = {key: float(g.abs().nan_to_num().max()) if g.numel() else 0.0 for key, g in gradients.items()}
+    most = max(largest.values(), default=0.0)
+    for key in dict.fromkeys(itertools.chain(gradients, *parts)):
+        left = sum((-part[key] for part in parts if key in part), gradients.get(key, 0.0))
+        device = left.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else left.dtype
+        eps = torch.finfo(dtype).eps
+        tolerance = min(0.05, 1e5 * eps) * largest.get(key, 0.0) + 10 * eps**0.5 * most
+        if left.numel() and float(left.abs().nan_to_num().max()) > tolerance:
+            return False
+    return True
 
 
 @contextlib.contextmanager

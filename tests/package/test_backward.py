@@ -4,9 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from ignite.engine import Events
-from ranks import assert_right, on, trainer_of
+from ranks import assert_right, on, run, trainer_of
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction, once_differentiable
@@ -312,3 +313,68 @@ def test_gradients_of_rows_that_depend_on_other_rows_are_refused(mesh, options):
     for make in (partial(quantised, by_batch=True), partial(net, Through(ByLargest))):
         with pytest.raises(ValueError, match="the gradient of a row's output should depend on that row alone"):
             on(partial(trained, make=make, **options), **mesh)
+
+
+class Chosen(nn.Module):
+    """The first layer is one of two, by a random number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+
+    def forward(self, x):
+        return self.layers[int(torch.rand(1) < 0.5)](x)
+
+
+class Centred(nn.Module):
+    """By the mean of all ranks' rows."""
+
+    def forward(self, x):
+        total = torch.cat([x.sum(0), x.new_tensor([len(x)])])
+        if dist.is_initialized():
+            total = dist.nn.functional.all_reduce(total)
+        return x - total[:-1] / total[-1]
+
+
+class RecomputingTanh(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    def forward(self, x):
+        return Recomputed.apply(x, self.layer)
+
+
+def chosen():
+    return nn.Sequential(Chosen()).double()
+
+
+def centred():
+    return net(Centred())
+
+
+def recomputing():
+    return net(RecomputingTanh())
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_gradients_stay_where_a_backward_pass_runs_another_one(mesh):
+    assert_right(partial(trained, make=recomputing), **mesh)
+
+
+def test_gradients_of_rows_that_cannot_be_compared():
+    assert_right(partial(trained, make=chosen, find_unused_parameters=True), dp=2)
+    assert_right(partial(trained, make=centred, rows=3), dp=2)
+
+
+def experts():
+    layer = ddl.MixtureOfExperts(6, 8, n_experts=4, top_k=2)
+    return nn.Sequential(nn.Linear(8, 6), layer, nn.Linear(6, 4)).double()
+
+
+def test_ranks_that_share_experts_make_as_many_passes_with_one_row_as_with_two():
+    function = partial(trained, make=experts, rows=3, tensor_plan={"1.experts": ddl.Experts()})
+    expected, expected_weights = function(0)
+    for losses, weights in run(function, 2, dp=2, ep=2):
+        assert losses == pytest.approx(expected, abs=1e-12)
+        assert (weights - expected_weights).abs().max() <= 1e-12
