@@ -296,9 +296,7 @@ def _guard_lists() -> None:
 
     def guarded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if sys._getframe(1).f_code.co_name == "_get_total_norm":
-            parts = (p for model in MODELS for p in model.parameters() if hasattr(p, PART_OF_A_MODEL))
-            held = {id(tensor) for p in parts for tensor in (p, p.grad)}
-            if len(tensors[0]) > 1 and any(id(tensor) in held for tensor in tensors[0]):  # of one, torch's is right
+            if any(_are_a_part(tensors[0], model) for model in MODELS):
                 raise ValueError(
                     "torch.nn.utils computes the norm of this rank's part of a model that is cut over ranks: call "
                     "ddl.clip_grad_norm_(model, max_norm), with parameters=group['params'] for a parameter group "
@@ -310,6 +308,14 @@ def _guard_lists() -> None:
     clip_grad._group_tensors_by_device_and_dtype = guarded
     for user in (optimizer, swa_utils):
         user._group_tensors_by_device_and_dtype = functools.partial(_group_each_kind, group)
+
+
+def _are_a_part(tensors: Sequence[torch.Tensor], model: nn.Module) -> bool:
+    """Whether these are this rank's part of several weights of a model; under pp, perhaps the only one of a stage."""
+    parts = [p for p in model.parameters() if hasattr(p, PART_OF_A_MODEL)]
+    held = {id(tensor) for p in parts for tensor in (p, p.grad)}
+    of_stage = [p for p in parts if p.grad is not None] if hasattr(model, "_local_stages") else []
+    return (len(tensors) > 1 or len(of_stage) == 1) and any(id(tensor) in held for tensor in tensors)
 
 
 def _group_each_kind(group: Callable, tensors: Sequence[Sequence[Any]], *args: Any, **kwargs: Any) -> Any:

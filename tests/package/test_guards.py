@@ -446,8 +446,12 @@ def early(local_rank, through):
         ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
 
 
-def clipped(local_rank):
-    model = ddl.auto_model(mlp())
+def one_weight_a_stage():
+    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False)).double()
+
+
+def clipped(local_rank, make=mlp):
+    model = ddl.auto_model(make())
     model.train_step(X[:4], Y[:4], lambda output, y: F.mse_loss(output, y) / 2)
     clip_grad_norm_(model.parameters(), 1.0)
 
@@ -807,7 +811,10 @@ def branching(make=Branch, inner=8, **options):
             {"tp": 2},
             "leave '1', whose forward reads its weight, out of tensor_plan",
         ),
-        (clipped, {"pp": 2}, r"computes the norm of this rank's part .* call ddl.clip_grad_norm_"),
+        *(
+            (partial(clipped, make=make), {"pp": 2}, r"computes the norm of this rank's part .* ddl.clip_grad_norm_")
+            for make in (mlp, one_weight_a_stage)
+        ),
         (thawed, {"dp": 2}, "'0.weight' was frozen when ddl.auto_model wrapped the model in DDP"),
         (hooked, {"tp": 2}, "'0.bias' has a hook, which would get this rank's gradient"),
         (partial(penalised, shard=True), {"dp": 2}, TWICE),
