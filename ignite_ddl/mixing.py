@@ -36,7 +36,7 @@ def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, 
 
     Rows may change places, and have several results. It is called four times, with copies, also for a single row; what
     these calls change is restored. Nothing is found where it fails, sums over ranks, or reads an iterator, which would
-    go on, nor in a tensor that has another shape for other rows.
+    go on, nor in a tensor that has another shape for other rows, or is as large for fewer of them: a table.
 
     Args:
         function: takes rows.
@@ -52,8 +52,15 @@ def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, 
             (first, draws), (again, _) = (_tried(function, _replaced(rows, slice(0, n), n), owners) for _ in range(2))
             others = [_tried(function, _replaced(rows, kept, n), owners)[0] for kept in parts]
             same = all(a.shape == b.shape and not _differ(a, b) for a, b in zip(first, again, strict=False))
-            pairs = [(*pair, kept) for kept, other in zip(parts, others, strict=True) for pair in zip(first, other)]  # noqa: B905
-            return not watch.found and n > 1 and same and any(_meet(*pair, n) for pair in pairs), draws
+            if watch.found or n < 2 or not same:
+                return False, draws
+            pairs = [(kept, *one) for kept, other in zip(parts, others, strict=True) for one in enumerate(other)]
+            meet = {i for kept, i, other in pairs if _meet(first[i], other, kept, n)}
+            if meet:
+                with contextlib.suppress(Exception):  # it may need as many rows
+                    fewer, _ = _tried(function, copy.deepcopy(detached(some_rows(rows, parts[0], n))), owners)
+                    meet = {i for i in meet if first[i].shape != fewer[i].shape}
+            return bool(meet), draws
     except Exception:
         return False, False
 

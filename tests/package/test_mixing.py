@@ -172,6 +172,22 @@ def _chosen(x, y, y_pred):
     return y_pred[y > 0], y[y > 0]
 
 
+def _confusion(x, y, y_pred):
+    return F.one_hot(4 * y + y_pred.argmax(1), 16).sum(0).view(4, 4)
+
+
+def confusions(local_rank):
+    torch.manual_seed(0)
+    data, model = TensorDataset(torch.randn(12, 3), torch.randint(4, (12,))), ddl.auto_model(nn.Linear(3, 4))
+    engine = ddl.create_supervised_evaluator(model, output_transform=_confusion)
+    counted = engine.run(ddl.auto_dataloader(data, batch_size=12)).output
+    return idist.all_reduce(counted).tolist()
+
+
+def test_an_evaluators_transform_may_count_rows_in_a_table():
+    assert on(confusions, dp=2) == [confusions(0)] * 2
+
+
 def test_an_evaluators_transform_by_the_largest_of_rows_is_refused():
     refused(functools.partial(evaluation, transform=_scaled), "output_transform makes rows", dp=2)
     assert on(evaluation, _chosen, dp=2) == pytest.approx([evaluation(0, _chosen)] * 2)
