@@ -119,7 +119,8 @@ def _meet(first: torch.Tensor, other: torch.Tensor, kept: slice, n: int) -> bool
     if any(not _differ(a, b) for a, b in zip(*of_rows, strict=True)):
         return False
     drawn = torch.randn(first[0].numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    have, should = ((_numbers(t).reshape(len(t), -1).double() @ drawn.to(t.device)).flatten() for t in (first, other))
+    found = ((_numbers(t).reshape(len(t), -1).double() @ drawn.to(t.device)).flatten() for t in (first, other))
+    have, should = map(torch.nan_to_num, found)  # NaN is another row, such as by a deviation of equal rows
     nearest = (should[:, None] - have[None]).abs().amin(1)
     return bool((nearest > 1e-6 * have.abs().amax()).any())
 

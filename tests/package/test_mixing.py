@@ -124,6 +124,10 @@ def test_a_batch_is_prepared_as_in_one_process_or_refused():
     assert_right(functools.partial(training, prepare=in_groups), dp=2)
 
 
+def test_a_deviation_that_equal_rows_do_not_have_is_found():
+    assert rows_meet(normalised, (torch.randn(2, 3), torch.arange(2)), 2)[0]
+
+
 def _prepared(local_rank):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
