@@ -768,6 +768,6 @@ def check_same_rows(mesh: Mesh, *parts: Any, axes: tuple[str, ...] = ("tp", "pp"
                 "that each rank holds (without ddl.auto_model), or take a mesh without pp"
             )
         raise ValueError(
-            f"{axis} peers should get the same rows, but got different ones: use ddl.auto_dataloader, and draw a "
-            "dataset's random numbers from torch's generator (Python's and NumPy's differ from rank to rank)"
+            f"{axis} peers should get the same rows, but got different ones: use ddl.auto_dataloader, and if the "
+            "dataset draws random numbers, give its generator the same seed on all ranks"
         )

@@ -854,8 +854,8 @@ def _check_same_dataset(dataset: Any) -> None:
     if not all(_is_close(other, found[0]) for other in found):
         raise ValueError(
             "dataset should be the same on each rank, since auto_dataloader divides it among them, but ranks have "
-            "different ones: give all of it to each, in one order (sort a list of files), and draw random numbers from "
-            "torch (Python's and NumPy's differ from rank to rank)"
+            "different ones: give all of it to each, in one order (sort a list of files), and if it is made of random "
+            "numbers, draw them from a generator with the same seed on each (torch.Generator().manual_seed(0))"
         )
 
 
