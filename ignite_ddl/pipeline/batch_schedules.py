@@ -61,7 +61,8 @@ class BatchSchedules:
         transfer: the messages between stages.
         communicates: whether dp ranks communicate in forward passes: FSDP2, experts, routers.
         gathers: whether they do so in that of each microbatch, so that all of them need as many.
-        checks: whether to refuse layers that keep a state from one forward pass to the next.
+        checks: whether to refuse layers that keep a state from one forward pass to the next, and rows that depend on
+            each other.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class BatchSchedules:
     ) -> None:
         self.cut, self.mesh, self.stages, self.transfer = cut, mesh, stages, transfer
         self.communicates, self.gathers, self.checks = communicates, gathers, checks
+        self.unknown = checks  # whether layers keep a state
         self.n_steps = 0
         self.made: dict[tuple, tuple[Any, MicrobatchLoss]] = {}  # the one used last comes last
         self.trained: dict[int, bool] = {}  # whether a stage had trainable weights when schedules were set up
@@ -91,7 +93,8 @@ class BatchSchedules:
         To set one up runs the stages, so where dp peers communicate in them, all of them have to do it.
         """
         self.n_steps += 1
-        if self.checks and self.n_steps & (self.n_steps - 1) == 0:  # nothing was found, or not yet
+        is_check_step = self.n_steps & (self.n_steps - 1) == 0
+        if self.unknown and is_check_step:  # nothing was found, or not yet
             self.made.clear()
         divided = rows  # by the number of microbatches
         if self.gathers:
@@ -110,6 +113,8 @@ class BatchSchedules:
             if len(self.made) == _KEPT:
                 del self.made[next(iter(self.made))]
         self.made[key] = made
+        if self.checks and is_check_step and self.n_steps not in (2, 4):  # as without pp
+            self._compare_rows(x, rows, divided, autocast)
         return *made, new
 
     def _check_as_set_up(self) -> None:
@@ -139,9 +144,7 @@ class BatchSchedules:
         n, name = microbatches_for(divided, self.cut.n_microbatches, self.cut.schedule, self.mesh.pp_size)
         known, n_stages = SCHEDULES[name], len(self.cut.owners)
         self._check_same_number(n)
-        microbatches = [rows_of(x, 0, rows // n), rows_of(x, rows - rows // n, rows)]
-        few = rows // n if rows // n > 1 else min(rows, MAX_ROWS)  # of one row alone nothing is known
-        interfaces = self._interfaces(microbatches, rows_of(x, 0, few), autocast)
+        interfaces = self._interfaces([rows_of(x, 0, rows // n), rows_of(x, rows - rows // n, rows)], autocast)
         place = n_stages, idist.device(), self.mesh.pp_group
         stages = [
             Stage(module, self.cut.describe(s), s, *place, *interfaces[s], autocast, known.split_backward)
@@ -157,11 +160,31 @@ class BatchSchedules:
         if exchanges and self.mesh.dp_cp_size > 1:
             check_same_microbatches(gathered_values(n, self.mesh.dp_cp_group))
 
-    def _interfaces(self, microbatches: list[Any], few: Any, autocast: Context) -> dict[int, tuple[Any, Any]]:
+    def _compare_rows(self, x: Any, rows: int, divided: int, autocast: Context) -> None:
+        """Raises on all stages what one of them refuses, in the end: the next one waits for a stage's output."""
+        n, _ = microbatches_for(divided, self.cut.n_microbatches, self.cut.schedule, self.mesh.pp_size)
+        few = rows // n if rows // n > 1 else min(rows, MAX_ROWS)  # of one row alone nothing is known
+        refused = []
+
+        def run(s: int, value: Any) -> Any:
+            value, stage = detached(value), self.stages[s]
+            refused.extend([ROWS_DEPEND] * rows_depend_on_each_other(stage, value, [stage]))
+            reshard(stage)  # as a backward pass leaves it
+            refused.extend([ROW_GRADIENTS_DEPEND] * row_gradients_depend(stage, value, [stage]))
+            return stage(value)
+
+        stages = list(self.stages.values())
+        with without_trace(stages), torch.enable_grad(), autocast:
+            self.transfer.pass_through([rows_of(x, 0, few)], run)
+            for stage in stages:
+                reshard(stage)
+        self._agree(refused, self.unknown)
+
+    def _interfaces(self, microbatches: list[Any], autocast: Context) -> dict[int, tuple[Any, Any]]:
         """What each stage takes and returns, which torch has to know before it sends: by a microbatch's forward."""
         from ignite_ddl.pipeline.stage import Interface
 
-        found, refused = {}, []
+        found = {}
 
         def run(s: int, value: Any) -> Any:
             value = detached(value)
@@ -174,34 +197,23 @@ class BatchSchedules:
                 joined([output])  # refuses what has no rows, before anything is computed in vain
             return output
 
-        def check_rows(s: int, value: Any) -> Any:
-            """Collects what is refused, which all stages raise in the end: the next one waits for this one's output."""
-            value, tried = detached(value), [self.stages[s]]
-            refused.extend([ROWS_DEPEND] * rows_depend_on_each_other(self.stages[s], value, tried))
-            reshard(self.stages[s])  # as a backward pass leaves it
-            refused.extend([ROW_GRADIENTS_DEPEND] * row_gradients_depend(self.stages[s], value, tried))
-            return self.stages[s](value)
-
         stages, grown = list(self.stages.values()), []
 
-        def passed(rows: Any, run: Callable[[int, Any], Any] = run) -> None:
+        def passed(rows: Any) -> None:
             self.transfer.pass_through([rows], run)
             for stage in stages:
                 reshard(stage)
 
         with without_trace(stages), torch.enable_grad(), autocast, weights_kept(stages) as first:
             passed(microbatches[0])
-            if self.checks:  # a cache is made in the first pass, a state changes in each
+            if self.unknown:  # a cache is made in the first pass, a state changes in each
                 with state_that_grows(stages, grown), weights_kept(stages) as again:
                     passed(microbatches[0])
                 with state_that_grows(stages, grown, attributes=False):  # such as the least and largest of other rows
                     passed(microbatches[1])
-        if self.checks:
+        if self.unknown:
             with without_trace(stages), torch.enable_grad(), autocast, weights_kept(stages) as of_other_rows:
                 passed(microbatches[1])
-            if self.n_steps not in (2, 4):  # as without pp: in step 1, and for what begins later
-                with without_trace(stages), torch.enable_grad(), autocast:
-                    passed(few, check_rows)
             weights, unknown = not_settled(first, again, of_other_rows)
             changes = [
                 f"forward changes {name!r}, but under pp it runs once for each microbatch, not once for a batch: keep "
@@ -209,7 +221,7 @@ class BatchSchedules:
                 "depends on it"
                 for name in (*grown, *weights)
             ]
-            self._agree([*changes, *refused], unknown)
+            self._agree(changes, unknown)
         return found
 
     def _agree(self, refused: list[str], unknown: bool) -> None:
@@ -220,4 +232,4 @@ class BatchSchedules:
         unknown = any(unknown for _, unknown in of_stages)
         for group in (self.mesh.tp_group, *([self.mesh.dp_cp_group] if self.communicates else [])):
             unknown = on_any_rank(unknown, group)
-        self.checks = unknown
+        self.unknown = unknown

@@ -1025,14 +1025,15 @@ class CentredLater(nn.Module):
 
 def centred_from_epoch_4(local_rank):
     torch.manual_seed(0)
-    model = ddl.auto_model(nn.Sequential(nn.Linear(8, 4), later := CentredLater()).double())
+    model = ddl.auto_model(nn.Sequential(nn.Linear(8, 4), later := CentredLater(), nn.Linear(4, 4)).double())
     trainer = trainer_of(model, F.mse_loss)
     trainer.add_event_handler(Events.EPOCH_STARTED(once=4), lambda: setattr(later, "centres", True))
     trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8), max_epochs=4)  # of two steps each
 
 
-def test_rows_that_begin_to_depend_on_each_other_are_refused():
-    refused(centred_from_epoch_4, "depends on other rows of the batch", dp=2)
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_rows_that_begin_to_depend_on_each_other_are_refused(mesh):
+    refused(centred_from_epoch_4, "depends on other rows of the batch", **mesh)
 
 
 class CountsRows(nn.Linear):
