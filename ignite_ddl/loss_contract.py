@@ -271,7 +271,7 @@ class LossContract:
         self.needs_graph = False  # whether it calls torch.autograd.grad, which fails without one
         self.is_local = divisor.is_local
         self.communicates = False  # whether it sums or gathers over ranks by itself
-        self.seen: dict[Any, tuple[float, float]] = {}  # the least and the largest targets, by dtype and dims
+        self.seen: dict[Any, tuple[float, float]] = {}  # the least and the largest targets, by dtype, dims and NaN
         self.n_rows: int | None = None  # of this rank's batch, as its loader counts them
         self.counted, self.is_clamped = 0.0, False  # what counts on this rank; whether nothing does by max(1, count)
         self.least, self.most = math.inf, 0.0  # the divisors that a declared function has given for parts
@@ -320,8 +320,8 @@ class LossContract:
         """Whether targets have -100, or a value below or above those of earlier steps, as of a mask that comes late."""
         if not tensor.numel() or tensor.is_complex():
             return False
-        low, high = torch.stack(tensor.detach().aminmax()).tolist()
-        key = tensor.dtype, tensor.ndim
+        low, high, has_nan = _range_of(tensor.detach())
+        key = tensor.dtype, tensor.ndim, has_nan
         least, most = self.seen.get(key, (math.inf, -math.inf))
         self.seen[key] = min(least, low), max(most, high)
         is_new = not (least <= low and high <= most) and not (needs_passes and tensor.is_floating_point())
@@ -849,6 +849,18 @@ class _Sums(NamedTuple):
     @property
     def differ(self) -> bool:
         return not abs(self.together - self.loss) <= self.tolerance  # also if that of a part is NaN
+
+
+def _range_of(tensor: torch.Tensor) -> tuple[float, float, bool]:
+    """The least and the largest number of a tensor, but for NaN, and whether it has some, as for what is missing."""
+    try:
+        low, high = torch.stack(tensor.aminmax()).tolist()
+    except NotImplementedError:  # of uint16, float8
+        low = high = math.nan
+    if low == low:
+        return low, high, False
+    numbers = tensor.double()
+    return *torch.stack(numbers.nan_to_num().aminmax()).tolist(), bool(numbers.isnan().any())
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -1315,3 +1315,15 @@ def test_a_loss_of_groups_of_rows_says_that_a_rank_has_some_rows():
         on(partial(trained, loss_fn=in_groups), dp=2)  # 3 rows on each rank
     assert any("take a batch_size by which each rank has whole groups" in note for note in found.value.__notes__)
     assert_right(partial(trained, loss_fn=in_groups, rows=4, divisor="local", data=(X[:20], Y[:20])), dp=2)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.float8_e5m2, torch.uint16, torch.int32, torch.bool]
+)
+def test_new_values_of_targets_are_seen_in_any_dtype(dtype):
+    contract = LossContract(F.mse_loss, divisor_of(F.mse_loss), ddl.get_mesh(), nn.Linear(1, 1))
+    seen = [contract._may_be_ignored(torch.tensor(y).to(dtype), False) for y in ([0, 1], [1, 0], [0, 2], [2, 1])]
+    assert seen == [True, False, dtype is not torch.bool, False]
+    if dtype.is_floating_point:
+        missing = torch.tensor([torch.nan, 1.0]).to(dtype)
+        assert [contract._may_be_ignored(missing, False) for _ in range(2)] == [True, False]
