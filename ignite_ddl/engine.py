@@ -125,7 +125,8 @@ class MeshEngine(Engine):
     def _run_step(self, step: TrainingStep, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
         plan = getattr(self._dataloader_iter, "plan", None)  # of the loader of ddl.auto_dataloader
         step.updates, step.order, state = self.updates, getattr(plan, "digest", 0) % 2**20, self.state
-        step.ends_run = state.iteration == (state.max_epochs or 0) * (state.epoch_length or 0)
+        n_epochs, n_iterations = state.max_epochs or 0, getattr(state, "max_iters", None)  # one of them is None
+        step.ends_run = state.iteration in (n_epochs * (state.epoch_length or 0), n_iterations)
         self.in_backward = True
         output, loss = step(*args, **kwargs)
         self.in_backward = False
