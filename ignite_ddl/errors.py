@@ -120,7 +120,8 @@ def explaining_errors() -> Iterator[None]:
             what = f"torch does not compute {found[1]} of a weight"
             raise ValueError(_of_a_cut_weight(what, advice)) from error
         if isinstance(error, PartError) and not advice:
-            raise ValueError(f"{error}; of a layer whose forward computes with its weight, leave it uncut") from error
+            cure = "if it is a layer's forward that does so, leave it uncut: no shard=True, no style in tensor_plan"
+            raise ValueError(f"{error}; {cure}") from error
         if advice:
             raise ValueError(" ".join([f"{first_line(error, 1000)}.", *advice])) from error
         for words, holds, reason in _REASONS:
