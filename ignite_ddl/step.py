@@ -116,6 +116,8 @@ class TrainingStep:
             contextlib.nullcontext() if self.audit is None else self.audit.watching(),
         ):
             output, loss = self.stages.forward(x, y, loss_of, self.transform, share, weight, autocast)
+            if self.checks:
+                contract.check_rows(rows)  # of a loss that has shown only now that it sums over ranks
             detached = None if loss is None else loss.detach()
             with autocast:  # it overlaps the backward pass
                 reduction = self._start_reduction(detached, local_divisor, rows, y, contract)
