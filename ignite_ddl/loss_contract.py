@@ -318,7 +318,7 @@ class LossContract:
 
     def _may_be_ignored(self, tensor: torch.Tensor, needs_passes: bool) -> bool:
         """Whether targets have -100, or a value below or above those of earlier steps, as of a mask that comes late."""
-        if not tensor.numel() or tensor.is_complex():
+        if not tensor.numel() or tensor.is_complex() or tensor.is_nested or tensor.layout is not torch.strided:
             return False
         low, high, has_nan = _range_of(tensor.detach())
         key = tensor.dtype, tensor.ndim, has_nan
