@@ -151,16 +151,15 @@ class CheckedCollate:
 
 
 class CheckedTransform:
-    """A ``model_transform``, tried with the first output of several rows; on a mesh without pp, with the first one."""
+    """A ``model_transform``, tried with the first output, and under pp with the first one of several rows."""
 
     def __init__(self, transform: Callable[[Any], Any]) -> None:
-        self.transform, self.is_checked = transform, False
+        self.transform, self.tried = transform, 0  # with how many rows: 2 for more
 
     def __call__(self, output: Any) -> Any:
         result = self.transform(output)
-        if not self.is_checked and result is not output:
-            n = n_rows(output)
-            self.is_checked = n > 1 or get_mesh().pp_size == 1
+        if self.tried < 2 and result is not output and (n := n_rows(output)) > self.tried:
+            self.tried = min(n, 2) if get_mesh().pp_size > 1 else 2
             check_transform("model_transform", self.transform, output, n, "in loss_fn, which is compared")
             check_tokens_of("model_transform", self.transform, output)
         return result

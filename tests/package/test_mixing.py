@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Events
 from ignite.metrics import Loss
-from ranks import assert_right, in_float64, on, refused
+from ranks import assert_right, in_float64, mesh_of, on, refused
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 import ignite_ddl as ddl
-from ignite_ddl.mixing import CheckedCollate, rows_meet
+from ignite_ddl import mixing
+from ignite_ddl.mixing import CheckedCollate, CheckedTransform, rows_meet
 
 SEEN = []
 
@@ -158,6 +159,16 @@ def _centred(local_rank):
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}])
 def test_a_transform_by_the_mean_of_rows_is_refused(mesh):
     refused(_centred, "model_transform makes rows of a batch from other", **mesh)
+
+
+def test_a_transform_of_microbatches_of_one_row_is_tried_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(mixing, "get_mesh", lambda: mesh_of(pp=2))
+    monkeypatch.setattr(mixing, "check_transform", lambda *given: tried.append(given[3]))
+    transform = CheckedTransform(lambda output: 2 * output)
+    for n in (1, 1, 3, 1, 3):
+        transform(torch.ones(n, 2))
+    assert tried == [1, 3]
 
 
 @in_float64
