@@ -59,7 +59,8 @@ What is not found, and differs from one process without an error:
   that ``shard=True`` cuts if each rank initialises them with a different seed;
 - a number that a script computes from one rank's part as if it were everything: the loss or output of its rows in an
   engine of its own, a metric such as ``Average`` of them, a maximum that a hook logs; under pp sums, norms, names and
-  pairs (``zip``) of ``model.parameters()`` and ``model.state_dict()``, which are those of its stages;
+  pairs (``zip``) of ``model.parameters()`` and ``model.state_dict()``, which are those of its stages, and torch's norm
+  of a parameter group of which a stage has one weight (``ddl.clip_grad_norm_`` is right);
 - a backward hook that computes something of all rows (keeps the largest gradients), but is linear in their size; with
   ``shard=True``, gradients of rows that depend on the other rows (scaled by ``x.numel()``); an ``autograd.Function``
   that calls modules or a backward pass itself, which would leave traces if it was tried; over tp, a hook or a
