@@ -21,7 +21,7 @@ model called          a step that calls a method of the model instead of the mod
                       the wrapper that reduces gradients
 unused weights        weights that a rank did not use, for whose gradients DDP waits      each step
 independent rows      a model, or a stage, whose output for a row depends on other rows,  steps 1, 8, 16, 32, …
-                      in training or in evaluation, or the gradient of that output
+                      in training or in evaluation, or the gradient of that output         an evaluator's first
 rows that meet        a ``prepare_batch``, a ``model_transform``, or an evaluator's       first batch
                       ``output_transform`` that makes a row from others (``mixing.py``);
                       a warning where it is random, or of a ``collate_fn``
@@ -112,12 +112,23 @@ from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.optim import check_same_options
 from ignite_ddl.pipeline.cut import check_root_hooks
-from ignite_ddl.pipeline.structure import are_samples, local_tensor, n_rows, tensors_of, tensors_of_rows
+from ignite_ddl.pipeline.structure import (
+    are_samples,
+    concatenated,
+    local_tensor,
+    n_rows,
+    on_cpu,
+    on_devices_of,
+    some_rows,
+    tensors_of,
+    tensors_of_rows,
+)
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest, lost_changes
 from ignite_ddl.state import INITIAL_VALUES
 from ignite_ddl.tensor.gradients import ReplicatedWeights
 from ignite_ddl.traceless import (
+    MAX_ROWS,
     ROWS_DEPEND,
     UNLIKE_MODULES,
     outputs_depend_on,
@@ -128,6 +139,7 @@ from ignite_ddl.traceless import (
 )
 
 TOKENS_CHECKED = "_tokens_checked"  # on a model whose tokens have been checked, or are not to be
+ROWS_CHECKED = "_rows_checked"  # the same of its rows
 MOST_IN_FULL = 4096  # tokens of a rank's part of a sequence, up to which a model that mixes tokens is tried in full
 
 
@@ -247,6 +259,9 @@ class Audit:
 
     def _check_rows_alone(self, x: Any) -> None:
         mesh, stages = self.mesh, self.stages
+        setattr(self.model, ROWS_CHECKED, True)
+        if mesh.dp_size > 1:
+            x = _several_rows(x, mesh)
         if mesh.dp_cp_size > 1:
             counted: dict[str, Any] | None = {} if mesh.dp_size > 1 else None
             depends = rows_depend_on_each_other(stages.forward_only, x, stages.local_stages(), counted)
@@ -370,6 +385,19 @@ def _check_hooks_of_pipeline(model: nn.Module, stages: Any) -> None:
             check_root_hooks(module, holder.name)
 
 
+def _several_rows(x: Any, mesh: Mesh) -> Any:
+    """The rows of a rank, or a single row with some of other dp ranks: of one row nothing would show."""
+    n = n_rows(x)
+    if not on_any_rank(n < 2, mesh.dp_group):
+        return x
+    peers = gathered_values(on_cpu(some_rows(x, slice(1), n)), mesh.dp_group)
+    others = [peer for rank, peer in enumerate(peers) if rank != mesh.dp_rank][:MAX_ROWS]
+    with contextlib.suppress(Exception):  # rows of another length
+        joined = concatenated([x, *(on_devices_of(x, other) for other in others)], [1] * (1 + len(others)))
+        return joined if n < 2 else x
+    return x
+
+
 def _compare_with_dp_peers(stages: Any, x: Any, mesh: Mesh) -> None:
     """Compares what modules store, and to which lengths rows are padded, in one exchange."""
     local = stored_values([stages.plain_module()], n_rows(x))
@@ -446,6 +474,24 @@ def _comparable(value: Any) -> Any:
     """A value of any structure with digests in place of tensors."""
     leaves = tree_leaves(value)
     return [(tuple(leaf.shape), digest(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def check_evaluated_rows(model: nn.Module, stages: Any, x: Any) -> None:
+    """Raises a ValueError on every rank if rows depend on each other in evaluation; once, of a model without a step.
+
+    Args:
+        model: the model.
+        stages: the model as stages.
+        x: its inputs.
+    """
+    mesh = get_mesh()
+    if mesh.dp_size * mesh.pp_size == 1 or hasattr(model, ROWS_CHECKED):
+        return
+    setattr(model, ROWS_CHECKED, True)
+    if mesh.dp_size > 1:
+        x = _several_rows(x, mesh)
+    if on_any_rank(stages.rows_depend(x)):
+        raise ValueError(ROWS_DEPEND)
 
 
 def check_tokens_are_independent(model: nn.Module, stages: Any, x: Any, repeat: bool = True) -> None:

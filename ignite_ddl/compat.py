@@ -66,7 +66,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -118,6 +119,32 @@ def _fsdp_groups(module: nn.Module) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # the latter in 2.11
     return [group for group in groups if group is not None]
+
+
+def use_usual_strides(buffers: Iterable[torch.Tensor]) -> None:
+    """Lets DDP broadcast buffers of a dim of size 1 with an unusual stride, as of a transposed table of positions.
+
+    DDP copies into what it takes for the same memory, and torch refuses that (2.11 to 2.15).
+    """
+    for buffer in buffers:
+        if buffer.is_contiguous() and buffer.stride() != torch.empty(buffer.shape, device="meta").stride():
+            buffer.data = buffer.detach().flatten().view(buffer.shape)
+
+
+def forget_forward_pass(root: nn.Module) -> None:
+    """Lets FSDP2 begin anew after a forward pass that has failed, which leaves units as if they were still in it.
+
+    They would not reduce gradients, and gather in another order than on other ranks; private, torch 2.11 to 2.15.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            for one in (state, *_fsdp_groups(module)):
+                one._training_state = TrainingState.IDLE
+            state._modules_to_run_forward.clear()
+            for group in _fsdp_groups(module):
+                group._post_forward_indices.clear()
+                group.comm_ctx.post_forward_order.clear()
 
 
 def _fsdp_parameters(model: nn.Module) -> dict[int, Any]:

@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
-from ignite_ddl.audit import check_same_rows, check_tokens_are_independent, warn_of_same_batch
+from ignite_ddl.audit import check_evaluated_rows, check_same_rows, check_tokens_are_independent, warn_of_same_batch
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, PartError
 from ignite_ddl.context.sequence import NOT_SHARED, full_sequences, shard_prepared
@@ -680,6 +680,8 @@ def create_supervised_evaluator(
                 check_same_rows(get_mesh(), x, y)
             with autocast:
                 check_tokens_are_independent(model, stages, x, repeat=False)
+                if engine.rows is not None or get_mesh().pp_size > 1:
+                    check_evaluated_rows(model, stages, x)
                 y_pred = stages.forward_only(x, checks=True)
                 if is_first and engine.rows is not None and y_pred is not None:
                     names, given = "model_transform or output_transform", (x, y, y_pred)

@@ -42,7 +42,18 @@ from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, unsharded_parameters
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.mesh import Mesh
-from ignite_ddl.pipeline.structure import SomeRows, concatenated, detached, have_rows, n_rows, n_samples, tensors_of
+from ignite_ddl.pipeline.structure import (
+    SomeRows,
+    concatenated,
+    detached,
+    have_rows,
+    n_rows,
+    n_samples,
+    on_cpu,
+    on_devices_of,
+    some_rows,
+    tensors_of,
+)
 from ignite_ddl.replicas import digest
 from ignite_ddl.tensor.loss import cross_entropy
 from ignite_ddl.traceless import (
@@ -68,6 +79,7 @@ _CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss, cross_entropy)
 _CONTRACTS_KEPT = 64  # of a model
 _FIRST, _EACH = 16, 17  # steps that are all checked, then each one of these: a prime, to meet each batch of an epoch
 BY_PASSES = 2.0**20  # in place of 1 for an inconclusive comparison, if it needs forward passes; more than all ranks
+_FEW, _MOST_SENT = 4, 2**16  # rows whose targets dp ranks give each other, and the most numbers in them
 _MAX_INCONCLUSIVE = 16  # inconclusive checks, after which there is a warning
 _DECLARE = (
     'pass loss_divisor="rows" for a mean over rows, "sum" for a sum, or a function from targets to the divisor of the '
@@ -282,6 +294,7 @@ class LossContract:
         self.state_digest = 0.0  # of that state in the end, if the step has changed it and the loss depends on it
         self.pairs: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
         self.earlier_pairs: list[tuple[Any, Any]] = []  # of earlier steps, until there are two rows
+        self.asks_peers = False  # whether dp ranks compare it with targets of each other in this step
 
     def begin(self, x: Any, y: Any, accumulates: bool = False, last: bool = False) -> None:
         """Starts a step; one with targets of -100, which torch's losses ignore by default, is always checked.
@@ -294,7 +307,12 @@ class LossContract:
         """
         self.n_steps += 1
         self.accumulates = accumulates
-        self.is_checking = (self.is_split or accumulates) and self._has_to_be_checked(x, y, last)
+        has_parts, is_new, ignores = self.is_split or accumulates, last or self.n_steps & (self.n_steps - 1) == 0, False
+        if has_parts and not (self.divisor.certain or self.communicates):
+            found = self._values(x, y)  # each of them has to be seen
+            is_new, ignores = is_new or any(new for new, _ in found), any(ignored for _, ignored in found)
+        self.is_checking = has_parts and (is_new or ignores or self._has_to_be_checked())
+        self.asks_peers = self.is_checking and is_new and self.is_compared and self.mesh.dp_size > 1
         self.pairs, self.state_digest = [], 0.0
         self.reached, self.owners = None, []
         if self.is_checking:
@@ -304,28 +322,27 @@ class LossContract:
             self.owners = [one for one in self.reached if id(one) not in models]
         self.before, self.of_batch = saved_states(self.owners), []
 
-    def _has_to_be_checked(self, x: Any, y: Any, last: bool) -> bool:
-        n, needs_passes = self.n_steps, bool(self.uses_more)
-        if n & (n - 1) == 0 or last or self.is_compared and not needs_passes and (n <= _FIRST or n % _EACH == 0):
+    def _has_to_be_checked(self) -> bool:
+        if self.is_compared and not self.uses_more and (self.n_steps <= _FIRST or self.n_steps % _EACH == 0):
             return True
-        if not self.is_confirmed and self.n_inconclusive < _MAX_INCONCLUSIVE:
-            return True
-        if self.divisor.certain or self.communicates:
-            return False
-        in_x = [t for t in tensors_of(x) if needs_passes and not t.is_floating_point()]  # such as labels in x
-        found = [self._may_be_ignored(tensor, needs_passes) for tensor in [*tensors_of(y), *in_x]]  # sees each of them
-        return any(found)
+        return not self.is_confirmed and self.n_inconclusive < _MAX_INCONCLUSIVE
 
-    def _may_be_ignored(self, tensor: torch.Tensor, needs_passes: bool) -> bool:
-        """Whether targets have -100, or a value below or above those of earlier steps, as of a mask that comes late."""
-        if not tensor.numel() or tensor.is_complex() or tensor.is_nested or tensor.layout is not torch.strided:
-            return False
-        low, high, has_nan = _range_of(tensor.detach())
-        key = tensor.dtype, tensor.ndim, has_nan
-        least, most = self.seen.get(key, (math.inf, -math.inf))
-        self.seen[key] = min(least, low), max(most, high)
-        is_new = not (least <= low and high <= most) and not (needs_passes and tensor.is_floating_point())
-        return is_new or low <= IGNORED and bool((tensor == IGNORED).any())
+    def _values(self, x: Any, y: Any) -> list[tuple[bool, bool]]:
+        """Of each tensor of targets, whether it has a value below or above those of earlier steps, as of a mask that
+        comes late, and whether it has -100.
+        """
+        found, needs_passes = [], bool(self.uses_more)
+        in_x = [t for t in tensors_of(x) if needs_passes and not t.is_floating_point()]  # such as labels in x
+        for tensor in [*tensors_of(y), *in_x]:
+            if not tensor.numel() or tensor.is_complex() or tensor.is_nested or tensor.layout is not torch.strided:
+                continue
+            low, high, has_nan = _range_of(tensor.detach())
+            key = tensor.dtype, tensor.ndim, has_nan
+            least, most = self.seen.get(key, (math.inf, -math.inf))
+            self.seen[key] = min(least, low), max(most, high)
+            is_new = not (least <= low and high <= most) and not (needs_passes and tensor.is_floating_point())
+            found.append((is_new, low <= IGNORED and bool((tensor == IGNORED).any())))
+        return found
 
     def count(self, y: Any, divisor: float | None) -> float:
         """What counts of these targets, of which ranks add up: their divisor, or nothing where ``max(1, count)`` is 1.
@@ -508,7 +525,7 @@ class LossContract:
                 compared on none.
         """
         modules, n = [stages.plain_module()], n_samples(x, (x, y), self.n_rows)
-        n = n if have_rows(n, x, y) else 1
+        n = 1 if on_any_rank(not have_rows(n, x, y), self.mesh.dp_cp_group) else n  # as many passes on each rank
 
         def run(part: Any) -> Any:
             return transform(stages.forward_only(part))
@@ -526,6 +543,38 @@ class LossContract:
         if not any(found) and not self.is_confirmed:
             raise ValueError(self._cannot_be_checked())
         return sum(one is None or not one.says_something for one in found)
+
+    def compare_with_peers(self) -> None:
+        """Compares the loss of this rank's rows, and of some more whose targets are those of other dp ranks.
+
+        The rows of a rank may be alike (of one class, all counted), so that parts of them say nothing. All dp ranks
+        call it, also those without rows. What fails with such targets, or captures rows of the batch, is left out.
+
+        Raises:
+            ValueError: if the losses of parts of these rows do not add up.
+        """
+        output, y = self.pairs[0] if self.pairs else (None, None)
+        n = n_samples(output, y, self.n_rows) if self.pairs else 0
+        n = n if n and have_rows(n, output, y) and not (n == 1 and isinstance(y, list | tuple)) else 0  # of a sample?
+        few = min(n, _FEW)
+        given = on_cpu(some_rows(y, slice(few), n)) if n else None
+        given = given if sum(t.numel() for t in tensors_of(given)) <= _MOST_SENT else None
+        peers = gathered_values((few, given), self.mesh.dp_group)
+        peers = [*peers[self.mesh.dp_rank + 1 :], *peers[: self.mesh.dp_rank]]
+        peers = [(size, theirs) for size, theirs in peers if size and theirs is not None][:_FEW]
+        of_rows, may_be_constant = self._captures(n) if n else (False, False)
+        if not n or not peers or self.uses_more or self.communicates or of_rows and not may_be_constant:
+            return
+        sizes, more = [n, *(size for size, _ in peers)], sum(size for size, _ in peers)
+        try:
+            theirs = [on_devices_of(y, of_peer) for _, of_peer in peers]
+            targets, times = concatenated([y, *theirs], sizes), 1 + -(-more // n)
+            outputs = some_rows(concatenated([output] * times, [n] * times), slice(n + more), n * times)
+            found = self._added_up(lambda rows: self.call(rows.of(outputs), rows.of(targets)), targets, n + more)
+        except Exception:  # targets of another length, or that do not fit these outputs
+            return
+        if found is not None and found.differ:
+            raise ValueError(self._refusal(found, f"Some of them have targets of other ranks. {_ROWS_MEET}"))
 
     def _checked(
         self,
@@ -713,16 +762,14 @@ class LossContract:
             return {name for name, of_name in leaves.items() if of_name and all(map(is_of_batch, of_name))}
 
         found = [of_rows(state) for state in self.before]
-        if any(found):
-            models = [one for one in self._reached() if isinstance(one, nn.Module)]
-            try:
-                with torch.no_grad(), weights_kept(models), states_kept(self.owners) as kept, self._trying():
-                    self.loss_fn(*self.pairs[0])
-                    by_loss = [set(state.changed()) for state in kept]
-            except Exception:
-                return [set() for _ in found]
-            found = [names - changed for names, changed in zip(found, by_loss, strict=True)]
-        return found
+        models = [one for one in self._reached() if isinstance(one, nn.Module)]
+        try:  # also where nothing was found: the loss may sum over ranks, of which one has a single row
+            with torch.no_grad(), weights_kept(models), states_kept(self.owners) as kept, self._trying():
+                self.loss_fn(*self.pairs[0])
+                by_loss = [set(state.changed()) for state in kept]
+        except Exception:
+            return [set() for _ in found]
+        return [names - changed for names, changed in zip(found, by_loss, strict=True)]
 
     def _changed(self) -> list[dict[str, Any]]:
         """The numbers and tensors that this step has changed, of all that is kept from call to call."""

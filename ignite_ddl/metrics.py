@@ -165,7 +165,8 @@ def over_data_parallel(metric: Metric) -> Metric:
     methods = _Methods(metric, is_composed=bool(inner_metrics))
     for name, original in methods.original.items():
         setattr(metric, name, functools.partial(_in_view, getattr(methods, name, original)))  # can be copied
-    if methods.counts_rows and get_mesh().cp_size > 1:
+    mesh = get_mesh()
+    if methods.counts_rows and (mesh.cp_size > 1 or methods.losses is not None and mesh.dp_size > 1):
         metric._output_transform = functools.partial(methods.transform, metric._output_transform)
     for inner in inner_metrics:
         over_data_parallel(inner)
@@ -234,8 +235,17 @@ class _Methods:
         self.original["reset"]()
 
     def transform(self, transform: Callable, output: Any) -> Any:
-        """Over cp, refuses a transform that picks tokens of rows, or pools them: each rank would give other ones."""
-        if self.counts_rows and not self.transforms_checked:
+        """Calls a transform, each time on all ranks: checks it over cp, and a loss over dp."""
+        if get_mesh().cp_size > 1:
+            self._check_transform(transform, output)
+        rows = transform(output)
+        if self.losses is not None:
+            self.losses.compare_with_peers(rows)
+        return rows
+
+    def _check_transform(self, transform: Callable, output: Any) -> None:
+        """Refuses a transform that picks tokens of rows, pools or shifts them: each cp rank would give other ones."""
+        if not self.transforms_checked:
             self.transforms_checked = True
             check_tokens_of(f"output_transform of {type(self.metric).__name__}", transform, output)
         rows = transform(output)
@@ -249,7 +259,6 @@ class _Methods:
                 f"output_transform of {type(self.metric).__name__} should make rows of all tokens, as flatten(0, 1) "
                 "does, but picks or pools some, and each cp rank has other ones: evaluate this on a mesh without cp"
             )
-        return rows
 
     def update(self, output: Any) -> None:
         if self.compares_rows:
@@ -336,6 +345,7 @@ class _BatchLosses:
         # Of each batch: the loss times its divisor, the divisor, and what _weight returns.
         self.losses: list[torch.Tensor] = []
         self.updates, self.least = 0, math.inf  # Ignite's least weight of a batch
+        self.batches = 0  # of an engine, those without rows on this rank included
 
     def _find_divisor(self, loss_fn: Callable) -> None:
         """What a loss divides by, and whether Ignite's sums over ranks are right."""
@@ -359,7 +369,7 @@ class _BatchLosses:
         if self.adds_up or self.divisor.declared:
             self.updates += not empty
             if not empty and self.updates & (self.updates - 1) == 0:
-                self._check_mean(loss_fn, y_pred, y)
+                self._check_mean(loss_fn, [(y_pred, y)], LossContract.compare)
         if self.adds_up:
             return
         if not empty:
@@ -384,11 +394,20 @@ class _BatchLosses:
             )
         return (0.0, weight, 1.0) if twice == weight else (weight, 0.0, 0.0)
 
-    def _check_mean(self, loss_fn: Callable, y_pred: Any, y: Any) -> None:
+    def compare_with_peers(self, output: Any) -> None:
+        """In batches 1, 2, 4, 8, … compares the loss with targets of another dp rank; all of them call it."""
+        self.batches += 1
+        if not (self.adds_up or self.divisor.declared) or self.batches & (self.batches - 1) or get_mesh().dp_size == 1:
+            return
+        values = list(output.values()) if isinstance(output, Mapping) else output
+        is_pair = isinstance(values, list | tuple) and len(values) == 2 and not _without_rows(values)
+        self._check_mean(self.metric._loss_fn, [tuple(values)] if is_pair else [], LossContract.compare_with_peers)
+
+    def _check_mean(self, loss_fn: Callable, pairs: list[tuple[Any, Any]], compare: Callable) -> None:
         contract = LossContract(loss_fn, self.divisor, get_mesh(), None)
-        contract.pairs = [(y_pred, y)]
+        contract.pairs = pairs
         try:
-            contract.compare()
+            compare(contract)
         except ValueError as error:
             raise ValueError(
                 "Ignite's Loss adds up means over rows, but loss_fn seems to give something else, such as a weighted "

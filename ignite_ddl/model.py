@@ -16,10 +16,10 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import FLAG, MODULE, OPTIMIZER, WORLD, a, each, one_of, takes
-from ignite_ddl.audit import TOKENS_CHECKED, take_fingerprint
+from ignite_ddl.audit import ROWS_CHECKED, TOKENS_CHECKED, take_fingerprint
 from ignite_ddl.collectives import SENT, octets
 from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
-from ignite_ddl.compat import MODELS, keep_sparse_gradients_apart
+from ignite_ddl.compat import MODELS, keep_sparse_gradients_apart, use_usual_strides
 from ignite_ddl.context.sequence import SharedSequences
 from ignite_ddl.data_parallel import LOCAL_ROUNDS, LocalRound, apply_data_parallel, fully_shard, share_buffers
 from ignite_ddl.errors import explain_transforms
@@ -403,6 +403,7 @@ def _wrapped(model: nn.Module, layout: _Layout) -> nn.Module:
     """A model under DDP; its buffers and frozen weights of types that DDP does not send are sent as bytes."""
     if layout.mesh.world_size > 1:
         keep_sparse_gradients_apart(model)
+        use_usual_strides(model.buffers())
     tensors = [*model.named_parameters(), *model.named_buffers()]
     unsent = [name for name, tensor in tensors if tensor.dtype not in SENT and not tensor.requires_grad]
     if layout.mesh.world_size == 1 or not unsent or layout.ddp.get("broadcast_buffers") is False:
@@ -448,7 +449,8 @@ def _protect(model: nn.Module, layout: _Layout) -> nn.Module:
             model.register_load_state_dict_pre_hook(refuse_plain_names)
     MODELS.add(model)
     if not layout.checks:
-        setattr(model, TOKENS_CHECKED, True)
+        for kind in (ROWS_CHECKED, TOKENS_CHECKED):
+            setattr(model, kind, True)
     elif layout.mesh.cp_size > 1 and layout.mesh.pp_size == 1:
         SharedSequences(model)
     take_fingerprint(model, layout.shard or layout.local)  # later changes would not reach what reduces its gradients

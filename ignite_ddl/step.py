@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ignite_ddl.audit import TOKENS_CHECKED, Audit
+from ignite_ddl.audit import ROWS_CHECKED, TOKENS_CHECKED, Audit
 from ignite_ddl.data_parallel import gradient_sync, local_round
 from ignite_ddl.errors import explaining_errors
 from ignite_ddl.experts.balance import router_loss_weight
@@ -62,7 +62,8 @@ class TrainingStep:
         if self.audit is not None and self.mesh.dp_cp_size * self.mesh.pp_size > 1:
             self.transform = CheckedTransform(transform)
         if not checks:
-            setattr(model, TOKENS_CHECKED, True)
+            for kind in (ROWS_CHECKED, TOKENS_CHECKED):
+                setattr(model, kind, True)
         self.contracts = LossContracts(self.mesh, model)
         self.local, self.has_routers = local_round(model), bool(routers_of(model))
         self.open, self.models, self.updates, self.order, self.ends_run = False, [model], 0, 0, False
@@ -228,7 +229,7 @@ class TrainingStep:
     ) -> tuple[torch.Tensor, float, dist.Work | None]:
         """Starts to reduce the loss times its divisor, the divisor, and what the checks compare between ranks."""
         counted = contract.counted
-        empty, undecided, compared = rows is not None and rows[0] == 0, 0.0, []
+        empty, undecided, asking, compared = rows is not None and rows[0] == 0, 0.0, contract.asks_peers, []
         if loss is not None and contract.is_checking:
             undecided = contract.compare()
         if self.mesh.world_size == 1:
@@ -237,7 +238,7 @@ class TrainingStep:
         if self.audit is not None:
             targets = None if loss is None or empty else (y, contract)
             compared = self.audit.numbers_to_sum(targets, self.updates, self.order)
-        parts = [0.0, 0.0 if loss is None else counted, undecided, *compared]
+        parts = [0.0, 0.0 if loss is None else counted, undecided, float(asking), *compared]
         summed = torch.tensor(parts, dtype=torch.float64, device=idist.device())
         if loss is not None and not empty:
             summed[0] = loss.to(torch.float64) * (1.0 if local_divisor is None else local_divisor)
@@ -250,11 +251,13 @@ class TrainingStep:
         if work is None:
             return summed, counted
         work.wait()
-        _, total, undecided, *compared = summed.tolist()
+        _, total, undecided, asking, *compared = summed.tolist()
         contract.check_total(total)
         if self.audit is not None:
             self.audit.compare(compared, contract)
             if undecided >= BY_PASSES:
                 undecided = contract.compare_by_passes(self.stages, self.transform, x, y)
+            if asking and self.stages.is_last:
+                contract.compare_with_peers()
             contract.conclude(undecided)
         return summed[0] / total if total else summed[0], total

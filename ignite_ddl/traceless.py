@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.collectives import gathered
-from ignite_ddl.compat import gathers, no_transforms, without_dispatch_modes
+from ignite_ddl.compat import forget_forward_pass, gathers, no_transforms, without_dispatch_modes
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import SomeRows, local_tensor, map_leaves, n_rows, some_rows, tensors_of
@@ -345,6 +345,7 @@ def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[_
         except Exception:  # which leaves weights of FSDP2 gathered, of which a step would not see the next values
             for stage in stages:
                 reshard(stage)
+                forget_forward_pass(stage)
             raise
 
 
@@ -611,10 +612,13 @@ def rows_depend_on_each_other(
     training, torch's modules and ours are in evaluation mode for that reason. Every rank makes eight passes; nine with
     ``counted``, to which the names and values are added of what modules keep in training of the number of rows.
     """
-    if MAY_DEPEND.get():
-        return False
-    in_training = _depend(run, x, stages, False, counted)
-    return _depend(run, x, stages, True) or in_training
+    in_training = not MAY_DEPEND.get() and _depend(run, x, stages, False, counted)
+    return evaluated_rows_depend(run, x, stages) or in_training
+
+
+def evaluated_rows_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module]) -> bool:
+    """The same in evaluation alone: four passes."""
+    return not MAY_DEPEND.get() and _depend(run, x, stages, True)
 
 
 def _depend(

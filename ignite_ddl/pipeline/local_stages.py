@@ -25,6 +25,7 @@ from ignite_ddl.pipeline.schedules import SCHEDULES
 from ignite_ddl.pipeline.structure import check_joins, check_rows, flatten, joined, n_rows, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
 from ignite_ddl.tensor.random import draw_seed, random_stream
+from ignite_ddl.traceless import MAX_ROWS, evaluated_rows_depend, without_trace
 
 _on_some_ranks_only = False
 
@@ -104,6 +105,10 @@ class OneStage:
             checks: whether to check that outputs of microbatches can be joined. Default: False.
         """
         return self.model_fn(self.model, x)
+
+    def rows_depend(self, x: Any) -> bool:
+        """Whether rows depend on each other in evaluation; all ranks call it."""
+        return evaluated_rows_depend(self.forward_only, x, self.local_stages())
 
     def from_last_stage(self, value: Any) -> Any:
         """Sends a value from the rank with the last stage to its pp peers."""
@@ -249,6 +254,19 @@ class PipelineStages:
         if checks:
             check_joins(outputs)
         return joined(outputs) if outputs else None
+
+    def rows_depend(self, x: Any) -> bool:
+        found = []
+
+        def check(s: int, value: Any) -> Any:
+            found.append(evaluated_rows_depend(self.stages[s], value, [self.stages[s]]))
+            return self.stages[s](value)
+
+        with torch.no_grad(), on_some_ranks(), without_trace(self.local_stages()):
+            self.transfer.pass_through([rows_of(x, 0, min(n_rows(x), MAX_ROWS))], check)
+        for stage in self.local_stages():
+            reshard(stage)
+        return any(found)
 
     def _check_call(self) -> None:
         _check_on_all_ranks()

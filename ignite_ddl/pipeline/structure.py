@@ -175,6 +175,20 @@ def detached(tree: Any) -> Any:
     )
 
 
+def on_cpu(tree: Any) -> Any:
+    """The same tree with detached tensors in the CPU's memory, as it can be sent by pickle."""
+    return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def on_devices_of(own: Any, tree: Any) -> Any:
+    """A tree that was sent, with tensors on the devices of those of another tree of this structure."""
+
+    def placed(leaf: Any, sent: Any) -> Any:
+        return sent.to(leaf.device) if isinstance(leaf, torch.Tensor) else sent
+
+    return map_leaves(placed, own, tree)
+
+
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors of a batch or an output of any structure, in order."""
     if isinstance(tree, torch.Tensor):

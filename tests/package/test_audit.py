@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import math
 import random
 import warnings
 import weakref
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ignite.engine import Events, create_supervised_trainer
 from ignite.handlers import FastaiLRFinder
-from ignite.metrics import Loss
+from ignite.metrics import Accuracy, Loss
 from packaging.version import Version
 from ranks import assert_right, in_float64, launch, on, on_each_rank, refused, trainer_of
 from torch import nn
@@ -778,6 +779,119 @@ def test_a_state_that_rows_carry_is_right():
     assert_right(partial(trained, make=Carries, data=(X[:12], Y[:12]), rows=6), dp=2)
     sharded = partial(trained, make=CarriesInLSTM, data=(X[:12], Y[:12]), rows=6, epochs=5, shard=True)
     assert_right(sharded, dp=2)
+
+
+class CarriesByTime(nn.Module):
+    """Its state has rows in dim 1, and as many layers as one rank has rows: there a check fails in the second layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Linear(8, 8), nn.LSTM(8, 4, 2, batch_first=True), nn.Linear(4, 4)
+
+    def forward(self, given):
+        x, state = given
+        return self.head(self.lstm(self.embed(x)[:, None], state)[0][:, 0])
+
+
+def with_a_state(local_rank):
+    torch.manual_seed(0)
+    model = ddl.auto_model(CarriesByTime().double(), shard=True)
+    optimizer, losses = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1)), []
+
+    def update(engine, batch):
+        x, y = batch
+        state = tuple(torch.full((2, len(x), 4), 0.5, dtype=torch.float64) for _ in range(2))
+        optimizer.zero_grad()
+        _, loss = ddl.forward_backward(engine, model, (x, state), y, F.mse_loss, loss_divisor="rows")
+        optimizer.step()
+        losses.append(loss.item())
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(X[:15], Y[:15]), batch_size=5), max_epochs=2)
+    return losses, whole(model)
+
+
+def test_fsdp2_reduces_gradients_after_a_check_that_has_failed_inside_of_a_unit():
+    assert_right(with_a_state, dp=2)
+
+
+class Centres(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h - 0.5 * h.mean(0, keepdim=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["ddp", "shard"])
+def test_of_a_single_row_a_rank_those_of_others_show_that_rows_depend(options):
+    refused(partial(trained, make=Centres, rows=2, **options), "a row of the model's output should depend", dp=2)
+    assert_right(partial(trained, rows=2, **options), dp=2)
+
+
+def evaluated(local_rank, make=mlp, rows=6):
+    torch.manual_seed(0)
+    model = ddl.auto_model(make().double())
+    accuracy = Accuracy(lambda output: (output[0], output[1].argmax(1)))
+    return (
+        ddl.create_supervised_evaluator(model, {"accuracy": accuracy})
+        .run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=rows))
+        .metrics["accuracy"]
+    )
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"pp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_rows_that_depend_on_each_other_are_found_by_an_evaluator_alone(axes):
+    def centred():
+        return nn.Sequential(nn.Linear(8, 16), Centred(), nn.Linear(16, 4), nn.Tanh())
+
+    refused(partial(evaluated, make=centred), "a row of the model's output should depend", **axes)
+    assert on(evaluated, **axes) == [pytest.approx(evaluated(0))] * math.prod(axes.values())
+
+
+class Passes(nn.Module):
+    """Passes a mask on, beside what it computes."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 16), nn.Linear(16, width)
+
+    def forward(self, given):
+        x, mask = given if isinstance(given, tuple) else (given, given > 0)
+        return x + self.down(self.up(x).tanh()) * mask, mask
+
+
+class Ends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, given):
+        return self.head(given[0])
+
+
+def test_layers_between_cut_ones_pass_masks_on_under_pp_and_tp():
+    plan = {"*.up": ddl.Column(), "*.down": ddl.Row()}
+    assert_right(
+        partial(trained, make=lambda: nn.Sequential(Passes(), Passes(), Passes(), Ends()), tensor_plan=plan), pp=2, tp=2
+    )
+
+
+class Placed(nn.Module):
+    """The table of positions of torch's tutorials, of shape (tokens, 1, width) by a transposition."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(9, 8, dtype=torch.float64).unsqueeze(0).transpose(0, 1))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(x + self.table[3, 0])
+
+
+def test_a_transposed_buffer_is_right_under_ddp():
+    assert_right(partial(trained, make=Placed), dp=2)
 
 
 def metrics_of(local_rank):

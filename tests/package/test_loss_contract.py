@@ -1340,3 +1340,34 @@ def test_new_values_of_targets_are_seen_in_any_dtype(dtype):
     if dtype.is_floating_point:
         missing = torch.tensor([torch.nan, 1.0]).to(dtype)
         assert [contract._may_be_ignored(missing, False) for _ in range(2)] == [True, False]
+
+
+def weighted(output, y):
+    weights = torch.where(y == 1, 5.0, 1.0).double()
+    return (F.cross_entropy(output, y, reduction="none") * weights).sum() / weights.sum()
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 1, 1, 1, 1, 1], dtype=torch.float64)
+
+
+def by_class_weights(output, y):
+    return F.cross_entropy(output, y, weight=CLASS_WEIGHTS)
+
+
+ALIKE_ON_A_RANK = torch.tensor([1, 1, 1, 0, 0, 0] * 3 + [1, 1, 0, 0])
+SORTED = torch.arange(22) // 15  # in batch 3, one rank has class 0 and the other one class 1
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("loss_fn", [weighted, by_class_weights])
+def test_rows_that_are_alike_on_a_rank_are_compared_with_targets_of_other_ranks(loss_fn, axes):
+    refused(partial(trained, loss_fn=loss_fn, data=(X, ALIKE_ON_A_RANK)), "loss_fn should be a mean over rows", **axes)
+
+
+def test_a_class_that_comes_late_on_one_rank_is_compared_then():
+    refused(partial(trained, loss_fn=weighted, data=(X, SORTED)), "loss_fn should be a mean over rows", dp=2)
+
+
+def test_means_over_rows_are_taken_whatever_targets_other_ranks_have():
+    assert_right(partial(trained, loss_fn=lambda o, y: F.cross_entropy(o, y), data=(X, ALIKE_ON_A_RANK)), dp=2)
+    assert_right(partial(trained, loss_fn=lambda o, y: (o - y).abs().mean(), rows=3), dp=4)  # ranks without rows

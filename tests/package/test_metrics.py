@@ -1,6 +1,7 @@
 """Ignite's metrics, unmodified, on a mesh: every rank has the numbers of one process."""
 
 import copy
+import functools
 import warnings
 from unittest import mock
 
@@ -34,7 +35,7 @@ from ignite.metrics import (
     VariableAccumulation,
 )
 from ignite.metrics.metric import reinit__is_reduced, sync_all_reduce
-from ranks import in_float64, launch, on_each_rank
+from ranks import in_float64, launch, on_each_rank, refused
 
 import ignite_ddl as ddl
 from ignite_ddl.engine import MeshEngine
@@ -418,6 +419,20 @@ def weighted_loss(local_rank, function, batch_size):
     data = torch.utils.data.TensorDataset(torch.randn(11, 3), torch.tensor([0, 0, 0, 1, 2, 1, 2, 2, 1, 0, 2]))
     evaluator = ddl.create_supervised_evaluator(torch.nn.Identity(), {"loss": Loss(function, batch_size=batch_size)})
     return evaluator.run(ddl.auto_dataloader(data, batch_size=6)).metrics["loss"]
+
+
+@in_float64
+def loss_of_sorted_rows(local_rank, rows):
+    torch.manual_seed(0)
+    y, weights = torch.tensor([1, 1, 1, 0, 0, 0] * 2), torch.tensor([1.0, 5.0, 1.0])
+    loss = Loss(lambda y_pred, y: torch.nn.functional.cross_entropy(y_pred, y, weight=weights))
+    data = torch.utils.data.TensorDataset(torch.randn(12, 3), y)
+    ddl.create_supervised_evaluator(torch.nn.Identity(), {"loss": loss}).run(ddl.auto_dataloader(data, batch_size=rows))
+
+
+@pytest.mark.parametrize(("dp", "rows"), [(2, 6), (2, 2), (4, 2), (4, 6)])
+def test_a_loss_of_rows_that_are_alike_on_a_rank_is_compared_with_targets_of_others(dp, rows):
+    refused(functools.partial(loss_of_sorted_rows, rows=rows), "Ignite's Loss adds up means over rows", dp=dp)
 
 
 def test_a_loss_may_say_by_batch_size_what_it_divides_by():
