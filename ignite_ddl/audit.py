@@ -112,29 +112,19 @@ from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.optim import check_same_options
 from ignite_ddl.pipeline.cut import check_root_hooks
-from ignite_ddl.pipeline.structure import (
-    are_samples,
-    concatenated,
-    local_tensor,
-    n_rows,
-    on_cpu,
-    on_devices_of,
-    some_rows,
-    tensors_of,
-    tensors_of_rows,
-)
+from ignite_ddl.pipeline.structure import are_samples, local_tensor, n_rows, tensors_of, tensors_of_rows
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest, lost_changes
 from ignite_ddl.state import INITIAL_VALUES
 from ignite_ddl.tensor.gradients import ReplicatedWeights
 from ignite_ddl.traceless import (
-    MAX_ROWS,
     ROWS_DEPEND,
     UNLIKE_MODULES,
     outputs_depend_on,
     outputs_depend_on_padding,
     peers_are_elsewhere,
     rows_depend_on_each_other,
+    several_rows,
     stored_values,
 )
 
@@ -261,7 +251,7 @@ class Audit:
         mesh, stages = self.mesh, self.stages
         setattr(self.model, ROWS_CHECKED, True)
         if mesh.dp_size > 1:
-            x = _several_rows(x, mesh)
+            x = several_rows(x)
         if mesh.dp_cp_size > 1:
             counted: dict[str, Any] | None = {} if mesh.dp_size > 1 else None
             depends = rows_depend_on_each_other(stages.forward_only, x, stages.local_stages(), counted)
@@ -385,19 +375,6 @@ def _check_hooks_of_pipeline(model: nn.Module, stages: Any) -> None:
             check_root_hooks(module, holder.name)
 
 
-def _several_rows(x: Any, mesh: Mesh) -> Any:
-    """The rows of a rank, or a single row with some of other dp ranks: of one row nothing would show."""
-    n = n_rows(x)
-    if not on_any_rank(n < 2, mesh.dp_group):
-        return x
-    peers = gathered_values(on_cpu(some_rows(x, slice(1), n)), mesh.dp_group)
-    others = [peer for rank, peer in enumerate(peers) if rank != mesh.dp_rank][:MAX_ROWS]
-    with contextlib.suppress(Exception):  # rows of another length
-        joined = concatenated([x, *(on_devices_of(x, other) for other in others)], [1] * (1 + len(others)))
-        return joined if n < 2 else x
-    return x
-
-
 def _compare_with_dp_peers(stages: Any, x: Any, mesh: Mesh) -> None:
     """Compares what modules store, and to which lengths rows are padded, in one exchange."""
     local = stored_values([stages.plain_module()], n_rows(x))
@@ -489,7 +466,7 @@ def check_evaluated_rows(model: nn.Module, stages: Any, x: Any) -> None:
         return
     setattr(model, ROWS_CHECKED, True)
     if mesh.dp_size > 1:
-        x = _several_rows(x, mesh)
+        x = several_rows(x)
     if on_any_rank(stages.rows_depend(x)):
         raise ValueError(ROWS_DEPEND)
 
@@ -527,7 +504,8 @@ def check_tokens_are_independent(model: nn.Module, stages: Any, x: Any, repeat: 
             f"{repr(name) if name else 'the model'} gives other outputs for a cp rank's tokens than for the full "
             "sequence: attention should be ddl.ring_attention or ddl.ulysses_attention, and positions those of "
             "ddl.sequence_positions; what else looks at other tokens (a convolution, pooling, BatchNorm), branches on "
-            "how many there are, or adds some (a class token: let the dataset do that) cannot run on a mesh with cp"
+            "how many there are, adds some (a class token: let the dataset do that), or returns one number of all (a "
+            "loss by labels=: let loss_fn compute it, of targets shifted before) cannot run on a mesh with cp"
         )
 
 

@@ -399,7 +399,7 @@ def create_supervised_trainer(
     Requirements on a mesh: run the trainer on the loader of ``ddl.auto_dataloader`` itself; ``loss_fn`` is a mean over
     rows, or ``loss_divisor`` gives its divisor; under pp, each tensor of ``x`` and ``y`` has a row for each sample. A
     row of the output depends on that row of the input alone, except for BatchNorm, which normalises over the rows of a
-    dp rank or a microbatch and refuses a single row, as in DDP; its running statistics are those of dp rank 0.
+    dp rank or a microbatch, as in DDP, where BatchNorm1d refuses a single row; its statistics are those of dp rank 0.
 
     Args:
         model: what ``ddl.auto_model`` returned.

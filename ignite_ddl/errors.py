@@ -137,8 +137,9 @@ def _of_a_cut_weight(what: str, advice: list[str]) -> str:
         f"leave {named}, whose forward reads its weight, out of tensor_plan"
         if named
         else "call the layer that holds the weight instead of reading the weight off it, so that it is gathered in "
-        "time; cut a mask, as of a hook, by ddl.distribute_like(mask, p); or leave the weight uncut, by shard=False or "
-        "a tensor_plan without this layer"
+        "time, and a part of a module by the module's own forward, not past it (self.encoder(x), not "
+        "self.encoder.features(x)); cut a mask, as of a hook, by ddl.distribute_like(mask, p); or leave the weight "
+        "uncut, by shard=False or a tensor_plan without this layer"
     )
     return f"{what} that is cut over ranks, or the output of a layer with use_local_output=False: {cure}"
 

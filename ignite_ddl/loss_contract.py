@@ -66,6 +66,7 @@ from ignite_ddl.traceless import (
     random_kept,
     reached,
     saved_states,
+    several_rows,
     states_kept,
     weights_kept,
     without_trace,
@@ -524,6 +525,8 @@ class LossContract:
             ValueError: on every rank, if the values of one do not add up, or, of a loss that is not declared, can be
                 compared on none.
         """
+        if self.mesh.dp_size > 1:
+            x, y = several_rows((x, y))
         modules, n = [stages.plain_module()], n_samples(x, (x, y), self.n_rows)
         n = 1 if on_any_rank(not have_rows(n, x, y), self.mesh.dp_cp_group) else n  # as many passes on each rank
 

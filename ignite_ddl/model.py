@@ -391,12 +391,23 @@ def _shard(model: nn.Module, layout: _Layout) -> nn.Module:
     if layout.cut is not None:
         communicates = layout.shard or layout.mesh.ep_size > 1 or bool(routers_of(model))
         gathers = layout.shard and bool(layout.fsdp["reshard_after_forward"])
+        _warn_of_balance_by_microbatch(model, layout)
         model = Pipeline(model, layout.cut, layout.mesh, communicates, gathers, layout.checks)
     _apply_styles(model, layout.styles, layout.mesh)
     for stage in stages_of(model).local_stages():
         apply_data_parallel(stage, layout.mesh, layout.fsdp if layout.shard else None, layout.local)
     copy_parameter_attributes(uncut, model)
     return model
+
+
+def _warn_of_balance_by_microbatch(model: nn.Module, layout: _Layout) -> None:
+    balanced = any(router.balance_weight or router.capacity_factor is not None for router in routers_of(model))
+    if balanced and layout.cut.n_microbatches > 1 and layout.mesh.rank == 0:
+        warnings.warn(
+            "under pp, balance_weight and capacity_factor of ddl.Router count the tokens of a microbatch, not those of "
+            "a batch as in one process: for its numbers take n_microbatches=1, bias_rate, or a mesh without pp",
+            stacklevel=2,
+        )
 
 
 def _wrapped(model: nn.Module, layout: _Layout) -> nn.Module:

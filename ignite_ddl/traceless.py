@@ -21,11 +21,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ignite_ddl.collectives import gathered
+from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
 from ignite_ddl.compat import forget_forward_pass, gathers, no_transforms, without_dispatch_modes
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.structure import SomeRows, local_tensor, map_leaves, n_rows, some_rows, tensors_of
+from ignite_ddl.pipeline.structure import (
+    SomeRows,
+    concatenated,
+    local_tensor,
+    map_leaves,
+    n_rows,
+    on_cpu,
+    on_devices_of,
+    some_rows,
+    tensors_of,
+)
 from ignite_ddl.tensor.random import random_states, random_stream, set_random_states, state_of
 
 UNLIKE_MODULES = (
@@ -698,6 +708,22 @@ def few_rows(x: Any) -> tuple[Any, slice]:
     few = some_rows(x, slice(MAX_ROWS), n) if all_have_rows else x
     last = n_rows(few)
     return few, slice(last - max(1, last // 3), last)
+
+
+def several_rows(x: Any) -> Any:
+    """The rows of a rank, or a single row with some of other dp ranks: of one row nothing would show.
+
+    All dp ranks call it.
+    """
+    mesh, n = get_mesh(), n_rows(x)
+    if not on_any_rank(n < 2, mesh.dp_group):
+        return x
+    peers = gathered_values(on_cpu(some_rows(x, slice(1), n)), mesh.dp_group)
+    others = [peer for rank, peer in enumerate(peers) if rank != mesh.dp_rank][:MAX_ROWS]
+    with contextlib.suppress(Exception):  # rows of another length
+        joined = concatenated([x, *(on_devices_of(x, other) for other in others)], [1] * (1 + len(others)))
+        return joined if n < 2 else x
+    return x
 
 
 def norm_over_rows(stages: Iterable[nn.Module]) -> str | None:
