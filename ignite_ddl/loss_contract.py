@@ -81,6 +81,7 @@ _CONTRACTS_KEPT = 64  # of a model
 _FIRST, _EACH = 16, 17  # steps that are all checked, then each one of these: a prime, to meet each batch of an epoch
 BY_PASSES = 2.0**20  # in place of 1 for an inconclusive comparison, if it needs forward passes; more than all ranks
 _FEW, _MOST_SENT = 4, 2**16  # rows whose targets dp ranks give each other, and the most numbers in them
+ASKS_PEERS = 2.0**40  # added to that where targets of other ranks are to be compared, too
 _MAX_INCONCLUSIVE = 16  # inconclusive checks, after which there is a warning
 _DECLARE = (
     'pass loss_divisor="rows" for a mean over rows, "sum" for a sum, or a function from targets to the divisor of the '

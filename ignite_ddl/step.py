@@ -18,7 +18,7 @@ from ignite_ddl.errors import explaining_errors
 from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.experts.routing import routers_of, update_biases
 from ignite_ddl.loss_call import checked_loss
-from ignite_ddl.loss_contract import BY_PASSES, LossContract, LossContracts, models_before
+from ignite_ddl.loss_contract import ASKS_PEERS, BY_PASSES, LossContract, LossContracts, models_before
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.mixing import CheckedTransform
 from ignite_ddl.pipeline.local_stages import call, stages_of
@@ -229,16 +229,16 @@ class TrainingStep:
     ) -> tuple[torch.Tensor, float, dist.Work | None]:
         """Starts to reduce the loss times its divisor, the divisor, and what the checks compare between ranks."""
         counted = contract.counted
-        empty, undecided, asking, compared = rows is not None and rows[0] == 0, 0.0, contract.asks_peers, []
+        empty, undecided, compared = rows is not None and rows[0] == 0, ASKS_PEERS * contract.asks_peers, []
         if loss is not None and contract.is_checking:
-            undecided = contract.compare()
+            undecided += contract.compare()
         if self.mesh.world_size == 1:
             contract.conclude(undecided)
             return loss, counted, None
         if self.audit is not None:
             targets = None if loss is None or empty else (y, contract)
             compared = self.audit.numbers_to_sum(targets, self.updates, self.order)
-        parts = [0.0, 0.0 if loss is None else counted, undecided, float(asking), *compared]
+        parts = [0.0, 0.0 if loss is None else counted, undecided, *compared]
         summed = torch.tensor(parts, dtype=torch.float64, device=idist.device())
         if loss is not None and not empty:
             summed[0] = loss.to(torch.float64) * (1.0 if local_divisor is None else local_divisor)
@@ -251,7 +251,8 @@ class TrainingStep:
         if work is None:
             return summed, counted
         work.wait()
-        _, total, undecided, asking, *compared = summed.tolist()
+        _, total, undecided, *compared = summed.tolist()
+        asking, undecided = divmod(undecided, ASKS_PEERS)
         contract.check_total(total)
         if self.audit is not None:
             self.audit.compare(compared, contract)

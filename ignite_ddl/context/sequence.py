@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -56,20 +57,23 @@ def cp_group() -> dist.ProcessGroup | None:
 class SharedSequences:
     """Hooks of a model that keep what it was given until it asks, in :func:`cp_group`, who has the other tokens.
 
-    Not in each call, but in calls 1, 2, 4, 8, …, and not of a model that does not ask: it may have full sequences.
+    Not in each call, but in calls 1, 2, 4, 8, … with as many tokens, in training and in evaluation, and not of a model
+    that does not ask: it may have full sequences.
     """
 
     given: ClassVar[list[list[torch.Tensor]]] = []
-    calls = 0
 
     def __init__(self, model: nn.Module) -> None:
+        self.calls: Counter[tuple[bool, ...]] = Counter()
         model.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True)
         model.register_forward_hook(self.end, always_call=True)
 
-    def begin(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self.calls += 1
-        if self.calls & (self.calls - 1) == 0:
-            self.given.append([tensor for tensor in tensors_of((args, kwargs)) if tensor.ndim > 1])
+    def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        sequences = [tensor for tensor in tensors_of((args, kwargs)) if tensor.ndim > 1]
+        kind = (model.training, *(tensor.shape[1] for tensor in sequences))
+        self.calls[kind] += 1
+        if self.calls[kind] & (self.calls[kind] - 1) == 0:
+            self.given.append(sequences)
 
     def end(self, *_: Any) -> None:
         self.given.clear()
