@@ -129,7 +129,8 @@ def auto_dataloader(dataset: Dataset[Any] | _Rows, **kwargs: Unpack[LoaderOption
     losses and gradients by rows, so results do not change.
 
     On a mesh with cp, cp peers get the same rows; a tensor with a dim 1 is cut there, and each rank gets its part of
-    the tokens; see :func:`sequence_positions`.
+    the tokens; see :func:`sequence_positions`. A trainer or an evaluator with a ``prepare_batch`` of your own gets full
+    sequences, and cuts what that makes.
 
     Shuffling is the same on every rank and differs by epoch without ``set_epoch``. An epoch ends when an iterator
     returns its last batch, or by an engine's ``terminate_epoch``; if iteration stops before, the next iterator has the
