@@ -309,12 +309,13 @@ class LossContract:
         """
         self.n_steps += 1
         self.accumulates = accumulates
-        has_parts, is_new, ignores = self.is_split or accumulates, last or self.n_steps & (self.n_steps - 1) == 0, False
+        has_parts, asks = self.is_split or accumulates, last or self.n_steps & (self.n_steps - 1) == 0
+        is_new = asks
         if has_parts and not (self.divisor.certain or self.communicates):
-            found = self._values(x, y)  # each of them has to be seen
-            is_new, ignores = is_new or any(new for new, _ in found), any(ignored for _, ignored in found)
-        self.is_checking = has_parts and (is_new or ignores or self._has_to_be_checked())
-        self.asks_peers = self.is_checking and is_new and self.is_compared and self.mesh.dp_size > 1
+            for new, is_class in self._values(x, y):  # each of them has to be seen
+                is_new, asks = is_new or new, asks or new and is_class
+        self.is_checking = has_parts and (is_new or self._has_to_be_checked())
+        self.asks_peers = self.is_checking and asks and self.is_compared and self.mesh.dp_size > 1
         self.pairs, self.state_digest = [], 0.0
         self.reached, self.owners = None, []
         if self.is_checking:
@@ -330,8 +331,8 @@ class LossContract:
         return not self.is_confirmed and self.n_inconclusive < _MAX_INCONCLUSIVE
 
     def _values(self, x: Any, y: Any) -> list[tuple[bool, bool]]:
-        """Of each tensor of targets, whether it has a value below or above those of earlier steps, as of a mask that
-        comes late, and whether it has -100.
+        """Of each tensor of targets, whether it has -100 or a value below or above those of earlier steps, as of a mask
+        that comes late; and whether this is a class, which other ranks may not have.
         """
         found, needs_passes = [], bool(self.uses_more)
         in_x = [t for t in tensors_of(x) if needs_passes and not t.is_floating_point()]  # such as labels in x
@@ -342,8 +343,9 @@ class LossContract:
             key = tensor.dtype, tensor.ndim, has_nan
             least, most = self.seen.get(key, (math.inf, -math.inf))
             self.seen[key] = min(least, low), max(most, high)
-            is_new = not (least <= low and high <= most) and not (needs_passes and tensor.is_floating_point())
-            found.append((is_new, low <= IGNORED and bool((tensor == IGNORED).any())))
+            is_class, is_new = not tensor.is_floating_point(), not (least <= low and high <= most)
+            ignores = low <= IGNORED and bool((tensor == IGNORED).any())
+            found.append((ignores or is_new and (is_class or not needs_passes), is_class and is_new))
         return found
 
     def count(self, y: Any, divisor: float | None) -> float:
