@@ -42,7 +42,7 @@ from ignite_ddl.errors import reason_in_a_run
 from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.loss_contract import DIVISOR
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.metrics import NOT_REDUCED, on_this_rank, over_data_parallel
+from ignite_ddl.metrics import NOT_REDUCED, completing, on_this_rank, over_data_parallel
 from ignite_ddl.mixing import check_prepare_batch, check_tokens_of, check_transform
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.local_stages import PipelineStages, Stages, call, on_some_ranks, stages_of
@@ -208,7 +208,9 @@ class MeshEngine(Engine):
             if done is None and self._dataloader_iter is None:  # as Ignite is going to count them
                 done = iteration % (self.state.epoch_length or iteration + 1)
             self._in_epoch, self._epoch_began = True, iteration - (done or 0)
-        super()._fire_event(event_name, *args, **kwargs)
+        of_all_ranks = event_name is Events.ITERATION_COMPLETED and self.rows is not None
+        with completing(self.state.output if of_all_ranks else None):
+            super()._fire_event(event_name, *args, **kwargs)
 
     def terminate_epoch(self, *args: Any, **kwargs: Any) -> None:
         """As in Ignite; the next epoch has its own order of rows."""

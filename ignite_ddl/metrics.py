@@ -8,6 +8,7 @@ metric's class is not changed.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import math
 import warnings
@@ -89,6 +90,22 @@ def _group_of(ranks: list[int]) -> dist.ProcessGroup:
     if key not in _groups:
         _groups[key] = use_world_timeout(dist.new_group(ranks, use_local_synchronization=True))
     return _groups[key]
+
+
+_COMPLETED = contextvars.ContextVar("the output of an iteration that all ranks complete", default=None)
+
+
+@contextlib.contextmanager
+def completing(output: Any) -> Iterator[None]:
+    """Inside, metrics that get this output may compare between ranks: each rank calls them once for it.
+
+    Not so where ranks have different numbers of batches, or lists of samples that a ``MetricGroup`` takes one by one.
+    """
+    token = _COMPLETED.set(output)
+    try:
+        yield
+    finally:
+        _COMPLETED.reset(token)
 
 
 @contextlib.contextmanager
@@ -235,11 +252,11 @@ class _Methods:
         self.original["reset"]()
 
     def transform(self, transform: Callable, output: Any) -> Any:
-        """Calls a transform, each time on all ranks: checks it over cp, and a loss over dp."""
+        """Calls a transform; checks it over cp, and over dp a loss, of an output that all ranks have."""
         if get_mesh().cp_size > 1:
             self._check_transform(transform, output)
         rows = transform(output)
-        if self.losses is not None:
+        if self.losses is not None and output is not None and output is _COMPLETED.get():
             self.losses.compare_with_peers(rows)
         return rows
 

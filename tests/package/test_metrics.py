@@ -435,6 +435,25 @@ def test_a_loss_of_rows_that_are_alike_on_a_rank_is_compared_with_targets_of_oth
     refused(functools.partial(loss_of_sorted_rows, rows=rows), "Ignite's Loss adds up means over rows", dp=dp)
 
 
+def losses_of_uneven_ranks(local_rank):
+    """Of the same 7 rows: in 4 batches on rank 0, and in 3 on rank 1; and as lists of 4 samples and of 3."""
+    x, y = torch.arange(7.0)[:, None], torch.zeros(7, 1)
+    engine = MeshEngine(lambda engine, batch: batch)
+    Loss(torch.nn.functional.mse_loss).attach(engine, "loss")
+    pairs = list(zip(x[:, None], y[:, None], strict=True))
+    found = engine.run(pairs[:4] if local_rank == 0 else pairs[4:]).metrics["loss"]
+    lists = ddl.create_supervised_evaluator(
+        torch.nn.Identity(), output_transform=lambda x, y, y_pred: (list(y_pred), list(y))
+    )
+    MetricGroup({"loss": Loss(torch.nn.functional.mse_loss)}).attach(lists, "group")
+    loader = ddl.auto_dataloader(torch.utils.data.TensorDataset(x, y), batch_size=7)
+    return found, lists.run(loader).metrics["loss"]
+
+
+def test_a_loss_of_ranks_with_other_numbers_of_batches_or_of_samples_in_lists():
+    assert launch({"dp": 2}, losses_of_uneven_ranks) == [(13.0, 13.0)] * 2
+
+
 def test_a_loss_may_say_by_batch_size_what_it_divides_by():
     with ddl.Parallel(backend="gloo", nproc_per_node=2, dp=2) as parallel:
         for function, batch_size in (
