@@ -168,7 +168,7 @@ def shard_prepared(prepared: Any, batch: Any) -> Any:
     mesh, n, tensors = get_mesh(), n_rows(batch), [tensor for tensor in tensors_of(prepared) if tensor.ndim > 1]
     length = next((tensor.shape[1] for tensor in tensors_of(batch) if tensor.ndim > 1), 0)
     dims = [_token_dim(tensor, n, length) for tensor in tensors]
-    if not any(dims) and tensors:  # prepare_batch has left some out, such as the last one of x and the first of y
+    if tensors and set(dims) == {None}:  # prepare_batch has left some out, such as the last one of x and the first of y
         length = tensors[0].shape[1]
         dims = [_token_dim(tensor, n, length) for tensor in tensors]
     pairs = any(dim != 1 and list(t.shape[1:]).count(length) > 1 for dim, t in zip(dims, tensors, strict=True))
@@ -281,9 +281,15 @@ def check_tokens(
         shared, full = _calls(run, first, stages, mesh)
     except UnlikeModules:
         return None
-    except (AssertionError, IndexError, RuntimeError):
+    except (AssertionError, IndexError, RuntimeError) as error:
         if mesh.pp_size == 1 and not in_full:  # perhaps it takes blocks of more tokens
             return check_tokens(run, x, stages, mesh, in_full=True)
+        given = next(tensor for tensor in tensors_of(x) if tensor.ndim > 1)
+        if given.shape[1] != _tokens:
+            raise ValueError(
+                "x should count the tokens of its sequences in dim 1 on a mesh with cp, but prepare_batch gives this "
+                f"rank shape {tuple(given.shape)} for {_tokens} tokens of a row: transpose or flatten it in the model"
+            ) from error
         raise
     length = next(tensor.shape[1] for tensor in tensors_of(first) if tensor.ndim > 1)
     for index, ((name, module, given, found), (*_, of_all, expected)) in enumerate(zip(shared, full, strict=False)):

@@ -658,6 +658,15 @@ def targets_after_one(batch, device, non_blocking):
     return batch[0], batch[0][:, 1:]
 
 
+def features():
+    y = texts().tensors[1]
+    return TensorDataset(F.one_hot(y % 6, 6).float(), y)
+
+
+def flattened(batch, device, non_blocking):
+    return batch[0].flatten(0, 1), batch[1].flatten()
+
+
 TOKENS = "gives other outputs for a cp rank's tokens than for the full sequence"
 REFUSALS = {
     "torch's attention": ({"make": lambda: text_model(F.scaled_dot_product_attention)},
@@ -706,6 +715,9 @@ REFUSALS = {
                                  "model_transform makes something of a token from other tokens, or by its place"),
     "tokens left out": ({"model_transform": lambda output: output[:, :-1].mT, "prepare_batch": targets_after_one,
                          "loss_fn": F.cross_entropy}, "as many in each tensor that has one"),
+    "a row for each token": ({"make": lambda: nn.Linear(6, WORDS), "data": features, "prepare_batch": flattened,
+                              "loss_fn": F.cross_entropy, "loss_divisor": len},
+                             "x should count the tokens of its sequences in dim 1"),
     "a sum over tokens": ({"loss_fn": lambda output, y: summed_over_tokens(output, y)},
                           "divide its sum over tokens and rows by a constant (the batch size), with loss_divisor"),
     "all tokens": ({"evaluates": True, "metrics": lambda: {"all": Accuracy(of_all)}}, "nothing"),
