@@ -47,6 +47,7 @@ from ignite_ddl.pipeline.structure import (
     concatenated,
     detached,
     have_rows,
+    may_be_a_sample,
     n_rows,
     n_samples,
     on_cpu,
@@ -492,7 +493,8 @@ class LossContract:
         n, have = sum(sizes), [have_rows(size, *pair) for size, pair in zip(sizes, pairs, strict=True)]
         if n == 0 or declared and not all(have):  # without rows, or with rows in another dim
             return 1.0
-        self.earlier_pairs = pairs if n < 2 and self.n_rows in (n, None) else []  # not of packed samples
+        joins = n < 2 and self.n_rows in (n, None) and not may_be_a_sample(pairs)  # not of packed samples
+        self.earlier_pairs = pairs if joins else []
         output, y = (concatenated(of, sizes) for of in zip(*pairs, strict=True))
         captures, may_be_constant = self._captures(n)
 

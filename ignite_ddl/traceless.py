@@ -30,6 +30,7 @@ from ignite_ddl.pipeline.structure import (
     concatenated,
     local_tensor,
     map_leaves,
+    may_be_a_sample,
     n_rows,
     on_cpu,
     on_devices_of,
@@ -722,7 +723,7 @@ def several_rows(x: Any) -> Any:
     others = [peer for rank, peer in enumerate(peers) if rank != mesh.dp_rank][:MAX_ROWS]
     with contextlib.suppress(Exception):  # rows of another length
         joined = concatenated([x, *(on_devices_of(x, other) for other in others)], [1] * (1 + len(others)))
-        return joined if n < 2 else x
+        return joined if n < 2 and not may_be_a_sample(x) else x
     return x
 
 

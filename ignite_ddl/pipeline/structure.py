@@ -234,6 +234,15 @@ def are_samples(tree: Any, n: int) -> bool:
     return not any(have_length) or len(kinds) == 1 and None not in kinds and not all(have_length)
 
 
+def may_be_a_sample(tree: Any) -> bool:
+    """Whether a batch of one row has a list of one tensor: of a sample with a length of its own, or a tensor of rows?"""
+
+    def of_one(tree: Any) -> bool:
+        return type(tree) in (list, tuple) and len(tree) == 1 and isinstance(tree[0], torch.Tensor)
+
+    return any(map(of_one, tree_leaves(tree, is_leaf=of_one)))
+
+
 def _lists(tree: Any, n: int) -> list[Any]:
     return tree_leaves(tree, is_leaf=lambda one: are_samples(one, n))
 

@@ -17,7 +17,9 @@ from torch.utils.data import TensorDataset, default_collate
 
 import ignite_ddl as ddl
 from ignite_ddl.loss_contract import LossContract, divisor_of
+from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.structure import full_tensors
+from ignite_ddl.traceless import several_rows
 
 generator = torch.Generator().manual_seed(2)
 X = torch.randn(22, 6, generator=generator, dtype=torch.float64)
@@ -1375,3 +1377,20 @@ def test_a_class_that_comes_late_on_one_rank_is_compared_then():
 def test_means_over_rows_are_taken_whatever_targets_other_ranks_have():
     assert_right(partial(trained, loss_fn=lambda o, y: F.cross_entropy(o, y), data=(X, ALIKE_ON_A_RANK)), dp=2)
     assert_right(partial(trained, loss_fn=lambda o, y: (o - y).abs().mean(), rows=3), dp=4)  # ranks without rows
+
+
+def to_centers(output, boxes):
+    return sum((row - of_row.mean(0)).square().mean() for row, of_row in zip(output, boxes, strict=True)) / len(boxes)
+
+
+def test_a_list_of_one_sample_is_not_taken_for_a_tensor_with_a_row():
+    contract = LossContract(to_centers, divisor_of(to_centers), Mesh({"pp": 1, "dp": 2, "tp": 1, "cp": 1}, 0, None, {}), None)
+    for _ in range(3):
+        contract.pairs = [(torch.randn(1, 4), [torch.randn(1, 4)])]
+        assert contract.compare() == 1  # inconclusive
+    assert on(rows_of_several, dp=2) == [(1, 2)] * 2
+
+
+def rows_of_several(local_rank):
+    (sample,), rows = several_rows([torch.ones(1, 4)]), several_rows(torch.ones(1, 4))
+    return len(sample), len(rows)
