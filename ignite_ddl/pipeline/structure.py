@@ -235,7 +235,7 @@ def are_samples(tree: Any, n: int) -> bool:
 
 
 def may_be_a_sample(tree: Any) -> bool:
-    """Whether a batch of one row has a list of one tensor: of a sample with a length of its own, or a tensor of rows?"""
+    """Whether a batch of one row has a list of one tensor: that of a sample with a length of its own, or of a row?"""
 
     def of_one(tree: Any) -> bool:
         return type(tree) in (list, tuple) and len(tree) == 1 and isinstance(tree[0], torch.Tensor)

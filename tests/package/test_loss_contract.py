@@ -1384,7 +1384,9 @@ def to_centers(output, boxes):
 
 
 def test_a_list_of_one_sample_is_not_taken_for_a_tensor_with_a_row():
-    contract = LossContract(to_centers, divisor_of(to_centers), Mesh({"pp": 1, "dp": 2, "tp": 1, "cp": 1}, 0, None, {}), None)
+    contract = LossContract(
+        to_centers, divisor_of(to_centers), Mesh({"pp": 1, "dp": 2, "tp": 1, "cp": 1}, 0, None, {}), None
+    )
     for _ in range(3):
         contract.pairs = [(torch.randn(1, 4), [torch.randn(1, 4)])]
         assert contract.compare() == 1  # inconclusive
