@@ -822,7 +822,7 @@ class LossContract:
 
     def _compare_tokens(self, output: Any, y: Any) -> None:
         """Over cp, raises a ValueError unless the losses of two halves of a rank's tokens add up to that of all."""
-        halves = two_halves((output, y))
+        halves = two_halves((output, y), self.n_rows if self.mesh.pp_size == 1 else None)
         if halves is None:  # prepare_batch has made rows of tokens
             return
         try:

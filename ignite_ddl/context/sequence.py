@@ -181,9 +181,9 @@ def shard_prepared(prepared: Any, batch: Any) -> Any:
 
 def _token_dim(tensor: torch.Tensor, n: int, length: int) -> int | None:
     """Where a tensor of n rows counts their tokens: 0 if it has a row for each of them, None if nowhere."""
-    if length in tensor.shape[1:]:
-        return list(tensor.shape).index(length, 1)
-    return 0 if tensor.ndim and len(tensor) == n * length else None
+    if tensor.ndim and len(tensor) == n * length:  # first: there may be as many classes as tokens
+        return 0
+    return list(tensor.shape).index(length, 1) if length in tensor.shape[1:] else None
 
 
 def shard_tokens(tree: Any, n: int, length: int) -> Any:
@@ -224,14 +224,20 @@ def full_rows(tree: Any) -> tuple[Any, int, int]:
     return (map_leaves(full, tree) if few else tree), few, length
 
 
-def two_halves(tree: Any) -> list[Any] | None:
-    """A tree made of this rank's part of the last batch, in two halves of its tokens; None if it has no tokens."""
+def two_halves(tree: Any, n: int | None = None) -> list[Any] | None:
+    """A tree made of this rank's part of the last batch, in two halves of its tokens; None if it has no tokens.
+
+    Args:
+        tree: made of some rows.
+        n: how many they are. Default: as many as its first tensor that counts tokens in a dim of their own has.
+    """
     counting = [tensor for tensor in tensors_of(tree) if _tokens in tensor.shape[1:]]
     if not counting or _tokens < 2:
         return None
+    n = n or len(counting[0])
 
     def half(leaf: Any, part: slice) -> Any:
-        dim = _token_dim(leaf, len(counting[0]), _tokens) if isinstance(leaf, torch.Tensor) else None
+        dim = _token_dim(leaf, n, _tokens) if isinstance(leaf, torch.Tensor) else None
         if dim == 0:
             return leaf.unflatten(0, (-1, _tokens))[:, part].flatten(0, 1)
         return leaf if dim is None else leaf[(slice(None),) * dim + (part,)]

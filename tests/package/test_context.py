@@ -799,6 +799,14 @@ LOSSES = {
 }
 
 
+def test_rows_of_tokens_have_their_tokens_in_dim_0_though_there_are_as_many_classes(monkeypatch):
+    monkeypatch.setattr(sequence, "_tokens", WORDS)
+    mesh = Mesh({"pp": 1, "dp": 1, "tp": 1, "cp": 2}, 0, None, {})
+    contract = LossContract(F.cross_entropy, divisor_of(F.cross_entropy, len), mesh, None)
+    contract.n_rows, contract.pairs = 8, [(torch.randn(8 * WORDS, WORDS), torch.arange(WORDS).repeat(8))]
+    contract.compare()
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_a_part_of_the_tokens_has_to_add_up(name, monkeypatch):
     loss_fn, declared, words = LOSSES[name]
