@@ -50,10 +50,10 @@ from ignite_ddl.pipeline.structure import (
     may_be_a_sample,
     n_rows,
     n_samples,
-    on_cpu,
-    on_devices_of,
+    pickled,
     some_rows,
     tensors_of,
+    unpickled,
 )
 from ignite_ddl.replicas import digest
 from ignite_ddl.tensor.loss import cross_entropy
@@ -565,9 +565,9 @@ class LossContract:
         n = n_samples(output, y, self.n_rows) if self.pairs else 0
         n = n if n and have_rows(n, output, y) and not (n == 1 and isinstance(y, list | tuple)) else 0  # of a sample?
         few = min(n, _FEW)
-        given = on_cpu(some_rows(y, slice(few), n)) if n else None
-        given = given if sum(t.numel() for t in tensors_of(given)) <= _MOST_SENT else None
-        peers = gathered_values((few, given), self.mesh.dp_group)
+        given = some_rows(y, slice(few), n) if n else None
+        is_sent = given is not None and sum(t.numel() for t in tensors_of(given)) <= _MOST_SENT
+        peers = gathered_values((few, pickled(given) if is_sent else None), self.mesh.dp_group)
         peers = [*peers[self.mesh.dp_rank + 1 :], *peers[: self.mesh.dp_rank]]
         peers = [(size, theirs) for size, theirs in peers if size and theirs is not None][:_FEW]
         of_rows, may_be_constant = self._captures(n) if n else (False, False)
@@ -575,7 +575,7 @@ class LossContract:
             return
         sizes, more = [n, *(size for size, _ in peers)], sum(size for size, _ in peers)
         try:
-            theirs = [on_devices_of(y, of_peer) for _, of_peer in peers]
+            theirs = [unpickled(y, of_peer) for _, of_peer in peers]
             targets, times = concatenated([y, *theirs], sizes), 1 + -(-more // n)
             outputs = some_rows(concatenated([output] * times, [n] * times), slice(n + more), n * times)
             found = self._added_up(lambda rows: self.call(rows.of(outputs), rows.of(targets)), targets, n + more)

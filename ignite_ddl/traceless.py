@@ -32,10 +32,10 @@ from ignite_ddl.pipeline.structure import (
     map_leaves,
     may_be_a_sample,
     n_rows,
-    on_cpu,
-    on_devices_of,
+    pickled,
     some_rows,
     tensors_of,
+    unpickled,
 )
 from ignite_ddl.tensor.random import random_states, random_stream, set_random_states, state_of
 
@@ -719,10 +719,10 @@ def several_rows(x: Any) -> Any:
     mesh, n = get_mesh(), n_rows(x)
     if not on_any_rank(n < 2, mesh.dp_group):
         return x
-    peers = gathered_values(on_cpu(some_rows(x, slice(1), n)), mesh.dp_group)
-    others = [peer for rank, peer in enumerate(peers) if rank != mesh.dp_rank][:MAX_ROWS]
+    peers = gathered_values(pickled(some_rows(x, slice(1), n)), mesh.dp_group)
+    others = [peer for rank, peer in enumerate(peers) if rank != mesh.dp_rank and peer is not None][:MAX_ROWS]
     with contextlib.suppress(Exception):  # rows of another length
-        joined = concatenated([x, *(on_devices_of(x, other) for other in others)], [1] * (1 + len(others)))
+        joined = concatenated([x, *(unpickled(x, other) for other in others)], [1] * (1 + len(others)))
         return joined if n < 2 and not may_be_a_sample(x) else x
     return x
 

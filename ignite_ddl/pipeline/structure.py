@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import operator
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -175,18 +177,20 @@ def detached(tree: Any) -> Any:
     )
 
 
-def on_cpu(tree: Any) -> Any:
-    """The same tree with detached tensors in the CPU's memory, as it can be sent by pickle."""
-    return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, tree)
+def pickled(tree: Any) -> bytes | None:
+    """The same tree with detached tensors in the CPU's memory, to be sent; None if pickle cannot (a lambda in it)."""
+    with contextlib.suppress(Exception):
+        return pickle.dumps(map_leaves(lambda t: t.detach().cpu() if isinstance(t, torch.Tensor) else t, tree))
+    return None
 
 
-def on_devices_of(own: Any, tree: Any) -> Any:
+def unpickled(own: Any, sent: bytes) -> Any:
     """A tree that was sent, with tensors on the devices of those of another tree of this structure."""
 
-    def placed(leaf: Any, sent: Any) -> Any:
-        return sent.to(leaf.device) if isinstance(leaf, torch.Tensor) else sent
+    def placed(leaf: Any, other: Any) -> Any:
+        return other.to(leaf.device) if isinstance(leaf, torch.Tensor) else other
 
-    return map_leaves(placed, own, tree)
+    return map_leaves(placed, own, pickle.loads(sent))
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

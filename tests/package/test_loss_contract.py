@@ -1377,6 +1377,15 @@ def test_a_class_that_comes_late_on_one_rank_is_compared_then():
 def test_means_over_rows_are_taken_whatever_targets_other_ranks_have():
     assert_right(partial(trained, loss_fn=lambda o, y: F.cross_entropy(o, y), data=(X, ALIKE_ON_A_RANK)), dp=2)
     assert_right(partial(trained, loss_fn=lambda o, y: (o - y).abs().mean(), rows=3), dp=4)  # ranks without rows
+    assert_right(partial(trained, loss_fn=scaled_error, prepare_batch=with_a_scale, rows=3), dp=2)
+
+
+def with_a_scale(batch, device, non_blocking):
+    return batch[0], {"y": batch[1], "scale": lambda error: 2 * error}  # which pickle cannot send
+
+
+def scaled_error(output, y):
+    return y["scale"]((output - y["y"]).abs().mean())
 
 
 def to_centers(output, boxes):
