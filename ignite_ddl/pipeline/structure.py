@@ -287,18 +287,29 @@ def _has_length(leaf: Any, n: int) -> bool:
 
 
 def concatenated(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Batches joined by rows: of tensors and lists of samples; what has other lengths is the first batch's."""
+    """Batches joined by rows: of tensors and lists of samples; what has other lengths is the first batch's.
+
+    One tensor in two places of the first batch, such as ``x`` in ``(x, (y, x))``, stays one.
+    """
+    return _concatenated(parts, sizes, {})
+
+
+def _concatenated(parts: Sequence[Any], sizes: Sequence[int], made: dict[int, torch.Tensor]) -> Any:
     first = parts[0]
     if len(parts) == 1:
         return first
     if type(first) in (list, tuple):
         if all(map(are_samples, parts, sizes)):
             return type(first)(item for part in parts for item in part)
-        return type(first)(concatenated(items, sizes) for items in zip(*parts, strict=True))
+        return type(first)(_concatenated(items, sizes, made) for items in zip(*parts, strict=True))
     if type(first) is dict:
-        return {key: concatenated([part[key] for part in parts], sizes) for key in first}
+        return {key: _concatenated([part[key] for part in parts], sizes, made) for key in first}
 
     def join(*leaves: Any) -> Any:
-        return torch.cat(leaves) if all(map(_has_length, leaves, sizes)) else leaves[0]
+        if not all(map(_has_length, leaves, sizes)):
+            return leaves[0]
+        if id(leaves[0]) not in made:
+            made[id(leaves[0])] = torch.cat(leaves)
+        return made[id(leaves[0])]
 
     return map_leaves(join, *parts)

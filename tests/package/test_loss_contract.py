@@ -92,6 +92,7 @@ def test_a_gradient_of_the_output_by_x_is_refused_under_pp(axes):
 
 def test_a_gradient_of_the_output_by_x_is_right_on_dp():
     assert_right(partial(gradient_by_x, divisor="rows"), dp=2)
+    assert_right(partial(gradient_by_x, rows=2), dp=2)  # single rows, compared with those of peers
 
 
 def regularised(local_rank, keep=lambda output: output):
