@@ -72,6 +72,9 @@ What is not found, and differs from one process without an error:
 - with ``loss_divisor="rows"``, a batch of a second loader that was read in another step than the one that trains on it;
 - a loss that is a mean over rows in the steps where it is checked, but not in those between;
 - targets with rows in dim 1 whose dim 0 has the same length;
+- a term of a loss in which rows meet, or targets that do not count, if it changes the loss by less than the tolerance
+  of this comparison, 3.5e-4 of it in float32 and 1.5e-8 in float64 (transformers' balance of experts, which
+  ``balance_weight`` of ``ddl.Router`` replaces): compare once in float64;
 - initial values that a pipeline's stages draw after ``ddl.auto_model``, and an optimizer that steps after a loop of
   your own whose last batch gave ranks different numbers of rows: these two give a warning (in the loop it is refused).
 """
