@@ -181,6 +181,7 @@ class Audit:
             check_tokens_are_independent(self.model, self.stages, x)
             if self.step > 4 and self.mesh.pp_size == 1:  # hooks that users gave see the step last
                 self._check_rows_alone(x)
+            self._look_at_next_passes()
         if self.model_called is not None:
             self.model_called.value = False
         self.modules.begin(self.is_check_step)
@@ -200,6 +201,9 @@ class Audit:
         if self.mesh.pp_size > 1:
             _check_hooks_of_pipeline(self.model, self.stages)
         check_same_rows(self.mesh, x, y)
+
+    def _look_at_next_passes(self) -> None:
+        """Lets the step's own passes be looked at, not those of a check, which may have few rows."""
         stages = self.stages.local_stages() if self.mesh.tp_size > 1 else []
         for stage in stages:
             check_regions_once(stage, trains=self.stages.is_last and stage is stages[-1])

@@ -682,9 +682,9 @@ def create_supervised_evaluator(
                 check_same_rows(get_mesh(), x, y)
             with autocast:
                 check_tokens_are_independent(model, stages, x, repeat=False)
+                y_pred = stages.forward_only(x, checks=True)
                 if engine.rows is not None or get_mesh().pp_size > 1:
                     check_evaluated_rows(model, stages, x)
-                y_pred = stages.forward_only(x, checks=True)
                 if is_first and engine.rows is not None and y_pred is not None:
                     names, given = "model_transform or output_transform", (x, y, y_pred)
                     if get_mesh().dp_size > 1:
