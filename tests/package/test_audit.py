@@ -814,6 +814,21 @@ def test_fsdp2_reduces_gradients_after_a_check_that_has_failed_inside_of_a_unit(
     assert_right(with_a_state, dp=2)
 
 
+def accumulated(local_rank, **options):
+    torch.manual_seed(0)
+    model = ddl.auto_model(mlp().double(), **options)
+    trainer, losses = trainer_of(model, F.mse_loss, gradient_accumulation_steps=4), []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    trainer.run(ddl.auto_dataloader(TensorDataset(X[:20], Y[:20]), batch_size=5), max_epochs=3)
+    return losses, whole(model)
+
+
+def test_rows_are_looked_at_in_step_8_inside_of_a_window_that_keeps_weights_gathered():
+    plan = {"0": ddl.Column(), "2": ddl.Row()}
+    for options, axes in (({"tensor_plan": plan}, {"dp": 2, "tp": 2}), ({}, {"dp": 2})):
+        assert_right(partial(accumulated, shard=True, reshard_after_forward=False, **options), **axes)
+
+
 class Centres(nn.Module):
     def __init__(self):
         super().__init__()
