@@ -19,6 +19,7 @@ import itertools
 import math
 import os
 import pickle
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,9 +105,12 @@ def write(
             warnings.simplefilter("ignore")  # about a single process
             dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except BaseException:
-        if writer.made is not None:
-            with contextlib.suppress(OSError):
+        for _ in range(20 if writer.made is not None else 0):
+            try:
                 remove(writer.made)
+                break
+            except OSError:  # perhaps a peer, to which nothing can be sent now, has just begun a file in it
+                time.sleep(0.1)
         raise
 
 
