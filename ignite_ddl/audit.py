@@ -103,6 +103,7 @@ from ignite_ddl.backward import (
     check_backward_hooks,
     checking_functions,
     checking_tensor_hooks,
+    nudged,
     row_gradients_depend,
 )
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
@@ -267,8 +268,12 @@ class Audit:
             if counted is not None and on_any_rank(bool(counted)):
                 _check_counted(stages, x, mesh, counted)
             plain = stages.plain_module()  # DDP counts passes that have gradients
-            if on_any_rank(row_gradients_depend(functools.partial(stages.model_fn, plain), x, [plain])):
-                raise ValueError(ROW_GRADIENTS_DEPEND)
+            run = functools.partial(stages.model_fn, plain)
+            if on_any_rank(row_gradients_depend(run, x, [plain])):
+                with nudged([plain]):
+                    depend = on_any_rank(row_gradients_depend(run, x, [plain]))
+                if depend:
+                    raise ValueError(ROW_GRADIENTS_DEPEND)
 
     def compare(self, summed: list[float], contract: LossContract) -> None:
         """Compares what was summed with the loss, see :meth:`numbers_to_sum`.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ignite_ddl.backward import ROW_GRADIENTS_DEPEND, row_gradients_depend
+from ignite_ddl.backward import ROW_GRADIENTS_DEPEND, nudged, row_gradients_depend
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
 from ignite_ddl.data_parallel import local_round, reshard
 from ignite_ddl.experts.routing import routers_of
@@ -170,7 +170,11 @@ class BatchSchedules:
             value, stage = detached(value), self.stages[s]
             refused.extend([ROWS_DEPEND] * rows_depend_on_each_other(stage, value, [stage]))
             reshard(stage)  # as a backward pass leaves it
-            refused.extend([ROW_GRADIENTS_DEPEND] * row_gradients_depend(stage, value, [stage]))
+            depend = self._on_any_peer(row_gradients_depend(stage, value, [stage]))
+            if depend:
+                with nudged([stage]):
+                    depend = row_gradients_depend(stage, value, [stage])
+            refused.extend([ROW_GRADIENTS_DEPEND] * depend)
             return stage(value)
 
         stages = list(self.stages.values())
@@ -224,12 +228,16 @@ class BatchSchedules:
             self._agree(changes, unknown)
         return found
 
+    def _on_any_peer(self, found: bool) -> bool:
+        """Whether a rank found something, of those with which the layers of this rank's stages communicate."""
+        for group in (self.mesh.tp_group, *([self.mesh.dp_cp_group] if self.communicates else [])):
+            found = on_any_rank(found, group)
+        return found
+
     def _agree(self, refused: list[str], unknown: bool) -> None:
         """Raises on all stages what one of them refuses; what one does not know yet is checked in steps 2, 4, 8, …"""
         of_stages = gathered_values((refused, unknown), self.mesh.pp_group)
         if refused := [sentence for of_stage, _ in of_stages for sentence in of_stage]:
             raise ValueError(refused[0])
         unknown = any(unknown for _, unknown in of_stages)
-        for group in (self.mesh.tp_group, *([self.mesh.dp_cp_group] if self.communicates else [])):
-            unknown = on_any_rank(unknown, group)
-        self.unknown = unknown
+        self.unknown = self._on_any_peer(unknown)

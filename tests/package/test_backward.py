@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ignite.engine import Events
-from ranks import assert_right, on, run, trainer_of
+from ranks import assert_right, launch, on, run, trainer_of
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction, once_differentiable
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl.backward import checking_functions
+from ignite_ddl.backward import checking_functions, nudged, row_gradients_depend
 
 generator = torch.Generator().manual_seed(3)
 X = torch.randn(14, 8, generator=generator, dtype=torch.float64)
@@ -378,3 +378,32 @@ def test_ranks_that_share_experts_make_as_many_passes_with_one_row_as_with_two()
     for losses, weights in run(function, 2, dp=2, ep=2):
         assert losses == pytest.approx(expected, abs=1e-12)
         assert (weights - expected_weights).abs().max() <= 1e-12
+
+
+class OnTheEdge(nn.Module):
+    """A ReLU whose input is 0, above it for several rows and below it for some alone, as by a kernel's rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+        nn.init.zeros_(self.first.weight)
+        nn.init.zeros_(self.first.bias)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last((h + (1e-12 if len(x) > 3 else -1e-12)).relu())
+
+
+def gradients_on_the_edge(local_rank):
+    model = OnTheEdge().double()
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = [row_gradients_depend(model, x, [model])]
+    before = [p.detach().clone() for p in model.parameters()]
+    with nudged([model]):
+        found.append(row_gradients_depend(model, x, [model]))
+    assert all(map(torch.equal, before, model.parameters()))
+    return found
+
+
+def test_of_a_relu_whose_input_is_0_but_for_rounding_gradients_are_compared_beside_it():
+    assert launch({"dp": 2}, gradients_on_the_edge) == [[True, False]] * 2
