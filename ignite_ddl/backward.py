@@ -249,9 +249,9 @@ def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.
 
 @contextlib.contextmanager
 def nudged(stages: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, weights are slightly different, so that no ReLU is where it was.
+    """Inside, weights are slightly different, so that what was 0 but for rounding before a ReLU is not 0 any more.
 
-    Where its input is 0 but for rounding, the gradient of a row alone may be another one, and nothing is wrong.
+    There, a row alone may have another gradient than among others, since a kernel adds up in another order.
     """
     parts = [local_tensor(p.detach()) for stage in stages for p in stage.parameters() if p.is_floating_point()]
     kept = [(part, part.clone()) for part in {part.data_ptr(): part for part in parts if part.numel()}.values()]

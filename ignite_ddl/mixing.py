@@ -146,7 +146,9 @@ class CheckedCollate:
         if not self.is_checked and len(samples) > 1 and (worker is None or worker.id == 0):
             self.is_checked = True
             if rows_meet(self.collate_fn, list(samples), len(samples))[0]:
-                warnings.warn(f"collate_fn {_MIXES}: do that in the dataset, for equal numbers", stacklevel=2)
+                warnings.warn(
+                    f"collate_fn {_MIXES}: to get the numbers of one process, do that in the dataset", stacklevel=2
+                )
         return self.collate_fn(samples)
 
 
@@ -208,7 +210,9 @@ def check_prepare_batch(prepare: Callable[[Any], Any], batch: Any, rows: tuple[i
         return
     if any(draws for _, draws in found):  # others on each dp rank, in any case
         if mesh.rank == 0:
-            warnings.warn(f"prepare_batch {_MIXES}: do that in the dataset, for equal numbers", stacklevel=2)
+            warnings.warn(
+                f"prepare_batch {_MIXES}: to get the numbers of one process, do that in the dataset", stacklevel=2
+            )
         return
     if on_any_rank(_differs_from_one_process(prepare, batch, rows[0])):
         raise ValueError(
