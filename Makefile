@@ -14,7 +14,7 @@ PYODIDE = 314.0.7
 TPU_ARGS ?=
 BENCHMARKS_ARGS ?=
 # Scripts of `make test-all` beyond `make test`: tests/extra_<name>.sh
-EXTRAS = tpu huggingface types release slurm browser site
+EXTRAS = gpu tpu huggingface types release slurm browser site
 
 # `make PYTHON=python3.12` wants that version in .venv; plain `make` keeps the version that is there.
 CHOSEN = $(if $(filter file,$(origin PYTHON)),,--chosen)

@@ -93,7 +93,7 @@ def training(local_rank, args):
 
     weights = ddl.full_state_dict(model)
     if idist.get_rank() == 0:
-        whole = new_model(args)
+        whole = new_model(args).to(idist.device())
         whole.load_state_dict(weights)
         if args.save:
             torch.save(weights, args.save)
@@ -128,7 +128,7 @@ def make_parser():
     add("--microbatches", type=count, help="of the pipeline, default one per stage")
     add("--shard", action="store_true", default=None, help="shard weights and optimizer over dp (FSDP2)")
     add("--plan", choices=["auto"], help="let ignite_ddl.lab.plan choose the six above for the ranks at hand")
-    add("--backend", default="gloo", help="default gloo; nccl for one GPU per rank, which we have not tried")
+    add("--backend", default="gloo", help="default gloo, on the CPU; nccl for one GPU per rank")
     add("--amp-mode", choices=AMP_MODES, help="mixed precision by autocast, such as bfloat16")
     add("--dtype", choices=["float32", "float64"], default="float32", help="of the weights, default float32")
     add("--epochs", type=count, default=4, help="default 4")

@@ -581,6 +581,7 @@ def forward_backward(
     Examples:
         .. code-block:: python
 
+            import ignite.distributed as idist
             import torch
             import ignite_ddl as ddl
 
@@ -591,7 +592,7 @@ def forward_backward(
                 optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
 
                 def update(engine, batch):
-                    x, y = batch
+                    x, y = (tensor.to(idist.device()) for tensor in batch)
                     optimizer.zero_grad()
                     _, loss = ddl.forward_backward(engine, model, x, y, torch.nn.functional.l1_loss)
                     optimizer.step()

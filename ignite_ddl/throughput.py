@@ -43,7 +43,8 @@ class Throughput:
             import ignite_ddl as ddl
 
             tokens = torch.randint(10, (12, 8))                    # 12 sequences of 8 tokens
-            model = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Flatten(), torch.nn.Linear(32, 10))
+            layers = torch.nn.Embedding(10, 4), torch.nn.Flatten(), torch.nn.Linear(32, 10)
+            model = ddl.auto_model(torch.nn.Sequential(*layers))
             loader = ddl.auto_dataloader(torch.utils.data.TensorDataset(tokens, tokens[:, 0]), batch_size=4)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             trainer = ddl.create_supervised_trainer(model, optimizer, torch.nn.functional.cross_entropy)

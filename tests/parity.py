@@ -704,6 +704,7 @@ def _draw_by_tp_rank(case, model):
 
 def whole(tensor):
     if isinstance(tensor, DTensor):
+        tensor = tensor.to(tensor.device_mesh.device_type)  # offloaded ones are on the CPU, where NCCL sends nothing
         with quiet_redistribution():  # a line for each rank and weight would drown the table
             tensor = tensor.full_tensor()
     return None if tensor is None else tensor.detach().clone()

@@ -1,7 +1,8 @@
 """torch's attention kernels that return the logarithm of the sum of exponentials, and their backward passes.
 
 On a CPU one kernel takes every dtype, masks, and fewer key heads than query heads. On CUDA the flash kernels take
-float16 and bfloat16 without a mask; they were written from torch's schemas and have not been run on a GPU here.
+float16 and bfloat16 without a mask, on devices of compute capability 8.0 or higher, and read the logarithms as
+contiguous memory.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def has_kernel(pairs: Pairs) -> bool:
     query = pairs.query
     if query.device.type == "cpu":
         return True
-    return query.device.type == "cuda" and pairs.visible is None and query.dtype in (torch.float16, torch.bfloat16)
+    if query.device.type != "cuda" or pairs.visible is not None:
+        return False
+    fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256  # torch's dispatcher would pad
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return fits and half and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def attention(pairs: Pairs) -> Tensors:
@@ -72,7 +77,8 @@ def attention_backward(gradient: torch.Tensor, pairs: Pairs, output: torch.Tenso
     of_all_heads = (repeated(tensor, query) for tensor in (key, value))
     seed = torch.empty((), dtype=torch.int64, device="cpu")  # of dropout, which is 0
     of_query, *of_key_value = _aten._scaled_dot_product_flash_attention_backward(
-        *(gradient, query, *of_all_heads, output, logsumexp, None, None, rows, columns, 0.0, causal, seed, seed),
+        *(gradient, query, *of_all_heads, output, logsumexp.contiguous(), None, None, rows, columns, 0.0, causal),
+        *(seed, seed),
         scale=scale,
     )
     return of_query, *(sum_by_key_head(tensor, key) for tensor in of_key_value)

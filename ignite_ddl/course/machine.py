@@ -12,11 +12,11 @@ __all__ = ["describe_machine"]
 
 
 def keep_serial_runs_on_cpu() -> None:
-    """Makes a serial run compute on the CPU, as ranks do where there is no CUDA: idist would take a Mac's GPU.
+    """Makes a serial run compute on the CPU, as gloo's ranks do: idist would take a GPU of CUDA or of a Mac.
 
-    That GPU has no float64, and its numbers are not those of the ranks.
+    Chapters compare the two, tensor by tensor. (A Mac's GPU has no float64, either.)
     """
-    _SerialModel.device = lambda model: torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _SerialModel.device = lambda model: torch.device("cpu")
 
 
 def describe_machine() -> list[str]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import ignite
 import torch
 
 from ignite_ddl.launch.job import label
@@ -21,7 +22,11 @@ _PACKAGE = str(Path(__file__).parents[1])
 _RANK = str(Path(_PACKAGE, "launch/rank.py"))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ON_EVERY_RANK = tuple(str(Path(_PACKAGE, name)) for name in ("checkpoint", "state.py", "model.py", "mesh.py"))
-_LIBRARIES = (_PACKAGE, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+_LIBRARIES = (
+    *(_PACKAGE, "<frozen", _TORCH, os.path.dirname(ignite.__file__) + os.sep),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))),  # such as pip install --user's
+)
 
 
 class _Interrupted(KeyboardInterrupt):

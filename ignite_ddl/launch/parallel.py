@@ -93,8 +93,9 @@ class Parallel:
     by that signal, or calls the handler that it had before. A second signal ends the ranks at once.
 
     Args:
-        backend: "gloo" (CPU, or GPU) or "nccl" (one GPU per rank), or another backend of
-            ``idist.available_backends()`` where a job is joined. None runs serially.
+        backend: "gloo" (ranks on the CPU) or "nccl" (one GPU per rank), or another backend of
+            ``idist.available_backends()`` where a job is joined. None runs serially. Where a job is joined with
+            "gloo", and this machine has a GPU for each of its ranks, they use them.
         nproc_per_node: number of ranks to start on this machine.
         nnodes: number of machines, default 1. Each runs this same code.
         node_rank: this machine's index; needed if ``nnodes`` > 1.

@@ -27,7 +27,7 @@ import cloudpickle
 import ignite.distributed as idist
 import torch
 
-from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, set_nproc_per_node
+from ignite_ddl.compat import address_for_ignite, set_nproc_per_node
 from ignite_ddl.launch.companions import kind
 from ignite_ddl.launch.job import MARK, STACK_SIGNAL, Job, kill_orphans
 from ignite_ddl.launch.meeting import Meeting
@@ -186,7 +186,7 @@ def _set_up(job: Job, environ: dict[str, str]) -> None:
         sys.modules["numpy"].random.seed()  # else all forks of the forkserver draw the same numbers
     linecache.cache.update({name: (len(lines), None, lines, name) for name, lines in job.sources.items()})
     if job.backend == "gloo":
-        hide_gpus_if_too_few(job.nproc)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # idist would give rank r GPU r
     for module in job.modules:
         __import__(module)
 

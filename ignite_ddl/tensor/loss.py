@@ -53,13 +53,14 @@ def cross_entropy(
     Examples:
         .. code-block:: python
 
+            import ignite.distributed as idist
             import torch
             import ignite_ddl as ddl
 
             def losses(local_rank):
                 torch.manual_seed(0)
                 head = ddl.auto_model(torch.nn.Linear(4, 65), {"": ddl.Column(use_local_output=False)})
-                x, target = torch.randn(8, 4), torch.randint(65, (8,))
+                x, target = torch.randn(8, 4).to(idist.device()), torch.randint(65, (8,)).to(idist.device())
                 return ddl.cross_entropy(head(x), target).item()
 
             with ddl.Parallel(backend="gloo", nproc_per_node=2, tp=2) as parallel:

@@ -886,6 +886,7 @@ class Ends(nn.Module):
         return self.head(given[0])
 
 
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.12"), reason="whose stages send no masks")
 def test_layers_between_cut_ones_pass_masks_on_under_pp_and_tp():
     plan = {"*.up": ddl.Column(), "*.down": ddl.Row()}
     assert_right(

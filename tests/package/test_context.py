@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl.context import blocks, sequence
+from ignite_ddl.context import blocks, kernels, sequence
 from ignite_ddl.context.api import ring_attention, ulysses_attention
 from ignite_ddl.context.blocks import block_backward, block_forward, merge
-from ignite_ddl.context.kernels import Pairs
+from ignite_ddl.context.kernels import Pairs, attention_backward
 from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence, visible_pairs
 from ignite_ddl.course.gpt import GPT, Embedding
 from ignite_ddl.lab import cost
@@ -209,6 +210,45 @@ def test_a_row_that_sees_nothing_of_a_block():
     both = merge(nothing, nothing)
     assert not both[0].any()
     assert both[1].eq(float("-inf")).all()
+
+
+def of_rows(width, rows=slice(None), device="meta", dtype=torch.bfloat16):
+    """Queries, of which a rank may have cut some rows, and keys; logarithms are cut like queries."""
+    query, key = (torch.empty(2, 4, 8, width, dtype=dtype, device=device) for _ in range(2))
+    logsumexp = torch.empty(2, 4, 8, device=device)
+    return Pairs(query[:, :, rows], key, key, False, None, 1.0), logsumexp[:, :, rows]
+
+
+def test_the_flash_kernel_gets_logarithms_in_contiguous_memory(monkeypatch):
+    """CUDA's reads them by their address alone: those of a later half of the rows were others' (seen on an H200)."""
+    given, kernel = [], torch.ops.aten._scaled_dot_product_flash_attention_backward
+    spied = SimpleNamespace(
+        _scaled_dot_product_flash_attention_backward=lambda *a, **kw: given.append(a) or kernel(*a, **kw)
+    )
+    monkeypatch.setattr(kernels, "_aten", spied)
+    pairs, logsumexp = of_rows(8, slice(4, None))
+    assert not logsumexp.is_contiguous()
+    attention_backward(torch.empty_like(pairs.query), pairs, torch.empty_like(pairs.query), logsumexp)
+    assert all(tensor.is_contiguous() for tensor in given[0][5:6])
+    assert given[0][5].shape == logsumexp.shape
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "capability", "can"),
+    [
+        (64, torch.bfloat16, (9, 0), True),
+        (64, torch.float16, (8, 0), True),
+        (64, torch.float16, (7, 5), False),  # a T4
+        (64, torch.float32, (9, 0), False),
+        (12, torch.float16, (9, 0), False),
+        (264, torch.float16, (9, 0), False),
+    ],
+)
+def test_the_flash_kernel_is_taken_where_it_can_compute(width, dtype, capability, can, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    pairs, _ = of_rows(width, dtype=dtype)
+    on_cuda = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=pairs.query.shape)
+    assert kernels.has_kernel(pairs._replace(query=on_cuda)) == can
 
 
 @pytest.mark.parametrize("causal", [False, True])

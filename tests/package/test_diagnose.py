@@ -3,7 +3,11 @@ those that should make the same calls.
 """
 
 import math
+import os
+import subprocess
+import sys
 
+import ignite
 import pytest
 import torch
 import torch.distributed as dist
@@ -207,3 +211,19 @@ def on_rank_0_only(rank, folder, made):
 def test_what_one_rank_alone_makes_or_attaches_is_named(made, tmp_path):
     error = failing(on_rank_0_only, tmp_path, made, timeout=time_to_start(2) + 3, within=60)
     assert "Only rank 0 came to ddl.Checkpoint: make, attach and call it on every rank, not under `if" in str(error)
+
+
+ELSEWHERE = """
+import ignite
+from ignite_ddl.diagnose.stacks import user_frame
+print(ignite.__file__)
+print(user_frame([(ignite.__file__, 1, "all_reduce"), ("train.py", 7, "step")]))
+"""
+
+
+def test_ignite_is_no_code_of_the_user_wherever_it_is_installed(tmp_path):
+    """Such as by pip install --target, by which it was on a machine with a GPU."""
+    (tmp_path / "ignite").symlink_to(os.path.dirname(ignite.__file__))
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, env=environ, timeout=120)
+    assert done.stdout.splitlines() == [str(tmp_path / "ignite/__init__.py"), "('train.py', 7, 'step')"], done.stderr

@@ -823,7 +823,11 @@ def branching(make=Branch, inner=8, **options):
         (partial(trained, make=partial(Sensitive, by_dual), shard=True), {"dp": 2}, "This was .* torch.func.jvp"),
         (partial(trained, make=partial(Sensitive, by_dual), tensor_plan=FORWARD), {"tp": 2}, "take a mesh of dp alone"),
         (partial(trained, make=partial(Sensitive, by_jvp), tensor_plan=FORWARD), {"tp": 2}, "take a mesh of dp alone"),
-        (partial(trained, make=partial(Sensitive, by_jvp_of_gradient), shard=True), {"dp": 2}, "without shard=True"),
+        (
+            partial(trained, make=partial(Sensitive, by_jvp_of_gradient), shard=True),
+            {"dp": 2},
+            "(without|leave out) shard=True",
+        ),
         (partial(trained, make=partial(Slope, True), shard=True), {"dp": 2}, f"{TWICE}|leave out shard=True"),
         (by_hand, {"dp": 2}, "this rank has . of the batch's 7 rows.*call ddl.forward_backward"),
         *(

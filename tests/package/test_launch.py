@@ -656,7 +656,18 @@ def test_spawn_works_and_warns_once_where_there_is_no_forkserver(monkeypatch):
         parallel()._context()
 
 
-def test_gloo_ranks_use_the_cpu_where_gpus_are_too_few(monkeypatch):
+def gpus_seen(local_rank):
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_gloo_ranks_compute_on_the_cpu(monkeypatch):
+    """Else one rank would take the only GPU, and two the CPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert parallel(1).run(gpus_seen) == [""]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_a_joined_job_of_gloo_uses_the_cpu_where_gpus_are_too_few(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     hide_gpus_if_too_few(1)
