@@ -4,17 +4,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 from ignite_ddl import tpu
-from ignite_ddl.compat import pickle_shards
+from ignite_ddl.clipping import clip_grad_norm_
 from ignite_ddl.context.api import ring_attention, ulysses_attention
 from ignite_ddl.context.sequence import sequence_positions
 from ignite_ddl.data import auto_dataloader
-from ignite_ddl.engine import (
-    MeshEngine,
-    clip_grad_norm_,
-    create_supervised_evaluator,
-    create_supervised_trainer,
-    forward_backward,
-)
+from ignite_ddl.engine import MeshEngine, create_supervised_evaluator, create_supervised_trainer, forward_backward
 from ignite_ddl.experts.layer import MixtureOfExperts
 from ignite_ddl.experts.routing import Router
 from ignite_ddl.experts.style import Experts
@@ -23,6 +17,7 @@ from ignite_ddl.lazy import empty_weights, lazy
 from ignite_ddl.local import DiLoCo, LocalSGD
 from ignite_ddl.mesh import Mesh, get_mesh, initialize_mesh
 from ignite_ddl.model import auto_model, auto_optim, check_model
+from ignite_ddl.parts import pickle_shards
 from ignite_ddl.pipeline.costs import layer_costs
 from ignite_ddl.pipeline.trace import trace_layers
 from ignite_ddl.state import distribute_like, full_state_dict, load_full_state_dict

@@ -83,8 +83,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import operator
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -107,30 +105,21 @@ from ignite_ddl.backward import (
     row_gradients_depend,
 )
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
-from ignite_ddl.compat import gathers, leaves_gradients
 from ignite_ddl.context.sequence import check_tokens, length_matters
-from ignite_ddl.data_parallel import local_round, reshard
+from ignite_ddl.data_parallel import local_round
 from ignite_ddl.experts.style import experts_of
-from ignite_ddl.guards import check_parameter_hooks
+from ignite_ddl.fingerprint import check_unchanged, fingerprint_of, warn_of_random_values
 from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.modules_in_use import ModulesInUse
 from ignite_ddl.optim import check_same_options
 from ignite_ddl.pipeline.cut import check_root_hooks
-from ignite_ddl.pipeline.structure import are_samples, local_tensor, n_rows, tensors_of, tensors_of_rows
+from ignite_ddl.pipeline.structure import are_samples, n_rows, tensors_of, tensors_of_rows
 from ignite_ddl.regions import check_regions_once
 from ignite_ddl.replicas import check_replicas, digest, lost_changes
-from ignite_ddl.state import INITIAL_VALUES
+from ignite_ddl.rows_alone import ROWS_DEPEND, rows_depend_on_each_other, several_rows
 from ignite_ddl.tensor.gradients import ReplicatedWeights
-from ignite_ddl.traceless import (
-    ROWS_DEPEND,
-    UNLIKE_MODULES,
-    outputs_depend_on,
-    outputs_depend_on_padding,
-    peers_are_elsewhere,
-    rows_depend_on_each_other,
-    several_rows,
-    stored_values,
-)
+from ignite_ddl.traceless import UNLIKE_MODULES, outputs_depend_on, outputs_depend_on_padding, stored_values
 
 TOKENS_CHECKED = "_tokens_checked"  # on a model whose tokens have been checked, or are not to be
 ROWS_CHECKED = "_rows_checked"  # the same of its rows
@@ -150,7 +139,7 @@ class Audit:
         self.model, self.stages, self.mesh = model, stages, mesh
         self.step, self.is_check_step = 0, True  # steps 1, 2, 4, 8, …
         self.lost: list[str] = []  # weights that a forward pass has changed in vain
-        fingerprint = _fingerprint_of(model)
+        fingerprint = fingerprint_of(model)
         unprepared = fingerprint is None and not isinstance(model, DistributedDataParallel | FSDPModule)
         if unprepared and mesh.dp_cp_size > 1 and any(p.requires_grad for p in model.parameters()):
             raise ValueError(
@@ -198,7 +187,7 @@ class Audit:
 
     def _check_before_forward(self, x: Any, y: Any) -> None:
         _check_weights_are_loaded(self.model)
-        _warn_of_random_values(self.model)
+        warn_of_random_values(self.model)
         if self.mesh.pp_size > 1:
             _check_hooks_of_pipeline(self.model, self.stages)
         check_same_rows(self.mesh, x, y)
@@ -536,240 +525,7 @@ def _check_rows_are_in_dim_0(loader_rows: int, x: Any, y: Any) -> None:
 # ------------------------------------------------------------------------------------------- the model is unchanged
 
 
-class _Fingerprint:
-    """What ``ddl.auto_model`` has returned, to find later changes; a copy of the model has none.
-
-    Attributes:
-        by_ddp: whether DDP wraps the model.
-        sharded: whether weights are sharded over dp or averaged by rounds, so that no wrapper has to be called.
-        finds_unused: whether DDP allows weights to be left out of a step.
-    """
-
-    def __init__(self, model: nn.Module, sharded: bool) -> None:
-        self.by_ddp, self.sharded = isinstance(model, DistributedDataParallel), sharded
-        self.finds_unused = self.by_ddp and (model.find_unused_parameters or model.static_graph)
-        self.take(model)
-
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-    def __reduce__(self) -> tuple:
-        return type(None), ()
-
-    def take(self, model: nn.Module) -> None:
-        self.dicts = [d for module in model.modules() for d in (module._parameters, module._modules)]
-        self.entries = self._entries()
-        self.n_attributes = len(vars(model))
-        named = list((model.module if self.by_ddp else model).named_parameters())
-        self.parameters = [(name, p, p.dtype, p.requires_grad, _has_hooks(p)) for name, p in named]
-        self.strides = [(name, p, p.stride()) for name, p in named if p.ndim > 3]
-
-    def _entries(self) -> list[Any]:
-        return list(itertools.chain.from_iterable(map(dict.values, self.dicts)))
-
-    def has_same_entries(self) -> bool:
-        """Looks in the modules' own dicts, without a line of Python for each: walking through the model takes long."""
-        now = self._entries()
-        return len(now) == len(self.entries) and all(map(operator.is_, now, self.entries))
-
-
-def take_fingerprint(model: nn.Module, sharded: bool) -> None:
-    """Records a model as it is now, for :func:`check_unchanged`."""
-    model._fingerprint = _Fingerprint(model, sharded)
-    if get_mesh().pp_size > 1:
-        digests = [(p, digest(p)) for p in model.parameters() if not p.is_meta]
-        setattr(model, INITIAL_VALUES, (torch.get_rng_state(), digests))
-        model.register_load_state_dict_post_hook(_forget_initial_values)
-
-
-def _forget_initial_values(model: nn.Module, *_: Any) -> None:
-    vars(model).pop(INITIAL_VALUES, None)
-
-
-def _warn_of_random_values(model: nn.Module) -> None:
-    """Stages that draw initial values draw others than one process, each for itself; nothing else shows that."""
-    before, digests = vars(model).pop(INITIAL_VALUES, (None, ()))
-    if before is None or torch.equal(before, torch.get_rng_state()):
-        return
-    for p, initial in digests:
-        if digest(p) != initial and len(local_tensor(p.detach()).unique()) > 2:  # one or two: a constant
-            name = next(name for name, other in model.named_parameters() if other is p)
-            warnings.warn(
-                f"{name!r} was changed after ddl.auto_model. If it was initialised with random numbers, each stage of "
-                "the pipeline has drawn its own, and not those of one process: initialise before ddl.auto_model. If "
-                "it was loaded or computed, nothing is wrong",
-                stacklevel=2,
-            )
-            return
-
-
-def _fingerprint_of(model: nn.Module) -> _Fingerprint | None:
-    return getattr(model, "_fingerprint", None)  # also of what torch.compile has wrapped
-
-
-def check_unchanged(model: nn.Module) -> None:
-    """Raises a ValueError if a model was changed since ``ddl.auto_model``, so that gradients would not be reduced."""
-    fingerprint, mesh = _fingerprint_of(model), get_mesh()
-    if fingerprint is None or mesh.dp_cp_size * mesh.pp_size == 1:  # over tp alone, torch's layers reduce what is cut
-        return
-    if mesh.pp_size == 1 and getattr(model, "_holds_weights", False):  # FSDP2's full ones, until the optimizer steps
-        return
-    if not fingerprint.has_same_entries():
-        reshard(model)  # FSDP2 puts unsharded parameters in the places of others
-        if not fingerprint.has_same_entries():
-            _check_new_parameters(model, fingerprint)
-            fingerprint.take(model)
-    for name, parameter, stride in fingerprint.strides:
-        if parameter.stride() != stride:
-            raise ValueError(
-                f"{name!r} has another memory format than when ddl.auto_model made its buffers of gradients, which "
-                "keep the old one: leave out model.to(memory_format=...), and give it to inputs alone"
-            )
-    if fingerprint.by_ddp:
-        _check_unchanged_under_ddp(model, fingerprint)
-    for name, parameter, _, _, hooked in fingerprint.parameters:  # hooked by a style of the plan
-        if not hooked and _has_hooks(parameter):
-            check_parameter_hooks([(name, parameter)], mesh, fingerprint.by_ddp)
-
-
-def _check_unchanged_under_ddp(model: DistributedDataParallel, fingerprint: _Fingerprint) -> None:
-    if len(vars(model)) != fingerprint.n_attributes:
-        misplaced = next((k for k in list(vars(model))[fingerprint.n_attributes :] if hasattr(model.module, k)), None)
-        if misplaced is not None:
-            raise ValueError(
-                f"{misplaced!r} was set on DDP's wrapper, where the model does not see it: set it on model.module"
-            )
-    for name, parameter, dtype, trained, _ in fingerprint.parameters:
-        if parameter.dtype is not dtype:
-            raise ValueError(
-                f"{name!r} was {dtype} when ddl.auto_model wrapped the model in DDP, whose buffers keep that, and is "
-                f"{parameter.dtype}: change the dtype before"
-            )
-        if parameter.requires_grad is not trained and not (trained and fingerprint.finds_unused):
-            raise ValueError(
-                f"{name!r} was {'unfrozen' if trained else 'frozen'} when ddl.auto_model wrapped the model in DDP, "
-                f"which {'waits for' if trained else 'does not average'} its gradient: pass shard=True to "
-                "ddl.auto_model, which follows such changes, or call ddl.auto_model on model.module again, and make "
-                "the optimizer and the trainer anew"
-            )
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def _check_new_parameters(model: nn.Module, fingerprint: _Fingerprint) -> None:
-    before = {id(p): name for name, p, _, trained, _ in fingerprint.parameters if trained}
-    plain = model.module if fingerprint.by_ddp else model
-    after = {id(p): name for name, p in plain.named_parameters() if p.requires_grad}
-    new = [name for i, name in after.items() if i not in before]
-    removed = [name for i, name in before.items() if i not in after]
-    if new or removed and fingerprint.by_ddp and not fingerprint.finds_unused:
-        name, change = (new or removed)[0], "added or replaced" if new else "removed"
-        raise ValueError(
-            f"{name!r} was {change} after ddl.auto_model, but ranks average the "
-            "gradients of the parameters that the model had then: add heads, adapters and parametrizations before "
-            "ddl.auto_model, and load weights in place (ddl.load_full_state_dict)"
-        )
-
-
 # ------------------------------------------------------------------------------------------- rows and modules
-
-END = -1  # instead of a module's number: the end of a stage's first forward pass in a step
-
-
-class ModulesInUse:
-    """Checks that all dp ranks call the same modules with weights in a step.
-
-    Otherwise, gradients of different weights would be added where they are reduced in one flat tensor, or torch would
-    abort if sizes differ. In steps 1, 2, 4, 8, …, the ranks compare their calls at each gather of FSDP2 and at the end
-    of the forward pass, before anything is reduced; others reduce a digest together with the loss. DDP needs all
-    weights to be used, which each rank checks alone by their gradients: the hooks are removed after the first step,
-    since they take a third of a millisecond per step in a small GPT.
-
-    Args:
-        stages: this rank's stages.
-        mesh: the mesh.
-    """
-
-    def __init__(self, stages: list[nn.Module], mesh: Mesh) -> None:
-        self.mesh, self.compares = mesh, False
-        # In order, each module once, since dp ranks may have different numbers of microbatches.
-        self.calls: dict[int, None] = {}
-        self.names: list[str] = []
-        self.handles: list[Any] = []
-        self.ddp: list[DistributedDataParallel] = []  # those of the stages, whose hooks are for the first step only
-        self.weights: list[tuple[str, nn.Parameter]] = []  # whose gradients DDP waits for
-        if mesh.dp_cp_size == 1 or any(_finds_unused(stage) for stage in stages):
-            return
-        self.ddp = [stage for stage in stages if isinstance(stage, DistributedDataParallel)]
-        for stage in self.ddp:
-            if not stage.static_graph:  # static_graph allows unused weights
-                named = stage.module.named_parameters()
-                self.weights += [(k, p) for k, p in named if p.requires_grad and k not in stage.parameters_to_ignore]
-        for stage in stages:
-            for name, module in stage.named_modules():
-                if any(True for _ in module.parameters(recurse=False)) or isinstance(module, FSDPModule):
-                    hook = self._hook(len(self.names), module)
-                    self.handles.append(module.register_forward_pre_hook(hook, prepend=True))
-                    self.names.append(name.removeprefix("module.") or type(module).__name__)
-            self.handles.append(stage.register_forward_hook(self._hook(END, stage)))
-
-    def begin(self, compares: bool) -> None:
-        """Starts a step; in its forward pass, ranks compare their calls or not."""
-        self.compares = compares
-        self.calls.clear()
-
-    def digest(self) -> int:
-        """After the forward pass, a number below 2 ** 20 for the modules called in it, in order."""
-        self.compares = False
-        while self.ddp and self.handles:
-            self.handles.pop().remove()
-        return hash(tuple(self.calls)) % 2**20
-
-    def check_gradients(self) -> None:
-        """Raises a ValueError if DDP waits for gradients after the last backward pass of a step.
-
-        This rank's peers may wait, too: the launcher ends them.
-        """
-        none_has_one = bool(self.weights) and self.weights[0][1].grad is None  # then DDP has not begun
-        if not none_has_one and not any(map(leaves_gradients, self.ddp)):
-            return
-        unused = next((name for name, parameter in self.weights if parameter.grad is None), None)
-        if unused is not None:
-            raise ValueError(
-                f"DDP waits for the gradients of all weights, but this rank did not use {unused!r} in this step: "
-                "pass find_unused_parameters=True to ddl.auto_model, or make the same choice on all ranks and pass "
-                "shard=True, which second derivatives do not allow"
-            )
-        raise ValueError(
-            "DDP waits for a gradient of each weight in the last backward pass before an optimizer step, but its loss "
-            "gives some weights none (derivatives of the output do not depend on the last bias): add 0 * output.sum() "
-            "to the loss, or call ddl.forward_backward with another loss last"
-        )
-
-    def _hook(self, number: int, module: nn.Module) -> Any:
-        communicates = number == END or isinstance(module, FSDPModule)
-        each_time = number != END and gathers(module) and self.mesh.pp_size == 1
-
-        def hook(*_: Any) -> None:
-            is_new = torch.is_grad_enabled() and number not in self.calls
-            if is_new:
-                self.calls[number] = None
-            if communicates and self.compares and (is_new or each_time):
-                self._compare(number)
-
-        return hook
-
-    def _compare(self, number: int) -> None:
-        """Raises a ValueError unless all dp ranks have called the same modules."""
-        if peers_are_elsewhere(hash(tuple(self.calls)) % 2**20, number, self.mesh.dp_cp_group):
-            at = "the end of forward" if number == END else repr(self.names[number])
-            raise ValueError(f"{UNLIKE_MODULES} This rank was at {at}")
-
-
-def _finds_unused(stage: nn.Module) -> bool:
-    return isinstance(stage, DistributedDataParallel) and stage.find_unused_parameters
 
 
 def warn_of_same_batch(mesh: Mesh, batch: Any) -> None:

@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ignite_ddl.compat import gathers, without_transforms
 from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.pipeline.structure import local_tensor, n_rows, some_rows, tensors_of
-from ignite_ddl.traceless import MAY_DEPEND, WatchForSums, differ, evaluating, few_rows, norm_over_rows, without_trace
+from ignite_ddl.rows_alone import MAY_DEPEND, few_rows, norm_over_rows
+from ignite_ddl.traceless import WatchForSums, differ, evaluating, without_trace
 
 
 def check_backward_hooks(module: nn.Module) -> None:

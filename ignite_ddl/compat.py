@@ -6,14 +6,21 @@ Tested with torch 2.11, 2.13 and 2.15 and Ignite 0.5.4 and 0.5.5 unless noted ot
 file                                    what it uses
 ======================================  ===============================================================
 ``compat.py``                           below
+``parts.py``                            the dispatcher of DTensors, ``AsyncCollectiveTensor``, how ``torch.nn.utils`` and
+                                        optimizers group lists
 ``data.py``                             ``torch.utils._pytree``, as most of the following; ``DataLoader._get_iterator``,
                                         an Ignite engine's ``_dataloader_iter``
-``loss_contract.py``                    ``nn``'s ``_Loss``, the base of its losses; the numbers of autograd's nodes
+``same_samples.py``                     ``torch.utils._pytree``
+``loss_contract.py``                    ``torch.utils._pytree``
+``loss_graph.py``                       the numbers of autograd's nodes
 ``replicas.py``                         ``_NormBase``, ``nn.Module._non_persistent_buffers_set``,
                                         ``_forward_pre_hooks``, ``FSDPModule._get_fsdp_state``
+``audit.py``                            ``torch.utils._pytree``
 ``traceless.py``                        ``_NormBase``, ``nn.Module._buffers``, torch's dispatch mode, the ``_schema``
                                         of its operators
-``audit.py``                            ``nn.Module._parameters``, ``_modules``, ``Parameter._backward_hooks``
+``kept_state.py``                       ``torch.utils._pytree``
+``rows_alone.py``                       ``_NormBase``, ``torch.utils._pytree``
+``fingerprint.py``                      ``nn.Module._parameters``, ``_modules``, ``Parameter._backward_hooks``
 ``backward.py``                         ``nn.Module._backward_hooks``, ``_backward_pre_hooks``; a Function's node
                                         (``BackwardCFunction``) and its ``_forward_cls``
 ``guards.py``                           ``Parameter._backward_hooks``
@@ -65,23 +72,17 @@ import logging
 import os
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from ignite.distributed.comp_models.native import _NativeDistModel
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
-
-from ignite_ddl.arguments import first_line
+from torch.distributed.tensor import DTensor
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -249,334 +250,6 @@ def called_by_ignites_checkpoint() -> bool:
     return False
 
 
-PART_OF_A_MODEL = "_part_of_a_model"  # on a parameter of a model that pp or tp has cut
-_MESHES: set[DeviceMesh] = set()  # of the weights that auto_model has cut
-MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # from ddl.auto_model, on a mesh
-
-
-def guard_cut_model(model: nn.Module, part_of_each: bool) -> None:
-    """Makes torch raise an error where it would take this rank's part of a cut model for the full model.
-
-    Refused are pickling a DTensor that is cut, reading a number off one (torch gives this rank's part), and
-    ``torch.nn.utils``'s norm of gradients of a part of the model, whose ``clip_grad_value_`` is right. Random numbers
-    for a DTensor are a part of those of the full tensor, and where torch cannot compute with a DTensor, the error says
-    what to do instead.
-
-    Args:
-        model: a cut model.
-        part_of_each: whether this rank holds a part of each weight, as FSDP2's ranks do, so that torch's norm is right.
-    """
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            _MESHES.add(parameter.device_mesh)
-        if not part_of_each:
-            setattr(parameter, PART_OF_A_MODEL, True)
-    if "__reduce_ex__" not in vars(DTensor):
-        _guard_dtensors()
-        _guard_lists()
-
-
-def _guard_dtensors() -> None:
-    for name in (
-        "item",
-        "__float__",
-        "__int__",
-        "__bool__",
-        "__index__",
-        "__complex__",
-        "numpy",
-        "__array__",
-        "tolist",
-    ):
-        setattr(DTensor, name, _refuse_parts(getattr(torch.Tensor, name)))
-    DTensor.__reduce_ex__ = _reduce_ex
-    # What a layer that is cut over tp returns may not have arrived; torch pickles its memory as it is (private, 2.13).
-    AsyncCollectiveTensor.__reduce_ex__ = lambda tensor, protocol: tensor.trigger_wait().__reduce_ex__(protocol)
-    AsyncCollectiveTensor.__deepcopy__ = lambda tensor, memo: tensor.trigger_wait().__deepcopy__(memo)
-    for name in _IN_PLACE:
-        setattr(DTensor, name, _explain_refusals(_refuse_copies_of_parts(getattr(torch.Tensor, name))))
-    for name in _SLICES:
-        setattr(DTensor, name, _mark_copies_of_parts(getattr(torch.Tensor, name)))
-    DTensor.__setitem__ = _refuse_items_of_parts(DTensor.__setitem__)
-    DTensor.storage = _refuse_safetensors
-    DTensor.data = property(_noting_aliases(torch.Tensor.data.__get__), _set_data)
-    DTensor.detach = _noting_aliases(torch.Tensor.detach)
-    dispatcher, aten = DTensor._op_dispatcher, torch.ops.aten
-    for name in _REFUSALS & set(dir(dispatcher)):
-        setattr(dispatcher, name, _explain_refusals(getattr(dispatcher, name)))
-    drawn = [getattr(aten, name).default for name in ("uniform_", "normal_", "exponential_", "rand_like", "randn_like")]
-    dispatcher._custom_op_handlers[aten._is_any_true.default] = _any_of_part
-    for operator in (*drawn, aten.bernoulli_.float, aten.randint_like.default, aten.randint_like.low_dtype):
-        known = dispatcher._custom_op_handlers.get(operator)
-        dispatcher._custom_op_handlers[operator] = functools.partial(_draw_full, known)
-
-
-def _guard_lists() -> None:
-    """Guards torch's functions of lists, such as the norm of gradients and an optimizer's foreach and fused steps.
-
-    Also those that a script has imported before: they look up how to group a list when they are called.
-    """
-    from torch.nn.utils import clip_grad
-    from torch.optim import optimizer, swa_utils
-
-    group = clip_grad._group_tensors_by_device_and_dtype
-
-    def guarded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if sys._getframe(1).f_code.co_name == "_get_total_norm":
-            if any(_are_a_part(tensors[0], model) for model in MODELS):
-                raise ValueError(
-                    "torch.nn.utils computes the norm of this rank's part of a model that is cut over ranks: call "
-                    "ddl.clip_grad_norm_(model, max_norm), with parameters=group['params'] for a parameter group "
-                    "alone, or pass max_norm to ddl.create_supervised_trainer"
-                )
-            return group(tensors, *args, **kwargs)
-        return _group_each_kind(group, tensors, *args, **kwargs)
-
-    clip_grad._group_tensors_by_device_and_dtype = guarded
-    for user in (optimizer, swa_utils):
-        user._group_tensors_by_device_and_dtype = functools.partial(_group_each_kind, group)
-
-
-def _are_a_part(tensors: Sequence[torch.Tensor], model: nn.Module) -> bool:
-    """Whether these are this rank's part of several weights of a model; under pp, perhaps the only one of a stage."""
-    parts = [p for p in model.parameters() if hasattr(p, PART_OF_A_MODEL)]
-    held = {id(tensor) for p in parts for tensor in (p, p.grad)}
-    of_stage = [p for p in parts if p.grad is not None] if hasattr(model, "_local_stages") else []
-    return (len(tensors) > 1 or len(of_stage) == 1) and any(id(tensor) in held for tensor in tensors)
-
-
-def _group_each_kind(group: Callable, tensors: Sequence[Sequence[Any]], *args: Any, **kwargs: Any) -> Any:
-    """Groups DTensors of each mesh, and other tensors, separately: torch's foreach operators take no list of both."""
-    kinds: dict[DeviceMesh | None, list[int]] = {}
-    for i, tensor in enumerate(tensors[0]):
-        kinds.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(i)
-    if len(kinds) < 2:
-        return group(tensors, *args, **kwargs)
-    found: dict[Any, Any] = {}
-    for kind, chosen in kinds.items():
-        groups = group([[of[i] for i in chosen] if of else of for of in tensors], *args, **kwargs)
-        for (device, dtype), (lists, indices) in groups.items():
-            found[device, (dtype, kind)] = lists, [chosen[i] for i in indices]
-    return found
-
-
-# Methods of DTensors' dispatcher that refuse operators (private, torch 2.13), and methods by which scripts set weights.
-_REFUSALS = {"_propagate_op_sharding_dispatch_slow_path", "unwrap_to_op_info"}
-_IN_PLACE = ("add_", "sub_", "mul_", "div_", "copy_", "lerp_", "fill_diagonal_", "masked_fill_", "index_fill_")
-_IN_PLACE += ("index_copy_", "scatter_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
-_IN_PLACE += ("zero_", "fill_", "normal_", "uniform_", "clamp_", "clamp_min_", "clamp_max_", "neg_", "pow_", "sign_")
-_IN_PLACE += ("addcmul_", "addcdiv_")
-_SLICES = ("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal")
-ROW_ORDER = "_row_order"  # on a parameter: for each of its rows, the index of the row in the uncut model
-_COPY_OF_A_PART = "_copy_of_a_part"  # on what a slice of a cut tensor has gathered: torch has no view of it
-
-
-class PartError(ValueError):
-    """torch cannot compute something with a weight or gradient that is cut over ranks."""
-
-    def __init__(self, error: Exception) -> None:
-        if "loading state_dict" in str(error):
-            super().__init__(
-                "an uncut model got the state_dict of one that is cut over ranks, whose weights are DTensors: "
-                "give it ddl.full_state_dict(model), of which every rank gets all; a cut model takes such a state by "
-                "ddl.load_full_state_dict(model, state)"
-            )
-            return
-        super().__init__(
-            f"torch cannot compute this with a weight or gradient that is cut over ranks, a DTensor "
-            f"({first_line(error, 400).rstrip('!')}): compute with full ones, p.full_tensor() and "
-            "p.grad.full_tensor() on every rank, and cut the result by "
-            "torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements), a mask or noise for the "
-            "uncut weight by ddl.distribute_like(value, p); or change weights before ddl.auto_model, or in the state "
-            "of ddl.full_state_dict(model), given to ddl.load_full_state_dict on every rank"
-        )
-
-    def __reduce__(self) -> Any:
-        return ValueError, self.args
-
-
-def _explain_refusals(method: Callable) -> Callable:
-    """Raises a :class:`PartError` in place of torch's error, where a weight of ``ddl.auto_model`` is involved."""
-
-    @functools.wraps(method)
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            if isinstance(error, PartError) or not any(_is_from_auto_model(leaf) for leaf in tree_leaves(args)):
-                raise
-            raise PartError(error) from error
-
-    return explained
-
-
-def _mark_copies_of_parts(method: Callable) -> Callable:
-    """Marks slices that are no views, as they are in one process, since they cross ranks."""
-
-    @functools.wraps(method)
-    def marked(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
-        found = method(tensor, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return found
-        chosen = [i for arg in args for i in (arg if isinstance(arg, tuple) else (arg,))]
-        copies = any(isinstance(i, list | torch.Tensor) for i in chosen)  # in one process, too
-        if is_part(tensor) and not copies:
-            held = tensor._local_tensor.untyped_storage()._cdata
-            for piece in found if isinstance(found, tuple | list) else (found,):
-                if isinstance(piece, DTensor) and piece._local_tensor.untyped_storage()._cdata != held:
-                    setattr(piece, _COPY_OF_A_PART, True)
-        return found
-
-    return marked
-
-
-def _refuse_copies_of_parts(method: Callable) -> Callable:
-    """Refuses to change a slice that is no view: the weight would stay as it is."""
-
-    @functools.wraps(method)
-    def guarded(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(tensor, _COPY_OF_A_PART):
-            raise PartError(RuntimeError("a slice that crosses ranks is a copy, whose change the weight does not see"))
-        return method(tensor, *args, **kwargs)
-
-    return guarded
-
-
-def _refuse_items_of_parts(method: Callable) -> Callable:
-    """Refuses ``p[i] = value`` where ``p[i]`` is no view: torch 2.15 would write to what it has gathered."""
-
-    @functools.wraps(method)
-    def guarded(tensor: DTensor, index: Any, value: Any) -> None:
-        if not any(isinstance(i, list | torch.Tensor) for i in (index if isinstance(index, tuple) else (index,))):
-            with torch.no_grad():
-                _refuse_copies_of_parts(lambda piece: None)(tensor[index])
-        method(tensor, index, value)
-
-    return guarded
-
-
-_ALIASES = WeakIdKeyDictionary()  # of a weight to its p.data and p.detach() that are in use: weak references
-_ALIAS_OF = WeakIdKeyDictionary()  # of each of these to its weight: a weak reference
-
-
-def _noting_aliases(method: Callable) -> Callable:
-    @functools.wraps(method, ("__name__", "__doc__"), ())
-    def noting(tensor: DTensor, *args: Any) -> Any:
-        found = method(tensor, *args)
-        if not torch.compiler.is_compiling() and isinstance(tensor, nn.Parameter) and _is_from_auto_model(tensor):
-            _note_alias(tensor, found)
-        return found
-
-    return noting
-
-
-def _note_alias(weight: DTensor, alias: DTensor) -> None:
-    kept = [each for each in _ALIASES.get(weight, ()) if each() is not None]
-    _ALIASES[weight] = [*kept, weakref.ref(alias)]
-    _ALIAS_OF[alias] = weakref.ref(weight)
-
-
-def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
-    """``p.data = value``, of which torch would keep the shape alone: this rank's part stays where it was.
-
-    As in one process, what ``p.data`` gave before keeps its values, and ``value`` shares memory with the weight.
-    """
-    same = value.shape == tensor.shape and value.dtype == tensor.dtype
-    if not _is_from_auto_model(tensor) or not same:
-        torch.Tensor.data.__set__(tensor, value)
-        return
-    is_weight = isinstance(value, nn.Parameter) and _is_from_auto_model(value)
-    owner = value if is_weight else _ALIAS_OF.get(value, lambda: None)()
-    if owner is tensor:
-        return
-    if owner is not None:
-        raise ValueError(
-            "p.data = q.data lets two weights share memory in one process, which weights that are cut over ranks "
-            "cannot: copy it, p.data.copy_(q.data)"
-        )
-    with torch.no_grad():
-        for alias in [found for each in _ALIASES.pop(tensor, ()) if (found := each()) is not None]:
-            alias._local_tensor = alias._local_tensor.clone()
-            del _ALIAS_OF[alias]
-        if not isinstance(value, DTensor):
-            order = getattr(tensor, ROW_ORDER, None)
-            if order is not None and not torch.equal(value, value[order.to(value.device)]):
-                raise ValueError(
-                    "p.data = value does not say in which order value has the rows, which Column(parts=) has "
-                    "reordered on the ranks: assign ddl.distribute_like(value, p) if it is the order of the uncut "
-                    "weight, or torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements) if "
-                    "value was computed from p.full_tensor(), which has the ranks' order"
-                )
-            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        tensor.copy_(value)
-        if value.placements == tensor.placements:
-            value._local_tensor = tensor._local_tensor.detach()
-            _note_alias(tensor, value)
-
-
-def _is_from_auto_model(value: Any) -> bool:
-    mesh = value if isinstance(value, DeviceMesh) else value.device_mesh if isinstance(value, DTensor) else None
-    return mesh is not None and mesh in _MESHES
-
-
-def _draw_full(known: Callable | None, operator: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Draws a full tensor, of which each rank keeps its part: the numbers of one process with the same seed."""
-    tensor = args[0]
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    if tensor.device_mesh not in _MESHES:
-        ours = handlers.pop(operator)
-        try:
-            return operator(*args, **kwargs) if known is None else known(operator, args, kwargs)
-        finally:
-            handlers[operator] = ours
-    full = operator(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args[1:], **kwargs)
-    part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    return tensor.copy_(part) if operator._schema.is_mutable else part
-
-
-def _any_of_part(operator: Any, args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Whether this rank's part has such an element, by which anomaly mode looks for NaN."""
-    return operator(args[0]._local_tensor)
-
-
-def is_part(tensor: torch.Tensor) -> bool:
-    """Whether this rank holds, or has computed, only a part of a DTensor of a model that auto_model has cut."""
-    return (
-        isinstance(tensor, DTensor)
-        and tensor.device_mesh in _MESHES
-        and any(
-            size > 1 and not placement.is_replicate()
-            for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-        )
-    )
-
-
-def _reduce_ex(tensor: DTensor, protocol: Any) -> Any:
-    if is_part(tensor):
-        refuse_pickling()
-    return torch.Tensor.__reduce_ex__(tensor, protocol)
-
-
-def _refuse_safetensors(tensor: DTensor) -> Any:
-    """safetensors, as in ``save_pretrained``, asks for the memory of each tensor that it writes."""
-    if _is_from_auto_model(tensor) and str(sys._getframe(1).f_globals.get("__name__")).startswith("safetensors"):
-        refuse_pickling()
-    return torch.Tensor.storage(tensor)
-
-
-def _refuse_parts(read: Callable) -> Callable:
-    @functools.wraps(read)
-    def guarded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if is_part(tensor):
-            raise ValueError(
-                "this number is computed from this rank's part of a weight or gradient that is cut over ranks: call "
-                "full_tensor() before, on every rank (and initialise weights before ddl.auto_model)"
-            )
-        return read(tensor, *args, **kwargs)
-
-    return guarded
-
-
 def allow_empty_parameter_lists() -> None:
     """Lets torch's optimizers take an empty list: a stage may have none of the parameters that a script optimizes."""
     init = torch.optim.Optimizer.__init__
@@ -652,57 +325,6 @@ def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
 def unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that FSDP2 computes with, in place of those that the optimizer steps."""
     return [one._unsharded_param for one in _fsdp_parameters(module).values() if hasattr(one, "_unsharded_param")]
-
-
-_COPIERS = ("copy", "torch.distributed.checkpoint._state_dict_stager")  # the latter for DCP's async_save
-_pickling_allowed = 0  # how many `with pickle_shards()` are open
-
-
-def refuse_pickling() -> bool:
-    """Called by ``__reduce_ex__``: raises an error, or returns whether this is for a copy, which stays on this rank."""
-    copying = sys._getframe(2).f_globals.get("__name__") in _COPIERS
-    if not _pickling_allowed and not copying:
-        raise ValueError(
-            "pickling (torch.save) would save this rank's part of a model that is cut over ranks, without the others': "
-            "save ddl.full_state_dict(model), which every rank calls (save_pretrained takes it as state_dict=), or use "
-            "ddl.Checkpoint for the model and its optimizer; to save one file a rank, do so in `with "
-            "ddl.pickle_shards():`"
-        )
-    return copying
-
-
-@contextlib.contextmanager
-def pickle_shards() -> Iterator[None]:
-    """Allows to pickle what this rank holds of a model that is cut over ranks, such as for one file a rank.
-
-    Such a file can be loaded on the same rank of the same mesh only. :class:`Checkpoint` loads on any mesh.
-
-    Examples:
-        .. code-block:: python
-
-            import tempfile
-            import torch
-            import ignite_ddl as ddl
-
-            def saving(local_rank, folder):
-                model = ddl.auto_model(torch.nn.Linear(4, 2), shard=True)
-                try:
-                    torch.save(model.state_dict(), f"{folder}/model.pt")
-                except ValueError as error:
-                    assert "this rank's part of a model" in str(error)
-                with ddl.pickle_shards():
-                    torch.save(model.state_dict(), f"{folder}/{local_rank}.pt")
-                model.load_state_dict(torch.load(f"{folder}/{local_rank}.pt"))
-
-            with tempfile.TemporaryDirectory() as folder, ddl.Parallel(backend="gloo", nproc_per_node=2) as parallel:
-                parallel.run(saving, folder)
-    """
-    global _pickling_allowed
-    _pickling_allowed += 1
-    try:
-        yield
-    finally:
-        _pickling_allowed -= 1
 
 
 def address_for_ignite(init_method: str, rank: int, world_size: int) -> str:

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
-import sys
-import warnings
 import weakref
-import zlib
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from itertools import islice
-from types import SimpleNamespace
 from typing import Any, Protocol, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
@@ -41,13 +32,13 @@ from ignite_ddl.arguments import (
     takes,
     whole,
 )
-from ignite_ddl.collectives import gathered_values
-from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.context.sequence import shard_batch
+from ignite_ddl.epoch_plan import Drawn, EpochPlan, LocalBatches, LocalStream, shared_random_stream
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.mixing import CheckedCollate
 from ignite_ddl.pipeline.structure import n_rows, tensors_of
-from ignite_ddl.tensor.random import state_of
+from ignite_ddl.same_samples import check_same_dataset, check_same_samples
+from ignite_ddl.uneven_rows import watch_optimizer_steps
 
 
 def _is_sampler(value: Any) -> bool:
@@ -199,17 +190,17 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
         kwargs["collate_fn"] = CheckedCollate(kwargs["collate_fn"])
     if iterable:
         batch_size, drop_last = kwargs.pop("batch_size", 1), kwargs.pop("drop_last", False)
-        parts = _LocalStream(dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", None) or default_collate)
+        parts = LocalStream(dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", None) or default_collate)
         loader = ShardedDataLoader(parts, batch_size=None, **kwargs)
-        loader.drawn = _Drawn(kwargs.get("generator"), dataset)
+        loader.drawn = Drawn(kwargs.get("generator"), dataset)
         return loader
     generator, workers = kwargs.get("generator"), kwargs.get("num_workers", 0)
     given = {name: kwargs.pop(name) for name in _BATCHES if name in kwargs}
     of_one_process = DataLoader(dataset, generator=generator, **given).batch_sampler
     _check_undivided(of_one_process, "sampler" if given.get("batch_sampler") is None else "batch_sampler")
-    _check_same_dataset(dataset)
-    drawn = _Drawn(generator, of_one_process, getattr(of_one_process, "sampler", None))
-    batches = _LocalBatches(of_one_process, _common_seed(mesh), mesh.dp_rank, mesh.dp_size, drawn, workers)
+    check_same_dataset(dataset)
+    drawn = Drawn(generator, of_one_process, getattr(of_one_process, "sampler", None))
+    batches = LocalBatches(of_one_process, _common_seed(mesh), mesh.dp_rank, mesh.dp_size, drawn, workers)
     batches.most = _most_batches(of_one_process, dataset)
     loader = ShardedDataLoader(dataset, batch_sampler=batches, **kwargs)
     loader.drawn = drawn
@@ -248,7 +239,7 @@ class ShardedDataLoader(DataLoader):
     """
 
     filler: Any = None
-    drawn: _Drawn
+    drawn: Drawn
     stream: torch.Generator | None = None  # the random stream of transforms, of which each consumer gets a copy
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -334,7 +325,7 @@ class ShardedDataLoader(DataLoader):
         consumer.epoch = state["next"]
         if consumer.stream is not None and state["stream"] is not None:
             consumer.stream.set_state(state["stream"])
-        if isinstance(self.batch_sampler, _LocalBatches):
+        if isinstance(self.batch_sampler, LocalBatches):
             self.batch_sampler.seed = state["seed"]
         self.drawn.set(state["generator_now"])
 
@@ -385,7 +376,7 @@ class Pass:
     def __init__(self, loader: ShardedDataLoader, consumer: _Consumer, in_full: bool = False) -> None:
         self.loader, self.consumer, self.epoch, self.in_full = loader, consumer, consumer.epoch, in_full
         self.rows, self.filler, self.batches, self.n_rows, self.ended = (0, 0), None, 0, 0, False
-        self.plan: _EpochPlan | None = None  # not of an iterable dataset
+        self.plan: EpochPlan | None = None  # not of an iterable dataset
         self.full_batch: Any = None
         self.stream: torch.Generator | None = None
         self._digest: int | None = None  # of an iterable dataset: a number for the samples of the last batch
@@ -408,7 +399,7 @@ class Pass:
         self.loader._rows, self.loader.filler = self.rows, self.filler
         self.begin_step()
         if self.consumer is self.loader.loops:
-            _watch_optimizer_steps(self)
+            watch_optimizer_steps(self)
         return batch
 
     def begin_step(self) -> None:
@@ -467,11 +458,11 @@ class Pass:
             return
         if resumed is not None:
             self.batches, self.n_rows = resumed["batches"], resumed["rows"]
-        self.plan = loader.batch_sampler.plan = _EpochPlan(loader.batch_sampler, self.epoch, resumed)
+        self.plan = loader.batch_sampler.plan = EpochPlan(loader.batch_sampler, self.epoch, resumed)
         stream = self.stream = consumer.stream and consumer.stream.clone_state()
         drawn = stream and stream.get_state()
         # torch's new iterator draws a random number; that of a resumed pass was drawn in the interrupted run.
-        with torch.random.fork_rng(devices=[], enabled=resumed is not None), _shared_random_stream(stream):
+        with torch.random.fork_rng(devices=[], enabled=resumed is not None), shared_random_stream(stream):
             self.iterator = loader.torch_iterator(self)
         if loader.num_workers and isinstance(loader.collate_fn, CheckedCollate):
             loader.collate_fn.is_checked = True  # by workers, which have copies
@@ -491,7 +482,7 @@ class Pass:
             source.set_state(self._start_state)
             self.loader.drawn.set(resumed["generator"])
         self._start_drawn = self.loader.drawn.states()
-        with _shared_random_stream(self.stream):
+        with shared_random_stream(self.stream):
             self.iterator = self.loader.torch_iterator(self)
         if resumed is None:
             return
@@ -509,7 +500,7 @@ class Pass:
     def _read(self) -> tuple[Any, int, int]:
         """The next batch, and its local and global number of rows."""
         try:
-            with _shared_random_stream(self.stream):
+            with shared_random_stream(self.stream):
                 batch = next(self.iterator, self)
         except Exception as error:
             loader = self.loader
@@ -525,7 +516,7 @@ class Pass:
         if self.plan is None:
             batch, n_local, n_global, self._digest = batch
             if self.batches == 0:
-                _check_same_samples(self._digest)
+                check_same_samples(self._digest)
         else:
             n_local, n_global = self.plan.rows_of(self.batches)
             self.ended = self.batches + 1 == len(self.plan.sizes)
@@ -538,78 +529,6 @@ class Pass:
 
 
 _latest_pass: weakref.ref[Pass] | None = None  # the one of the last batch
-_uneven_loader: weakref.ref[ShardedDataLoader] | None = None  # of the last batch of loops, if its rows are uneven
-# Open loops whose last batch was uneven: its rows, and whether it was read to be trained on, not under torch.no_grad().
-_uneven_loops: WeakKeyDictionary[Pass, tuple[tuple[int, int], bool]] = WeakKeyDictionary()
-_is_watching = False
-
-
-def _watch_optimizer_steps(of_loop: Pass) -> None:
-    """Refuses a step, in this loop, of an average over ranks that is not the average over rows; after it, warns."""
-    global _is_watching, _uneven_loader
-    is_uneven = of_loop.rows[1] % get_mesh().dp_size != 0
-    _uneven_loader = weakref.ref(of_loop.loader) if is_uneven else None
-    if is_uneven:
-        _uneven_loops[of_loop] = of_loop.rows, torch.is_grad_enabled()
-    else:
-        for looked_at in [loop for loop, (_, is_trained_on) in _uneven_loops.items() if not is_trained_on]:
-            del _uneven_loops[looked_at]
-    if is_uneven and not _is_watching:
-        _is_watching = True
-        register_optimizer_step_pre_hook(_refuse_uneven_rows)
-
-
-def _refuse_uneven_rows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if any(hasattr(p, BELONGS_TO_A_MODEL) for group in optimizer.param_groups for p in group["params"]):
-        cure = (
-            "let ddl.create_supervised_trainer, or ddl.forward_backward in a ddl.MeshEngine, compute them, take a "
-            "batch_size and drop_last=True by which all ranks have the same number of rows, or weight each rank's loss "
-            "by loader.rows (once it has been read, this is not checked); read batches that are not trained on under "
-            "torch.no_grad()"
-        )
-        used = {rows for loop, (rows, _) in _uneven_loops.items() if loop.loader._rows_are_used}
-        if unused := {rows for loop, (rows, _) in _uneven_loops.items() if not loop.loader._rows_are_used} - used:
-            raise ValueError(_not_the_average(max(unused), cure))
-        warn_of_uneven_rows(cure)
-
-
-def _not_the_average(rows: tuple[int, int], cure: str) -> str:
-    return (
-        f"this rank has {rows[0]} of the batch's {rows[1]} rows, so the average of gradients over ranks is not that of "
-        f"one process, which counts each row once: {cure}"
-    )
-
-
-def forget_uneven_rows() -> None:
-    """Says that the rows of the last batch were counted in a step."""
-    global _uneven_loader
-    _uneven_loader = None
-    _uneven_loops.clear()
-
-
-def warn_of_padded_rows(loader: Any) -> None:
-    """Warns of a DistributedSampler (``idist.auto_dataloader``) that reads rows twice or leaves some out."""
-    sampler = getattr(loader, "sampler", None)
-    if isinstance(sampler, DistributedSampler) and sampler.total_size != len(sampler.dataset):
-        warnings.warn(
-            f"a {type(sampler).__name__} makes {sampler.total_size} rows of {len(sampler.dataset)}, so that some count "
-            "twice, or not at all, and the numbers are not those of one process: take ddl.auto_dataloader, which adds "
-            "and drops nothing",
-            stacklevel=4,
-        )
-
-
-def warn_of_uneven_rows(cure: str, counted: int | None = None) -> None:
-    """Warns once if ranks have unlike numbers of rows of the batch that was read last, and nothing weights them.
-
-    Args:
-        cure: what to do.
-        counted: how many rows this rank has been said to have. Default: not said.
-    """
-    loader = _uneven_loader and _uneven_loader()
-    if loader is not None and not loader._rows_are_used and loader._rows[0] != counted:
-        loader._rows_are_used = True
-        warnings.warn(_not_the_average(loader._rows, cure), stacklevel=3)
 
 
 def without_rows(batch: Any) -> Any:
@@ -628,284 +547,6 @@ def _is_rows(leaf: Any) -> bool:
 def _leaf_without_rows(leaf: Any) -> Any:
     has_rows = isinstance(leaf, torch.Tensor) and leaf.ndim > 0  # a scalar of the batch is kept
     return leaf[:0] if has_rows or _is_rows(leaf) else leaf
-
-
-@contextlib.contextmanager
-def _shared_random_stream(stream: torch.Generator | None) -> Iterator[None]:
-    """Draws from a random stream that tp and pp peers share, so that they read the same rows."""
-    if stream is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(stream.get_state())
-        yield
-        stream.set_state(torch.get_rng_state())
-
-
-class _LocalBatches(Sampler[list[int]]):
-    """This rank's parts of one process's batches, by the plan of the pass that begins; a batch sampler for torch."""
-
-    def __init__(self, batches: Any, seed: int, rank: int, size: int, drawn: _Drawn, workers: int) -> None:
-        self.batches, self.seed, self.rank, self.size = batches, seed, rank, size
-        self.drawn, self.workers = drawn, workers
-        self.batch_size, self.drop_last = getattr(batches, "batch_size", None), getattr(batches, "drop_last", False)
-        self.most = math.inf  # batches of an epoch; a sampler that gives more has no end
-        self.plan: _EpochPlan | None = None
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (self.plan or _EpochPlan(self, 0)).batches()
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
-class _EpochPlan:
-    """Which rows of an epoch this rank reads; drawn when :meth:`batches` is first iterated over.
-
-    Attributes:
-        sizes: the number of rows of each global batch.
-        rows: this rank's rows of all batches, one after the other; of a batch without any, one row of another rank.
-        digest: a number that depends on the order of the rows of all ranks.
-        drawn: the states of the user's generators from which that order was drawn.
-    """
-
-    def __init__(self, sampler: _LocalBatches, epoch: int, resumed: Mapping[str, Any] | None = None) -> None:
-        self.sampler, self.epoch, self.resumed = sampler, epoch, resumed
-        self.sizes, self.rows, self.digest = array("q"), array("q"), 0
-        self.drawn: dict[str, Any] = {}
-
-    def rows_of(self, number: int) -> tuple[int, int]:
-        """A batch's local and global number of rows."""
-        start, end = part(self.sizes[number], self.sampler.rank, self.sampler.size)
-        return end - start, self.sizes[number]
-
-    def batches(self) -> Iterator[list[int]]:
-        """This rank's rows of each remaining batch."""
-        self._draw()
-        sampler, start, done = self.sampler, 0, self.resumed["batches"] if self.resumed else 0
-        for number in range(len(self.sizes)):
-            n_local, n_global = self.rows_of(number)
-            end = start + max(n_local, min(n_global, 1))
-            if number >= done:
-                rows = list(self.rows[start:end])
-                yield _SeededRows(rows, sampler.seed, self.epoch, number, sampler.rank) if sampler.workers else rows
-            start = end
-
-    def _draw(self) -> None:
-        sampler, resumed = self.sampler, self.resumed or {}
-        sampler.drawn.set(resumed.get("generator", {}))
-        self.drawn = sampler.drawn.states()
-        with torch.random.fork_rng(devices=[]):  # leaves the user's random stream unchanged
-            torch.default_generator.manual_seed(sampler.seed + self.epoch)  # that of the CPU alone
-            for batch in map(list, sampler.batches):
-                self._add(batch)
-                if len(self.sizes) > sampler.most:
-                    raise ValueError(
-                        f"sampler should end with an epoch, whose batches are listed when it begins, but gave "
-                        f"{len(self.sizes)} batches and no end: stop it after the rows of an epoch, and give "
-                        "trainer.run the number of epochs"
-                    )
-        sampler.drawn.set(resumed.get("generator_now", {}))
-        if self.digest != resumed.get("digest", self.digest):
-            raise ValueError(
-                "loader should continue with the rows of the interrupted run, but batch_size, dataset or sampler give "
-                "another order: make them the same, and let a sampler draw its random numbers from torch, or from a "
-                "generator that is its attribute"
-            )
-
-    def draw_only(self, batches: int) -> None:
-        """Leaves the user's generators as in one process that has read these batches alone."""
-        drawn = self.sampler.drawn
-        drawn.states()  # by which it knows what has changed
-        if states := drawn.kept(self.drawn):
-            drawn.set(states)
-            with torch.random.fork_rng(devices=[]):
-                for _ in islice(self.sampler.batches, batches):
-                    pass
-
-    def _add(self, batch: list[int]) -> None:
-        self.sizes.append(len(batch))
-        start, end = part(len(batch), self.sampler.rank, self.sampler.size)
-        try:
-            values = array("q", batch).tobytes()
-        except (TypeError, OverflowError):  # keys that are not integers
-            values, self.rows = repr(batch).encode(), list(self.rows)
-        self.digest = zlib.crc32(values, zlib.crc32(self.sizes[-1:].tobytes(), self.digest))
-        self.rows.extend(batch[start:end] or batch[:1])
-
-
-class _Drawn:
-    """The states from which an order of rows is drawn: of generators, and numbers such as a count of epochs, that are
-    attributes of samplers or of an iterable dataset.
-
-    Args:
-        generator: the loader's.
-        holders: the samplers, or the dataset; those that are attributes of these are found.
-    """
-
-    def __init__(self, generator: torch.Generator | None, *holders: Any) -> None:
-        self.holders = [SimpleNamespace(generator=generator), *(each for each in holders if hasattr(each, "__dict__"))]
-        for holder in self.holders:  # the list grows meanwhile
-            inside = [each for each in vars(holder).values() if isinstance(each, Sampler | IterableDataset)]
-            self.holders += [each for each in inside if not any(each is known for known in self.holders)]
-        self.first: dict[str, float] = {}  # numbers as they were at first
-        self.saved: set[str] = set()  # generators, and numbers that have changed
-        self.states()
-
-    def _parts(self) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
-        """Of each part its name, its state, and a function that sets it."""
-        for place, holder in enumerate(self.holders):
-            for name, value in list(vars(holder).items()):
-                found = (value, partial(setattr, holder, name)) if type(value) in (int, float) else state_of(value)
-                if found and (not isinstance(found[0], dict) or found[0]["bit_generator"] == "PCG64"):  # else of arrays
-                    yield f"{place}.{name}", *found
-
-    def states(self) -> dict[str, Any]:
-        """All states by name; notes which numbers have changed."""
-        states = {key: state for key, state, _ in self._parts()}
-        for key, state in states.items():
-            if type(state) not in (int, float) or self.first.setdefault(key, state) != state:
-                self.saved.add(key)
-        return states
-
-    def kept(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of these states that a checkpoint has: of generators, and of numbers that have changed."""
-        return {key: state for key, state in states.items() if key in self.saved}
-
-    def set(self, states: Mapping[str, Any]) -> None:
-        """Sets those that are given."""
-        for key, _, set_state in self._parts():
-            if key in states:
-                self.saved.add(key)
-                set_state(states[key])
-
-
-class _SeededRows(list):
-    """The rows of a batch, with seeds for the random numbers of the worker that receives them.
-
-    So transforms draw the same for a batch, however many workers there are and wherever a run was resumed.
-    """
-
-    def __init__(self, rows: list[int], *seeds: int) -> None:
-        super().__init__(rows)
-        self.seeds = seeds
-
-    def __reduce__(self) -> tuple:
-        return _seed_worker, (list(self), self.seeds)
-
-
-def _seed_worker(rows: list[int], seeds: tuple[int, ...]) -> list[int]:
-    if get_worker_info() is not None:
-        seed = zlib.crc32(repr(seeds).encode())
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed)
-    return rows
-
-
-class _LocalStream(IterableDataset):
-    """This rank's part of each ``batch_size`` samples of an iterable dataset."""
-
-    def __init__(self, dataset: IterableDataset, batch_size: int, drop_last: bool, mesh: Mesh, collate: Any) -> None:
-        self.dataset, self.batch_size, self.drop_last, self.collate = dataset, batch_size, drop_last, collate
-        self.rank, self.size = mesh.dp_rank, mesh.dp_size
-
-    def __iter__(self) -> Iterator[tuple[Any, int, int, int]]:
-        stream, first = iter(self.dataset), True
-        while batch := list(islice(stream, self.batch_size)):
-            if self.drop_last and len(batch) < self.batch_size:
-                return
-            start, end = part(len(batch), self.rank, self.size)
-            fingerprint = _fingerprint(batch if first else batch[:1])
-            first = False
-            yield self.collate(batch[start:end] or batch[:1]), end - start, len(batch), fingerprint
-
-    def __len__(self) -> int:
-        n = len(self.dataset)
-        return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
-
-
-def _fingerprint(samples: list[Any]) -> int:
-    """A number that depends on the values of samples of any structure."""
-    found = 0
-    for leaf in tree_leaves(samples):
-        array = leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf
-        found = zlib.crc32(array.tobytes() if hasattr(array, "tobytes") else repr(array).encode(), found)
-    return found
-
-
-def _check_same_samples(fingerprint: int) -> None:
-    """Each rank reads a full iterable dataset: one that gives each rank another part would be divided twice."""
-    if idist.get_world_size() > 1:
-        found = idist.all_gather(fingerprint)
-        if len(set(found)) > 1:
-            raise ValueError(
-                "dataset should give every rank the same samples, which auto_dataloader divides among them, but this "
-                "iterable dataset gives different ones: remove what splits it by rank, and draw its random numbers "
-                "from torch"
-            )
-
-
-def _check_same_dataset(dataset: Any) -> None:
-    """Each rank reads its rows of the same dataset; one that was divided before would be divided twice."""
-    if idist.get_world_size() == 1 or not dist.is_initialized():
-        return
-    found = gathered_values(_sampled(dataset))
-    if not all(_is_close(other, found[0]) for other in found):
-        raise ValueError(
-            "dataset should be the same on each rank, since auto_dataloader divides it among them, but ranks have "
-            "different ones: give all of it to each, in one order (sort a list of files), and if it is made of random "
-            "numbers, draw them from a generator with the same seed on each (torch.Generator().manual_seed(0))"
-        )
-
-
-def _sampled(dataset: Any) -> list[Any]:
-    """The length of a dataset and first values of some rows that it keeps in memory, also those of datasets inside."""
-    try:
-        n = len(dataset)
-    except Exception:  # a sampler knows its keys
-        return []
-    if isinstance(dataset, ConcatDataset):
-        return [n, *map(_sampled, dataset.datasets)]
-    inside = [_sampled(dataset.dataset)] if isinstance(dataset, Subset) else []
-    kept = [dataset] if isinstance(dataset, list | tuple) else list(getattr(dataset, "__dict__", {}).values())
-    for rows in kept + [t for value in kept if isinstance(value, list | tuple) and len(value) <= 16 for t in value]:
-        kind = isinstance(rows, list | tuple | range | torch.Tensor) or type(rows).__module__ == "numpy"
-        if kind and getattr(rows, "shape", (1,)) != () and n and len(rows) == n:
-            inside.append([_first_values(rows[i]) for i in range(0, n, -(-n // _SAMPLED_ROWS))])
-    return [n, *inside]
-
-
-_SAMPLED_ROWS = 64  # rows of a dataset that ranks compare
-
-
-def _first_values(row: Any) -> list[Any]:
-    """The first numbers and the words of a row."""
-    found: list[Any] = []
-    for leaf in tree_leaves(row):
-        if isinstance(leaf, str):
-            found.append(leaf.rpartition("/")[2])  # machines may keep files in different folders
-        elif isinstance(leaf, bool | int | float):
-            found.append(leaf)
-        elif isinstance(leaf, torch.Tensor) or type(leaf).__module__ == "numpy":
-            values = leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
-            found.append([float(v) for v in values.reshape(-1)[:8].tolist() if isinstance(v, bool | int | float)])
-    return found
-
-
-def _is_close(one: Any, other: Any) -> bool:
-    """Whether two such lists are the same; ranks on unlike machines may round differently."""
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_is_close, one, other))
-    if isinstance(one, float) and isinstance(other, float):
-        return one == other or one != one and other != other or abs(one - other) <= 1e-3 * max(abs(one), 1e-2)
-    return type(one) is type(other) and one == other
-
-
-def part(n: int, rank: int, size: int) -> tuple[int, int]:
-    """Start and end of a rank's contiguous part of ``n`` rows; sizes differ by one at most."""
-    return n * rank // size, n * (rank + 1) // size
 
 
 def _common_seed(mesh: Mesh) -> int:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -18,7 +16,6 @@ from typing import Any
 import ignite
 import ignite.distributed as idist
 import torch
-import torch.distributed as dist
 from ignite.engine import Engine, Events, State, _prepare_batch
 from ignite.handlers import FastaiLRFinder, TimeLimit
 from ignite.handlers.base_logger import BaseOutputHandler
@@ -26,31 +23,32 @@ from ignite.handlers.tqdm_logger import ProgressBar
 from ignite.metrics import Metric
 from torch import nn
 from torch.amp import GradScaler
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, number, takes
+from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, takes
 from ignite_ddl.audit import check_evaluated_rows, check_same_rows, check_tokens_are_independent, warn_of_same_batch
+from ignite_ddl.clipping import MAX_NORM, clip, parameters_of_others
 from ignite_ddl.collectives import gathered_values, on_any_rank
-from ignite_ddl.compat import BELONGS_TO_A_MODEL, PartError
+from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.context.sequence import NOT_SHARED, full_sequences, shard_prepared
-from ignite_ddl.data import Pass, ShardedDataLoader, forget_uneven_rows, warn_of_padded_rows, without_rows
-from ignite_ddl.data_parallel import local_round, refuse_in_a_round
+from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
+from ignite_ddl.data_parallel import refuse_in_a_round
+from ignite_ddl.divisor import DIVISOR
 from ignite_ddl.errors import reason_in_a_run
 from ignite_ddl.guards import check_handler, check_optimizer
-from ignite_ddl.loss_contract import DIVISOR
-from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.mesh import get_mesh
 from ignite_ddl.metrics import NOT_REDUCED, completing, on_this_rank, over_data_parallel
 from ignite_ddl.mixing import check_prepare_batch, check_tokens_of, check_transform
 from ignite_ddl.optim import adapt_optimizer
+from ignite_ddl.parts import PartError
 from ignite_ddl.pipeline.local_stages import PipelineStages, Stages, call, on_some_ranks, stages_of
 from ignite_ddl.pipeline.structure import full_tensors, n_rows
 from ignite_ddl.precision import AMP_MODE, ScaledOptimizer, autocast_for, make_scaler
 from ignite_ddl.replicas import digest
 from ignite_ddl.step import TrainingStep
-from ignite_ddl.tensor.gradients import redistribute_gradient
+from ignite_ddl.uneven_rows import forget_uneven_rows, warn_of_padded_rows
 
 
 def _is_data(value: Any) -> bool:
@@ -356,13 +354,6 @@ def _is_device(value: Any) -> bool:
     return isinstance(value, str | torch.device | int) and torch.device(value) is not None
 
 
-MAX_NORM = number(above=0, most=math.inf)  # inf: computes the norm without clipping
-
-
-def _are_parameters(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(one, torch.Tensor) for one in value)
-
-
 FITS = {
     "model": MODULE,
     "optimizer": OPTIMIZER,
@@ -370,7 +361,6 @@ FITS = {
     "amp_mode": AMP_MODE,
     "loss_divisor": DIVISOR,
     "max_norm": MAX_NORM,
-    "parameters": a('a list of parameters, such as group["params"]', _are_parameters),
     **dict.fromkeys(("loss_fn", "prepare_batch", "model_transform", "output_transform", "model_fn"), FUNCTION),
     **dict.fromkeys(("non_blocking", "deterministic", "checks", "last"), FLAG),
 }
@@ -532,7 +522,7 @@ def _step_optimizer(
     if scaled is not None:
         scaled.unscale()
     if max_norm is not None:
-        engine.state.grad_norm = float(_clip(model, max_norm, optimizer, _of_others(optimizer, model)))
+        engine.state.grad_norm = float(clip(model, max_norm, optimizer, parameters_of_others(optimizer, model)))
     if scaled is not None:
         scaled.step_if_finite()
     else:
@@ -757,92 +747,3 @@ def _transformed(engine: MeshEngine, transform: Callable, values: tuple[Any, ...
             if all(number == number for number in numbers):
                 return output
     return transform(*values)
-
-
-@takes(FITS)
-def clip_grad_norm_(
-    model: nn.Module,
-    max_norm: float,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    parameters: Iterable[nn.Parameter] | None = None,
-) -> torch.Tensor:
-    """Clips gradients by their global 2-norm over all ranks: every shard counts, and copies count once.
-
-    With ``dp_sync="local"`` the norm is that of this dp rank's gradients, over its dp_shard, tp and pp peers.
-
-    Args:
-        model: what ``ddl.auto_model`` returned.
-        max_norm: the largest norm after clipping, positive.
-        optimizer: whose parameters alone count and are clipped, where it steps a part of the model. Default: all.
-        parameters: which of them alone count and are clipped, such as those of a parameter group. Default: all.
-
-    Returns:
-        Tensor: the norm before clipping, the same on every rank.
-
-    Raises:
-        ValueError: if ``max_norm`` is not positive.
-    """
-    return _clip(model, max_norm, optimizer, parameters=parameters)
-
-
-def _of_others(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Parameter]:
-    """Weights that the optimizer steps, but that are another model's, such as those of a loss."""
-    own = {id(parameter) for parameter in model.parameters()}
-    return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
-
-
-def _clip(
-    model: nn.Module,
-    max_norm: float,
-    optimizer: torch.optim.Optimizer | None,
-    others: Iterable[nn.Parameter] = (),
-    parameters: Iterable[nn.Parameter] | None = None,
-) -> torch.Tensor:
-    mesh, stages, is_local = get_mesh(), stages_of(model), local_round(model) is not None
-    shard_size = mesh.dp_shard_size if mesh.hybrid else 1
-    n_ranks = (shard_size if is_local else mesh.dp_cp_size) * mesh.tp_size
-    given = [] if optimizer is None else [[p for group in optimizer.param_groups for p in group["params"]]]
-    chosen = [{id(p) for p in each} for each in (*given, *([] if parameters is None else [parameters]))]
-    total = torch.zeros((), dtype=torch.float64, device=idist.device())
-    gradients, is_cut = [], False
-    for name, parameter in itertools.chain(model.named_parameters(), (("", parameter) for parameter in others)):
-        if parameter.grad is None or any(id(parameter) not in each for each in chosen):
-            continue
-        redistribute_gradient(parameter)
-        local, n_copies = _local_and_copies(parameter.grad, n_ranks)
-        gradients.append(local)
-        is_cut = is_cut or n_copies < n_ranks
-        if stages.counts(name):
-            real = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
-            total += real.double().square().sum() / n_copies
-    if is_local or is_cut or mesh.pp_size > 1:
-        _sum_over_ranks(total, mesh, is_local)
-    else:
-        total *= n_ranks
-    norm = total.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for local in gradients:
-        local.mul_(scale.to(local.device))
-    return norm
-
-
-def _sum_over_ranks(total: torch.Tensor, mesh: Mesh, is_local: bool) -> None:
-    """Over all ranks, or in a round of local steps over those of this replica."""
-    if mesh.world_size == 1:
-        return
-    if not is_local:
-        dist.all_reduce(total)
-        return
-    for group in (mesh.tp_group, mesh.pp_group, *([mesh.groups["dp_shard"]] if mesh.hybrid else [])):
-        dist.all_reduce(total, group=group)
-
-
-def _local_and_copies(grad: torch.Tensor, n_ranks: int) -> tuple[torch.Tensor, int]:
-    """A gradient's local part, and how many of a stage's ``n_ranks`` ranks hold the same part."""
-    if not isinstance(grad, DTensor):
-        return grad, n_ranks
-    for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
-        if not placement.is_replicate():  # Shard, or _StridedShard where FSDP2 cuts what tp has cut
-            n_ranks //= size
-    return grad.to_local(), n_ranks

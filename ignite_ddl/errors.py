@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ignite_ddl.arguments import first_line
-from ignite_ddl.compat import MODELS, PartError
 from ignite_ddl.guards import Hook
 from ignite_ddl.mesh import get_mesh
+from ignite_ddl.parts import MODELS, PartError
 
 THIS_WAS_IN = "This was in "
 # Words of torch's and Python's errors where code gets a part of a tensor and expects all of it.

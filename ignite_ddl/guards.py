@@ -14,15 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_ddl.compat import (
-    BELONGS_TO_A_MODEL,
-    PART_OF_A_MODEL,
-    called_by_ignites_checkpoint,
-    guard_cut_model,
-    refuse_pickling,
-    without_transforms,
-)
+from ignite_ddl.compat import BELONGS_TO_A_MODEL, called_by_ignites_checkpoint, without_transforms
 from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.parts import PART_OF_A_MODEL, guard_cut_model, refuse_pickling
 from ignite_ddl.pipeline.structure import local_tensor, tensors_of
 
 _REPLACED = "_replaced_by_auto_model"  # on a parameter that another has replaced: its name

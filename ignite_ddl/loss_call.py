@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.compat import newest_node
-from ignite_ddl.loss_contract import LossContract, dependencies
+from ignite_ddl.loss_contract import LossContract
+from ignite_ddl.loss_graph import dependencies
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import tensors_of
 from ignite_ddl.traceless import WatchForSums

@@ -1,12 +1,4 @@
-"""The divisor of a loss, by which ranks and microbatches are weighted: known, declared, or checked.
-
-- *Known*: torch's classification losses and ``ddl.cross_entropy`` divide by the targets that count (``ignore_index``,
-  ``weight``), and every loss of torch with ``reduction="sum"`` has no divisor.
-- *Declared*: ``loss_divisor=`` is ``"rows"``, ``"sum"``, or a function from targets to the divisor; its values for
-  parts of the rows have to add up to that of all. ``"local"`` is the mean of what ranks and microbatches compute from
-  their own rows, whatever that is: it is not compared with anything.
-- *Checked*: any other loss is assumed to be a mean over rows, and compared with the mean of its values for parts of the
-  rows. What cannot be checked has to be declared.
+"""Whether a loss keeps to its divisor (divisor.py): that of all rows is the mean of those of parts of them.
 
 Losses are compared in each of the first 16 steps, every 17th and the last one of a run, in each step until a comparison
 was conclusive, and where targets are smaller or larger than those before; in steps 1, 2, 4, 8, … and the last one where
@@ -32,16 +24,19 @@ from typing import Any, NamedTuple
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ignite_ddl.arguments import FUNCTION, Fits, check, first_line, one_of
+from ignite_ddl.arguments import first_line
 from ignite_ddl.collectives import gathered_values, on_any_rank
-from ignite_ddl.compat import BELONGS_TO_A_MODEL, MODELS, unsharded_parameters
+from ignite_ddl.compat import BELONGS_TO_A_MODEL, unsharded_parameters
 from ignite_ddl.context.sequence import two_halves
+from ignite_ddl.divisor import IGNORED, Divisor, divisor_of
+from ignite_ddl.kept_state import captured, captured_rows, random_kept, reached, saved_states, states_kept
+from ignite_ddl.loss_graph import dependencies, parameter_ids
 from ignite_ddl.mesh import Mesh
+from ignite_ddl.parts import MODELS
 from ignite_ddl.pipeline.structure import (
     SomeRows,
     concatenated,
@@ -56,28 +51,9 @@ from ignite_ddl.pipeline.structure import (
     unpickled,
 )
 from ignite_ddl.replicas import digest
-from ignite_ddl.tensor.loss import cross_entropy
-from ignite_ddl.traceless import (
-    WatchForSums,
-    address_of,
-    captured,
-    captured_rows,
-    differ,
-    evaluating,
-    random_kept,
-    reached,
-    saved_states,
-    several_rows,
-    states_kept,
-    weights_kept,
-    without_trace,
-)
+from ignite_ddl.rows_alone import several_rows
+from ignite_ddl.traceless import WatchForSums, address_of, differ, evaluating, weights_kept, without_trace
 
-DIVISOR = Fits(
-    '"rows", "sum", "local" or a function from targets to a number', (one_of("rows", "sum", "local") | FUNCTION).read
-)
-IGNORED = -100  # torch's default of ignore_index
-_CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss, cross_entropy)
 _CONTRACTS_KEPT = 64  # of a model
 _FIRST, _EACH = 16, 17  # steps that are all checked, then each one of these: a prime, to meet each batch of an epoch
 BY_PASSES = 2.0**20  # in place of 1 for an inconclusive comparison, if it needs forward passes; more than all ranks
@@ -111,143 +87,8 @@ _BY_WEIGHTS = (
 )
 
 
-class Divisor:
-    """The divisor of the loss of some rows, as a function of their targets.
-
-    Args:
-        kind: "rows", "sum" (no divisor), or a function from targets to a number.
-        certain: whether it is known or declared; else it is checked.
-        pads: whether targets of a batch may be padding, which does not count: a function of them, or a bool.
-        declared: whether the user has declared it, so that it is compared where that is possible.
-        is_local: whether the mean of what ranks compute is meant.
-    """
-
-    def __init__(
-        self,
-        kind: str | Callable[[Any], Any],
-        certain: bool = True,
-        pads: bool | Callable[[Any], Any] = False,
-        declared: bool = False,
-        is_local: bool = False,
-    ) -> None:
-        self.kind, self.certain, self.pads, self.declared, self.is_local = kind, certain, pads, declared, is_local
-
-    def of(self, y: Any) -> float:
-        """The divisor of these targets."""
-        return float(self.kind(y)) if callable(self.kind) else float(n_rows(y))
-
-    def share(self, part: Any, batch: Any) -> float:
-        """The weight of the loss of a part in the loss of a batch, given the targets of both."""
-        if self.kind == "sum":
-            return 1.0
-        divisor = self.of(batch)
-        return self.of(part) / divisor if divisor else 0.0
-
-    def may_pad(self, y: Any) -> bool:
-        """Whether these targets may hold padding that does not count, so that ranks may pad to other lengths."""
-        return bool(self.pads(y) if callable(self.pads) else self.pads)
-
-    def local(self, rows: tuple[int, int | None] | None, x: Any, y: Any, strict: bool = False) -> float | None:
-        """The divisor of this rank's part of a batch; None for a sum.
-
-        Args:
-            rows: the local and the global number of rows of the batch; None if the loader does not say.
-            x: this rank's inputs.
-            y: their targets.
-            strict: whether to refuse targets whose rows may be in dim 1. Default: False.
-        """
-        if self.kind == "sum":
-            return None
-        if rows is not None and rows[0] == 0:
-            return 0.0
-        if callable(self.kind):
-            return self.of(y)
-        if rows is None:
-            return float(n_samples(x, y))
-        return float(rows[0] if self.certain else _count_rows(rows[0], x, y, strict))
-
-
 def _has_rows(leaf: Any, n: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == n
-
-
-def _count_rows(loader_rows: int, x: Any, y: Any, strict: bool) -> int:
-    """The rows of a batch: as many as the loader has read, or as collate_fn has made of them."""
-    tensors = [tensor for tensor in tensors_of(y) or tensors_of(x) if tensor.ndim]
-    if not tensors or len(tensors[0]) == loader_rows or (isinstance(y, list | tuple) and len(y) == loader_rows):
-        return loader_rows
-    first = tensors[0]
-    uneven = any(len(tensor) != len(first) for tensor in tensors)
-    if strict and (uneven or first.ndim > 1 and first.shape[1] == loader_rows):
-        raise ValueError(
-            f"targets should have a row for each of this rank's {loader_rows} rows, but have shape "
-            f"{tuple(first.shape)}: if rows are in dim 1, "
-            'pass loss_divisor="rows"; else a function from targets to the divisor of the loss, such as '
-            "loss_divisor=len"
-        )
-    return len(first)  # packed, dropped, or several views of each: a mean over these, which is checked
-
-
-def divisor_of(loss_fn: Callable, declared: str | Callable[[Any], Any] | None = None) -> Divisor:
-    """The divisor of a loss function, as declared by the user or known from the function.
-
-    Args:
-        loss_fn: the loss function; its keyword arguments may be given by ``functools.partial``.
-        declared: the user's ``loss_divisor``: "rows", "sum", "local", a function of targets, or None.
-
-    Returns:
-        Divisor: the divisor; of an unknown function "rows", not certain.
-
-    Raises:
-        ValueError: if ``declared`` is something else.
-
-    Examples:
-        .. code-block:: python
-
-            import torch
-            from ignite_ddl.loss_contract import divisor_of
-
-            loss_fn = torch.nn.CrossEntropyLoss(ignore_index=0)
-            assert divisor_of(loss_fn).of(torch.tensor([0, 3, 1])) == 2
-    """
-    if declared is not None:
-        kind = check("loss_divisor", declared, DIVISOR)
-        return Divisor(
-            "rows" if kind == "local" else kind, pads=True, declared=kind != "local", is_local=kind == "local"
-        )
-    options: dict[str, Any] = {}
-    function = loss_fn
-    while isinstance(function, functools.partial):
-        options = {**function.keywords, **options}
-        function = function.func
-    is_classification = function in _CLASSIFICATION_LOSSES
-    if type(function).__module__ == nn.modules.loss.__name__:  # a subclass may compute something else
-        names = ("ignore_index", "weight", "reduction")
-        options = {name: getattr(function, name) for name in names if hasattr(function, name)}
-        is_classification = isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
-    ignore_index = options.get("ignore_index", IGNORED)
-    pads: bool | Callable[[Any], bool] = is_classification
-    if is_classification and ignore_index == IGNORED:
-        pads = functools.partial(_has_ignored, ignore_index=IGNORED)
-    if options.get("reduction", "mean") == "sum":
-        return Divisor("sum", pads=pads)
-    if not is_classification:
-        return Divisor("rows", certain=False)
-    return Divisor(functools.partial(_n_counted, ignore_index=ignore_index, weight=options.get("weight")), pads=pads)
-
-
-def _has_ignored(y: Any, ignore_index: int) -> bool:
-    has_indices = isinstance(y, torch.Tensor) and y.dtype in (torch.int64, torch.int32, torch.int16)
-    return has_indices and bool((y == ignore_index).any())
-
-
-def _n_counted(y: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor | int:
-    """The divisor of a classification loss: the targets that are not ignored, or the weights of their classes."""
-    if y.is_floating_point():  # probabilities of classes
-        return y.numel() // y.shape[1] if y.ndim > 1 else 1
-    if weight is None:
-        return (y != ignore_index).sum()
-    return weight.to(y.device)[y[y != ignore_index]].sum()
 
 
 class LossContract:
@@ -442,7 +283,7 @@ class LossContract:
         if not weights:
             return
         used = set(map(id, weights))
-        if not used.isdisjoint(_parameter_ids(self.model)) and not isinstance(self.model, DistributedDataParallel):
+        if not used.isdisjoint(parameter_ids(self.model)) and not isinstance(self.model, DistributedDataParallel):
             raise ValueError(
                 "loss_fn uses weights besides the model's output (a regulariser?), whose gradients are not summed over "
                 "ranks: use weight_decay, or compute the term in a layer; for a second call of the model (a critic's), "
@@ -450,7 +291,7 @@ class LossContract:
                 "or tp alone"
             )
         models = list(MODELS)
-        self.others = [m for m in models if m is not self.model and not used.isdisjoint(_parameter_ids(m))]
+        self.others = [m for m in models if m is not self.model and not used.isdisjoint(parameter_ids(m))]
         known = {id(p) for model in models for p in unsharded_parameters(model)}
         unknown = [w for w in weights if not getattr(w, BELONGS_TO_A_MODEL, False) and id(w) not in known]
         if unknown and not isinstance(self.loss_fn, DistributedDataParallel):
@@ -941,49 +782,6 @@ def _twice(y: Any, kinds: tuple[type, ...]) -> Any:
 
 def _shapes_of_rows(tree: Any) -> list[torch.Size]:
     return [tensor.shape[1:] for tensor in tensors_of(tree)]
-
-
-def _parameter_ids(model: nn.Module) -> set[int]:
-    return {id(p) for p in [*model.parameters(), *unsharded_parameters(model)]}
-
-
-def models_before(x: Any) -> list[nn.Module]:
-    """Models of ``ddl.auto_model`` that have computed tensors of ``x`` and get gradients through them."""
-    pending, visited, leaves = [tensor.grad_fn for tensor in tensors_of(x)], {None}, set()
-    while pending:
-        node = pending.pop()
-        if node not in visited:
-            visited.add(node)
-            leaves.add(id(getattr(node, "variable", None)))
-            pending += [following for following, _ in node.next_functions]
-    return [model for model in MODELS if not leaves.isdisjoint(_parameter_ids(model))] if len(visited) > 1 else []
-
-
-def dependencies(loss: torch.Tensor, output: Any, since: int) -> tuple[list[torch.Tensor], list[nn.Parameter], bool]:
-    """What a loss depends on: tensors of the output, weights, and whether anything else older than the call."""
-    tensors = tensors_of(output)
-    by_edge = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in tensors if tensor.grad_fn is not None}
-    leaves = {id(tensor) for tensor in tensors}
-    outputs, weights, uses_older = [], [], False
-    pending, visited = [(loss.grad_fn, loss.output_nr)], set()
-    while pending:
-        edge = node, _ = pending.pop()
-        if node is None or edge in visited:
-            continue
-        visited.add(edge)
-        variable = getattr(node, "variable", None)
-        if edge in by_edge:
-            outputs.append(by_edge[edge])
-        elif variable is not None:
-            if id(variable) in leaves:
-                outputs.append(variable)
-            elif isinstance(variable, nn.Parameter):
-                weights.append(variable)
-        elif node._sequence_nr() < since:
-            uses_older = True
-        else:
-            pending += node.next_functions
-    return outputs, weights, uses_older
 
 
 def _key_of(loss_fn: Callable, declared: Any) -> Hashable:

@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ignite_ddl.collectives import gathered, gathered_values
 from ignite_ddl.compat import use_world_timeout
 from ignite_ddl.context.sequence import two_halves
-from ignite_ddl.loss_contract import LossContract, divisor_of
+from ignite_ddl.divisor import divisor_of
+from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.mixing import check_tokens_of
 from ignite_ddl.pipeline.structure import n_rows, tensors_of

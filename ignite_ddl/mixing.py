@@ -19,10 +19,11 @@ from torch.utils.data import get_worker_info
 
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.context.sequence import are_shards, full_rows, full_sequences, shard_tokens
+from ignite_ddl.kept_state import holds_iterators, random_kept, reached, states_kept
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import concatenated, detached, local_tensor, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.random import random_states
-from ignite_ddl.traceless import WatchForSums, differ, holds_iterators, random_kept, reached, states_kept, weights_kept
+from ignite_ddl.traceless import WatchForSums, differ, weights_kept
 
 _FEW = 4  # rows of outputs that are tried
 _MIXES = (

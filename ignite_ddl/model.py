@@ -16,15 +16,16 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import FLAG, MODULE, OPTIMIZER, WORLD, a, each, one_of, takes
-from ignite_ddl.audit import ROWS_CHECKED, TOKENS_CHECKED, take_fingerprint
+from ignite_ddl.audit import ROWS_CHECKED, TOKENS_CHECKED
 from ignite_ddl.collectives import SENT, octets
 from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
-from ignite_ddl.compat import MODELS, keep_sparse_gradients_apart, use_usual_strides
+from ignite_ddl.compat import keep_sparse_gradients_apart, use_usual_strides
 from ignite_ddl.context.sequence import SharedSequences
 from ignite_ddl.data_parallel import LOCAL_ROUNDS, LocalRound, apply_data_parallel, fully_shard, share_buffers
 from ignite_ddl.errors import explain_transforms
 from ignite_ddl.experts.routing import routers_of
 from ignite_ddl.experts.style import Experts, apply_experts, check_experts_of
+from ignite_ddl.fingerprint import take_fingerprint
 from ignite_ddl.guards import (
     check_layers,
     check_optimizer,
@@ -41,6 +42,7 @@ from ignite_ddl.lazy import LazyLayers, materialize
 from ignite_ddl.mesh import Mesh, check_experts, get_mesh, sizes_without_world
 from ignite_ddl.metrics import reduce_metrics_over_dp
 from ignite_ddl.optim import adapt_optimizer
+from ignite_ddl.parts import MODELS
 from ignite_ddl.pipeline.cut import CUT_FITS, Cut, add_submodule, cut_into_stages, trains
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.pipeline import Pipeline

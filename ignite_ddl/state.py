@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import MAPPING, TENSOR, Fits, a, check, takes, whole
 from ignite_ddl.collectives import gathered_values, octets
-from ignite_ddl.compat import PART_OF_A_MODEL, ROW_ORDER, quiet_redistribution
+from ignite_ddl.compat import quiet_redistribution
 from ignite_ddl.data_parallel import refuse_in_a_round, share_buffers
 from ignite_ddl.lazy import materialize
 from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.parts import PART_OF_A_MODEL, ROW_ORDER
 from ignite_ddl.pipeline.local_stages import stages_of
 
 INITIAL_VALUES = "_initial_values"  # on a pipeline, until weights are loaded: their digests; see audit.py

@@ -18,7 +18,8 @@ from ignite_ddl.errors import explaining_errors
 from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.experts.routing import routers_of, update_biases
 from ignite_ddl.loss_call import checked_loss
-from ignite_ddl.loss_contract import ASKS_PEERS, BY_PASSES, LossContract, LossContracts, models_before
+from ignite_ddl.loss_contract import ASKS_PEERS, BY_PASSES, LossContract, LossContracts
+from ignite_ddl.loss_graph import models_before
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.mixing import CheckedTransform
 from ignite_ddl.pipeline.local_stages import call, stages_of

@@ -47,7 +47,7 @@ from ignite_ddl.compat import quiet_redistribution
 from ignite_ddl.context import ring
 from ignite_ddl.course import CNN, GPT, MLP
 from ignite_ddl.course.gpt import Attention, Embedding, Head
-from ignite_ddl.data import part
+from ignite_ddl.epoch_plan import part
 from ignite_ddl.experts import balance, routing
 from ignite_ddl.pipeline.local_stages import stages_of
 

@@ -26,7 +26,8 @@ from ignite_ddl.errors import THIS_WAS_IN
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, tensors_of
 from ignite_ddl.replicas import digest
-from ignite_ddl.traceless import UnlikeModules, differ, evaluating, norm_over_rows, without_trace
+from ignite_ddl.rows_alone import norm_over_rows
+from ignite_ddl.traceless import UnlikeModules, differ, evaluating, without_trace
 
 NOT_SHARED = (
     "on a mesh with cp, batches should come from ddl.auto_dataloader, which gives each cp rank its tokens: run the "

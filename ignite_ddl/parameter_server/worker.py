@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import MODULE, SECONDS, is_count, one_of, shown, takes, whole
-from ignite_ddl.data import warn_of_uneven_rows
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.parameter_server.server import MODES
 from ignite_ddl.parameter_server.wire import Servers
+from ignite_ddl.uneven_rows import warn_of_uneven_rows
 
 
 class ParameterServer:

@@ -22,15 +22,8 @@ from ignite_ddl.pipeline.cut import Cut, check_trains, trains
 from ignite_ddl.pipeline.schedules import SCHEDULES, check_same_microbatches, microbatches_for
 from ignite_ddl.pipeline.structure import Structure, detached, joined, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
-from ignite_ddl.traceless import (
-    MAX_ROWS,
-    ROWS_DEPEND,
-    not_settled,
-    rows_depend_on_each_other,
-    state_that_grows,
-    weights_kept,
-    without_trace,
-)
+from ignite_ddl.rows_alone import MAX_ROWS, ROWS_DEPEND, rows_depend_on_each_other
+from ignite_ddl.traceless import not_settled, state_that_grows, weights_kept, without_trace
 
 _KEPT = 16  # schedules of a pipeline; each holds receive buffers
 

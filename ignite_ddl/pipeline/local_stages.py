@@ -24,8 +24,9 @@ from ignite_ddl.pipeline.cut import Cut, Holder
 from ignite_ddl.pipeline.schedules import SCHEDULES
 from ignite_ddl.pipeline.structure import check_joins, check_rows, flatten, joined, n_rows, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
+from ignite_ddl.rows_alone import MAX_ROWS, evaluated_rows_depend
 from ignite_ddl.tensor.random import draw_seed, random_stream
-from ignite_ddl.traceless import MAX_ROWS, evaluated_rows_depend, without_trace
+from ignite_ddl.traceless import without_trace
 
 _on_some_ranks_only = False
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from ignite_ddl.arguments import COUNT, TEXT, check, each, takes
-from ignite_ddl.compat import ROW_ORDER
+from ignite_ddl.parts import ROW_ORDER
 from ignite_ddl.tensor.layers import (
     CONVOLUTIONS,
     FITS,

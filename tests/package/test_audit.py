@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
 from ignite_ddl import audit, backward
-from ignite_ddl.traceless import rows_depend_on_each_other
+from ignite_ddl.rows_alone import rows_depend_on_each_other
 
 generator = torch.Generator().manual_seed(3)
 X = torch.randn(14, 8, generator=generator, dtype=torch.float64)

@@ -22,10 +22,11 @@ from ignite_ddl.context.blocks import block_backward, block_forward, merge
 from ignite_ddl.context.kernels import Pairs, attention_backward
 from ignite_ddl.context.layout import local_positions, natural_order, shard_sequence, visible_pairs
 from ignite_ddl.course.gpt import GPT, Embedding
+from ignite_ddl.divisor import divisor_of
 from ignite_ddl.lab import cost
 from ignite_ddl.lab.bytes import count_bytes
 from ignite_ddl.lab.memory import SavedBytes
-from ignite_ddl.loss_contract import LossContract, divisor_of
+from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.stage import SENDS_ANY_DTYPE
 from ignite_ddl.state import full_tensor

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ignite_ddl as ddl
-from ignite_ddl.data import part
+from ignite_ddl.epoch_plan import part
 
 MESHES = [
     pytest.param(mesh, id=" × ".join(f"{axis}{size}" for axis, size in mesh.items()), marks=marks)

@@ -5,8 +5,8 @@ from ranks import mesh_of, pipeline_of
 from torch import nn
 
 from ignite_ddl import errors
-from ignite_ddl.compat import PartError
 from ignite_ddl.errors import explaining_errors, reason_in_a_run
+from ignite_ddl.parts import PartError
 
 
 @pytest.mark.parametrize(

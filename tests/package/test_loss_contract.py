@@ -16,10 +16,11 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 import ignite_ddl as ddl
-from ignite_ddl.loss_contract import LossContract, divisor_of
+from ignite_ddl.divisor import divisor_of
+from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.structure import full_tensors
-from ignite_ddl.traceless import several_rows
+from ignite_ddl.rows_alone import several_rows
 
 generator = torch.Generator().manual_seed(2)
 X = torch.randn(22, 6, generator=generator, dtype=torch.float64)

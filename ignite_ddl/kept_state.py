@@ -1,0 +1,303 @@
+"""What modules and functions keep from call to call: saved, restored, and compared."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from ignite.engine import Engine
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from ignite_ddl.pipeline.structure import SomeRows, tensors_of
+from ignite_ddl.tensor.random import random_states, set_random_states, state_of
+
+_KINDS = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, deque, set, torch.Tensor)
+_NUMBERS = (bool, int, float, complex, str)
+OF_EACH_MODULE = frozenset(vars(nn.Module()))
+LARGE = 2**16  # entries and numbers of a variable, of which no more are copied
+_MOST = 1000  # things that a function uses, of which no more are looked at
+_LIBRARIES = ("torch", "torchvision", "transformers", "ignite", "ignite_ddl", "numpy", *sys.stdlib_module_names)
+Held = MutableMapping[str, Any]
+
+
+class SavedState:
+    """Variables by name, such as a module's attributes or its buffers, with copies of what may be changed in place.
+
+    Args:
+        held: their values, by name.
+        names: those that are looked at. Default: all.
+        whole: whether a variable is copied also if it is large, such as a buffer. Default: True.
+    """
+
+    def __init__(self, held: Held, names: Iterable[str] | None = None, whole: bool = True) -> None:
+        self.held, self.names = held, names
+        self.values = {name: (value, _parts(value, whole)) for name, value in self.state().items()}
+
+    def state(self) -> dict[str, Any]:
+        names = [k for k in (self.held if self.names is None else self.names) if k in self.held]
+        values = {k: v for k in names if k not in OF_EACH_MODULE and isinstance(v := self.held[k], _KINDS)}
+        return {k: v for k, v in values.items() if not _lists_weights(v)}
+
+    def changed(self) -> list[str]:
+        """The names of what has changed."""
+        now = self.state()
+        return [k for k in {**self.values, **now} if k not in now or k not in self.values or self._differs(k, now[k])]
+
+    def _differs(self, name: str, now: Any) -> bool:
+        value, parts = self.values[name]
+        if now is value:
+            return not all(same_value(part, before) for part, before in parts)
+        return not same_value(now, parts[0][1] if parts and parts[0][0] is value else value)
+
+    def has_rows(self, n: int) -> bool:
+        """Whether something that a forward pass has changed has a row for each of n rows, as a hidden state has."""
+        now = self.state()
+        changed = [now[name] for name in self.changed() if name in now]
+        return any(isinstance(leaf, torch.Tensor) and n in leaf.shape for leaf in tree_leaves(changed))
+
+    def restore(self, but: Iterable[str] = ()) -> None:
+        now, but = self.state(), set(but)
+        for name in now.keys() - self.values.keys() - but:
+            del self.held[name]
+        for name, (value, parts) in ((name, kept) for name, kept in self.values.items() if name not in but):
+            for part, before in parts:
+                if not same_value(part, before):
+                    _refill(part, before)
+            if name not in now or now[name] is not value:
+                self.held[name] = value
+
+
+def _lists_weights(value: Any) -> bool:
+    """Whether this is a list of weights, such as an LSTM's, in which FSDP2 replaces these by gathered ones."""
+    return isinstance(value, list | tuple) and any(isinstance(one, nn.Parameter) for one in value)
+
+
+def _parts(value: Any, whole: bool) -> list[tuple[Any, Any]]:
+    """What may be changed in place in a variable, itself first, each with a copy: containers, and tensors."""
+    found: dict[int, tuple[Any, Any]] = {}
+    pending, left = [value], LARGE
+    while pending:
+        part = pending.pop()
+        size = part.numel() if isinstance(part, torch.Tensor) else len(part) if isinstance(part, _NESTS) else 0
+        if id(part) in found or isinstance(part, nn.Parameter) or size > left and not (whole and part is value):
+            continue
+        if isinstance(part, torch.Tensor):
+            found[id(part)] = part, part.detach().clone()
+        elif isinstance(part, _NESTS):
+            pending += [one for one in (part.values() if isinstance(part, dict) else part) if isinstance(one, _PARTS)]
+            if not isinstance(part, tuple):
+                found[id(part)] = part, part.copy()
+        left -= size
+    return list(found.values())
+
+
+_NESTS = (list, dict, deque, set, tuple)
+_PARTS = (*_NESTS, torch.Tensor)
+
+
+def copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _refill(value: Any, before: Any) -> None:
+    if isinstance(value, dict | set):
+        value.clear()
+        value.update(before)
+    elif isinstance(value, list | deque):
+        value.clear()
+        value.extend(before)
+    elif isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            if value.shape != before.shape:  # resized in place, as a buffer of an observer in its first pass
+                value.resize_(before.shape)
+            value.copy_(before)
+
+
+def same_value(value: Any, before: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        same_shape = isinstance(before, torch.Tensor) and value.shape == before.shape
+        return same_shape and bool(((value == before) | (value != value) & (before != before)).all())
+    if isinstance(value, list | dict | deque):
+        if type(value) is not type(before) or len(value) != len(before):
+            return False
+        if isinstance(value, dict) and list(value) != list(before):
+            return False
+        pairs = zip(*(held.values() if isinstance(held, dict) else held for held in (value, before)), strict=True)
+        return all(one is other or type(one) in _NUMBERS and one == other for one, other in pairs)
+    return value is before or type(value) is type(before) and not isinstance(value, tuple) and value == before
+
+
+def modules_of(stages: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    return {name: module for stage in stages for name, module in stage.named_modules()}
+
+
+class _Attributes(MutableMapping):
+    """Attributes of a class, or the content of a cell, by name."""
+
+    def __init__(self, owner: Any, names: dict[str, str]) -> None:
+        self.owner, self.names = owner, names
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self.owner, self.names[name])
+        except (AttributeError, ValueError) as error:  # an empty cell
+            raise KeyError(name) from error
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.owner, self.names[name], value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.owner, self.names[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.names if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Names of globals and attributes that code uses, nested functions included."""
+    nested = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return set(code.co_names).union(*nested)
+
+
+def _has_attributes(one: Any) -> bool:
+    """Whether the user may have given it attributes: not to what a library has made."""
+    of = one if isinstance(one, type | types.FunctionType) else type(one)
+    return hasattr(one, "__dict__") and not isinstance(one, types.ModuleType) and not _is_of_a_library(of.__module__)
+
+
+def _is_of_a_library(name: Any) -> bool:
+    return str(name).partition(".")[0] in _LIBRARIES and name != "__main__"
+
+
+def _variables(owner: Any) -> list[tuple[Held, Iterable[str] | None]]:
+    """Where something keeps variables: mappings by name, and which of their names (None: all)."""
+    if state_of(owner):  # see random_kept
+        return []
+    if isinstance(owner, nn.Module):
+        return [(held, None) for module in owner.modules() for held in (module._buffers, vars(module))]
+    if isinstance(owner, functools.partial):
+        return [(dict(enumerate(owner.args)), None), (owner.keywords, None)]
+    if isinstance(owner, types.FunctionType):
+        names = _names(owner.__code__)
+        cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
+        modules = [one for name in names if isinstance(one := owner.__globals__.get(name), types.ModuleType)]
+        return [
+            *((_Attributes(cell, {name: "cell_contents"}), None) for name, cell in cells),
+            (owner.__globals__, sorted(names)),
+            *((vars(module), sorted(names)) for module in modules if not _is_of_a_library(module.__name__)),
+            (_Attributes(owner, {"its defaults": "__defaults__"}), None),
+            (owner.__kwdefaults__ or {}, None),
+            (vars(owner), None),
+        ]
+    if isinstance(owner, type):
+        return [(_Attributes(owner, {name: name for name in vars(owner) if not name.startswith("__")}), None)]
+    return [(vars(owner), None)]
+
+
+def reached(function: Any) -> list[Any]:
+    """What may keep a state for a function, and is no library's: itself, and what it uses by its closure, its defaults,
+    arguments that are bound, globals that its code names, and attributes of what is found there.
+    """
+    found: dict[int, Any] = {}
+    pending, seen = deque([function]), {}
+    while pending and len(found) < _MOST:
+        one = pending.popleft()
+        if isinstance(one, DistributedDataParallel):
+            one = one.module
+        if id(one) in seen or isinstance(one, (torch.Tensor, *_NUMBERS)):
+            continue
+        seen[id(one)] = one  # which lives, so that no other has its id
+        if isinstance(one, types.MethodType | classmethod | staticmethod):
+            pending += [one.__func__, getattr(one, "__self__", None)]
+        elif isinstance(one, _NESTS):
+            pending += [] if len(one) > _MOST else one.values() if isinstance(one, dict) else one
+        elif isinstance(one, nn.Module | functools.partial) or state_of(one) or _has_attributes(one):
+            found[id(one)] = one
+            variables = [(held, list(held) if names is None else names) for held, names in _variables(one)]
+            pending += [held[name] for held, names in variables for name in names if name in held]
+            pending += [] if isinstance(one, types.FunctionType | functools.partial) else [type(one)]
+            pending += [one.func] if isinstance(one, functools.partial) else []
+            pending += one.__mro__[1:-1] if isinstance(one, type) else []
+    return list(found.values())
+
+
+def saved_states(owners: Iterable[Any]) -> list[SavedState]:
+    """The states of modules, and of what else keeps some, as they are now."""
+    looked_at: dict[int, tuple[Held, dict[str, None] | None, bool]] = {}
+    for owner in owners:
+        for held, names in _variables(owner):
+            _, others, _ = looked_at.get(id(held), (held, {}, False))
+            both = None if names is None or others is None else {**others, **dict.fromkeys(names)}
+            looked_at[id(held)] = held, both, isinstance(owner, nn.Module)
+    return [SavedState(*each) for each in looked_at.values()]
+
+
+def holds_iterators(owners: Iterable[Any]) -> bool:
+    """Whether something keeps an iterator, whose place cannot be restored: of a loader, or a generator."""
+    variables = [variable for owner in owners for variable in _variables(owner)]
+    named = [(held, name) for held, names in variables for name in (list(held) if names is None else names)]
+    values = [held[name] for held, name in named if name in held]
+    for value in list(values):
+        if isinstance(value, _NESTS) and len(value) <= _MOST:
+            values += value.values() if isinstance(value, dict) else value
+    return any(hasattr(value, "__next__") for value in values)
+
+
+def captured(owners: Iterable[Any], n: int) -> list[tuple[Held, str]]:
+    """Where closures, globals, objects and batches of engines hold tensors with n rows: mappings, and names in them."""
+    variables = [variable for owner in owners if not isinstance(owner, nn.Module) for variable in _variables(owner)]
+    named = [(held, name) for held, names in variables for name in (list(held) if names is None else names)]
+    named += [(vars(held[k].state), "batch") for held, k in named if isinstance(held.get(k), Engine)]
+    return [(held, name) for held, name in named if name in held and _has_rows(held[name], n)]
+
+
+@contextlib.contextmanager
+def captured_rows(owners: Iterable[Any], rows: SomeRows | None) -> Iterator[None]:
+    """Inside, tensors of a batch that these owners hold are cut to some rows."""
+    kept = [(held, name, held[name]) for held, name in (captured(owners, rows.n) if rows else ())]
+    for held, name, value in kept:
+        held[name] = rows.of(value)
+    try:
+        yield
+    finally:
+        for held, name, value in kept:
+            held[name] = value
+
+
+def _has_rows(value: Any, n: int) -> bool:
+    found = tensors_of(value) if isinstance(value, _PARTS) and not isinstance(value, nn.Parameter) else []
+    return any(tensor.ndim and len(tensor) == n for tensor in found)
+
+
+@contextlib.contextmanager
+def states_kept(owners: Iterable[Any]) -> Iterator[list[SavedState]]:
+    """Restores at its end what code inside changes in the states of modules, and of what else keeps some."""
+    kept = saved_states(owners)
+    try:
+        yield kept
+    finally:
+        for of_owner in kept:
+            of_owner.restore()
+
+
+@contextlib.contextmanager
+def random_kept(owners: Iterable[Any]) -> Iterator[None]:
+    """Restores at its end all streams of random numbers, those of generators among the owners included."""
+    drawn, kept = random_states(), [stream for one in owners if (stream := state_of(one))]
+    try:
+        yield
+    finally:
+        set_random_states(drawn)
+        for state, put in kept:
+            put(state)
