@@ -6,8 +6,8 @@ Tested with torch 2.11, 2.13 and 2.15 and Ignite 0.5.4 and 0.5.5 unless noted ot
 file                                    what it uses
 ======================================  ===============================================================
 ``compat.py``                           below
-``parts.py``                            the dispatcher of DTensors, ``AsyncCollectiveTensor``, how ``torch.nn.utils`` and
-                                        optimizers group lists
+``parts.py``                            the dispatcher of DTensors, ``AsyncCollectiveTensor``, how optimizers and
+                                        ``torch.nn.utils`` group lists
 ``data.py``                             ``torch.utils._pytree``, as most of the following; ``DataLoader._get_iterator``,
                                         an Ignite engine's ``_dataloader_iter``
 ``same_samples.py``                     ``torch.utils._pytree``
