@@ -290,7 +290,7 @@ class Audit:
             for digest, square in zip(digests[::2], digests[1::2], strict=True)
         ):
             raise ValueError(UNLIKE_MODULES)
-        if n * states_squared != states**2 and contract.depends_on_unlike_states():
+        if n * states_squared != states**2 and contract.state.depends_on_unlike_states():
             raise ValueError(
                 "loss_fn keeps a state from call to call, on which its result depends, and which differs between dp "
                 "ranks, since it is computed from a rank's own rows: sum over ranks what it is computed from "
@@ -339,7 +339,7 @@ def _shapes_of(y: Any, contract: LossContract) -> list[float]:
     """Of the shapes of targets: 1, a digest, its square, and whether there may be padding; of the state of their loss:
     a digest, and its square. Lists of samples have none, nor what may be one: zeros.
     """
-    n, states = contract.n_rows or n_rows(y), (contract.state_digest, contract.state_digest**2)
+    n, states = contract.n_rows or n_rows(y), (contract.state.digest, contract.state.digest**2)
     if isinstance(y, list | tuple) and len(y) == n and not are_samples(y, n):
         return [0.0, 0.0, 0.0, float(contract.divisor.may_pad(y)), *states]
     digest = float(zlib.crc32(repr([tuple(t.shape[1:]) for t in tensors_of_rows(y, n)]).encode()) % 2**20)

@@ -12,6 +12,7 @@ file                                    what it uses
                                         an Ignite engine's ``_dataloader_iter``
 ``same_samples.py``                     ``torch.utils._pytree``
 ``loss_contract.py``                    ``torch.utils._pytree``
+``loss_state.py``                       ``torch.utils._pytree``
 ``loss_graph.py``                       the numbers of autograd's nodes
 ``replicas.py``                         ``_NormBase``, ``nn.Module._non_persistent_buffers_set``,
                                         ``_forward_pre_hooks``, ``FSDPModule._get_fsdp_state``

@@ -17,24 +17,23 @@ import functools
 import itertools
 import math
 import warnings
-import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import ignite.distributed as idist
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.arguments import first_line
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, unsharded_parameters
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.divisor import IGNORED, Divisor, divisor_of
-from ignite_ddl.kept_state import captured, captured_rows, random_kept, reached, saved_states, states_kept
+from ignite_ddl.kept_state import captured
 from ignite_ddl.loss_graph import dependencies, parameter_ids
+from ignite_ddl.loss_state import LossState
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.parts import MODELS
 from ignite_ddl.pipeline.structure import (
@@ -50,9 +49,8 @@ from ignite_ddl.pipeline.structure import (
     tensors_of,
     unpickled,
 )
-from ignite_ddl.replicas import digest
 from ignite_ddl.rows_alone import several_rows
-from ignite_ddl.traceless import WatchForSums, address_of, differ, evaluating, weights_kept, without_trace
+from ignite_ddl.traceless import WatchForSums, address_of, evaluating, without_trace
 
 _CONTRACTS_KEPT = 64  # of a model
 _FIRST, _EACH = 16, 17  # steps that are all checked, then each one of these: a prime, to meet each batch of an epoch
@@ -124,18 +122,13 @@ class LossContract:
         self.has_whole_rows = mesh.pp_size * mesh.cp_size == 1  # whether a rank sees its rows as a whole
         self.by_passes = model is not None and self.is_split and self.has_whole_rows  # if uses_more: can be compared
         self.addresses: set[int] = set()  # where tensors of the batch are
-        self.needs_graph = False  # whether it calls torch.autograd.grad, which fails without one
         self.is_local = divisor.is_local
         self.communicates = False  # whether it sums or gathers over ranks by itself
         self.seen: dict[Any, tuple[float, float]] = {}  # the least and the largest targets, by dtype, dims and NaN
         self.n_rows: int | None = None  # of this rank's batch, as its loader counts them
         self.counted, self.is_clamped = 0.0, False  # what counts on this rank; whether nothing does by max(1, count)
         self.least, self.most = math.inf, 0.0  # the divisors that a declared function has given for parts
-        self.reached: list[Any] | None = None  # what may keep a state from call to call, models included
-        self.owners: list[Any] = []  # the same without models, whose state has its own checks
-        self.before: list[Any] = []  # that state at the begin of this step
-        self.of_batch: list[set[str]] = []  # the names in it of features of this batch
-        self.state_digest = 0.0  # of that state in the end, if the step has changed it and the loss depends on it
+        self.state = LossState(loss_fn, mesh)
         self.pairs: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
         self.earlier_pairs: list[tuple[Any, Any]] = []  # of earlier steps, until there are two rows
         self.asks_peers = False  # whether dp ranks compare it with targets of each other in this step
@@ -158,14 +151,10 @@ class LossContract:
                 is_new, asks = is_new or new, asks or new and is_class
         self.is_checking = has_parts and (is_new or self._has_to_be_checked())
         self.asks_peers = self.is_checking and asks and self.is_compared and self.mesh.dp_size > 1
-        self.pairs, self.state_digest = [], 0.0
-        self.reached, self.owners = None, []
+        self.pairs = []
         if self.is_checking:
             self.addresses = {address for tensor in tensors_of((x, y)) if (address := address_of(tensor))}
-            models = {id(module) for model in MODELS for module in model.modules()}
-            self.reached = reached(self.loss_fn)
-            self.owners = [one for one in self.reached if id(one) not in models]
-        self.before, self.of_batch = saved_states(self.owners), []
+        self.state.begin(self.is_checking)
 
     def _has_to_be_checked(self) -> bool:
         if self.is_compared and not self.uses_more and (self.n_steps <= _FIRST or self.n_steps % _EACH == 0):
@@ -276,8 +265,9 @@ class LossContract:
             self.uses_more = "a number without rows" if no_rows else kept
             if not self.divisor.certain and self.uses_more and self.is_split and not self.by_passes:
                 raise ValueError(self._cannot_be_checked())
-        if self.is_compared or self.owners:
+        if self.is_compared or self.state.owners:
             self.pairs.append(detached((output, y)))
+            self.state.pair = self.pairs[0]
 
     def _check_weights(self, weights: list[nn.Parameter]) -> None:
         if not weights:
@@ -318,8 +308,7 @@ class LossContract:
         Raises:
             ValueError: if the values do not add up, or, of a loss that is not declared, cannot be compared.
         """
-        if self.owners and self.pairs:
-            self._compare_states()
+        self.state.compare()
         if not self.is_compared:
             return 0.0
         if self.mesh.cp_size > 1:
@@ -341,7 +330,9 @@ class LossContract:
 
         def sums(cuts_captured: bool) -> _Sums | None:
             def loss_of(rows: SomeRows) -> torch.Tensor:
-                return self.call(rows.of(output), rows.of(y), rows if cuts_captured and self.has_whole_rows else None)
+                return self.state.call(
+                    rows.of(output), rows.of(y), rows if cuts_captured and self.has_whole_rows else None
+                )
 
             try:
                 return self._added_up(loss_of, y, n)
@@ -382,7 +373,7 @@ class LossContract:
         def sums(cuts_captured: bool) -> _Sums | None:
             def loss_of(rows: SomeRows) -> torch.Tensor:
                 with without_trace(modules):
-                    return self.call(rows.of(x), rows.of(y), rows if cuts_captured else None, run)
+                    return self.state.call(rows.of(x), rows.of(y), rows if cuts_captured else None, run)
 
             with contextlib.suppress(Exception), evaluating(modules, all_of_them=False):
                 return self._added_up(loss_of, y, n)
@@ -419,7 +410,7 @@ class LossContract:
             theirs = [unpickled(y, of_peer) for _, of_peer in peers]
             targets, times = concatenated([y, *theirs], sizes), 1 + -(-more // n)
             outputs = some_rows(concatenated([output] * times, [n] * times), slice(n + more), n * times)
-            found = self._added_up(lambda rows: self.call(rows.of(outputs), rows.of(targets)), targets, n + more)
+            found = self._added_up(lambda rows: self.state.call(rows.of(outputs), rows.of(targets)), targets, n + more)
         except Exception:  # targets of another length, or that do not fit these outputs
             return
         if found is not None and found.differ:
@@ -465,7 +456,7 @@ class LossContract:
             edges |= {max(1, n // 3)} if declared else {max(1, n // 4), 2 * n // 3}
         whole, *parts = (SomeRows(slice(*ends), n) for ends in ((0, n), *itertools.pairwise(sorted(edges))))
         try:
-            with self._trying(), WatchForSums() as watch:
+            with self.state.trying(), WatchForSums() as watch:
                 first = loss_of(whole)
                 self.communicates = self.communicates or watch.found
                 if declared and watch.found:
@@ -473,9 +464,9 @@ class LossContract:
                 others = [*parts, *[whole] * (3 - len(parts))]  # as many on each rank
                 losses = [float(loss_of(rows)) for rows in others]
         except Exception as error:
-            if self.needs_graph or "does not require grad" not in str(error):
+            if self.state.needs_graph or "does not require grad" not in str(error):
                 raise
-            self.needs_graph = True
+            self.state.needs_graph = True
             return self._added_up(loss_of, y, n)
         loss, values = float(first), losses[: len(parts)]
         shares = [self._share(rows, y) for rows in parts]
@@ -490,7 +481,7 @@ class LossContract:
         """Whether ``loss_fn`` captures tensors with n rows, and whether these may be constants: not if some have the
         memory of the batch's.
         """
-        found = captured(self._reached(), n) if self.has_whole_rows else []
+        found = captured(self.state.owners_and_models(), n) if self.has_whole_rows else []
         of_batch = self.addresses.intersection(address_of(t) for held, name in found for t in tensors_of(held[name]))
         return bool(found), bool(found) and not of_batch
 
@@ -534,114 +525,6 @@ class LossContract:
             f"it divides by cannot be checked: {_DECLARE}"
         )
 
-    def call(
-        self, output: Any, y: Any, rows: SomeRows | None = None, run: Callable[[Any], Any] = lambda same: same
-    ) -> torch.Tensor:
-        """The loss, by a call that leaves no trace in what the loss function keeps.
-
-        Args:
-            output: of the model.
-            y: the targets.
-            rows: those which tensors that it captures should have. Default: all.
-            run: makes the output of it. Default: nothing has to be done.
-        """
-        owners = self._reached()
-        kept = weights_kept(one for one in owners if isinstance(one, nn.Module))
-        with kept, states_kept(owners), captured_rows(owners, rows):
-            loss = self.loss_fn(run(output), y)
-            return loss.detach() if isinstance(loss, torch.Tensor) else loss
-
-    def _reached(self) -> list[Any]:
-        return reached(self.loss_fn) if self.reached is None else self.reached
-
-    @contextlib.contextmanager
-    def _trying(self) -> Iterator[None]:
-        """For calls of the loss function that leave no trace, together with :meth:`call`."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self.needs_graph))
-            stack.enter_context(random_kept(self._reached()))
-            for model in MODELS if self.needs_graph else ():
-                if isinstance(model, DistributedDataParallel):  # which expects a backward pass after a forward one
-                    stack.enter_context(model.no_sync())
-            yield
-
-    def _compare_states(self) -> None:
-        """Looks whether this step's calls have changed a state on which the loss depends: ranks have to hold the same.
-
-        Raises:
-            ValueError: if so under pp, where there is a call for each microbatch.
-        """
-        if not any(state.changed() for state in self.before):
-            return
-        self.of_batch = self._of_batch()
-        pairs = list(zip(self.before, self.of_batch, strict=True))
-        names = [name for state, of_batch in pairs for name in state.changed() if name not in of_batch]
-        if not names or not self._differ(lambda: [state.restore(but=of_batch) for state, of_batch in pairs]):
-            return  # such as the last loss, kept to be looked at
-        if self.mesh.pp_size > 1:
-            raise ValueError(
-                f"loss_fn changes {', '.join(names)}, on which its result depends, but under pp it runs once for each "
-                "microbatch and not once for a batch: change it in a handler, once for each iteration; if forward "
-                "stores it, let forward return it, with a number for each row; or use dp and tp only"
-            )
-        held = [tree_map_only(torch.Tensor, digest, plain) for plain in self._changed()]
-        self.state_digest = float(zlib.crc32(repr(held).encode()) % 2**20)
-
-    def depends_on_unlike_states(self) -> bool:
-        """Whether a rank's loss would be another with what dp rank 0 keeps; all of them call it."""
-        group, of_rank_0 = self.mesh.dp_cp_group, [self._changed()]
-        dist.broadcast_object_list(of_rank_0, src=dist.get_global_rank(group, 0), group=group)
-
-        def put() -> None:
-            for state, values in zip(self.before, of_rank_0[0], strict=True):
-                state.held.update(values)
-
-        return on_any_rank(bool(self.pairs) and self._differ(put), group)
-
-    def _of_batch(self) -> list[set[str]]:
-        """For each state the names of what forward, and not the loss, has put there of this batch: features of rows."""
-        output, y = self.pairs[0]
-        n = n_rows(y) if tensors_of(y) else n_rows(output)
-
-        def is_of_batch(leaf: Any) -> bool:
-            return isinstance(leaf, torch.Tensor) and (leaf.grad_fn is not None or _has_rows(leaf, n))
-
-        def of_rows(state: Any) -> set[str]:
-            leaves = {name: tree_leaves(state.held[name]) for name in state.changed() if name in state.held}
-            return {name for name, of_name in leaves.items() if of_name and all(map(is_of_batch, of_name))}
-
-        found = [of_rows(state) for state in self.before]
-        models = [one for one in self._reached() if isinstance(one, nn.Module)]
-        try:  # also where nothing was found: the loss may sum over ranks, of which one has a single row
-            with torch.no_grad(), weights_kept(models), states_kept(self.owners) as kept, self._trying():
-                self.loss_fn(*self.pairs[0])
-                by_loss = [set(state.changed()) for state in kept]
-        except Exception:
-            return [set() for _ in found]
-        return [names - changed for names, changed in zip(found, by_loss, strict=True)]
-
-    def _changed(self) -> list[dict[str, Any]]:
-        """The numbers and tensors that this step has changed, of all that is kept from call to call."""
-        pairs = zip(self.before, self.of_batch or [()] * len(self.before), strict=True)
-        changed = [
-            {k: state.held[k] for k in state.changed() if k in state.held and k not in of} for state, of in pairs
-        ]
-        return [{k: v for k, v in of.items() if all(map(_is_plain, tree_leaves(v)))} for of in changed]
-
-    def _differ(self, put: Callable[[], Any]) -> bool:
-        """Whether the loss of this step's first rows would be another with what is kept as ``put`` puts it."""
-
-        def loss_with(put: Callable[[], Any]) -> torch.Tensor:
-            with states_kept(self.owners), self._trying():
-                put()
-                return torch.as_tensor(self.call(*self.pairs[0])).double()
-
-        try:
-            with torch.no_grad():
-                return differ(loss_with(lambda: None), loss_with(put))
-        except Exception:
-            return False
-
     def check_that_nothing_counts(self, output: Any, y: Any) -> None:
         """Raises a ValueError if the loss of targets whose declared divisor is 0 is a number all the same.
 
@@ -650,8 +533,8 @@ class LossContract:
         if not self.divisor.declared or not self.n_steps:
             return
         try:
-            with self._trying(), WatchForSums() as watch:
-                loss = float(self.call(output, y))
+            with self.state.trying(), WatchForSums() as watch:
+                loss = float(self.state.call(output, y))
         except Exception:
             return
         if math.isfinite(loss) and abs(loss) > 1e-12 and not watch.found:
@@ -667,7 +550,7 @@ class LossContract:
         if halves is None:  # prepare_batch has made rows of tokens
             return
         try:
-            with self._trying():
+            with self.state.trying():
                 (loss, *_), *parts = (self._with_divisor(*pair) for pair in ((output, y), *halves))
         except Exception as error:
             raise ValueError(
@@ -697,7 +580,7 @@ class LossContract:
     def _with_divisor(self, output: Any, y: Any) -> tuple[float, float, float]:
         divisor = self.divisor.of(y) if callable(self.divisor.kind) else 1.0
         nothing = divisor == 1 and callable(self.divisor.kind) and max(self._of_twice(y), default=0) == 1
-        return float(self.call(output, y)) if divisor else 0.0, divisor, 0.0 if nothing else divisor
+        return float(self.state.call(output, y)) if divisor else 0.0, divisor, 0.0 if nothing else divisor
 
     def conclude(self, n_inconclusive: float) -> None:
         """Records the result of a check, given the number of dp ranks whose comparison was inconclusive."""
@@ -729,7 +612,8 @@ class LossContracts:
                 del self.by_key[next(iter(self.by_key))]
             self.by_key[key] = LossContract(loss_fn, divisor, self.mesh, self.model)
         contract = self.by_key[key]
-        contract.loss_fn, contract.divisor = loss_fn, divisor
+        contract.loss_fn = contract.state.loss_fn = loss_fn
+        contract.divisor = divisor
         return contract
 
 
@@ -757,10 +641,6 @@ def _range_of(tensor: torch.Tensor) -> tuple[float, float, bool]:
         return low, high, False
     numbers = tensor.double()
     return *torch.stack(numbers.nan_to_num().aminmax()).tolist(), bool(numbers.isnan().any())
-
-
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, bool | int | float | complex | str | torch.Tensor)
 
 
 def _twice(y: Any, kinds: tuple[type, ...]) -> Any:
