@@ -46,7 +46,7 @@ from ignite_ddl.parts import PartError
 from ignite_ddl.pipeline.local_stages import PipelineStages, Stages, call, on_some_ranks, stages_of
 from ignite_ddl.pipeline.structure import full_tensors, n_rows
 from ignite_ddl.precision import AMP_MODE, ScaledOptimizer, autocast_for, make_scaler
-from ignite_ddl.replicas import digest
+from ignite_ddl.replicas import digest, make_alike_for_evaluation
 from ignite_ddl.step import TrainingStep
 from ignite_ddl.uneven_rows import forget_uneven_rows, warn_of_padded_rows
 
@@ -658,15 +658,18 @@ def create_supervised_evaluator(
     stages = stages_of(model, model_fn)
     prepare = functools.partial(prepare_batch, device=device, non_blocking=non_blocking)
     autocast = autocast_for(amp_mode, device)
-    is_first = True
+    is_first, runs = True, 0
 
     def transformed(x: Any, y: Any, y_pred: Any) -> Any:
         return output_transform(x, y, model_transform(y_pred))
 
     def evaluate(engine: MeshEngine, batch: Any) -> Any:
-        nonlocal is_first
+        nonlocal is_first, runs
         refuse_in_a_round(model, "the evaluator runs")
         model.eval()
+        if engine.state.iteration == 1 and engine.rows is not None and get_mesh().world_size > 1:
+            runs += 1
+            make_alike_for_evaluation(model, checks=runs & (runs - 1) == 0)  # runs 1, 2, 4, 8, …
         with torch.no_grad():
             x, y = _prepared(engine, prepare, batch, "" if is_first else None)
             if engine.rows is None and engine.state.iteration == 1:  # not a loader of ddl.auto_dataloader

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.collectives import gathered, gathered_values, octets, on_any_rank
 from ignite_ddl.compat import unsharded_parameters
-from ignite_ddl.data_parallel import local_round
+from ignite_ddl.data_parallel import local_round, share_buffers
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.structure import local_tensor
@@ -50,10 +50,28 @@ def check_replicas(model: nn.Module) -> None:
         raise ValueError(
             f"{name!r} should be the same on all {axis} ranks, but differs: after ddl.auto_model, something has "
             "changed it on each rank in its own way, such as an initialisation with a seed of each rank, "
-            "nn.Embedding(max_norm=), a buffer that forward computes from its own rows, or other options of the "
+            "a moving average that one rank alone updates, nn.Embedding(max_norm=), a buffer that forward computes from its own rows, or other options of the "
             "optimizer. Do it before ddl.auto_model, or alike on all ranks; ddl.check_in_sync(model) names all that "
             "differ"
         )
+
+
+def make_alike_for_evaluation(model: nn.Module, checks: bool) -> None:
+    """Gives dp ranks the running statistics of dp rank 0, as DDP does before a forward pass; every rank calls it.
+
+    A copy of a model, such as a moving average, has no DDP that would, and an evaluation would mix several models.
+
+    Args:
+        model: what is evaluated.
+        checks: whether to compare weights and buffers, too.
+
+    Raises:
+        ValueError: if weights or buffers differ on ranks that should hold the same.
+    """
+    norms = nn.ModuleList(module for module in model.modules() if isinstance(module, _NormBase))
+    share_buffers(norms, get_mesh())
+    if checks:
+        check_replicas(model)
 
 
 def _differences(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -22,9 +22,11 @@ from ignite.handlers import (
     create_lr_scheduler_with_warmup,
 )
 from ignite.handlers.tensorboard_logger import GradsScalarHandler, TensorboardLogger
-from ranks import in_float64, launch, on_each_rank, trainer_of
+from ignite.metrics import Loss
+from ranks import in_float64, launch, on, on_each_rank, trainer_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
 from ignite_ddl.epoch_plan import part
@@ -426,3 +428,46 @@ def test_only_what_does_not_count_rows_once_is_warned_of(local_rank):
         trainer.run((batch for batch in ddl.auto_dataloader(rows, batch_size=5)), max_epochs=1, epoch_length=1)
     with pytest.warns(UserWarning, match="a DistributedSampler makes 6 rows of 5, so that some count twice"):
         trainer.run(torch.utils.data.DataLoader(rows, sampler=torch.utils.data.DistributedSampler(rows)), max_epochs=1)
+
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+
+@in_float64
+def average_evaluated(local_rank, make, updates):
+    """The loss of a moving average on the mesh, and of what is exported of it, by one process."""
+    torch.manual_seed(1)
+    rows = TensorDataset(torch.randn(22, 6), torch.randint(4, (22,)))
+    loader = ddl.auto_dataloader(rows, batch_size=6)
+    model = ddl.auto_model(make())
+    average = torch.optim.swa_utils.AveragedModel(
+        getattr(model, "module", model), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    trainer = trainer_of(model, loss_fn, lr=0.5)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def update():
+        if updates or idist.get_rank() == 0:
+            average.update_parameters(model)
+        for mean, buffer in zip(average.module.buffers(), model.buffers(), strict=True):
+            mean.copy_(buffer)  # as EMAHandler does
+
+    trainer.run(loader, max_epochs=2)
+    evaluator = ddl.create_supervised_evaluator(average, {"loss": Loss(loss_fn)})
+    on_mesh = [evaluator.run(loader).metrics["loss"] for _ in range(3)]
+    alone = make()
+    alone.load_state_dict(ddl.full_state_dict(average.module))
+    return on_mesh, loss_fn(alone.eval()(rows.tensors[0]), rows.tensors[1]).item()
+
+
+def test_an_average_is_evaluated_with_the_statistics_of_dp_rank_0():
+    """Each rank's own, which DDP does not see, would make the evaluation one of several models."""
+    for on_mesh, alone in launch({"dp": 2}, average_evaluated, normed, True):
+        assert max(abs(loss - alone) for loss in on_mesh) < 1e-12
+
+
+def test_a_model_that_differs_between_ranks_is_not_evaluated():
+    with pytest.raises(ValueError, match="on all dp ranks, but differs.*a moving average that one rank alone updates"):
+        on(average_evaluated, functools.partial(nn.Linear, 6, 4), False, dp=2)
