@@ -74,7 +74,8 @@ What is not found, and differs from one process without an error:
 - targets with rows in dim 1 whose dim 0 has the same length;
 - a term of a loss in which rows meet, or targets that do not count, if it changes the loss by less than the tolerance
   of this comparison, 3.5e-4 of it in float32 and 1.5e-8 in float64 (transformers' balance of experts, which
-  ``balance_weight`` of ``ddl.Router`` replaces): compare once in float64;
+  ``balance_weight`` of ``ddl.Router`` replaces), or an eighth of it where the loss computes products of bfloat16:
+  compare once in float64;
 - initial values that a pipeline's stages draw after ``ddl.auto_model``, and an optimizer that steps after a loop of
   your own whose last batch gave ranks different numbers of rows: these two give a warning (in the loop it is refused).
 """
@@ -104,7 +105,7 @@ from ignite_ddl.backward import (
     nudged,
     row_gradients_depend,
 )
-from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
+from ignite_ddl.collectives import gathered, gathered_values, on_any_rank, value_of
 from ignite_ddl.context.sequence import check_tokens, length_matters
 from ignite_ddl.data_parallel import local_round
 from ignite_ddl.experts.style import experts_of
@@ -420,9 +421,9 @@ def _check_stored_values(stages: Any, x: Any, mesh: Mesh, local: dict[str, Any],
     different = sorted({name for peer, of in pairs for name in peer if name in of and peer[name] != of[name]})
     if not different:
         return
-    of_dp_rank_0 = [[local.get(name) for name in different]]
-    dist.broadcast_object_list(of_dp_rank_0, src=dist.get_global_rank(mesh.dp_group, 0), group=mesh.dp_group)
-    others = {name: value for name, value in zip(different, of_dp_rank_0[0], strict=True) if name in local}
+    own = [local.get(name) for name in different]
+    of_dp_rank_0 = value_of(dist.get_global_rank(mesh.dp_group, 0), own, mesh.dp_group)
+    others = {name: value for name, value in zip(different, of_dp_rank_0, strict=True) if name in local}
     if on_any_rank(outputs_depend_on(stages.forward_only, x, [stages.plain_module()], others)):
         raise ValueError(
             f"forward keeps {different[0]!r}, which differs between dp ranks, since it is computed from a rank's own "

@@ -236,16 +236,16 @@ def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.
             WatchForSums() as watch,
         ):
             together = gradients(whole)
-            draws = not _add_up(together.found, gradients(whole, seed=1).found)
+            draws = not _add_up(watch.coarsest, together.found, gradients(whole, seed=1).found)
             others, alone = gradients(rest), gradients(part)
             by_rows = norm_over_rows(stages)
     except Exception:
         return False
     unknown = watch.found or by_rows or draws or together.keeps_rows or part.start < 1
     unknown = unknown or not together.lengths == others.lengths == alone.lengths  # some outputs have no rows: a weight
-    if unknown or together.outputs_differ(alone):
+    if unknown or together.outputs_differ(alone, watch.coarsest):
         return False
-    return not _add_up(together.found, others.found, alone.found)
+    return not _add_up(watch.coarsest, together.found, others.found, alone.found)
 
 
 @contextlib.contextmanager
@@ -308,10 +308,10 @@ class _Gradients:
         self.lengths = [len(o) / (part.stop - part.start) for o in outputs]
         self.found = {key: _padded(g, key, part, n) for key, g in pairs if g is not None}
 
-    def outputs_differ(self, of_last: _Gradients) -> bool:
+    def outputs_differ(self, of_last: _Gradients, coarsest: float) -> bool:
         """Whether the last rows have other outputs when they are computed without the others."""
         pairs = zip(self.outputs, of_last.outputs, strict=False)
-        return any(differ(one[len(one) - len(last) :], last) for one, last in pairs)
+        return any(differ(one[len(one) - len(last) :], last, coarsest) for one, last in pairs)
 
 
 def _weighted(output: torch.Tensor, part: slice, n: int) -> torch.Tensor:
@@ -342,10 +342,15 @@ def _local_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return local if local is not None and local.layout is torch.strided else None
 
 
-def _add_up(gradients: dict[Any, torch.Tensor], *parts: dict[Any, torch.Tensor]) -> bool:
+def _add_up(coarsest: float, gradients: dict[Any, torch.Tensor], *parts: dict[Any, torch.Tensor]) -> bool:
     """Whether gradients are the sums of those of parts, where a weight that is not used has 0.
 
     But for rounding, which is relative to the largest: some should add up to 0.
+
+    Args:
+        coarsest: as :class:`WatchForSums <ignite_ddl.traceless.WatchForSums>` has noted it.
+        gradients: those of all rows.
+        parts: those of some of them.
     """
     largest = {key: float(g.abs().nan_to_num().max()) if g.numel() else 0.0 for key, g in gradients.items()}
     most = max(largest.values(), default=0.0)
@@ -353,7 +358,7 @@ def _add_up(gradients: dict[Any, torch.Tensor], *parts: dict[Any, torch.Tensor])
         left = sum((-part[key] for part in parts if key in part), gradients.get(key, 0.0))
         device = left.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else left.dtype
-        eps = torch.finfo(dtype).eps
+        eps = max(torch.finfo(dtype).eps, coarsest)
         tolerance = min(0.05, 1e5 * eps) * largest.get(key, 0.0) + 10 * eps**0.5 * most
         if left.numel() and float(left.abs().nan_to_num().max()) > tolerance:
             return False

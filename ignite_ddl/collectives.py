@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 _SMALL = 1 << 12  # bytes that travel with whether they are all
 SENT = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64}
@@ -25,15 +27,44 @@ def gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torc
 
 def gathered_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all ranks of a group, by pickle, in the order of ranks: one collective, of large values three."""
-    raw = pickle.dumps(value)
+    raw = packed(value)
     head = bytearray(bytes([len(raw) < _SMALL]) + raw.ljust(_SMALL)[: _SMALL - 1])
     device = "cpu" if dist.get_backend(group) == "gloo" else idist.device()
     heads = [h.cpu().numpy().tobytes() for h in gathered(torch.frombuffer(head, dtype=torch.uint8).to(device), group)]
     if all(head[0] for head in heads):
         return [pickle.loads(head[1:]) for head in heads]
     values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    dist.all_gather_object(values, raw, group=group)
+    return list(map(pickle.loads, values))
+
+
+def value_of(rank: int, value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """The value of one rank, by its number in the world, on all ranks of a group; by pickle."""
+    if dist.get_rank() == rank:
+        dist.broadcast_object_list([packed(value)], src=rank, group=group)
+        return value
+    box: list[Any] = [None]
+    dist.broadcast_object_list(box, src=rank, group=group)
+    return pickle.loads(box[0])
+
+
+def packed(value: Any) -> bytes:
+    """A value by pickle, whose tensors are on the CPU or on the GPU of the rank that reads it, and not on another's."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        is_plain = isinstance(obj, torch.Tensor) and not isinstance(obj, DTensor)
+        if not is_plain or obj.device.type in ("cpu", "meta"):
+            return NotImplemented
+        return _on_this_device, (obj.detach().cpu().as_subclass(torch.Tensor),)
+
+
+def _on_this_device(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(idist.device())
 
 
 def octets(tensor: torch.Tensor) -> torch.Tensor:

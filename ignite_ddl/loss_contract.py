@@ -57,6 +57,7 @@ _FIRST, _EACH = 16, 17  # steps that are all checked, then each one of these: a 
 BY_PASSES = 2.0**20  # in place of 1 for an inconclusive comparison, if it needs forward passes; more than all ranks
 _FEW, _MOST_SENT = 4, 2**16  # rows whose targets dp ranks give each other, and the most numbers in them
 ASKS_PEERS = 2.0**40  # added to that where targets of other ranks are to be compared, too
+_ROUNDINGS = 16  # of 16 bits, by which the loss of a model's rows may differ from that of parts of them
 _MAX_INCONCLUSIVE = 16  # inconclusive checks, after which there is a warning
 _DECLARE = (
     'pass loss_divisor="rows" for a mean over rows, "sum" for a sum, or a function from targets to the divisor of the '
@@ -470,7 +471,8 @@ class LossContract:
             return self._added_up(loss_of, y, n)
         loss, values = float(first), losses[: len(parts)]
         shares = [self._share(rows, y) for rows in parts]
-        tolerance = torch.finfo(first.dtype).eps ** 0.5 * max(1e-3, abs(loss))
+        share = max(torch.finfo(first.dtype).eps ** 0.5, _ROUNDINGS * watch.coarsest)
+        tolerance = share * max(1e-3, abs(loss))
         is_same = not declared or abs(losses[-1] - loss) <= tolerance
         if n < 2 or not is_same or not math.isfinite(loss) or not all(shares):  # see check_that_nothing_counts
             return None
@@ -551,19 +553,21 @@ class LossContract:
             return
         try:
             with self.state.trying():
-                (loss, *_), *parts = (self._with_divisor(*pair) for pair in ((output, y), *halves))
+                of_all, *of_halves = (self._with_divisor(*pair) for pair in ((output, y), *halves))
         except Exception as error:
             raise ValueError(
                 f"loss_fn should be a mean over tokens on a mesh with cp, but fails with a part of them "
                 f"({first_line(error)}): pass loss_divisor=, a function from targets to the number that counts"
             ) from error
+        loss, *_, eps = of_all
+        parts, share = [found[:3] for found in of_halves], max(1e-4, 4 * eps)
         divisor = 1.0 if self.divisor.kind == "sum" else sum(counts for *_, counts in parts) or 1.0
         together = sum(value * part for value, part, _ in parts if part) / divisor
         if not any(part for _, part, _ in parts) or not math.isfinite(loss):
             return
 
         def is_off(value: float) -> bool:
-            return not abs(value - loss) <= 1e-4 * max(1e-3, abs(loss))
+            return not abs(value - loss) <= share * max(1e-3, abs(loss))
 
         if is_off(together):
             cure = "shift targets in prepare_batch, and pass loss_divisor=, a function from targets to the divisor"
@@ -577,10 +581,13 @@ class LossContract:
                 f"mean over those that count, or targets that it shifts by one?): {cure}"
             )
 
-    def _with_divisor(self, output: Any, y: Any) -> tuple[float, float, float]:
+    def _with_divisor(self, output: Any, y: Any) -> tuple[float, float, float, float]:
+        """The loss, its divisor, what counts, and how far apart two numbers of the loss's dtype are, relative to 1."""
         divisor = self.divisor.of(y) if callable(self.divisor.kind) else 1.0
         nothing = divisor == 1 and callable(self.divisor.kind) and max(self._of_twice(y), default=0) == 1
-        return float(self.state.call(output, y)) if divisor else 0.0, divisor, 0.0 if nothing else divisor
+        loss = self.state.call(output, y) if divisor else 0.0
+        eps = torch.finfo(loss.dtype).eps if isinstance(loss, torch.Tensor) and loss.is_floating_point() else 0.0
+        return float(loss), divisor, 0.0 if nothing else divisor, eps
 
     def conclude(self, n_inconclusive: float) -> None:
         """Records the result of a check, given the number of dp ranks whose comparison was inconclusive."""

@@ -17,13 +17,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ignite_ddl.collectives import on_any_rank
+from ignite_ddl.collectives import on_any_rank, value_of
 from ignite_ddl.kept_state import captured_rows, random_kept, reached, saved_states, states_kept
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.parts import MODELS
 from ignite_ddl.pipeline.structure import SomeRows, n_rows, tensors_of
 from ignite_ddl.replicas import digest
-from ignite_ddl.traceless import differ, weights_kept
+from ignite_ddl.traceless import differ, exact_float32, weights_kept
 
 
 class LossState:
@@ -83,6 +83,7 @@ class LossState:
     def trying(self) -> Iterator[None]:
         """For calls of the loss function that leave no trace, together with :meth:`call`."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(exact_float32())  # it may run a model of its own, such as a teacher
             stack.enter_context(torch.set_grad_enabled(self.needs_graph))
             stack.enter_context(random_kept(self.owners_and_models()))
             for model in MODELS if self.needs_graph else ():
@@ -114,11 +115,11 @@ class LossState:
 
     def depends_on_unlike_states(self) -> bool:
         """Whether a rank's loss would be another with what dp rank 0 keeps; all of them call it."""
-        group, of_rank_0 = self.mesh.dp_cp_group, [self._changed()]
-        dist.broadcast_object_list(of_rank_0, src=dist.get_global_rank(group, 0), group=group)
+        group = self.mesh.dp_cp_group
+        of_rank_0 = value_of(dist.get_global_rank(group, 0), self._changed(), group)
 
         def put() -> None:
-            for state, values in zip(self.variables, of_rank_0[0], strict=True):
+            for state, values in zip(self.variables, of_rank_0, strict=True):
                 state.held.update(values)
 
         return on_any_rank(self.pair is not None and self._differ(put), group)

@@ -23,7 +23,7 @@ from ignite.exceptions import NotComputableError
 from ignite.metrics import HSIC, GpuInfo, Loss, MaximumMeanDiscrepancy, Metric, RunningAverage
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ignite_ddl.collectives import gathered, gathered_values
+from ignite_ddl.collectives import gathered, gathered_values, value_of
 from ignite_ddl.compat import use_world_timeout
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.divisor import divisor_of
@@ -503,7 +503,7 @@ def _compute_on_ranks_with_rows(compute: Callable[[], Any], had_rows: bool, mesh
                 result[0] = compute()
         except Exception as error:
             result[1] = error
-    dist.broadcast_object_list(result, src=ranks[0], group=mesh.dp_cp_group)
-    if result[1] is not None:
-        raise result[1]
-    return result[0]
+    value, error = value_of(ranks[0], result, mesh.dp_cp_group)
+    if error is not None:
+        raise error
+    return value

@@ -111,7 +111,7 @@ def _depend(
         each = len(output) // last  # such as a row for each token
         rows = output[of.start * each : of.stop * each]
         of_rows = len(output) == each * last and len(of_part) < len(output)  # not a table, which has as many entries
-        if output.is_floating_point() and of_rows and differ(rows, of_part):
+        if output.is_floating_point() and of_rows and differ(rows, of_part, watch.coarsest):
             return True
     return False
 

@@ -33,6 +33,36 @@ UNLIKE_MODULES = (
 
 
 @contextlib.contextmanager
+def exact_float32() -> Iterator[None]:
+    """Inside, products of float32 numbers are not rounded to TF32 or bfloat16: a GPU takes another kernel for another
+    number of rows, and what two of them round apart grows from layer to layer.
+    """
+    try:
+        old = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        new = []
+    except RuntimeError:  # torch's new settings are used, and the old ones refuse to be read then
+        old, backends = ("highest", False), (torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn)
+        found = [getattr(of, name, None) for of in backends for name in ("matmul", "conv", "rnn")]
+        new = [(of, of.fp32_precision) for of in found if of is not None and of.fp32_precision in ("tf32", "bf16")]
+    precision, by_cudnn = old
+    if precision != "highest":
+        torch.set_float32_matmul_precision("highest")
+    if by_cudnn:
+        torch.backends.cudnn.allow_tf32 = False
+    for of, _ in new:
+        of.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for of, was in new:
+            of.fp32_precision = was
+        if by_cudnn:
+            torch.backends.cudnn.allow_tf32 = True
+        if precision != "highest":
+            torch.set_float32_matmul_precision(precision)
+
+
+@contextlib.contextmanager
 def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[SavedState]]:
     """Restores at its end what forward passes inside change in these modules; random numbers there depend on the seed.
 
@@ -41,6 +71,7 @@ def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[S
     """
     held = [one for module in modules_of(stages).values() for one in vars(module).values() if state_of(one)]
     with (
+        exact_float32(),
         random_kept(held),
         _gathering_alike(stages),
         weights_kept(stages),
@@ -227,7 +258,7 @@ def _outputs(run: Callable[[Any], Any], x: Any, stages: Iterable[nn.Module]) -> 
 
 
 def outputs_depend_on(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], others: dict[str, Any]) -> bool:
-    """Whether outputs change if attributes of modules have these values instead; two passes on every rank."""
+    """Whether outputs change if attributes of modules have these values instead; three passes on every rank."""
 
     def run_with_others(x: Any) -> Any:
         for name, value in others.items():
@@ -237,9 +268,11 @@ def outputs_depend_on(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Mod
 
     try:
         with torch.no_grad():
-            plain, other = _outputs(run, x, stages), _outputs(run_with_others, x, stages)
+            plain, other, again = (_outputs(given, x, stages) for given in (run, run_with_others, run))
     except Exception:
         return False
+    if not all(map(torch.equal, plain, again)):  # a GPU adds up by atomic operations (scatter_add), in any order
+        return any(map(differ, other, plain))
     return not all(
         a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in zip(plain, other, strict=False)
     )
@@ -262,12 +295,12 @@ def outputs_depend_on_padding(
         return larger
 
     try:
-        with torch.no_grad(), evaluating(stages):
+        with torch.no_grad(), evaluating(stages), WatchForSums() as watch:
             plain, with_more = _outputs(run, x, stages), _outputs(run, map_leaves(padded, x), stages)
     except Exception:
         return False
     pairs = [(a, b[tuple(map(slice, a.shape))]) for a, b in zip(plain, with_more, strict=False) if a.ndim == b.ndim]
-    return any(differ(a, b) for a, b in pairs)
+    return any(differ(a, b, watch.coarsest) for a, b in pairs)
 
 
 @contextlib.contextmanager
@@ -285,19 +318,44 @@ def evaluating(stages: Iterable[nn.Module], all_of_them: bool = True) -> Iterato
 
 
 class WatchForSums(TorchDispatchMode):
-    """Notes whether code sums or gathers over ranks by itself, as DDP, FSDP2 and DTensor do not."""
+    """Notes whether code sums or gathers over ranks by itself, as DDP, FSDP2 and DTensor do not.
+
+    Attributes:
+        found: whether it does.
+        coarsest: the largest relative distance of two numbers of 16 bits that are products of matrices, convolutions or
+            attention; 0 if there are none. Under autocast, and with such weights, results may be float32 all the same.
+    """
 
     found = False
+    coarsest = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found = self.found or str(func) in ("c10d.allreduce_.default", "c10d.allgather_.default")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and any(part in func.__name__ for part in _PRODUCTS):
+            first = result[0] if isinstance(result, tuple) and result else result
+            if isinstance(first, torch.Tensor) and first.dtype in (torch.bfloat16, torch.float16):
+                self.coarsest = max(self.coarsest, torch.finfo(first.dtype).eps)
+        return result
 
 
-def differ(rows: torch.Tensor, alone: torch.Tensor) -> bool:
-    """Whether two results of the same computation differ by more than rounding."""
+_PRODUCTS = "mm", "mv", "dot", "conv", "linear", "attention", "rnn", "lstm", "gru"  # in names of torch's operators
+
+
+LAYERS = 32  # how many times numbers of 16 bits are rounded apart, one layer after the other
+
+
+def differ(rows: torch.Tensor, alone: torch.Tensor, coarsest: float = 0.0) -> bool:
+    """Whether two results of the same computation differ by more than rounding.
+
+    Args:
+        rows: one of them.
+        alone: the other one.
+        coarsest: as :class:`WatchForSums` has noted it. Default: all was computed in the dtype of the results.
+    """
     if rows.shape != alone.shape or not rows.numel():
         return rows.shape != alone.shape
-    tolerance = 10 * torch.finfo(rows.dtype).eps ** 0.5 * max(float(alone.abs().nan_to_num().max()), 1e-6)
+    share = max(10 * torch.finfo(rows.dtype).eps ** 0.5, LAYERS * coarsest)
+    tolerance = share * max(float(alone.abs().nan_to_num().max()), 1e-6)
     far = float((rows - alone).abs().nan_to_num().max()) > tolerance
     return far or not torch.equal(rows.isnan(), alone.isnan())  # such as the deviation of a single row

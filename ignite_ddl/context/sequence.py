@@ -27,7 +27,7 @@ from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, tensors_of
 from ignite_ddl.replicas import digest
 from ignite_ddl.rows_alone import norm_over_rows
-from ignite_ddl.traceless import UnlikeModules, differ, evaluating, without_trace
+from ignite_ddl.traceless import UnlikeModules, WatchForSums, differ, evaluating, without_trace
 
 NOT_SHARED = (
     "on a mesh with cp, batches should come from ddl.auto_dataloader, which gives each cp rank its tokens: run the "
@@ -285,7 +285,8 @@ def check_tokens(
     if not any(tensor.ndim > 1 for tensor in tensors_of(first)):
         return None
     try:
-        shared, full = _calls(run, first, stages, mesh)
+        with WatchForSums() as watch:
+            shared, full = _calls(run, first, stages, mesh)
     except UnlikeModules:
         return None
     except (AssertionError, IndexError, RuntimeError) as error:
@@ -300,8 +301,9 @@ def check_tokens(
         raise
     length = next(tensor.shape[1] for tensor in tensors_of(first) if tensor.ndim > 1)
     for index, ((name, module, given, found), (*_, of_all, expected)) in enumerate(zip(shared, full, strict=False)):
-        mixes = not are_shards(found, expected, length, mesh) or _convolves_tokens(module, given, of_all)
-        if are_shards(given, of_all, length, mesh) and mixes:
+        is_part = are_shards(found, expected, length, mesh, watch.coarsest)
+        mixes = not is_part or _convolves_tokens(module, given, of_all)
+        if are_shards(given, of_all, length, mesh, watch.coarsest) and mixes:
             return index, name
     return None
 
@@ -314,12 +316,12 @@ def length_matters(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module
     row = map_leaves(lambda leaf: _first_row(_windows(leaf, mesh, in_full=True)), x)
     lengths = [tensor.shape[1] for tensor in tensors_of(row) if tensor.ndim > 1]
     try:
-        with torch.no_grad(), evaluating(stages):
+        with torch.no_grad(), evaluating(stages), WatchForSums() as watch:
             with without_trace(stages), full_sequences():
                 expected = [local_tensor(tensor).clone() for tensor in tensors_of(run(row))]
             with without_trace(stages):
                 found = [local_tensor(tensor) for tensor in tensors_of(run(_part(row, mesh)))]
-            return bool(lengths) and not are_shards(found, expected, lengths[0], mesh)
+            return bool(lengths) and not are_shards(found, expected, lengths[0], mesh, watch.coarsest)
     except (AssertionError, IndexError, RuntimeError, UnlikeModules):
         return False
 
@@ -394,7 +396,9 @@ def _recorded_calls(stages: Sequence[nn.Module]) -> Iterator[list[tuple[str, nn.
             handle.remove()
 
 
-def are_shards(some: list[torch.Tensor], full: list[torch.Tensor], length: int, mesh: Mesh) -> bool:
+def are_shards(
+    some: list[torch.Tensor], full: list[torch.Tensor], length: int, mesh: Mesh, coarsest: float = 0.0
+) -> bool:
     """Whether tensors are this rank's parts of others, along the dim that is longer there."""
     if len(some) != len(full):
         return False
@@ -411,6 +415,6 @@ def are_shards(some: list[torch.Tensor], full: list[torch.Tensor], length: int, 
             if expected.numel() != part.numel():  # such as the tokens of an expert
                 return False
             expected = expected.reshape(part.shape)
-        if differ(part, expected) if part.is_floating_point() else not torch.equal(part, expected):
+        if differ(part, expected, coarsest) if part.is_floating_point() else not torch.equal(part, expected):
             return False
     return True

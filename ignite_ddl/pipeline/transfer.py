@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ignite_ddl.collectives import gathered_values
+from ignite_ddl.collectives import gathered_values, value_of
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut
 from ignite_ddl.pipeline.structure import flatten, local_tensor
@@ -51,9 +51,7 @@ class Transfer:
 
     def from_last_stage(self, value: Any) -> Any:
         """Sends a value from the rank with the last stage to its pp peers."""
-        box = [value]
-        dist.broadcast_object_list(box, src=self._peer(self.cut.owners[-1]), group=self.mesh.pp_group)
-        return box[0]
+        return value_of(self._peer(self.cut.owners[-1]), value, self.mesh.pp_group)
 
     def gather(self, entries: dict[str, Any]) -> dict[str, Any]:
         """The state dict entries of all stages, in the order of the uncut model's."""

@@ -1,0 +1,142 @@
+"""Checks by forward passes, where a GPU's kernels round apart what is the same in one process."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ignite_ddl import regions
+from ignite_ddl.backward import row_gradients_depend
+from ignite_ddl.context.sequence import are_shards
+from ignite_ddl.divisor import divisor_of
+from ignite_ddl.loss_contract import LossContract
+from ignite_ddl.mesh import get_mesh
+from ignite_ddl.rows_alone import rows_depend_on_each_other
+from ignite_ddl.traceless import WatchForSums, exact_float32, outputs_depend_on
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Kernel(nn.Linear):
+    """As on a GPU: the same for as many rows, otherwise rounded apart, float32 only where TF32 is allowed."""
+
+    def forward(self, x):
+        exact = super().forward(x)
+        coarse = torch.backends.cuda.matmul.fp32_precision == "tf32"
+        eps = torch.finfo(exact.dtype).eps if exact.dtype != torch.float32 else 2**-7 * coarse  # of many layers
+        noise = torch.rand(exact.shape, generator=torch.Generator().manual_seed(len(x))).mul(2).sub(1)
+        return exact * (1 + 0.5 * eps * noise).to(exact.dtype)
+
+
+class InFloat32(nn.Module):
+    """Numbers of 16 bits inside, a result of 32 bits, as many language models have."""
+
+    def __init__(self, depth=12):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Kernel(16, 16) for _ in range(depth))
+
+    def forward(self, x):
+        x = x.to(self.layers[0].weight.dtype)
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return x.float()
+
+
+class Centred(InFloat32):
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+@pytest.fixture(params=["bfloat16", "float16", "autocast", "tf32", "new tf32"])
+def rounding(request):
+    """How a model is made to round, in a context; yields what changes the model."""
+    if request.param == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            yield lambda model: model
+    elif request.param == "tf32":
+        torch.set_float32_matmul_precision("high")
+        yield lambda model: model
+        torch.set_float32_matmul_precision("highest")
+    elif request.param == "new tf32":
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        yield lambda model: model
+        torch.set_float32_matmul_precision("highest")
+    else:
+        yield lambda model: model.to(getattr(torch, request.param))
+
+
+def test_rows_are_independent_where_a_kernel_rounds_by_their_number(rounding):
+    model = rounding(InFloat32())
+    assert not rows_depend_on_each_other(model, X, [model])
+    assert not row_gradients_depend(model, X, [model])
+    wrong = rounding(Centred())
+    assert rows_depend_on_each_other(wrong, X, [wrong])
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+@pytest.mark.parametrize("by_cudnn", [True, False])
+def test_settings_of_tf32_are_restored(precision, by_cudnn):
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = by_cudnn
+        with exact_float32():
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert not torch.backends.cudnn.allow_tf32
+            assert not torch.backends.cuda.matmul.allow_tf32
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (precision, by_cudnn)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+CALLS = itertools.count()
+
+
+class Atomics(nn.Linear):
+    """As index_add on a GPU, which adds in another order in each call."""
+
+    factor = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.factor * (1 + 1e-4 * (next(CALLS) % 3))
+
+
+def test_outputs_that_no_two_calls_have_in_common_do_not_depend_on_what_is_stored():
+    model = Atomics(16, 4)
+    model.last_loss = 1.0
+    assert not outputs_depend_on(model, X, [model], {"last_loss": 2.0})
+    assert outputs_depend_on(model, X, [model], {"factor": 1.1})
+
+
+def contract_of(loss_fn):
+    contract = LossContract(loss_fn, divisor_of(loss_fn), get_mesh(), None)
+    contract.accumulates, contract.pairs = True, [(X, torch.arange(8) % 5)]
+    return contract
+
+
+def test_a_loss_adds_up_where_products_of_16_bits_round_by_the_number_of_rows():
+    torch.manual_seed(0)
+    head = Kernel(16, 5).bfloat16()
+    assert contract_of(lambda o, y: F.cross_entropy(head(o.bfloat16()).float(), y)).compare() == 0.0
+    with pytest.raises(ValueError, match="should be a mean over rows"):
+        contract_of(lambda o, y: F.cross_entropy(head(o.bfloat16()).float(), y, reduction="sum")).compare()
+
+
+def test_parts_of_features_and_tokens_may_round_apart_as_16_bits_do(monkeypatch):
+    weight = torch.eye(16, dtype=torch.bfloat16)
+
+    def both_ways(*_):
+        known = (X.bfloat16() @ weight).float()  # such as a norm's, under autocast
+        return {"down": known}, {"down": known}, {"down": known * 1.03}
+
+    monkeypatch.setattr(regions, "_run_both_ways", both_ways)
+    monkeypatch.setattr(regions, "on_any_rank", lambda found, group: found)
+    regions._check(nn.Identity(), (), {}, trains=False)
+    with WatchForSums() as watch:
+        torch.mm(weight, weight)
+    assert are_shards([X], [X * 1.03], 16, get_mesh(), watch.coarsest)
+    assert not are_shards([X], [X * 1.03], 16, get_mesh())
