@@ -287,12 +287,14 @@ def _tensors_of(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, 
 def _set_tensors(
     key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in names):
+    of_groups = ((group, p) for group in optimizer.param_groups for p in group["params"])
+    for group, p in ((group, p) for group, p in of_groups if id(p) in names):
+        steps_on_device = group.get("fused") or group.get("capturable")  # whose kernels would read the CPU's memory
         values = {part: v for part, v in optimizer.state.pop(p, {}).items() if not isinstance(v, torch.Tensor)}
         if values:
             optimizer.state[p] = values
         for name, value in tensors.items():
             kind, part, of = name.split(".", 2)
             if (kind, of) == (key, names[id(p)]):
-                on_device = value.to(p.device) if value.ndim else value
+                on_device = value.to(p.device) if value.ndim or steps_on_device else value
                 optimizer.state[p][part] = _like(on_device.clone(), p)

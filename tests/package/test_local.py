@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
 from ignite_ddl.lab import cost, count_bytes
+from ignite_ddl.local import _set_tensors
 
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 slow = pytest.mark.slow
@@ -370,6 +371,17 @@ def steps_refused(local_rank):
 
 
 @slow
+@pytest.mark.parametrize("option", [None, "fused", "capturable"])
+def test_steps_are_on_the_gpu_where_its_kernels_count_them(option):
+    weight = nn.Parameter(torch.empty(2, device="meta"))  # in place of a GPU
+    optimizer = torch.optim.Adam([weight])
+    optimizer.param_groups[0] |= {option: True} if option else {}
+    saved = {"inner.step.w": torch.tensor(3.0), "inner.exp_avg.w": torch.zeros(2)}
+    _set_tensors("inner", optimizer, {id(weight): "w"}, saved)
+    devices = {part: value.device.type for part, value in optimizer.state[weight].items()}
+    assert devices == {"step": "meta" if option else "cpu", "exp_avg": "meta"}
+
+
 def test_what_does_not_hold_is_refused():
     for axes, options, words in (
         ({"dp": 2}, {"dp_sync": "local", "shard": True}, "needs all weights"),
