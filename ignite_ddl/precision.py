@@ -90,8 +90,9 @@ class ScaledOptimizer:
         found = (~finite).to(device, torch.float32)  # and not the norm: a maximum of NaN may be a number
         if get_mesh().world_size > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        factor = 1 / self.scaler.get_scale()  # once: a GPU is waited for
         for gradient in gradients:
-            gradient.mul_(1 / self.scaler.get_scale())
+            gradient.mul_(factor)
         self.found = torch.zeros_like(found)
         self.found.grad = torch.zeros_like(found).masked_fill_(found > 0, math.inf)  # whatever the default dtype
         self.param_groups = [{"params": [self.found]}]

@@ -201,6 +201,6 @@ def _compare(
 
 
 def _nearly_equal(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    peers = gathered(local_tensor(tensor).detach(), group)
+    peers = gathered(local_tensor(tensor).detach().to(idist.device()), group)  # offloaded weights are not there
     first = peers[0].double()
     return all((peer.double() - first).norm() <= _CUDA_TOLERANCE * first.norm() for peer in peers)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
+from ignite_ddl.precision import ScaledOptimizer
 
 X = torch.randn(16, 24, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(16) % 5
@@ -206,3 +207,15 @@ def scaled_in_float64(local_rank):
 
 def test_a_scaler_works_under_another_default_dtype():
     assert on(scaled_in_float64, dp=2) == [2.0**15] * 2  # halved once
+
+
+def test_the_scale_is_read_once_for_all_gradients(monkeypatch):
+    scaler, read = torch.amp.GradScaler("cpu"), []
+    scaler.scale(torch.ones(()))
+    monkeypatch.setattr(scaler, "get_scale", lambda: read.append(1) or 4.0)
+    model = model_of_blocks()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 8.0)
+    ScaledOptimizer(torch.optim.SGD(model.parameters()), scaler).unscale()
+    assert len(read) == 1
+    assert all(bool((parameter.grad == 2).all()) for parameter in model.parameters())
