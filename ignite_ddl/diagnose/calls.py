@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from typing import Any
 
@@ -17,10 +18,7 @@ def recorded_calls(newest: int | None = None) -> list[dict[str, Any]]:
     """
     from torch.distributed.distributed_c10d import _world
 
-    try:
-        entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace()).get("entries", [])
-    except Exception:  # another build, another version: then a report has the stacks alone
-        return []
+    entries = _entries()
     last = {entry["process_group"][0]: entry for entry in entries}
     if newest is not None:
         old = [e for e in entries[:-newest] if not e["retired"] or last[e["process_group"][0]] is e]
@@ -47,12 +45,27 @@ def recorded_calls(newest: int | None = None) -> list[dict[str, Any]]:
     ]
 
 
+_RECORDERS = "_dump_fr_trace", "_dump_nccl_trace"  # torch's: NCCL has one of its own
+
+
+def _entries() -> list[dict[str, Any]]:
+    """What all recorders have, the oldest first; nothing of another build or version: a report has the stacks alone."""
+    found: dict[tuple, dict[str, Any]] = {}
+    for recorder in _RECORDERS:
+        with contextlib.suppress(Exception):
+            for entry in pickle.loads(getattr(torch._C._distributed_c10d, recorder)()).get("entries", []):
+                names = entry["process_group"][0], entry["profiling_name"], entry["is_p2p"]
+                found[*names, entry["collective_seq_id"], entry["time_created_ns"]] = entry
+    return sorted(found.values(), key=lambda entry: entry["time_created_ns"])
+
+
 def calls_counted() -> bytes:
     """Changes with each collective that this rank calls or completes; cheap, unlike :func:`recorded_calls`."""
-    try:
-        return torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=False)
-    except Exception:
-        return b""
+    found = b""
+    for recorder in _RECORDERS:
+        with contextlib.suppress(Exception):
+            found += getattr(torch._C._distributed_c10d, f"{recorder}_json")(includeCollectives=False)
+    return found
 
 
 def job_store() -> torch.distributed.Store:

@@ -4,6 +4,7 @@ those that should make the same calls.
 
 import math
 import os
+import pickle
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import ignite_ddl as ddl
+from ignite_ddl.diagnose.calls import calls_counted, recorded_calls
 from ignite_ddl.diagnose.report import unlike_calls
 from ignite_ddl.replicas import check_replicas
 
@@ -227,3 +229,19 @@ def test_ignite_is_no_code_of_the_user_wherever_it_is_installed(tmp_path):
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, env=environ, timeout=120)
     assert done.stdout.splitlines() == [str(tmp_path / "ignite/__init__.py"), "('train.py', 7, 'step')"], done.stderr
+
+
+def test_calls_of_nccl_are_in_a_recorder_of_its_own(monkeypatch):
+    def dump(name, created):
+        entry = {"process_group": ("0", "default_pg"), "profiling_name": name, "is_p2p": False, "retired": False}
+        entry |= {"collective_seq_id": 1, "time_created_ns": created, "frames": []}
+        return pickle.dumps({"entries": [entry | {"input_dtypes": ["Float"], "input_sizes": [[3]]}]})
+
+    c10d = torch._C._distributed_c10d
+    monkeypatch.setattr(c10d, "_dump_fr_trace", lambda: dump("gloo:barrier", 2))
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda: dump("nccl:all_reduce", 1), raising=False)
+    counted = b"1"
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", lambda includeCollectives: counted, raising=False)
+    assert [call["operation"] for call in recorded_calls()] == ["all_reduce", "barrier"]
+    before, counted = calls_counted(), b"2"
+    assert calls_counted() != before
