@@ -47,7 +47,10 @@ def local_positions(length: int, rank: int, size: int, device: torch.device | No
     """
     check_length(length, size)
     positions = torch.arange(length, device=device)
-    return positions.view(2 * size, -1)[[rank, 2 * size - 1 - rank]].flatten() if size > 1 else positions
+    if size == 1:
+        return positions
+    chunks = positions.view(2 * size, -1)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))  # not [[…]], a list that would be copied to the GPU
 
 
 def natural_order(length: int, size: int, device: torch.device | None = None) -> torch.Tensor:

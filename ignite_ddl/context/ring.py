@@ -86,6 +86,7 @@ class Ring:
 
 def ring(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shared: Ring) -> torch.Tensor:
     """Attention of this rank's queries to the keys of all ranks."""
+    query = query if query.stride(-1) == 1 else query.contiguous()  # CUDA's flash kernels refuse others
     with torch.autocast(query.device.type, enabled=False):  # blocks are merged in float32 or better
         return _RingAttention.apply(query, torch.stack((key, value)), shared)
 

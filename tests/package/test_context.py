@@ -13,10 +13,11 @@ from ignite.engine import Events
 from ignite.metrics import Accuracy, EpochMetric, Loss, MeanSquaredError
 from ranks import in_float64, launch, trainer_of
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl.context import blocks, kernels, sequence
+from ignite_ddl.context import blocks, kernels, ring, sequence
 from ignite_ddl.context.api import ring_attention, ulysses_attention
 from ignite_ddl.context.blocks import block_backward, block_forward, merge
 from ignite_ddl.context.kernels import Pairs, attention_backward
@@ -232,6 +233,28 @@ def test_the_flash_kernel_gets_logarithms_in_contiguous_memory(monkeypatch):
     attention_backward(torch.empty_like(pairs.query), pairs, torch.empty_like(pairs.query), logsumexp)
     assert all(tensor.is_contiguous() for tensor in given[0][5:6])
     assert given[0][5].shape == logsumexp.shape
+
+
+def test_the_flash_kernel_gets_queries_whose_numbers_of_a_head_are_side_by_side(monkeypatch):
+    monkeypatch.setattr(ring._RingAttention, "apply", lambda query, *_: query)
+    shared = ring.Ring(None, False, None, None, 1.0)
+    as_usual, transposed = torch.randn(1, 8, 2, 4).transpose(1, 2), torch.randn(1, 2, 4, 8).mT
+    assert ring.ring(as_usual, as_usual, as_usual, shared) is as_usual
+    found = ring.ring(transposed, as_usual, as_usual, shared)
+    assert found.stride(-1) == 1
+    assert torch.equal(found, transposed)
+
+
+def test_positions_are_made_on_the_device():
+    """A list in the place of an index would be copied there in each call, and waited for."""
+
+    class NoIndex(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert "index" not in func.__name__
+            return func(*args, **(kwargs or {}))
+
+    with NoIndex():
+        assert local_positions(8, 1, 2).tolist() == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
