@@ -50,9 +50,9 @@ def check_replicas(model: nn.Module) -> None:
         raise ValueError(
             f"{name!r} should be the same on all {axis} ranks, but differs: after ddl.auto_model, something has "
             "changed it on each rank in its own way, such as an initialisation with a seed of each rank, "
-            "a moving average that one rank alone updates, nn.Embedding(max_norm=), a buffer that forward computes from its own rows, or other options of the "
-            "optimizer. Do it before ddl.auto_model, or alike on all ranks; ddl.check_in_sync(model) names all that "
-            "differ"
+            "a moving average that one rank alone updates, nn.Embedding(max_norm=), a buffer that forward computes "
+            "from its own rows, or other options of the optimizer. Do it before ddl.auto_model, or alike on all ranks; "
+            "ddl.check_in_sync(model) names all that differ"
         )
 
 

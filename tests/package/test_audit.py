@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl import audit, backward
+from ignite_ddl import backward, modules_in_use
 from ignite_ddl.rows_alone import rows_depend_on_each_other
 
 generator = torch.Generator().manual_seed(3)
@@ -1823,7 +1823,7 @@ def evaluates_after_a_step(local_rank):
     model = ddl.auto_model(mlp(), shard=True)
     trainer_of(model, F.mse_loss).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8), epoch_length=1)
     with pytest.MonkeyPatch.context() as patched, torch.no_grad():
-        patched.delattr(audit, "peers_are_elsewhere")
+        patched.delattr(modules_in_use, "peers_are_elsewhere")
         return model(X).shape
 
 
