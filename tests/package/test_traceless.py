@@ -12,6 +12,7 @@ from ignite_ddl.backward import row_gradients_depend
 from ignite_ddl.context.sequence import are_shards
 from ignite_ddl.divisor import divisor_of
 from ignite_ddl.loss_contract import LossContract
+from ignite_ddl.loss_state import LossState
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.rows_alone import rows_depend_on_each_other
 from ignite_ddl.traceless import WatchForSums, exact_float32, outputs_depend_on
@@ -110,6 +111,21 @@ def test_outputs_that_no_two_calls_have_in_common_do_not_depend_on_what_is_store
     model.last_loss = 1.0
     assert not outputs_depend_on(model, X, [model], {"last_loss": 2.0})
     assert outputs_depend_on(model, X, [model], {"factor": 1.1})
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("uses", [False, True])
+def test_a_loss_that_no_two_calls_have_in_common_depends_on_what_it_uses_alone(rounds, uses):
+    kept = {"last": 0.0}
+
+    def loss_fn(output, y):
+        loss = F.cross_entropy(output, y) * (1 + 1e-6 * (next(CALLS) % 3) * rounds)
+        return loss * (1 + kept["last"] * uses)
+
+    state = LossState(loss_fn, get_mesh())
+    state.begin(True)
+    state.pair = X, torch.arange(8)
+    assert state._differ(lambda: kept.update(last=0.1)) == uses
 
 
 def contract_of(loss_fn):
