@@ -9,10 +9,8 @@ result or its exception through a pipe. A rank ends when its parent ends.
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import faulthandler
 import functools
-import importlib
 import linecache
 import multiprocessing
 import os
@@ -29,12 +27,12 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import cloudpickle
 import ignite.distributed as idist
 import torch
 
 from ignite_ddl.arguments import FUNCTION, PROCESSES, SECONDS, TEXT, WORLD, Fits, a, check, one_of, shown, takes, whole
 from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, hide_slurm_under_torchrun
+from ignite_ddl.launch import pickling
 from ignite_ddl.launch.companions import check_companions
 from ignite_ddl.launch.job import MARK, Job
 from ignite_ddl.launch.meeting import RESOLVE_SECONDS, Meeting, check_address, check_file, file_of
@@ -527,15 +525,9 @@ def _cell_sources() -> dict[str, list[str]]:
     }
 
 
-# cloudpickle sends torch.classes along with a function that uses torch and calls anything "classes", so, too, "ops".
-# These are modules of types of their own, which pickle does not know.
-for _module in (torch.classes, torch.ops):
-    copyreg.pickle(type(_module), lambda module: (importlib.import_module, (module.__name__,)))
-
-
 def _pack_function(func: Callable, args: tuple, kwargs: dict) -> bytes:
     try:
-        return cloudpickle.dumps((func, args, kwargs))
+        return pickling.dumps((func, args, kwargs))
     except Exception as error:
         unpicklable = _find_unpicklable(func, args, kwargs)
         raise ValueError(
@@ -558,7 +550,7 @@ def _find_unpicklable(func: Callable, args: tuple, kwargs: dict) -> str:
         }
     for name, value in parts.items():
         try:
-            cloudpickle.dumps(value)
+            pickling.dumps(value)
         except Exception:
             return f"{name} ({type(value).__name__})"
     return f"{getattr(func, '__name__', func)!r}"

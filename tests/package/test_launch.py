@@ -735,3 +735,41 @@ torchrun._gloo_runs = lambda: print("looked", flush=True) or runs()
         [sys.executable, "-c", text], env=os.environ | job, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout.count("looked") >= 4) == (0, True), done.stderr
+
+
+HABITS = """
+from typing import Optional
+import torch
+import torch._inductor.config
+from torch import nn
+
+WIDTH = 3
+
+def settings(rank):
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return torch.backends.cudnn.benchmark, torch.backends.opt_einsum.enabled in (True, False)
+
+def inductor(rank):
+    return torch._inductor.config.max_autotune
+
+def class_inside(rank):
+    class Net(nn.Module):
+        width = WIDTH
+
+        @torch.no_grad()
+        def forward(self, x: Optional[torch.Tensor]) -> torch.Tensor:
+            return x
+
+    return Net()(rank), Net.width
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "returned"), [("settings", (True, True)), ("inductor", False), ("class_inside", (0, 3))]
+)
+def test_habits_of_scripts_reach_the_ranks(name, returned):
+    """Modules of types of their own, and what bodies of classes inside a function use."""
+    space = {"__name__": "__main__"}
+    exec(HABITS, space)
+    assert parallel(1).run(space[name]) == [returned]

@@ -1,0 +1,45 @@
+"""Pickles a function for ranks: cloudpickle, and what it leaves out."""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import inspect
+import io
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+
+
+def dumps(value: Any) -> bytes:
+    """What ``cloudpickle.loads`` reads in a rank: functions of cells and scripts by value, and all that they use."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        # Of a type of its own, which pickle does not know, such as torch.backends.cudnn, whose flags are properties.
+        is_module = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
+        if is_module and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, types.FunctionType):
+            used = cloudpickle.cloudpickle._extract_code_globals(obj.__code__)  # cached: what is added here is sent
+            used.update(dict.fromkeys(_names_in_classes(obj.__code__)))
+        return super().reducer_override(obj)
+
+
+def _names_in_classes(code: types.CodeType) -> Iterator[str]:
+    """The globals that bodies of classes inside a function use, such as in annotations and decorators."""
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            if not inner.co_flags & inspect.CO_OPTIMIZED:  # the body of a class
+                yield from (i.argval for i in dis.get_instructions(inner) if i.opname in _LOADS)
+            yield from _names_in_classes(inner)
+
+
+_LOADS = "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"  # the latter in Python 3.12 and newer
