@@ -66,6 +66,10 @@ What is not found, and differs from one process without an error:
   that calls modules or a backward pass itself, which would leave traces if it was tried; over tp, a hook or a
   Function between cut layers that mixes features in the backward pass alone (a norm of a row's gradient), and over cp
   one that mixes tokens there; a hook or a Function that is used first in a step that does not look for it;
+- what a script keeps of its rank's rows outside of loss_fn (in a handler, an update function, ``prepare_batch``) and a
+  loss reads later: a queue of keys, a bank with an entry for each row, running class counts: gather it over ranks, or
+  let loss_fn write it, which is compared;
+- a state that forward carries from batch to batch and drops where the number of rows changes, if batches are uneven;
 - a number of rows that a loss function counts from call to call, where all dp ranks have as many;
 - under pp, a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on it;
 - random numbers that a script draws for weights or gradients under pp, where each stage draws different ones;

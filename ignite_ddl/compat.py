@@ -366,9 +366,3 @@ def use_world_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
             timeout = dist.group.WORLD._get_backend(device).options._timeout
             group._get_backend(device)._set_default_timeout(timeout)
     return group
-
-
-def hide_gpus_if_too_few(nproc: int) -> None:
-    """Hides all GPUs if there are fewer of them than ranks: idist assigns GPU r to rank r, also for gloo."""
-    if torch.cuda.device_count() < nproc:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""

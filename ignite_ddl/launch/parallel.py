@@ -31,7 +31,7 @@ import ignite.distributed as idist
 import torch
 
 from ignite_ddl.arguments import FUNCTION, PROCESSES, SECONDS, TEXT, WORLD, Fits, a, check, one_of, shown, takes, whole
-from ignite_ddl.compat import address_for_ignite, hide_gpus_if_too_few, hide_slurm_under_torchrun
+from ignite_ddl.compat import address_for_ignite, hide_slurm_under_torchrun
 from ignite_ddl.launch import pickling
 from ignite_ddl.launch.companions import check_companions
 from ignite_ddl.launch.job import MARK, Job
@@ -92,8 +92,7 @@ class Parallel:
 
     Args:
         backend: "gloo" (ranks on the CPU) or "nccl" (one GPU per rank), or another backend of
-            ``idist.available_backends()`` where a job is joined. None runs serially. Where a job is joined with
-            "gloo", and this machine has a GPU for each of its ranks, they use them.
+            ``idist.available_backends()`` where a job is joined. None runs serially.
         nproc_per_node: number of ranks to start on this machine.
         nnodes: number of machines, default 1. Each runs this same code.
         node_rank: this machine's index; needed if ``nnodes`` > 1.
@@ -309,7 +308,7 @@ class Parallel:
         # XLA needs no launcher: one process drives every device.
         if self.nproc_per_node is None and (self.backend == "xla-tpu" or (self.backend and _inside_a_job())):
             if self.backend == "gloo":
-                hide_gpus_if_too_few(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+                os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo neither sends nor receives what a GPU holds
             limit = {} if self.group_timeout is None else {"timeout": timedelta(seconds=self.group_timeout)}
             end_with_torchrun()
             end_after_gloo()
