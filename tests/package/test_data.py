@@ -26,6 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import ignite_ddl as ddl
 from ignite_ddl import data as module
+from ignite_ddl.epoch_plan import part
 
 
 def as_rank(rank, size, make, monkeypatch):
@@ -69,7 +70,7 @@ def check_dealing(make, size, monkeypatch, passes=2):
 
 @given(n=st.integers(0, 50), size=st.integers(1, 9))
 def test_part_covers_all_rows_once_and_evenly(n, size):
-    parts = [module.part(n, rank, size) for rank in range(size)]
+    parts = [part(n, rank, size) for rank in range(size)]
     assert [row for start, end in parts for row in range(start, end)] == list(range(n))
     lengths = [end - start for start, end in parts]
     assert max(lengths) - min(lengths) <= 1
