@@ -310,6 +310,7 @@ class LossContract:
             ValueError: if the values do not add up, or, of a loss that is not declared, cannot be compared.
         """
         self.state.compare()
+        self.state.take_kept()
         if not self.is_compared:
             return 0.0
         if self.mesh.cp_size > 1:

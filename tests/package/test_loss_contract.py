@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import warnings
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
-from ranks import assert_right, on, on_each_rank, refused, trainer_of
+from ranks import assert_right, launch, on, on_each_rank, refused, trainer_of
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
@@ -1407,3 +1408,60 @@ def test_a_list_of_one_sample_is_not_taken_for_a_tensor_with_a_row():
 def rows_of_several(local_rank):
     (sample,), rows = several_rows([torch.ones(1, 4)]), several_rows(torch.ones(1, 4))
     return len(sample), len(rows)
+
+
+def reads_what_is_kept(local_rank, how):
+    """The warnings of a run whose loss reads what an update function or a handler keeps."""
+    torch.manual_seed(0)
+    rows = torch.randn(24, 6)
+    model = ddl.auto_model(nn.Linear(6, 4))
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    queue, bank, own, constant = [torch.eye(4).repeat(3, 1)], torch.zeros(24, 4), {}, torch.arange(4.0)
+    rank = local_rank
+
+    def update(engine, batch):
+        x, index = batch
+        optimizer.zero_grad()
+        keys = F.normalize(x[:, :4], dim=1)
+        own["teacher"] = x[:, :4].softmax(1)
+
+        def loss_fn(z, y):
+            z = z + constant
+            if how == "a queue":
+                return (z @ queue[0].T).logsumexp(1).mean()
+            if how == "a bank":
+                return F.mse_loss(z, bank[y])
+            if how == "features of its rows":
+                return F.mse_loss(z, own["teacher"][: len(z)])
+            if how == "a loss that sums over ranks":
+                mean = z.mean(0)
+                dist.all_reduce(mean)
+                return (z - mean / idist.get_world_size() + queue[0].sum()).square().mean()
+            return z.square().mean() + 0 * rank
+
+        kind = "local" if how == "a loss that sums over ranks" else None
+        _, loss = ddl.forward_backward(engine, model, x, index, loss_fn, kind)
+        optimizer.step()
+        queue[0], bank[index] = torch.cat([queue[0][len(keys) :], keys]), keys
+        return loss.item()
+
+    loader = ddl.auto_dataloader(TensorDataset(rows, torch.arange(24)), batch_size=6, shuffle=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ddl.MeshEngine(update).run(loader, max_epochs=3)
+    return [str(one.message) for one in caught if "what loss_fn reads" in str(one.message)]
+
+
+@pytest.mark.parametrize(("how", "name"), [("a queue", "queue"), ("a bank", "bank")])
+def test_what_a_script_keeps_of_a_ranks_rows_for_a_loss_is_warned_of(how, name):
+    first, second = launch({"dp": 2}, reads_what_is_kept, how)
+    assert len(first) == 1
+    assert f"its result depends on it: {name}." in first[0]
+    assert second == []
+
+
+@pytest.mark.parametrize(
+    "how", ["features of its rows", "a number that does not matter", "a loss that sums over ranks"]
+)
+def test_what_belongs_to_a_batch_or_does_not_matter_is_no_reason_to_warn(how):
+    assert launch({"dp": 2}, reads_what_is_kept, how) == [[], []]
