@@ -1440,7 +1440,7 @@ def reads_what_is_kept(local_rank, how):
             return z.square().mean() + 0 * rank
 
         kind = "local" if how == "a loss that sums over ranks" else None
-        _, loss = ddl.forward_backward(engine, model, x, index, loss_fn, kind)
+        _, loss = ddl.forward_backward(engine, model, x, index, loss_fn, loss_divisor=kind)
         optimizer.step()
         queue[0], bank[index] = torch.cat([queue[0][len(keys) :], keys]), keys
         return loss.item()
