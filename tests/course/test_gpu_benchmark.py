@@ -129,3 +129,10 @@ def test_gpu_cells_run_with_the_cpu_in_its_place(section, cpu_for_gpu, capsys):
     source = CELLS[section].replace('"cuda"', '"cpu"')
     exec(source.replace("2**28", "2**12"), cpu_for_gpu)
     assert capsys.readouterr().out.count("\n") >= 1
+
+
+@pytest.mark.skipif(not PATH.exists(), reason="no GPU run has been recorded")
+def test_the_recorded_memory_is_what_chapter_02_predicts_and_64_mib_of_workspaces():
+    found = {name: value for name, value, _ in json.loads(PATH.read_text())["results"]["memory"]}
+    moments = ("after forward", "peak", "after backward", "after the step")
+    assert [round(found[moment]) - 64 for moment in moments] == [40, 60, 40, 32]
