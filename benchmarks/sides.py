@@ -138,10 +138,20 @@ def failed(name: str, why: str) -> dict:
     return {"what": name, "error": " … ".join(dict.fromkeys((lines[0], lines[-1])))[:300]}
 
 
+HEAD = (
+    "| what | against | ratio | middle half | control | CPU | target | medians, rounds |\n"
+    + "|---|---|--:|---|--:|--:|---|---|"
+)
+
+
 def table(rows: list[dict]) -> str:
     """The rows as a Markdown table."""
-    lines = ["| what | against | ratio | middle half | control | CPU | target | medians, rounds |"]
-    lines.append("|---|---|--:|---|--:|--:|---|---|")
+    return "\n".join([HEAD, *lines_of(rows)])
+
+
+def lines_of(rows: list[dict]) -> list[str]:
+    """A line of the table for each row."""
+    lines = []
     for found in rows:
         if "error" in found:
             cells = [found["what"], "", "not measured", found["error"].replace("|", "/"), "", "", "", ""]
@@ -161,7 +171,7 @@ def table(rows: list[dict]) -> str:
             if "note" in found:
                 cells[-1] += f"; {found['note']}"
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return lines
 
 
 def digits(ratio: float | None) -> str:
@@ -187,7 +197,8 @@ def main(description: str, parts: Mapping[str, Callable[[bool], list[dict]]]) ->
     for name, measure in parts.items():
         if name.startswith(given.only):
             print(f"{time.strftime('%H:%M:%S')}  {name}", file=sys.stderr, flush=True)
-            rows += attempt(name, measure, given.quick)
+            found = attempt(name, measure, given.quick)
+            print(*([] if rows else [HEAD]), *lines_of(found), sep="\n", flush=True)
+            rows += found
         if given.json:
             given.json.write_text(json.dumps(rows, indent=1))
-    print(table(rows))
