@@ -38,7 +38,7 @@ from ignite_ddl.pipeline.cut import cut_into_stages
 
 TARGET = 1.03
 WORDS, LENGTH, BATCH, MICROBATCHES = 80, 64, 16, 4
-STEPS = 16  # a turn: each begins and ends a run, which takes as long as a small step
+STEPS = 32  # a turn: each begins and ends a run, with checks that a long run has once
 # What is measured: mesh, width of the model, rounds, and whether the target holds there.
 CASES = {
     "one process": ({"dp": 1}, 128, 5, False),

@@ -350,9 +350,9 @@ def _shapes_of(y: Any, contract: LossContract) -> list[float]:
     state = contract.state
     n, states = contract.n_rows or n_rows(y), (state.digest, state.digest**2, state.kept_digest, state.kept_digest**2)
     if isinstance(y, list | tuple) and len(y) == n and not are_samples(y, n):
-        return [0.0, 0.0, 0.0, float(contract.divisor.may_pad(y)), *states]
+        return [0.0, 0.0, 0.0, float(contract.may_pad), *states]
     digest = float(zlib.crc32(repr([tuple(t.shape[1:]) for t in tensors_of_rows(y, n)]).encode()) % 2**20)
-    return [1.0, digest, digest**2, float(contract.divisor.may_pad(y)), *states]
+    return [1.0, digest, digest**2, float(contract.may_pad), *states]
 
 
 def _check_weights_are_loaded(model: nn.Module) -> None:

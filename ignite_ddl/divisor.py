@@ -50,10 +50,17 @@ class Divisor:
         is_local: bool = False,
     ) -> None:
         self.kind, self.certain, self.pads, self.declared, self.is_local = kind, certain, pads, declared, is_local
+        self.known: dict[int, tuple[Any, float]] | None = None  # of targets of this step, by id: a GPU is read once
 
     def of(self, y: Any) -> float:
         """The divisor of these targets."""
-        return float(self.kind(y)) if callable(self.kind) else float(n_rows(y))
+        if not callable(self.kind):
+            return float(n_rows(y))
+        if self.known is None:
+            return float(self.kind(y))
+        if id(y) not in self.known:
+            self.known[id(y)] = y, float(self.kind(y))
+        return self.known[id(y)][1]
 
     def share(self, part: Any, batch: Any) -> float:
         """The weight of the loss of a part in the loss of a batch, given the targets of both."""

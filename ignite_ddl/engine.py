@@ -87,6 +87,7 @@ class MeshEngine(Engine):
         self.optimizers: list[torch.optim.Optimizer] = []  # that have stepped
         self.weighted: list[nn.Module] = []  # models whose gradients of this batch are weighted by rows
         self.in_backward = False  # whether it is inside of ddl.forward_backward, or the trainer's
+        self.n_batches = 0  # of all runs
         self.updates, self.updated = 0, False  # earlier batches after which a model was stepped; whether this is one
         self.resume: Any = None  # what was loaded, until the run continues from there
         self._pass: Pass | None = None  # over the loader; also after the run, so that its position can be saved
@@ -116,7 +117,8 @@ class MeshEngine(Engine):
                 output = without_rows(process_function(engine, batches.filler))
             else:
                 output = process_function(engine, batch)
-        if engine.state.iteration & (engine.state.iteration - 1) == 0:
+        engine.n_batches += 1
+        if engine.n_batches & (engine.n_batches - 1) == 0:
             _check_weights_of_no_model(engine)
         return output
 

@@ -114,6 +114,7 @@ class LossContract:
         self.others: list[nn.Module] = []
         self.n_steps = self.n_inconclusive = 0
         self.padded = False  # whether targets of a step were padding
+        self.may_pad = False  # whether those of this one may be
         self.is_checking = False
         self.is_split = mesh.dp_cp_size * mesh.pp_size > 1  # whether ranks or microbatches have parts of a batch
         self.accumulates = False
@@ -144,7 +145,7 @@ class LossContract:
             last: whether this is the last step of a run. Default: False.
         """
         self.n_steps += 1
-        self.accumulates = accumulates
+        self.accumulates, self.may_pad = accumulates, self.divisor.may_pad(y)  # before a GPU has work to wait for
         has_parts, asks = self.is_split or accumulates, last or self.n_steps & (self.n_steps - 1) == 0
         is_new = asks
         if has_parts and not (self.divisor.certain or self.communicates):
@@ -615,6 +616,7 @@ class LossContracts:
     def of(self, loss_fn: Callable, declared: str | Callable[[Any], Any] | None) -> LossContract:
         """The contract of a loss function, with what the user declared as its divisor."""
         key, divisor = _key_of(loss_fn, declared), divisor_of(loss_fn, declared)
+        divisor.known = {}
         if key not in self.by_key:
             while len(self.by_key) >= _CONTRACTS_KEPT:
                 del self.by_key[next(iter(self.by_key))]

@@ -240,7 +240,8 @@ class TrainingStep:
             targets = None if loss is None or empty else (y, contract)
             compared = self.audit.numbers_to_sum(targets, self.updates, self.order)
         parts = [0.0, 0.0 if loss is None else counted, undecided, *compared]
-        summed = torch.tensor(parts, dtype=torch.float64, device=idist.device())
+        on_gpu = idist.device().type == "cuda"  # which does not wait for what is copied from pinned memory
+        summed = torch.tensor(parts, dtype=torch.float64, pin_memory=on_gpu).to(idist.device(), non_blocking=True)
         if loss is not None and not empty:
             summed[0] = loss.to(torch.float64) * (1.0 if local_divisor is None else local_divisor)
         return summed, counted, self.stages.reduce_loss(summed)

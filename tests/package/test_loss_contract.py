@@ -484,6 +484,28 @@ def test_divisors_of_targets_without_rows_are_taken(local_rank):
     assert contract.count((torch.ones(3), torch.ones(5)), 5.0) == 5  # of which the second has no row for each sample
 
 
+def test_a_divisor_is_asked_once_in_a_step_and_anew_in_the_next():
+    """What it counts is read off a GPU; targets may be the memory of the step before, filled anew."""
+    asked, y, losses = [], torch.zeros(6, 7, dtype=torch.float64), []
+
+    def divisor(y):
+        asked.append(len(y))
+        return (y > 0).sum()
+
+    def update(engine, batch):
+        y.copy_(batch[1])
+        losses.append(ddl.forward_backward(engine, model, batch[0], y, counted_loss, loss_divisor=divisor)[1].item())
+
+    def counted_loss(output, y):
+        return (output[y > 0] - y[y > 0]).square().sum() / (y > 0).sum()
+
+    model = mlp()
+    ddl.MeshEngine(update).run([(X[:6], Y[:6]), (X[6:12], Y[6:12])])
+    assert asked == [6, 6]
+    right = [counted_loss(model(X[i : i + 6]), Y[i : i + 6]).item() for i in (0, 6)]
+    assert losses == pytest.approx(right, rel=1e-12)
+
+
 class Annealed(nn.Module):
     """Counts its calls, in a buffer or in a number, and computes by the count; and keeps its last result for a log."""
 
