@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager as Context
 from typing import Any
@@ -250,8 +251,9 @@ class TrainingStep:
         self, summed: torch.Tensor, counted: float, work: dist.Work | None, contract: LossContract, x: Any, y: Any
     ) -> tuple[torch.Tensor, float]:
         """The loss of the global batch, on every rank, and its divisor; raises if ranks differ in what is compared."""
+        is_known = callable(contract.divisor.kind) and not contract.divisor.declared  # a loss of torch
         if work is None:
-            return summed, counted
+            return (summed * math.nan if is_known and not counted else summed), counted
         work.wait()
         _, total, undecided, *compared = summed.tolist()
         asking, undecided = divmod(undecided, ASKS_PEERS)
@@ -263,4 +265,4 @@ class TrainingStep:
             if asking and self.stages.is_last:
                 contract.compare_with_peers()
             contract.conclude(undecided)
-        return summed[0] / total if total else summed[0], total
+        return summed[0] / total if total or is_known else summed[0], total  # NaN where nothing counts, as torch's

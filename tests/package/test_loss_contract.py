@@ -255,6 +255,20 @@ def test_a_rank_whose_targets_all_are_padding():
     assert_right(judged, dp=2)
 
 
+@pytest.mark.parametrize("axes", [{}, {"dp": 2}, {"pp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_where_nothing_counts_on_any_rank_the_loss_is_that_of_torch(axes):
+    nothing = PADDED[:, 0].clone()
+    nothing[6:12] = 0
+    loss_fn = nn.CrossEntropyLoss(ignore_index=0)
+    of = partial(trained, loss_fn=loss_fn, data=(X, nothing))
+    model = mlp()
+    assert loss_fn(model(X[6:12]), nothing[6:12]).isnan()
+    right = of(0)[1]
+    for losses, weights in on(of, **axes) if axes else [of(0)]:
+        assert [loss != loss for loss in losses] == [False, True, False, False]
+        assert (weights - right).abs().max() <= 1e-12
+
+
 @dataclass
 class Answer:
     logits: torch.Tensor
