@@ -71,7 +71,7 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
             used = dependencies(contract.loss_fn(output, y), output, since)[0]  # the call changes its state, too
         return _loss_of_nothing(used if any(tensor.ndim for tensor in used) else output)
     cut = [tensor for tensor in tensors_of(output) if isinstance(tensor, DTensor)]
-    if any(tensor.ndim for tensor in cut):
+    if any(tensor.ndim and tensor.device_mesh.mesh_dim_names == ("tp",) for tensor in cut):
         advice = "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn"
     elif cut:
         advice = (

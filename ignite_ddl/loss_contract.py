@@ -79,6 +79,7 @@ _CAPTURES = (
     "It captures tensors with as many rows as a batch: pass them with the targets, as y=(y, x), so that it gets the "
     "rows of them that belong to the output's rows"
 )
+_SHARED = "a tensor of the output that all rows share"
 _GRADIENT = "a gradient by a tensor that is not one of its arguments"
 _BY_WEIGHTS = (
     "loss_fn takes gradients by weights (torch.autograd.grad), which are those of a rank's rows and not of the batch: "
@@ -131,6 +132,7 @@ class LossContract:
         self.counted, self.is_clamped = 0.0, False  # what counts on this rank; whether nothing does by max(1, count)
         self.least, self.most = math.inf, 0.0  # the divisors that a declared function has given for parts
         self.state = LossState(loss_fn, mesh)
+        self.refusal = ""  # of this step's comparison, if forward passes have to confirm it
         self.pairs: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
         self.earlier_pairs: list[tuple[Any, Any]] = []  # of earlier steps, until there are two rows
         self.asks_peers = False  # whether dp ranks compare it with targets of each other in this step
@@ -153,7 +155,7 @@ class LossContract:
                 is_new, asks = is_new or new, asks or new and is_class
         self.is_checking = has_parts and (is_new or self._has_to_be_checked())
         self.asks_peers = self.is_checking and asks and self.is_compared and self.mesh.dp_size > 1
-        self.pairs = []
+        self.pairs, self.refusal = [], ""
         if self.is_checking:
             self.addresses = {address for tensor in tensors_of((x, y)) if (address := address_of(tensor))}
         self.state.begin(self.is_checking)
@@ -264,7 +266,8 @@ class LossContract:
             numbers = any(tensor.numel() == 1 and (n > 1 or not tensor.ndim) for tensor in outputs)
             no_rows = bool(outputs) and (numbers or not any(of_rows))
             kept = "something that the model has kept besides its output" if uses_older else ""
-            self.uses_more = "a number without rows" if no_rows else kept
+            weight = "a weight that the model returns" if any(isinstance(t, nn.Parameter) for t in outputs) else ""
+            self.uses_more = weight or ("a number without rows" if no_rows else kept)
             if not self.divisor.certain and self.uses_more and self.is_split and not self.by_passes:
                 raise ValueError(self._cannot_be_checked())
         if self.is_compared or self.state.owners:
@@ -344,8 +347,13 @@ class LossContract:
                     return None
                 return self._cannot_compare(error, captures)
 
-        (found,) = self._checked(sums, may_be_constant)
-        if self.uses_more:  # as a part has shown
+        try:
+            (found,) = self._checked(sums, may_be_constant)
+        except ValueError as error:
+            if not self.by_passes:
+                raise
+            self.refusal = str(error)  # unless a tensor of the output that all rows share has as many rows, too
+        if self.uses_more or self.refusal:  # as a part has shown
             return BY_PASSES
         return float(found is None or not found.says_something)
 
@@ -383,8 +391,10 @@ class LossContract:
 
         _, may_be_constant = self._captures(n)
         found = self._checked(sums, may_be_constant, lambda value: gathered_values(value, self.mesh.dp_cp_group))
-        if not any(found) and not self.is_confirmed:
-            raise ValueError(self._cannot_be_checked())
+        refusals = list(filter(None, gathered_values(self.refusal, self.mesh.dp_cp_group)))
+        if not any(found) and (refusals or not self.is_confirmed):
+            raise ValueError(refusals[0] if refusals else self._cannot_be_checked())
+        self.uses_more = self.uses_more or (_SHARED if refusals else "")
         return sum(one is None or not one.says_something for one in found)
 
     def compare_with_peers(self) -> None:

@@ -269,6 +269,31 @@ def test_where_nothing_counts_on_any_rank_the_loss_is_that_of_torch(axes):
         assert (weights - right).abs().max() <= 1e-12
 
 
+class ReturningAWeight(nn.Module):
+    def __init__(self, copies=True):
+        super().__init__()
+        self.layer, self.copies = nn.Linear(6, 3), copies
+
+    def forward(self, x):
+        return self.layer(x), self.layer.weight.clone() if self.copies else self.layer.weight
+
+
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("divisor", [None, "rows"])
+def test_what_all_rows_share_may_have_as_many_rows_as_a_rank(divisor, copies):
+    def mean(output, y):
+        return F.mse_loss(output[0], y[:, :3]) + output[1].square().sum()
+
+    of = partial(trained, make=partial(ReturningAWeight, copies), divisor=divisor)  # of 3 rows each
+    assert_right(partial(of, loss_fn=mean), dp=2)
+
+    def total(output, y):
+        return (output[0] - y[:, :3]).square().sum() + output[1].square().sum()
+
+    words = "loss_fn should be a mean over rows, but" if divisor is None else "loss_divisor should be what"
+    refused(partial(of, loss_fn=total), words, dp=2)
+
+
 @dataclass
 class Answer:
     logits: torch.Tensor
