@@ -46,8 +46,9 @@ same options          optimizers with other options on other ranks, shard=True a
 lost changes          weights that forward changes where they are gathered for it alone   steps 1, 2, 4, 8, …
 state of a loss       what a loss function keeps from call to call, computed from a       steps 1, 2, 4, 8, …
                       rank's own rows or for each microbatch, and by which it computes
-kept for a loss       what a script computes of a rank's rows outside of the loss, which  where a loss is compared
-                      reads it later: a queue, a bank; on dp and tp, a warning
+unlike results        a loss or a ``prepare_batch`` that gives dp ranks other results     steps 1, 2, 4, 8, …;
+                      for the same rows, by what a script has computed of its rank's      a warning
+                      rows: a queue, a bank, running statistics (``unlike_results.py``)
 ====================  ==================================================================  ============================
 
 The code between cut layers is checked in a model's first forward pass (``regions.py``), losses by ``loss_contract.py``.
@@ -68,8 +69,8 @@ What is not found, and differs from one process without an error:
   that calls modules or a backward pass itself, which would leave traces if it was tried; over tp, a hook or a
   Function between cut layers that mixes features in the backward pass alone (a norm of a row's gradient), and over cp
   one that mixes tokens there; a hook or a Function that is used first in a step that does not look for it;
-- what a script keeps of its rank's rows outside of loss_fn, and ``prepare_batch``, a ``model_transform``, or a loss
-  under pp or over cp reads later: a running mean of inputs, a queue of keys;
+- what a script keeps of its rank's rows, and an update function of your own, a ``model_transform``, or an evaluator
+  reads later (a running mean of inputs), or a loss with ``loss_divisor="local"``;
 - a state that forward carries from batch to batch and drops where the number of rows changes, if batches are uneven;
 - a number of rows that a loss function counts from call to call, where all dp ranks have as many;
 - under pp, a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on it;
@@ -216,7 +217,7 @@ class Audit:
             updates: after how many earlier batches this rank has stepped the model.
             order: a number that depends on the order of rows.
         """
-        shapes = [0.0] * 8 if targets is None else _shapes_of(*targets)
+        shapes = [0.0] * 6 if targets is None else _shapes_of(*targets)
         digests = [0.0] * (2 * self.mesh.pp_size)
         digest = hash((self.modules.digest(), self.had_gradients)) % 2**20
         digests[2 * self.mesh.pp_rank : 2 * self.mesh.pp_rank + 2] = float(digest), float(digest**2)
@@ -277,7 +278,7 @@ class Audit:
             ValueError: on every rank, if dp ranks called different modules, or have targets of different lengths, or
                 some ranks have skipped a step of the optimizer.
         """
-        n, shapes, squares, pads, states, states_squared, kept, kept_squared, *others = summed
+        n, shapes, squares, pads, states, states_squared, *others = summed
         stepping, updates, squared, n_orders, orders, orders_squared, *digests = others
         if n_orders * orders_squared != orders**2:
             raise ValueError(
@@ -302,8 +303,6 @@ class Audit:
                 "ranks, since it is computed from a rank's own rows: sum over ranks what it is computed from "
                 "(torch.distributed.all_reduce in loss_fn), or use a mesh of tp alone"
             )
-        if n * kept_squared != kept**2:
-            contract.state.warn_of_unlike_values()
         contract.padded = contract.padded or pads > 0
         if n * squares != shapes**2 and not contract.padded:
             raise ValueError(
@@ -345,10 +344,9 @@ class _CallFlag:
 
 def _shapes_of(y: Any, contract: LossContract) -> list[float]:
     """Of the shapes of targets: 1, a digest, its square, and whether there may be padding; of the state of their loss:
-    a digest, and its square; the same of what a script keeps for it. Lists of samples have none, nor what may be one.
+    a digest, and its square. Lists of samples have none, nor what may be one: zeros.
     """
-    state = contract.state
-    n, states = contract.n_rows or n_rows(y), (state.digest, state.digest**2, state.kept_digest, state.kept_digest**2)
+    n, states = contract.n_rows or n_rows(y), (contract.state.digest, contract.state.digest**2)
     if isinstance(y, list | tuple) and len(y) == n and not are_samples(y, n):
         return [0.0, 0.0, 0.0, float(contract.may_pad), *states]
     digest = float(zlib.crc32(repr([tuple(t.shape[1:]) for t in tensors_of_rows(y, n)]).encode()) % 2**20)

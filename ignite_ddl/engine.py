@@ -49,6 +49,7 @@ from ignite_ddl.precision import AMP_MODE, ScaledOptimizer, autocast_for, make_s
 from ignite_ddl.replicas import digest, make_alike_for_evaluation
 from ignite_ddl.step import TrainingStep
 from ignite_ddl.uneven_rows import forget_uneven_rows, warn_of_padded_rows
+from ignite_ddl.unlike_results import CURE, unlike_results
 
 
 def _is_data(value: Any) -> bool:
@@ -87,6 +88,7 @@ class MeshEngine(Engine):
         self.optimizers: list[torch.optim.Optimizer] = []  # that have stepped
         self.weighted: list[nn.Module] = []  # models whose gradients of this batch are weighted by rows
         self.in_backward = False  # whether it is inside of ddl.forward_backward, or the trainer's
+        self.has_warned = False  # of batches that dp ranks prepare unlike
         self.n_batches = 0  # of all runs
         self.updates, self.updated = 0, False  # earlier batches after which a model was stepped; whether this is one
         self.resume: Any = None  # what was loaded, until the run continues from there
@@ -485,6 +487,8 @@ def create_supervised_trainer(
         is_checked = step.audit is not None and not step.audit.step
         escape = ", or, for each rank's rows, pass checks=False" if is_checked else None
         x, y = _prepared(engine, prepare, batch, escape)
+        if step.audit is not None and engine.reads_full_sequences and not engine.has_warned:
+            _warn_of_unlike_batches(engine, prepare, batch, step.audit.step)
         scale = 1.0 if scaled is None else scaled.loss_scale(device)
         window = gradient_accumulation_steps
         y_pred, loss = engine._run_step(step, engine.rows, x, y, loss_fn, loss_divisor, scale, last, window, autocast)
@@ -721,6 +725,16 @@ def _prepared(engine: MeshEngine, prepare: Callable, batch: Any, escape: str | N
         x, y = shard_prepared((x, y), batch)
     _check_rows(x, batch)
     return x, y
+
+
+def _warn_of_unlike_batches(engine: MeshEngine, prepare: Callable, batch: Any, n_steps: int) -> None:
+    """In steps 2, 4, 8, …, warns once if dp ranks prepare the same rows unlike; all ranks call it."""
+    if n_steps == 0 or n_steps & (n_steps + 1) or engine.rows is None or get_mesh().dp_size == 1:
+        return
+    with full_sequences():
+        engine.has_warned = unlike_results(prepare, batch, engine.rows[0])
+    if engine.has_warned and idist.get_rank() == 0:
+        warnings.warn(f"prepare_batch makes something else of the same rows on other dp ranks. {CURE}", stacklevel=2)
 
 
 def _check_rows(x: Any, batch: Any) -> None:

@@ -254,9 +254,16 @@ def holds_iterators(owners: Iterable[Any]) -> bool:
     return any(hasattr(value, "__next__") for value in values)
 
 
-def captured(owners: Iterable[Any], n: int) -> list[tuple[Held, str]]:
-    """Where closures, globals, objects and batches of engines hold tensors with n rows: mappings, and names in them."""
-    variables = [variable for owner in owners if not isinstance(owner, nn.Module) for variable in _variables(owner)]
+def captured(owners: Iterable[Any], n: int, of_modules: bool = False) -> list[tuple[Held, str]]:
+    """Where closures, globals, objects and batches of engines hold tensors with n rows: mappings, and names in them.
+
+    Args:
+        owners: what may hold some.
+        n: the number of rows.
+        of_modules: whether to look at modules, too. Default: False.
+    """
+    looked_at = [owner for owner in owners if of_modules or not isinstance(owner, nn.Module)]
+    variables = [variable for owner in looked_at for variable in _variables(owner)]
     named = [(held, name) for held, names in variables for name in (list(held) if names is None else names)]
     named += [(vars(held[k].state), "batch") for held, k in named if isinstance(held.get(k), Engine)]
     return [(held, name) for held, name in named if name in held and _has_rows(held[name], n)]

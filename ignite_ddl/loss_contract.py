@@ -51,6 +51,7 @@ from ignite_ddl.pipeline.structure import (
 )
 from ignite_ddl.rows_alone import several_rows
 from ignite_ddl.traceless import WatchForSums, address_of, evaluating, without_trace
+from ignite_ddl.unlike_results import CURE, unlike_results
 
 _CONTRACTS_KEPT = 64  # of a model
 _FIRST, _EACH = 16, 17  # steps that are all checked, then each one of these: a prime, to meet each batch of an epoch
@@ -135,6 +136,7 @@ class LossContract:
         self.refusal = ""  # of this step's comparison, if forward passes have to confirm it
         self.pairs: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
         self.earlier_pairs: list[tuple[Any, Any]] = []  # of earlier steps, until there are two rows
+        self.has_warned = False  # of what differs between dp ranks
         self.asks_peers = False  # whether dp ranks compare it with targets of each other in this step
 
     def begin(self, x: Any, y: Any, accumulates: bool = False, last: bool = False) -> None:
@@ -154,11 +156,12 @@ class LossContract:
             for new, is_class in self._values(x, y):  # each of them has to be seen
                 is_new, asks = is_new or new, asks or new and is_class
         self.is_checking = has_parts and (is_new or self._has_to_be_checked())
-        self.asks_peers = self.is_checking and asks and self.is_compared and self.mesh.dp_size > 1
         self.pairs, self.refusal = [], ""
         if self.is_checking:
             self.addresses = {address for tensor in tensors_of((x, y)) if (address := address_of(tensor))}
         self.state.begin(self.is_checking)
+        has_state = bool(self.state.owners) and not self.is_local
+        self.asks_peers = self.is_checking and asks and (self.is_compared or has_state) and self.mesh.dp_size > 1
 
     def _has_to_be_checked(self) -> bool:
         if self.is_compared and not self.uses_more and (self.n_steps <= _FIRST or self.n_steps % _EACH == 0):
@@ -314,7 +317,6 @@ class LossContract:
             ValueError: if the values do not add up, or, of a loss that is not declared, cannot be compared.
         """
         self.state.compare()
-        self.state.take_kept()
         if not self.is_compared:
             return 0.0
         if self.mesh.cp_size > 1:
@@ -409,6 +411,10 @@ class LossContract:
         output, y = self.pairs[0] if self.pairs else (None, None)
         n = n_samples(output, y, self.n_rows) if self.pairs else 0
         n = n if n and have_rows(n, output, y) and not (n == 1 and isinstance(y, list | tuple)) else 0  # of a sample?
+        if self.model is not None and not (self.has_warned or self.is_local):
+            self._warn_of_unlike_results()
+        if not self.is_compared:
+            return
         few = min(n, _FEW)
         given = some_rows(y, slice(few), n) if n else None
         is_sent = given is not None and sum(t.numel() for t in tensors_of(given)) <= _MOST_SENT
@@ -428,6 +434,19 @@ class LossContract:
             return
         if found is not None and found.differ:
             raise ValueError(self._refusal(found, f"Some of them have targets of other ranks. {_ROWS_MEET}"))
+
+    def _warn_of_unlike_results(self) -> None:
+        """Warns, once, if dp ranks give other losses to the same rows; all of them call it."""
+        sizes = [n_samples(*pair, self.n_rows) for pair in self.pairs]
+        have = all(have_rows(size, *pair) for size, pair in zip(sizes, self.pairs, strict=True))
+        n = sum(sizes) if have and not (self.uses_more or self.communicates) else 0
+        rows = [concatenated(of, sizes) for of in zip(*self.pairs, strict=True)] if n else None
+        self.has_warned = unlike_results(functools.partial(_of_pair, self.loss_fn), rows, n)
+        if self.has_warned and self.mesh.dp_rank == self.mesh.cp_rank == self.mesh.tp_rank == 0:  # of the last stage
+            warnings.warn(
+                f"loss_fn gives dp ranks different values for the same rows, since it reads what differs. {CURE}",
+                stacklevel=2,
+            )
 
     def _checked(
         self,
@@ -678,6 +697,10 @@ def _twice(y: Any, kinds: tuple[type, ...]) -> Any:
     if isinstance(y, torch.Tensor | int | float):
         return y * 2
     raise TypeError(type(y).__name__)
+
+
+def _of_pair(loss_fn: Callable, pair: tuple[Any, Any]) -> Any:
+    return loss_fn(*pair)
 
 
 def _shapes_of_rows(tree: Any) -> list[torch.Size]:

@@ -50,8 +50,8 @@ def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, 
         return False, False
     try:
         with torch.no_grad(), WatchForSums() as watch:
-            (first, draws), (again, _) = (_tried(function, _replaced(rows, slice(0, n), n), owners) for _ in range(2))
-            others = [_tried(function, _replaced(rows, kept, n), owners)[0] for kept in parts]
+            (first, draws), (again, _) = (tried(function, _replaced(rows, slice(0, n), n), owners) for _ in range(2))
+            others = [tried(function, _replaced(rows, kept, n), owners)[0] for kept in parts]
             same = all(a.shape == b.shape and not _differ(a, b) for a, b in zip(first, again, strict=False))
             if watch.found or n < 2 or not same:
                 return False, draws
@@ -59,7 +59,7 @@ def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, 
             meet = {i for kept, i, other in pairs if _meet(first[i], other, kept, n)}
             if meet:
                 with contextlib.suppress(Exception):  # it may need as many rows
-                    fewer, _ = _tried(function, copy.deepcopy(detached(some_rows(rows, parts[0], n))), owners)
+                    fewer, _ = tried(function, copy.deepcopy(detached(some_rows(rows, parts[0], n))), owners)
                     meet = {i for i in meet if first[i].shape != fewer[i].shape}
             return bool(meet), draws
     except Exception:
@@ -84,8 +84,8 @@ def tokens_meet(function: Callable[[Any], Any], tree: Any) -> bool:
     if n and not holds_iterators(owners):
         with contextlib.suppress(Exception), torch.no_grad(), WatchForSums() as watch:
             with full_sequences():
-                of_all, draws = _tried(function, copy.deepcopy(rows), owners)
-            of_part, _ = _tried(function, copy.deepcopy(shard_tokens(rows, n, length)), owners)
+                of_all, draws = tried(function, copy.deepcopy(rows), owners)
+            of_part, _ = tried(function, copy.deepcopy(shard_tokens(rows, n, length)), owners)
             pairs = [pair for pair in zip(of_part, of_all, strict=True) if pair[0].ndim]
             chooses = any(a.shape[1:] == b.shape[1:] and len(b) not in (len(a), n * length) for a, b in pairs)  # a mask
             parts_differ = not are_shards(*zip(*pairs, strict=True), length, get_mesh()) if pairs else False
@@ -101,7 +101,7 @@ def _replaced(rows: Any, kept: slice, n: int) -> Any:
     return copy.deepcopy(detached(concatenated(parts, sizes)))
 
 
-def _tried(function: Callable[[Any], Any], rows: Any, owners: list[Any]) -> tuple[list[torch.Tensor], bool]:
+def tried(function: Callable[[Any], Any], rows: Any, owners: list[Any]) -> tuple[list[torch.Tensor], bool]:
     """The tensors that a function makes, and whether it has drawn random numbers; without a trace."""
     kept = weights_kept(one for one in owners if isinstance(one, nn.Module))
     with kept, states_kept(owners), random_kept(owners):
@@ -120,17 +120,17 @@ def _meet(first: torch.Tensor, other: torch.Tensor, kept: slice, n: int) -> bool
     if any(not _differ(a, b) for a, b in zip(*of_rows, strict=True)):
         return False
     drawn = torch.randn(first[0].numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = ((_numbers(t).reshape(len(t), -1).double() @ drawn.to(t.device)).flatten() for t in (first, other))
+    found = ((numbers(t).reshape(len(t), -1).double() @ drawn.to(t.device)).flatten() for t in (first, other))
     have, should = map(torch.nan_to_num, found)  # NaN is another row, such as by a deviation of equal rows
     nearest = (should[:, None] - have[None]).abs().amin(1)
     return bool((nearest > 1e-6 * have.abs().amax()).any())
 
 
 def _differ(first: torch.Tensor, other: torch.Tensor) -> bool:
-    return differ(_numbers(first), _numbers(other))
+    return differ(numbers(first), numbers(other))
 
 
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+def numbers(tensor: torch.Tensor) -> torch.Tensor:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     real = real if real.is_floating_point() else real.double()
     return real.flatten(1) if real.ndim > 1 else real
@@ -230,7 +230,7 @@ def _differs_from_one_process(prepare: Callable[[Any], Any], batch: Any, n: int)
     begin = sum(sizes[: mesh.dp_rank])
     with contextlib.suppress(Exception), torch.no_grad():
         whole = concatenated([part for size, part in parts if size], [size for size in sizes if size])
-        (own, _), (of_all, _) = (_tried(prepare, copy.deepcopy(of), owners) for of in (detached(batch), whole))
+        (own, _), (of_all, _) = (tried(prepare, copy.deepcopy(of), owners) for of in (detached(batch), whole))
         pairs = [(a, b) for a, b in zip(own, of_all, strict=True) if a.ndim and len(a) == n and len(b) == sum(sizes)]
         return any(_differ(a, b[begin : begin + n]) for a, b in pairs)
     return False

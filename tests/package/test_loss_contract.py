@@ -1475,8 +1475,9 @@ def reads_what_is_kept(local_rank, how):
     """The warnings of a run whose loss reads what an update function or a handler keeps."""
     torch.manual_seed(0)
     rows = torch.randn(24, 6)
-    model = ddl.auto_model(nn.Linear(6, 4))
+    model = ddl.auto_model(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)))
     optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    weighted = nn.CrossEntropyLoss(weight=torch.ones(4))
     queue, bank, own, constant = [torch.eye(4).repeat(3, 1)], torch.zeros(24, 4), {}, torch.arange(4.0)
     rank = local_rank
 
@@ -1492,6 +1493,8 @@ def reads_what_is_kept(local_rank, how):
                 return (z @ queue[0].T).logsumexp(1).mean()
             if how == "a bank":
                 return F.mse_loss(z, bank[y])
+            if how == "noise":
+                return F.mse_loss(z + torch.randn_like(z), constant.expand_as(z))
             if how == "features of its rows":
                 return F.mse_loss(z, own["teacher"][: len(z)])
             if how == "a loss that sums over ranks":
@@ -1500,8 +1503,10 @@ def reads_what_is_kept(local_rank, how):
                 return (z - mean / idist.get_world_size() + queue[0].sum()).square().mean()
             return z.square().mean() + 0 * rank
 
-        kind = "local" if how == "a loss that sums over ranks" else None
-        _, loss = ddl.forward_backward(engine, model, x, index, loss_fn, loss_divisor=kind)
+        kind = {"a loss that sums over ranks": "local", "noise": "rows"}.get(how)
+        of = weighted if how == "weights of classes" else loss_fn
+        _, loss = ddl.forward_backward(engine, model, x, index % 4 if of is weighted else index, of, loss_divisor=kind)
+        weighted.weight[index % 4] += 1
         optimizer.step()
         queue[0], bank[index] = torch.cat([queue[0][len(keys) :], keys]), keys
         return loss.item()
@@ -1510,19 +1515,19 @@ def reads_what_is_kept(local_rank, how):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ddl.MeshEngine(update).run(loader, max_epochs=3)
-    return [str(one.message) for one in caught if "what loss_fn reads" in str(one.message)]
+    return [str(one.message) for one in caught if "different values for the same rows" in str(one.message)]
 
 
-@pytest.mark.parametrize(("how", "name"), [("a queue", "queue"), ("a bank", "bank")])
-def test_what_a_script_keeps_of_a_ranks_rows_for_a_loss_is_warned_of(how, name):
-    first, second = launch({"dp": 2}, reads_what_is_kept, how)
-    assert len(first) == 1
-    assert f"its result depends on it: {name}." in first[0]
-    assert second == []
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("how", ["a queue", "a bank", "weights of classes"])
+def test_what_a_script_keeps_of_a_ranks_rows_for_a_loss_is_warned_of(how, axes):
+    assert sum(map(len, launch(axes, reads_what_is_kept, how))) == 1
 
 
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
 @pytest.mark.parametrize(
-    "how", ["features of its rows", "a number that does not matter", "a loss that sums over ranks"]
+    "how", ["features of its rows", "a number that does not matter", "noise", "a loss that sums over ranks"]
 )
-def test_what_belongs_to_a_batch_or_does_not_matter_is_no_reason_to_warn(how):
-    assert launch({"dp": 2}, reads_what_is_kept, how) == [[], []]
+def test_what_belongs_to_a_batch_or_does_not_matter_is_no_reason_to_warn(how, axes):
+    if "pp" not in axes or how in ("a number that does not matter", "noise"):
+        assert not any(launch(axes, reads_what_is_kept, how))

@@ -206,3 +206,36 @@ def test_an_evaluators_transform_may_count_rows_in_a_table():
 def test_an_evaluators_transform_by_the_largest_of_rows_is_refused():
     refused(functools.partial(evaluation, transform=_scaled), "output_transform makes rows", dp=2)
     assert on(evaluation, _chosen, dp=2) == pytest.approx([evaluation(0, _chosen)] * 2)
+
+
+def running_mean(local_rank, over_ranks):
+    """The warnings of a run that subtracts from rows the mean of those before, of its rank's or of all ranks'."""
+    total, count = torch.zeros(3), 0
+
+    def prepare(batch, **_):
+        nonlocal total, count
+        x, y = batch
+        seen = x - total / max(1, count), y
+        added, n = x.detach().sum(0), len(x)
+        if over_ranks:
+            added, n = idist.all_reduce(added), idist.all_reduce(n)
+        total, count = total + added, count + n
+        return seen
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        losses, _ = training(local_rank, prepare=prepare)
+    return losses, [str(one.message) for one in found if "prepare_batch makes something else" in str(one.message)]
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_statistics_of_a_ranks_rows_by_which_batches_are_prepared_are_warned_of(mesh):
+    first, *others = on(functools.partial(running_mean, over_ranks=False), **mesh)
+    assert len(first[1]) == 1
+    assert not any(warned for _, warned in others)
+
+
+def test_statistics_of_all_ranks_rows_are_right():
+    right, _ = running_mean(0, over_ranks=True)
+    for losses, warned in on(functools.partial(running_mean, over_ranks=True), dp=2):
+        assert (losses, warned) == (pytest.approx(right, abs=1e-12), [])
