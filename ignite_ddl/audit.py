@@ -69,8 +69,8 @@ What is not found, and differs from one process without an error:
   that calls modules or a backward pass itself, which would leave traces if it was tried; over tp, a hook or a
   Function between cut layers that mixes features in the backward pass alone (a norm of a row's gradient), and over cp
   one that mixes tokens there; a hook or a Function that is used first in a step that does not look for it;
-- what a script keeps of its rank's rows, and an update function of your own, a ``model_transform``, or an evaluator
-  reads later (a running mean of inputs), or a loss with ``loss_divisor="local"``;
+- what a script keeps of its rank's rows (a running mean of inputs), and an update function of your own, a
+  ``model_transform``, an ``output_transform``, or a loss with ``loss_divisor="local"`` reads later;
 - a state that forward carries from batch to batch and drops where the number of rows changes, if batches are uneven;
 - a number of rows that a loss function counts from call to call, where all dp ranks have as many;
 - under pp, a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on it;

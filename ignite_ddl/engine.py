@@ -487,8 +487,9 @@ def create_supervised_trainer(
         is_checked = step.audit is not None and not step.audit.step
         escape = ", or, for each rank's rows, pass checks=False" if is_checked else None
         x, y = _prepared(engine, prepare, batch, escape)
-        if step.audit is not None and engine.reads_full_sequences and not engine.has_warned:
-            _warn_of_unlike_batches(engine, prepare, batch, step.audit.step)
+        n_earlier = 0 if step.audit is None else step.audit.step
+        if n_earlier and n_earlier & (n_earlier + 1) == 0:  # steps 2, 4, 8, …
+            _warn_of_unlike_batches(engine, prepare, batch)
         scale = 1.0 if scaled is None else scaled.loss_scale(device)
         window = gradient_accumulation_steps
         y_pred, loss = engine._run_step(step, engine.rows, x, y, loss_fn, loss_divisor, scale, last, window, autocast)
@@ -675,7 +676,10 @@ def create_supervised_evaluator(
         model.eval()
         if engine.state.iteration == 1 and engine.rows is not None and get_mesh().world_size > 1:
             runs += 1
-            make_alike_for_evaluation(model, checks=runs & (runs - 1) == 0)  # runs 1, 2, 4, 8, …
+            is_checked = runs & (runs - 1) == 0  # runs 1, 2, 4, 8, …
+            make_alike_for_evaluation(model, checks=is_checked)
+            if is_checked:
+                _warn_of_unlike_batches(engine, prepare, batch)
         with torch.no_grad():
             x, y = _prepared(engine, prepare, batch, "" if is_first else None)
             if engine.rows is None and engine.state.iteration == 1:  # not a loader of ddl.auto_dataloader
@@ -727,9 +731,10 @@ def _prepared(engine: MeshEngine, prepare: Callable, batch: Any, escape: str | N
     return x, y
 
 
-def _warn_of_unlike_batches(engine: MeshEngine, prepare: Callable, batch: Any, n_steps: int) -> None:
-    """In steps 2, 4, 8, …, warns once if dp ranks prepare the same rows unlike; all ranks call it."""
-    if n_steps == 0 or n_steps & (n_steps + 1) or engine.rows is None or get_mesh().dp_size == 1:
+def _warn_of_unlike_batches(engine: MeshEngine, prepare: Callable, batch: Any) -> None:
+    """Warns once if dp ranks prepare the same rows unlike; all ranks call it."""
+    is_own = engine.reads_full_sequences and engine.rows is not None
+    if engine.has_warned or not is_own or get_mesh().dp_size == 1:
         return
     with full_sequences():
         engine.has_warned = unlike_results(prepare, batch, engine.rows[0])
