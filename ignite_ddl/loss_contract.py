@@ -264,7 +264,7 @@ class LossContract:
             outputs, weights, uses_older = dependencies(loss, output, since)
             if self.is_split:
                 self._check_weights(weights)
-            n = n_samples(output, y, self.n_rows)
+            n = self._n_samples(output, y)
             of_rows = [tensor.ndim > 0 and len(tensor) == n for tensor in outputs]
             numbers = any(tensor.numel() == 1 and (n > 1 or not tensor.ndim) for tensor in outputs)
             no_rows = bool(outputs) and (numbers or not any(of_rows))
@@ -276,6 +276,10 @@ class LossContract:
         if self.is_compared or self.state.owners:
             self.pairs.append(detached((output, y)))
             self.state.pair = self.pairs[0]
+
+    def _n_samples(self, output: Any, y: Any) -> int:
+        """The number of rows of targets, which under pp are those of a microbatch."""
+        return n_samples(output, y, self.n_rows if self.mesh.pp_size == 1 else None)
 
     def _check_weights(self, weights: list[nn.Parameter]) -> None:
         if not weights:
@@ -327,7 +331,7 @@ class LossContract:
             return BY_PASSES if self.uses_more and self.by_passes else 1.0
         declared, shapes = self.divisor.certain, _shapes_of_rows(self.pairs)
         pairs = [*(one for one in self.earlier_pairs if _shapes_of_rows([one]) == shapes), *self.pairs]
-        sizes = [n_samples(*pair, self.n_rows) for pair in pairs]
+        sizes = [self._n_samples(*pair) for pair in pairs]
         n, have = sum(sizes), [have_rows(size, *pair) for size, pair in zip(sizes, pairs, strict=True)]
         if n == 0 or declared and not all(have):  # without rows, or with rows in another dim
             return 1.0
@@ -377,7 +381,7 @@ class LossContract:
         """
         if self.mesh.dp_size > 1:
             x, y = several_rows((x, y))
-        modules, n = [stages.plain_module()], n_samples(x, (x, y), self.n_rows)
+        modules, n = [stages.plain_module()], self._n_samples(x, (x, y))
         n = 1 if on_any_rank(not have_rows(n, x, y), self.mesh.dp_cp_group) else n  # as many passes on each rank
 
         def run(part: Any) -> Any:
@@ -409,7 +413,7 @@ class LossContract:
             ValueError: if the losses of parts of these rows do not add up.
         """
         output, y = self.pairs[0] if self.pairs else (None, None)
-        n = n_samples(output, y, self.n_rows) if self.pairs else 0
+        n = self._n_samples(output, y) if self.pairs else 0
         n = n if n and have_rows(n, output, y) and not (n == 1 and isinstance(y, list | tuple)) else 0  # of a sample?
         if self.model is not None and not (self.has_warned or self.is_local):
             self._warn_of_unlike_results()
@@ -437,7 +441,7 @@ class LossContract:
 
     def _warn_of_unlike_results(self) -> None:
         """Warns, once, if dp ranks give other losses to the same rows; all of them call it."""
-        sizes = [n_samples(*pair, self.n_rows) for pair in self.pairs]
+        sizes = [self._n_samples(*pair) for pair in self.pairs]
         have = all(have_rows(size, *pair) for size, pair in zip(sizes, self.pairs, strict=True))
         n = sum(sizes) if have and not (self.uses_more or self.communicates) else 0
         rows = [concatenated(of, sizes) for of in zip(*self.pairs, strict=True)] if n else None

@@ -294,6 +294,19 @@ def test_what_all_rows_share_may_have_as_many_rows_as_a_rank(divisor, copies):
     refused(partial(of, loss_fn=total), words, dp=2)
 
 
+def test_two_targets_of_a_microbatch_are_no_list_of_two_samples():
+    """Where a rank has two rows, and a microbatch one of them."""
+
+    def with_inputs(batch, device, non_blocking):
+        return batch[0], (batch[0], batch[1])
+
+    def loss_fn(output, y):
+        return F.mse_loss(output, y[1]) + (output[:, :6] - y[0]).square().mean()
+
+    of = partial(trained, loss_fn=loss_fn, prepare_batch=with_inputs, rows=4)
+    assert_right(of, dp=2, pp=2)
+
+
 @dataclass
 class Answer:
     logits: torch.Tensor
