@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +13,8 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+
+from ignite_ddl.arguments import first_line
 
 _SMALL = 1 << 12  # bytes that travel with whether they are all
 SENT = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64}
@@ -77,6 +81,43 @@ def on_any_rank(found: bool, group: dist.ProcessGroup | None = None) -> bool:
     flag = torch.tensor(float(found), device=idist.device())
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag)
+
+
+SECONDS_IN_AN_ERROR = 30.0  # that a rank which handles an error waits for others, which may not know of it
+_meetings: dict[str, int] = {}  # how often this rank has come to each
+
+
+def meet(what: str, seconds: float, cure: str) -> None:
+    """Waits until all ranks have called: by the store, since peers that are elsewhere wait in other collectives.
+
+    Args:
+        what: the name of what should be called, in the error.
+        seconds: the most to wait.
+        cure: the end of the error's sentence.
+
+    Raises:
+        ValueError: if some ranks have not called by then.
+    """
+    error = sys.exc_info()[1]
+    if hasattr(error, "ranks_are_missing"):  # Ignite fires EXCEPTION_RAISED for a run and for the engine
+        raise error
+    seconds = seconds if error is None else min(seconds, SECONDS_IN_AN_ERROR)
+    store, n = dist.distributed_c10d._get_default_store(), _meetings.get(what, 0)
+    _meetings[what] = n + 1
+    deadline, pause = time.monotonic() + seconds, 1e-4
+    store.add(f"{what} {n}", 1)
+    while store.add(f"{what} {n}", 0) < dist.get_world_size():
+        if time.monotonic() > deadline:
+            handles = "" if error is None else f", while this rank handles {type(error).__name__}: {first_line(error)}"
+            missing = ValueError(
+                f"{what} should be called on every rank, but some did not call it within {seconds:g} s{handles}: {cure}"
+            )
+            missing.ranks_are_missing = True
+            raise missing from error
+        time.sleep(pause)
+        pause = min(2 * pause, 0.01)
+    if dist.get_rank() == 0 and n:
+        store.delete_key(f"{what} {n - 1}")  # all have left it
 
 
 def exchange(

@@ -10,6 +10,7 @@ file                                    what it uses
                                         ``torch.nn.utils`` group lists
 ``data.py``                             ``torch.utils._pytree``, as most of the following; ``DataLoader._get_iterator``,
                                         an Ignite engine's ``_dataloader_iter``
+``collectives.py``                      ``distributed_c10d._get_default_store``
 ``same_samples.py``                     ``torch.utils._pytree``
 ``loss_contract.py``                    ``torch.utils._pytree``
 ``loss_state.py``                       ``torch.utils._pytree``
@@ -244,7 +245,7 @@ def called_by_ignites_checkpoint() -> bool:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("ignite_ddl.checkpoint"):  # ddl.Checkpoint is one of Ignite's
+        if name.startswith("ignite_ddl.checkpoint") or name == "ignite_ddl.state":  # ddl.Checkpoint is one of Ignite's
             return False
         if name == "ignite.handlers.checkpoint":
             return True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
@@ -399,6 +401,12 @@ class Pass:
         self.loader._rows, self.loader.filler = self.rows, self.filler
         self.begin_step()
         if self.consumer is self.loader.loops:
+            if n_local == 0 and (unknown := _of_unknown_type(batch)) is not None:
+                raise ValueError(
+                    f"this rank has none of the batch's {n_global} rows, but they cannot be removed from a "
+                    f"{unknown.__name__}: let collate_fn return tensors in tuples, lists, dicts or dataclasses, take "
+                    "drop_last=True, or run the loop as a ddl.MeshEngine, in which a lent row has weight 0"
+                )
             watch_optimizer_steps(self)
         return batch
 
@@ -545,8 +553,26 @@ def _is_rows(leaf: Any) -> bool:
 
 
 def _leaf_without_rows(leaf: Any) -> Any:
-    has_rows = isinstance(leaf, torch.Tensor) and leaf.ndim > 0  # a scalar of the batch is kept
-    return leaf[:0] if has_rows or _is_rows(leaf) else leaf
+    if getattr(leaf, "ndim", 0) > 0 or _is_rows(leaf):  # a scalar of the batch is kept
+        return leaf[:0]
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        values = {
+            field.name: without_rows(getattr(leaf, field.name)) for field in dataclasses.fields(leaf) if field.init
+        }
+        return dataclasses.replace(leaf, **values)
+    if isinstance(leaf, MutableMapping):  # that torch's pytree does not know, as transformers' BatchEncoding
+        emptied = copy.copy(leaf)
+        emptied.update({key: without_rows(value) for key, value in leaf.items()})
+        return emptied
+    return leaf
+
+
+def _of_unknown_type(batch: Any) -> type | None:
+    """The type of something in a batch, of which rows cannot be removed."""
+    plain = (torch.Tensor, str, bytes, bool, int, float, complex, type(None), Mapping)
+    leaves = tree_leaves(batch)
+    unknown = (leaf for leaf in leaves if not isinstance(leaf, plain) and not hasattr(leaf, "ndim"))
+    return next((type(leaf) for leaf in unknown if not dataclasses.is_dataclass(leaf)), None)
 
 
 def _common_seed(mesh: Mesh) -> int:

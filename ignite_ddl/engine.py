@@ -17,7 +17,7 @@ import ignite
 import ignite.distributed as idist
 import torch
 from ignite.engine import Engine, Events, State, _prepare_batch
-from ignite.handlers import FastaiLRFinder, TimeLimit
+from ignite.handlers import FastaiLRFinder, TerminateOnNan, TimeLimit
 from ignite.handlers.base_logger import BaseOutputHandler
 from ignite.handlers.tqdm_logger import ProgressBar
 from ignite.metrics import Metric
@@ -83,6 +83,7 @@ class MeshEngine(Engine):
         self._process_function = functools.partial(self._process, process_function)
         self.rows: tuple[int, int] | None = None
         self.reads_full_sequences = False  # whether a loader leaves it to the engine to divide tokens among cp ranks
+        self.removes_lent_rows = True  # from all tensors of an output; a trainer's or evaluator's has done so
         self.counts_rows = False  # whether a metric that is attached sums over ranks
         self.steps: dict[int, TrainingStep] = {}  # by id of the model
         self.optimizers: list[torch.optim.Optimizer] = []  # that have stepped
@@ -94,6 +95,7 @@ class MeshEngine(Engine):
         self.resume: Any = None  # what was loaded, until the run continues from there
         self._pass: Pass | None = None  # over the loader; also after the run, so that its position can be saved
         self._in_step, self._in_epoch = False, False
+        self._broken_at: tuple[int, int] | None = None  # iteration and epoch in which a run has ended with an error
         self._epoch_began = 0  # after this iteration
 
     @staticmethod
@@ -116,7 +118,8 @@ class MeshEngine(Engine):
             warn_of_same_batch(get_mesh(), batch)
         with _refusing_unweighted_steps(engine):
             if engine.rows is not None and engine.rows[0] == 0:
-                output = without_rows(process_function(engine, batches.filler))
+                output = process_function(engine, batches.filler)
+                output = without_rows(output) if engine.removes_lent_rows else output
             else:
                 output = process_function(engine, batch)
         engine.n_batches += 1
@@ -144,7 +147,19 @@ class MeshEngine(Engine):
         max_iters: int | None = None,
         epoch_length: int | None = None,
     ) -> State:
-        """As in Ignite; but a run that was loaded and is complete ends at once, where Ignite would begin it anew."""
+        """As in Ignite; but a run that was loaded and is complete ends at once, where Ignite would begin it anew.
+
+        Raises:
+            ValueError: if the last run ended with an error in the middle of an epoch: Ignite would return at once.
+        """
+        place = self.state.iteration, self.state.epoch
+        if self._broken_at == place and self.resume is None and self.state.max_epochs is not None:
+            raise ValueError(
+                f"the last run of this engine ended with an error in iteration {place[0]}, in the middle of epoch "
+                f"{place[1]}, from where it cannot go on: load a checkpoint of it, or set its state.max_epochs to None "
+                "to begin anew"
+            )
+        self._broken_at = None
         limit = {} if max_iters is None else {"max_iters": max_iters}
         if limit and "max_iters" not in inspect.signature(Engine.run).parameters:
             raise ValueError(
@@ -159,6 +174,10 @@ class MeshEngine(Engine):
             return state
         except BaseException as error:
             self._internal_run_generator = None  # with which Ignite's next run would return at once
+            if self._in_step and self.state.iteration <= 1:
+                self.state.max_epochs = None  # the next run is the first
+            elif self._in_epoch and not hasattr(self, "is_evaluator"):
+                self._broken_at = self.state.iteration, self.state.epoch
             if (reason := reason_in_a_run(error)) is not None:
                 raise ValueError(reason) from error
             if isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error):
@@ -169,7 +188,7 @@ class MeshEngine(Engine):
                     "torch.func (vmap, grad) cannot compute with weights that are cut over ranks: take a mesh of dp "
                     "alone, without shard=True"
                 ) from error
-            if self.rows is not None and self.rows[0] == 0:
+            if self._in_epoch and self.rows is not None and self.rows[0] == 0:
                 error.add_note(
                     f"This rank had none of the {self.rows[1]} rows of this batch, so that outputs are empty: let "
                     "handlers and metrics of other libraries skip them, or take drop_last=True"
@@ -238,7 +257,7 @@ class MeshEngine(Engine):
         if isinstance(owner, Metric):
             over_data_parallel(owner)
             self.counts_rows = self.counts_rows or not isinstance(owner, NOT_REDUCED)
-        if isinstance(handler, TimeLimit):
+        if isinstance(handler, TimeLimit | TerminateOnNan):
             handler = functools.partial(_end_together, handler)
         if isinstance(owner, FastaiLRFinder) and handler == owner._log_lr_and_loss:
             handler = on_this_rank(owner, handler)
@@ -252,8 +271,8 @@ class MeshEngine(Engine):
         return added
 
 
-def _end_together(limit: TimeLimit, engine: MeshEngine) -> None:
-    """Ends the run where the clock of any rank says so: if some ranks ended it, the others would wait for them."""
+def _end_together(limit: TimeLimit | TerminateOnNan, engine: MeshEngine) -> None:
+    """Ends the run where any rank's clock or output says so: if some ranks ended it, the others would wait for them."""
     limit(engine)
     if get_mesh().world_size > 1 and on_any_rank(engine.should_terminate):
         engine.terminate()
@@ -500,6 +519,7 @@ def create_supervised_trainer(
         return _output(engine, step.stages, output_transform, x, y, y_pred, loss)
 
     trainer = MeshEngine(update)
+    trainer.removes_lent_rows = False
     trainer.reads_full_sequences = prepare_batch is not _prepare_batch
     trainer.steps[id(model)] = step
     if scaler is True:
@@ -700,6 +720,7 @@ def create_supervised_evaluator(
             return _output(engine, stages, output_transform, x, y, y_pred)
 
     evaluator = MeshEngine(evaluate)
+    evaluator.removes_lent_rows = False
     evaluator.reads_full_sequences = prepare_batch is not _prepare_batch
     evaluator.is_evaluator = True
     for name, metric in (metrics or {}).items():
@@ -770,4 +791,5 @@ def _transformed(engine: MeshEngine, transform: Callable, values: tuple[Any, ...
             numbers = [leaf for leaf in tree_leaves(output) if isinstance(leaf, float) or getattr(leaf, "ndim", 1) == 0]
             if all(number == number for number in numbers):
                 return output
+        return without_rows(transform(*values))
     return transform(*values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -175,15 +176,23 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
 def refuse_ignites_checkpoint(owner: nn.Module | torch.optim.Optimizer) -> None:
     """Ignite's Checkpoint would save this rank's shard and load it into every rank."""
 
-    def refuse(*_: Any) -> None:
+    def refuse_to_save(*_: Any) -> None:
         if called_by_ignites_checkpoint():
             raise ValueError(
                 "Ignite's Checkpoint saves rank 0's part of a model that is cut over ranks: take ddl.Checkpoint, which "
                 "has the same arguments; or save ddl.full_state_dict(model), gathered on every rank"
             )
 
-    owner.register_state_dict_pre_hook(Hook(refuse))
-    owner.register_load_state_dict_pre_hook(Hook(refuse))
+    def refuse_to_load(*_: Any) -> None:
+        if called_by_ignites_checkpoint():
+            raise ValueError(
+                "Ignite's Checkpoint would load full weights or states into those of a model that is cut over ranks: "
+                "give the model's to ddl.load_full_state_dict(model, state) on every rank; what ddl.Checkpoint has "
+                "saved is loaded by ddl.Checkpoint.load_objects, an optimizer's state, too"
+            )
+
+    owner.register_state_dict_pre_hook(Hook(refuse_to_save))
+    owner.register_load_state_dict_pre_hook(Hook(refuse_to_load))
 
 
 def full_state_error(name: str) -> ValueError:
@@ -301,11 +310,18 @@ def check_handler(handler: Any) -> None:
     """
     if isinstance(handler, BaseWeightsHandler):
         cut = next((name for name, p in handler.weights if isinstance(p, DTensor)), None)
+        instead = (
+            "log what ddl.full_state_dict(model, on_rank=0) gives, called on every rank, or engine.state.grad_norm, "
+            "the norm of all gradients, which max_norm of ddl.create_supervised_trainer computes"
+        )
+        name = type(handler).__name__
         if cut is not None:
-            raise ValueError(
-                f"{type(handler).__name__} would log this rank's part of {cut!r}, which is cut over ranks: log what "
-                "ddl.full_state_dict(model, on_rank=0) gives, called on every rank, or engine.state.grad_norm, the "
-                "norm of all gradients, which max_norm of ddl.create_supervised_trainer computes"
+            raise ValueError(f"{name} would log this rank's part of {cut!r}, which is cut over ranks: {instead}")
+        if get_mesh().pp_size > 1 and any(hasattr(p, BELONGS_TO_A_MODEL) for p in handler.model.parameters()):
+            warnings.warn(
+                f"{name} logs what is on this rank, the weights of its stages: attach it on each pp rank, with a log "
+                f"for each, or {instead}",
+                stacklevel=3,
             )
 
 

@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 from ignite.distributed.comp_models.native import _NativeDistModel
 from ignite.exceptions import NotComputableError
-from ignite.metrics import HSIC, GpuInfo, Loss, MaximumMeanDiscrepancy, Metric, RunningAverage
+from ignite.metrics import HSIC, GpuInfo, Loss, MaximumMeanDiscrepancy, Metric, RunningAverage, VariableAccumulation
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ignite_ddl.collectives import gathered, gathered_values, value_of
-from ignite_ddl.compat import use_world_timeout
+from ignite_ddl.collectives import gathered, gathered_values
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.divisor import divisor_of
 from ignite_ddl.loss_contract import LossContract
@@ -34,14 +33,13 @@ from ignite_ddl.pipeline.structure import n_rows, tensors_of
 
 
 class _DataParallelModel(_NativeDistModel):
-    """idist's model of the world, with the data-parallel group, or some of its ranks, as the world."""
+    """idist's model of the world, with the data-parallel group as the world."""
 
-    def __init__(self, mesh: Mesh, world: _NativeDistModel, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, mesh: Mesh, world: _NativeDistModel) -> None:
         # Without the parent's constructor, which would join a process group.
         self.__dict__.update(world.__dict__)
         self.world = world
-        self.ranks = mesh.dp_cp_ranks if ranks is None else list(ranks)  # global ranks
-        self.group = mesh.dp_cp_group if ranks is None else _group_of(self.ranks)
+        self.ranks, self.group = mesh.dp_cp_ranks, mesh.dp_cp_group  # global ranks
 
     def get_rank(self) -> int:
         return self.ranks.index(dist.get_rank())
@@ -77,20 +75,64 @@ class _DataParallelModel(_NativeDistModel):
         dist.barrier(group=self.group)
 
 
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-_groups_of: dist.ProcessGroup | None = None  # the world of these groups
+class _SomeRanksModel(_DataParallelModel):
+    """The same of some ranks, which compute while the others wait in :meth:`finish`: all of the group gather what these
+    tell each other. A process group of theirs would have to be made at the same place of each rank's history of groups.
+    """
+
+    def __init__(self, mesh: Mesh, world: _NativeDistModel, ranks: Sequence[int]) -> None:
+        super().__init__(mesh, world)
+        self.places = [self.ranks.index(rank) for rank in ranks]  # in the group
+        self.ranks = list(ranks)
+
+    def _all(self, value: Any) -> list[Any]:
+        """The values of these ranks."""
+        if len(self.ranks) == 1:
+            return [value]
+        peers = gathered_values((False, value), self.group)
+        if any(peers[place][0] for place in self.places):
+            raise _PeerError("a metric cannot be computed on another rank")
+        return [peers[place][1] for place in self.places]
+
+    def finish(self, result: Any = None) -> list[Any]:
+        """Waits until these ranks have computed; returns their results. All ranks of the group call it."""
+        while True:
+            peers = gathered_values((True, result), self.group)
+            if all(peers[place][0] for place in self.places):
+                return [peers[place][1] for place in self.places]
+
+    def _do_all_reduce(self, tensor: torch.Tensor, op: str = "SUM", group: Any | None = None) -> torch.Tensor:
+        if group is not None:
+            return super()._do_all_reduce(tensor, op, group)
+        return tensor.copy_(functools.reduce(_REDUCED[op], self._all(tensor)))
+
+    def _do_all_gather(self, tensor: torch.Tensor, group: Any | None = None) -> torch.Tensor:
+        if group is not None:
+            return super()._do_all_gather(tensor, group)
+        return torch.cat(self._all(tensor.unsqueeze(0) if tensor.ndim == 0 else tensor))
+
+    def _do_all_gather_object(self, tensor: Any, group: Any | None = None) -> list[Any]:
+        return self._all(tensor) if group is None else super()._do_all_gather_object(tensor, group)
+
+    def broadcast(self, tensor: Any, src: int = 0, safe_mode: bool = False) -> Any:
+        return self._all(tensor)[src]
+
+    def barrier(self) -> None:
+        self._all(None)
 
 
-def _group_of(ranks: list[int]) -> dist.ProcessGroup:
-    """A cached process group of these ranks; called by these ranks only."""
-    global _groups_of
-    if _groups_of is not dist.group.WORLD:
-        _groups.clear()
-        _groups_of = dist.group.WORLD
-    key = tuple(ranks)
-    if key not in _groups:
-        _groups[key] = use_world_timeout(dist.new_group(ranks, use_local_synchronization=True))
-    return _groups[key]
+class _PeerError(RuntimeError):
+    """Another rank has failed."""
+
+
+_REDUCED = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "AND": torch.bitwise_and,
+    "OR": torch.bitwise_or,
+}
 
 
 _COMPLETED = contextvars.ContextVar("the output of an iteration that all ranks complete", default=None)
@@ -138,7 +180,7 @@ def data_parallel_view(ranks: Sequence[int] | None = None) -> Iterator[None]:
     if not isinstance(world, _NativeDistModel):  # idist did not create the group and does not know it yet
         idist_utils.sync()
         before = world = idist_utils._model
-    idist_utils._model = _DataParallelModel(mesh, world, ranks)
+    idist_utils._model = _DataParallelModel(mesh, world) if ranks is None else _SomeRanksModel(mesh, world, ranks)
     try:
         yield
     finally:
@@ -298,6 +340,8 @@ class _Methods:
         mesh = get_mesh()
         if self.losses is not None and not self.losses.adds_up and mesh.dp_cp_size > 1:
             return self.losses.compute(mesh)
+        if isinstance(self.metric, VariableAccumulation) and mesh.dp_cp_size > 1:
+            _check_accumulators(self.metric, self.had_rows, mesh)
         value = _compute_on_ranks_with_rows(self.original["compute"], self.had_rows, mesh)
         if self.computed is not None and mesh.dp_cp_size > 1:
             self.computed += 1
@@ -323,6 +367,27 @@ def _warn_of_local_value(metric: Metric, value: Any, mesh: Mesh) -> None:
         warnings.warn(
             f"{type(metric).__name__} gives another value on each dp rank, that of its own rows: decorate its compute "
             'with ignite.metrics.metric.sync_all_reduce("name", ...), which sums these attributes over ranks',
+            stacklevel=2,
+        )
+
+
+def _check_accumulators(metric: VariableAccumulation, had_rows: bool, mesh: Mesh) -> None:
+    """Refuses sums of rows, of which ranks have unlike numbers; warns of a sum of numbers that all ranks have."""
+    name, own = type(metric).__name__, torch.as_tensor(metric.accumulator).detach().double().cpu()
+    found = gathered_values((tuple(own.shape), own.tolist()) if had_rows else None, mesh.dp_cp_group)
+    of_ranks = [of_rank for of_rank in found if of_rank is not None]
+    shapes = {shape for shape, _ in of_ranks}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"{name} adds up tensors of one shape, but dp ranks have shapes {', '.join(map(str, sorted(shapes)))}, of "
+            "their rows: let its output_transform give a number, or a row of numbers for each row of the batch"
+        )
+    alike = len(of_ranks) == len(found) and all(of_rank == of_ranks[0] for of_rank in of_ranks) and bool(own.any())
+    if type(metric) is VariableAccumulation and alike and mesh.rank == 0:
+        warnings.warn(
+            f"{name} adds up what it gets on each of {len(found)} dp ranks, and all have the same: if that is a number "
+            "of all ranks, such as the trainer's loss, it counts so many times; take RunningAverage or Average, or "
+            "divide it by that number",
             stacklevel=2,
         )
 
@@ -423,6 +488,7 @@ class _BatchLosses:
 
     def _check_mean(self, loss_fn: Callable, pairs: list[tuple[Any, Any]], compare: Callable) -> None:
         contract = LossContract(loss_fn, self.divisor, get_mesh(), None)
+        contract.has_whole_rows = get_mesh().cp_size == 1  # no microbatches, under pp either
         contract.pairs = pairs
         try:
             compare(contract)
@@ -496,14 +562,15 @@ def _compute_on_ranks_with_rows(compute: Callable[[], Any], had_rows: bool, mesh
     ranks = [rank for rank, had in zip(mesh.dp_cp_ranks, flags, strict=True) if had]
     if len(ranks) in (0, mesh.dp_cp_size):
         return compute()
-    result: list[Any] = [None, None]
-    if had_rows:
-        try:
-            with data_parallel_view(ranks):
-                result[0] = compute()
-        except Exception as error:
-            result[1] = error
-    value, error = value_of(ranks[0], result, mesh.dp_cp_group)
-    if error is not None:
-        raise error
-    return value
+    result: tuple[Any, Exception | None] = None, None
+    with data_parallel_view(ranks):
+        if had_rows:
+            try:
+                result = compute(), None
+            except Exception as error:
+                result = None, error
+        results = idist_utils._model.finish(result)
+    errors = [error for _, error in results if error is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, _PeerError)), errors[0])
+    return results[0][0]

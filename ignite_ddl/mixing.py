@@ -53,7 +53,10 @@ def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, 
             (first, draws), (again, _) = (tried(function, _replaced(rows, slice(0, n), n), owners) for _ in range(2))
             others = [tried(function, _replaced(rows, kept, n), owners)[0] for kept in parts]
             same = all(a.shape == b.shape and not _differ(a, b) for a, b in zip(first, again, strict=False))
-            if watch.found or n < 2 or not same:
+            is_list = (
+                n > 2 and sum(t.ndim > 0 and len(t) == n for t in first) >= n
+            )  # of rows, as long as there are rows
+            if watch.found or n < 2 or not same or is_list:
                 return False, draws
             pairs = [(kept, *one) for kept, other in zip(parts, others, strict=True) for one in enumerate(other)]
             meet = {i for kept, i, other in pairs if _meet(first[i], other, kept, n)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import ignite.distributed as idist
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import MAPPING, TENSOR, Fits, a, check, takes, whole
-from ignite_ddl.collectives import gathered_values, octets
+from ignite_ddl.collectives import gathered_values, meet, octets
 from ignite_ddl.compat import quiet_redistribution
 from ignite_ddl.data_parallel import refuse_in_a_round, share_buffers
 from ignite_ddl.lazy import materialize
@@ -105,7 +104,8 @@ def _check_names(known: Mapping[str, Any], of_stages: list[dict[str, Any]]) -> N
 def _shared_state(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
     """This rank's tensors, once all ranks have called; with the buffers of dp rank 0."""
     refuse_in_a_round(model, "the weights are gathered")
-    _wait_for_all(mesh)
+    if mesh.world_size > 1:
+        meet("full_state_dict", WAIT_SECONDS, "call it on all and use the result on one")
     stages = stages_of(model)
     for stage in stages.local_stages():
         share_buffers(stage, mesh)  # DDP did so before the last forward pass, which has changed them
@@ -117,18 +117,6 @@ def _tensors_and_extra_state(stages: Any) -> tuple[dict[str, torch.Tensor], dict
     state = stages.state_dict()
     tensors = {name: value for name, value in state.items() if not is_extra_state(name)}
     return tensors, {name: value for name, value in state.items() if name not in tensors}
-
-
-def _wait_for_all(mesh: Mesh) -> None:
-    """Raises an error, instead of a hang, if some ranks do not call."""
-    if mesh.world_size > 1 and dist.get_backend() == "gloo":
-        try:
-            dist.monitored_barrier(timeout=timedelta(seconds=WAIT_SECONDS))
-        except RuntimeError as error:
-            raise ValueError(
-                f"full_state_dict should be called on every rank, but some did not call it within {WAIT_SECONDS} s: "
-                "call it on all and use the result on one"
-            ) from error
 
 
 @takes(model=MODEL, state=MAPPING)

@@ -346,10 +346,12 @@ def _socket_folder() -> str:
     """
     config = multiprocessing.current_process()._config
     longest = _SOCKET_PATH_BYTES - len("/listener-12345678") - 1
-    if os.name == "posix" and not 0 < len(os.fsencode(config.get("tempdir") or "")) <= longest:
+    folder, owner = config.get("tempdir") or "", config.get("ignite_ddl_pid")  # a child has its parent's, which owns it
+    is_own = owner == os.getpid() and os.path.isdir(folder) and len(os.fsencode(folder)) <= longest
+    if os.name == "posix" and not is_own:
         base = tempfile.gettempdir()
         base = base if len(os.fsencode(base)) <= longest - len("/pymp-12345678") else "/tmp"
-        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=base)
+        config["tempdir"], config["ignite_ddl_pid"] = tempfile.mkdtemp(prefix="pymp-", dir=base), os.getpid()
         util.Finalize(None, shutil.rmtree, args=(config["tempdir"], True), exitpriority=-100)
     return config.get("tempdir") or ""
 

@@ -27,6 +27,7 @@ from ranks import launch, parallel
 from torch import nn
 
 import ignite_ddl as ddl
+from ignite_ddl import collectives
 from ignite_ddl.checkpoint import DamagedCheckpoint
 from ignite_ddl.checkpoint.form import METADATA, SUMS
 from ignite_ddl.checkpoint.storage import Folder
@@ -1263,3 +1264,38 @@ def test_each_flipped_bit_is_found(two, tmp_path):
         file.write_bytes(raw)
     assert found == 400
     ddl.Checkpoint.load_objects(things, tmp_path / "checkpoint")
+
+
+def saving_in_an_error(local_rank, folder, fails_on):
+    collectives.SECONDS_IN_AN_ERROR = 1.0
+    model = ddl.auto_model(torch.nn.Linear(2, 1))
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+    checkpoint = ddl.Checkpoint({"model": model}, folder)
+    trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda error: checkpoint.save("crash"))
+
+    @trainer.on(Events.GET_BATCH_COMPLETED(once=2))
+    def fail():
+        if local_rank in fails_on:
+            raise KeyError("row 13 is broken")
+
+    rows = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    with pytest.raises(KeyError) if len(fails_on) == 2 else contextlib.nullcontext():
+        trainer.run(ddl.auto_dataloader(rows, batch_size=4), max_epochs=2)
+
+
+def test_a_rank_that_saves_because_of_its_error_does_not_hide_it(tmp_path):
+    """Others are in the step; where all ranks fail alike, they save."""
+    with pytest.raises(ddl.RankError, match="while this rank handles KeyError: 'row 13 is broken'"):
+        launch({"dp": 2}, saving_in_an_error, str(tmp_path), (1,), timeout=60)
+
+
+def test_ranks_that_fail_alike_may_save(tmp_path):
+    def failing_alike(local_rank, folder):
+        try:
+            raise KeyError("on all ranks")
+        except KeyError:
+            ddl.Checkpoint({"model": ddl.auto_model(torch.nn.Linear(2, 1))}, folder).save("crash")
+
+    launch({"dp": 2}, failing_alike, str(tmp_path))
+    assert (tmp_path / "crash").is_dir()

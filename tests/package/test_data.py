@@ -1,8 +1,10 @@
 """auto_dataloader deals one process's batches, whatever the sampler, and what it refuses."""
 
 import copy
+import dataclasses
 import itertools
 import random
+from collections import UserDict
 
 import ignite.distributed as idist
 import pytest
@@ -487,3 +489,32 @@ def test_batches_that_differ_between_ranks_are_refused(kind):
         launch({"dp": 2}, train_on, kind, Drawn(True))
     first, second = launch({"dp": 2}, train_on, kind, Drawn(False))
     assert first == second
+
+
+@dataclasses.dataclass
+class Rows:
+    x: torch.Tensor
+
+
+class Opaque:
+    def __init__(self, x):
+        self.x = x
+
+
+def rows_by_hand(local_rank, kind):
+    """What a loop of one's own reads; a rank may have no rows of the last batch."""
+    kinds = {"user dict": lambda x: UserDict(x=x), "dataclass": Rows, "dict": lambda x: {"x": x}, "opaque": Opaque}
+    collate = lambda samples: kinds[kind](torch.stack([x for (x,) in samples]))  # noqa: E731
+    data = TensorDataset(torch.arange(7.0))
+    loader = ddl.auto_dataloader(data, batch_size=5, collate_fn=collate)
+    return [len(batch["x"] if "dict" in kind else batch.x) for batch in loader]
+
+
+@pytest.mark.parametrize("kind", ["dict", "user dict", "dataclass"])
+def test_a_rank_without_rows_gets_none_in_a_loop_by_hand(kind):
+    assert [sum(of_batch) for of_batch in zip(*launch({"dp": 3}, rows_by_hand, kind), strict=True)] == [5, 2]
+
+
+def test_rows_that_cannot_be_removed_are_refused_in_a_loop_by_hand():
+    with pytest.raises(ddl.RankError, match="they cannot be removed from a Opaque: let collate_fn return"):
+        launch({"dp": 3}, rows_by_hand, "opaque")

@@ -276,3 +276,41 @@ def with_a_factor(local_rank, in_a_module):
 def test_a_weight_of_no_model_that_ranks_step_unlike():
     refused(partial(with_a_factor, in_a_module=False), r"a weight of shape \(\) of no model", dp=2)
     assert_right(partial(with_a_factor, in_a_module=True), dp=2)
+
+
+def test_a_run_that_an_error_has_ended_does_not_go_on_elsewhere():
+    """In the middle of an epoch it cannot; in the first step it begins anew; between epochs it goes on."""
+    rows = TensorDataset(torch.randn(12, 3), torch.randn(12, 1))
+    fails_at, seen = [4], []
+
+    def made():
+        model = ddl.auto_model(nn.Linear(3, 1))
+        trainer = ddl.create_supervised_trainer(
+            model, ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1)), nn.functional.mse_loss
+        )
+
+        @trainer.on(Events.ITERATION_COMPLETED)
+        def fail():
+            seen.append((trainer.state.epoch, trainer.state.iteration))
+            if trainer.state.iteration in fails_at:
+                raise KeyError("a handler's")
+
+        return trainer, ddl.auto_dataloader(rows, batch_size=4)
+
+    trainer, loader = made()
+    with pytest.raises(KeyError):
+        trainer.run(loader, max_epochs=3)
+    with pytest.raises(ValueError, match="ended with an error in iteration 4, in the middle of epoch 2"):
+        trainer.run(loader, max_epochs=3)
+    fails_at.clear()
+    trainer.state.max_epochs = None
+    seen.clear()
+    trainer.run(loader, max_epochs=2)
+    assert seen == [(1 + i // 3, 1 + i) for i in range(6)]
+
+    trainer, loader = made()
+    with pytest.raises(AttributeError):
+        trainer.run([(torch.ones(4, 3), "no targets")], max_epochs=1)
+    seen.clear()
+    trainer.run(loader, max_epochs=2)
+    assert seen == [(1 + i // 3, 1 + i) for i in range(6)]

@@ -4,6 +4,7 @@ import copy
 import functools
 import time
 import warnings
+from pathlib import Path
 
 import ignite.distributed as idist
 import pytest
@@ -11,6 +12,7 @@ import torch
 from beside_ignite import BATCH, PLAN, Setting, classifier, data, loss_fn
 from ignite.engine import Events
 from ignite.handlers import (
+    Checkpoint,
     CosineAnnealingScheduler,
     EarlyStopping,
     EMAHandler,
@@ -416,6 +418,62 @@ def test_the_clock_of_one_rank_ends_the_run_of_all(axes):
         return trainer.state.iteration
 
     assert launch(axes, limited) == [2, 2]
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_a_nan_in_the_outputs_of_one_rank_ends_the_run_of_all(axes):
+    def ending(local_rank):
+        rows = torch.ones(12, 8)
+        rows[7] = torch.nan  # of the second batch, on the last dp rank
+        model = ddl.auto_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)))
+        evaluator = ddl.create_supervised_evaluator(model)
+        evaluator.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
+        evaluator.run(ddl.auto_dataloader(torch.utils.data.TensorDataset(rows, rows), batch_size=4))
+        return evaluator.state.iteration
+
+    assert set(launch(axes, ending)) == {ending(0)} == {2}
+
+
+@on_each_rank(dp=2)
+def test_a_vector_of_losses_stays_on_a_rank_without_rows(local_rank):
+    """Its length is not the number of rows."""
+    trainer, seen = (
+        trainer_of(ddl.auto_model(nn.Linear(8, 3)), output_transform=lambda x, y, y_pred, loss: loss + torch.ones(2)),
+        [],
+    )
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(len(engine.state.output)))
+    rows = torch.utils.data.TensorDataset(torch.randn(5, 8), torch.randn(5, 3))
+    trainer.run(ddl.auto_dataloader(rows, batch_size=4))
+    assert seen == [2, 2]
+
+
+def test_ignites_checkpoint_may_save_full_weights(tmp_path):
+    class Full:
+        def __init__(self, model):
+            self.model = model
+
+        def state_dict(self):
+            return ddl.full_state_dict(self.model)
+
+        def load_state_dict(self, state):
+            pass
+
+    def saved(local_rank, folder):
+        torch.manual_seed(0)
+        plain = nn.Linear(8, 3)
+        model = ddl.auto_model(copy.deepcopy(plain), shard=True)
+        trainer = trainer_of(model)
+        trainer.add_event_handler(Events.COMPLETED, Checkpoint({"full": Full(model)}, folder))
+        rows = torch.utils.data.TensorDataset(torch.randn(4, 8), torch.randn(4, 3))
+        trainer.run(ddl.auto_dataloader(rows, batch_size=4))
+        idist.barrier()
+        (file,) = Path(folder).glob("*.pt")
+        with pytest.raises(ValueError, match="give the model's to ddl.load_full_state_dict"):
+            Checkpoint.load_objects({"model": model}, {"model": plain.state_dict()})
+        state = torch.load(file)
+        return all(torch.equal(state[name], weight) for name, weight in ddl.full_state_dict(model).items())
+
+    assert launch({"dp": 2}, saved, str(tmp_path)) == [True, True]
 
 
 @on_each_rank(dp=2)

@@ -783,3 +783,31 @@ def test_a_joined_job_of_gloo_computes_on_the_cpu_too():
     environ = os.environ | place | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     done = subprocess.run([sys.executable, "-c", JOINED], capture_output=True, text=True, env=environ, timeout=120)
     assert done.stdout == "['']\n", done.stderr
+
+
+_A_CHILD_THAT_LAUNCHES = """
+import multiprocessing, sys
+import ignite_ddl as ddl
+
+def launched():
+    return ddl.Parallel("gloo", nproc_per_node=2, timeout=60).run(abs)
+
+def child():
+    assert launched() == [0, 1]
+
+if __name__ == "__main__":
+    assert launched() == [0, 1]
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert launched() == [0, 1]
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a forkserver")
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_child_process_that_launches_leaves_its_parents_server_alone(method, tmp_path):
+    """As a search over options by processes does."""
+    (tmp_path / "script.py").write_text(_A_CHILD_THAT_LAUNCHES)
+    subprocess.run([sys.executable, "script.py", method], cwd=tmp_path, check=True, timeout=TIMEOUT)

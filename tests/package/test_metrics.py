@@ -1,7 +1,9 @@
 """Ignite's metrics, unmodified, on a mesh: every rank has the numbers of one process."""
 
+import contextlib
 import copy
 import functools
+import math
 import warnings
 from unittest import mock
 
@@ -17,6 +19,7 @@ from ignite.metrics import (
     HSIC,
     ROC_AUC,
     Accuracy,
+    Average,
     Bleu,
     ConfusionMatrix,
     EpochMetric,
@@ -36,6 +39,7 @@ from ignite.metrics import (
 )
 from ignite.metrics.metric import reinit__is_reduced, sync_all_reduce
 from ranks import in_float64, launch, on_each_rank, refused
+from torch import nn
 
 import ignite_ddl as ddl
 from ignite_ddl.engine import MeshEngine
@@ -616,3 +620,66 @@ def test_engine_of_the_user(local_rank):
     metric.attach(engine, "once more")
     assert engine.run([torch.tensor([0])]).metrics["once more"]["rows"] == 2  # over the world: 4
     assert idist.get_world_size() == 4
+
+
+def over_and_over(local_rank):
+    """Evaluations in which other dp ranks have no rows."""
+    evaluator = ddl.create_supervised_evaluator(nn.Identity(), {"accuracy": Accuracy(), "cm": ConfusionMatrix(3)})
+    found = []
+    for n in (2, 3, 1, 3):
+        rows = torch.utils.data.TensorDataset(torch.eye(3)[:n], torch.arange(n) * 0)
+        state = evaluator.run(ddl.auto_dataloader(rows, batch_size=4))
+        found.append((state.metrics["accuracy"], state.metrics["cm"].tolist()))
+    return found
+
+
+def test_ranks_without_rows_may_be_others_in_each_evaluation():
+    """A process group of some ranks is made at one place of their histories, which differ."""
+    right = over_and_over(0)
+    for found in launch({"dp": 4}, over_and_over):
+        assert found == right
+
+
+def failing_on_a_rank(local_rank):
+    metric = over_data_parallel(EpochMetric(lambda y_pred, y: 1 / 0, check_compute_fn=False))
+    if local_rank < 2:
+        metric.update((torch.ones(2), torch.ones(2)))
+    with pytest.raises(ZeroDivisionError):
+        metric.compute()
+    return idist.all_reduce(1)
+
+
+def test_a_metric_that_fails_on_some_ranks_fails_on_all():
+    assert launch({"dp": 3}, failing_on_a_rank) == [3, 3, 3]
+
+
+@on_each_rank(dp=2)
+def test_an_accumulation_of_rows_or_of_numbers_of_all_ranks_is_found(local_rank):
+    rows, total = over_data_parallel(Average()), over_data_parallel(VariableAccumulation(lambda a, x: a + x))
+    rows.update(torch.ones(2 + local_rank))
+    with pytest.raises(
+        ValueError, match=r"Average adds up tensors of one shape, but dp ranks have shapes \(2,\), \(3,\)"
+    ):
+        rows.compute()
+    total.update(3.0)
+    with pytest.warns(UserWarning, match="all have the same") if local_rank == 0 else contextlib.nullcontext():
+        total.compute()
+
+
+def loss_by_weights(local_rank):
+    def transform(x, y, y_pred):
+        return y_pred, y, {"w": y.double() + 1}
+
+    def loss_fn(y_pred, y, w):
+        return (nn.functional.cross_entropy(y_pred, y, reduction="none") * w).mean()
+
+    torch.manual_seed(0)
+    model = ddl.auto_model(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double())
+    evaluator = ddl.create_supervised_evaluator(model, {"loss": Loss(loss_fn)}, output_transform=transform)
+    rows = torch.utils.data.TensorDataset(torch.eye(3, dtype=torch.float64).repeat(8, 1), torch.arange(24) % 3)
+    return evaluator.run(ddl.auto_dataloader(rows, batch_size=6)).metrics["loss"]
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_a_loss_by_weights_of_rows(axes):
+    assert launch(axes, loss_by_weights) == [pytest.approx(loss_by_weights(0), abs=1e-6)] * math.prod(axes.values())

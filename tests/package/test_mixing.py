@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Events
-from ignite.metrics import Loss
+from ignite.metrics import Accuracy, Loss
 from ranks import assert_right, in_float64, mesh_of, on, refused
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
@@ -241,3 +241,15 @@ def test_statistics_of_all_ranks_rows_are_right():
     right, _ = running_mean(0, over_ranks=True)
     for losses, warned in on(functools.partial(running_mean, over_ranks=True), dp=2):
         assert (losses, warned) == (pytest.approx(right, abs=1e-12), [])
+
+
+def listing(local_rank):
+    evaluator = ddl.create_supervised_evaluator(
+        nn.Identity(), {"accuracy": Accuracy()}, output_transform=lambda x, y, y_pred: (list(y_pred), list(y))
+    )
+    rows = TensorDataset(torch.eye(3).repeat(4, 1), torch.arange(12) % 2)
+    return evaluator.run(ddl.auto_dataloader(rows, batch_size=6)).metrics["accuracy"]
+
+
+def test_a_list_of_rows_as_long_as_a_row_has_classes():
+    assert on(listing, dp=2) == [listing(0)] * 2
