@@ -137,7 +137,7 @@ def auto_dataloader(dataset: Dataset[Any] | _Rows, **kwargs: Unpack[LoaderOption
 
     Args:
         dataset: a map-style or an iterable dataset. An iterable one is read entirely on each rank, with the same
-            random numbers on all.
+            random numbers on all, which are not those that one process draws.
         kwargs: those of ``torch.utils.data.DataLoader``. ``batch_size`` is the global one, ``num_workers`` is
             divided among the ranks of a machine (not for an iterable dataset, where each worker makes separate
             batches), ``sampler`` and ``batch_sampler`` are those of one process and must be finite: an epoch's batches

@@ -103,9 +103,9 @@ def _count_rows(loader_rows: int, x: Any, y: Any, strict: bool) -> int:
     if strict and (uneven or first.ndim > 1 and first.shape[1] == loader_rows):
         raise ValueError(
             f"targets should have a row for each of this rank's {loader_rows} rows, but have shape "
-            f"{tuple(first.shape)}: if rows are in dim 1, "
-            'pass loss_divisor="rows"; else a function from targets to the divisor of the loss, such as '
-            "loss_divisor=len"
+            f"{tuple(first.shape)}: if collate_fn leaves rows out, leave them out of the dataset instead (torch's "
+            'Subset); if rows are in dim 1, pass loss_divisor="rows"; else a function from targets to the divisor of '
+            "the loss, such as loss_divisor=len"
         )
     return len(first)  # packed, dropped, or several views of each: a mean over these, which is checked
 

@@ -68,6 +68,8 @@ class Checkpoint(IgniteCheckpoint):
     the same mesh with the same rows, random numbers and losses; on another one with the same rows, and with the same
     losses if no random number depends on the mesh. The position is that of the trainer in the loader, whatever else
     reads the loader; without a trainer, that of the ``for`` loop over it: save inside the loop.
+    A loop over epochs of your own has to count an epoch as done with its last batch, since the next pass over a loader
+    that was saved there is that of the next epoch.
 
     A run that goes on fires STARTED, and in mid-epoch EPOCH_STARTED, again; what held before their handlers is set
     again after them: what was loaded, or what you have changed since, such as a learning rate; random states always as

@@ -83,8 +83,9 @@ class Parallel:
     Ranks that are started compute as this process would: the default dtype, the precision of float32 products, the
     deterministic algorithms, cuDNN's flags, anomaly mode and grad mode reach them, and the state of torch's generator
     if it was seeded. If not, each launch draws a new seed for all its ranks. Not passed on, to be set in the function:
-    the default device, autocast and other contexts, switches of attention kernels, filters of warnings, and Python's
-    and NumPy's random numbers, which differ from rank to rank (among tp, pp and cp peers until ``ddl.auto_model``).
+    the default device, autocast and other contexts, switches of attention kernels, filters of warnings, logging, what
+    was set in imported modules and their classes (values of a config, patched functions), and Python's and NumPy's
+    random numbers, which differ from rank to rank (among tp, pp and cp peers until ``ddl.auto_model``).
 
     A signal that ranks ask for (:meth:`ddl.Checkpoint.save_on_signal`) is passed on to them when this process gets it,
     if ``run`` was called in its main thread. It then waits for them, at most ten minutes and ``timeout``, and ends as
@@ -348,7 +349,8 @@ class Parallel:
         Returns:
             list: one result for each rank started here, in rank order; tensors are on the CPU. In a joined job and
             on a serial run, the list holds the result of this process. What ranks still do after the last result has
-            come (threads, functions of ``atexit``) is ended after 5 seconds; asynchronous checkpoints come first.
+            come (threads) is ended after 5 seconds; asynchronous checkpoints come first. Functions of ``atexit`` do not
+            run in ranks that were started: close trackers and loggers in ``func``.
 
         Raises:
             ValueError: if ``func`` or an argument cannot be sent to a rank, or ranks cannot meet where they are told
@@ -446,6 +448,11 @@ class Parallel:
         )
 
     def _context(self) -> multiprocessing.context.BaseContext:
+        if multiprocessing.current_process().daemon:
+            raise ValueError(
+                "ranks cannot be started in a daemonic process, such as a worker of multiprocessing.Pool or of a "
+                "DataLoader: use concurrent.futures.ProcessPoolExecutor, or leave nproc_per_node out for one process"
+            )
         method = self.start_method
         if method is None:
             method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -455,8 +462,19 @@ class Parallel:
         if method == "forkserver":
             if sys.platform == "darwin":  # else macOS kills forks of a process that has loaded its frameworks
                 os.environ.setdefault("OBJC_DISABLE_INITIALIZE_FORK_SAFETY", "YES")
+            _forget_parents_server()
             context.set_forkserver_preload(PRELOAD)
         return context
+
+
+def _forget_parents_server() -> None:
+    """Lets a forked child start a forkserver of its own, in place of that of its parent, for which it cannot wait."""
+    server = forkserver._forkserver
+    if server._forkserver_pid is not None and hasattr(os, "waitid"):  # not on macOS before Python 3.13
+        try:
+            os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            server.__init__()
 
 
 def start_forkserver() -> None:

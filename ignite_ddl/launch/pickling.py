@@ -16,6 +16,8 @@ import cloudpickle
 
 def dumps(value: Any) -> bytes:
     """What ``cloudpickle.loads`` reads in a rank: functions of cells and scripts by value, and all that they use."""
+    if "__mp_main__" in sys.modules:  # the script's name in a child that multiprocessing has spawned
+        cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()

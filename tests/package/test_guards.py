@@ -706,19 +706,20 @@ def test_the_state_of_a_compiled_model_has_plain_names(local_rank):
     assert list(ddl.full_state_dict(compiled)) == list(mlp().state_dict())
 
 
-def on_one_rank(local_rank):
+def on_one_rank(local_rank, caller):
     state.WAIT_SECONDS = 1
     model = ddl.auto_model(mlp())
-    if local_rank == 0:
+    if local_rank == caller:
         ddl.full_state_dict(model)
     idist.barrier()
 
 
-def test_the_state_asked_for_on_one_rank_only_is_an_error_and_no_hang():
+@pytest.mark.parametrize("caller", [0, 1])
+def test_the_state_asked_for_on_one_rank_only_is_an_error_and_no_hang(caller):
     with pytest.raises(
         (ValueError, RuntimeError), match="full_state_dict should be called on every rank|onnection|barrier"
     ):
-        on(on_one_rank, pp=2)
+        on(partial(on_one_rank, caller=caller), pp=2)
 
 
 # --- refused, with what to say instead

@@ -789,8 +789,11 @@ _A_CHILD_THAT_LAUNCHES = """
 import multiprocessing, sys
 import ignite_ddl as ddl
 
+def on_a_rank(local_rank):
+    return local_rank
+
 def launched():
-    return ddl.Parallel("gloo", nproc_per_node=2, timeout=60).run(abs)
+    return ddl.Parallel("gloo", nproc_per_node=2, timeout=60).run(on_a_rank)
 
 def child():
     assert launched() == [0, 1]
@@ -811,3 +814,36 @@ def test_a_child_process_that_launches_leaves_its_parents_server_alone(method, t
     """As a search over options by processes does."""
     (tmp_path / "script.py").write_text(_A_CHILD_THAT_LAUNCHES)
     subprocess.run([sys.executable, "script.py", method], cwd=tmp_path, check=True, timeout=TIMEOUT)
+
+
+_LAUNCHES_IN_CHILDREN = """
+import concurrent.futures, multiprocessing, os
+import ignite_ddl as ddl
+
+def on_a_rank(local_rank):
+    return local_rank
+
+def launched(_=None):
+    return ddl.Parallel("gloo", nproc_per_node=2, timeout=60).run(on_a_rank)
+
+def refused(_):
+    try:
+        launched()
+    except ValueError as error:
+        return str(error)
+
+if __name__ == "__main__":
+    assert launched() == [0, 1]
+    fork = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=fork) as pool:
+        assert list(pool.map(launched, range(2))) == [[0, 1]] * 2
+    with fork.Pool(1) as pool:
+        assert "cannot be started in a daemonic process" in pool.map(refused, [0])[0]
+    assert launched() == [0, 1]
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a fork is safe there")
+def test_forked_children_launch_by_servers_of_their_own_or_say_why_not(tmp_path):
+    (tmp_path / "script.py").write_text(_LAUNCHES_IN_CHILDREN)
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=TIMEOUT)
