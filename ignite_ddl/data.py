@@ -562,7 +562,8 @@ def _leaf_without_rows(leaf: Any) -> Any:
         return dataclasses.replace(leaf, **values)
     if isinstance(leaf, MutableMapping):  # that torch's pytree does not know, as transformers' BatchEncoding
         emptied = copy.copy(leaf)
-        emptied.update({key: without_rows(value) for key, value in leaf.items()})
+        for key, value in leaf.items():
+            emptied[key] = without_rows(value)
         return emptied
     return leaf
 

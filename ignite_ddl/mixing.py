@@ -45,18 +45,24 @@ def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, 
         n: how many there are.
     """
     owners, n_kept = reached(function), min(n, n // 2 | 1)  # odd, so that pairs are not kept as a whole
+    rows_in_lists = False  # each row by itself, which may be as long as there are rows
+
+    def noting(rows: Any) -> Any:
+        nonlocal rows_in_lists
+        result = function(rows)
+        lists = tree_leaves(result, is_leaf=lambda node: type(node) is list and len(node) == n > 2)
+        rows_in_lists = rows_in_lists or any(type(one) is list for one in lists)
+        return result
+
     parts = slice(0, n_kept), slice(n - n_kept, n)  # the largest of all rows is replaced in one of them
     if holds_iterators(owners):
         return False, False
     try:
         with torch.no_grad(), WatchForSums() as watch:
-            (first, draws), (again, _) = (tried(function, _replaced(rows, slice(0, n), n), owners) for _ in range(2))
+            (first, draws), (again, _) = (tried(noting, _replaced(rows, slice(0, n), n), owners) for _ in range(2))
             others = [tried(function, _replaced(rows, kept, n), owners)[0] for kept in parts]
             same = all(a.shape == b.shape and not _differ(a, b) for a, b in zip(first, again, strict=False))
-            is_list = (
-                n > 2 and sum(t.ndim > 0 and len(t) == n for t in first) >= n
-            )  # of rows, as long as there are rows
-            if watch.found or n < 2 or not same or is_list:
+            if watch.found or n < 2 or not same or rows_in_lists:
                 return False, draws
             pairs = [(kept, *one) for kept, other in zip(parts, others, strict=True) for one in enumerate(other)]
             meet = {i for kept, i, other in pairs if _meet(first[i], other, kept, n)}
