@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ignite_ddl.collectives import gathered_values, on_any_rank, value_of
+from ignite_ddl.collectives import gathered_values
 from ignite_ddl.kept_state import Held, captured, holds_iterators, reached
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.mixing import numbers, tried
@@ -44,12 +43,13 @@ def unlike_results(function: Callable[[Any], Any], rows: Any, n: int) -> bool:
     """
     mesh, own = get_mesh(), None
     group, owners = mesh.groups["dp"], reached(function)
-    first, of_batch = dist.get_global_rank(group, 0), captured(owners, n, of_modules=True) if n else []
+    of_batch = captured(owners, n, of_modules=True) if n else []
     few = SomeRows(slice(min(n, _FEW)), n)
     part = [few.of(value) for value in (rows, *(held[name] for held, name in of_batch))] if n else None
-    is_sent = mesh.rank == first and sum(t.numel() for t in tensors_of(part)) <= _MOST_SENT
-    given = value_of(first, pickled(part) if is_sent else None, group)
-    if on_any_rank(n == 0 or given is None or holds_iterators(owners), group):
+    is_sent = mesh.dp_rank == 0 and sum(t.numel() for t in tensors_of(part)) <= _MOST_SENT
+    peers = gathered_values((n > 0 and not holds_iterators(owners), pickled(part) if is_sent else None), group)
+    given = peers[0][1]
+    if given is None or not all(may_try for may_try, _ in peers):
         return False
     with contextlib.suppress(Exception), torch.no_grad(), _RefusesCollectives():  # it may fail on some ranks alone
         rows, *values = unpickled(part, given)
