@@ -12,6 +12,7 @@ from typing import Any
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
+from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSingleEpochException
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.arguments import first_line
@@ -87,6 +88,12 @@ SECONDS_IN_AN_ERROR = 30.0  # that a rank which handles an error waits for other
 _meetings: dict[str, int] = {}  # how often this rank has come to each
 
 
+def error_in_flight() -> BaseException | None:
+    """The error that is being handled here; none where Ignite ends a run or an epoch early, which it does by one."""
+    error = sys.exc_info()[1]
+    return None if isinstance(error, _EngineTerminateException | _EngineTerminateSingleEpochException) else error
+
+
 def meet(what: str, seconds: float, cure: str) -> None:
     """Waits until all ranks have called: by the store, since peers that are elsewhere wait in other collectives.
 
@@ -98,7 +105,7 @@ def meet(what: str, seconds: float, cure: str) -> None:
     Raises:
         ValueError: if some ranks have not called by then.
     """
-    error = sys.exc_info()[1]
+    error = error_in_flight()
     if hasattr(error, "ranks_are_missing"):  # Ignite fires EXCEPTION_RAISED for a run and for the engine
         raise error
     seconds = seconds if error is None else min(seconds, SECONDS_IN_AN_ERROR)

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, takes
 from ignite_ddl.audit import check_evaluated_rows, check_same_rows, check_tokens_are_independent, warn_of_same_batch
 from ignite_ddl.clipping import MAX_NORM, clip, parameters_of_others
-from ignite_ddl.collectives import gathered_values, on_any_rank
+from ignite_ddl.collectives import gathered_values, meet, on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.context.sequence import NOT_SHARED, full_sequences, shard_prepared
 from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
@@ -57,6 +57,11 @@ def _is_data(value: Any) -> bool:
     return has_rows and (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__"))
 
 
+WAIT_SECONDS = 60  # until every rank has ended its run early
+_END_ALIKE = (
+    "decide by what all ranks know, such as engine.state.output, or let one decide for all, by "
+    "idist.broadcast(float(stop), src=0)"
+)
 _DATA = a("batches: a loader, or what can be iterated over", _is_data)
 
 
@@ -221,6 +226,8 @@ class MeshEngine(Engine):
             self._in_epoch = False
         elif event_name is Events.TERMINATE_SINGLE_EPOCH:
             self._in_epoch = self.should_terminate_single_epoch is True  # and not "skip_epoch_completed"
+        elif event_name is Events.TERMINATE and self.steps and get_mesh().world_size > 1:
+            meet("terminate() of a trainer", WAIT_SECONDS, _END_ALIKE)
         elif event_name is Events.STARTED:
             self._in_step = self._in_epoch = False
             self._pass = self._dataloader_iter and self._pass

@@ -51,7 +51,7 @@ from ignite_ddl.checkpoint.storage import (
     times_saved,
     write,
 )
-from ignite_ddl.collectives import SECONDS_IN_AN_ERROR, meet
+from ignite_ddl.collectives import SECONDS_IN_AN_ERROR, error_in_flight, meet
 from ignite_ddl.data import ShardedDataLoader
 from ignite_ddl.launch.rank import on_signal, restore_signals, wait_before_result
 from ignite_ddl.mesh import get_mesh
@@ -358,7 +358,7 @@ class Checkpoint(IgniteCheckpoint):
 
     def _write(self, name: str, metadata: Mapping[str, Any], outdated: list[str] | None = None) -> None:
         """Writes a checkpoint; with ``outdated``, the checkpoints in whose place it is kept, which it removes."""
-        if sys.exc_info()[1] is not None and get_mesh().world_size > 1:  # perhaps of this rank alone
+        if error_in_flight() is not None and get_mesh().world_size > 1:  # perhaps of this rank alone
             meet("ddl.Checkpoint", SECONDS_IN_AN_ERROR, "save where no error is being handled, or on all ranks alike")
         objects = dict(self.to_save) | ({"checkpointer": self} if self.include_self else {})
         _, error = attempt(self._check, name, objects, outdated)

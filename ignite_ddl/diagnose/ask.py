@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ignite_ddl.diagnose import stacks
-from ignite_ddl.diagnose.report import HangReport, hang_report
+from ignite_ddl.diagnose.report import Call, HangReport, endless_waits, hang_report
 from ignite_ddl.launch.job import STACK_SIGNAL, Job, label
 
 SHORT_SECONDS = 0.2  # for a rank's stack to arrive
@@ -37,9 +37,7 @@ def explain_timeout(job: Job, ranks: Sequence[Any], running: Sequence[Any]) -> t
     """
     names = ", ".join(str(rank.rank) for rank in running)
     returned = [rank.rank for rank in ranks if rank.done]
-    for rank in ranks:  # also those that have returned
-        with contextlib.suppress(OSError):
-            rank.release.send_bytes(b"which calls?")
+    _ask_for_calls(job, ranks)
     found = _stacks(job, running)
     report = _report(job, ranks, found) if ranks else None
     missing, why = stacks.find_missing_rank(found, returned, report.missing if report else ())
@@ -53,18 +51,40 @@ def explain_timeout(job: Job, ranks: Sequence[Any], running: Sequence[Any]) -> t
     return missing, stacks.name_cells("\n".join(lines)), report
 
 
-def _report(job: Job, ranks: Sequence[Any], found: dict[int | str, str]) -> HangReport:
-    """The report, from the ranks' stacks and the calls of those that answer."""
+def find_endless_waits(job: Job, ranks: Sequence[Any]) -> list[Call]:
+    """The collectives of the ranks of a run that cannot complete."""
+    _ask_for_calls(job, ranks)
+    answers = _answers(job, ranks)
+    returned = {rank.rank for rank in ranks if rank.done} & answers.keys()
+    waiting = {rank: answer["stack"] for rank, answer in answers.items() if rank not in returned}
+    records = {rank: answer["calls"] for rank, answer in answers.items()}
+    return endless_waits(waiting, returned, records, job.world_size)
+
+
+def _ask_for_calls(job: Job, ranks: Sequence[Any]) -> None:
+    for rank in ranks:  # also those that have returned
+        Path(job.folder, f"{rank.rank}.calls").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            rank.release.send_bytes(b"which calls?")
+
+
+def _answers(job: Job, ranks: Sequence[Any]) -> dict[int, dict[str, Any]]:
+    """The calls and the stack of each rank that answers."""
     deadline = time.monotonic() + LONG_SECONDS
     files = {rank.rank: Path(job.folder) / f"{rank.rank}.calls" for rank in ranks}
     while time.monotonic() < deadline and not all(file.exists() for file in files.values()):
         time.sleep(POLL_SECONDS)
-    answers = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+    return {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+
+
+def _report(job: Job, ranks: Sequence[Any], found: dict[int | str, str]) -> HangReport:
+    """The report, from the ranks' stacks and the calls of those that answer."""
+    answers = _answers(job, ranks)
     for rank, answer in answers.items():
         if rank in found and not stacks.frames_of(found[rank]):  # it blocks our signal, or handles it
             found[rank] = answer["stack"] or found[rank]
     records = {rank: answer["calls"] for rank, answer in answers.items()}
-    return hang_report({rank: found.get(rank, "") for rank in files}, records)
+    return hang_report({rank.rank: found.get(rank.rank, "") for rank in ranks}, records)
 
 
 def _stacks(job: Job, running: Sequence[Any]) -> dict[int | str, str]:

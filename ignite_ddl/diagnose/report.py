@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +138,64 @@ def hang_report(stacks: Mapping[int, str], records: Mapping[int, Sequence[Mappin
     late = sorted(late)
     free = [rank for rank in late if waits_in(stacks[rank]) is None]  # it may have a call in the background
     return HangReport(tuple(calls), tuple(free or late), tuple(unlike_calls(records)))
+
+
+def endless_waits(
+    stacks: Mapping[int, str],
+    returned: Collection[int],
+    records: Mapping[int, Sequence[Mapping[str, Any]]],
+    world_size: int,
+) -> list[Call]:
+    """The collectives that cannot complete: who is awaited has returned, is in another one, or waits like this rank.
+
+    What is not known counts as able to go on: a rank that computes, or that did not answer, a rank of another machine,
+    sends and receives where anybody can go on.
+
+    Args:
+        stacks: of the ranks that have not returned, and that answer.
+        returned: ranks that have, and that answer.
+        records: of both, as those of ``hang_report``.
+        world_size: the number of ranks of the job.
+    """
+    pending = {rank: [c for c in records[rank] if not c["done"]] for rank in stacks if waits_in(stacks[rank])}
+    in_collectives = {rank: calls for rank, calls in pending.items() if calls}
+    known = stacks.keys() | set(returned)
+    free = set(range(world_size)) - in_collectives.keys() - set(returned)
+
+    def spread(free: set[int]) -> set[int]:
+        while more := {
+            rank
+            for rank in in_collectives.keys() - free
+            if any(_awaited(call, records, known) <= free and _is_alike(call, records) for call in pending[rank])
+        }:
+            free = free | more
+        return free
+
+    receiving = pending.keys() - in_collectives.keys()
+    if spread(free - receiving) or not (in_collectives or returned):
+        receiving = set()  # from somebody who can go on, for all we know
+    stuck = in_collectives.keys() - spread(free - receiving)
+    calls = []
+    for rank in sorted(stuck | receiving):
+        frame = user_frame(frames_of(stacks[rank]), stacks[rank])
+        call = (pending[rank] or [{"operation": waits_in(stacks[rank]), "number": None, "ranks": (), "sizes": ""}])[0]
+        calls.append(Call(rank, call["operation"], call["number"], tuple(call["ranks"]), call["sizes"], frame))
+    return calls
+
+
+def _awaited(call: Mapping[str, Any], records: Mapping[int, Sequence[Mapping[str, Any]]], known: Set[int]) -> set[int]:
+    """The ranks that have not come to a collective, as far as is known."""
+    last = {rank: max((c["number"] for c in records[rank] if _group(c) == _group(call)), default=0) for rank in known}
+    unknown = {rank for rank, number in last.items() if number == 0 and call["number"] > 1}  # no longer recorded
+    return {rank for rank in call["ranks"] if rank in known - unknown and last[rank] < call["number"]}
+
+
+def _is_alike(call: Mapping[str, Any], records: Mapping[int, Sequence[Mapping[str, Any]]]) -> bool:
+    """Whether all ranks that have come to a collective have called the same one."""
+    same = [
+        c for calls in records.values() for c in calls if (c["number"], _group(c)) == (call["number"], _group(call))
+    ]
+    return len({c["operation"] for c in same}) == 1
 
 
 def unlike_calls(records: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[UnlikeCalls]:

@@ -91,6 +91,10 @@ class Parallel:
     if ``run`` was called in its main thread. It then waits for them, at most ten minutes and ``timeout``, and ends as
     by that signal, or calls the handler that it had before. A second signal ends the ranks at once.
 
+    Ranks of this machine are asked now and then whether they can go on, at most a minute apart. Where some wait in
+    collectives for each other, or for a rank that has returned, all are stopped, and the error shows where each was
+    (gloo; with NCCL a rank does not wait in the call).
+
     Args:
         backend: "gloo" (ranks on the CPU) or "nccl" (one GPU per rank), or another backend of
             ``idist.available_backends()`` where a job is joined. None runs serially.
@@ -356,7 +360,7 @@ class Parallel:
             ValueError: if ``func`` or an argument cannot be sent to a rank, or ranks cannot meet where they are told
                 to (no such folder, a file that is in use, an unknown address, a port that is taken); no process is
                 started then.
-            RankError: if a rank raises, dies, or does not finish within ``timeout``.
+            RankError: if a rank raises, dies, or does not finish within ``timeout``, or if ranks wait without end.
         """
         check("func", func, Fits("a function whose first argument is the local rank", FUNCTION.read))
         if self.nproc_per_node is None:

@@ -31,6 +31,8 @@ from ignite_ddl.launch.signals import SIGNAL_SECONDS, Signals, name_of
 
 POLL_SECONDS = 0.05  # how often the ranks' output is read
 GRACE_SECONDS = 0.2  # after the first failure: time for the report of the rank that caused it to arrive
+LOOK_SECONDS = 5.0, 60.0  # after the start or a result, and at most: until ranks are asked whether they can go on
+SAME_LOOKS, LOOK_AGAIN_SECONDS = 3, 2.0  # before waits count as endless
 EXIT_SECONDS = 5.0  # after the last result: time for the ranks to close their process group
 _FULL_BYTES = 2**16  # a disk with fewer free bytes counts as full
 _ABORT = -getattr(signal, "SIGABRT", 99)
@@ -91,6 +93,8 @@ class Launch:
         self.failures: list[_Failure] = []
         self.lost: list[_Failure] = []  # ranks without which the run continues
         self.n_printed = 0  # how many of them have been printed
+        self.since = self.next_look = 0.0  # the start or the last result; when ranks are asked whether they can go on
+        self.waits: list[list[Any]] = []  # that cannot end, as the ranks last said, the same each time
         names = [job.first_rank + i for i in range(job.nproc)] + names_of(job.companions)
         self.output = Output(Path(job.folder), names)
 
@@ -145,7 +149,8 @@ class Launch:
         return _Rank(rank, process, reports, release)
 
     def _watch(self, deadline: float | None) -> None:
-        """Waits until every rank has reported, one has failed, or time is up."""
+        """Waits until every rank has reported, one has failed, ranks wait without end, or time is up."""
+        self._look_soon()
         while True:
             running = [rank for rank in self.ranks if not rank.done]
             if not running and not any(each.unanswered for each in self.companions):
@@ -158,6 +163,8 @@ class Launch:
                 return
             if self.signals.received and not self._forward_signals(running):
                 return
+            if running and now > self.next_look:
+                self._look_for_endless_waits(running)
             running = [each for each in self.companions if not each.done] + running
             handles = [handle for rank in running for handle in (rank.reports, rank.process.sentinel)]
             ready = connection.wait(handles, timeout=POLL_SECONDS)
@@ -223,6 +230,7 @@ class Launch:
                 self.signals.handle(message["signal"])
         elif "result" in message:
             rank.result = message["result"]
+            self._look_soon()
             self._notify_companions(rank.rank, None)
         else:
             from ignite_ddl.diagnose.stacks import name_cells
@@ -259,6 +267,24 @@ class Launch:
             each.unanswered += failed is not None
             with contextlib.suppress(OSError):  # it has ended, which is noticed elsewhere
                 each.release.send((rank, failed))
+
+    def _look_soon(self) -> None:
+        self.since = time.monotonic()
+        self.next_look = self.since + LOOK_SECONDS[0]
+
+    def _look_for_endless_waits(self, running: list[_Rank]) -> None:
+        """Ends the run if ranks wait for each other, or for one that has returned."""
+        from ignite_ddl.diagnose import ask
+
+        waits, now = ask.find_endless_waits(self.job, self.ranks), time.monotonic()
+        self.waits = [*self.waits, waits] if self.waits[-1:] == [waits] else [waits]
+        self.next_look = now + (LOOK_AGAIN_SECONDS if waits else min(LOOK_SECONDS[1], now - self.since))
+        if waits and len(self.waits) == SAME_LOOKS:
+            rank, text, report = ask.explain_timeout(self.job, self.ranks, running)
+            why = "one of its ranks has returned" if len(running) < len(self.ranks) else "ranks wait for each other"
+            call = next((call for call in waits if call.rank == rank), waits[0])
+            summary = f"waits in {call.operation} at {call.where}, which cannot complete: {why}"
+            self.failures.append(_Failure(call.rank, now, False, summary, text, report=report))
 
     def _report_timeout(self, running: list[_Rank]) -> None:
         from ignite_ddl.diagnose import ask

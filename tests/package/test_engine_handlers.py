@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
+from ignite_ddl import engine as engine_module
 from ignite_ddl.epoch_plan import part
 
 MESHES = [
@@ -432,6 +433,24 @@ def test_a_nan_in_the_outputs_of_one_rank_ends_the_run_of_all(axes):
         return evaluator.state.iteration
 
     assert set(launch(axes, ending)) == {ending(0)} == {2}
+
+
+def test_a_run_that_one_rank_alone_ends_is_refused_and_one_that_all_end_saves(tmp_path):
+    def ending(local_rank, by):
+        engine_module.WAIT_SECONDS = 1
+        model = ddl.auto_model(nn.Linear(8, 3))
+        trainer = trainer_of(model)
+        stop = lambda engine: engine.terminate() if local_rank in by else None
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), stop)
+        trainer.add_event_handler(Events.TERMINATE, ddl.Checkpoint({"model": model}, tmp_path))
+        trainer.run(ddl.auto_dataloader(TensorDataset(torch.randn(12, 8), torch.randn(12, 3)), batch_size=4))
+        return trainer.state.iteration
+
+    for mesh in {"dp": 2}, {"pp": 1, "tp": 2}:
+        with pytest.raises(ddl.RankError, match=r"terminate\(\) of a trainer should be called on every rank, but some"):
+            launch(mesh, ending, [1])
+    assert launch({"dp": 2}, ending, [0, 1]) == [2, 2]
+    assert len(list(tmp_path.glob("model_*"))) == 1
 
 
 @on_each_rank(dp=2)

@@ -23,6 +23,7 @@ import torch
 from ranks import alive, comes_true, failing, on_each_rank, parallel, time_to_start
 
 import ignite_ddl as ddl
+from ignite_ddl.launch import parent
 from ignite_ddl.launch.torchrun import _round_name
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -318,6 +319,83 @@ def test_a_time_out_names_the_rank_that_never_came(work, rank, said, missing, op
     else:
         assert numbers == [first, first - (operations[1] is None), first]
     assert [one.differ_in for one in report.unlike] == ["operation"] * (work is each_another)
+
+
+def in_unlike_calls(local_rank):
+    torch.distributed.all_reduce(torch.ones(2))
+    if local_rank:
+        torch.distributed.all_reduce(torch.ones(3))
+    else:
+        torch.distributed.all_gather([torch.ones(3)] * 3, torch.ones(3))
+
+
+def in_a_circle(local_rank):
+    pairs = [torch.distributed.new_group(pair) for pair in ([0, 1], [1, 2], [2, 0])]
+    torch.distributed.all_reduce(torch.ones(1), group=pairs[local_rank])
+
+
+def received_from_who_waits(local_rank):
+    if local_rank == 0:
+        torch.distributed.recv(torch.ones(1), 1)
+    torch.distributed.barrier()
+
+
+def received_from_who_returned(local_rank):
+    if local_rank == 0:
+        torch.distributed.recv(torch.ones(1), 1)
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Ranks are asked often whether they can go on."""
+    monkeypatch.setattr(parent, "LOOK_SECONDS", (0.5, 0.5))
+    monkeypatch.setattr(parent, "LOOK_AGAIN_SECONDS", 0.3)
+
+
+RETURNED, EACH_OTHER = "one of its ranks has returned", "ranks wait for each other"
+
+
+@posix
+@pytest.mark.parametrize(
+    ("work", "rank", "call", "why"),
+    [
+        (without_rank_1, 0, "all_reduce", RETURNED),
+        (in_unlike_calls, 0, "all_gather", EACH_OTHER),
+        (in_a_circle, 0, "all_reduce", EACH_OTHER),
+        (received_from_who_waits, 0, "recv", EACH_OTHER),
+        (received_from_who_returned, 0, "recv", RETURNED),
+    ],
+)
+def test_ranks_that_wait_without_end_are_stopped(work, rank, call, why, often):
+    error = failing(work, nproc=3, within=20)
+    place = rf"test_launch_faults.py:\d+ in {work.__name__}"
+    assert error.rank == rank
+    assert re.fullmatch(rf"waits in {call} at {place}, which cannot complete: {why}", error.summary)
+    assert error.report.calls[rank].operation == call
+
+
+def for_the_slow(local_rank):
+    """Long waits, which end: for a rank that computes, a rank in a thread, and one that returns while others go on."""
+    if local_rank == 0:
+        time.sleep(3)
+    torch.distributed.all_reduce(torch.ones(1))
+    late = torch.distributed.new_group()
+    if local_rank == 1:
+        with ThreadPoolExecutor() as thread:
+            thread.submit(lambda: (time.sleep(3), torch.distributed.all_reduce(torch.ones(1), group=late))).result()
+    else:
+        torch.distributed.all_reduce(torch.ones(1), group=late)
+    if local_rank == 2:
+        return "early"
+    first = torch.distributed.new_group([0, 1], use_local_synchronization=True)
+    time.sleep(3 * (local_rank == 0))
+    torch.distributed.all_reduce(torch.ones(1), group=first)
+    return "late"
+
+
+@posix
+def test_a_long_wait_is_not_taken_for_an_endless_one(often):
+    assert parallel(3).run(for_the_slow) == ["late", "late", "early"]
 
 
 @posix
