@@ -60,8 +60,8 @@ What is not found, and differs from one process without an error:
   adds: give global batches to ``ddl.auto_dataloader``;
 - random numbers that each dp rank draws for its own rows (:mod:`ignite_ddl.tensor.random` has the rules), and weights
   that ``shard=True`` cuts if each rank initialises them with a different seed;
-- sums and lists of rows that a handler makes by ``idist.all_reduce`` and ``all_gather`` without
-  ``group=ddl.get_mesh().dp_group``: tp and pp peers have the same rows;
+- lists of rows that a handler makes by ``idist.all_gather`` without ``group=ddl.get_mesh().dp_group``: tp and pp peers
+  have the same rows (of a sum, which may be a part of a ratio, there is a warning);
 - a number that a script computes from one rank's part as if it were everything: the loss or output of its rows in an
   engine of its own, a metric such as ``Average`` of them, a maximum that a hook logs; under pp sums, norms, names and
   pairs (``zip``) of ``model.parameters()`` and ``model.state_dict()``, which are those of its stages, and torch's norm

@@ -39,7 +39,7 @@ from ignite_ddl.divisor import DIVISOR
 from ignite_ddl.errors import reason_in_a_run
 from ignite_ddl.guards import check_handler, check_optimizer
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.metrics import NOT_REDUCED, completing, on_this_rank, over_data_parallel
+from ignite_ddl.metrics import NOT_REDUCED, completing, on_this_rank, over_data_parallel, warning_of_sums_over_peers
 from ignite_ddl.mixing import check_prepare_batch, check_tokens_of, check_transform
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.parts import PartError
@@ -172,7 +172,8 @@ class MeshEngine(Engine):
                 "Ignite, or give max_epochs and epoch_length"
             )
         try:
-            state = super().run(data, max_epochs, epoch_length=epoch_length, **limit)
+            with warning_of_sums_over_peers(lambda: self._in_step):
+                state = super().run(data, max_epochs, epoch_length=epoch_length, **limit)
             for step in self.steps.values():
                 if step.audit is not None:
                     step.audit.at_the_end(self.optimizers)

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ class _DataParallelModel(_NativeDistModel):
     def __init__(self, mesh: Mesh, world: _NativeDistModel) -> None:
         # Without the parent's constructor, which would join a process group.
         self.__dict__.update(world.__dict__)
+        self.__dict__.pop("all_reduce", None)  # the warning's
         self.world = world
         self.ranks, self.group = mesh.dp_cp_ranks, mesh.dp_cp_group  # global ranks
 
@@ -185,6 +187,33 @@ def data_parallel_view(ranks: Sequence[int] | None = None) -> Iterator[None]:
         yield
     finally:
         idist_utils._model = before
+
+
+@contextlib.contextmanager
+def warning_of_sums_over_peers(in_step: Callable[[], bool]) -> Iterator[None]:
+    """Inside, a user's sum over the world warns, once, if peers of tp and pp have the same rows; not in a step."""
+    world = idist_utils._model
+    has_peers = get_mesh().dp_cp_size < get_mesh().world_size
+    if not has_peers or type(world) is not _NativeDistModel or "all_reduce" in vars(world):
+        yield
+        return
+    world.all_reduce = functools.partial(_sum_of_all, world.all_reduce, in_step)
+    try:
+        yield
+    finally:
+        vars(world).pop("all_reduce", None)
+
+
+def _sum_of_all(all_reduce: Callable, in_step: Callable, tensor: Any, op: str = "SUM", group: Any = None) -> Any:
+    caller = sys._getframe(2).f_globals.get("__name__", "")  # of idist.all_reduce
+    if op == "SUM" and group is None and not in_step() and caller.partition(".")[0] not in ("ignite", "ignite_ddl"):
+        vars(idist_utils._model).pop("all_reduce", None)
+        warnings.warn(
+            f"idist.all_reduce adds what all {get_mesh().world_size} ranks have, and those that share a layer or the "
+            "model (tp, pp) have the same rows: to count each row once, pass group=ddl.get_mesh().dp_cp_group",
+            stacklevel=3,
+        )
+    return all_reduce(tensor, op, group=group)
 
 
 def on_this_rank(owner: Any, handler: Callable) -> Callable:

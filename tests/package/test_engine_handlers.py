@@ -440,8 +440,8 @@ def test_a_run_that_one_rank_alone_ends_is_refused_and_one_that_all_end_saves(tm
         engine_module.WAIT_SECONDS = 1
         model = ddl.auto_model(nn.Linear(8, 3))
         trainer = trainer_of(model)
-        stop = lambda engine: engine.terminate() if local_rank in by else None
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), stop)
+        if local_rank in by:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.terminate())
         trainer.add_event_handler(Events.TERMINATE, ddl.Checkpoint({"model": model}, tmp_path))
         trainer.run(ddl.auto_dataloader(TensorDataset(torch.randn(12, 8), torch.randn(12, 3)), batch_size=4))
         return trainer.state.iteration

@@ -40,6 +40,7 @@ from ignite.metrics import (
 from ignite.metrics.metric import reinit__is_reduced, sync_all_reduce
 from ranks import in_float64, launch, on_each_rank, refused
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
 from ignite_ddl.engine import MeshEngine
@@ -683,3 +684,30 @@ def loss_by_weights(local_rank):
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
 def test_a_loss_by_weights_of_rows(axes):
     assert launch(axes, loss_by_weights) == [pytest.approx(loss_by_weights(0), abs=1e-6)] * math.prod(axes.values())
+
+
+@pytest.mark.parametrize(("axes", "warned"), [({"dp": 4}, 0), ({"dp": 2, "tp": 2}, 1)], ids=str)
+def test_a_sum_over_the_world_in_a_handler_warns_where_peers_have_the_same_rows(axes, warned):
+    @on_each_rank(**axes)
+    def summing(local_rank):
+        mesh, sums = ddl.get_mesh(), []
+        model = ddl.auto_model(nn.Sequential(nn.Linear(8, 4)), {"0": ddl.Column()} if mesh.tp_size > 1 else None)
+        evaluator = ddl.create_supervised_evaluator(model, {"accuracy": Accuracy()})
+
+        @evaluator.on(Events.ITERATION_COMPLETED)
+        def add(engine):
+            n = len(engine.state.output[1])
+            groups = {} if mesh.tp_size == 1 else {"group": mesh.dp_cp_group}
+            sums.extend([idist.all_reduce(n, **groups), idist.all_reduce(n, "MAX"), idist.all_reduce(n)])
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            evaluator.run(ddl.auto_dataloader(TensorDataset(torch.randn(12, 8), torch.arange(12) % 3), batch_size=8))
+        assert sums == [8, 8 // mesh.dp_size, 8 * mesh.tp_size, 4, 4 // mesh.dp_size, 4 * mesh.tp_size]
+        lines = [
+            str(one.message) for one in caught if "idist.all_reduce adds what all 4 ranks have" in str(one.message)
+        ]
+        assert len(lines) == warned
+        assert idist.all_reduce(1) == 4
+
+    summing()
