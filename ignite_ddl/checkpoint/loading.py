@@ -21,7 +21,7 @@ from ignite_ddl.checkpoint.per_rank import apply_gradients, plan_gradients, plan
 from ignite_ddl.checkpoint.resume import Resume, load_engine, load_loader, resumed_engine
 from ignite_ddl.checkpoint.snapshot import groups_by_name
 from ignite_ddl.checkpoint.storage import Folder, agree, attempt
-from ignite_ddl.checkpoint.values import decoded
+from ignite_ddl.checkpoint.values import decoded, plain_state
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.state import INITIAL_VALUES, Shard, local_state, set_extra_state, shard_of
 from ignite_ddl.tensor.random import draw_seed, set_random_states
@@ -333,7 +333,7 @@ def _capture_resettable(plan: Plan) -> Callable[[], None]:
     groups = [group for optimizer in plan.kinds.optimizers.values() for group in optimizer.param_groups]
     options = [copy.deepcopy({name: value for name, value in group.items() if name != "params"}) for group in groups]
     others = list(plan.kinds.others.values())
-    states = [copy.deepcopy(other.state_dict()) for other in others]
+    states = [copy.deepcopy(plain_state(other)) for other in others]
 
     def apply() -> None:
         for group, of_group in zip(groups, options, strict=True):

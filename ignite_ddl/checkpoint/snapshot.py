@@ -15,7 +15,7 @@ from ignite_ddl.checkpoint.form import GRADIENTS, RANDOM, RUNS
 from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.per_rank import add_tensors, capture_gradients
 from ignite_ddl.checkpoint.resume import capture_runs
-from ignite_ddl.checkpoint.values import encoded
+from ignite_ddl.checkpoint.values import encoded, plain_state
 from ignite_ddl.data_parallel import LOCAL_ROUNDS, local_round, share_buffers
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
@@ -63,7 +63,7 @@ def capture(objects: Mapping[str, Any]) -> Snapshot:
     models = {key: _capture_model(key, model, names, shards) for key, model in kinds.models.items()}
     optimizers = {key: _capture_optimizer(key, each, names, shards) for key, each in kinds.optimizers.items()}
     runs = capture_runs(kinds)
-    states = {key: other.state_dict() for key, other in (kinds.engines | kinds.others).items()}
+    states = {key: plain_state(other) for key, other in (kinds.engines | kinds.others).items()}
     for key, loader in kinds.loaders.items():
         positions = (run["positions"][key] for run in runs.values() if key in run["positions"])
         states[key] = next(positions, None) or loader.state_dict()

@@ -17,6 +17,19 @@ _DICTS = {"Counter": Counter, "OrderedDict": OrderedDict} | {
 }
 
 
+def plain_state(owner: Any) -> Any:
+    """The state of an object, without methods of its own, which Ignite's ReduceLROnPlateauScheduler has in it."""
+
+    def without_methods(state: Any) -> Any:
+        if type(state) not in (dict, OrderedDict):
+            return state
+        return type(state)(
+            (k, without_methods(v)) for k, v in state.items() if getattr(v, "__self__", None) is not owner
+        )
+
+    return without_methods(owner.state_dict())
+
+
 def encoded(value: Any, where: str, depth: int = _MAX_DEPTH) -> Any:
     """A value as JSON can hold it: containers keep their kind, tensors their bits.
 

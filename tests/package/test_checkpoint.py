@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
-from ignite.handlers import EarlyStopping
+from ignite.handlers import EarlyStopping, ReduceLROnPlateauScheduler
 from ignite.metrics import Average, Loss, RunningAverage
 from ignite.metrics.metric import RunningBatchWise
 from ranks import launch, on_each_rank
@@ -1195,3 +1195,34 @@ def without_rows_of_a_fused_weight(rank, folder):
 
 def test_a_rank_without_rows_of_a_fused_weight(tmp_path):
     assert launch({"dp": 3, "tp": 2}, without_rows_of_a_fused_weight, tmp_path) == [True] * 6
+
+
+def test_ignites_scheduler_of_plateaus_is_resumed(tmp_path):
+    """Its state has a method of its own, which is left out."""
+
+    def training(local_rank, epochs, resume):
+        torch.manual_seed(0)
+        loader = ddl.auto_dataloader(TensorDataset(torch.randn(16, 4), torch.randn(16, 3)), batch_size=8)
+        model = ddl.auto_model(nn.Linear(4, 3))
+        optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
+        plateau = ReduceLROnPlateauScheduler(optimizer, "rising", trainer, factor=0.5, patience=1)
+        parts = {"model": model, "optimizer": optimizer, "trainer": trainer, "loader": loader, "plateau": plateau}
+        if resume:
+            ddl.Checkpoint.load_newest(parts, tmp_path)
+        validation = Engine(lambda engine, batch: engine.state.metrics.update(rising=1.0))
+        validation.add_event_handler(Events.COMPLETED, plateau)
+        rates = []
+
+        @trainer.on(Events.EPOCH_COMPLETED)
+        def validate():
+            validation.run([0])
+            rates.append(optimizer.param_groups[0]["lr"])
+
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, ddl.Checkpoint(parts, tmp_path))
+        trainer.run(loader, max_epochs=epochs)
+        return rates
+
+    assert launch({"dp": 2}, training, 3, False) == [[0.1, 0.1, 0.05]] * 2
+    assert launch({"dp": 2}, training, 6, True) == [[0.05, 0.025, 0.025]] * 2
+    assert training(0, 8, True) == [0.0125, 0.0125]
