@@ -11,7 +11,12 @@ TESTS = Path(__file__).parent
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "last"), [(("ring_on_gpu.py",), "equal"), (("parity_on_gpu.py", "tp2", "PReLU"), "0 not as expected")]
+    ("arguments", "last"),
+    [
+        (("ring_on_gpu.py",), "equal"),
+        (("parity_on_gpu.py", "tp2", "PReLU"), "0 not as expected"),
+        (("models_on_gpu.py", "cp2", "gpt, float32"), "0 not as expected"),
+    ],
 )
 def test_runs_on_the_cpu(arguments, last):
     command = [sys.executable, TESTS / arguments[0], "--backend", "gloo", *arguments[1:]]
