@@ -155,12 +155,19 @@ def divisor_of(loss_fn: Callable, declared: str | Callable[[Any], Any] | None = 
         return Divisor("sum", pads=pads)
     if not is_classification:
         return Divisor("rows", certain=False)
-    return Divisor(functools.partial(_n_counted, ignore_index=ignore_index, weight=options.get("weight")), pads=pads)
+    weight = options.get("weight")
+    divisor = Divisor(functools.partial(_n_counted, ignore_index=ignore_index, weight=weight), pads=pads)
+    if callable(pads) and weight is None:
+        divisor.pads = lambda y: _has_indices(y) and divisor.of(y) < y.numel()  # a GPU is read once for both
+    return divisor
 
 
 def _has_ignored(y: Any, ignore_index: int) -> bool:
-    has_indices = isinstance(y, torch.Tensor) and y.dtype in (torch.int64, torch.int32, torch.int16)
-    return has_indices and bool((y == ignore_index).any())
+    return _has_indices(y) and bool((y == ignore_index).any())
+
+
+def _has_indices(y: Any) -> bool:
+    return isinstance(y, torch.Tensor) and y.dtype in (torch.int64, torch.int32, torch.int16)
 
 
 def _n_counted(y: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor | int:

@@ -58,7 +58,7 @@ _FIRST, _EACH = 16, 17  # steps that are all checked, then each one of these: a 
 BY_PASSES = 2.0**20  # in place of 1 for an inconclusive comparison, if it needs forward passes; more than all ranks
 _FEW, _MOST_SENT = 4, 2**16  # rows whose targets dp ranks give each other, and the most numbers in them
 ASKS_PEERS = 2.0**40  # added to that where targets of other ranks are to be compared, too
-_ROUNDINGS = 16  # of 16 bits, by which the loss of a model's rows may differ from that of parts of them
+ROUNDINGS = 16  # of 16 bits, by which the loss of a model's rows may differ from that of parts of them
 _MAX_INCONCLUSIVE = 16  # inconclusive checks, after which there is a warning
 _DECLARE = (
     'pass loss_divisor="rows" for a mean over rows, "sum" for a sum, or a function from targets to the divisor of the '
@@ -149,7 +149,8 @@ class LossContract:
             last: whether this is the last step of a run. Default: False.
         """
         self.n_steps += 1
-        self.accumulates, self.may_pad = accumulates, self.divisor.may_pad(y)  # before a GPU has work to wait for
+        self.accumulates = accumulates
+        self.may_pad = self.mesh.world_size > 1 and self.divisor.may_pad(y)  # before a GPU has work to wait for
         has_parts, asks = self.is_split or accumulates, last or self.n_steps & (self.n_steps - 1) == 0
         is_new = asks
         if has_parts and not (self.divisor.certain or self.communicates):
@@ -506,7 +507,7 @@ class LossContract:
             return self._added_up(loss_of, y, n)
         loss, values = float(first), losses[: len(parts)]
         shares = [self._share(rows, y) for rows in parts]
-        share = max(torch.finfo(first.dtype).eps ** 0.5, _ROUNDINGS * watch.coarsest)
+        share = max(torch.finfo(first.dtype).eps ** 0.5, ROUNDINGS * watch.coarsest)
         tolerance = share * max(1e-3, abs(loss))
         is_same = not declared or abs(losses[-1] - loss) <= tolerance
         if n < 2 or not is_same or not math.isfinite(loss) or not all(shares):  # see check_that_nothing_counts

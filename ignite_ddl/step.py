@@ -119,6 +119,8 @@ class TrainingStep:
             contextlib.nullcontext() if self.audit is None else self.audit.watching(),
         ):
             output, loss = self.stages.forward(x, y, loss_of, self.transform, share, weight, autocast)
+            if self.audit is not None and loss is not None:
+                self.audit.loss_dtype = loss.dtype
             if self.checks:
                 contract.check_rows(rows)  # of a loss that has shown only now that it sums over ranks
             detached = None if loss is None else loss.detach()
