@@ -30,8 +30,8 @@ def report_hangs(after: float) -> None:
     (``group_timeout``), or until the slow rank comes. Ranks that ``ddl.Parallel(timeout=)`` has started need no such
     call: the report is in the :class:`~ignite_ddl.RankError`.
 
-    Tested with gloo. With NCCL torch records the same (tried with two ranks on one H200, November 2026), but a rank waits
-    in its synchronisation with the GPU, in no collective of Python's: there ``ddl.Parallel(timeout=)`` reports.
+    Tested with gloo. With NCCL torch records the same (tried with two ranks on one H200, November 2026), but a rank
+    waits in its synchronisation with the GPU, in no collective of Python's: there ``ddl.Parallel(timeout=)`` reports.
 
     Args:
         after: seconds (or a ``timedelta``). Above the longest time for which ranks wait in a healthy run, such as for
