@@ -12,6 +12,7 @@ from ignite_ddl.engine import MeshEngine, create_supervised_evaluator, create_su
 from ignite_ddl.experts.layer import MixtureOfExperts
 from ignite_ddl.experts.routing import Router
 from ignite_ddl.experts.style import Experts
+from ignite_ddl.gather import gather_rows
 from ignite_ddl.launch import Parallel, RankError
 from ignite_ddl.lazy import empty_weights, lazy
 from ignite_ddl.local import DiLoCo, LocalSGD
@@ -77,6 +78,7 @@ __all__ = [
     "export_weights",
     "forward_backward",
     "full_state_dict",
+    "gather_rows",
     "get_mesh",
     "import_weights",
     "initialize_mesh",

@@ -302,8 +302,8 @@ class Audit:
         if n * states_squared != states**2 and contract.state.depends_on_unlike_states():
             raise ValueError(
                 "loss_fn keeps a state from call to call, on which its result depends, and which differs between dp "
-                "ranks, since it is computed from a rank's own rows: sum over ranks what it is computed from "
-                "(torch.distributed.all_reduce in loss_fn), or use a mesh of tp alone"
+                "ranks, since it is computed from a rank's own rows: compute it from those of all ranks "
+                "(ddl.gather_rows in loss_fn), or use a mesh of tp alone"
             )
         contract.padded = contract.padded or pads > 0
         if n * squares != shapes**2 and not contract.padded:

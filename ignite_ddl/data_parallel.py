@@ -5,6 +5,7 @@ and when gradients are reduced and weights freed. A round of local steps reduces
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -23,7 +24,10 @@ from ignite_ddl.compat import keep_missing_gradients, replaced_parameter, replic
 from ignite_ddl.experts.style import dim_to_shard, experts_of
 from ignite_ddl.guards import refuse_second_derivatives
 from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.pipeline.structure import tensors_of
 
+_in_step = contextvars.ContextVar("a step: a backward pass follows", default=False)
+_in_trial = contextvars.ContextVar("a function is tried on this rank", default=False)
 LOCAL_ROUNDS = "_trains_in_local_rounds"  # on a parameter
 
 
@@ -102,8 +106,48 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, options: Mapping[str, Any
         if isinstance(unit, FSDPModule):
             unit.register_forward_pre_hook(_refuse_replaced_weights, prepend=True)
     module.register_forward_pre_hook(_make_full_weights, prepend=True)
-    if mesh.pp_size == 1:  # without a backward pass, FSDP2 keeps full weights, which an optimizer made later would get
-        module.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else reshard(root))
+    module.register_forward_pre_hook(_refuse_in_a_trial, prepend=True)  # before FSDP2 begins a pass
+    if mesh.pp_size == 1:
+        module.register_forward_hook(_reshard_outside_of_a_step)
+
+
+def _reshard_outside_of_a_step(root: nn.Module, _: Any, output: Any) -> None:
+    """After a forward pass that perhaps no backward pass follows, which would do it: an optimizer made later, or a
+    change of weights by hand, would get the full weights that FSDP2 keeps. A backward pass gathers them again.
+    """
+    if not (torch.is_grad_enabled() and _in_step.get()):
+        reshard(root)
+        refuse_freed(output)
+
+
+def refuse_freed(output: Any) -> None:
+    """Raises a ValueError if an output is a weight that FSDP2 has freed: to read it would end the process."""
+    if any(_is_freed(tensor) for tensor in tensors_of(output)):
+        raise ValueError(
+            "the model returns one of its weights, whose memory is freed after the forward pass: let forward return a "
+            "copy, weight.clone(), which has the same gradient"
+        )
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+@contextlib.contextmanager
+def without_calls_of_models() -> Iterator[None]:
+    """Inside, a function that is tried fails where it calls a model whose weights are gathered: it may fail on this
+    rank alone, and in the middle of a pass.
+    """
+    token = _in_trial.set(True)
+    try:
+        yield
+    finally:
+        _in_trial.reset(token)
+
+
+def _refuse_in_a_trial(*_: Any) -> None:
+    if _in_trial.get():
+        raise RuntimeError("a model, whose weights other ranks do not gather now")
 
 
 def _refuse_replaced_weights(unit: nn.Module, *_: Any) -> None:
@@ -210,6 +254,8 @@ def _holds_layers(module: nn.Module) -> bool:
 def gradient_sync(stages: list[nn.Module], sync: bool) -> Iterator[None]:
     """Reduces gradients over dp only if an optimizer step follows."""
     with contextlib.ExitStack() as stack:
+        token = _in_step.set(True)
+        stack.callback(_in_step.reset, token)
         for stage in stages:
             if isinstance(stage, DistributedDataParallel) and not sync:
                 stack.enter_context(stage.no_sync())

@@ -23,6 +23,7 @@ from ignite.handlers.tqdm_logger import ProgressBar
 from ignite.metrics import Metric
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -34,7 +35,7 @@ from ignite_ddl.collectives import gathered_values, meet, on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.context.sequence import NOT_SHARED, full_sequences, shard_prepared
 from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
-from ignite_ddl.data_parallel import refuse_in_a_round
+from ignite_ddl.data_parallel import LOCAL_ROUNDS, refuse_in_a_round
 from ignite_ddl.divisor import DIVISOR
 from ignite_ddl.errors import reason_in_a_run
 from ignite_ddl.guards import check_handler, check_optimizer
@@ -129,7 +130,7 @@ class MeshEngine(Engine):
                 output = process_function(engine, batch)
         engine.n_batches += 1
         if engine.n_batches & (engine.n_batches - 1) == 0:
-            _check_weights_of_no_model(engine)
+            _check_weights_stepped_by_hand(engine)
         return output
 
     def _run_step(self, step: TrainingStep, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
@@ -338,24 +339,35 @@ def _check_gradients(engine: MeshEngine, optimizer: torch.optim.Optimizer) -> No
             )
         raise ValueError(
             f"this rank has {n_local} of the batch's {n_global} rows, so an average over ranks is not the average over "
-            "rows: call ddl.forward_backward, which weights by rows, instead of backward() in the update function"
+            "rows: call ddl.forward_backward, which weights by rows, instead of backward() in the update function; "
+            "where gradients are written by hand, take batches that dp divides (drop_last=True)"
         )
 
 
-def _check_weights_of_no_model(engine: MeshEngine) -> None:
-    """Raises a ValueError if dp ranks have stepped a weight of their own unlike; its gradient is not reduced by us."""
-    checks = any(step.audit is not None and step.local is None for step in engine.steps.values())
-    if get_mesh().dp_size == 1 or not checks:
+def _check_weights_stepped_by_hand(engine: MeshEngine) -> None:
+    """Raises a ValueError if dp ranks have stepped a weight unlike whose gradient is not reduced by us: one of no
+    model, or of a model that no step of ours has run.
+    """
+    mesh, steps = get_mesh(), engine.steps.values()
+    checks = any(step.audit is not None and step.local is None for step in steps)
+    by_hand_alone = not steps and engine.rows is not None and bool(engine.optimizers) and mesh.ep_size == 1
+    if mesh.dp_size == 1 or not (checks or by_hand_alone):
         return
     stepped = [p for optimizer in engine.optimizers for group in optimizer.param_groups for p in group["params"]]
-    own = [p for p in stepped if not hasattr(p, BELONGS_TO_A_MODEL)]
+    ours = {id(p) for step in steps for p in step.model.parameters()}
+    own = [p for p in stepped if id(p) not in ours and not hasattr(p, LOCAL_ROUNDS) and not isinstance(p, DTensor)]
+    own = [p for p in own if hasattr(p, BELONGS_TO_A_MODEL) or not by_hand_alone]
+    of_models = [hasattr(p, BELONGS_TO_A_MODEL) for p in own]
     peers = gathered_values([digest(p.detach()) for p in own], get_mesh().dp_group)
-    for parameter, *digests in zip(own, *peers, strict=False):
+    for parameter, of_model, *digests in zip(own, of_models, *peers, strict=False):
         if len(set(digests)) > 1:
             raise ValueError(
-                f"an optimizer steps a weight of shape {tuple(parameter.shape)} of no model from ddl.auto_model, which "
-                "differs between dp ranks now, since each has computed its gradient from its own rows: put it into a "
-                "module, give that to ddl.auto_model, and compute its gradient by ddl.forward_backward"
+                f"an optimizer steps a weight of shape {tuple(parameter.shape)} of "
+                f"{'a' if of_model else 'no'} model from ddl.auto_model, which "
+                "differs between dp ranks now, since each has computed its gradient from its own rows: "
+                + ("" if of_model else "put it into a module, give that to ddl.auto_model, and ")
+                + "compute its gradient by ddl.forward_backward"
+                + (", or sum what is written into grad over ranks (idist.all_reduce)" if of_model else "")
             )
 
 
@@ -452,10 +464,11 @@ def create_supervised_trainer(
         max_norm: clips the gradients that the optimizer steps, of all ranks, by their global 2-norm. Default None: no
             clipping. The norm before clipping is ``engine.state.grad_norm``.
         loss_divisor: the divisor of the loss of some rows: "rows", "sum" (no divisor), or a function from their targets
-            to a number, such as ``lambda y: (y != 0).sum()``, or 1 at least. Default None: torch's losses for classes
-            and ``ddl.cross_entropy`` are recognised with ``ignore_index``, ``weight`` and ``reduction``; another loss
-            has to be a mean over rows, which is checked by calling it with parts of a batch: in each of the first 16
-            steps, every 17th and the last one, until that was conclusive, and where targets are smaller or larger than
+            to a number, such as ``lambda y: (y != 0).sum()``, or 1 at least if the loss divides by that. Default None:
+            torch's losses for classes and ``ddl.cross_entropy`` are recognised with ``ignore_index``, ``weight`` and
+            ``reduction``; another loss has to be a mean over rows, which is checked by calling it with parts of a
+            batch: in each of the first 16 steps, every 17th and the last one, until that was conclusive, and where
+            targets are smaller or larger than
             before. What these calls change is put back: attributes and
             buffers of objects, modules and models, variables of its closure, globals, defaults, generators of random
             numbers; not files, iterators, and lists or tensors of more than 65536 entries. For a loss that uses

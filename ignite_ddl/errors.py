@@ -87,7 +87,7 @@ _REASONS = (
         "element 0 of tensors does not require grad",
         lambda mesh: mesh.world_size > 1,
         "the loss has no gradient: what idist.all_gather and torch.distributed.all_gather return has none, so gather "
-        'rows with torch.distributed.nn.functional.all_gather (with loss_divisor="local"), and leave out detach() and '
+        'rows with ddl.gather_rows (with loss_divisor="local"), and leave out detach() and '
         "torch.no_grad() elsewhere",
     ),
     (

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.compat import newest_node
+from ignite_ddl.data_parallel import refuse_freed
+from ignite_ddl.gather import giving_no_rows
 from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.loss_graph import dependencies
 from ignite_ddl.mesh import get_mesh
@@ -39,24 +40,17 @@ def checked_loss(contract: LossContract, empty: bool) -> Callable[[Any, Any], to
 
     def loss_of(output: Any, y: Any) -> torch.Tensor:
         since = newest_node()
-        if contract.is_checking and any(_is_freed(tensor) for tensor in tensors_of(output)):
-            raise ValueError(
-                "the model returns one of its weights, whose memory shard=True frees after the forward pass: let "
-                "forward return a copy, weight.clone(), which has the same gradient"
-            )
+        if contract.is_checking:
+            refuse_freed(output)
         watch = WatchForSums() if contract.is_checking and contract.is_local else contextlib.nullcontext()
         with watch:
             loss = _loss(contract, output, y, empty)
-        contract.communicates = contract.communicates or getattr(watch, "found", False)
+        contract.communicates = contract.communicates or getattr(watch, "found_others", False)
         if contract.is_checking:
             contract.inspect(loss, output, y, since)
         return loss
 
     return loss_of
-
-
-def _is_freed(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 
 
 def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Tensor:
@@ -66,9 +60,12 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
         if not empty:
             contract.check_that_nothing_counts(output, y)
         used: list[torch.Tensor] = []  # what the loss does not use gets no gradient, as on other ranks
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), giving_no_rows() as gathered:
             since = newest_node()
-            used = dependencies(contract.loss_fn(output, y), output, since)[0]  # the call changes its state, too
+            loss = contract.loss_fn(output, y)
+            if empty and gathered:  # the loss of others' rows, whose backward pass all ranks need
+                return loss
+            used = dependencies(loss, output, since)[0]  # the call changes its state, too
         return _loss_of_nothing(used if any(tensor.ndim for tensor in used) else output)
     cut = [tensor for tensor in tensors_of(output) if isinstance(tensor, DTensor)]
     if any(tensor.ndim and tensor.device_mesh.mesh_dim_names == ("tp",) for tensor in cut):
@@ -86,7 +83,8 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
             "a hook keeps of a layer that tensor_plan cuts: let the hook keep output.full_tensor()"
         )
     try:
-        loss = contract.loss_fn(output, y)
+        with giving_no_rows() if contract.n_rows == 0 else contextlib.nullcontext():  # but a row that it was lent
+            loss = contract.loss_fn(output, y)
     except Exception as error:
         if "mixed torch.Tensor and DTensor" in str(error):
             raise ValueError(f"loss_fn should compute with plain tensors, but fails on a DTensor: {advice}") from error

@@ -50,6 +50,7 @@ from ignite_ddl.pipeline.structure import (
     unpickled,
 )
 from ignite_ddl.rows_alone import several_rows
+from ignite_ddl.tensor.random import has_drawn, random_states
 from ignite_ddl.traceless import WatchForSums, address_of, evaluating, without_trace
 from ignite_ddl.unlike_results import CURE, unlike_results
 
@@ -66,15 +67,15 @@ _DECLARE = (
 )
 _ROWS_MEET = (
     "A loss in which rows meet (negatives of the batch, statistics over rows, a balance of experts) needs those of all "
-    'ranks: gather them in the loss (torch.distributed.nn.functional.all_gather), with loss_divisor="local" and as '
-    "many rows on each rank; use a mesh of tp alone, and for experts balance_weight of ddl.Router; or pass "
-    'loss_divisor="local" for the mean of what each rank and microbatch computes from its own rows, which is not the '
-    "number of one process"
+    'ranks: gather them in the loss by ddl.gather_rows, with loss_divisor="local"; use a mesh of tp alone, and for '
+    'experts balance_weight of ddl.Router; or pass loss_divisor="local" for the mean of what each rank and microbatch '
+    "computes from its own rows, which is not the number of one process"
 )
 
 _TERMS = (
-    "Parts have no loss (does one of its terms ignore all their targets?): if its terms divide by different numbers, "
-    "call ddl.forward_backward for each term, with its loss_divisor, all but the last with last=False"
+    "Parts have no loss: where nothing counts in them, let loss_divisor give 0 (not max(1, count)); if one of several "
+    "terms ignores all their targets, and these divide by different numbers, call ddl.forward_backward for each term, "
+    "with its loss_divisor, all but the last with last=False"
 )
 _CAPTURES = (
     "It captures tensors with as many rows as a batch: pass them with the targets, as y=(y, x), so that it gets the "
@@ -385,8 +386,13 @@ class LossContract:
         modules, n = [stages.plain_module()], self._n_samples(x, (x, y))
         n = 1 if on_any_rank(not have_rows(n, x, y), self.mesh.dp_cp_group) else n  # as many passes on each rank
 
+        draws = False  # in another way than by modules of dropout, which evaluate here
+
         def run(part: Any) -> Any:
-            return transform(stages.forward_only(part))
+            nonlocal draws
+            before, output = random_states(), transform(stages.forward_only(part))
+            draws = draws or has_drawn(before)
+            return output
 
         def sums(cuts_captured: bool) -> _Sums | None:
             def loss_of(rows: SomeRows) -> torch.Tensor:
@@ -394,7 +400,8 @@ class LossContract:
                     return self.state.call(rows.of(x), rows.of(y), rows if cuts_captured else None, run)
 
             with contextlib.suppress(Exception), evaluating(modules, all_of_them=False):
-                return self._added_up(loss_of, y, n)
+                found = self._added_up(loss_of, y, n)
+                return None if draws else found
 
         _, may_be_constant = self._captures(n)
         found = self._checked(sums, may_be_constant, lambda value: gathered_values(value, self.mesh.dp_cp_group))
@@ -559,8 +566,8 @@ class LossContract:
 
     def _cannot_be_checked(self) -> str:
         return (
-            f"loss_fn should be a mean over rows, but {self._used()}cannot be computed for parts of them here, so what "
-            f"it divides by cannot be checked: {_DECLARE}"
+            f"loss_fn should be a mean over rows, but {self._used()}cannot be computed for parts of them here (perhaps "
+            f"since the model draws random numbers), so what it divides by cannot be checked: {_DECLARE}"
         )
 
     def check_that_nothing_counts(self, output: Any, y: Any) -> None:

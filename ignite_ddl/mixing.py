@@ -22,20 +22,21 @@ from ignite_ddl.context.sequence import are_shards, full_rows, full_sequences, s
 from ignite_ddl.kept_state import holds_iterators, random_kept, reached, states_kept
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import concatenated, detached, local_tensor, n_rows, some_rows, tensors_of
-from ignite_ddl.tensor.random import random_states
+from ignite_ddl.tensor.random import has_drawn, random_states
 from ignite_ddl.traceless import WatchForSums, differ, weights_kept
 
 _FEW = 4  # rows of outputs that are tried
 _MIXES = (
-    "makes rows of a batch from other rows of it (a mean, a norm, mixup?), of which each dp rank has some, and one "
-    "process all of them"
+    "makes rows of a batch from other rows of it, or by their number or places (a mean, a norm, mixup, x / len(x)?), "
+    "of which each dp rank has some, and one process all of them"
 )
 
 
 def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, bool]:
-    """Whether what a function makes of some rows changes with the others, and whether it draws random numbers.
+    """Whether what a function makes of some rows changes with the others or their number, and whether it draws random
+    numbers.
 
-    Rows may change places, and have several results. It is called four times, with copies, also for a single row; what
+    Rows may change places, and have several results. It is called six times, with copies, also for a single row; what
     these calls change is restored. Nothing is found where it fails, sums over ranks, or reads an iterator, which would
     go on, nor in a tensor that has another shape for other rows, or is as large for fewer of them: a table.
 
@@ -66,10 +67,14 @@ def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, 
                 return False, draws
             pairs = [(kept, *one) for kept, other in zip(parts, others, strict=True) for one in enumerate(other)]
             meet = {i for kept, i, other in pairs if _meet(first[i], other, kept, n)}
-            if meet:
+            if meet or not draws:
                 with contextlib.suppress(Exception):  # it may need as many rows
-                    fewer, _ = tried(function, copy.deepcopy(detached(some_rows(rows, parts[0], n))), owners)
-                    meet = {i for i in meet if first[i].shape != fewer[i].shape}
+                    of_parts = [tried(function, _some(rows, kept, n), owners)[0] for kept in parts]
+                    meet = {i for i in meet if any(first[i].shape != fewer[i].shape for fewer in of_parts)}
+                    if not draws and any(
+                        _depend_on_number(first, *one, n) for one in zip(of_parts, parts, strict=True)
+                    ):
+                        return True, draws
             return bool(meet), draws
     except Exception:
         return False, False
@@ -114,10 +119,9 @@ def tried(function: Callable[[Any], Any], rows: Any, owners: list[Any]) -> tuple
     """The tensors that a function makes, and whether it has drawn random numbers; without a trace."""
     kept = weights_kept(one for one in owners if isinstance(one, nn.Module))
     with kept, states_kept(owners), random_kept(owners):
-        before = tree_leaves(random_states())
+        before = random_states()
         found = [local_tensor(tensor.detach()).clone() for tensor in tensors_of(function(rows))]
-        pairs = zip(before, tree_leaves(random_states()), strict=False)
-        return found, any(not torch.equal(a, b) if isinstance(a, torch.Tensor) else a != b for a, b in pairs)
+        return found, has_drawn(before)
 
 
 def _meet(first: torch.Tensor, other: torch.Tensor, kept: slice, n: int) -> bool:
@@ -128,11 +132,33 @@ def _meet(first: torch.Tensor, other: torch.Tensor, kept: slice, n: int) -> bool
     of_rows = [(t.unflatten(0, (each, n))[:, kept], t.unflatten(0, (n, each))[kept]) for t in (first, other)]
     if any(not _differ(a, b) for a, b in zip(*of_rows, strict=True)):
         return False
-    drawn = torch.randn(first[0].numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = ((numbers(t).reshape(len(t), -1).double() @ drawn.to(t.device)).flatten() for t in (first, other))
-    have, should = map(torch.nan_to_num, found)  # NaN is another row, such as by a deviation of equal rows
-    nearest = (should[:, None] - have[None]).abs().amin(1)
-    return bool((nearest > 1e-6 * have.abs().amax()).any())
+    return _has_new_rows(first, other)
+
+
+def _some(rows: Any, kept: slice, n: int) -> Any:
+    return copy.deepcopy(detached(some_rows(rows, kept, n)))
+
+
+def _depend_on_number(first: list[torch.Tensor], fewer: list[torch.Tensor], kept: slice, n: int) -> bool:
+    """Whether some of the rows differ where there are no others; indices, which are integers, may."""
+    are_placed, moved = False, False  # whether rows of one tensor stay in their places, and those of another do not
+    for of_all, of_some in zip(first, fewer, strict=True):
+        if not of_all.ndim or of_all.shape[1:] != of_some.shape[1:] or len(of_all) != n or len(of_some) == n:
+            continue
+        same = len(of_some) == kept.stop - kept.start and not _differ(of_all[kept], of_some)
+        if of_all.is_floating_point() and not same:
+            moved = True
+            if _has_new_rows(of_all, of_some):
+                return True
+        are_placed = are_placed or same and len(of_all.unique(dim=0)) == n
+    return are_placed and moved
+
+
+def _has_new_rows(known: torch.Tensor, found: torch.Tensor) -> bool:
+    drawn = torch.randn(known[0].numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    have, should = ((numbers(t).reshape(len(t), -1).double() @ drawn.to(t.device)).flatten() for t in (known, found))
+    have, should = torch.nan_to_num(have), torch.nan_to_num(should)  # NaN is another row, such as a mean of none
+    return bool(((should[:, None] - have[None]).abs().amin(1) > 1e-6 * have.abs().amax()).any())
 
 
 def _differ(first: torch.Tensor, other: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -317,20 +318,25 @@ def evaluating(stages: Iterable[nn.Module], all_of_them: bool = True) -> Iterato
             module.training = training
 
 
+GATHERS_ROWS = contextvars.ContextVar("inside of ddl.gather_rows", default=False)
+
+
 class WatchForSums(TorchDispatchMode):
     """Notes whether code sums or gathers over ranks by itself, as DDP, FSDP2 and DTensor do not.
 
     Attributes:
         found: whether it does.
+        found_others: whether it does so otherwise than by ``ddl.gather_rows``, for which ranks may have unlike rows.
         coarsest: the largest relative distance of two numbers of 16 bits that are products of matrices, convolutions or
             attention; 0 if there are none. Under autocast, and with such weights, results may be float32 all the same.
     """
 
-    found = False
+    found = found_others = False
     coarsest = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found = self.found or str(func) in ("c10d.allreduce_.default", "c10d.allgather_.default")
+        if str(func) in ("c10d.allreduce_.default", "c10d.allgather_.default"):
+            self.found, self.found_others = True, self.found_others or not GATHERS_ROWS.get()
         result = func(*args, **(kwargs or {}))
         if func.namespace == "aten" and any(part in func.__name__ for part in _PRODUCTS):
             first = result[0] if isinstance(result, tuple) and result else result

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_ddl.collectives import gathered_values
+from ignite_ddl.data_parallel import without_calls_of_models
 from ignite_ddl.kept_state import Held, captured, holds_iterators, reached
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.mixing import numbers, tried
@@ -33,8 +34,8 @@ def unlike_results(function: Callable[[Any], Any], rows: Any, n: int) -> bool:
     """Whether a function makes something else of the same rows on another dp rank; all dp ranks call it.
 
     They are the first of dp rank 0, together with those of tensors that the function captures and that have as many
-    rows. Calls leave no trace. Nothing is found where the function fails, sums over ranks, draws random numbers, or
-    reads an iterator.
+    rows. Calls leave no trace. Nothing is found where the function fails, perhaps on some ranks alone, sums over
+    ranks, calls a model whose weights are gathered, draws random numbers, or reads an iterator.
 
     Args:
         function: takes a tree of rows.
@@ -51,7 +52,7 @@ def unlike_results(function: Callable[[Any], Any], rows: Any, n: int) -> bool:
     given = peers[0][1]
     if given is None or not all(may_try for may_try, _ in peers):
         return False
-    with contextlib.suppress(Exception), torch.no_grad(), _RefusesCollectives():  # it may fail on some ranks alone
+    with contextlib.suppress(Exception), torch.no_grad(), without_calls_of_models(), _RefusesCollectives():
         rows, *values = unpickled(part, given)
         with _replaced(of_batch, values):
             found, draws = tried(function, rows, owners)

@@ -110,6 +110,14 @@ def random_states() -> dict[str, Any]:
     return states
 
 
+def has_drawn(before: Mapping[str, Any]) -> bool:
+    """Whether random numbers have been drawn since :func:`random_states` returned this."""
+    states = (before, random_states())
+    leaves = ([x for state in of.values() for x in (state if isinstance(state, list) else [state])] for of in states)
+    pairs = zip(*leaves, strict=False)  # NumPy may have come since
+    return any(not torch.equal(a, b) if isinstance(a, torch.Tensor) else a != b for a, b in pairs)
+
+
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Sets what :func:`random_states` returned."""
     torch.set_rng_state(states["torch"])

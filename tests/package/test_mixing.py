@@ -253,3 +253,44 @@ def listing(local_rank):
 
 def test_a_list_of_rows_as_long_as_a_row_has_classes():
     assert on(listing, dp=2) == [listing(0)] * 2
+
+
+def half_scaled(batch, **_):
+    x, y = batch
+    n = len(x) // 2
+    return torch.cat([x[:n], 0.5 * x[n:]]), y
+
+
+def by_number(batch, **_):
+    return batch[0] / len(batch[0]), batch[1]
+
+
+def by_place(batch, **_):
+    return *batch, torch.arange(len(batch[0])).double()
+
+
+def with_indices(batch, **_):
+    return batch[0], torch.arange(len(batch[0])), batch[1]
+
+
+def padded_to_four(batch, **_):
+    return torch.cat([batch[0], batch[0].new_zeros(-len(batch[0]) % 4, 3)]), batch[1]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "depends"),
+    [(half_scaled, True), (by_number, True), (by_place, True), (with_indices, False), (padded_to_four, False)],
+)
+def test_rows_that_depend_on_their_number_or_places_are_found(prepare, depends):
+    for n in (2, 3, 8):
+        assert rows_meet(prepare, (torch.randn(n, 3), torch.arange(n)), n) == (depends, False)
+
+
+def test_a_batch_prepared_by_the_number_of_rows_is_refused():
+    refused(functools.partial(training, prepare=half_scaled), "prepare_batch .* by their number or places", dp=2)
+    assert_right(functools.partial(training, prepare=with_sorted_rows), dp=2)
+
+
+def with_sorted_rows(batch, **_):
+    order = batch[0][:, 0].argsort()
+    return batch[0][order], batch[1][order]
