@@ -120,7 +120,7 @@ from ignite_ddl.experts.style import experts_of
 from ignite_ddl.fingerprint import check_unchanged, fingerprint_of, warn_of_random_values
 from ignite_ddl.loss_contract import ROUNDINGS, LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.modules_in_use import ModulesInUse
+from ignite_ddl.modules_in_use import ModulesInUse, finds_unused
 from ignite_ddl.optim import check_same_options
 from ignite_ddl.pipeline.cut import check_root_hooks
 from ignite_ddl.pipeline.structure import are_samples, n_rows, tensors_of, tensors_of_rows
@@ -250,7 +250,10 @@ class Audit:
         mesh, stages = self.mesh, self.stages
         if self.is_check_step and mesh.dp_size > 1:
             _compare_with_dp_peers(stages, x, mesh)
-        if self.step == 1:
+        branches = any(
+            map(finds_unused, stages.local_stages())
+        )  # perhaps by all rows: other ones than in the first step
+        if self.step == 1 or branches and self.is_check_step:
             self._check_rows_alone(x)
 
     def _check_rows_alone(self, x: Any) -> None:

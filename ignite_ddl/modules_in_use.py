@@ -38,7 +38,7 @@ class ModulesInUse:
         self.handles: list[Any] = []
         self.ddp: list[DistributedDataParallel] = []  # those of the stages, whose hooks are for the first step only
         self.weights: list[tuple[str, nn.Parameter]] = []  # whose gradients DDP waits for
-        if mesh.dp_cp_size == 1 or any(_finds_unused(stage) for stage in stages):
+        if mesh.dp_cp_size == 1 or any(finds_unused(stage) for stage in stages):
             return
         self.ddp = [stage for stage in stages if isinstance(stage, DistributedDataParallel)]
         for stage in self.ddp:
@@ -77,8 +77,8 @@ class ModulesInUse:
         if unused is not None:
             raise ValueError(
                 f"DDP waits for the gradients of all weights, but this rank did not use {unused!r} in this step: "
-                "pass find_unused_parameters=True to ddl.auto_model, or make the same choice on all ranks and pass "
-                "shard=True, which second derivatives do not allow"
+                "pass find_unused_parameters=True to ddl.auto_model if each row chooses by itself, or make the same "
+                "choice on all ranks and pass shard=True, which second derivatives do not allow"
             )
         raise ValueError(
             "DDP waits for a gradient of each weight in the last backward pass before an optimizer step, but its loss "
@@ -106,5 +106,6 @@ class ModulesInUse:
             raise ValueError(f"{UNLIKE_MODULES} This rank was at {at}")
 
 
-def _finds_unused(stage: nn.Module) -> bool:
+def finds_unused(stage: nn.Module) -> bool:
+    """Whether a step may leave out modules, other ones on each rank."""
     return isinstance(stage, DistributedDataParallel) and stage.find_unused_parameters

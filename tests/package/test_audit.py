@@ -1829,3 +1829,47 @@ def evaluates_after_a_step(local_rank):
 
 def test_ranks_compare_their_calls_in_a_step_and_not_after_it():
     assert on(evaluates_after_a_step, dp=2) == [(14, 4)] * 2
+
+
+class EarlyExits(nn.Module):
+    """Leaves where its least sure row is sure: by all rows of a rank."""
+
+    def __init__(self, each_row):
+        super().__init__()
+        self.each_row = each_row
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.exits = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+
+    def forward(self, x):
+        done, found = torch.zeros(len(x), 1, dtype=torch.bool), torch.zeros(len(x), 2)
+        for block, leave in zip(self.blocks, self.exits, strict=True):
+            x = block(x).tanh()
+            z = leave(x)
+            found = torch.where(done, found, z)
+            sure = z.softmax(1).amax(1, keepdim=True) > 0.51
+            done = done | (sure if self.each_row else sure.all())
+            if done.all():
+                break
+        return found
+
+
+@pytest.mark.parametrize("each_row", [True, False])
+def test_exits_that_all_rows_choose_together_are_refused(each_row):
+    """find_unused_parameters=True is right where each row chooses by itself."""
+
+    def training(local_rank):
+        torch.manual_seed(0)
+        model = EarlyExits(each_row)
+        model = ddl.auto_model(model, **({"find_unused_parameters": True} if ddl.get_mesh().dp_size > 1 else {}))
+        optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer, losses = ddl.create_supervised_trainer(model, optimizer, F.mse_loss), []
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+        x = torch.randn(24, 4)
+        trainer.run(ddl.auto_dataloader(TensorDataset(x, x[:, :2].sin()), batch_size=8), max_epochs=4)
+        return losses
+
+    if each_row:
+        assert launch({"dp": 2}, training)[0] == pytest.approx(training(0), rel=1e-5)
+    else:
+        with pytest.raises(ddl.RankError, match="a row of the model's output should depend on that row of the input"):
+            launch({"dp": 2}, training)

@@ -6,9 +6,10 @@ from functools import partial
 import ignite.distributed as idist
 import pytest
 import torch
+import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from ignite.metrics import ConfusionMatrix, MeanSquaredError
-from ranks import assert_right, launch, on, refused
+from ranks import assert_right, in_float64, launch, on, refused
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -314,3 +315,29 @@ def test_a_run_that_an_error_has_ended_does_not_go_on_elsewhere():
     seen.clear()
     trainer.run(loader, max_epochs=2)
     assert seen == [(1 + i // 3, 1 + i) for i in range(6)]
+
+
+@in_float64
+def with_gradients_by_hand(local_rank, sums, n=24):
+    torch.manual_seed(0)
+    model = ddl.auto_model(nn.Linear(4, 2))
+    inner = getattr(model, "module", model)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def update(engine, batch):
+        x, y = batch
+        gradients = torch.autograd.grad(F.mse_loss(inner(x), y, reduction="sum"), list(inner.parameters()))
+        for parameter, gradient in zip(inner.parameters(), gradients, strict=True):
+            parameter.grad = (idist.all_reduce(gradient) if sums else gradient) / 16
+        optimizer.step()
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(TensorDataset(torch.randn(n, 4), torch.randn(n, 2)), batch_size=8))
+    return inner.weight.detach().clone()
+
+
+def test_gradients_written_by_hand_are_refused_where_ranks_drift_apart():
+    words = "steps a weight .* of a model from ddl.auto_model, which differs"
+    refused(partial(with_gradients_by_hand, sums=False), words, dp=2)
+    alone = with_gradients_by_hand(0, False)
+    for weight in launch({"dp": 2}, with_gradients_by_hand, True):
+        torch.testing.assert_close(weight, alone, rtol=1e-12, atol=1e-14)

@@ -1544,3 +1544,34 @@ def test_what_a_script_keeps_of_a_ranks_rows_for_a_loss_is_warned_of(how, axes):
 def test_what_belongs_to_a_batch_or_does_not_matter_is_no_reason_to_warn(how, axes):
     if "pp" not in axes or how in ("a number that does not matter", "noise"):
         assert not any(launch(axes, reads_what_is_kept, how))
+
+
+class DropsAndReturnsItsLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, batch):
+        x, y = batch
+        return F.mse_loss(self.last(F.dropout(self.first(x), 0.2, self.training)), y)
+
+
+@pytest.mark.parametrize("divisor", [None, "rows"])
+def test_a_model_that_draws_random_numbers_and_returns_its_loss_has_to_declare_it(divisor):
+    """Its parts draw others, by which a mean over rows looked like none."""
+
+    @on_each_rank(dp=2)
+    def training(local_rank):
+        model = ddl.auto_model(DropsAndReturnsItsLoss())
+        options = {"prepare_batch": lambda batch, device, non_blocking: (tuple(batch), batch[1])}
+        optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer = ddl.create_supervised_trainer(
+            model, optimizer, lambda output, y: output, loss_divisor=divisor, **options
+        )
+        trainer.run(ddl.auto_dataloader(TensorDataset(torch.randn(20, 4), torch.randn(20, 2)), batch_size=8))
+
+    if divisor is None:
+        with pytest.raises(ddl.RankError, match="perhaps since the model draws random numbers"):
+            training()
+    else:
+        training()

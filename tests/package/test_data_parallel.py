@@ -1,0 +1,118 @@
+"""Weights that FSDP2 gathers: outside of a step, nobody gets or changes the gathered copies, or reads freed ones."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Events
+from ranks import in_float64, launch, refused
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ignite_ddl as ddl
+
+PLAN = {"0": ddl.Column(), "2": ddl.Row()}
+ON_TWO_AXES = {"dp": 2, "tp": 2}, {}
+GATHERED = {"dp": 2}, {"shard": True, "reshard_after_forward": False}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def rows():
+    torch.manual_seed(1)
+    x = torch.randn(20, 4)
+    return TensorDataset(x, x[:, :2].sin())
+
+
+def plan():
+    return PLAN if ddl.get_mesh().tp_size > 1 else None
+
+
+@in_float64
+def losses(local_rank, model=None, after=None, options=None, look=False, **trained):
+    model = ddl.auto_model(net() if model is None else model(), plan(), **(options or {}))
+    if look:
+        model(rows().tensors[0][:4])
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(model, optimizer, trained.pop("loss_fn", F.mse_loss), **trained)
+    found = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: found.append(trainer.state.output))
+    if after is not None:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: after(model))
+    trainer.run(ddl.auto_dataloader(rows(), batch_size=8), max_epochs=2)
+    return found
+
+
+def clamps_after_a_pass(model):
+    model(rows().tensors[0][:2]).mean().item()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.2, 0.2)
+
+
+@pytest.mark.parametrize(("axes", "options"), [ON_TWO_AXES, GATHERED], ids=str)
+@pytest.mark.parametrize("habit", [{"after": clamps_after_a_pass}, {"look": True}], ids=["clamped", "looked at"])
+def test_weights_are_sharded_again_after_a_pass_without_backward(axes, options, habit):
+    alone = losses(0, **habit)
+    for found in launch(axes, lambda local_rank: losses(local_rank, options=options, **habit)):
+        assert found == pytest.approx(alone, rel=1e-12)
+
+
+@in_float64
+def of_a_teacher(local_rank):
+    teacher = ddl.auto_model(net(), plan())
+    teacher.requires_grad_(False)
+
+    def prepare(batch, device, non_blocking):
+        with torch.no_grad():
+            return batch[0], teacher(batch[0].flip(1))
+
+    def follow(model):
+        for mean, weight in zip(teacher.parameters(), model.parameters(), strict=True):
+            mean.data.lerp_(weight.data, 0.05)
+
+    return losses(local_rank, after=follow, prepare_batch=prepare)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_a_teacher_that_prepares_batches_follows_its_student(axes):
+    """Checks try the function that calls it."""
+    alone = of_a_teacher(0)
+    for found in launch(axes, of_a_teacher):
+        assert found == pytest.approx(alone, rel=1e-12)
+
+
+class ReturnsAWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.log_variance = net(), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        return self.net(x), self.log_variance
+
+
+def test_a_weight_that_a_model_returns_is_refused_and_ends_no_process():
+    words = "the model returns one of its weights, whose memory is freed after the forward pass"
+
+    @in_float64
+    def evaluated(local_rank):
+        model = ddl.auto_model(ReturnsAWeight(), shard=True)
+        evaluator = ddl.create_supervised_evaluator(model, output_transform=lambda x, y, output: output[1].tolist())
+        return evaluator.run(ddl.auto_dataloader(rows(), batch_size=8)).output
+
+    refused(evaluated, words, dp=2)
+    with pytest.raises(ddl.RankError, match="a weight that the model returns") as caught:
+        launch({"dp": 2, "tp": 2}, learned)
+    assert isinstance(caught.value.exception, ValueError)
+
+
+def learned(local_rank):
+    tensor_plan = {f"net.{name}": style for name, style in PLAN.items()}
+    model = ddl.auto_model(ReturnsAWeight(), tensor_plan)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(
+        model, optimizer, lambda output, y: ((output[0] - y) ** 2 * (-output[1]).exp()).mean() + output[1].sum()
+    )
+    trainer.run(ddl.auto_dataloader(TensorDataset(torch.randn(20, 4), torch.randn(20, 2)), batch_size=8))
