@@ -522,6 +522,7 @@ for attention in (ddl.ring_attention, ddl.ulysses_attention):
         enable_gqa=("flag", False), documents=("object?", None), window=("count?", 2), group=("object?", None),
     )  # fmt: skip
 case("ddl.sequence_positions", ddl.sequence_positions, tokens=("count", 4), device=("object?", torch.device("cpu")))
+case("ddl.gather_rows", ddl.gather_rows, rows=("rows", torch.ones(3, 2)))
 ROUTER = {"normalize": ("flag", True), "capacity_factor": ("amount?", 1.5)}
 ROUTER |= dict.fromkeys(("balance_weight", "z_weight", "bias_rate"), ("amount", 0.1))
 SIZES = {"n_features": ("count", 4), "n_experts": ("count", 4), "top_k": ("count", 2)}

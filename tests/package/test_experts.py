@@ -3,6 +3,7 @@
 That training equals one process is in the parity table (tests/parity.py, ``expert_cases``), beside a reference by hand.
 """
 
+import copy
 import functools
 import warnings
 from unittest import mock
@@ -83,12 +84,13 @@ def test_equal_probabilities_choose_the_first_experts():
 
 def bytes_of_a_layer(local_rank):
     layer = net()[1]
+    router = copy.deepcopy(layer.router)
     parallel = ddl.auto_model(nn.Sequential(layer), {"0.experts": ddl.Experts()})
     x = X[4 * local_rank :][:4]
     with count_bytes() as traffic:
         parallel(x)
     sent = [(call.put_in, call.got) for call in traffic.of("all_to_all").calls]
-    order, counts = sorted_by_expert(layer.router(x.flatten(0, 1))[0], 4)
+    order, counts = sorted_by_expert(router(x.flatten(0, 1))[0], 4)
     return sent, counts.tolist(), traffic.of("all_reduce").put_in
 
 

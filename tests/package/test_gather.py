@@ -49,5 +49,5 @@ def test_what_cannot_be_gathered_is_refused():
     refused(lambda local_rank: ddl.gather_rows(torch.ones(2, 1 + local_rank)), "the same shape and type on all", dp=2)
     with pytest.raises(ValueError, match="rows should be a tensor, but given 3"):
         ddl.gather_rows(3)
-    with pytest.raises(ValueError, match="a row for each sample, but given one number, 1"):
+    with pytest.raises(ValueError, match="a row for each sample, but given one without dim"):
         ddl.gather_rows(torch.ones(()))
