@@ -12,7 +12,7 @@ from typing import Any
 
 from ignite_ddl.diagnose import stacks
 from ignite_ddl.diagnose.report import Call, HangReport, endless_waits, hang_report
-from ignite_ddl.launch.job import STACK_SIGNAL, Job, label
+from ignite_ddl.launch.job import ALL_CALLS, PLACE, STACK_SIGNAL, Job, label
 
 SHORT_SECONDS = 0.2  # for a rank's stack to arrive
 LONG_SECONDS = 1.0  # on a busy machine
@@ -37,7 +37,7 @@ def explain_timeout(job: Job, ranks: Sequence[Any], running: Sequence[Any]) -> t
     """
     names = ", ".join(str(rank.rank) for rank in running)
     returned = [rank.rank for rank in ranks if rank.done]
-    _ask_for_calls(job, ranks)
+    _ask(job, ranks, ALL_CALLS)
     found = _stacks(job, running)
     report = _report(job, ranks, found) if ranks else None
     missing, why = stacks.find_missing_rank(found, returned, report.missing if report else ())
@@ -51,9 +51,18 @@ def explain_timeout(job: Job, ranks: Sequence[Any], running: Sequence[Any]) -> t
     return missing, stacks.name_cells("\n".join(lines)), report
 
 
+def places_of_waits(job: Job, ranks: Sequence[Any]) -> dict[int, tuple]:
+    """Of each rank that waits in a collective, send or receive: where, and how many there were. It costs little."""
+    _ask(job, ranks, PLACE)
+    answers = _answers(job, ranks)
+    running = {rank.rank for rank in ranks if not rank.done}
+    waiting = {rank: of for rank, of in answers.items() if rank in running and stacks.waits_in(of["stack"])}
+    return {rank: (of["stack"], of["counted"]) for rank, of in waiting.items()}
+
+
 def find_endless_waits(job: Job, ranks: Sequence[Any]) -> list[Call]:
     """The collectives of the ranks of a run that cannot complete."""
-    _ask_for_calls(job, ranks)
+    _ask(job, ranks, ALL_CALLS)
     answers = _answers(job, ranks)
     returned = {rank.rank for rank in ranks if rank.done} & answers.keys()
     waiting = {rank: answer["stack"] for rank, answer in answers.items() if rank not in returned}
@@ -61,11 +70,11 @@ def find_endless_waits(job: Job, ranks: Sequence[Any]) -> list[Call]:
     return endless_waits(waiting, returned, records, job.world_size)
 
 
-def _ask_for_calls(job: Job, ranks: Sequence[Any]) -> None:
+def _ask(job: Job, ranks: Sequence[Any], question: bytes) -> None:
     for rank in ranks:  # also those that have returned
         Path(job.folder, f"{rank.rank}.calls").unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            rank.release.send_bytes(b"which calls?")
+            rank.release.send_bytes(question)
 
 
 def _answers(job: Job, ranks: Sequence[Any]) -> dict[int, dict[str, Any]]:

@@ -62,9 +62,10 @@ def report_hangs(after: float) -> None:
         atexit.register(watch.over.set)  # runs first
 
 
-def answer(thread: int) -> dict[str, Any]:
-    """A rank's part of a report: where this thread of it is, and its newest collectives."""
-    return {"stack": thread_stack(thread), "calls": recorded_calls(NEWEST)}
+def answer(thread: int, with_calls: bool = True) -> dict[str, Any]:
+    """A rank's part of a report: where a thread of it is, and its newest collectives, or only how many there were."""
+    counted = {"calls": recorded_calls(NEWEST)} if with_calls else {"counted": calls_counted().decode()}
+    return {"stack": thread_stack(thread)} | counted
 
 
 class Watch:

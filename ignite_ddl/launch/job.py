@@ -14,6 +14,7 @@ from ignite_ddl.launch.settings import Settings
 
 # By this signal the parent asks for a rank's stack: programs do not use it, and it is ignored by default.
 STACK_SIGNAL = getattr(signal, "SIGURG", None)  # None on Windows
+PLACE, ALL_CALLS = b"where?", b"which calls?"  # what the parent asks a rank through its pipe
 MARK = "IGNITE_DDL_RUN"  # environment variable of ranks and of what they start: the folder of the run
 
 

@@ -94,6 +94,7 @@ class Launch:
         self.lost: list[_Failure] = []  # ranks without which the run continues
         self.n_printed = 0  # how many of them have been printed
         self.since = self.next_look = 0.0  # the start or the last result; when ranks are asked whether they can go on
+        self.places: dict[int, Any] = {}  # of the ranks that waited then
         self.waits: list[list[Any]] = []  # that cannot end, as the ranks last said, the same each time
         names = [job.first_rank + i for i in range(job.nproc)] + names_of(job.companions)
         self.output = Output(Path(job.folder), names)
@@ -269,16 +270,20 @@ class Launch:
                 each.release.send((rank, failed))
 
     def _look_soon(self) -> None:
-        self.since = time.monotonic()
+        self.since, self.places = time.monotonic(), {}
         self.next_look = self.since + LOOK_SECONDS[0]
 
     def _look_for_endless_waits(self, running: list[_Rank]) -> None:
         """Ends the run if ranks wait for each other, or for one that has returned."""
         from ignite_ddl.diagnose import ask
 
-        waits, now = ask.find_endless_waits(self.job, self.ranks), time.monotonic()
+        earlier, self.places = self.places, ask.places_of_waits(self.job, self.ranks)
+        still = any(earlier.get(rank) == place for rank, place in self.places.items())  # in the same call as before
+        waits = ask.find_endless_waits(self.job, self.ranks) if still else []
         self.waits = [*self.waits, waits] if self.waits[-1:] == [waits] else [waits]
-        self.next_look = now + (LOOK_AGAIN_SECONDS if waits else min(LOOK_SECONDS[1], now - self.since))
+        now = time.monotonic()
+        soon = waits or (self.places and not earlier)
+        self.next_look = now + (LOOK_AGAIN_SECONDS if soon else min(LOOK_SECONDS[1], now - self.since))
         if waits and len(self.waits) == SAME_LOOKS:
             rank, text, report = ask.explain_timeout(self.job, self.ranks, running)
             why = "one of its ranks has returned" if len(running) < len(self.ranks) else "ranks wait for each other"

@@ -29,7 +29,7 @@ import torch
 
 from ignite_ddl.compat import address_for_ignite, set_nproc_per_node
 from ignite_ddl.launch.companions import kind
-from ignite_ddl.launch.job import MARK, STACK_SIGNAL, Job, kill_orphans
+from ignite_ddl.launch.job import ALL_CALLS, MARK, STACK_SIGNAL, Job, kill_orphans
 from ignite_ddl.launch.meeting import Meeting
 from ignite_ddl.launch.signals import Signals
 from ignite_ddl.mesh import initialize_mesh
@@ -230,10 +230,11 @@ def _end_with_parent(
         waits = [parent.sentinel, release] if release else [parent.sentinel]
         while parent.sentinel not in connection.wait(waits):
             try:
-                release.recv_bytes()
+                question = release.recv_bytes()
                 from ignite_ddl.diagnose.hangs import answer
 
-                Path(f"{calls}.new").write_text(json.dumps(answer(threading.main_thread().ident)))
+                answered = answer(threading.main_thread().ident, with_calls=question == ALL_CALLS)
+                Path(f"{calls}.new").write_text(json.dumps(answered))
                 os.replace(f"{calls}.new", calls)  # complete, or not there
             except (EOFError, OSError):
                 released.set()
