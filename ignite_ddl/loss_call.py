@@ -60,10 +60,10 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
         if not empty:
             contract.check_that_nothing_counts(output, y)
         used: list[torch.Tensor] = []  # what the loss does not use gets no gradient, as on other ranks
-        with contextlib.suppress(Exception), giving_no_rows() as gathered:
+        with contextlib.suppress(Exception), giving_no_rows() if empty else contextlib.nullcontext([]) as gathered:
             since = newest_node()
             loss = contract.loss_fn(output, y)
-            if empty and gathered:  # the loss of others' rows, whose backward pass all ranks need
+            if gathered:  # the loss of others' rows, whose backward pass all ranks need
                 return loss
             used = dependencies(loss, output, since)[0]  # the call changes its state, too
         return _loss_of_nothing(used if any(tensor.ndim for tensor in used) else output)
