@@ -250,9 +250,8 @@ class Audit:
         mesh, stages = self.mesh, self.stages
         if self.is_check_step and mesh.dp_size > 1:
             _compare_with_dp_peers(stages, x, mesh)
-        branches = any(
-            map(finds_unused, stages.local_stages())
-        )  # perhaps by all rows: other ones than in the first step
+        # Weights may be left out, perhaps by what all rows are: other ones than in the first step.
+        branches = any(map(finds_unused, stages.local_stages()))
         if self.step == 1 or branches and self.is_check_step:
             self._check_rows_alone(x)
 

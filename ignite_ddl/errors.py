@@ -18,7 +18,7 @@ from ignite_ddl.parts import MODELS, PartError
 
 THIS_WAS_IN = "This was in "
 # Words of torch's and Python's errors where code gets a part of a tensor and expects all of it.
-_ABOUT_SHAPES = re.compile(r"shape|size|dim|DTensor|to unpack|channels|elements")
+_ABOUT_SHAPES = re.compile(r"shape|size|dim|DTensor|to unpack|channels|elements|no attribute 'device'")
 
 
 def explain_errors(module: nn.Module, advice: str, about: re.Pattern[str] = _ABOUT_SHAPES) -> None:

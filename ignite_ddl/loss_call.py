@@ -68,19 +68,18 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
             used = dependencies(loss, output, since)[0]  # the call changes its state, too
         return _loss_of_nothing(used if any(tensor.ndim for tensor in used) else output)
     cut = [tensor for tensor in tensors_of(output) if isinstance(tensor, DTensor)]
-    if any(tensor.ndim and tensor.device_mesh.mesh_dim_names == ("tp",) for tensor in cut):
-        advice = "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn"
-    elif cut:
+    if cut:
         advice = (
-            "the model returns what forward computes of weights that are cut over ranks: compute it in the forward of "
-            "the layer that holds the weight, with shard=True, or use weight_decay, or leave the weight uncut"
+            "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn; what forward returns of weights "
+            "that are cut over ranks it should compute of weight.full_tensor()"
         )
     else:
         advice = (
             "the model returns plain ones, so this is a weight that is cut over ranks, or its gradient: let forward "
-            "return what the loss takes of weights (weight.clone() for a whole one) and pass loss_divisor=, use "
-            "weight_decay, or leave the weight uncut, by shard=False or a tensor_plan without its layer; or it is what "
-            "a hook keeps of a layer that tensor_plan cuts: let the hook keep output.full_tensor()"
+            "return what the loss takes of weights (computed of weight.full_tensor(); to return a full weight, its "
+            "clone) and pass loss_divisor=, use weight_decay, or leave the weight uncut, by shard=False or a "
+            "tensor_plan without its layer; or it is what a hook keeps of a layer that tensor_plan cuts: let the hook "
+            "keep output.full_tensor()"
         )
     try:
         with giving_no_rows() if contract.n_rows == 0 else contextlib.nullcontext():  # but a row that it was lent

@@ -290,9 +290,10 @@ class LossContract:
         if not used.isdisjoint(parameter_ids(self.model)) and not isinstance(self.model, DistributedDataParallel):
             raise ValueError(
                 "loss_fn uses weights besides the model's output (a regulariser?), whose gradients are not summed over "
-                "ranks: use weight_decay, or compute the term in a layer; for a second call of the model (a critic's), "
-                "give it both inputs in one call, such as torch.stack([real, fake], 1), or use dp alone without shard, "
-                "or tp alone"
+                "ranks: use weight_decay, or let forward (under pp each layer) compute the term and return it beside "
+                "the output, with a number for each row, term.expand(len(x)), of p.full_tensor() where a weight p is a "
+                "DTensor; for a second call of the model (a critic's), give it both inputs in one call, such as "
+                "torch.stack([real, fake], 1), or use dp alone without shard, or tp alone"
             )
         models = list(MODELS)
         self.others = [m for m in models if m is not self.model and not used.isdisjoint(parameter_ids(m))]

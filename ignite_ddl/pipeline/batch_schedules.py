@@ -113,6 +113,7 @@ class BatchSchedules:
     def _check_as_set_up(self) -> None:
         for s, trained in self.trained.items():
             if trains(self.stages[s]) != trained:
+                self._check_gradients()
                 raise ValueError(
                     f"{self.cut.describe(s)} had {'' if trained else 'no '}weights to train when its schedule was set "
                     "up: after freezing or unfreezing a stage, call the model's forget_schedules() on every rank"
@@ -125,7 +126,8 @@ class BatchSchedules:
             if self.mesh.dp_cp_size > 1 and not averaged and trains(stage):
                 raise ValueError(
                     f"{self.cut.describe(s)} was frozen when the model was cut, so that nothing averages its gradients "
-                    "over dp: freeze it after ddl.auto_model"
+                    "over dp: freeze it after ddl.auto_model, and call the model's forget_schedules() on every rank "
+                    "after each such change"
                 )
 
     def _make(self, x: Any, rows: int, divided: int, autocast: Context) -> tuple[Any, MicrobatchLoss]:

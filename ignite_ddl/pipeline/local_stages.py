@@ -22,7 +22,7 @@ from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.batch_schedules import BatchSchedules
 from ignite_ddl.pipeline.cut import Cut, Holder
 from ignite_ddl.pipeline.schedules import SCHEDULES
-from ignite_ddl.pipeline.structure import check_joins, check_rows, flatten, joined, n_rows, rows_of
+from ignite_ddl.pipeline.structure import check_graphs, check_joins, check_rows, flatten, joined, n_rows, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
 from ignite_ddl.rows_alone import MAX_ROWS, evaluated_rows_depend
 from ignite_ddl.tensor.random import draw_seed, random_stream
@@ -201,6 +201,7 @@ class PipelineStages:
     ) -> tuple[Any, torch.Tensor | None]:
         """See :meth:`ignite_ddl.pipeline.pipeline.Pipeline.train_step`."""
         self._check_call()
+        check_graphs(x, y)
         rows = check_rows(x, y)
         tensors, structure = flatten(tree_map_only(torch.Tensor, torch.Tensor.contiguous, x), "x")
         shapes = repr((structure, [(tuple(t.shape), t.dtype) for t in tensors]))

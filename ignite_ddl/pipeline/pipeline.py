@@ -243,7 +243,8 @@ class _NoGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         raise ValueError(
             "a pipeline's output has no gradient, since its schedule runs the backward pass: use "
-            "ddl.create_supervised_trainer, or ddl.forward_backward in the update function of a ddl.MeshEngine"
+            "ddl.create_supervised_trainer, or ddl.forward_backward in the update function of a ddl.MeshEngine; for "
+            "gradients of the input (adversarial examples, saliency), take a mesh without pp"
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
@@ -68,6 +69,21 @@ def flatten(tree: Any, what: str) -> tuple[list[torch.Tensor], Structure]:
                 f"tensors are sent one by one, but holds a {type(value).__name__}: return its tensors instead"
             )
     return tensors, Structure(spec, plain)
+
+
+def check_graphs(x: Any, y: Any) -> None:
+    """Checks that no gradient should pass from a pipeline on to what has computed its batch.
+
+    Raises:
+        ValueError: if a tensor of ``x`` or ``y`` has a graph, or is a parameter.
+    """
+    for name, part in (("x", x), ("y", y)):
+        if any(tensor.grad_fn is not None or isinstance(tensor, nn.Parameter) for tensor in flatten(part, name)[0]):
+            raise ValueError(
+                f"{name} was computed with gradients (by an encoder, from a prompt?), which a pipeline does not pass "
+                "on: make what is trained there a layer of this model, compute what is not under torch.no_grad, or "
+                "take a mesh without pp"
+            )
 
 
 def check_rows(x: Any, y: Any) -> int:

@@ -168,8 +168,8 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
             refuse_second_derivatives(modules[name], name)
             explain_errors(
                 modules[name],
-                f"This was in {name!r}, which tensor_plan cuts with {type(style).__name__}: its input should be "
-                f"{_wanted_input(style)}; name the layers before it in the plan too, or leave this one out.",
+                f"This was in {name!r}, which tensor_plan cuts with {type(style).__name__}: its input should be one "
+                f"tensor, {_wanted_input(style)}; name the layers before it in the plan too, or leave this one out.",
             )
     for module in modules.values():
         if isinstance(module, nn.TransformerEncoder):

@@ -1832,7 +1832,7 @@ def test_ranks_compare_their_calls_in_a_step_and_not_after_it():
 
 
 class EarlyExits(nn.Module):
-    """Leaves where its least sure row is sure: by all rows of a rank."""
+    """Leaves where its least sure row is sure: each row by itself, or all rows of a rank together."""
 
     def __init__(self, each_row):
         super().__init__()
@@ -1859,12 +1859,12 @@ def test_exits_that_all_rows_choose_together_are_refused(each_row):
 
     def training(local_rank):
         torch.manual_seed(0)
-        model = EarlyExits(each_row)
+        model = EarlyExits(each_row).double()
         model = ddl.auto_model(model, **({"find_unused_parameters": True} if ddl.get_mesh().dp_size > 1 else {}))
         optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
         trainer, losses = ddl.create_supervised_trainer(model, optimizer, F.mse_loss), []
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
-        x = torch.randn(24, 4)
+        x = torch.randn(24, 4, dtype=torch.double, generator=torch.Generator().manual_seed(1))
         trainer.run(ddl.auto_dataloader(TensorDataset(x, x[:, :2].sin()), batch_size=8), max_epochs=4)
         return losses
 

@@ -4,6 +4,7 @@ Each case trains a few float64 steps of SGD on ranks with different rows, a smal
 """
 
 import copy
+import math
 import random
 from collections import OrderedDict
 from functools import partial
@@ -19,7 +20,7 @@ from packaging.version import Version
 from ranks import on, on_each_rank, trainer_of
 from torch import nn
 from torch.autograd import forward_ad
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.func import grad, vmap
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
@@ -92,6 +93,35 @@ def regularised(local_rank, **options):
 
 def test_a_regulariser_in_the_loss_is_right_over_dp():
     assert on(regularised, dp=2) == pytest.approx([regularised(0)] * 2, abs=1e-12)
+
+
+class Regularised(nn.Sequential):
+    """Returns its regulariser, too, as the sentence that refuses one in the loss says."""
+
+    def forward(self, x):
+        full = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.parameters()]
+        return super().forward(x), sum(p.square().sum() for p in full).expand(len(x))
+
+
+def regularised_by_forward(local_rank, shard=False, plan=False):
+    torch.manual_seed(0)
+    plan = {"0": ddl.Column(), "2": ddl.Row()} if plan else None
+    model = Regularised(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    trainer, losses = (
+        trainer_of(
+            ddl.auto_model(model, plan, shard=shard), lambda output, y: F.mse_loss(output[0], y) + output[1].mean()
+        ),
+        [],
+    )
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8), max_epochs=2)
+    return losses
+
+
+@pytest.mark.parametrize(("axes", "options"), [({"dp": 2}, {"shard": True}), ({"dp": 2, "tp": 2}, {"plan": True})])
+def test_a_regulariser_that_forward_returns_is_right(axes, options):
+    losses = on(partial(regularised_by_forward, **options), **axes)
+    assert losses == [pytest.approx(regularised_by_forward(0), abs=1e-12)] * math.prod(axes.values())
 
 
 def four(kind=nn.Linear):

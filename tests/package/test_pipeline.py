@@ -364,8 +364,22 @@ def test_a_stage_may_be_frozen_or_thawed_between_steps(frozen, way):
 def test_a_stage_that_is_frozen_or_thawed_unsaid_is_refused():
     with pytest.raises(ddl.RankError, match=r"stage 0 \(layer0, layer1\) had no weights to train .*every rank"):
         run(thawed, 2, True, "unsaid", pp=2)
-    with pytest.raises(ddl.RankError, match="stage 0 .* was frozen when the model was cut"):
-        run(thawed, 4, True, "told", pp=2, dp=2)
+    for way in ("told", "unsaid"):
+        with pytest.raises(ddl.RankError, match="stage 0 .* was frozen when the model was cut"):
+            run(thawed, 4, True, way, pp=2, dp=2)
+
+
+@on_each_rank(pp=2)
+def test_a_batch_that_was_computed_with_gradients_is_refused(local_rank):
+    """A pipeline passes no gradient on to an encoder before it."""
+    pipeline, encoder = ddl.auto_model(layers(4).double(), n_microbatches=2), nn.Linear(4, 4).double()
+    rows = torch.randn(4, 4, dtype=torch.double)
+    for name, x, y in (("x", {"x": encoder(rows)}, rows), ("x", nn.Parameter(rows), rows), ("y", rows, encoder(rows))):
+        with pytest.raises(ValueError, match=f"{name} was computed with gradients .* a layer of this model"):
+            pipeline.train_step(x, y, nn.functional.mse_loss)
+    with torch.no_grad():
+        x = encoder(rows)
+    pipeline.train_step(x, rows, nn.functional.mse_loss)
 
 
 def in_place():
