@@ -39,6 +39,7 @@ from ignite_ddl.pipeline.cut import cut_into_stages
 TARGET = 1.03
 WORDS, LENGTH, BATCH, MICROBATCHES = 80, 64, 16, 4
 STEPS = 32  # a turn: each begins and ends a run, with checks that a long run has once
+LIMIT = 600  # seconds of one case
 # What is measured: mesh, width of the model, rounds, and whether the target holds there.
 CASES = {
     "one process": ({"dp": 1}, 128, 5, False),
@@ -252,7 +253,7 @@ def measure(case, quick):
     rounds, steps = (2, 3) if quick else (rounds, STEPS)
     ranks = torch.tensor([axes.get(axis, 1) for axis in ("dp", "pp", "tp")]).prod().item()
     rivals = RIVALS if case == "dp2 (DDP)" else ()
-    results = ddl.Parallel("gloo", ranks, timeout=300, threads_per_rank=1, **axes).run(
+    results = ddl.Parallel("gloo", ranks, timeout=LIMIT, threads_per_rank=1, **axes).run(
         compete, case, rounds, steps, tuple(rivals)
     )
     seconds, cpu = sides.of_all_ranks(results)
