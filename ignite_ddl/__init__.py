@@ -8,7 +8,7 @@ from ignite_ddl.clipping import clip_grad_norm_
 from ignite_ddl.context.api import ring_attention, ulysses_attention
 from ignite_ddl.context.sequence import sequence_positions
 from ignite_ddl.data import auto_dataloader
-from ignite_ddl.engine import MeshEngine, create_supervised_evaluator, create_supervised_trainer, forward_backward
+from ignite_ddl.engine import MeshEngine
 from ignite_ddl.experts.layer import MixtureOfExperts
 from ignite_ddl.experts.routing import Router
 from ignite_ddl.experts.style import Experts
@@ -22,6 +22,7 @@ from ignite_ddl.parts import pickle_shards
 from ignite_ddl.pipeline.costs import layer_costs
 from ignite_ddl.pipeline.trace import trace_layers
 from ignite_ddl.state import distribute_like, full_state_dict, load_full_state_dict
+from ignite_ddl.supervised import create_supervised_evaluator, create_supervised_trainer, forward_backward
 from ignite_ddl.tensor import (
     Column,
     InputChannels,

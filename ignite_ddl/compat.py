@@ -28,9 +28,11 @@ file                                    what it uses
 ``guards.py``                           ``Parameter._backward_hooks``
 ``step.py``                             ``torch._foreach_mul_``
 ``model.py``                            ``_ddp_params_and_buffers_to_ignore``, which DDP reads
-``engine.py``                           Ignite's ``_prepare_batch``, the default of a public argument; of its Engine the
-                                        order of handlers, ``_setup_dataloader_iter``, ``_dataloader_iter``,
-                                        ``_fire_event``, ``_init_iter``, ``_internal_run_generator``
+``engine.py``                           of Ignite's Engine the order of handlers, ``_setup_dataloader_iter``,
+                                        ``_dataloader_iter``, ``_fire_event``, ``_init_iter``,
+                                        ``_internal_run_generator``
+``supervised.py``                       Ignite's ``_prepare_batch``, the default of a public argument; of its Engine
+                                        ``_dataloader_iter``
 ``state.py``                            ``DTensor.__create_chunk_list__``, the protocol of torch's DCP
 ``checkpoint/form.py``                  DCP's ``_StorageInfo``
 ``checkpoint/resume.py``                of Ignite's Engine ``_dataloader_iter``, ``_init_iter``, ``_is_done``,

@@ -39,7 +39,6 @@ from ignite_ddl.arguments import AMOUNT, FLAG, FUNCTION, MAPPING, MODULE, SECOND
 from ignite_ddl.clipping import MAX_NORM
 from ignite_ddl.data import auto_dataloader
 from ignite_ddl.divisor import divisor_of
-from ignite_ddl.engine import create_supervised_trainer
 from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.experts.routing import routers_of, update_biases
 from ignite_ddl.launch import Parallel, RankError
@@ -50,6 +49,7 @@ from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
 from ignite_ddl.pipeline.structure import n_rows
 from ignite_ddl.rows_alone import rows_may_depend
 from ignite_ddl.state import full_tensor
+from ignite_ddl.supervised import create_supervised_trainer
 
 __all__ = ["Number", "ParityReport", "Step", "check_parity"]
 

@@ -1,0 +1,106 @@
+"""What an optimizer steps in an update function: gradients that are not those of all ranks' rows are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ignite_ddl.collectives import gathered_values
+from ignite_ddl.compat import BELONGS_TO_A_MODEL
+from ignite_ddl.data_parallel import LOCAL_ROUNDS
+from ignite_ddl.mesh import get_mesh
+from ignite_ddl.replicas import digest
+
+
+@contextlib.contextmanager
+def refusing_unweighted_steps(engine: Any) -> Iterator[None]:
+    """Refuses an optimizer step with gradients that were not reduced, or not weighted where ranks have unlike rows."""
+
+    def before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if not _has_closure(args, kwargs):
+            _check_gradients(engine, optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if _has_closure(args, kwargs):  # which has computed the gradients
+            _check_gradients(engine, optimizer)
+        if not any(optimizer is known for known in engine.optimizers):
+            engine.optimizers.append(optimizer)
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]  # under pp perhaps none here, yet
+        engine.updated = engine.updated or not stepped or any(hasattr(p, BELONGS_TO_A_MODEL) for p in stepped)
+
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check_gradients(engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    nothing = not engine.weighted and all(parameter.grad is None for parameter in stepped)
+    if nothing and any(hasattr(parameter, BELONGS_TO_A_MODEL) for parameter in stepped):
+        warnings.warn(
+            "the optimizer steps, but none of its weights has a gradient: if the update function calls "
+            "loss.backward(inputs=...), which passes by what gathers weights and by stages, call "
+            "ddl.forward_backward instead",
+            stacklevel=2,
+        )
+    waiting = {id(p) for step in engine.steps.values() if step.open for p in step.model.parameters()}
+    if waiting and any(id(parameter) in waiting for parameter in stepped):
+        raise ValueError(
+            "the optimizer steps, but the last ddl.forward_backward of its model had last=False, so that gradients "
+            "are not reduced over ranks: pass last=True before a step"
+        )
+    if engine.rows is None or engine.rows[1] % get_mesh().dp_size == 0:
+        return
+    weighted = {id(parameter) for model in engine.weighted for parameter in model.parameters()}
+    if any(parameter.grad is not None and id(parameter) not in weighted for parameter in stepped):
+        n_local, n_global = engine.rows
+        if engine.in_backward:
+            raise ValueError(
+                "an optimizer steps in the backward pass, as in a hook of a weight, where gradients are not ready for "
+                "it: let it step after ddl.forward_backward, or be the optimizer of ddl.create_supervised_trainer"
+            )
+        raise ValueError(
+            f"this rank has {n_local} of the batch's {n_global} rows, so an average over ranks is not the average over "
+            "rows: call ddl.forward_backward, which weights by rows, instead of backward() in the update function; "
+            "where gradients are written by hand, take batches that dp divides (drop_last=True)"
+        )
+
+
+def check_weights_stepped_by_hand(engine: Any) -> None:
+    """Raises a ValueError if dp ranks have stepped a weight unlike whose gradient is not reduced by us: one of no
+    model, or of a model that no step of ours has run.
+    """
+    mesh, steps = get_mesh(), engine.steps.values()
+    checks = any(step.audit is not None and step.local is None for step in steps)
+    by_hand_alone = not steps and engine.rows is not None and bool(engine.optimizers) and mesh.ep_size == 1
+    if mesh.dp_size == 1 or not (checks or by_hand_alone):
+        return
+    stepped = [p for optimizer in engine.optimizers for group in optimizer.param_groups for p in group["params"]]
+    ours = {id(p) for step in steps for p in step.model.parameters()}
+    own = [p for p in stepped if id(p) not in ours and not hasattr(p, LOCAL_ROUNDS) and not isinstance(p, DTensor)]
+    own = [p for p in own if hasattr(p, BELONGS_TO_A_MODEL) or not by_hand_alone]
+    of_models = [hasattr(p, BELONGS_TO_A_MODEL) for p in own]
+    peers = gathered_values([digest(p.detach()) for p in own], get_mesh().dp_group)
+    for parameter, of_model, *digests in zip(own, of_models, *peers, strict=False):
+        if len(set(digests)) > 1:
+            raise ValueError(
+                f"an optimizer steps a weight of shape {tuple(parameter.shape)} of "
+                f"{'a' if of_model else 'no'} model from ddl.auto_model, which "
+                "differs between dp ranks now, since each has computed its gradient from its own rows: "
+                + ("" if of_model else "put it into a module, give that to ddl.auto_model, and ")
+                + "compute its gradient by ddl.forward_backward"
+                + (", or sum what is written into grad over ranks (idist.all_reduce)" if of_model else "")
+            )
+
+
+def _has_closure(args: tuple, kwargs: dict) -> bool:
+    return kwargs.get("closure") is not None or any(callable(given) for given in args[1:])  # args[0]: the optimizer
