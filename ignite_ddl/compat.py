@@ -38,8 +38,8 @@ file                                    what it uses
 ``checkpoint/resume.py``                of Ignite's Engine ``_dataloader_iter``, ``_init_iter``, ``_is_done``,
                                         ``_internal_run_generator`` and ``_internal_run_as_gen``
 ``checkpoint/handler.py``               how Ignite's Checkpoint sets up its states and file names
-``metrics.py``                          idist's ``_model``, ``_NativeDistModel``: a group instead of the world; methods
-                                        of Ignite's Metric
+``idist_view.py``                       idist's ``_model``, ``_NativeDistModel``: a group instead of the world
+``metrics.py``                          idist's ``_model``; methods of Ignite's Metric
 ``pipeline/cut.py``                     ``nn.Module._forward_hooks``, ``_forward_pre_hooks``, ``_modules``
 ``pipeline/stage.py``                   ``PipelineStage``: its call of a stage, its backward pass and what it keeps for
                                         that, its first message; ``Tensor._backward_hooks``

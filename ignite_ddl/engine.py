@@ -24,8 +24,9 @@ from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import Pass, ShardedDataLoader, without_rows
 from ignite_ddl.errors import reason_in_a_run
 from ignite_ddl.guards import check_handler
+from ignite_ddl.idist_view import on_this_rank, warning_of_sums_over_peers
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.metrics import NOT_REDUCED, completing, on_this_rank, over_data_parallel, warning_of_sums_over_peers
+from ignite_ddl.metrics import NOT_REDUCED, completing, over_data_parallel
 from ignite_ddl.optimizer_steps import check_weights_stepped_by_hand, refusing_unweighted_steps
 from ignite_ddl.parts import PartError
 from ignite_ddl.step import TrainingStep

@@ -44,7 +44,8 @@ from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
 from ignite_ddl.engine import MeshEngine
-from ignite_ddl.metrics import data_parallel_view, over_data_parallel
+from ignite_ddl.idist_view import data_parallel_view
+from ignite_ddl.metrics import over_data_parallel
 
 MESHES = {
     "dp4": {"dp": 4},
