@@ -25,11 +25,12 @@ from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZE
 from ignite_ddl.audit import check_evaluated_rows, check_same_rows, check_tokens_are_independent
 from ignite_ddl.clipping import MAX_NORM, clip, parameters_of_others
 from ignite_ddl.context.sequence import full_sequences, shard_prepared
-from ignite_ddl.data import Pass, without_rows
 from ignite_ddl.data_parallel import refuse_in_a_round
 from ignite_ddl.divisor import DIVISOR
 from ignite_ddl.engine import MeshEngine
 from ignite_ddl.guards import check_optimizer
+from ignite_ddl.lent_row import without_rows
+from ignite_ddl.loader_pass import Pass
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.mixing import check_prepare_batch, check_tokens_of, check_transform
 from ignite_ddl.optim import adapt_optimizer

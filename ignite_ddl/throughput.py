@@ -11,7 +11,7 @@ from ignite.engine import Engine, Events
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.arguments import ENGINE, POSITIVE, takes, whole
-from ignite_ddl.data import Pass
+from ignite_ddl.loader_pass import Pass
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import n_rows
 

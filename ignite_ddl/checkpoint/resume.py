@@ -12,8 +12,9 @@ from ignite.engine import Engine, Events
 
 from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.values import encoded
-from ignite_ddl.data import Pass, ShardedDataLoader
+from ignite_ddl.data import ShardedDataLoader
 from ignite_ddl.engine import MeshEngine, mid_step_error
+from ignite_ddl.loader_pass import Pass
 
 
 def capture_runs(kinds: Kinds) -> dict[str, dict[str, Any]]:
