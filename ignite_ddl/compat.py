@@ -8,8 +8,8 @@ file                                    what it uses
 ``compat.py``                           below
 ``parts.py``                            the dispatcher of DTensors, ``AsyncCollectiveTensor``, how optimizers and
                                         ``torch.nn.utils`` group lists
-``data.py``                             ``torch.utils._pytree``, as most of the following; ``DataLoader._get_iterator``,
-                                        an Ignite engine's ``_dataloader_iter``
+``data.py``                             ``DataLoader._get_iterator``, an Ignite engine's ``_dataloader_iter``
+``lent_row.py``                         ``torch.utils._pytree``, as most of the following
 ``collectives.py``                      ``distributed_c10d._get_default_store``
 ``same_samples.py``                     ``torch.utils._pytree``
 ``loss_contract.py``                    ``torch.utils._pytree``
