@@ -30,7 +30,7 @@ RESULTS, PAGE, README = HERE / "results.json", HERE / "README.md", sides.ROOT / 
 FILES = {
     "import_time": 300,
     "launch": 1200,
-    "overhead": 2400,
+    "overhead": 3000,
     "parameter_server": 300,
     "timeline": 200,
     "checkpoint": 300,

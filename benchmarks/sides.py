@@ -115,7 +115,7 @@ def verdict(found: dict, target: float) -> str:
     return "kept" if found["ratio"] <= target else "missed"
 
 
-def attempt(name: str, measure: Callable[[bool], list[dict]], quick: bool, limit: float = 600) -> list[dict]:
+def attempt(name: str, measure: Callable[[bool], list[dict]], quick: bool, limit: float = 900) -> list[dict]:
     """The rows of a part, or one row that says why there are none. It has ``limit`` seconds."""
 
     def too_long(*_):
