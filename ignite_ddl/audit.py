@@ -150,10 +150,10 @@ class Audit:
         self.lost: list[str] = []  # weights that a forward pass has changed in vain
         fingerprint = fingerprint_of(model)
         unprepared = fingerprint is None and not isinstance(model, DistributedDataParallel | FSDPModule)
-        if unprepared and mesh.dp_cp_size > 1 and any(p.requires_grad for p in model.parameters()):
+        if unprepared and mesh.dp_cp_size * mesh.pp_size > 1 and any(p.requires_grad for p in model.parameters()):
             raise ValueError(
-                "model should be what ddl.auto_model returned, whose gradients are averaged over ranks, but this "
-                f"{type(model).__name__} is not: model = ddl.auto_model(model)"
+                "model should be what ddl.auto_model returned, which cuts it into stages, or averages its gradients "
+                f"over ranks, but this {type(model).__name__} is not: model = ddl.auto_model(model)"
             )
         self.modules = ModulesInUse(stages.local_stages(), mesh)
         # FSDP2 reduces what gradients a rank has: which of these weights have one is compared in the next step.
@@ -305,15 +305,15 @@ class Audit:
             raise ValueError(
                 "loss_fn keeps a state from call to call, on which its result depends, and which differs between dp "
                 "ranks, since it is computed from a rank's own rows: compute it from those of all ranks "
-                "(ddl.gather_rows in loss_fn), or use a mesh of tp alone"
+                '(ddl.gather_rows in loss_fn, with loss_divisor="local"), or use a mesh of tp alone'
             )
         contract.padded = contract.padded or pads > 0
         if n * squares != shapes**2 and not contract.padded:
             raise ValueError(
                 "the targets of dp ranks should have the same shape, but for the number of rows, as in one process; "
                 "they differ (padded by each rank to another length?), so the number of targets that count is not "
-                "known: pad all to one length, or pass loss_divisor=, a function from targets to that number. Padding "
-                "has to count neither there nor in the loss (y.numel() would count it)"
+                "known: pass loss_divisor=, a function from targets to that number (y.numel() would count padding), "
+                "or, if padding counts in the loss, pad all to one length"
             )
 
     def at_the_end(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

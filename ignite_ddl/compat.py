@@ -291,6 +291,17 @@ def keep_missing_gradients() -> None:
 BELONGS_TO_A_MODEL = "_belongs_to_a_model"  # on a parameter from ddl.auto_model: whether its gradient is reduced
 
 
+def quiet_shape_errors() -> None:
+    """Torch logs a shape error of DTensors with thirty lines of its own traceback before it raises the same error."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    if _no_shape_errors not in logger.filters:
+        logger.addFilter(_no_shape_errors)
+
+
+def _no_shape_errors(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta")
+
+
 def keep_sparse_gradients_apart(model: nn.Module) -> None:
     """DDP divides a sparse gradient in place, whose values may be those that autograd goes on with: it gets copies."""
     for module in model.modules():

@@ -18,7 +18,7 @@ from ignite_ddl.parts import MODELS, PartError
 
 THIS_WAS_IN = "This was in "
 # Words of torch's and Python's errors where code gets a part of a tensor and expects all of it.
-_ABOUT_SHAPES = re.compile(r"shape|size|dim|DTensor|to unpack|channels|elements|no attribute 'device'")
+_ABOUT_SHAPES = re.compile(r"shape|size|dim|DTensor|to unpack|channels|elements|no attribute '(device|placements)'")
 
 
 def explain_errors(module: nn.Module, advice: str, about: re.Pattern[str] = _ABOUT_SHAPES) -> None:
@@ -27,6 +27,8 @@ def explain_errors(module: nn.Module, advice: str, about: re.Pattern[str] = _ABO
     def explain(*_: Any) -> None:
         error = sys.exc_info()[1]
         if error is not None and about.search(str(error)) and advice not in advice_of(error):
+            if isinstance(error, PartError) and about is _ABOUT_SHAPES:
+                error.args = (error.reason,)  # it is the layer's input, and nothing that a script computes
             error.add_note(advice)
 
     module.register_forward_hook(Hook(explain), always_call=True)
@@ -56,7 +58,8 @@ _REASONS = (
         lambda mesh: mesh.dp_size > 1,
         "a backward pass goes through derivatives that forward or the loss computes (torch.func, create_graph=True), "
         "but shard=True, or dp beside tp or pp, has freed the weights that these need: take a mesh of dp alone or of "
-        "tp alone, without shard=True",
+        "tp alone, without shard=True; or forward returns a view of a weight (expand, a slice): let it return a copy, "
+        "view.clone()",
     ),
     (
         "Expected more than 1 value per channel when training",

@@ -32,8 +32,8 @@ def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
     parts = (p for p in model.parameters() if isinstance(p, DTensor) or hasattr(p, PART_OF_A_MODEL))
     if next(cut, next(parts, None)) is not None:
         raise ValueError(
-            "model has been given to ddl.auto_model before, or has been cut or wrapped by other means: give it as it "
-            "was before that"
+            "model has been given to ddl.auto_model before, which cuts it in place, or has been cut or wrapped by "
+            "other means: make it anew"
         )
     for name, module in model.named_modules():
         embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -166,7 +166,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
             raise ValueError(
                 f"optimizer holds a weight of shape {tuple(alone.shape)} of no model from ddl.auto_model, so that "
                 "nothing averages its gradient over ranks: make it part of the model before ddl.auto_model (heads, "
-                "adapters and dtypes are changed there), or of one that goes through ddl.auto_model as well"
+                "adapters and dtypes are changed there), or, without pp, of one that goes through ddl.auto_model as "
+                "well"
             )
 
 
@@ -179,8 +180,9 @@ def refuse_ignites_checkpoint(owner: nn.Module | torch.optim.Optimizer) -> None:
     def refuse_to_save(*_: Any) -> None:
         if called_by_ignites_checkpoint():
             raise ValueError(
-                "Ignite's Checkpoint saves rank 0's part of a model that is cut over ranks: take ddl.Checkpoint, which "
-                "has the same arguments; or save ddl.full_state_dict(model), gathered on every rank"
+                "Ignite's Checkpoint would save or load rank 0's part of a model that is cut over ranks: take "
+                "ddl.Checkpoint(to_save, folder) with the trainer and its loader in to_save, and its load_objects; or "
+                "save ddl.full_state_dict(model), gathered on every rank"
             )
 
     def refuse_to_load(*_: Any) -> None:
@@ -237,7 +239,7 @@ def refuse_full_states(owner: nn.Module | torch.optim.Optimizer) -> None:
         if not matches:
             raise ValueError(
                 "state should be that of this rank's part of the optimizer, but is that of one process or of another "
-                "mesh: take ddl.Checkpoint, which loads an optimizer on any mesh"
+                "mesh: save it there by ddl.Checkpoint, which loads an optimizer on any mesh"
             )
 
     if isinstance(owner, nn.Module):
@@ -337,8 +339,9 @@ def refuse_second_derivatives(module: nn.Module, name: str, gathered: bool = Fal
 
     def refuse(_: torch.Tensor) -> None:
         raise ValueError(
-            f"second derivatives (create_graph=True) are not supported through {name!r}, which is cut over ranks: "
-            "leave modules with a gradient penalty out of tensor_plan, and do not use shard=True"
+            f"second derivatives (create_graph=True) are not supported through {name!r}, which is cut over ranks: use "
+            "a mesh of dp alone without shard=True, or of tp alone with a tensor_plan that leaves out modules with a "
+            "gradient penalty"
         )
 
     def check(gradient: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from ignite_ddl.traceless import WatchForSums
 _IN_A_PIPELINE = (
     "Under pp, loss_fn runs where the last stage is, with the output and the targets of a microbatch: what layers or "
     "hooks of other stages keep is on other ranks, and the output does not depend on x there. Let the model return it, "
-    "or use a mesh without pp"
+    "give what prepare_batch makes for each row with the targets, y=(y, w), or use a mesh without pp"
 )
 _OVER_DP = (
     "Over dp, loss_fn gets the rows of a rank, of which there may be any number: let what belongs together, such as a "
@@ -93,7 +93,7 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
                 "the last stage alone, whose graph begins there: use a mesh without pp, or a model with a layer that "
                 "computes such gradients by itself and returns them"
             ) from error
-        if get_mesh().pp_size > 1:
+        if get_mesh().pp_size > 1 and "a pipeline cannot be called" not in str(error):
             error.add_note(_IN_A_PIPELINE)
         elif get_mesh().dp_size > 1 and "is invalid for input of size" in str(error):
             error.add_note(_OVER_DP)

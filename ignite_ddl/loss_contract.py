@@ -72,10 +72,13 @@ _ROWS_MEET = (
     "computes from its own rows, which is not the number of one process"
 )
 
-_TERMS = (
-    "Parts have no loss: where nothing counts in them, let loss_divisor give 0 (not max(1, count)); if one of several "
-    "terms ignores all their targets, and these divide by different numbers, call ddl.forward_backward for each term, "
-    "with its loss_divisor, all but the last with last=False"
+_EACH_TERM = (
+    "If terms divide by different numbers, call ddl.forward_backward for each term, with its loss_divisor, all but the "
+    "last with last=False"
+)
+_NO_LOSS = (
+    "Parts have no loss: where nothing counts in them, let loss_divisor give 0 (not max(1, count)), and if one of "
+    f"several terms ignores all their targets: {_EACH_TERM[0].lower()}{_EACH_TERM[1:]}"
 )
 _CAPTURES = (
     "It captures tensors with as many rows as a batch: pass them with the targets, as y=(y, x), so that it gets the "
@@ -212,7 +215,8 @@ class LossContract:
         if found and not (self.is_clamped or adds_up or alone):
             raise ValueError(
                 f"loss_divisor should add up over parts of a batch, but gives {divisor:g} for some targets and "
-                f"{found[0]:g} for twice these (a clamp, a mean, an epsilon?): let it count, or let loss_fn return a "
+                f"{found[0]:g} for twice these (a clamp, a mean, an epsilon?): let it count, and loss_fn divide by "
+                "that, or let loss_fn return a "
                 'sum divided by a constant, with loss_divisor="sum"'
             )
         if divisor == 1 and not (found or alone):
@@ -302,7 +306,9 @@ class LossContract:
         if unknown and not isinstance(self.loss_fn, DistributedDataParallel):
             raise ValueError(
                 f"loss_fn has weights of its own, such as one of shape {tuple(unknown[0].shape)}, whose gradients are "
-                "not averaged over ranks: make them a part of the model, or pass loss_fn to ddl.auto_model"
+                "not averaged over ranks: make them a part of the model, whose forward returns them with a row for "
+                "each of the batch (weight.expand(len(x), *weight.shape).clone()), or, without pp, pass loss_fn to "
+                "ddl.auto_model"
             )
 
     def compare(self) -> float:
@@ -549,12 +555,12 @@ class LossContract:
             ) from error
 
     def _refusal(self, found: _Sums, advice: str) -> str:
-        advice = _TERMS if math.isnan(found.together) else _BY_WEIGHTS if self.uses_more == _GRADIENT else advice
+        advice = _NO_LOSS if math.isnan(found.together) else _BY_WEIGHTS if self.uses_more == _GRADIENT else advice
         if self.divisor.certain:
             return (
                 f"loss_divisor should be what the loss divides by, but the loss of {found.n} rows is {found.loss:.6g}, "
                 "and the losses of two parts of them, weighted by loss_divisor, add up to "
-                f"{found.together:.6g}. {advice}"
+                f"{found.together:.6g}. {_EACH_TERM}. {advice}"
             )
         return (
             f"loss_fn should be a mean over rows, but {self._used()}gives {found.loss:.6g} for {found.n} rows and "
@@ -599,6 +605,8 @@ class LossContract:
             with self.state.trying():
                 of_all, *of_halves = (self._with_divisor(*pair) for pair in ((output, y), *halves))
         except Exception as error:
+            if self.divisor.declared:
+                return
             raise ValueError(
                 f"loss_fn should be a mean over tokens on a mesh with cp, but fails with a part of them "
                 f"({first_line(error)}): pass loss_divisor=, a function from targets to the number that counts"
@@ -614,11 +622,17 @@ class LossContract:
             return not abs(value - loss) <= share * max(1e-3, abs(loss))
 
         if is_off(together):
-            cure = "shift targets in prepare_batch, and pass loss_divisor=, a function from targets to the divisor"
+            cure = (
+                "shift targets in prepare_batch, and pass loss_divisor=, a function from targets to the divisor; "
+                "weights of tokens by place go beside the targets, y=(y, w) of prepare_batch"
+            )
             if not is_off(sum(value for value, *_ in parts)):
                 cure = 'divide its sum over tokens and rows by a constant (the batch size), with loss_divisor="sum"'
             elif callable(self.divisor.kind):
-                cure = "let loss_divisor give what loss_fn divides by, which has to be one number for all of its terms"
+                cure = (
+                    "let loss_divisor give what loss_fn divides by, which has to be one number for all of its terms; "
+                    "weights of tokens by place go beside the targets, y=(y, w) of prepare_batch"
+                )
             raise ValueError(
                 "loss_fn should be a mean over tokens on a mesh with cp, but its values for two halves of the "
                 f"tokens of each row add up to {together:.6g} and not to {loss:.6g}, that of all (a sum over tokens, a "

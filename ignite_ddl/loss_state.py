@@ -108,7 +108,7 @@ class LossState:
             raise ValueError(
                 f"loss_fn changes {', '.join(names)}, on which its result depends, but under pp it runs once for each "
                 "microbatch and not once for a batch: change it in a handler, once for each iteration; if forward "
-                "stores it, let forward return it, with a number for each row; or use dp and tp only"
+                "stores it, let forward return it, with a number for each row; or use tp only"
             )
         held = [tree_map_only(torch.Tensor, digest, plain) for plain in self._changed()]
         self.digest = float(zlib.crc32(repr(held).encode()) % 2**20)

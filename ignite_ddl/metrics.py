@@ -228,7 +228,7 @@ def _check_accumulators(metric: VariableAccumulation, had_rows: bool, mesh: Mesh
     if len(shapes) > 1:
         raise ValueError(
             f"{name} adds up tensors of one shape, but dp ranks have shapes {', '.join(map(str, sorted(shapes)))}, of "
-            "their rows: let its output_transform give a number, or a row of numbers for each row of the batch"
+            "their rows: let its output_transform give a number, or a column of them, of shape (rows, 1)"
         )
     alike = len(of_ranks) == len(found) and all(of_rank == of_ranks[0] for of_rank in of_ranks) and bool(own.any())
     if type(metric) is VariableAccumulation and alike and mesh.rank == 0:

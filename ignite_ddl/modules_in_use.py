@@ -78,7 +78,8 @@ class ModulesInUse:
             raise ValueError(
                 f"DDP waits for the gradients of all weights, but this rank did not use {unused!r} in this step: "
                 "pass find_unused_parameters=True to ddl.auto_model if each row chooses by itself, or make the same "
-                "choice on all ranks and pass shard=True, which second derivatives do not allow"
+                "choice on all ranks and pass shard=True, which second derivatives do not allow; if the loss is made "
+                "of derivatives alone (a gradient penalty), add 0 * output.sum() to it"
             )
         raise ValueError(
             "DDP waits for a gradient of each weight in the last backward pass before an optimizer step, but its loss "

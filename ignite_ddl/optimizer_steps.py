@@ -77,7 +77,7 @@ def _check_gradients(engine: Any, optimizer: torch.optim.Optimizer) -> None:
 
 def check_weights_stepped_by_hand(engine: Any) -> None:
     """Raises a ValueError if dp ranks have stepped a weight unlike whose gradient is not reduced by us: one of no
-    model, or of a model that no step of ours has run.
+    model, or of a model that no step of ours has run; warns where no step of ours has run at all.
     """
     mesh, steps = get_mesh(), engine.steps.values()
     checks = any(step.audit is not None and step.local is None for step in steps)
@@ -87,19 +87,23 @@ def check_weights_stepped_by_hand(engine: Any) -> None:
     stepped = [p for optimizer in engine.optimizers for group in optimizer.param_groups for p in group["params"]]
     ours = {id(p) for step in steps for p in step.model.parameters()}
     own = [p for p in stepped if id(p) not in ours and not hasattr(p, LOCAL_ROUNDS) and not isinstance(p, DTensor)]
-    own = [p for p in own if hasattr(p, BELONGS_TO_A_MODEL) or not by_hand_alone]
     of_models = [hasattr(p, BELONGS_TO_A_MODEL) for p in own]
     peers = gathered_values([digest(p.detach()) for p in own], get_mesh().dp_group)
     for parameter, of_model, *digests in zip(own, of_models, *peers, strict=False):
         if len(set(digests)) > 1:
-            raise ValueError(
+            problem = (
                 f"an optimizer steps a weight of shape {tuple(parameter.shape)} of "
                 f"{'a' if of_model else 'no'} model from ddl.auto_model, which "
                 "differs between dp ranks now, since each has computed its gradient from its own rows: "
                 + ("" if of_model else "put it into a module, give that to ddl.auto_model, and ")
                 + "compute its gradient by ddl.forward_backward"
-                + (", or sum what is written into grad over ranks (idist.all_reduce)" if of_model else "")
+                + (", or average what is written into grad over dp ranks" if of_model else "")
             )
+            if of_model or not by_hand_alone:
+                raise ValueError(problem)
+            if mesh.rank == 0:  # each rank may be meant to train a model of its own
+                warnings.warn(problem, stacklevel=2)
+            return
 
 
 def _has_closure(args: tuple, kwargs: dict) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -67,6 +68,8 @@ def _guard_dtensors() -> None:
         setattr(DTensor, name, _explain_refusals(_refuse_copies_of_parts(getattr(torch.Tensor, name))))
     for name in _SLICES:
         setattr(DTensor, name, _mark_copies_of_parts(getattr(torch.Tensor, name)))
+    for name in ("full_tensor", "to_local"):
+        setattr(DTensor, name, _with_gradient_of_all(getattr(DTensor, name)))
     DTensor.__setitem__ = _refuse_items_of_parts(DTensor.__setitem__)
     DTensor.storage = _refuse_safetensors
     DTensor.data = property(_noting_aliases(torch.Tensor.data.__get__), _set_data)
@@ -171,6 +174,7 @@ class PartError(ValueError):
     """torch cannot compute something with a weight or gradient that is cut over ranks."""
 
     def __init__(self, error: Exception) -> None:
+        self.reason = first_line(error, 400)
         if "loading state_dict" in str(error):
             super().__init__(
                 "an uncut model got the state_dict of one that is cut over ranks, whose weights are DTensors: "
@@ -179,12 +183,12 @@ class PartError(ValueError):
             )
             return
         super().__init__(
-            f"torch cannot compute this with a weight or gradient that is cut over ranks, a DTensor "
-            f"({first_line(error, 400).rstrip('!')}): compute with full ones, p.full_tensor() and "
-            "p.grad.full_tensor() on every rank, and cut the result by "
-            "torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements), a mask or noise for the "
-            "uncut weight by ddl.distribute_like(value, p); or change weights before ddl.auto_model, or in the state "
-            "of ddl.full_state_dict(model), given to ddl.load_full_state_dict on every rank"
+            "torch cannot compute this with a weight or gradient that is cut over ranks, a DTensor ("
+            f"{self.reason.rstrip('!')}): compute with full ones, p.full_tensor() and p.grad.full_tensor() "
+            "on every rank, and cut the result by torch.distributed.tensor.distribute_tensor(value, p.device_mesh, "
+            "p.placements), under torch.no_grad, a mask or noise for the uncut weight by ddl.distribute_like(value, "
+            "p); or change weights before ddl.auto_model, or in the state of ddl.full_state_dict(model), given to "
+            "ddl.load_full_state_dict on every rank"
         )
 
     def __reduce__(self) -> Any:
@@ -251,6 +255,38 @@ def _refuse_items_of_parts(method: Callable) -> Callable:
     return guarded
 
 
+def _with_gradient_of_all(method: Callable) -> Callable:
+    """Averages the gradient of what a rank gathers of a sharded weight: it is that of its own rows, where torch takes
+    it to be the same on all ranks.
+    """
+
+    @functools.wraps(method)
+    def gathered(tensor: DTensor, **kwargs: Any) -> torch.Tensor:
+        found = method(tensor, **kwargs)
+        if not (found.requires_grad and _is_from_auto_model(tensor)) or kwargs.get("grad_placements") is not None:
+            return found
+        mesh, is_full = tensor.device_mesh, method.__name__ == "full_tensor"
+        for i, name in enumerate(mesh.mesh_dim_names or ()):
+            if name.startswith("dp") and mesh.size(i) > 1 and (is_full or tensor.placements[i].is_replicate()):
+                found = _AveragedGradient.apply(found, mesh.get_group(i))
+        return found
+
+    return gathered
+
+
+class _AveragedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient / ctx.group.size(), None
+
+
 _ALIASES = WeakIdKeyDictionary()  # of a weight to its p.data and p.detach() that are in use: weak references
 _ALIAS_OF = WeakIdKeyDictionary()  # of each of these to its weight: a weak reference
 
@@ -300,8 +336,8 @@ def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
                 raise ValueError(
                     "p.data = value does not say in which order value has the rows, which Column(parts=) has "
                     "reordered on the ranks: assign ddl.distribute_like(value, p) if it is the order of the uncut "
-                    "weight, or torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements) if "
-                    "value was computed from p.full_tensor(), which has the ranks' order"
+                    "weight, or torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements), under "
+                    "torch.no_grad, if value was computed from p.full_tensor(), which has the ranks' order"
                 )
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(value)

@@ -200,8 +200,19 @@ def _merge_optimizers(key: str, optimizers: list[dict[str, Any]]) -> dict[str, A
             f"to_save[{key!r}] should have the same parameter groups on every rank, in one order, but has "
             f"{counts} of them: give a rank without such parameters an empty group"
         )
+    for i, of_ranks in enumerate(zip(*(optimizer["groups"] for optimizer in optimizers), strict=True)):
+        options = [group["options"] for group in of_ranks if group["names"]]  # of the ranks that have such parameters
+        if any(of_rank != options[0] for of_rank in options):
+            raise ValueError(
+                f"to_save[{key!r}] should have the same parameter groups on every rank, in one order, but the options "
+                f"of group {i} differ between stages: make all groups on every rank, an empty one where a rank has "
+                "none of its parameters"
+            )
     groups = [
-        {"names": _without_duplicates(group["names"] for group in of_ranks), "options": of_ranks[0]["options"]}
+        {
+            "names": _without_duplicates(group["names"] for group in of_ranks),
+            "options": next((group for group in of_ranks if group["names"]), of_ranks[0])["options"],
+        }
         for of_ranks in zip(*(optimizer["groups"] for optimizer in optimizers), strict=True)
     ]
     states = {name: state for optimizer in optimizers for name, state in optimizer["states"].items()}

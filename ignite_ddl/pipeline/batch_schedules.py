@@ -216,7 +216,7 @@ class BatchSchedules:
             weights, unknown = not_settled(first, again, of_other_rows)
             changes = [
                 f"forward changes {name!r}, but under pp it runs once for each microbatch, not once for a batch: keep "
-                "such state out of forward, use dp and tp only, or pass checks=False to ddl.auto_model if no number "
+                "such state out of forward, use tp only, or pass checks=False to ddl.auto_model if no number "
                 "depends on it"
                 for name in (*grown, *weights)
             ]

@@ -172,7 +172,6 @@ def _check_same_in_a_mode(model: nn.Module, layers: nn.Sequential, x: Any, param
     name = type(model).__name__
     watch = _Watch(model, x)
     expected, functions, sizes = _passes(model, x, parameters, 1.0, watch)
-    watch.check()
     try:
         found, recorded, differences = _passes(layers, x, parameters, -1.0, contextlib.nullcontext())
         same = all(
@@ -214,8 +213,12 @@ def _passes(
         ends = [leaf for leaf in outputs if torch.is_tensor(leaf) and leaf.requires_grad]
         functions = _functions(ends)
         torch.autograd.backward(ends, [sign * 100 * torch.randn_like(end) for end in ends])
+        found = [leaf.detach() if torch.is_tensor(leaf) else leaf for leaf in outputs]
+        del outputs, ends
+        if isinstance(watch, _Watch):
+            watch.check()  # before what hooks have kept in the model is put back
     sizes = [0.0 if p.grad is None else float(p.grad.to_dense().abs().nan_to_num().max()) for p in parameters]
-    return [leaf.detach() if torch.is_tensor(leaf) else leaf for leaf in outputs], functions, sizes
+    return found, functions, sizes
 
 
 def _functions(outputs: list[torch.Tensor]) -> set[type]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
+from ignite_ddl.compat import quiet_shape_errors
 from ignite_ddl.errors import explain_errors
 from ignite_ddl.guards import refuse_second_derivatives
 from ignite_ddl.tensor.convolution import InputChannels, OutputChannels
@@ -140,6 +141,12 @@ def _wanted_input(style: ParallelStyle) -> str:
     return "this rank's part of the features or channels" if sharded else "full, as in the uncut model"
 
 
+def _cure(style: ParallelStyle) -> str:
+    if isinstance(style, RowwiseParallel | InputChannels):
+        return "cut the layer before it by ddl.Column(), or give this one input_layouts=Replicate()"
+    return "after a ddl.Column() comes a ddl.Row(), or that layer gets output_layouts=Replicate()"
+
+
 def _matches(name: str, key: str) -> bool:
     parts, globs = name.split("."), key.split(".")
     if not name:  # the model itself, which "*" does not match
@@ -160,6 +167,7 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     shared = _shared_parameters(model)
+    quiet_shape_errors()
     applied = set()  # a module with several names is sharded once
     for name, style in styles.items():
         if name in modules and id(modules[name]) not in applied:
@@ -168,8 +176,8 @@ def apply_plan(model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: D
             refuse_second_derivatives(modules[name], name)
             explain_errors(
                 modules[name],
-                f"This was in {name!r}, which tensor_plan cuts with {type(style).__name__}: its input should be one "
-                f"tensor, {_wanted_input(style)}; name the layers before it in the plan too, or leave this one out.",
+                f"This was in {name!r}, which tensor_plan cuts with {type(style).__name__}: its input and output "
+                f"should be one tensor, the input {_wanted_input(style)}; {_cure(style)}; or leave both out.",
             )
     for module in modules.values():
         if isinstance(module, nn.TransformerEncoder):

@@ -1226,3 +1226,25 @@ def test_ignites_scheduler_of_plateaus_is_resumed(tmp_path):
     assert launch({"dp": 2}, training, 3, False) == [[0.1, 0.1, 0.05]] * 2
     assert launch({"dp": 2}, training, 6, True) == [[0.05, 0.025, 0.025]] * 2
     assert training(0, 8, True) == [0.0125, 0.0125]
+
+
+def groups_of_layers(local_rank, folder, keeps_empty):
+    """A group for the first layer and one for the others, as a script writes it that leaves out empty ones."""
+    torch.manual_seed(0)
+    model = ddl.auto_model(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+    named = [(name.removeprefix("module."), p) for name, p in model.named_parameters()]
+    first, others = ([p for name, p in named if name.startswith("0.") is is_first] for is_first in (True, False))
+    groups = [{"params": ps, "lr": lr} for ps, lr in ((first, 0.5), (others, 0.01)) if ps or keeps_empty]
+    optimizer = ddl.auto_optim(torch.optim.SGD(groups, lr=0.1))
+    ddl.Checkpoint({"model": model, "optimizer": optimizer}, folder).save("all")
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0
+    ddl.Checkpoint.load_newest({"model": model, "optimizer": optimizer}, folder)
+    return {group["lr"] for group in optimizer.param_groups if group["params"]}
+
+
+def test_groups_of_stages_keep_their_options_or_are_refused(tmp_path):
+    assert launch({"pp": 2}, groups_of_layers, tmp_path / "kept", True) == [{0.5}, {0.01}]
+    with pytest.raises(ddl.RankError, match="options of group 0 differ between stages: .* an empty one where"):
+        launch({"pp": 2}, groups_of_layers, tmp_path / "left out", False)
+    assert not list((tmp_path / "left out").glob("*/state.json"))

@@ -856,6 +856,7 @@ LOSSES = {
     "a sum over tokens, by rows": (summed_over_tokens, len, "a mean over tokens"),
     "a mean, by rows": (lambda output, y: F.cross_entropy(output.mT, y.abs() % WORDS), len, ""),
     "fails": (lambda output, y: token_loss(output, y.view(-1, LENGTH)), None, "fails with a part of them"),
+    "fails, declared": (lambda output, y: token_loss(output, y.view(-1, LENGTH)), counted, ""),
     "mean": (lambda output, y: F.cross_entropy(output.mT, y.abs() % WORDS), None, ""),
     "counted": (token_loss, counted, ""),
     "declared sum": (lambda output, y: 1.0 * F.cross_entropy(output.mT, y, reduction="sum"), "sum", ""),

@@ -1,11 +1,14 @@
 """Weights that FSDP2 gathers: outside of a step, nobody gets or changes the gathered copies, or reads freed ones."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Events
-from ranks import in_float64, launch, refused
+from ranks import in_float64, launch, refused, run
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
@@ -116,3 +119,32 @@ def learned(local_rank):
         model, optimizer, lambda output, y: ((output[0] - y) ** 2 * (-output[1]).exp()).mean() + output[1].sum()
     )
     trainer.run(ddl.auto_dataloader(TensorDataset(torch.randn(20, 4), torch.randn(20, 2)), batch_size=8))
+
+
+class Tied(nn.Module):
+    """Gathers a weight of another unit by hand, once for a regulariser and once for what it computes of rows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        full = self.a.weight.full_tensor() if isinstance(self.a.weight, DTensor) else self.a.weight
+        squares = self.b.weight.square().sum()
+        squares = squares.full_tensor() if isinstance(squares, DTensor) else squares
+        return F.linear(self.b(self.a(x).tanh()), full)[:, :2], squares.expand(len(x))
+
+
+def of_tied(output, y):
+    return F.mse_loss(output[0], y) + 0.1 * output[1].mean()
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"dp": 2}, {"dp": 4, "dp_replicate": 2}, {"dp": 3}], ids=lambda mesh: "x".join(map(str, mesh.values()))
+)
+def test_a_gathered_weight_has_the_gradient_of_all_rows(mesh):
+    """full_tensor() takes the gradient to be the same on all ranks, but each has that of its own rows."""
+    right = losses(0, Tied, loss_fn=of_tied)
+    found = run(partial(losses, model=Tied, options={"shard": True}, loss_fn=of_tied), mesh["dp"], **mesh)
+    assert found == [pytest.approx(right, abs=1e-12)] * mesh["dp"]

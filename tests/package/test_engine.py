@@ -341,3 +341,40 @@ def test_gradients_written_by_hand_are_refused_where_ranks_drift_apart():
     alone = with_gradients_by_hand(0, False)
     for weight in launch({"dp": 2}, with_gradients_by_hand, True):
         torch.testing.assert_close(weight, alone, rtol=1e-12, atol=1e-14)
+
+
+@in_float64
+def without_auto_model(local_rank):
+    model = nn.Linear(4, 2)
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def update(engine, batch):
+        optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        data = TensorDataset(torch.randn(24, 4), torch.randn(24, 2))
+        ddl.MeshEngine(update).run(ddl.auto_dataloader(data, batch_size=8))
+    return [str(each.message) for each in found if "of no model from ddl.auto_model" in str(each.message)]
+
+
+def test_weights_of_no_model_that_drift_apart_are_warned_of():
+    first, second = launch({"dp": 2}, without_auto_model)
+    assert len(set(first)) == 1
+    assert "give that to ddl.auto_model" in first[0]
+    assert not second
+    assert without_auto_model(0) == []
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_a_trainer_without_auto_model_is_refused(axes):
+    def training(local_rank):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
+        trainer.run(ddl.auto_dataloader(TensorDataset(torch.randn(8, 4), torch.randn(8, 2)), batch_size=8))
+
+    refused(training, r"model should be what ddl.auto_model returned, .*: model = ddl.auto_model\(model\)", **axes)

@@ -445,6 +445,11 @@ def test_a_forward_hook_is_recorded_or_refused_if_it_keeps_what_it_sees():
     with pytest.raises(ValueError, match="a forward hook of Between keeps what it sees, but .*: let forward return"):
         ddl.trace_layers(model, ROWS, ["b"])
     handle.remove()
+    model.kept = {"out": None}  # what a pass of trace_layers keeps there is put back
+    handle = model.a.register_forward_hook(lambda module, given, output: model.kept.update(out=output.detach()))
+    with pytest.raises(ValueError, match="a forward hook of Between keeps what it sees"):
+        ddl.trace_layers(model, ROWS, ["b"])
+    handle.remove()
     model.a.register_forward_hook(lambda module, given, output: output.tanh())
     assert torch.equal(ddl.trace_layers(model, ROWS, ["b"])(ROWS), model(ROWS))
 
