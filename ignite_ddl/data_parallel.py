@@ -158,7 +158,7 @@ def _refuse_replaced_weights(unit: nn.Module, *_: Any) -> None:
             f"{replaced[1]!r} of a {type(replaced[0]).__name__.removeprefix('FSDP')} was replaced for this pass "
             "(torch.func.functional_call, or an assignment), but on this mesh forward computes with the weights of "
             "ddl.auto_model instead: load others with ddl.load_full_state_dict, or leave out shard=True, and dp beside "
-            "tp or pp (a mesh of dp alone, or without dp)"
+            "tp or pp (a mesh of dp alone)"
         )
 
 

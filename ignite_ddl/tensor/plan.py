@@ -22,6 +22,8 @@ from ignite_ddl.tensor.layers import dim_of_outputs
 from ignite_ddl.tensor.linear import leaves_output_sharded
 from ignite_ddl.tensor.model_plans import plan_of_model
 
+_ELEMENTWISE = (nn.Identity, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU)
+
 
 def check_plan(
     model: nn.Module, plan: Mapping[str, ParallelStyle] | Literal["auto"], tp_size: int
@@ -67,6 +69,7 @@ def check_plan(
             style.check(name, modules[name], modules[name.rpartition(".")[0]], tp_size)
     if tp_size > 1:
         _check_channels(modules, styles)
+        _check_order(modules, styles)
     _check_agreement(model, modules, styles)
     return styles
 
@@ -92,6 +95,36 @@ def _check_channels(modules: Mapping[str, nn.Module], styles: Mapping[str, Paral
                     f"{full_name!r} is a {type(child).__name__} of all channels, but {sharded_by!r} before it leaves "
                     "each rank some of them, and no style cuts it: leave its neighbours out of tensor_plan"
                 )
+
+
+def _check_order(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> None:
+    """Refuses two linear layers of an ``nn.Sequential``, with nothing but activations between, that do not fit."""
+    for name, module in modules.items():
+        if type(module).forward is not nn.Sequential.forward:
+            continue
+        before, leaves_part = "", False
+        for child_name, child in module.named_children():
+            full_name = f"{name}.{child_name}" if name else child_name
+            style = styles.get(full_name)
+            if type(child) is nn.Linear and isinstance(style, ColwiseParallel | RowwiseParallel | None):
+                takes_part = isinstance(style, RowwiseParallel) and not style.input_layouts[0].is_replicate()
+                takes_part = takes_part or style is not None and style.input_layouts[0].is_shard()
+                if before and takes_part != leaves_part:
+                    cure = (
+                        f"make {full_name!r} a ddl.Row(), or give {before!r} output_layouts=Replicate()"
+                        if leaves_part
+                        else f"make {before!r} a ddl.Column(), or leave {full_name!r} out"
+                    )
+                    part, all_of_them = "this rank's part of its outputs", "all of its outputs"
+                    raise ValueError(
+                        f"tensor_plan lets {before!r} return {part if leaves_part else all_of_them}, but {full_name!r} "
+                        f"after it takes {'a part' if takes_part else 'all'} of them: {cure}"
+                    )
+                before, leaves_part = full_name, style is not None and leaves_output_sharded(style)
+                if style is not None and not style.use_local_output:  # a DTensor says itself which part it is
+                    before = ""
+            elif style is not None or not isinstance(child, _ELEMENTWISE):
+                before = ""
 
 
 def _check_agreement(model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> None:

@@ -387,7 +387,10 @@ def explained(local_rank):
 
 def test_an_error_inside_a_cut_module_says_which_and_what_to_do():
     for row, norm in on(explained, tp=2):
-        assert "in '0', which tensor_plan cuts with Row: its input should be this rank's part" in row
+        assert (
+            "in '0', which tensor_plan cuts with Row: its input and output should be one tensor, the input this" in row
+        )
+        assert "cut the layer before it by ddl.Column(), or give this one input_layouts=Replicate()" in row
         assert "in 'norm', a BatchNorm2d of all channels" in norm
 
 

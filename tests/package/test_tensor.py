@@ -137,6 +137,31 @@ def test_a_plan_that_does_not_fit(plan, tp_size, message):
         check_plan(layers, plan, tp_size)
 
 
+FULL = {"output_layouts": Replicate()}
+
+
+@pytest.mark.parametrize(
+    ("plan", "cure"),
+    [
+        ({"0": ddl.Column(), "2": ddl.Row()}, None),
+        ({"0": ddl.Column(**FULL), "2": ddl.Column(**FULL), "4": ddl.Column()}, None),
+        ({"0": ddl.Column(use_local_output=False), "2": ddl.Row()}, None),
+        ({"2": ddl.Row(input_layouts=Replicate())}, None),
+        ({"0": ddl.Column(), "2": ddl.Column(**FULL)}, r"make '2' a ddl.Row\(\), or give '0' output_layouts=Replicate"),
+        ({"0": ddl.Column()}, r"make '2' a ddl.Row\(\)"),
+        ({"2": ddl.Row()}, r"make '0' a ddl.Column\(\), or leave '2' out"),
+        ({"0": ddl.Column(), "2": ddl.Row(), "4": ddl.Row()}, r"make '2' a ddl.Column\(\), or leave '4' out"),
+    ],
+)
+def test_neighbours_of_a_sequential_fit_each_other(plan, cure):
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    if cure is None:
+        check_plan(layers, plan, 2)
+    else:
+        with pytest.raises(ValueError, match=cure):
+            check_plan(layers, plan, 2)
+
+
 class Config:
     base_model_tp_plan = {
         "block*.attention.q": "colwise",
