@@ -19,6 +19,7 @@ from ignite_ddl.lab.bytes import Traffic, count_bytes
 from ignite_ddl.launch.parallel import PRELOAD, start_forkserver
 
 __all__ = ["NumbersSent", "counted_on_ranks", "on_nodes", "on_ranks", "try_on_ranks"]
+_WAITS = re.compile("did not finish within|which cannot complete: |[Tt]imed out")  # the launcher's words, or gloo's
 PRELOAD.append("ignite_ddl.course")  # nearly every cell's function uses it: imported once, not by each rank
 if "IPython" in sys.modules and sys.modules["IPython"].get_ipython():  # so that the first launch finds imports done
     start_forkserver()
@@ -98,7 +99,7 @@ def try_on_ranks(
     try:
         return on_ranks(n_ranks, function, *args, timeout=timeout)
     except ddl.RankError as error:
-        if re.search("did not finish within|[Tt]imed out", str(error)):  # the launcher's words, or gloo's
+        if _WAITS.search(str(error)):
             raise Hint(f"your ranks wait for each other: {cure}") from None
         if "SIGABRT" in str(error):
             raise Hint("gloo gave up: a rank was sent a tensor of another size than it expected") from None

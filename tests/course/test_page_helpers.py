@@ -25,7 +25,10 @@ from ignite_ddl.course import (
     time_steps,
     train_copies,
 )
+from ignite_ddl.course.exercises import Hint
+from ignite_ddl.course.ranks import try_on_ranks
 from ignite_ddl.lab import count_bytes
+from ignite_ddl.launch import parent
 
 
 def test_functions_are_timed_in_turns_after_a_call_to_warm_up():
@@ -171,3 +174,22 @@ def test_one_process_computes_where_ranks_do(monkeypatch):
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert idist.device().type == "cpu"
+
+
+def without_rank_1(local_rank):
+    return None if local_rank == 1 else idist.all_reduce(1)
+
+
+def in_a_circle(local_rank):  # each pair is rank r and its successor, and all begin with their own
+    pairs = [torch.distributed.new_group(sorted((rank, (rank + 1) % 3))) for rank in range(3)]
+    for pair in (pairs[local_rank], pairs[local_rank - 1]):
+        torch.distributed.all_reduce(torch.ones(1), group=pair)
+
+
+@pytest.mark.parametrize("timeout", [2, 60])  # ended by the limit, and by the launcher, which sees an endless wait
+@pytest.mark.parametrize("work", [without_rank_1, in_a_circle])
+def test_ranks_of_an_exercise_that_wait_for_each_other_get_a_hint(work, timeout, monkeypatch):
+    monkeypatch.setattr(parent, "LOOK_SECONDS", (0.5, 0.5) if timeout == 60 else (60, 60))
+    monkeypatch.setattr(parent, "LOOK_AGAIN_SECONDS", 0.3)
+    with pytest.raises(Hint, match="your ranks wait for each other: call it on all"):
+        try_on_ranks(3, work, timeout=timeout, cure="call it on all")
