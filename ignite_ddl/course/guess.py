@@ -239,4 +239,13 @@ def _display(said: str, record: dict) -> None:
     answer, mistakes = _plain(record["answer"]), [[_plain(v), hint] for v, hint in record["mistakes"].items()]
     kept = record | {"answer": sorted(answer) if isinstance(answer, set) else answer, "mistakes": mistakes}
     kept["any_order"] = isinstance(answer, set)
-    shell.display.display({"text/plain": said}, raw=True, metadata={"text/plain": {"score": kept}})
+    shell.display.display({"text/plain": said}, raw=True, metadata={"text/plain": {"score": _stored(kept)}})
+
+
+def _stored(value: Any) -> Any:
+    """With texts for nan and inf, which JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _stored(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return list(map(_stored, value))
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

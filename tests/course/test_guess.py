@@ -1,5 +1,6 @@
 """What a reader hears about a guess."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -141,3 +142,14 @@ def test_a_notebook_stores_what_tests_need(monkeypatch):
     assert data["text/plain"].endswith("it is [1, 2]")
     record = {"name": "rows", "answer": [1, 2], "unit": "", "within": None, "mistakes": [[[2, 1], "Swapped?"]]}
     assert options["metadata"]["text/plain"]["score"] == record | {"any_order": False}
+
+
+def test_what_a_notebook_stores_is_json_whatever_came_out(monkeypatch):
+    shown = []
+    display = SimpleNamespace(display=lambda *_, metadata, **__: shown.append(metadata["text/plain"]["score"]))
+    monkeypatch.setitem(module.sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: 1, display=display))
+    for number in (math.nan, math.inf, torch.tensor([1.0, -math.inf])):
+        score(3, number, within=math.inf, mistakes={math.inf: "Divided by zero?"}, name="ratio")
+    assert json.loads(json.dumps(shown, allow_nan=False)) == shown
+    assert [record["answer"] for record in shown] == ["nan", "inf", [1.0, "-inf"]]
+    assert shown[0]["mistakes"] == [["inf", "Divided by zero?"]]
