@@ -555,12 +555,17 @@ class LossContract:
             ) from error
 
     def _refusal(self, found: _Sums, advice: str) -> str:
-        advice = _NO_LOSS if math.isnan(found.together) else _BY_WEIGHTS if self.uses_more == _GRADIENT else advice
+        if math.isnan(found.together):
+            advice = _NO_LOSS
+        elif self.uses_more == _GRADIENT:
+            advice = _BY_WEIGHTS
+        elif self.divisor.certain:
+            advice = f"{_EACH_TERM}. {advice}"
         if self.divisor.certain:
             return (
                 f"loss_divisor should be what the loss divides by, but the loss of {found.n} rows is {found.loss:.6g}, "
                 "and the losses of two parts of them, weighted by loss_divisor, add up to "
-                f"{found.together:.6g}. {_EACH_TERM}. {advice}"
+                f"{found.together:.6g}. {advice}"
             )
         return (
             f"loss_fn should be a mean over rows, but {self._used()}gives {found.loss:.6g} for {found.n} rows and "

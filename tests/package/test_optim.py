@@ -818,7 +818,7 @@ def load_whole(local_rank, options):
 def test_loading_a_whole_state_names_what_can(axes, options):
     for model, optimizer in on(load_whole, options, **axes):
         assert "of the full model, but this rank holds a part of it: call ddl.load_full_state_dict(model, " in model
-        assert "is that of one process or of another mesh: take ddl.Checkpoint" in optimizer
+        assert "is that of one process or of another mesh: save it there by ddl.Checkpoint" in optimizer
 
 
 class Counts(nn.Module):
