@@ -396,7 +396,7 @@ def schedule_cases():
                    n_microbatches=4, **like_another, **last)  # fmt: skip
     eight = {"pp": 4, "model": "gpt8", "schedule": "dualpipev"}
     yield Case("dualpipev wants 8", n_microbatches=4, **eight,
-               refused="n_microbatches=4 does not suit schedule='dualpipev' on pp=4; use a multiple of 8")  # fmt: skip
+               refused="n_microbatches=4 does not suit schedule='dualpipev' on pp=4; use 8 or more")  # fmt: skip
     yield Case("dualpipev gets 8", n_microbatches=8, rows=16, batch_size=16, **eight)
 
 

@@ -143,9 +143,10 @@ def check_microbatches(schedule: str, n_microbatches: int, n_ranks: int) -> None
     known = _known(schedule)
     check("n_microbatches", n_microbatches, COUNT)
     if not suits(schedule, n_microbatches, n_ranks):
+        least = max(1, known.least_per_rank) * n_ranks
         raise ValueError(
             f"n_microbatches={n_microbatches} does not suit schedule={schedule!r} on pp={n_ranks}; "
-            f"use a multiple of {max(1, known.least_per_rank) * n_ranks}"
+            f"use {f'a multiple of {least}' if known.equal_rounds else f'{least} or more'}"
         )
 
 

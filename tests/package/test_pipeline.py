@@ -117,7 +117,7 @@ def test_a_plain_schedule_where_no_number_fits_and_fewer_microbatches_where_two_
         ({"model": layers(1)}, "a model of 1 layers cannot be cut into 2 stages"),
         ({"model": layers(3), "schedule": "interleaved_1f1b"}, "a model of 3 layers cannot be cut into 4"),
         ({"schedule": "1F1B"}, "schedule should be one of .* but given '1F1B'"),
-        ({"n_microbatches": 1}, "n_microbatches=1 does not suit schedule='1f1b' on pp=2; use a multiple of 2"),
+        ({"n_microbatches": 1}, "n_microbatches=1 does not suit schedule='1f1b' on pp=2; use 2 or more"),
         ({"n_microbatches": 0}, "n_microbatches should be a positive integer, but given 0"),
         ({"n_microbatches": -4, "schedule": "gpipe"}, "n_microbatches should be a positive integer, but given"),
         ({"split": [8]}, r"split should name the layers of each of 2 stages, .* but given \[8\]"),
