@@ -62,7 +62,7 @@ def test_the_main_names_have_examples():
         "mesh.initialize_mesh",
         "data.auto_dataloader",
         "model.auto_model",
-        "engine.create_supervised_trainer",
-        "engine.create_supervised_evaluator",
+        "supervised.create_supervised_trainer",
+        "supervised.create_supervised_evaluator",
     }
     assert wanted <= with_example

@@ -940,7 +940,8 @@ def leaving_the_group(rank, folder):
     fsync, begun, left = os.fsync, threading.Event(), threading.Event()
     os.fsync = lambda file: (begun.set(), left.wait(), fsync(file))
     checkpoint.save("last")
-    begun.wait()  # no rank is in a collective
+    begun.wait()
+    idist.barrier()  # no rank is in a collective of the save
     idist.finalize()
     left.set()
     for call in (checkpoint.wait, lambda: checkpoint.save("later")):
