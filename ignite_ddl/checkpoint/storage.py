@@ -283,8 +283,8 @@ class Folder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not os.path.lexists(self.path / SUMS) and not os.path.lexists(self.path / STATE):
-            why = "is a file" if self.path.is_file() else "does not exist"
-            why = "has no file SHA256SUMS" if self.path.is_dir() else why
+            why = "has no file SHA256SUMS" if self.path.is_dir() else "is a file"
+            why = why if self.path.exists() else "does not exist"
             raise ValueError(f"checkpoint should be a folder that ddl.Checkpoint wrote, but {self.path} {why}")
         with self._damages():
             self.content = read_state(self.path)
