@@ -118,6 +118,7 @@ from ignite_ddl.context.sequence import check_tokens, length_matters
 from ignite_ddl.data_parallel import local_round
 from ignite_ddl.experts.style import experts_of
 from ignite_ddl.fingerprint import check_unchanged, fingerprint_of, warn_of_random_values
+from ignite_ddl.lazy import without_values
 from ignite_ddl.loss_contract import ROUNDINGS, LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.modules_in_use import ModulesInUse, finds_unused
@@ -358,7 +359,7 @@ def _shapes_of(y: Any, contract: LossContract) -> list[float]:
 
 
 def _check_weights_are_loaded(model: nn.Module) -> None:
-    unloaded = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    unloaded = without_values(model)
     if unloaded is not None:
         raise ValueError(
             f"{unloaded!r} has no values yet, since the model was made in ddl.empty_weights: call ddl.import_weights "

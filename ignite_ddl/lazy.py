@@ -199,6 +199,8 @@ def _rank_0_stream(mesh: Mesh) -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------- without weights
 
+_IS_NEW = "_is_new"  # on a parameter that materialize has made
+
 
 @contextlib.contextmanager
 def empty_weights() -> Iterator[None]:
@@ -264,4 +266,17 @@ def materialize(model: nn.Module) -> None:
                 local_tensor(made).fill_(math.nan)
             made = nn.Parameter(made, requires_grad=parameter.requires_grad)
             vars(made).update(vars(parameter))
+            setattr(made, _IS_NEW, True)
             torch.utils.swap_tensors(parameter, made)
+
+
+def without_values(model: nn.Module) -> str | None:
+    """The name of a parameter that nothing has been loaded into since it was made without weights; None: all have."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            return name
+        if hasattr(parameter, _IS_NEW):
+            if parameter.numel() and bool(local_tensor(parameter).isnan().all()):
+                return name
+            delattr(parameter, _IS_NEW)  # what is NaN later has become so
+    return None
