@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ignite_ddl.arguments import first_line
 
 PART_OF_A_MODEL = "_part_of_a_model"  # on a parameter of a model that pp or tp has cut
+_COPIES = ("dp", "edp")  # axes whose ranks compute with the same weight, each with its own rows
 _MESHES: set[DeviceMesh] = set()  # of the weights that auto_model has cut
 MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # from ddl.auto_model, on a mesh
 
@@ -40,12 +41,20 @@ def guard_cut_model(model: nn.Module, part_of_each: bool) -> None:
     """
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            _MESHES.add(parameter.device_mesh)
+            _MESHES.update(_meshes_of(parameter.device_mesh))
         if not part_of_each:
             setattr(parameter, PART_OF_A_MODEL, True)
     if "__reduce_ex__" not in vars(DTensor):
         _guard_dtensors()
         _guard_lists()
+
+
+def _meshes_of(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
+    """A weight's mesh, and the one it has while FSDP2 or replicate has made it full over dp."""
+    yield mesh
+    rest = tuple(name for name in mesh.mesh_dim_names or () if not name.startswith(_COPIES))
+    if rest and len(rest) < mesh.ndim:
+        yield mesh[rest]
 
 
 def _guard_dtensors() -> None:
@@ -268,7 +277,11 @@ def _with_gradient_of_all(method: Callable) -> Callable:
             return found
         mesh, is_full = tensor.device_mesh, method.__name__ == "full_tensor"
         for i, name in enumerate(mesh.mesh_dim_names or ()):
-            if name.startswith("dp") and mesh.size(i) > 1 and (is_full or tensor.placements[i].is_replicate()):
+            if (
+                name.startswith((*_COPIES, "ep"))
+                and mesh.size(i) > 1
+                and (is_full or tensor.placements[i].is_replicate())
+            ):
                 found = _AveragedGradient.apply(found, mesh.get_group(i))
         return found
 

@@ -34,8 +34,8 @@ def plan():
 
 
 @in_float64
-def losses(local_rank, model=None, after=None, options=None, look=False, **trained):
-    model = ddl.auto_model(net() if model is None else model(), plan(), **(options or {}))
+def losses(local_rank, model=None, after=None, options=None, look=False, cut=None, **trained):
+    model = ddl.auto_model(net() if model is None else model(), cut or plan(), **(options or {}))
     if look:
         model(rows().tensors[0][:4])
     optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -136,15 +136,46 @@ class Tied(nn.Module):
         return F.linear(self.b(self.a(x).tanh()), full)[:, :2], squares.expand(len(x))
 
 
+OF_TIED = {"a": ddl.Column(), "b": ddl.Row()}
+
+
 def of_tied(output, y):
     return F.mse_loss(output[0], y) + 0.1 * output[1].mean()
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"dp": 2}, {"dp": 4, "dp_replicate": 2}, {"dp": 3}], ids=lambda mesh: "x".join(map(str, mesh.values()))
+    ("mesh", "shard"),
+    [
+        ({"dp": 2}, True),
+        ({"dp": 4, "dp_replicate": 2}, True),
+        ({"dp": 3}, True),
+        ({"dp": 2, "tp": 2}, False),
+        ({"dp": 2, "tp": 2}, True),
+    ],
+    ids=str,
 )
-def test_a_gathered_weight_has_the_gradient_of_all_rows(mesh):
+def test_a_gathered_weight_has_the_gradient_of_all_rows(mesh, shard):
     """full_tensor() takes the gradient to be the same on all ranks, but each has that of its own rows."""
     right = losses(0, Tied, loss_fn=of_tied)
-    found = run(partial(losses, model=Tied, options={"shard": True}, loss_fn=of_tied), mesh["dp"], **mesh)
-    assert found == [pytest.approx(right, abs=1e-12)] * mesh["dp"]
+    train = partial(
+        losses, model=Tied, options={"shard": shard}, loss_fn=of_tied, cut=OF_TIED if "tp" in mesh else None
+    )
+    found = run(train, mesh["dp"] * mesh.get("tp", 1), **mesh)
+    assert all(of_rank == pytest.approx(right, abs=1e-12) for of_rank in found)
+
+
+class ScaledByAWeight(Tied):
+    def forward(self, x):
+        return self.b(self.a(x).tanh())[:, :2] * self.a.weight.detach().abs().sum().item()
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_number_of_a_part_is_refused_after_the_layer_has_run(shard):
+    """The weight is gathered over dp then, and its mesh is that of tp alone."""
+
+    def evaluated(local_rank):
+        model = ddl.auto_model(ScaledByAWeight(), OF_TIED, shard=shard, checks=False)
+        return model(torch.ones(2, 4))
+
+    with pytest.raises(ddl.RankError, match="this number is computed from this rank's part of a weight"):
+        launch({"dp": 2, "tp": 2}, evaluated)

@@ -16,6 +16,7 @@ from ignite.engine import Events
 from ignite.metrics import Loss
 from ranks import in_float64, run, trainer_of
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -202,6 +203,36 @@ def test_ranks_without_tokens_and_frozen_parts_train_as_in_one_process(change):
         for found, of_rank in run(unusual, mesh["dp"], change, **mesh):
             assert found == pytest.approx(losses, abs=1e-12)
             assert all((of_rank[name] - weights[name]).abs().max() <= 1e-12 for name in weights)
+
+
+class Regularised(nn.Module):
+    """Gathers a weight of the experts by hand, for a regulariser and for what it computes of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net(balance_weight=0.0)
+
+    def forward(self, x):
+        output, gate = self.net(x), self.net[1].experts.gate
+        gate = gate.full_tensor() if isinstance(gate, DTensor) else gate
+        return output + 0.1 * gate.square().mean() + x[:, :1] * gate.mean()
+
+
+@in_float64
+def weights_of_regularised(local_rank, shard):
+    plan = {"net.1.experts": ddl.Experts()} if ddl.get_mesh().world_size > 1 else None
+    model = ddl.auto_model(Regularised(), plan, shard=shard)
+    trainer = trainer_of(model, F.mse_loss)
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=6), max_epochs=1)  # the last batch has 4 rows
+    return ddl.full_state_dict(model)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2}], ids=str)
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_gathered_weight_of_experts_has_the_gradient_of_all_rows(mesh, shard):
+    right = weights_of_regularised(0, False)
+    for found in run(weights_of_regularised, mesh["dp"], shard, **mesh):
+        assert all((found[name] - right[name]).abs().max() <= 1e-12 for name in right)
 
 
 def evaluated(local_rank):
