@@ -214,6 +214,8 @@ def steps_to_target(
     draw.note(
         axes, "perfect scaling", (sizes[0] * 3.2, perfect[0] / 3.2), (-8, -4), GREY, ha="right", va="top", size=9.5
     )
+    middle = sizes[len(sizes) // 3]
+    draw.note(axes, "formula", (middle, predicted[middle]), (6, 5), INK, ha="left", size=9.5)
     draw.log_axis(axes, sorted({size for points in needed.values() for size in points}))
     axes.set_yscale("log")
     ticks = [10, 20, 50, 100, 200, 500, 1000]

@@ -11,7 +11,7 @@ TITLE = {"stages": "Four ranks, a stage each: forward goes down, backward comes 
 ALT = {
     "stages": "A simulated step of four ranks with one batch. Forward passes go down the rows, one after the other, "
     "backward passes come up, and each rank is grey for three quarters of the step.",
-    "by hand": "Measured passes of four ranks. Naive: a staircase down and up, mostly grey. GPipe with 8 "
+    "by hand": "Measured passes of four ranks. In one piece: a staircase down and up, mostly grey. GPipe with 8 "
     "microbatches: the ranks overlap, grey remains at the corners and in the middle, and the step is less than half "
     "as long.",
     "orders": "Measured passes of four ranks with 8 microbatches. GPipe: all forward passes, then all backward "
@@ -26,7 +26,10 @@ ALT = {
 }  # alternative texts of the chapter's figures
 
 _STEPS = {  # a title, and the names of the two panels
-    "by hand": ("Overlap fills most of the grey (measured, stated delays)", ("naive", "GPipe by hand, 8 microbatches")),
+    "by hand": (
+        "Overlap fills most of the grey (measured, stated delays)",
+        ("in one piece", "GPipe by hand, 8 microbatches"),
+    ),
     "orders": ("Another order, about the same length (measured)", ("GPipe", "1F1B")),
 }
 

@@ -99,7 +99,8 @@ def queues(counts: Sequence[int], places: int) -> draw.Figure:
     colours = {"kept": ACTIVITY["forward"], "dropped": ACTIVITY["backward_weight"], "empty": SHADE}
     for expert, n in enumerate(counts):
         parts = {"kept": min(n, places), "dropped": max(n - places, 0), "empty": max(places - n, 0)}
-        draw.bar(axes, expert, [(size, colours[name], f"{size}") for name, size in parts.items() if size], 0.7)
+        labels = {name: f"{size}" if size > 1 else "" for name, size in parts.items()}  # a 1 would lie on the line
+        draw.bar(axes, expert, [(size, colours[name], labels[name]) for name, size in parts.items() if size], 0.7)
     axes.axhline(places, color=INK, linewidth=1.2, linestyle="--")
     axes.set_xticks(range(len(counts)), [f"expert {expert}" for expert in range(len(counts))])
     axes.tick_params(axis="x", length=0)
