@@ -35,7 +35,8 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         model: the model.
 
     Returns:
-        list: pairs of name and layer. The same layer may occur twice.
+        list: pairs of name and layer. The same layer may occur twice; in two stages, a layer with weights needs
+            two names.
 
     Raises:
         ValueError: if the model does not name its layers, or they do not contain all weights and buffers.
@@ -288,7 +289,7 @@ def cut_into_stages(
 
     Raises:
         ValueError: if the model does not name its layers, has fewer layers than stages, or has a stage that the
-            schedule cannot run correctly.
+            schedule cannot run correctly, or stages have weights of one name.
     """
     layers = named_layers(model)
     owners = stage_owners(schedule, pp_size)
@@ -301,6 +302,7 @@ def cut_into_stages(
     # For each parameter and each stage that has it: the first name there, and the stage.
     names: dict[int, dict[str, int]] = {}
     for s, stage in enumerate(stages):
+        _check_names(stage, [layer for earlier in stages[:s] for layer in earlier])
         for name, parameter in sequential(stage).named_parameters():
             names.setdefault(id(parameter), {})[name] = s
     cut = Cut(
@@ -315,6 +317,18 @@ def cut_into_stages(
     for s, stage in enumerate(stages):
         check_trains(cut, s, sequential(stage))
     return cut
+
+
+def _check_names(stage: list[tuple[str, nn.Module]], earlier: list[tuple[str, nn.Module]]) -> None:
+    """Refuses weights and buffers of a stage that an earlier one has under the same names, by which they are known."""
+    before = {f"{name}.{key}" for name, layer in earlier for key in layer.state_dict()}
+    twice = next((name for name, of in stage if any(f"{name}.{key}" in before for key in of.state_dict())), None)
+    if twice is not None:
+        raise ValueError(
+            f"pipeline_layers names {twice!r}, or a module in it, in two stages, whose weights would have the same "
+            f"names: give it a second one (self.again = self.get_submodule({twice!r}) at the end of __init__), and "
+            "name 'again' in the place where forward calls it again"
+        )
 
 
 def _stage_sizes(
@@ -352,13 +366,14 @@ def check_trains(cut: Cut, stage: int, module: nn.Module) -> None:
 
 def sequential(layers: Sequence[tuple[str, nn.Module]]) -> nn.Module:
     """The layers of a stage, called one after the other, each under its name in the full model."""
-    if any("." in name for name, _ in layers):
+    names = [name for name, _ in layers]
+    if len({*names}) < len(names) or any("." in name for name in names):
         return NamedSequential(layers)
     return nn.Sequential(OrderedDict(layers))
 
 
 class NamedSequential(nn.Module):
-    """An ``nn.Sequential`` whose layers have names with dots, such as "blocks.0"."""
+    """An ``nn.Sequential`` whose layers have names with dots, such as "blocks.0", or occur twice."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()

@@ -41,6 +41,7 @@ class Residual(nn.Sequential):
         (lambda: names([]), "Net.pipeline_layers should name modules of the model, but names none"),
         (lambda: names(["embed", "blocks.0"]), "leaves out blocks.1.scale, .*head.bias: no stage would hold them"),
         (lambda: names(["embed", "blocks.0", "blocks.1", "head"], extra=True), "leaves out extra: no stage"),
+        (lambda: CallsAgain("acbc"), "pipeline_layers names 'c', or a module in it, in two stages.*a second one"),
         (lambda: with_more(scale=nn.Parameter(torch.ones(1))), "Sequential has scale besides its layers"),
         (lambda: hooked("register_forward_hook"), "the model has a forward hook, which would not run under pp"),
         (lambda: hooked("register_full_backward_pre_hook"), "the model has a backward pre hook"),
@@ -121,6 +122,30 @@ def test_the_stages_of_a_model_with_dots_in_its_names():
     for s in range(4):
         x = stages_of(ranks[s % 2]).stages[s](x)
     assert torch.equal(x, net(ids))
+
+
+class CallsAgain(nn.Module):
+    """Calls layers more than once; one has a second name."""
+
+    def __init__(self, names):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)
+        self.pipeline_layers = list(names)
+        if "again" in names:
+            self.again = self.c
+
+    def forward(self, x):
+        for name in self.pipeline_layers:
+            x = self.get_submodule(name)(x)
+        return x
+
+
+def test_a_layer_that_is_called_again_is_known_by_two_names_or_is_in_one_stage_or_without_weights():
+    batch = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1)).unbind()
+    model = CallsAgain(["c", "b", "c", "b", "a", "b", "again"])
+    report = ddl.check_parity(model, None, batch, F.mse_loss, atol=1e-12, pp=2, split=[4, 3])
+    assert report.equal, report
 
 
 @pytest.mark.parametrize(
