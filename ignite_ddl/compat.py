@@ -175,6 +175,11 @@ def replaced_parameter(unit: FSDPModule) -> tuple[nn.Module, str] | None:
     return None
 
 
+def held_by_fsdp(model: nn.Module) -> set[int]:
+    """The ids of the parameters that FSDP2 or ``replicate`` holds."""
+    return set(_fsdp_parameters(model))
+
+
 def local_gradients(model: nn.Module) -> dict[int, tuple[torch.Tensor, bool]]:
     """This rank's gradients by id of the parameter, and whether FSDP2 or ``replicate`` has still to reduce them."""
     found = {id(p): (p.grad, False) for p in model.parameters() if p.grad is not None}

@@ -99,14 +99,14 @@ def make_plan(folder: Folder, objects: Mapping[str, Any]) -> Plan:
     kinds = Kinds.of(objects)
     _check_kinds(folder, kinds)
     plan = Plan(folder, kinds, get_mesh())
-    if kinds.engines and GRADIENTS in folder.content["objects"]:
-        plan.layouts, _ = plan.state_of(GRADIENTS, on_any_mesh=True)
-        plan.gradients = plan_gradients(folder, kinds.models, plan.layouts, plan.mesh, plan.reads)
     saved_as: dict[int, str] = {}  # of tensors, by id
     for key, model in kinds.models.items():
         plan.names[key] = _plan_model(plan, key, model, saved_as)
     for key, optimizer in kinds.optimizers.items():
         plan.names[key], plan.states[key] = _plan_optimizer(plan, key, optimizer, saved_as)
+    if kinds.engines and GRADIENTS in folder.content["objects"]:
+        plan.layouts, _ = plan.state_of(GRADIENTS, on_any_mesh=True)
+        plan.gradients = plan_gradients(folder, kinds.models, plan.layouts, plan.mesh, plan.reads)
     for key in kinds.engines | kinds.others:
         state, _ = plan.state_of(key)  # or raises, before anything is changed
         if isinstance(kinds.others.get(key), Metric):

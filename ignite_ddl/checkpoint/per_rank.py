@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard as Cut
 
 from ignite_ddl.checkpoint.kinds import Kinds
-from ignite_ddl.compat import local_gradients, set_local_gradients
+from ignite_ddl.compat import held_by_fsdp, local_gradients, set_local_gradients
 from ignite_ddl.mesh import Mesh
+from ignite_ddl.parts import ROW_ORDER
 from ignite_ddl.state import Shard, local_state
+
+_DP = {"dp", "dp_replicate", "dp_shard", "edp"}  # dims of device meshes over which gradients are reduced
 
 
 def add_tensors(prefix: str, tensors: Mapping[str, torch.Tensor], shards: dict[str, Shard]) -> dict[str, list[Any]]:
@@ -56,7 +60,7 @@ def _capture_model(model: nn.Module, prefix: str, shards: dict[str, Shard]) -> d
         if isinstance(gradient, DTensor):
             placements = [_encoded(placement) for placement in gradient.placements]
             gradient = gradient.to_local()
-        locals_[name], rest[name] = gradient.clone(), [placements, unsharded]
+        locals_[name], rest[name] = gradient.clone(), [_cut_of(tensor, unsharded), placements, unsharded]
     return {name: layout + rest[name] for name, layout in add_tensors(prefix, locals_, shards).items()}
 
 
@@ -66,22 +70,47 @@ def plan_gradients(
     """Adds what this rank reads to ``reads``; returns the empty tensors that are filled.
 
     Raises:
-        ValueError: if the mesh is another one, or the model is not loaded.
+        ValueError: if the mesh or the cut of the weights is another one, or the model is not loaded.
     """
-    ep = folder.content.get("ep", 1)
+    ep, between = folder.content.get("ep", 1), f"{folder.path} was saved between two optimizer steps of gradient "
+    between += "accumulation, and each rank of its mesh "
+    cures = "take a checkpoint of an iteration in which the optimizer steps, or leave the trainer out of to_load"
     if folder.content["mesh"] != mesh.sizes or ep != mesh.ep_size:
         was = ", ".join(f"{axis}={size}" for axis, size in folder.content["mesh"].items()) + f", ep={ep}" * (ep > 1)
-        raise ValueError(
-            f"{folder.path} was saved between two optimizer steps of gradient accumulation, and each rank of its mesh "
-            f"({was}) has gradients of its own: load it on that mesh, take a checkpoint of an iteration in which the "
-            "optimizer steps, or leave the trainer out of to_load"
-        )
+        raise ValueError(f"{between}({was}) has gradients of its own: load it on that mesh, {cures}")
     gradients: dict[str, dict[str, torch.Tensor]] = {}
     for key, of_model in layouts.items():
         if key not in models:
             raise ValueError(f"to_load should have {key!r}, too: its gradients wait for the trainer's next batch")
+        if (name := _cut_otherwise(models[key], of_model, folder.content["models"][key]["saved_as"])) is not None:
+            raise ValueError(
+                f"{between}has gradients of its part of the weights, but {name!r} of to_load[{key!r}] is cut, placed "
+                "or tied otherwise here: make the model with the same arguments of ddl.auto_model (shard, tensor_plan, "
+                f"split, schedule), {cures}"
+            )
         gradients[key] = plan_tensors(_prefix(mesh, key), of_model, reads)
     return gradients
+
+
+def _cut_of(parameter: torch.Tensor, unsharded: bool) -> list[Any]:
+    """How a weight is cut, without the axes of dp if FSDP2 or ``replicate`` has still to reduce its gradient."""
+    order = getattr(parameter, ROW_ORDER, None)
+    cut: list[Any] = [] if order is None else [crc32(order.cpu().numpy().tobytes())]
+    if isinstance(parameter, DTensor):
+        axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+        cut += [[axis, _encoded(p)] for axis, p in axes if not (unsharded and axis in _DP)]
+    return cut
+
+
+def _cut_otherwise(model: nn.Module, layouts: Mapping[str, list[Any]], tied: Mapping[str, str]) -> str | None:
+    """The first name of a weight that is not here, or not as it was when its gradient was saved."""
+    tensors, saved_as, _ = local_state(model)
+    of_fsdp = held_by_fsdp(model)
+    for name, (_, _, *cut, _, unsharded) in layouts.items():
+        here = tensors.get(name)
+        if here is None or (unsharded and id(here) not in of_fsdp) or cut not in ([], [_cut_of(here, unsharded)]):
+            return name  # no cut is in checkpoints of earlier versions
+    return next((name for name, first in saved_as.items() if tied.get(name, name) != first), None)
 
 
 def apply_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor], layouts: Mapping[str, Any]) -> None:

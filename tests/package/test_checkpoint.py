@@ -14,7 +14,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers import EarlyStopping, ReduceLROnPlateauScheduler
 from ignite.metrics import Average, Loss, RunningAverage
 from ignite.metrics.metric import RunningBatchWise
-from ranks import launch, on_each_rank
+from ranks import launch, on_each_rank, trainer_of
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -731,6 +731,31 @@ def test_an_open_window_goes_on_where_it_was(tmp_path):
     assert [p.tolist() for p in journal.model.parameters()] == before
     del journal.things["trainer"]
     ddl.Checkpoint.load_objects(journal.things, tmp_path / "ITERATION_COMPLETED 9")
+
+
+def in_a_window(folder, load=False, **options):
+    torch.manual_seed(0)
+    rows = TensorDataset(torch.randn(16, 4), torch.randn(16, 2))
+    model, loader = ddl.auto_model(nn.Linear(4, 2), **options), ddl.auto_dataloader(rows, batch_size=8)
+    trainer = trainer_of(model, gradient_accumulation_steps=2)
+    things = {"model": model, "trainer": trainer, "loader": loader}
+    if load:
+        ddl.Checkpoint.load_objects(things, folder / "checkpoint_1")
+    else:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), ddl.Checkpoint(things, folder))
+    trainer.run(loader, max_epochs=1)
+    return ddl.full_state_dict(model)["weight"]
+
+
+@on_each_rank(dp=2)
+def test_an_open_window_is_refused_where_weights_are_cut_otherwise(rank, tmp_path):
+    cut, whole = {"shard": True}, {}
+    for saved, other in (cut, whole), (whole, cut):
+        folder = tmp_path / str(saved)
+        right = in_a_window(folder, **saved)
+        with pytest.raises(ValueError, match="gradients of its part .* 'weight' of to_load.'model'. is cut, placed or"):
+            in_a_window(folder, load=True, **other)
+        torch.testing.assert_close(in_a_window(folder, load=True, **saved), right)
 
 
 def look(loader, batches=1):
