@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ignite_ddl.collectives import gathered_values, value_of
+from ignite_ddl.collectives import gathered, gathered_values, value_of
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut
 from ignite_ddl.pipeline.structure import flatten, local_tensor
 from ignite_ddl.tensor.gradients import redistribute_gradient
+
+_NOT_HELD, _FROZEN, _NO_GRADIENT, _HAS_GRADIENT = range(4)  # of a weight that stages share, on a rank
 
 
 class Transfer:
@@ -60,18 +62,31 @@ class Transfer:
         return {name: merged[name] for name in self.cut.shapes if name in merged}
 
     def sum_shared_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sums the gradients of weights that several stages share, so that the copies stay equal."""
-        for names in self.cut.shared:
-            ranks = sorted({self.cut.owners[self.cut.stage_of[name]] for name in names})
-            copies = [parameters[name] for name in names if name in parameters]
-            if self.mesh.pp_rank not in ranks or not copies[0].requires_grad:
+        """Sums the gradients of weights that several stages share, so that the copies stay equal.
+
+        Raises:
+            ValueError: on all pp ranks, if a weight is frozen in some of these stages only.
+        """
+        held = [[parameters[name] for name in names if name in parameters] for names in self.cut.shared]
+        states = [[_NOT_HELD, *map(_state_of, copies)] for copies in held]
+        found = torch.tensor([[min(of[1:], default=_NOT_HELD), max(of)] for of in states], device=idist.device())
+        of_ranks = torch.stack(gathered(found, self.mesh.pp_group)).tolist()
+        for i, (names, copies) in enumerate(zip(self.cut.shared, held, strict=True)):
+            known = {state for of_rank in of_ranks for state in of_rank[i]} - {_NOT_HELD}
+            if _FROZEN in known and len(known) > 1:
+                raise ValueError(
+                    f"{', '.join(map(repr, names))} are names of one weight, which stages share, but some of these "
+                    "stages have frozen it and others have not: freeze it by all its names, or none"
+                )
+            if _HAS_GRADIENT not in known or not copies:  # no gradient of zero, by which an optimizer would move it
                 continue
             for p in copies:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 redistribute_gradient(p)
             total = sum(local_tensor(p.grad) for p in copies)
+            ranks = sorted({self.cut.owners[self.cut.stage_of[name]] for name in names})
             if len(ranks) > 1:
-                total = self._sum(total, ranks)
+                total = self._sum(total.contiguous(), ranks)
             for p in copies:
                 local_tensor(p.grad).copy_(total)
 
@@ -106,3 +121,9 @@ class Transfer:
         return structure.unflatten(
             [received(shape, dtype).requires_grad_(needs_grad) for shape, dtype, needs_grad in known]
         )
+
+
+def _state_of(parameter: nn.Parameter) -> int:
+    if not parameter.requires_grad:
+        return _FROZEN
+    return _NO_GRADIENT if parameter.grad is None else _HAS_GRADIENT

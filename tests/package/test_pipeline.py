@@ -8,8 +8,9 @@ from collections import OrderedDict
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from ignite.engine import Events
 from ignite.metrics import MeanSquaredError
-from ranks import launch, mesh_of, on_each_rank, pipeline_of, run, sizes
+from ranks import launch, mesh_of, on_each_rank, pipeline_of, run, sizes, trainer_of
 from torch import nn
 
 import ignite_ddl as ddl
@@ -606,6 +607,41 @@ def test_weights_without_a_gradient_are_not_moved_where_dp_ranks_average_others(
         found, *_ = launch(mesh, decaying, layers, loss, options)
         for name, right in expected.items():
             assert (found[name] - right).abs().max() < 1e-12, name
+
+
+class Holding(nn.Linear):
+    """Has a weight that no step uses."""
+
+    def __init__(self, held):
+        super().__init__(4, 4)
+        self.held = held
+
+
+def test_a_weight_that_stages_share_and_no_step_uses_is_not_moved():
+    held = nn.Parameter(torch.ones(4, dtype=torch.double))
+    found, *_ = run(decaying, 2, [Holding(held), Holding(held)], nn.functional.mse_loss, {}, pp=2)
+    assert torch.equal(found["0.held"], held)
+    assert torch.equal(found["1.held"], held)
+
+
+def frozen_by(local_rank, names):
+    held = nn.Parameter(torch.ones(4))
+    model = ddl.auto_model(nn.Sequential(Holding(held), Holding(held)))
+    trainer = trainer_of(model, nn.functional.mse_loss)
+
+    @trainer.on(Events.ITERATION_STARTED(once=2))
+    def freeze():
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in names)
+
+    x = torch.ones(4, 4)
+    trainer.run([(x, x)] * 3)
+
+
+def test_a_weight_that_stages_share_is_frozen_by_all_its_names():
+    run(frozen_by, 2, ["0.held", "1.held"], pp=2)
+    with pytest.raises(ddl.RankError, match="'0.held', '1.held' are names of one weight, .* freeze it by all its"):
+        run(frozen_by, 2, ["0.held"], pp=2)
 
 
 def first_mse(output, y):
