@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -53,6 +54,7 @@ class CommState:
         # As early as DDP's buckets allow, and every matrix. The epsilon keeps gradients of zeros from becoming NaN.
         options = {"start_powerSGD_iter": 2, "min_compression_rate": 1e-9, "orthogonalization_epsilon": 1e-30}
         self.power = power.PowerSGDState(group, rank, **options)
+        self.reducer: Any = None  # DDP's; None on a serial run
 
     def __deepcopy__(self, memo: Any) -> None:
         return None  # a copy of the model averages nothing
@@ -63,7 +65,20 @@ class CommState:
     def state_dict(self) -> dict[str, Any]:
         """The tensors of each bucket, and the number of steps."""
         tensors = {f"{part}.{i}": t for part, of_buckets in self._parts().items() for i, t in of_buckets.items()}
-        return {"iter": self.power.iter, "tensors": tensors}
+        return {"iter": self.power.iter, "rank": self.power.matrix_approximation_rank, "tensors": tensors}
+
+    def _misfit(self, state: Mapping[str, Any]) -> str | None:
+        """What does not fit a state whose tensors are shapes and dtypes; None: nothing."""
+        rank, saved = self.power.matrix_approximation_rank, state["tensors"]
+        sizes = {int(name.partition(".")[2]): math.prod(saved[name][0]) for name in saved if name.startswith("error.")}
+        if not sizes or self.reducer is None:  # no step was compressed, or none will be
+            return None
+        if (was := state.get("rank", rank)) != rank:  # not in checkpoints of earlier versions
+            return f"approximates by the rank {rank}, but did so by {was} when it was saved"
+        buckets = {b.index(): b.buffer().numel() for b in self.reducer._get_zeros_like_grad_buckets()}
+        if any(buckets.get(i) != size for i, size in sizes.items()):
+            return f"has buckets of {list(buckets.values())} numbers, but had {list(sizes.values())} (bucket_cap_mb)"
+        return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what :meth:`state_dict` gave on this rank."""
@@ -110,4 +125,6 @@ def register_comm_hook(model: nn.Module, hook: str | Callable[..., Any] | None, 
         function = _powersgd_in_order
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.register_comm_hook(state and state.power, function)
+        if state is not None:
+            state.reducer = model.reducer
     return model

@@ -8,6 +8,7 @@ file                                    what it uses
 ``compat.py``                           below
 ``parts.py``                            the dispatcher of DTensors, ``AsyncCollectiveTensor``, how optimizers and
                                         ``torch.nn.utils`` group lists
+``comm_hooks.py``                       ``Reducer._get_zeros_like_grad_buckets``
 ``data.py``                             ``DataLoader._get_iterator``, an Ignite engine's ``_dataloader_iter``
 ``lent_row.py``                         ``torch.utils._pytree``, as most of the following
 ``collectives.py``                      ``distributed_c10d._get_default_store``

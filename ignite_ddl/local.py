@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.arguments import COUNT, FUNCTION, MODULE, OPTIMIZER, a, takes
+from ignite_ddl.checkpoint.per_rank import row_order
 from ignite_ddl.data_parallel import local_round, share_buffers
 from ignite_ddl.engine import MeshEngine
 from ignite_ddl.mesh import get_mesh
@@ -152,9 +153,23 @@ class LocalSGD:
         """What belongs to this rank: weights and buffers, the optimizer's state, and how far the round is."""
         self._check_attached()
         names = self._names()
-        tensors = {f"weights.{name}": local_tensor(t.detach()) for name, t in local_state(self.model)[0].items()}
+        weights = local_state(self.model)[0]
+        tensors = {f"weights.{name}": local_tensor(t.detach()) for name, t in weights.items()}
         tensors |= _tensors_of("inner", self.optimizer, names)
-        return {"steps": self.round.steps, "counted": self.round.counted, "tensors": tensors}
+        orders = {name: order for name, t in weights.items() if (order := row_order(t)) is not None}
+        return {"steps": self.round.steps, "counted": self.round.counted, "orders": orders, "tensors": tensors}
+
+    def _misfit(self, state: Mapping[str, Any]) -> str | None:
+        """What does not fit a state whose tensors are shapes and dtypes; None: nothing."""
+        own = self.state_dict()
+        was, here = {name: tuple(shape) for name, (shape, _) in state["tensors"].items()}, own["tensors"]
+        for name in (name for name in was | here if name.startswith(("weights.", "old."))):
+            shape = tuple(here[name].shape) if name in here else None
+            if was.get(name) != shape:
+                return f"has {name!r} of the shape {shape} on this rank, but had {was.get(name)} when it was saved"
+        if state.get("orders", own["orders"]) != own["orders"]:  # not in checkpoints of earlier versions
+            return "has rows in another order than when it was saved (Column(parts=))"
+        return None
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -245,7 +260,15 @@ class DiLoCo(LocalSGD):
         old = {f"old.{names[id(old)]}": local_tensor(old.detach()) for old in self.old}
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.outer.param_groups]
         tensors = state["tensors"] | old | _tensors_of("outer", self.outer, names)
-        return state | {"tensors": tensors, "outer": groups}
+        return state | {"tensors": tensors, "outer": groups, "outer_kind": type(self.outer).__name__}
+
+    def _misfit(self, state: Mapping[str, Any]) -> str | None:
+        """As that of :class:`LocalSGD`."""
+        here, n = type(self.outer).__name__, len(self.outer.param_groups)
+        if (was := state.get("outer_kind", here)) != here or len(state.get("outer", [])) not in (0, n):
+            groups = len(state.get("outer", []))
+            return f"has {here} as outer optimizer ({n} groups), but had {was} ({groups} groups) when it was saved"
+        return super()._misfit(state)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -132,6 +132,11 @@ def _plan_per_rank(plan: Plan, key: str, state: dict[str, Any]) -> None:
             f"to_load[{key!r}] belongs to the ranks of {plan.folder.content['mesh']}, so that it cannot be loaded on "
             f"{plan.mesh!r}: leave it out of to_load, and it starts from the beginning there"
         )
+    if (misfit := plan.kinds.others[key]._misfit(state)) is not None:
+        raise ValueError(
+            f"to_load[{key!r}] {misfit}, so that it cannot be loaded: leave it out of to_load, and it starts from the "
+            "beginning, or make it as it was"
+        )
     tensors = plan_tensors(f"{key} of rank {plan.mesh.rank}", state["tensors"], plan.reads)
     plan.per_rank[key] = state | {"tensors": tensors}
 

@@ -92,10 +92,15 @@ def plan_gradients(
     return gradients
 
 
+def row_order(parameter: torch.Tensor) -> int | None:
+    """A number for the order of the rows of a weight that ``Column(parts=)`` has cut."""
+    order = getattr(parameter, ROW_ORDER, None)
+    return None if order is None else crc32(order.cpu().numpy().tobytes())
+
+
 def _cut_of(parameter: torch.Tensor, unsharded: bool) -> list[Any]:
     """How a weight is cut, without the axes of dp if FSDP2 or ``replicate`` has still to reduce its gradient."""
-    order = getattr(parameter, ROW_ORDER, None)
-    cut: list[Any] = [] if order is None else [crc32(order.cpu().numpy().tobytes())]
+    cut: list[Any] = [row_order(parameter)]
     if isinstance(parameter, DTensor):
         axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
         cut += [[axis, _encoded(p)] for axis, p in axes if not (unsharded and axis in _DP)]

@@ -1,5 +1,6 @@
 """Rounds of local steps (local SGD, DiLoCo) against all-reduce and by hand, and DDP's compressed gradients."""
 
+import contextlib
 import functools
 import itertools
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Events
-from ranks import in_float64, launch
+from ranks import in_float64, launch, trainer_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, quantization_hooks
 from torch.utils.data import TensorDataset
@@ -321,8 +322,31 @@ def test_in_the_middle_of_a_round_of_sharded_replicas(tmp_path):
     run = functools.partial(saved_in_a_round, **options)
     *_, differ, ended = launch({"dp_replicate": 2, "dp_shard": 2}, run, str(tmp_path))[3]
     assert differ == 0
-    weights = loaded_elsewhere(0, str(tmp_path), **options)
-    assert all(torch.equal(weights[name], ended[name]) for name in ended)
+    elsewhere = functools.partial(loaded_elsewhere, **options)
+    for weights in (elsewhere(0, str(tmp_path)), launch({"dp": 4}, elsewhere, str(tmp_path))[3]):
+        assert all(torch.equal(weights[name], ended[name]) for name in ended)
+
+
+def laid_otherwise(local_rank, folder):
+    def things(local, parts=2):
+        model = ddl.auto_model(nn.Sequential(nn.Linear(4, 4)), {"0": ddl.Column(parts=parts)}, dp_sync="local")
+        optimizer = plain_sgd(model.parameters())
+        local.attach(ddl.create_supervised_trainer(model, optimizer, F.mse_loss), model, optimizer)
+        return {"model": model, "local": local}
+
+    ddl.Checkpoint(things(ddl.DiLoCo(2)), folder).save("x")
+    for other, words in (
+        (things(ddl.DiLoCo(2), parts=1), r"has rows in another order .* \(Column\(parts=\)\)"),
+        (things(ddl.DiLoCo(2, plain_sgd)), None),  # another rate
+        (things(ddl.DiLoCo(2, torch.optim.Adam)), "has Adam as outer optimizer .* but had SGD"),
+        (things(ddl.LocalSGD(2)), "has 'old.0.weight' of the shape None on this rank, but had"),
+    ):
+        with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
+            ddl.Checkpoint.load_objects(other, f"{folder}/x")
+
+
+def test_the_state_of_other_rounds_is_refused(tmp_path):
+    launch({"tp": 2}, laid_otherwise, str(tmp_path))
 
 
 # ---------------------------------------------------------------------------------------- bytes, refusals
@@ -458,6 +482,31 @@ def test_a_compressed_run_goes_on_with_its_error_feedback(tmp_path):
     assert difference(resumed_weights, uninterrupted) == 0
     with pytest.raises(ddl.RankError, match="leave it out of to_load, and it starts from the beginning there"):
         launch({"dp": 3}, compressed, "powersgd:1", str(tmp_path), 4)
+
+
+def compressed_otherwise(local_rank, folder):
+    def run(hook, load=True, **options):
+        model = ddl.auto_model(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), comm_hook=hook, **options)
+        things = {"model": model, "comm": model.comm_state}
+        if load:
+            return ddl.Checkpoint.load_objects(things, f"{folder}/x")
+        draw = torch.Generator().manual_seed(1)
+        data = TensorDataset(torch.randn(12, 8, generator=draw), torch.randn(12, 4, generator=draw))
+        trainer_of(model).run(ddl.auto_dataloader(data, batch_size=4))
+        ddl.Checkpoint(things, folder).save("x")
+
+    run("powersgd:2", load=False)
+    for hook, options, words in (
+        ("powersgd:1", {}, "approximates by the rank 1, but did so by 2 .* leave it out of to_load"),
+        ("powersgd:2", {"bucket_cap_mb": 5e-4}, r"has buckets of .* but had \[212\] \(bucket_cap_mb\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(hook, **options)
+    run("powersgd:2", bucket_cap_mb=30)
+
+
+def test_the_state_of_another_compression_is_refused(tmp_path):
+    launch({"dp": 2}, compressed_otherwise, str(tmp_path))
 
 
 @slow
