@@ -309,6 +309,12 @@ class _Trace:
                 "nn.Sequential instead"
             ) from error
         self.parts = _parts(graph, program.call_spec.out_spec, model)
+        if len(self.parts) != len(calls) + 1:
+            raise ValueError(
+                f"before should leave each of its {len(calls) + 1} layers something to compute, but with "
+                f"{list(before)} {len(calls) + 1 - len(self.parts)} would have nothing: leave out the module with which forward "
+                "begins, one that computes nothing, and of those that begin at the same place all but one"
+            )
 
 
 def _exported(model: nn.Module, x: Any) -> torch.export.ExportedProgram:

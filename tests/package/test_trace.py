@@ -229,6 +229,15 @@ def test_what_cannot_be_traced_is_refused(model, x, before, said):
     assert all(not module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("before", [["0"], ["1", "1.0"], ["1", "2"]])
+def test_layers_that_would_compute_nothing_are_refused(before):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Identity())
+    with pytest.raises(
+        ValueError, match=r"each of its . layers something to compute, but with .* 1 would have nothing"
+    ):
+        ddl.trace_layers(model, X, before)
+
+
 @pytest.mark.parametrize("silent", ["all of logging", "torch's logger"])
 @pytest.mark.parametrize("model", [OfFour(), OfItsLength(), Nearest()], ids=["rows", "len", "cdist"])
 def test_the_line_is_named_where_nothing_is_logged(model, silent, monkeypatch):
