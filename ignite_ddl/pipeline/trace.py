@@ -312,8 +312,8 @@ class _Trace:
         if len(self.parts) != len(calls) + 1:
             raise ValueError(
                 f"before should leave each of its {len(calls) + 1} layers something to compute, but with "
-                f"{list(before)} {len(calls) + 1 - len(self.parts)} would have nothing: leave out the module with which forward "
-                "begins, one that computes nothing, and of those that begin at the same place all but one"
+                f"{list(before)} {len(calls) + 1 - len(self.parts)} would have nothing: leave out the module with "
+                "which forward begins, one that computes nothing, and of those that begin at the same place all but one"
             )
 
 
