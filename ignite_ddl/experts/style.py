@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,7 +71,7 @@ class Experts(ParallelStyle):
             )
         if any(True for _ in module.buffers()):
             raise ValueError(f"Experts cuts weights, but {name!r} has buffers, too: keep them outside of the experts")
-        needed = [p.name for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
+        needed = _needed(module.forward)
         if len(needed) != 3:
             raise ValueError(
                 f"Experts is for a module whose forward takes (tokens, experts of each, their weights), but that of "
@@ -122,34 +123,46 @@ class _OverRanks:
     def __init__(self, module: nn.Module, n_experts: int, over_ep: bool, tp_mesh: DeviceMesh | None) -> None:
         self.module, self.forward, self.n_experts = module, module.forward, n_experts
         self.over_ep, self.tp_mesh = over_ep, tp_mesh
+        self.signature, self.names = inspect.signature(module.forward), _needed(module.forward)
 
-    def __call__(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = self.signature.bind(*args, **kwargs).arguments
+        x, index, weights = (given.pop(name) for name in self.names)
         if any(isinstance(tensor, DTensor) for tensor in (x, index, weights)):
             raise ValueError(
                 "experts should get full tokens as plain tensors, but get a DTensor: let the layers before them in "
                 "tensor_plan return full outputs (not ddl.Sequence's parts)"
             )
         if not self.over_ep:
-            return self.on_this_rank(x, index, weights)
+            return self.on_this_rank(x, index, weights, given)
         dispatch = Dispatch(index, self.n_experts, get_mesh())
         rows, local_index = dispatch.to_experts(x), dispatch.local.unsqueeze(1)
-        outputs = self.on_this_rank(rows, local_index, rows.new_ones(local_index.shape))
+        outputs = self.on_this_rank(rows, local_index, rows.new_ones(local_index.shape), given)
         return combined(dispatch.to_tokens(outputs), dispatch.order, weights, x)
 
-    def on_this_rank(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def on_this_rank(
+        self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, given: Mapping[str, Any]
+    ) -> torch.Tensor:
         """What this rank's experts make of tokens that it has, the sum of all parts of an expert."""
         uncut = dict(self.module._parameters)
         local = {name: local_tensor(p) for name, p in uncut.items()}
-        if not len(x):  # so that backward passes, which communicate, reach this rank's weights, too
-            return x + sum(p.flatten()[:0].sum() for p in local.values())
-        if self.tp_mesh is not None:
-            x, weights = (with_summed_gradient(tensor, self.tp_mesh) for tensor in (x, weights))
         self.module._parameters.update(local)  # DTensor knows no sums over the tokens of other ranks
         try:
-            outputs = self.forward(x, index, weights).to(x.dtype)
+            if not len(x):
+                with torch.no_grad():  # of one token, for the shape
+                    made = self.forward(*(t.new_zeros(1, *t.shape[1:]) for t in (x, index, weights)), **given)
+                # so that backward passes, which communicate, reach this rank's weights, too
+                return x.new_zeros(0, *made.shape[1:]) + sum(t.flatten()[:0].sum() for t in (x, *local.values()))
+            if self.tp_mesh is not None:
+                x, weights = (with_summed_gradient(tensor, self.tp_mesh) for tensor in (x, weights))
+            outputs = self.forward(x, index, weights, **given).to(x.dtype)
         finally:
             self.module._parameters.update(uncut)
         return outputs if self.tp_mesh is None else summed(outputs, self.tp_mesh)
+
+
+def _needed(forward: Callable) -> list[str]:
+    return [p.name for p in inspect.signature(forward).parameters.values() if p.default is p.empty]
 
 
 def dim_to_shard(shape: Sequence[int], copies: int) -> int | None:

@@ -205,6 +205,47 @@ def test_ranks_without_tokens_and_frozen_parts_train_as_in_one_process(change):
             assert all((of_rank[name] - weights[name]).abs().max() <= 1e-12 for name in weights)
 
 
+class Wider(nn.Module):
+    """Experts of a script's own, which are called by keywords, and whose outputs are wider than their tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 9, 6))
+
+    def forward(self, tokens, choice, gates, sign=1.0):
+        outputs = tokens.new_zeros(len(tokens), 9)
+        for i, k in ((i, k) for i in range(len(self.w)) for k in range(choice.shape[1])):
+            at = (choice[:, k] == i).nonzero()[:, 0]
+            outputs = outputs.index_add(0, at, sign * (tokens[at] @ self.w[i].t()) * gates[at, k, None])
+        return outputs
+
+
+class OfWider(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.experts, self.head = ddl.Router(6, 4, 2), Wider(), nn.Linear(9, 6)
+        nn.init.zeros_(self.router.weight).requires_grad_(False)  # all choose experts 0 and 1
+
+    def forward(self, x):
+        index, weights = self.router(x.flatten(0, 1))
+        made = self.experts(x.flatten(0, 1), choice=index, gates=weights, sign=-1.0)
+        return self.head(made).view_as(x)
+
+
+@in_float64
+def losses_of_wider(local_rank):
+    model, losses = ddl.auto_model(OfWider(), {"experts": ddl.Experts()}), []
+    trainer = trainer_of(model, F.mse_loss)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8), max_epochs=1)
+    return losses
+
+
+def test_experts_with_keywords_and_another_width_where_one_rank_gets_no_token():
+    assert run(losses_of_wider, 2, dp=2, ep=2) == [pytest.approx(losses_of_wider(0), abs=1e-12)] * 2
+
+
 class Regularised(nn.Module):
     """Gathers a weight of the experts by hand, for a regulariser and for what it computes of rows."""
 
