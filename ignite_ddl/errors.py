@@ -24,8 +24,8 @@ _ABOUT_SHAPES = re.compile(r"shape|size|dim|DTensor|to unpack|channels|elements|
 def explain_errors(module: nn.Module, advice: str, about: re.Pattern[str] = _ABOUT_SHAPES) -> None:
     """Adds a note to exceptions of the module's call whose text has words of ``about``. Default: shapes, DTensors."""
 
-    def explain(*_: Any) -> None:
-        error = sys.exc_info()[1]
+    def explain(module: nn.Module, args: Any, output: Any) -> None:
+        error = sys.exc_info()[1] if output is None else None  # else it is one that the script handles meanwhile
         if error is not None and about.search(str(error)) and advice not in advice_of(error):
             if isinstance(error, PartError) and about is _ABOUT_SHAPES:
                 error.args = (error.reason,)  # it is the layer's input, and nothing that a script computes
@@ -125,12 +125,17 @@ def explaining_errors() -> Iterator[None]:
         if isinstance(error, PartError) and not advice:
             cure = "if it is a layer's forward that does so, leave it uncut: no shard=True, no style in tensor_plan"
             raise ValueError(f"{error}; {cure}") from error
-        if advice:
+        if advice and not _is_of_a_script(error):
             raise ValueError(" ".join([f"{first_line(error, 1000)}.", *advice])) from error
         for words, holds, reason in _REASONS:
             if words in str(error) and holds(mesh):
                 raise ValueError(reason) from error
         raise
+
+
+def _is_of_a_script(error: Exception) -> bool:
+    """Whether a script, which may catch its own exceptions, or another library has made the error's type."""
+    return type(error).__module__.partition(".")[0] not in ("builtins", "torch", "ignite_ddl")
 
 
 def _of_a_cut_weight(what: str, advice: list[str]) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, called_by_ignites_checkpoint, without_transforms
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -26,8 +27,14 @@ _REPLACED = "_replaced_by_auto_model"  # on a parameter that another has replace
 # ------------------------------------------------------------------------------------------- parameters
 
 
-def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
-    """Refuses, before anything is sent, what torch would cut or replicate wrongly or with an error without a cure."""
+def check_layers(model: nn.Module, mesh: Mesh, plain: bool) -> None:
+    """Refuses, before anything is sent, what torch would cut or replicate wrongly or with an error without a cure.
+
+    Args:
+        model: the full model.
+        mesh: the mesh.
+        plain: whether each rank keeps the weights as they are: under DDP, or rounds of local steps over dp alone.
+    """
     cut = (module for module in model.modules() if isinstance(module, DistributedDataParallel | FSDPModule))
     parts = (p for p in model.parameters() if isinstance(p, DTensor) or hasattr(p, PART_OF_A_MODEL))
     if next(cut, next(parts, None)) is not None:
@@ -47,16 +54,44 @@ def check_layers(model: nn.Module, mesh: Mesh, for_ddp: bool) -> None:
                 f"{name!r} has scale_grad_by_freq=True, which divides gradients by how often a word is in the batch, "
                 "of which each rank or microbatch counts its own rows only: leave it out"
             )
-        if not for_ddp and embeds and module.sparse:
+        if not plain and embeds and module.sparse:
             raise ValueError(
                 f"{name!r} has sparse=True, but sparse gradients work only where the mesh is data parallel without "
                 "shard=True: sparse=False has the same gradients"
             )
     for name, parameter in model.named_parameters():  # under pp, torch would refuse it on the ranks of one stage only
-        if not for_ddp and mesh.dp_cp_size > 1 and not parameter.ndim and parameter.requires_grad:
+        if not plain and mesh.dp_cp_size > 1 and not parameter.ndim and parameter.requires_grad:
             raise ValueError(
                 f"{name!r} has no dimensions, which torch's FSDP2 and replicate do not support: give it the shape (1,)"
             )
+    if not plain:
+        _check_memory(model)
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Refuses a weight whose memory another tensor of the model has, too: it would not change with the weight."""
+    weights = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
+    others = {id(b): (name, b) for name, b in model.named_buffers()}
+    for at, module in model.named_modules():
+        for name, value in vars(module).items():
+            held = value if isinstance(value, list | tuple) else (value,)
+            others |= {id(t): (f"{at}.{name}".lstrip("."), t) for t in held if isinstance(t, torch.Tensor)}
+    taken: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in [*weights.values(), *(other for key, other in others.items() if key not in weights)]:
+        if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+            continue
+        start = tensor.data_ptr()
+        length = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end, places = start + length * tensor.element_size(), taken.setdefault(tensor.untyped_storage().data_ptr(), [])
+        with_weight = next((weight for a, b, weight in places if a < end and start < b), None)
+        if with_weight is not None:
+            raise ValueError(
+                f"{name!r} has the memory of {with_weight!r}, as a view of it, which ranks that cut, gather or copy "
+                "weights would not keep: let forward compute it from the parameter (F.linear(x, self.weight.t())), or "
+                "give both modules the same nn.Parameter (b.weight = a.weight)"
+            )
+        if id(tensor) in weights:
+            places.append((start, end, name))
 
 
 def check_parameter_hooks(
@@ -130,6 +165,35 @@ def copy_parameter_attributes(before: Mapping[str, nn.Parameter], model: nn.Modu
                     setattr(after[name], attribute, value)
     for name, old in replaced.items():  # in a second loop: a tied weight has two names
         setattr(old, _REPLACED, name)
+        if type(old) is nn.Parameter:
+            old.__class__ = _Replaced
+
+
+class _Replaced(nn.Parameter):
+    """A parameter of the uncut model that a script has kept: nothing that is done with it reaches the model."""
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        old = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls)
+        if function in _LOOKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        raise ValueError(
+            f"this is {getattr(old, _REPLACED)!r} as it was before ddl.auto_model, which has put another parameter in "
+            "its place, perhaps on another rank: take parameters from the returned model, and for a weight that two "
+            "modules use, give both the same nn.Parameter before (b.weight = a.weight), not in a list or a function"
+        )
+
+
+_LOOKS = {  # what a parameter is, which stays true
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_meta")),
+    *(
+        getattr(torch.Tensor, name)
+        for name in ("numel", "nelement", "size", "dim", "stride", "element_size", "__len__")
+    ),
+    *(getattr(torch.Tensor, name) for name in ("__repr__", "__hash__", "is_floating_point", "is_complex")),
+    torch.Tensor.requires_grad.__get__,
+}
 
 
 def mark_trained(parameters: Iterable[nn.Parameter], frozen_too: bool = True) -> None:

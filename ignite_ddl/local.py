@@ -91,11 +91,15 @@ class LocalSGD:
             raise ValueError('model should be made with ddl.auto_model(..., dp_sync="local"), but was made otherwise')
         if local.averager is not None or self.round is not None:
             raise ValueError("a model takes one ddl.LocalSGD or ddl.DiLoCo, which is for one model, but has been given")
-        self.model, self.optimizer, self.round = model, optimizer, local
         self.trained = [p for p in model.parameters() if p.requires_grad]
+        self._prepare()
+        self.model, self.optimizer, self.round = model, optimizer, local
         local.averager = self
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._completed)
         trainer.add_event_handler(Events.COMPLETED | Events.TERMINATE, self.end_round)
+
+    def _prepare(self) -> None:
+        """What may raise an error of the script, before anything is attached."""
 
     def _completed(self) -> None:
         if self.round.steps >= self.H:
@@ -235,10 +239,12 @@ class DiLoCo(LocalSGD):
     def attach(self, trainer: MeshEngine, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """As :meth:`LocalSGD.attach`, and makes the outer optimizer."""
         super().attach(trainer, model, optimizer)
+        trainer.add_event_handler(Events.ITERATION_STARTED, self._keep_old)
+
+    def _prepare(self) -> None:
         self.old = [nn.Parameter(p.detach().clone()) for p in self.trained]
         self.outer = self.make_outer(self.old)
         adapt_optimizer(self.outer)
-        trainer.add_event_handler(Events.ITERATION_STARTED, self._keep_old)
 
     @torch.no_grad()
     def _keep_old(self) -> None:

@@ -240,7 +240,7 @@ def _check(
     if comm_hook is not None:
         check_comm_hook(comm_hook, mesh, by_ddp, ddp)
     if mesh.world_size > 1:
-        check_layers(model, mesh, by_ddp)
+        check_layers(model, mesh, plain=by_ddp or (local and not shard and mesh.pp_size * mesh.tp_size == 1))
         check_parameter_hooks(model.named_parameters(), mesh, by_ddp, before=True)
     warn_without_plan(tensor_plan, mesh.tp_size, stacklevel=5)
     copies = mesh.dp_cp_size // mesh.ep_size if shard else None

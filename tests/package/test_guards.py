@@ -17,7 +17,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint
 from ignite.metrics import Average
 from packaging.version import Version
-from ranks import on, on_each_rank, trainer_of
+from ranks import in_float64, on, on_each_rank, trainer_of
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Replicate
@@ -902,3 +902,82 @@ def test_a_plain_state_dict_is_not_loaded_into_ddp_by_its_names(local_rank):
     ddl.load_full_state_dict(model, plain.state_dict())
     assert torch.equal(model.module[0].weight, plain[0].weight)
     model.load_state_dict(copy.deepcopy(model).state_dict())
+
+
+class Autoencoder(nn.Module):
+    """Its decoder uses the encoder's weight, transposed."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enc, self.dec, self.how = nn.Linear(3, 4), nn.Linear(4, 3), how
+        if how == "view":
+            self.dec.weight = nn.Parameter(self.enc.weight.t())
+        if how == "buffer":
+            self.dec.register_buffer("w", self.enc.weight.detach())
+        if how == "attribute":
+            self.dec.w = self.enc.weight.detach()
+        if how == "list":
+            self.dec.w = [self.enc.weight]
+        if how in ("buffer", "attribute", "list", "parameter"):
+            del self.dec.weight
+        self.dec = Decoder(self.dec, self.enc.weight) if how == "parameter" else self.dec
+
+    def forward(self, x):
+        h = self.enc(x).tanh()
+        if self.how in ("view", "parameter"):
+            return self.dec(h)
+        w = self.dec.w[0] if self.how == "list" else self.dec.w
+        return h @ w + self.dec.bias
+
+
+class Decoder(nn.Module):
+    def __init__(self, layer, weight):
+        super().__init__()
+        self.weight, self.bias = weight, layer.bias
+
+    def forward(self, h):
+        return F.linear(h, self.weight.t(), self.bias)
+
+
+@in_float64
+def losses_of_autoencoder(local_rank, how, shard):
+    x, losses = torch.randn(10, 3, generator=torch.Generator().manual_seed(1)), []
+    plan = {} if ddl.get_mesh().tp_size > 1 else None
+    trainer = trainer_of(ddl.auto_model(Autoencoder(how), plan, shard=shard))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    trainer.run(ddl.auto_dataloader(TensorDataset(x, x**2), batch_size=4), max_epochs=2)
+    return losses
+
+
+@pytest.mark.parametrize("how", ["view", "buffer", "attribute", "list"])
+def test_weights_that_share_memory_unseen_are_refused_where_they_would_not_stay_so(how):
+    words = "as it was before ddl.auto_model" if how == "list" else "has the memory of 'enc.weight', as a view of it"
+    with pytest.raises(ValueError, match=words):
+        on(losses_of_autoencoder, how, True, dp=2)
+    alone = losses_of_autoencoder(0, how, False)
+    assert on(losses_of_autoencoder, how, False, dp=2) == [pytest.approx(alone, abs=1e-12)] * 2
+
+
+@pytest.mark.parametrize(("shard", "axes"), [(True, {"dp": 2}), (False, {"dp": 2, "tp": 2})], ids=str)
+def test_a_parameter_of_two_modules_is_the_cure(shard, axes):
+    alone = losses_of_autoencoder(0, "parameter", False)
+    assert all(
+        of_rank == pytest.approx(alone, abs=1e-12) for of_rank in on(losses_of_autoencoder, "parameter", shard, **axes)
+    )
+
+
+@on_each_rank(dp=2)
+def test_a_parameter_that_was_taken_before_the_model_was_cut_is_refused(local_rank):
+    model = mlp()
+    kept = list(model.parameters())
+    model = ddl.auto_model(model, shard=True)
+    assert sum(p.numel() for p in kept) == sum(p.numel() for p in model.parameters())
+    optimizer = torch.optim.SGD(list(model.parameters())[:1], lr=0.1)
+    for use in (
+        lambda: kept[0].requires_grad_(False),
+        lambda: optimizer.add_param_group({"params": kept[1:]}),
+        lambda: clip_grad_norm_(kept, 1.0),
+    ):
+        with pytest.raises(ValueError, match="as it was before ddl.auto_model, .* take parameters from the returned"):
+            use()
