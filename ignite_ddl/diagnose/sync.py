@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -93,13 +94,18 @@ def check_in_sync(model: nn.Module) -> list[OutOfSync]:
     for name, stage, tensor in everything:
         alone = mesh.dp_cp_rank if in_a_round or id(tensor) in left_out else None
         for offsets, piece in shard_of(tensor).pieces:
-            held[name, stage, alone, offsets, tuple(piece.shape)] = name, piece
+            held[name, stage, alone, tuple(tensor.shape), offsets, tuple(piece.shape)] = name, piece
     everyone = gathered_values({key: digest(piece) for key, (_, piece) in held.items()})
     by_value: dict[tuple, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    by_shape: dict[tuple, dict[tuple, set[int]]] = defaultdict(lambda: defaultdict(set))  # of the full tensor
     for rank, digests in enumerate(everyone):
         for key, number in digests.items():
             by_value[key][number].append(rank)
+            by_shape[key[:3]][key[3]].add(rank)
     found: dict[str, list[tuple[tuple, float]]] = defaultdict(list)
+    for (name, stage, _), shapes in by_shape.items():
+        if len(shapes) > 1 and stage is None:  # a cache that is not saved may be longer on a rank
+            found[name].append((tuple(sorted(tuple(sorted(ranks)) for ranks in shapes.values())), math.inf))
     for key in sorted((key for key, groups in by_value.items() if len(groups) > 1), key=repr):
         groups = sorted(tuple(ranks) for ranks in by_value[key].values())
         found[key[0]].append((tuple(groups), _difference(held[key][1] if key in held else None, groups[0][0])))

@@ -11,6 +11,7 @@ import cloudpickle
 import ignite.distributed as idist
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import MODULE, SECONDS, is_count, one_of, shown, takes, whole
@@ -339,9 +340,10 @@ def _check_arguments(optimizer: Any, mode: str, staleness: int | None, backup: i
 
 
 def _check_model(model: nn.Module) -> None:
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(model, DistributedDataParallel) or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(
-            "model should be the plain module, but given a DistributedDataParallel, which also averages gradients"
+            f"model should be the plain module, but given a {type(model).__name__} from ddl.auto_model, which also "
+            "averages gradients"
         )
     mesh = get_mesh()
     if mesh.pp_size > 1 or mesh.tp_size > 1:

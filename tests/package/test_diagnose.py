@@ -104,6 +104,13 @@ def test_numbers_that_have_changed_places_are_found_with_and_without_a_trainer(l
         check_replicas(model)
 
 
+@on_each_rank(dp=2)
+def test_a_buffer_that_is_longer_on_a_rank_is_found(local_rank):
+    model = ddl.auto_model(net())
+    model.module.register_buffer("seen", torch.zeros(3 + local_rank))
+    assert ddl.check_in_sync(model) == [ddl.OutOfSync("seen", ((0,), (1,)), torch.inf)]
+
+
 def test_one_process_is_in_sync_with_itself():
     assert ddl.check_in_sync(net()) == []
 

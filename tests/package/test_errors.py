@@ -40,6 +40,28 @@ def test_a_layer_of_a_pipeline_is_not_replaced():
         pipeline_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), mesh_of(pp=2))[0] = nn.Linear(2, 2)
 
 
+def test_errors_that_a_script_makes_or_handles_stay_as_they_are():
+    class Stop(Exception):
+        pass
+
+    class Raises(nn.Identity):
+        def forward(self, x):
+            if x == 0:
+                raise Stop("the rate has its least size")
+            return x
+
+    layer = Raises()
+    errors.explain_errors(layer, f"{errors.THIS_WAS_IN}a layer")
+    with pytest.raises(Stop), explaining_errors():
+        layer(0)
+    try:
+        raise KeyError("shape")
+    except KeyError as error:
+        layer(1)
+        notes = getattr(error, "__notes__", [])
+    assert not notes
+
+
 def test_what_is_not_known_is_left():
     with pytest.raises(RuntimeError, match="^else$"), explaining_errors():
         raise RuntimeError("else")

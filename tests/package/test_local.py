@@ -394,6 +394,36 @@ def steps_refused(local_rank):
     return said
 
 
+class OddWeights(nn.Module):
+    """Of no dimensions, and with sparse gradients, neither of which FSDP2 takes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.words = nn.Parameter(torch.tensor(1.0)), nn.Embedding(6, 3, sparse=True)
+
+    def forward(self, x):
+        return self.words(x.argmax(1)) * self.scale
+
+
+@in_float64
+def odd_weights(local_rank):
+    model = ddl.auto_model(OddWeights(), dp_sync="local")
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.cross_entropy)
+    with pytest.raises(TypeError, match="rate"):
+        ddl.DiLoCo(1, lambda weights: torch.optim.SGD(weights, rate=1.0)).attach(trainer, model, optimizer)
+    ddl.LocalSGD(1).attach(trainer, model, optimizer)  # nothing was attached before
+    trainer.run(ddl.auto_dataloader(rows_of(), batch_size=5), max_epochs=2)
+    return ddl.full_state_dict(model)
+
+
+def test_rounds_of_one_step_with_weights_that_are_not_sharded():
+    right = odd_weights(0)
+    for found in launch({"dp": 2}, odd_weights):
+        assert all((found[name] - right[name]).abs().max() <= 1e-12 for name in right)
+
+
 @slow
 @pytest.mark.parametrize("option", [None, "fused", "capturable"])
 def test_steps_are_on_the_gpu_where_its_kernels_count_them(option):

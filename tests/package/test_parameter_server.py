@@ -935,6 +935,8 @@ def test_bad_models():
             mode = "sync"
         elif what == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
+        elif what == "sharded":
+            model = ddl.auto_model(model, shard=True)
         elif what == "small":
             model = nn.Linear(3, 1, bias=False)
         try:
@@ -949,7 +951,8 @@ def test_bad_models():
     shapes = "((1, 4), 'torch.float32') on worker 1 and ((1, 3), 'torch.float32') on worker 0"
     assert run(refused, "other shape") == ["accepted", f"'weight' {different} {shapes}"]
     assert run(refused, "other mode") == ["accepted", f"mode {different} sync on worker 1 and async on worker 0"]
-    assert all(text.startswith("model should be the plain module") for text in run(refused, "ddp"))
+    for what in ("ddp", "sharded"):
+        assert all(text.startswith("model should be the plain module") for text in run(refused, what))
     assert all(text.endswith("given 1 for 2 servers") for text in run(refused, "small"))
     assert all("between 1 and 1 of 2 workers" in text for text in run(refused, "backup"))
     no_server = parallel(2, 0).run(refused, "no server")
