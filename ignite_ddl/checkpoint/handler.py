@@ -86,7 +86,7 @@ class Checkpoint(IgniteCheckpoint):
         save_handler: a folder on a file system that all ranks see; it is made if need be. Several runs may save into
             it under different names: one that is alive keeps what it has saved (see Note).
         filename_prefix: as in Ignite.
-        score_function: as in Ignite; rank 0's score counts.
+        score_function: as in Ignite, called on every rank; rank 0's score counts.
         score_name: as in Ignite.
         n_saved: how many checkpoints to keep, None: all. Default: 1. An old one is removed after the new one is
             complete. Those of a run before this one stay, as in Ignite, unless ``include_self`` brings their names.
@@ -353,8 +353,16 @@ class Checkpoint(IgniteCheckpoint):
         return {name: {} for name in self.to_save}  # Ignite decides by the names; _write takes the states
 
     def _common_score(self, score_function: Callable[[Engine], int | float]) -> Callable[[Engine], int | float]:
-        """Scores may differ by rank, and ranks that decide differently would wait for each other."""
-        return lambda engine: on_rank_0(lambda: score_function(engine), self._group)
+        """Scores may differ by rank, and ranks that decide differently would wait for each other.
+
+        Every rank calls the function, which may evaluate or reduce.
+        """
+
+        def score(engine: Engine) -> int | float:
+            own, error = attempt(score_function, engine)
+            return on_rank_0(lambda: own, self._group, error)
+
+        return score
 
     def _write(self, name: str, metadata: Mapping[str, Any], outdated: list[str] | None = None) -> None:
         """Writes a checkpoint; with ``outdated``, the checkpoints in whose place it is kept, which it removes."""

@@ -427,11 +427,13 @@ def attempt(function: Callable, *args: Any) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def on_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """What a function returns or raises on rank 0, on every rank."""
-    if is_single_process(group):
+def on_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None, error: Exception | None = None) -> Any:
+    """What a function returns or raises on rank 0, on every rank; or raises the error that any rank has already."""
+    if is_single_process(group) and error is None:
         return function()
-    result, error = attempt(lambda: pickle.dumps(function())) if dist.get_rank() == 0 else (None, None)
+    result = None
+    if error is None and dist.get_rank() == 0:
+        result, error = attempt(lambda: pickle.dumps(function()))
     return pickle.loads(agree(error, group, result)[0])
 
 

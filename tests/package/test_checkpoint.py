@@ -315,6 +315,23 @@ def test_rank_0_decides(tmp_path):
     assert launch({"dp": 2}, scores_by_rank, tmp_path)[0] == ["checkpoint_0.0000"]
 
 
+@on_each_rank(dp=2)
+def test_a_score_may_be_evaluated_and_its_error_is_that_of_all(rank, tmp_path):
+    run = Run()
+    evaluator = ddl.create_supervised_evaluator(run.model, metrics={"loss": Loss(F.mse_loss)})
+    score = ddl.Checkpoint(
+        run.things(), tmp_path, score_function=lambda engine: evaluator.run(run.loader).metrics["loss"]
+    )
+    score(run.trainer)
+    assert score.last_checkpoint.name == f"checkpoint_{evaluator.state.metrics['loss']:.4f}"
+
+    def one_over_what_is_left(engine):
+        return 1 / (1 - ddl.get_mesh().rank)
+
+    with pytest.raises(ZeroDivisionError):  # on rank 0, too
+        ddl.Checkpoint(run.things(), tmp_path, score_function=one_over_what_is_left)(run.trainer)
+
+
 # -------------------------------------------------------------------------------------------- refusals
 
 
