@@ -120,7 +120,7 @@ def rows_of(tree: Any, first: int, end: int) -> Any:
     """The rows ``first`` to ``end`` of each tensor; plain values as they are."""
     if isinstance(tree, torch.Tensor):
         return tree[first:end]
-    return tree_map_only(torch.Tensor, lambda tensor: tensor[first:end], tree)
+    return map_leaves(lambda leaf: leaf[first:end] if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -129,20 +129,29 @@ def joined(parts: Sequence[Any]) -> Any:
     Raises:
         ValueError: if a tensor has no rows.
     """
-    if any(isinstance(leaf, torch.Tensor) and not leaf.ndim for leaf in tree_leaves(parts[0])):
+    if any(not tensor.ndim for tensor in tensors_of(parts[0])):
         raise ValueError(
             "the model's output should have a row for each sample in each tensor under pp, where microbatches are "
             "joined, but holds a single number: return it for each sample, or compute it in loss_fn"
         )
-    return tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], torch.Tensor) else leaves[0], *parts)
+    return map_leaves(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], torch.Tensor) else leaves[0], *parts)
 
 
 def check_joins(parts: Sequence[Any]) -> None:
     """Checks that :func:`joined` may join the outputs of microbatches, which have different numbers of rows.
 
     Raises:
-        ValueError: if rows are in another dim than 0, or in none.
+        ValueError: if rows are in another dim than 0, or in none, or plain values are not the same.
     """
+    for first, *others in zip(*map(_plain_values_of, parts), strict=False):
+        other = next((one for one in others if one != first and (one == one or first == first)), first)
+        if other is not first:
+            raise ValueError(
+                "the model's output should have the same plain values for each microbatch under pp, where microbatches "
+                f"are joined, but has {first!r} and {other!r}: return it as a tensor with a row for each sample, such "
+                "as y.new_full((len(y),), n), or compute it in loss_fn and metrics from tensors of the output, such as "
+                "by len(y)"
+            )
     for tensors in zip(*map(tensors_of, parts), strict=False):
         first, *others = map(local_tensor, tensors)
         is_table = first.is_floating_point() and first.numel() and all(torch.equal(first, one) for one in others)
@@ -153,6 +162,13 @@ def check_joins(parts: Sequence[Any]) -> None:
                 "different numbers of rows: return rows in dim 0 (output.transpose(0, 1) of a time-major one), padded "
                 "to one length, leave out what is the same for all rows, or use a mesh without pp"
             )
+
+
+def _plain_values_of(tree: Any) -> list[Any]:
+    """Numbers, strings and the like of an output of any structure, in order."""
+    found: list[Any] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, _PLAIN) else None, tree)
+    return found
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """Stages, microbatches and what a schedule is refused; that training is right is parity's to show."""
 
 import copy
+import dataclasses
 import itertools
+import math
 import re
 from collections import OrderedDict
 
@@ -698,6 +700,47 @@ def predicted(local_rank, last, length, rows):
 def test_outputs_whose_rows_are_not_in_dim_0_are_not_joined(last, length, rows):
     with pytest.raises(ddl.RankError, match=r"should have its rows in dim 0 .*return rows in dim 0"):
         run(predicted, 2, last, length, rows, pp=2)
+
+
+class Counting(nn.Linear):
+    """Says how many rows it has seen, too."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return {"y": y, "width": y.shape[1], "n": len(y)} if self.training else (y, y.shape[1], math.nan)
+
+
+def counted(local_rank, training):
+    model = ddl.auto_model(nn.Sequential(nn.Linear(4, 4), Counting(4, 4)), n_microbatches=4)
+    return model.train(training)(torch.ones(8, 4))
+
+
+def test_numbers_beside_the_rows_are_the_same_for_all_of_them():
+    y, *others = run(counted, 2, False, pp=2)[0]
+    assert y.shape == (8, 4)
+    assert str(others) == "[4, nan]"
+    with pytest.raises(ddl.RankError, match=r"same plain values .* 1 and 2: .* y.new_full\(\(len\(y\),\), n\)"):
+        run(counted, 2, True, pp=2)
+
+
+@dataclasses.dataclass
+class Rows:
+    y: torch.Tensor
+    width: int
+
+
+class InARecord(nn.Linear):
+    def forward(self, x):
+        return Rows(super().forward(x), 4)
+
+
+@on_each_rank(pp=2)
+def test_rows_in_a_dataclass_are_joined(local_rank):
+    torch.manual_seed(0)
+    whole, x = nn.Sequential(nn.Linear(4, 4), InARecord(4, 4)), torch.randn(8, 4)
+    found = ddl.auto_model(copy.deepcopy(whole), n_microbatches=4)(x)
+    assert found.width == 4
+    assert torch.allclose(found.y, whole(x).y)
 
 
 def test_packed_rows_and_a_single_microbatch_are_joined():
