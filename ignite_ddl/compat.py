@@ -78,7 +78,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -210,6 +211,7 @@ def set_local_gradients(
         local, placements, unsharded = gradients.get(id(parameter), (None, None, False))
         parameter.grad = None if local is None or unsharded else as_gradient(local, parameter, placements)
     if any(unsharded for _, _, unsharded in gradients.values()):
+        UNREDUCED.add(model)
         for module in model.modules():  # torch makes the unsharded parameters when it first gathers
             if isinstance(module, FSDPModule):
                 module.unshard()
@@ -224,6 +226,43 @@ def set_local_gradients(
             parameter.grad = gradient
         else:
             parameter.grad, one.unsharded_accumulated_grad = None, gradient
+
+
+UNREDUCED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # whose last backward pass has left gradients to reduce
+
+
+def zero_unreduced_gradients() -> None:
+    """Lets ``zero_grad`` of optimizers and modules reach gradients that FSDP2 or ``replicate`` has still to reduce:
+    torch keeps them elsewhere, and adds them to those of the next backward pass.
+    """
+    for kind, parameters_of in (torch.optim.Optimizer, _stepped), (nn.Module, nn.Module.parameters):
+        if not hasattr(kind.zero_grad, "_reaches_unreduced"):
+            kind.zero_grad = _reaching_unreduced(kind.zero_grad, parameters_of)
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _reaching_unreduced(zero_grad: Callable, parameters_of: Callable) -> Callable:
+    @functools.wraps(zero_grad)
+    def reaching(owner: Any, set_to_none: bool = True) -> None:
+        zero_grad(owner, set_to_none)
+        ids = set(map(id, parameters_of(owner))) if UNREDUCED else ()
+        for key, one in (pair for model in UNREDUCED for pair in _fsdp_parameters(model).items()):
+            unsharded = getattr(one, "_unsharded_param", None)
+            if unsharded is None or ids.isdisjoint((key, id(unsharded))):
+                continue
+            for gradient in (unsharded.grad, one.unsharded_accumulated_grad):
+                if gradient is not None and not set_to_none:
+                    gradient.zero_()
+            if set_to_none:
+                unsharded.grad = None  # in torch 2.15 this is the other, too
+                if one.unsharded_accumulated_grad is not None:
+                    one.unsharded_accumulated_grad = None
+
+    reaching._reaches_unreduced = True
+    return reaching
 
 
 @contextlib.contextmanager

@@ -170,6 +170,7 @@ def create_supervised_trainer(
         iteration = engine.state.iteration
         if (iteration - 1) % gradient_accumulation_steps == 0:
             optimizer.zero_grad()
+            step.open, step.expected, step.counted = False, 0.0, 0.0  # perhaps of a window that a run's end has cut
         last = iteration % gradient_accumulation_steps == 0
         if not _is_training(model):
             model.train()

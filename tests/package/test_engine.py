@@ -7,7 +7,7 @@ import ignite.distributed as idist
 import pytest
 import torch
 import torch.nn.functional as F
-from ignite.engine import Engine, Events
+from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.metrics import ConfusionMatrix, MeanSquaredError
 from ranks import assert_right, in_float64, launch, on, refused
 from torch import nn
@@ -378,3 +378,33 @@ def test_a_trainer_without_auto_model_is_refused(axes):
         trainer.run(ddl.auto_dataloader(TensorDataset(torch.randn(8, 4), torch.randn(8, 2)), batch_size=8))
 
     refused(training, r"model should be what ddl.auto_model returned, .*: model = ddl.auto_model\(model\)", **axes)
+
+
+@in_float64
+def with_left_windows(local_rank, make=ddl.create_supervised_trainer, **options):
+    """Weights after two runs that each end in a window, and after steps in which a gradient is left out."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(20, 3), torch.randn(20, 1))
+    left, dropped = (ddl.auto_model(nn.Linear(3, 1), **options) for _ in range(2))
+    optimizers = [ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1)) for model in (left, dropped)]
+    trainer = make(left, optimizers[0], F.mse_loss, gradient_accumulation_steps=2)
+    loader = ddl.auto_dataloader(data, batch_size=4)
+    for _ in range(2):
+        trainer.run(loader, max_epochs=1)
+
+    def update(engine, batch):
+        clears = dropped.zero_grad if engine.state.iteration == 2 else optimizers[1].zero_grad
+        if local_rank is not None:
+            ddl.forward_backward(engine, dropped, *batch, F.l1_loss, last=False)
+        clears(set_to_none=engine.state.iteration < 4)
+        ddl.forward_backward(engine, dropped, *batch, F.mse_loss)
+        optimizers[1].step()
+
+    ddl.MeshEngine(update).run(loader)
+    return torch.cat([p.flatten() for model in (left, dropped) for p in ddl.full_state_dict(model).values()])
+
+
+def test_gradients_that_no_step_has_used_are_left_out():
+    right = with_left_windows(None, create_supervised_trainer)
+    for found in (with_left_windows(0), *on(partial(with_left_windows, shard=True), dp=2)):
+        torch.testing.assert_close(found, right, atol=1e-12, rtol=0)
