@@ -46,6 +46,7 @@ class TrainingStep:
     Attributes:
         open: whether gradients wait for another batch before the optimizer steps.
         models: the model, and others that the last loss depends on: their gradients are weighted by rows.
+        optimizer: the one that steps where a window ends, if it is known.
         updates: the number of earlier batches after which this rank has stepped a model.
         order: a number that depends on the order in which the loader reads the rows of all ranks.
         ends_run: whether an engine's run ends with this step, as far as it is known.
@@ -59,6 +60,7 @@ class TrainingStep:
         model_fn: Callable[[nn.Module, Any], Any] = call,
     ) -> None:
         self.model, self.transform, self.checks = model, transform, checks
+        self.optimizer: torch.optim.Optimizer | None = None
         self.mesh, self.stages = get_mesh(), stages_of(model, model_fn)
         self.audit = Audit(model, self.stages, self.mesh) if checks and self.mesh.world_size > 1 else None
         if self.audit is not None and self.mesh.dp_cp_size * self.mesh.pp_size > 1:
@@ -215,7 +217,10 @@ class TrainingStep:
         if window is not None and self.expected:
             factor = window * self.expected / (self.counted or 1.0)
             if factor != 1.0:
-                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+                weights = {id(p): p for model in self.models for p in model.parameters()}
+                groups = [] if self.optimizer is None else self.optimizer.param_groups
+                weights |= {id(p): p for group in groups for p in group["params"]}  # of the loss, too
+                gradients = [p.grad for p in weights.values() if p.grad is not None]
                 if gradients:
                     torch._foreach_mul_([local_tensor(g) for g in gradients], factor)
         self.expected = self.counted = 0.0

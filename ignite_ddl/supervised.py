@@ -162,6 +162,7 @@ def create_supervised_trainer(
     adapt_optimizer(optimizer, checks)
     device = idist.device() if device is None else device
     step, autocast = TrainingStep(model, model_transform, checks, model_fn), autocast_for(amp_mode, device)
+    step.optimizer = optimizer
     prepare = functools.partial(prepare_batch, device=device, non_blocking=non_blocking)
     grad_scaler = make_scaler(scaler, amp_mode, device)
     scaled = None if grad_scaler is None else ScaledOptimizer(optimizer, grad_scaler)

@@ -408,3 +408,43 @@ def test_gradients_that_no_step_has_used_are_left_out():
     right = with_left_windows(None, create_supervised_trainer)
     for found in (with_left_windows(0), *on(partial(with_left_windows, shard=True), dp=2)):
         torch.testing.assert_close(found, right, atol=1e-12, rtol=0)
+
+
+class ScaledLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, 3))
+
+    def forward(self, output, y):
+        counts = y[:, :1] > 1
+        return (((output * self.scale - y) ** 2) * counts).sum() / counts.sum()
+
+
+@in_float64
+def with_weights_of_the_loss(local_rank, plain=False, **options):
+    torch.manual_seed(0)
+    rows, model, loss_fn = torch.randn(14, 3), nn.Linear(3, 3), ScaledLoss()
+    if not plain:
+        model, loss_fn = ddl.auto_model(model, **options), ddl.auto_model(loss_fn, **options)
+    optimizer = torch.optim.SGD([*model.parameters(), *loss_fn.parameters()], lr=0.1)
+    for window in rows.split(8) if plain else ():
+        optimizer.zero_grad()
+        loss_fn(model(window), window.exp()).backward()
+        optimizer.step()
+    if not plain:
+        trainer = ddl.create_supervised_trainer(
+            model,
+            ddl.auto_optim(optimizer),
+            loss_fn,
+            prepare_batch=lambda batch, **_: (batch, batch.exp()),
+            gradient_accumulation_steps=2,
+            loss_divisor=lambda y: (y[:, 0] > 1).sum(),
+        )
+        trainer.run(ddl.auto_dataloader(rows, batch_size=4))
+    return torch.cat([p.flatten() for m in (model, loss_fn) for p in ddl.full_state_dict(m).values()])
+
+
+def test_weights_of_the_loss_are_those_of_one_batch_in_place_of_a_window():
+    right = with_weights_of_the_loss(0, plain=True)
+    for found in (with_weights_of_the_loss(0), *on(partial(with_weights_of_the_loss, shard=True), dp=2)):
+        torch.testing.assert_close(found, right, atol=1e-12, rtol=0)
