@@ -20,6 +20,7 @@ from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.parts import is_part
 from ignite_ddl.pipeline.pipeline import SHARED
 from ignite_ddl.pipeline.structure import local_tensor
+from ignite_ddl.tensor.random import random_states, set_random_states
 
 _ADAPTED = "_adapted_to_the_mesh"  # on an optimizer
 _N_STEPS = 3  # steps
@@ -114,6 +115,7 @@ def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Non
     if not any(params for _, params in given):
         return
     other = "take an optimizer that steps each number by itself, such as SGD or AdamW (foreach or fused, too)"
+    drawn = random_states()  # an optimizer may draw, as for noise: the model's stream stays as it is
     try:
         full = _small_steps(optimizer, given, mesh, stages=min(mesh.pp_size, 2), cut=False)
     except Exception as error:
@@ -122,6 +124,8 @@ def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Non
             "does the same to parts of a model as to the full model: pass checks=False to ddl.auto_optim if it steps "
             f"each number by itself, or {other}"
         ) from error
+    finally:
+        set_random_states(drawn)
     try:
         with quiet_redistribution():
             parts = _small_steps(optimizer, given, mesh, stages=1, cut=True)
@@ -130,6 +134,8 @@ def _check_on_small_weights(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Non
             f"{name} cannot step weights that are cut over ranks ({first_line(error)}): {other}, with fused=False if "
             "this is about a fused operator; or leave weights uncut, by dp without shard=True"
         ) from error
+    finally:
+        set_random_states(drawn)
     for before, part, right in zip(_values(given, mesh), parts, full, strict=False):
         size = float((right - before).abs().max())
         differences = local_tensor(part) - local_tensor(_cut_like(right, part))

@@ -127,6 +127,14 @@ class Lookahead(torch.optim.Optimizer):
                 p.data.copy_(q.lerp_(p.data, 0.5))
 
 
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.add_(torch.randn_like(p), alpha=1e-6)
+
+
 class HoldsNothing(Lookahead):
     def __init__(self, params):
         self.param_groups = [{"params": params}]
@@ -160,8 +168,9 @@ UNKNOWN = {
     "ZeRO": (lambda ps: ZeroRedundancyOptimizer(ps, O.SGD, lr=0.1), "ZeroRedundancyOptimizer cannot be tried out"),
 }
 RIGHT_WHERE_CUT = {
-    "Muon": (lambda ps: O.Muon([p for p in ps if p.ndim == 2]), "nothing")
-}  # but for bfloat16's rounding
+    "Muon": (lambda ps: O.Muon([p for p in ps if p.ndim == 2]), "nothing"),  # but for bfloat16's rounding
+    "Noisy": (partial(Noisy, lr=0.1), "nothing"),
+}
 COUPLED = {"Coupled": (Coupled, "Coupled should do the same"), "LBFGS": (O.LBFGS, "LBFGS should do the same")}
 
 
@@ -195,9 +204,10 @@ def refusals(local_rank, cases, options):
     said = {}
     for name, (make, _) in cases.items():
         model = ddl.auto_model(mlp(), **options)
+        stream = torch.get_rng_state()
         try:
             ddl.auto_optim(make(list(model.parameters())))
-            said[name] = "nothing"
+            said[name] = "nothing" if torch.equal(stream, torch.get_rng_state()) else "it has drawn"
         except ValueError as error:
             said[name] = str(error)
     return said
