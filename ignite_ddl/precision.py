@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from typing import Any
 
 import ignite.distributed as idist
 import torch
@@ -62,13 +63,16 @@ class ScaledOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
-        self.optimizer, self.scaler, self.step = optimizer, scaler, optimizer.step
+        self.optimizer, self.scaler = optimizer, scaler
         self.found = torch.zeros(())
         self.param_groups = [{"params": [self.found]}]
 
     def loss_scale(self, device: str | torch.device) -> float:
         """The factor of losses."""
         return float(self.scaler.scale(torch.ones((), device=device)))
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.optimizer.step(*args, **kwargs)  # by which a scheduler, perhaps made later, counts steps
 
     def step_if_finite(self) -> None:
         """Steps the optimizer unless a gradient of a rank is not finite; updates the scale."""

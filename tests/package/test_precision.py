@@ -209,6 +209,16 @@ def test_a_scaler_works_under_another_default_dtype():
     assert on(scaled_in_float64, dp=2) == [2.0**15] * 2  # halved once
 
 
+def test_a_schedule_that_is_made_later_sees_steps_of_a_scaler(recwarn):
+    model = nn.Linear(24, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.cross_entropy, amp_mode="bfloat16", scaler=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: schedule.step())
+    trainer.run([(X, Y)])
+    assert not any("lr_scheduler.step()" in str(each.message) for each in recwarn)
+
+
 def test_the_scale_is_read_once_for_all_gradients(monkeypatch):
     scaler, read = torch.amp.GradScaler("cpu"), []
     scaler.scale(torch.ones(()))
