@@ -214,7 +214,7 @@ class MeshEngine(Engine):
             meet("terminate() of a trainer", WAIT_SECONDS, _END_ALIKE)
         elif event_name is Events.STARTED:
             self._in_step = self._in_epoch = False
-            self._pass = self._dataloader_iter and self._pass
+            self._pass = None if self._dataloader_iter is None else self._pass
         elif event_name is Events.EPOCH_STARTED:
             iteration, done = self.state.iteration, self._init_iter  # of this epoch, in runs before
             if done is None and self._dataloader_iter is None:  # as Ignite is going to count them

@@ -11,7 +11,7 @@ from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.metrics import ConfusionMatrix, MeanSquaredError
 from ranks import assert_right, in_float64, launch, on, refused
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ignite_ddl as ddl
 
@@ -54,6 +54,17 @@ def test_a_norm_to_clip_at(max_norm):
     with pytest.raises(ValueError, match="max_norm should be a positive number"):
         ddl.clip_grad_norm_(model, max_norm)
     assert torch.equal(model.weight.grad, torch.ones(1, 2))
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(10.0))
+
+
+def test_data_of_an_iterable_may_be_set_before_the_run():
+    engine, loader = ddl.MeshEngine(lambda engine, batch: batch.sum().item()), DataLoader(Numbers(), batch_size=4)
+    engine.set_data(loader)
+    assert engine.run(max_epochs=2, epoch_length=3).output == 17
 
 
 def made_of_a_loader(local_rank):
