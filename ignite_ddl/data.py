@@ -189,6 +189,7 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
         batch_size, drop_last = kwargs.pop("batch_size", 1), kwargs.pop("drop_last", False)
         parts = LocalStream(dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", None) or default_collate)
         loader = ShardedDataLoader(parts, batch_size=None, **kwargs)
+        loader.__dict__.update(batch_size=batch_size, drop_last=drop_last)  # as asked for: len(loader) counts by them
         loader.drawn = Drawn(kwargs.get("generator"), dataset)
         return loader
     generator, workers = kwargs.get("generator"), kwargs.get("num_workers", 0)
@@ -201,7 +202,10 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
     batches.most = _most_batches(of_one_process, dataset)
     loader = ShardedDataLoader(dataset, batch_sampler=batches, **kwargs)
     loader.drawn = drawn
-    loader.__dict__.update({name: given[name] for name in ("batch_size", "drop_last") if name in given})  # as asked for
+    as_asked_for = {name: given[name] for name in ("batch_size", "drop_last") if name in given}
+    if hasattr(of_one_process, "sampler"):
+        as_asked_for["sampler"] = of_one_process.sampler
+    loader.__dict__.update(as_asked_for)  # torch's __setattr__ refuses it
     return loader
 
 

@@ -213,9 +213,13 @@ class LocalStream(IterableDataset):
             first = False
             yield self.collate(batch[start:end] or batch[:1]), end - start, len(batch), fingerprint
 
+    def __getattr__(self, name: str) -> Any:  # set_epoch and others of the dataset, by loader.dataset
+        if name == "dataset" or name.startswith("__"):  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
     def __len__(self) -> int:
-        n = len(self.dataset)
-        return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
+        return len(self.dataset)
 
 
 def part(n: int, rank: int, size: int) -> tuple[int, int]:

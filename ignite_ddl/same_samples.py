@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import ConcatDataset, Subset
 
-from ignite_ddl.collectives import gathered_values
+from ignite_ddl.collectives import gathered_values, octets
 
 _SAMPLED_ROWS = 64  # rows of a dataset that ranks compare
 
@@ -20,9 +21,24 @@ def fingerprint_of(samples: list[Any]) -> int:
     """A number that depends on the values of samples of any structure."""
     found = 0
     for leaf in tree_leaves(samples):
-        array = leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf
-        found = zlib.crc32(array.tobytes() if hasattr(array, "tobytes") else repr(array).encode(), found)
+        found = zlib.crc32(_bytes_of(leaf), found)
     return found
+
+
+def _bytes_of(value: Any) -> bytes:
+    """What is the same for the same sample in other processes: no addresses, and no order of a set's words."""
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            return b"".join(map(_bytes_of, value.unbind()))
+        if value.layout != torch.strided:
+            sparse = value.to_sparse_coo().coalesce()
+            return _bytes_of(sparse.indices()) + _bytes_of(sparse.values())
+        return octets(value.detach().cpu().resolve_conj().resolve_neg()).numpy().tobytes()
+    if isinstance(value, set | frozenset):
+        return repr(sorted(map(repr, value))).encode()
+    if hasattr(value, "tobytes") and str(getattr(value, "dtype", "")) != "object":
+        return value.tobytes()
+    return re.sub(" at 0x[0-9a-fA-F]+", "", repr(value)).encode()
 
 
 def check_same_samples(fingerprint: int) -> None:
@@ -76,9 +92,13 @@ def _first_values(row: Any) -> list[Any]:
         elif isinstance(leaf, bool | int | float):
             found.append(leaf)
         elif isinstance(leaf, torch.Tensor) or type(leaf).__module__ == "numpy":
-            values = leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+            values = _dense(leaf.detach()).cpu() if isinstance(leaf, torch.Tensor) else leaf
             found.append([float(v) for v in values.reshape(-1)[:8].tolist() if isinstance(v, bool | int | float)])
     return found
+
+
+def _dense(row: torch.Tensor) -> torch.Tensor:
+    return row.to_padded_tensor(0) if row.is_nested else row if row.layout == torch.strided else row.to_dense()
 
 
 def _is_close(one: Any, other: Any) -> bool:

@@ -126,6 +126,50 @@ def test_samplers(sampler, size, monkeypatch):
         assert seen[0] == [[3], [0, 1, 2, 4, 5], [6, 7]]
 
 
+class Words:
+    def __init__(self, word):
+        self.word = word
+
+
+class StreamOf(IterableDataset):
+    epoch = 0
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+def odd_samples(local_rank):
+    words = [{f"{letter}{i}" for letter in "abcdef"} for i in range(5)]  # of which each process has an order of its own
+    kinds = (
+        [Words(word) for word in "abcde"],
+        words,
+        list(torch.arange(5.0).bfloat16()),
+        list((1j * torch.arange(5.0)).conj()),
+    )
+    counts = []
+    for samples in kinds:
+        loader = ddl.auto_dataloader(StreamOf(samples), batch_size=2, collate_fn=len)
+        loader.dataset.set_epoch(3)
+        assert (loader.dataset.epoch, len(loader.dataset), len(loader), loader.batch_size) == (3, 5, 3, 2)
+        counts.append(list(loader))
+    sampler = torch.utils.data.SubsetRandomSampler([1, 3, 4])
+    assert ddl.auto_dataloader(torch.arange(9), sampler=sampler, batch_size=2).sampler is sampler
+    return counts
+
+
+def test_samples_without_a_representation_and_a_loaders_attributes():
+    assert run(odd_samples, 2, dp=2) == [[[1, 1, 1]] * 4] * 2
+
+
 class Stream(IterableDataset):
     """Numbers 0, 1, ...; with workers each has every second one, as torch's documentation tells users to do."""
 

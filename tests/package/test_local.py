@@ -415,7 +415,7 @@ def odd_weights(local_rank):
         ddl.DiLoCo(1, lambda weights: torch.optim.SGD(weights, rate=1.0)).attach(trainer, model, optimizer)
     ddl.LocalSGD(1).attach(trainer, model, optimizer)  # nothing was attached before
     trainer.run(ddl.auto_dataloader(rows_of(), batch_size=5), max_epochs=2)
-    return ddl.full_state_dict(model)
+    return dict(ddl.full_state_dict(model))
 
 
 def test_rounds_of_one_step_with_weights_that_are_not_sharded():
@@ -524,7 +524,7 @@ def compressed_otherwise(local_rank, folder):
         draw = torch.Generator().manual_seed(1)
         data = TensorDataset(torch.randn(12, 8, generator=draw), torch.randn(12, 4, generator=draw))
         trainer_of(model).run(ddl.auto_dataloader(data, batch_size=4))
-        ddl.Checkpoint(things, folder).save("x")
+        return ddl.Checkpoint(things, folder).save("x")
 
     run("powersgd:2", load=False)
     for hook, options, words in (
