@@ -109,12 +109,18 @@ def meet(what: str, seconds: float, cure: str) -> None:
     if hasattr(error, "ranks_are_missing"):  # Ignite fires EXCEPTION_RAISED for a run and for the engine
         raise error
     seconds = seconds if error is None else min(seconds, SECONDS_IN_AN_ERROR)
-    store, n = dist.distributed_c10d._get_default_store(), _meetings.get(what, 0)
+    store, n, n_ranks = dist.distributed_c10d._get_default_store(), _meetings.get(what, 0), dist.get_world_size()
+    deadline, pause, key = time.monotonic() + seconds, 1e-4, f"{what} {n}"
     _meetings[what] = n + 1
-    deadline, pause = time.monotonic() + seconds, 1e-4
-    store.add(f"{what} {n}", 1)
-    while store.add(f"{what} {n}", 0) < dist.get_world_size():
+    store.add(key, 1)
+    while store.add(key, 0) < n_ranks:
         if time.monotonic() > deadline:
+            store.add(key, -1)  # so that a later call, which may be right, is not out of step with other ranks
+            time.sleep(0.1)  # others that leave in this moment look again, too
+            if store.add(key, 0) == n_ranks - 1:  # the last one has just come, and may have gone on
+                store.add(key, 1)
+                continue
+            _meetings[what] = n
             handles = "" if error is None else f", while this rank handles {type(error).__name__}: {first_line(error)}"
             missing = ValueError(
                 f"{what} should be called on every rank, but some did not call it within {seconds:g} s{handles}: {cure}"

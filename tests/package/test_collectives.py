@@ -1,12 +1,14 @@
 """What ranks tell each other, where each has a GPU of its own."""
 
 import pickle
+import time
 from types import SimpleNamespace
 
 import ignite.distributed as idist
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run
 
 from ignite_ddl import collectives
 from ignite_ddl.pipeline.transfer import Transfer
@@ -52,3 +54,23 @@ def test_the_last_stage_sends_its_outputs_to_the_gpus_of_its_peers(my_gpu, monke
     own = tensors()
     assert transfer.from_last_stage(own) is own
     check_arrived(transfer.from_last_stage(None))
+
+
+def meets_again(rank):
+    """Rank 0 is alone at first, and handles the error; rank 1 comes late, so that its call is met by the next one."""
+    if rank == 0:
+        with pytest.raises(ValueError, match="but some did not call it within 0.2 s: call it"):
+            collectives.meet("a call", 0.2, "call it")
+    dist.barrier()
+    for seconds in (0.3, 0.0):
+        if rank == 0:
+            time.sleep(seconds)
+        start = time.monotonic()
+        collectives.meet("a call", 60, "call it")
+        waited = time.monotonic() - start
+        assert waited > 0.1 or rank == 0 or not seconds
+    return collectives._meetings["a call"]
+
+
+def test_a_meeting_that_failed_is_held_again():
+    assert run(meets_again, 2) == [2, 2]
