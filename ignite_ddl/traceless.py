@@ -327,8 +327,9 @@ class WatchForSums(TorchDispatchMode):
     Attributes:
         found: whether it does.
         found_others: whether it does so otherwise than by ``ddl.gather_rows``, for which ranks may have unlike rows.
-        coarsest: the largest relative distance of two numbers of 16 bits that are products of matrices, convolutions or
-            attention; 0 if there are none. Under autocast, and with such weights, results may be float32 all the same.
+        coarsest: the largest relative distance of two numbers in the dtypes of products of matrices, convolutions or
+            attention; 0 if there are none. Results may have more digits: float32 under autocast, or float64 where a
+            part of a model is float32.
     """
 
     found = found_others = False
@@ -340,7 +341,7 @@ class WatchForSums(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace == "aten" and any(part in func.__name__ for part in _PRODUCTS):
             first = result[0] if isinstance(result, tuple) and result else result
-            if isinstance(first, torch.Tensor) and first.dtype in (torch.bfloat16, torch.float16):
+            if isinstance(first, torch.Tensor) and first.is_floating_point():
                 self.coarsest = max(self.coarsest, torch.finfo(first.dtype).eps)
         return result
 

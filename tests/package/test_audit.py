@@ -1873,3 +1873,25 @@ def test_exits_that_all_rows_choose_together_are_refused(each_row):
     else:
         with pytest.raises(ddl.RankError, match="a row of the model's output should depend on that row of the input"):
             launch({"dp": 2}, training)
+
+
+class PartlyFloat32(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x).float().tanh()).double())
+
+
+def partly_float32(local_rank):
+    torch.manual_seed(0)
+    model = PartlyFloat32().double()
+    model.b.float()
+    trainer = trainer_of(ddl.auto_model(model), F.mse_loss)
+    return trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=7), max_epochs=4).output
+
+
+def test_a_float32_part_of_a_float64_model_rounds_as_float32():
+    alone = partly_float32(0)
+    assert on(partly_float32, dp=2) == [pytest.approx(alone, rel=1e-5)] * 2

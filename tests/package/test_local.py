@@ -524,7 +524,7 @@ def compressed_otherwise(local_rank, folder):
         draw = torch.Generator().manual_seed(1)
         data = TensorDataset(torch.randn(12, 8, generator=draw), torch.randn(12, 4, generator=draw))
         trainer_of(model).run(ddl.auto_dataloader(data, batch_size=4))
-        return ddl.Checkpoint(things, folder).save("x")
+        ddl.Checkpoint(things, folder).save("x")
 
     run("powersgd:2", load=False)
     for hook, options, words in (
