@@ -84,13 +84,17 @@ def check_same_options(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         same_stage = mesh.coordinates(rank)["pp"] == mesh.pp_rank
         for (at_first, mine), (others_at_first, others) in zip(peers[mesh.rank], peer, strict=False):
             for number, (one, other) in enumerate(zip(mine, others, strict=False)):
-                name = next((name for name in one if one[name] != other.get(name, one[name])), None)
-                if name is not None and (same_stage or at_first == others_at_first):
+                name = next((name for name in one if not _same(one[name], other.get(name, one[name]))), None)
+                if name is not None and (same_stage or _same(at_first, others_at_first)):
                     raise ValueError(
                         f"the optimizer should have the same options on all ranks, but {name!r} of parameter group "
                         f"{number} is {one[name]} on rank {mesh.rank} and {other[name]} on rank {rank}: change it, as "
                         "a scheduler does, on every rank"
                     )
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one == other or repr(one) == repr(other)  # of NaN
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -202,7 +203,7 @@ def _merge_optimizers(key: str, optimizers: list[dict[str, Any]]) -> dict[str, A
         )
     for i, of_ranks in enumerate(zip(*(optimizer["groups"] for optimizer in optimizers), strict=True)):
         options = [group["options"] for group in of_ranks if group["names"]]  # of the ranks that have such parameters
-        if any(of_rank != options[0] for of_rank in options):
+        if not all(_same(of_rank, options[0]) for of_rank in options):
             raise ValueError(
                 f"to_save[{key!r}] should have the same parameter groups on every rank, in one order, but the options "
                 f"of group {i} differ between stages: make all groups on every rank, an empty one where a rank has "
@@ -220,7 +221,12 @@ def _merge_optimizers(key: str, optimizers: list[dict[str, Any]]) -> dict[str, A
 
 
 def _merge_objects(states: list[Any]) -> dict[str, Any]:
-    return {"all": states[0]} if all(state == states[0] for state in states) else {"by_rank": states}
+    return {"all": states[0]} if all(_same(state, states[0]) for state in states) else {"by_rank": states}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states are the same; a NaN is that of another rank."""
+    return one == other or json.dumps(one) == json.dumps(other)
 
 
 def _without_duplicates(lists: Iterable[list[str]]) -> list[str]:

@@ -1,6 +1,7 @@
 """ddl.Checkpoint: nothing is lost between a save and a load, on any two meshes, whatever happens in between."""
 
 import json
+import math
 import random
 import warnings
 from collections import Counter, OrderedDict, defaultdict
@@ -396,6 +397,22 @@ def test_a_state_by_rank_is_refused_on_another_mesh_before_anything_changes(tmp_
     with pytest.raises(ValueError, match="'number'. had another state on each rank"):
         ddl.Checkpoint.load_objects({"model": model, "number": Number(2)}, tmp_path / "x")
     assert torch.equal(model.norm.bias, before)
+
+
+def with_numbers_that_are_none(rank, folder):
+    """A best loss that there is not yet, in an object and among the options of an optimizer."""
+    model = ddl.auto_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
+    optimizer = ddl.auto_optim(torch.optim.SGD([{"params": [*model.parameters()], "best": float("nan")}], lr=0.1))
+    ddl.Checkpoint({"model": model, "optimizer": optimizer, "number": Number(float("nan"))}, folder).save("x")
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
+    trainer.run(ddl.auto_dataloader(TensorDataset(torch.ones(4, 8), torch.ones(4, 2)), batch_size=4))
+
+
+def test_numbers_that_are_none_are_the_same_on_all_ranks(tmp_path):
+    launch({"pp": 2}, with_numbers_that_are_none, tmp_path)
+    number = Number(0)
+    ddl.Checkpoint.load_objects({"number": number}, tmp_path / "x")
+    assert math.isnan(number.number)
 
 
 def with_an_average(rank, folder):
