@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ignite_ddl.collectives import gathered_values
 from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.data_parallel import LOCAL_ROUNDS
-from ignite_ddl.mesh import get_mesh
+from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.replicas import digest
 
 
@@ -76,34 +76,51 @@ def _check_gradients(engine: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_weights_stepped_by_hand(engine: Any) -> None:
-    """Raises a ValueError if dp ranks have stepped a weight unlike whose gradient is not reduced by us: one of no
-    model, or of a model that no step of ours has run; warns where no step of ours has run at all.
+    """Raises a ValueError if ranks have stepped a weight unlike whose gradient is not reduced by us: one of no model,
+    or over dp and cp of a model that no step of ours has run; warns where no step of ours has run at all.
     """
     mesh, steps = get_mesh(), engine.steps.values()
     checks = any(step.audit is not None and step.local is None for step in steps)
     by_hand_alone = not steps and engine.rows is not None and bool(engine.optimizers) and mesh.ep_size == 1
-    if mesh.dp_size == 1 or not (checks or by_hand_alone):
+    if mesh.dp_cp_size * mesh.pp_size == 1 or not (checks or by_hand_alone):
         return
     stepped = [p for optimizer in engine.optimizers for group in optimizer.param_groups for p in group["params"]]
     ours = {id(p) for step in steps for p in step.model.parameters()}
     own = [p for p in stepped if id(p) not in ours and not hasattr(p, LOCAL_ROUNDS) and not isinstance(p, DTensor)]
     of_models = [hasattr(p, BELONGS_TO_A_MODEL) for p in own]
-    peers = gathered_values([digest(p.detach()) for p in own], get_mesh().dp_group)
+    held = [(tuple(p.shape), digest(p.detach())) for p in own]
+    peers = gathered_values(held, mesh.dp_cp_group)
     for parameter, of_model, *digests in zip(own, of_models, *peers, strict=False):
         if len(set(digests)) > 1:
             problem = (
                 f"an optimizer steps a weight of shape {tuple(parameter.shape)} of "
                 f"{'a' if of_model else 'no'} model from ddl.auto_model, which "
-                "differs between dp ranks now, since each has computed its gradient from its own rows: "
-                + ("" if of_model else "put it into a module, give that to ddl.auto_model, and ")
-                + "compute its gradient by ddl.forward_backward"
-                + (", or average what is written into grad over dp ranks" if of_model else "")
+                f"differs between {'dp' if mesh.cp_size == 1 else 'dp or cp'} ranks now, since each has computed its "
+                f"gradient from its own {'rows' if mesh.cp_size == 1 else 'rows or tokens'}: "
+                + ("" if of_model else _cure_beside_a_model(mesh))
+                + ("compute its gradient by ddl.forward_backward" if of_model or mesh.pp_size == 1 else "")
+                + (", or average what is written into grad over these ranks" if of_model else "")
             )
             if of_model or not by_hand_alone:
                 raise ValueError(problem)
             if mesh.rank == 0:  # each rank may be meant to train a model of its own
                 warnings.warn(problem, stacklevel=2)
             return
+    if mesh.pp_size > 1:
+        beside = [each for each, of_model in zip(held, of_models, strict=True) if not of_model]
+        of_stages = zip(*gathered_values(beside, mesh.pp_group), strict=False)
+        unlike = next((each[0][0] for each in of_stages if len(set(each)) > len({shape for shape, _ in each})), None)
+        if unlike is not None:
+            raise ValueError(
+                f"an optimizer steps a weight of shape {unlike} of no model from ddl.auto_model, which differs between "
+                f"stages now, since the last one alone computes the loss: {_cure_beside_a_model(mesh)}"
+            )
+
+
+def _cure_beside_a_model(mesh: Mesh) -> str:
+    if mesh.pp_size > 1:
+        return "make it a parameter of the model's last layer, which computes with it"
+    return "put it into a module, give that to ddl.auto_model, and "
 
 
 def _has_closure(args: tuple, kwargs: dict) -> bool:

@@ -692,6 +692,41 @@ def in_the_loss(local_rank):
     return scale.item()
 
 
+def beside_a_model(local_rank):
+    """A number that is no nn.Parameter, such as a temperature, in an update function of one's own."""
+    model = ddl.auto_model(mlp())
+    scale = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    optimizer = ddl.auto_optim(torch.optim.SGD([{"params": list(model.parameters())}, {"params": [scale]}], lr=0.1))
+
+    def update(engine, batch):
+        optimizer.zero_grad()
+        _, loss = ddl.forward_backward(engine, model, *batch, lambda output, y: F.mse_loss(output * scale.exp(), y))
+        optimizer.step()
+        return loss.item()
+
+    x = torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)  # rows, tokens, features
+    trainer = ddl.MeshEngine(update)
+    trainer.run(ddl.auto_dataloader(TensorDataset(x, x[..., :4].sin()), batch_size=4), max_epochs=1)
+    return trainer.state.output
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"cp": 2}, r"weight of shape \(\) of no model .* differs between dp or cp ranks now, .* put it into a module"),
+        (
+            {"pp": 2},
+            r"weight of shape \(\) of no model .* differs between stages now, .* parameter of the model's last",
+        ),
+    ],
+    ids=str,
+)
+def test_a_number_beside_a_model_that_ranks_step_unlike_is_refused(axes, words):
+    with pytest.raises(ValueError, match=words):
+        on(beside_a_model, **axes)
+    assert on(beside_a_model, tp=2) == [pytest.approx(beside_a_model(0), abs=1e-12)] * 2
+
+
 def test_a_weight_of_no_model_is_refused():
     with pytest.raises(ValueError, match=r"optimizer holds a weight of shape \(\) of no model from ddl.auto_model"):
         on(in_the_loss, dp=2)
