@@ -228,7 +228,7 @@ def set_local_gradients(
             parameter.grad, one.unsharded_accumulated_grad = None, gradient
 
 
-UNREDUCED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # whose last backward pass has left gradients to reduce
+UNREDUCED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose last backward pass has left gradients so
 
 
 def zero_unreduced_gradients() -> None:
@@ -249,7 +249,8 @@ def _reaching_unreduced(zero_grad: Callable, parameters_of: Callable) -> Callabl
     def reaching(owner: Any, set_to_none: bool = True) -> None:
         zero_grad(owner, set_to_none)
         ids = set(map(id, parameters_of(owner))) if UNREDUCED else ()
-        for key, one in (pair for model in UNREDUCED for pair in _fsdp_parameters(model).items()):
+        models = list(UNREDUCED)
+        for key, one in (pair for model in models for pair in _fsdp_parameters(model).items()):
             unsharded = getattr(one, "_unsharded_param", None)
             if unsharded is None or ids.isdisjoint((key, id(unsharded))):
                 continue
@@ -260,6 +261,7 @@ def _reaching_unreduced(zero_grad: Callable, parameters_of: Callable) -> Callabl
                 unsharded.grad = None  # in torch 2.15 this is the other, too
                 if one.unsharded_accumulated_grad is not None:
                     one.unsharded_accumulated_grad = None
+        UNREDUCED.difference_update([model for model in models if not local_gradients(model)])
 
     reaching._reaches_unreduced = True
     return reaching

@@ -20,14 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.collectives import SENT, octets
-from ignite_ddl.compat import (
-    UNREDUCED,
-    keep_missing_gradients,
-    replaced_parameter,
-    replicate,
-    unsharded_parameters,
-    zero_unreduced_gradients,
-)
+from ignite_ddl.compat import keep_missing_gradients, replaced_parameter, replicate, unsharded_parameters
 from ignite_ddl.experts.style import dim_to_shard, experts_of
 from ignite_ddl.guards import refuse_second_derivatives
 from ignite_ddl.mesh import Mesh, get_mesh
@@ -102,7 +95,6 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, options: Mapping[str, Any
     if not parameters or (mesh.pp_size > 1 and not any(p.requires_grad for p in parameters)):
         return
     keep_missing_gradients()
-    zero_unreduced_gradients()
     if options is None:  # not DDP, which loses parameters of models with DTensors and of pipelines
         for experts in experts_of(module):
             replicate(experts, mesh.expert_mesh["edp"])
@@ -269,7 +261,6 @@ def gradient_sync(stages: list[nn.Module], sync: bool) -> Iterator[None]:
                 stack.enter_context(stage.no_sync())
             elif isinstance(stage, FSDPModule):
                 stage.set_requires_gradient_sync(sync)
-                (UNREDUCED.discard if sync else UNREDUCED.add)(stage)
                 if getattr(stage, "_keeps_gathered", False):  # until the optimizer steps
                     stage.set_reshard_after_backward(sync)
                     stage._holds_weights = not sync

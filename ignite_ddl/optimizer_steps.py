@@ -12,10 +12,34 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ignite_ddl.collectives import gathered_values
-from ignite_ddl.compat import BELONGS_TO_A_MODEL
+from ignite_ddl.compat import BELONGS_TO_A_MODEL, UNREDUCED, local_gradients, zero_unreduced_gradients
 from ignite_ddl.data_parallel import LOCAL_ROUNDS
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.replicas import digest
+
+_IN_A_WINDOW = (
+    "the optimizer steps in the middle of a window, last=False of ddl.forward_backward or the trainer's "
+    "gradient_accumulation_steps, whose gradients are not reduced over ranks: pass last=True before a step, or give "
+    "the trainer epochs of a multiple of gradient_accumulation_steps batches (epoch_length of its run)"
+)
+_is_watching = False
+
+
+def watch_unreduced_gradients() -> None:
+    """From now on, refuses a step of gradients that are not reduced, in a handler or after a run, too."""
+    global _is_watching
+    zero_unreduced_gradients()
+    if not _is_watching:
+        _is_watching = True
+        register_optimizer_step_pre_hook(_refuse_unreduced)
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    if not UNREDUCED or _has_closure(args, kwargs):
+        return
+    unreduced = {key for model in UNREDUCED for key in local_gradients(model)}
+    if any(id(p) in unreduced for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(_IN_A_WINDOW)
 
 
 @contextlib.contextmanager
@@ -54,10 +78,7 @@ def _check_gradients(engine: Any, optimizer: torch.optim.Optimizer) -> None:
         )
     waiting = {id(p) for step in engine.steps.values() if step.open for p in step.model.parameters()}
     if waiting and any(id(parameter) in waiting for parameter in stepped):
-        raise ValueError(
-            "the optimizer steps, but the last ddl.forward_backward of its model had last=False, so that gradients "
-            "are not reduced over ranks: pass last=True before a step"
-        )
+        raise ValueError(_IN_A_WINDOW)
     if engine.rows is None or engine.rows[1] % get_mesh().dp_size == 0:
         return
     weighted = {id(parameter) for model in engine.weighted for parameter in model.parameters()}

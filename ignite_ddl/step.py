@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ignite_ddl.audit import ROWS_CHECKED, TOKENS_CHECKED, Audit
+from ignite_ddl.compat import UNREDUCED
 from ignite_ddl.data_parallel import gradient_sync, local_round
 from ignite_ddl.errors import explaining_errors
 from ignite_ddl.experts.balance import router_loss_weight
@@ -23,6 +24,7 @@ from ignite_ddl.loss_contract import ASKS_PEERS, BY_PASSES, LossContract, LossCo
 from ignite_ddl.loss_graph import models_before
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.mixing import CheckedTransform
+from ignite_ddl.optimizer_steps import watch_unreduced_gradients
 from ignite_ddl.pipeline.local_stages import call, stages_of
 from ignite_ddl.pipeline.structure import local_tensor, n_rows, n_samples
 from ignite_ddl.tensor.gradients import redistribute_gradient
@@ -70,6 +72,10 @@ class TrainingStep:
                 setattr(model, kind, True)
         self.contracts = LossContracts(self.mesh, model)
         self.local, self.has_routers = local_round(model), bool(routers_of(model))
+        meets = self.mesh.hybrid if self.local is not None else self.mesh.pp_size == 1 and self.mesh.dp_cp_size > 1
+        self.leaves_gradients = meets or bool(self.stages.shared_names())  # to reduce, in a window's first batches
+        if self.leaves_gradients:
+            watch_unreduced_gradients()
         self.open, self.models, self.updates, self.order, self.ends_run = False, [model], 0, 0, False
         # Divisors of this window: the one by which gradients are divided, and the sum of those of its batches.
         self.expected = self.counted = 0.0
@@ -112,6 +118,8 @@ class TrainingStep:
             rows = (n_samples(x, y),) * 2
         local_divisor = self._begin(contract, rows, x, y, window, autocast)
         weight, of_batch = self._weight(contract, rows, local_divisor, window)
+        if self.leaves_gradients and not last:
+            UNREDUCED.add(self.model)
         weight, of_batch = weight * scale / (window or 1), of_batch * scale / (window or 1)
         loss_of, share = checked_loss(contract, empty=n_rows(x) == 0), contract.divisor.share
         with (
@@ -140,6 +148,7 @@ class TrainingStep:
         self.models = [self.model, *contract.others, *models_before(x)]
         self.open, self.counted = not last, self.counted + total
         if last:
+            UNREDUCED.discard(self.model)
             self._finish(window, loss)
         return output, loss
 

@@ -459,3 +459,27 @@ def test_weights_of_the_loss_are_those_of_one_batch_in_place_of_a_window():
     right = with_weights_of_the_loss(0, plain=True)
     for found in (with_weights_of_the_loss(0), *on(partial(with_weights_of_the_loss, shard=True), dp=2)):
         torch.testing.assert_close(found, right, atol=1e-12, rtol=0)
+
+
+@in_float64
+def with_a_flush(local_rank, handler=True, epoch_length=None, **options):
+    """The last window is not complete, and a script steps with it."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(20, 3), torch.randn(20, 1))
+    model = ddl.auto_model(nn.Linear(3, 1), **options)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss, gradient_accumulation_steps=2)
+    if handler:
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: optimizer.step())
+    trainer.run(ddl.auto_dataloader(data, batch_size=4), epoch_length=epoch_length)
+    if not handler:
+        optimizer.step()
+    return [trainer.state.output], torch.cat([p.flatten() for p in ddl.full_state_dict(model).values()])
+
+
+def test_a_step_in_the_middle_of_a_window_is_refused():
+    words = r"steps in the middle of a window, .* \(epoch_length of its run\)"
+    refused(partial(with_a_flush, shard=True), words, dp=2)
+    refused(partial(with_a_flush, handler=False), words, dp=2)
+    assert_right(partial(with_a_flush, shard=True, epoch_length=4), dp=2)
+    assert_right(partial(with_a_flush, tensor_plan={}), tp=2)
