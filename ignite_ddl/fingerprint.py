@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_ddl.compat import forget_forward_pass
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.mesh import get_mesh
@@ -98,6 +99,7 @@ def check_unchanged(model: nn.Module) -> None:
     if mesh.pp_size == 1 and getattr(model, "_holds_weights", False):  # FSDP2's full ones, until the optimizer steps
         return
     if not fingerprint.has_same_entries():
+        forget_forward_pass(model)  # perhaps an error has ended it, which the script has caught
         reshard(model)  # FSDP2 puts unsharded parameters in the places of others
         if not fingerprint.has_same_entries():
             _check_new_parameters(model, fingerprint)

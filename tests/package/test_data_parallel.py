@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Events
-from ranks import in_float64, launch, refused, run
+from ranks import assert_right, in_float64, launch, refused, run
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
@@ -179,3 +179,36 @@ def test_a_number_of_a_part_is_refused_after_the_layer_has_run(shard):
 
     with pytest.raises(ddl.RankError, match="this number is computed from this rank's part of a weight"):
         launch({"dp": 2, "tp": 2}, evaluated)
+
+
+class Limited(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.abs().max() > 9:
+            raise FloatingPointError
+        return x + self.layer(x).tanh()
+
+
+@in_float64
+def with_errors_that_are_caught(local_rank, **options):
+    torch.manual_seed(0)
+    model = ddl.auto_model(nn.Sequential(Limited(), Limited()), **options)
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.5))
+    losses = []
+
+    def update(engine, batch):
+        optimizer.zero_grad()
+        losses.append(ddl.forward_backward(engine, model, batch, batch**2, F.mse_loss)[1].item())
+        with pytest.raises(FloatingPointError):  # of the second block
+            model(torch.full_like(batch, 8.9))
+        optimizer.step()
+
+    ddl.MeshEngine(update).run(ddl.auto_dataloader(torch.randn(12, 4), batch_size=4))
+    return losses, torch.cat([p.flatten() for p in ddl.full_state_dict(model).values()])
+
+
+def test_a_forward_pass_whose_error_a_script_catches():
+    assert_right(partial(with_errors_that_are_caught, tensor_plan={}), dp=2, tp=2)
