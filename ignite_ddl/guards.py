@@ -59,10 +59,22 @@ def check_layers(model: nn.Module, mesh: Mesh, plain: bool) -> None:
                 f"{name!r} has sparse=True, but sparse gradients work only where the mesh is data parallel without "
                 "shard=True: sparse=False has the same gradients"
             )
+    for name, tensor in [*model.named_buffers(), *model.named_parameters()]:
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"{name!r} is sparse ({tensor.layout}), which torch does not send to other ranks: register what it is "
+                "made of instead (its indices and its values), and let forward make it, torch.sparse_coo_tensor("
+                "self.indices, self.values, size)"
+            )
     for name, parameter in model.named_parameters():  # under pp, torch would refuse it on the ranks of one stage only
         if not plain and mesh.dp_cp_size > 1 and not parameter.ndim and parameter.requires_grad:
             raise ValueError(
                 f"{name!r} has no dimensions, which torch's FSDP2 and replicate do not support: give it the shape (1,)"
+            )
+        if not plain and mesh.dp_cp_size > 1 and not parameter.numel() and parameter.requires_grad:
+            raise ValueError(
+                f"{name!r} has no elements, {tuple(parameter.shape)}, whose gradient torch's FSDP2 and replicate do "
+                "not reduce: leave it out, or freeze it"
             )
     if not plain:
         _check_memory(model)

@@ -76,7 +76,8 @@ def check_mesh(
     }
     other = 1 if -1 in (dp_replicate, dp_shard) else -1
     parts = {name: given.get(name, other) for name in DP_AXES if not given.keys().isdisjoint(DP_AXES)}
-    of_sequence = {"cp": cp} if check("cp", cp, AXIS) != 1 else {}
+    cp = check("cp", cp, AXIS)
+    of_sequence = {"cp": cp} if cp != 1 else {}
     if not parts or "dp" in given:
         wanted = {axis: given.get(axis, -1) for axis in AXES} | of_sequence
         sizes = _filled(wanted, world_size, "the number of ranks")

@@ -36,7 +36,7 @@ NOT_SHARED = (
 _FULL = contextvars.ContextVar("the model has full sequences", default=False)
 _CONVOLUTIONS = (*(nn.Conv1d, nn.Conv2d, nn.Conv3d), *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
 _CHUNK = 2  # tokens of a chunk in check_tokens
-_FEW = 16  # numbers, which may be the same on all ranks by chance
+_FEW = 16  # numbers of unlike rows, which may be the same on all ranks by chance
 _ROWS, _WINDOWS = 4, 4  # on which a model is tried: rows of a batch, and windows of each
 _tokens = 0  # of each row of the last batch on this rank
 
@@ -84,7 +84,8 @@ def _check_shared(given: list[torch.Tensor], group: dist.ProcessGroup | None) ->
     """Raises a ValueError if all ranks of the group have the same tokens, unless these repeat."""
     halves = [tensor.chunk(2, 1) for tensor in given]
     repeats = all(len(of) == 1 or torch.equal(*of) for of in halves if of[0].shape == of[-1].shape)
-    first = torch.tensor([repeats or sum(map(torch.numel, given)) < _FEW, *map(digest, given)], device=idist.device())
+    n_unlike = sum(len({digest(row) for row in tensor}) * tensor[0].numel() for tensor in given if len(tensor))
+    first = torch.tensor([repeats or n_unlike < _FEW, *map(digest, given)], device=idist.device())
     peers = gathered(first, group)
     if not first[0] and all(torch.equal(peer, first) for peer in peers):
         raise ValueError(

@@ -77,7 +77,9 @@ def _digest(gradient: torch.Tensor | None) -> torch.Tensor:
     """16 numbers: the sum and the norm of each eighth, scaled so that they differ by no more than the gradients."""
     if gradient is None:
         return torch.zeros(16, dtype=torch.float64, device=idist.device())
-    parts = local_tensor(gradient).detach().to(idist.device(), torch.float64).flatten().tensor_split(8)
+    held = local_tensor(gradient).detach().resolve_conj()
+    held = torch.view_as_real(held) if held.is_complex() else held
+    parts = held.to(idist.device(), torch.float64).flatten().tensor_split(8)
     sums = [part.sum() / max(len(part), 1) ** 0.5 for part in parts]
     return torch.stack(sums + [part.norm() for part in parts])
 

@@ -981,3 +981,25 @@ def test_a_parameter_that_was_taken_before_the_model_was_cut_is_refused(local_ra
     ):
         with pytest.raises(ValueError, match="as it was before ddl.auto_model, .* take parameters from the returned"):
             use()
+
+
+class Odd(nn.Linear):
+    def __init__(self, what):
+        super().__init__(3, 2)
+        if what == "sparse":
+            self.register_buffer("odd", torch.eye(3).to_sparse())
+        else:
+            self.odd = nn.Parameter(torch.empty(0, 3))
+
+
+@on_each_rank(dp=2)
+def test_tensors_that_torch_does_not_send_are_refused(local_rank):
+    for what, words in (
+        ("sparse", r"'odd' is sparse .* its indices and"),
+        ("empty", r"'odd' has no elements, \(0, 3\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ddl.auto_model(Odd(what), shard=True)
+    frozen = Odd("empty")
+    frozen.odd.requires_grad_(False)
+    assert ddl.auto_model(frozen, shard=True)(torch.ones(2, 3)).shape == (2, 2)

@@ -519,11 +519,12 @@ def compressed_otherwise(local_rank, folder):
         model = ddl.auto_model(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), comm_hook=hook, **options)
         things = {"model": model, "comm": model.comm_state}
         if load:
-            return ddl.Checkpoint.load_objects(things, f"{folder}/x")
-        draw = torch.Generator().manual_seed(1)
-        data = TensorDataset(torch.randn(12, 8, generator=draw), torch.randn(12, 4, generator=draw))
-        trainer_of(model).run(ddl.auto_dataloader(data, batch_size=4))
-        ddl.Checkpoint(things, folder).save("x")
+            ddl.Checkpoint.load_objects(things, f"{folder}/x")
+        else:
+            draw = torch.Generator().manual_seed(1)
+            data = TensorDataset(torch.randn(12, 8, generator=draw), torch.randn(12, 4, generator=draw))
+            trainer_of(model).run(ddl.auto_dataloader(data, batch_size=4))
+            ddl.Checkpoint(things, folder).save("x")
 
     run("powersgd:2", load=False)
     for hook, options, words in (
