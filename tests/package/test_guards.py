@@ -995,7 +995,7 @@ class Odd(nn.Linear):
 @on_each_rank(dp=2)
 def test_tensors_that_torch_does_not_send_are_refused(local_rank):
     for what, words in (
-        ("sparse", r"'odd' is sparse .* its indices and"),
+        ("sparse", r"'odd' is sparse .*its indices and"),
         ("empty", r"'odd' has no elements, \(0, 3\)"),
     ):
         with pytest.raises(ValueError, match=words):
