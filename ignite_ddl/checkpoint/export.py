@@ -80,6 +80,9 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
         weight_map |= dict.fromkeys(batch, len(parts))
         total += sum(tensor.nbytes for tensor in batch.values())
         batch.clear()  # before those of the next file are gathered
+    for path in parts if error is not None else ():
+        with contextlib.suppress(OSError):
+            path.unlink()
     agree(error)
     return on_rank_0(lambda: _rename_files(folder, parts, weight_map, total), None)
 

@@ -34,6 +34,10 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint that is incomplete, or whose bytes are not those that were written."""
 
 
+class NoCheckpoint(ValueError):
+    """There is none in this place."""
+
+
 class LacksObject(ValueError):
     """A checkpoint that has no object of a name, such as the best model alone."""
 

@@ -36,7 +36,7 @@ from ignite_ddl.arguments import (
     shown,
     takes,
 )
-from ignite_ddl.checkpoint.form import RESERVED, VERSION, DamagedCheckpoint, LacksObject
+from ignite_ddl.checkpoint.form import RESERVED, VERSION, DamagedCheckpoint, LacksObject, NoCheckpoint
 from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.loading import load
 from ignite_ddl.checkpoint.owners import ENDINGS, check_free, keep, new_number, run_numbers
@@ -319,10 +319,19 @@ class Checkpoint(IgniteCheckpoint):
         """
         candidates = on_rank_0(lambda: complete_checkpoints(Path(folder)), None)
         skipped: list[ValueError] = []
-        for path in candidates:
+        tries = 20
+        while candidates:
+            path = next(iter(candidates))
+            saved = candidates.pop(path)
             try:
                 Checkpoint.load_objects(to_load, path, strict)
-            except (DamagedCheckpoint, LacksObject) as error:
+            except (DamagedCheckpoint, LacksObject, NoCheckpoint) as error:
+                now, tries = on_rank_0(lambda: times_saved(Path(folder)), None), tries - 1
+                if tries and now.get(path) != saved:
+                    candidates, skipped = on_rank_0(lambda: complete_checkpoints(Path(folder)), None), []
+                    continue  # another run has removed or replaced it meanwhile
+                if isinstance(error, NoCheckpoint):
+                    raise
                 skipped.append(error)
                 continue
             for error in skipped if idist.get_rank() == 0 else ():

@@ -51,6 +51,7 @@ from ignite_ddl.checkpoint.form import (
     SUMS,
     VERSION,
     DamagedCheckpoint,
+    NoCheckpoint,
     check_state,
     described,
     digest_line,
@@ -249,12 +250,16 @@ class _SavePlanner(DefaultSavePlanner):
 # --------------------------------------------------------------------------------------------- reading
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder that were written to their end, the newest first. Their bytes are not checked."""
+def complete_checkpoints(folder: Path) -> dict[Path, float]:
+    """The checkpoints in a folder that were written to their end, the newest first, and when each was saved.
+
+    Their bytes are not checked.
+    """
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_dir() and not path.name.startswith(".") and not os.listdir(path):
-            warnings.warn(f"{path} is empty: if it was a checkpoint, what was in it is lost", stacklevel=2)
-    return [path for path, _ in sorted(times_saved(folder).items(), key=lambda item: item[1], reverse=True)]
+        with contextlib.suppress(FileNotFoundError):  # another run has just removed it
+            if path.is_dir() and not path.name.startswith(".") and not os.listdir(path):
+                warnings.warn(f"{path} is empty: if it was a checkpoint, what was in it is lost", stacklevel=2)
+    return dict(sorted(times_saved(folder).items(), key=lambda item: item[1], reverse=True))
 
 
 def times_saved(folder: Path) -> dict[Path, float]:
@@ -285,7 +290,7 @@ class Folder:
         if not os.path.lexists(self.path / SUMS) and not os.path.lexists(self.path / STATE):
             why = "has no file SHA256SUMS" if self.path.is_dir() else "is a file"
             why = why if self.path.exists() else "does not exist"
-            raise ValueError(f"checkpoint should be a folder that ddl.Checkpoint wrote, but {self.path} {why}")
+            raise NoCheckpoint(f"checkpoint should be a folder that ddl.Checkpoint wrote, but {self.path} {why}")
         with self._damages():
             self.content = read_state(self.path)
             version = self.content["version"]

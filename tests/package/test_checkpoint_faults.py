@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import zlib
 from pathlib import Path
 
@@ -392,7 +393,32 @@ def test_an_export_removes_what_an_export_has_left(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*theirs, "model.safetensors"])
 
 
+def test_an_export_that_fails_leaves_nothing(tmp_path):
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(2, 2, dtype=torch.complex128))  # which safetensors do not know
+    with pytest.raises(OSError, match="could not be written"):
+        ddl.export_weights(model, tmp_path / "out", 5000)
+    assert not list((tmp_path / "out").iterdir())
+
+
 # --------------------------------------------------------------------------------- two jobs in one folder
+
+
+@pytest.mark.parametrize("when", ["__init__", "check"])
+def test_a_checkpoint_that_another_run_replaces_while_it_is_read(when, tmp_path, monkeypatch):
+    model = net()
+    checkpoint, real = ddl.Checkpoint({"model": model}, tmp_path), getattr(Folder, when)
+
+    def replaced(self, *args):
+        if not (tmp_path / "new").exists():
+            checkpoint.save("new")
+            shutil.rmtree(tmp_path / "old")
+        return real(self, *args)
+
+    checkpoint.save("old")
+    monkeypatch.setattr(Folder, when, replaced)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ddl.Checkpoint.load_newest({"model": model}, tmp_path) == tmp_path / "new"
 
 
 def beside(function, *args):
