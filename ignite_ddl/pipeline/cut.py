@@ -367,13 +367,13 @@ def check_trains(cut: Cut, stage: int, module: nn.Module) -> None:
 def sequential(layers: Sequence[tuple[str, nn.Module]]) -> nn.Module:
     """The layers of a stage, called one after the other, each under its name in the full model."""
     names = [name for name, _ in layers]
-    if len({*names}) < len(names) or any("." in name for name in names):
+    if len({*names}) < len(names) or any("." in name or hasattr(nn.Sequential, name) for name in names):
         return NamedSequential(layers)
     return nn.Sequential(OrderedDict(layers))
 
 
 class NamedSequential(nn.Module):
-    """An ``nn.Sequential`` whose layers have names with dots, such as "blocks.0", or occur twice."""
+    """An ``nn.Sequential`` whose layers have names with dots, such as "blocks.0", or of its own, or twice."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
@@ -388,11 +388,11 @@ class NamedSequential(nn.Module):
 
 
 def add_submodule(root: nn.Module, name: str, layer: nn.Module) -> None:
-    """Makes ``layer`` the submodule ``name`` of ``root``, with a ModuleDict for each part before a dot."""
+    """Makes ``layer`` the submodule ``name`` of ``root``, with a module for each part before a dot."""
     *parts, last = name.split(".")
     for part in parts:
         if part not in root._modules:
-            root.add_module(part, nn.ModuleDict())
+            root.add_module(part, nn.Module())  # which has fewer names of its own than a ModuleDict
         root = root._modules[part]
     root.add_module(last, layer)
 

@@ -205,7 +205,9 @@ class PipelineStages:
         rows = check_rows(x, y)
         tensors, structure = flatten(tree_map_only(torch.Tensor, torch.Tensor.contiguous, x), "x")
         shapes = repr((structure, [(tuple(t.shape), t.dtype) for t in tensors]))
-        key = rows, shapes, getattr(autocast, "fast_dtype", None)
+        device = idist.device().type
+        around = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        key = rows, shapes, (getattr(autocast, "fast_dtype", None), around, self.module.training)
         schedule, loss, new = self.schedules.get(key, x, rows, autocast or contextlib.nullcontext())
         self._share_buffers()
         loss.loss_fn, loss.y = loss_fn, y

@@ -60,6 +60,12 @@ class Pipeline(nn.Module):
         super().__init__()
         allow_empty_parameter_lists()
         layers = dict(named_layers(model))
+        taken = next((name for name in layers if hasattr(self, name.split(".")[0])), None)
+        if taken is not None:
+            raise ValueError(
+                f"the layer {taken!r} should have another name under pp, where {taken.split('.')[0]!r} is an attribute "
+                "of the pipeline: give it one in the model"
+            )
         stages: dict[int, nn.Module] = {}  # in a dict: modules are registered layer by layer, below
         for s in cut.stages_of(mesh.pp_rank):
             of_stage = [(name, layers[name]) for name in cut.layers[s]]

@@ -91,7 +91,8 @@ class Stage(PipelineStage):
             raise ValueError(
                 f"{self.name} should return the same shapes, dtypes and plain values for each microbatch of a batch, "
                 f"since its neighbour expects them, but returned {_describe(structure, shapes)} after "
-                f"{_describe(self.returns.structure, expected)}: pad, or return what varies as a tensor"
+                f"{_describe(self.returns.structure, expected)}: pad, or return what varies as a tensor; if a change "
+                "of the model is the cause, call its forget_schedules() on every rank after each such change"
             )
         return tuple(self._sendable(tensor, inputs) for tensor in tensors)
 

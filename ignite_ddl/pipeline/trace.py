@@ -100,7 +100,7 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
         traces = {training: _Trace(model.train(training), x, before) for training in (True, False)}
     layers = [TracedLayer({mode: trace.parts[i] for mode, trace in traces.items()}) for i in range(len(before) + 1)]
     _distribute_tensors(model, layers)
-    layers[0].takes = _row_shapes(leaves)
+    layers[0]._takes = _row_shapes(leaves)
     _check_same(model, traced := nn.Sequential(*layers), x)
     return traced.train(model.training)
 
@@ -108,10 +108,10 @@ def trace_layers(model: nn.Module, x: Any, before: Sequence[str] | str) -> nn.Se
 def _distribute_tensors(model: nn.Module, layers: list[TracedLayer]) -> None:
     """Gives each layer the parameters and buffers that it uses, and the first one those that none does."""
     known, kept = dict(_tensors_of(model)), model.state_dict()
-    used = {id(known[name]) for layer in layers for name in layer.uses}
+    used = {id(known[name]) for layer in layers for name in layer._uses}
     unused = [name for name, tensor in known.items() if name in kept and id(tensor) not in used]
     for i, layer in enumerate(layers):
-        for name in [*layer.uses, *(unused if i == 0 else ())]:
+        for name in [*layer._uses, *(unused if i == 0 else ())]:
             _register(layer, name, known[name], name in kept)
 
 
@@ -217,8 +217,8 @@ def _passes(
         del outputs, ends
         if isinstance(watch, _Watch):
             watch.check()  # before what hooks have kept in the model is put back
-    sizes = [0.0 if p.grad is None else float(p.grad.to_dense().abs().nan_to_num().max()) for p in parameters]
-    return found, functions, sizes
+    grads = [None if p.grad is None or not p.numel() else p.grad.to_dense() for p in parameters]
+    return found, functions, [0.0 if grad is None else float(grad.abs().nan_to_num().max()) for grad in grads]
 
 
 def _functions(outputs: list[torch.Tensor]) -> set[type]:
@@ -437,16 +437,17 @@ def _parts(graph: torch.fx.GraphModule, out_spec: TreeSpec, model: nn.Module) ->
 class TracedLayer(nn.Module):
     """A part of a traced model, with its parameters and buffers under their names in the model."""
 
-    takes: list[Any] | None = None  # of the first layer: shapes of a row and dtypes, and plain values
+    _takes: list[Any] | None = None  # of the first layer: shapes of a row and dtypes, and plain values
 
     def __init__(self, parts: dict[bool, _Part]) -> None:
         super().__init__()
+        # Private names, since modules of the model are registered under theirs.
         self._parts = parts  # in a dict: the graphs' own parameters are not registered
-        self.uses = list(dict.fromkeys(name for part in parts.values() for name in part.uses.values()))
+        self._uses = list(dict.fromkeys(name for part in parts.values() for name in part.uses.values()))
 
     def forward(self, value: Any) -> Any:
-        if self.takes is not None:
-            _check_input(value, self.takes)
+        if self._takes is not None:
+            _check_input(value, self._takes)
         return self._parts[self.training](value, dict(_tensors_of(self)))
 
 

@@ -124,6 +124,34 @@ def test_the_stages_of_a_model_with_dots_in_its_names():
     assert torch.equal(x, net(ids))
 
 
+class Odd(nn.Module):
+    """Its layers are called as methods of dicts and lists are."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.pipeline_layers = ["attn.keys", "attn.pop", "insert", *names]
+        self.attn, self.insert = nn.Module(), nn.Linear(2, 2)
+        self.attn.keys, self.attn.pop = nn.Linear(2, 2), nn.Linear(2, 2)
+        for name in names:
+            setattr(self, name, nn.Linear(2, 2))
+
+    def forward(self, x):
+        for name in self.pipeline_layers:
+            x = self.get_submodule(name)(x)
+        return x
+
+
+def test_layers_may_be_called_as_methods_of_dicts_and_lists_and_not_as_those_of_a_pipeline():
+    net = Odd("append")
+    for rank in range(2):
+        pipeline = pipeline_of(net, mesh_of(2, rank))
+        held = dict(pipeline.named_parameters())
+        assert len(held) == 4
+        assert all(parameter is net.get_parameter(name) for name, parameter in held.items())
+        with pytest.raises(ValueError, match="the layer 'generate' should have another name under pp"):
+            pipeline_of(Odd("generate"), mesh_of(2, rank))
+
+
 class CallsAgain(nn.Module):
     """Calls layers more than once; one has a second name."""
 

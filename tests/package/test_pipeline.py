@@ -1,5 +1,6 @@
 """Stages, microbatches and what a schedule is refused; that training is right is parity's to show."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -669,6 +670,46 @@ def cannot_be_sent(local_rank, layers):
 def test_what_cannot_travel_is_refused(layers, said):
     with pytest.raises(ddl.RankError, match=said):
         run(cannot_be_sent, 2, layers, pp=2)
+
+
+class Widens(nn.Linear):
+    """Returns more in evaluation mode, or with a flag."""
+
+    flag = False
+
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.cat([y, y], 1) if self.flag or not self.training else y
+
+
+class Narrows(nn.Linear):
+    def forward(self, x):
+        return super().forward(x[:, :4]).double()
+
+
+def changing(local_rank, by_a_flag):
+    torch.manual_seed(0)
+    whole, x = nn.Sequential(Widens(4, 4), Narrows(4, 4)).double(), torch.randn(8, 4, dtype=torch.double)
+    pipeline = ddl.auto_model(copy.deepcopy(whole), n_microbatches=4)
+    assert gap(pipeline, whole, x, x) < 1e-12
+    if by_a_flag:
+        Widens.flag = True
+        try:
+            assert gap(pipeline, whole, x, x) < 1e-12
+        finally:
+            Widens.flag = False
+    assert gap(pipeline.eval(), whole, x, x) < 1e-12
+    pipeline.float().train()
+    for around in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16), contextlib.nullcontext()):
+        with around:
+            pipeline.train_step(x.float(), x, nn.functional.mse_loss)
+
+
+@any_dtype
+def test_what_a_stage_returns_may_change_with_the_mode_and_with_autocast_and_by_a_flag_if_it_is_said():
+    run(changing, 2, False, pp=2)
+    with pytest.raises(ddl.RankError, match=r"same shapes, .* call its forget_schedules\(\) on every rank"):
+        run(changing, 2, True, pp=2)
 
 
 class Transposed(nn.Linear):

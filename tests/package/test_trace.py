@@ -344,6 +344,25 @@ def test_a_hook_that_keeps_a_weight_with_as_many_rows_as_the_input():
     assert ddl.trace_layers(model.eval(), x, ["b"])(x).equal(model(x))
 
 
+class OddNames(nn.Module):
+    """Its modules are called as what a traced layer holds, and a weight has no elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.uses, self.takes, self.parts = (nn.Linear(4, 4) for _ in range(3))
+        self.none = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x):
+        return torch.cat([self.parts(self.takes(self.uses(x))), x @ self.none.T], 1)
+
+
+def test_names_of_a_traced_layer_and_a_weight_without_elements():
+    model = OddNames()
+    layers = ddl.trace_layers(model, torch.randn(2, 4), before=["takes"])
+    assert sum(p is model.uses.weight for p in layers[0].parameters()) == 1
+    assert len(list(layers.parameters())) == 7
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
