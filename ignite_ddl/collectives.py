@@ -74,7 +74,7 @@ def _on_this_device(tensor: torch.Tensor) -> torch.Tensor:
 
 def octets(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, in its own memory if it is contiguous: gloo sends few types by themselves."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def on_any_rank(found: bool, group: dist.ProcessGroup | None = None) -> bool:

@@ -555,7 +555,8 @@ def _copy_weights_of_rank_0(model: nn.Module) -> None:
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(idist.device()))
     with torch.no_grad():
         for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()] if not t.is_meta}.values():
-            tensor.data = tensor.contiguous()  # as one that is channels_last is not: it could not be sharded
+            # As one that is channels_last, or conjugated lazily, is not: it could not be sharded, or sent.
+            tensor.data = tensor.resolve_conj().resolve_neg().contiguous()
             dist.broadcast(octets(tensor), src=0)
 
 

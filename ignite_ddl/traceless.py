@@ -363,6 +363,8 @@ def differ(rows: torch.Tensor, alone: torch.Tensor, coarsest: float = 0.0) -> bo
     if rows.shape != alone.shape or not rows.numel():
         return rows.shape != alone.shape
     share = max(10 * torch.finfo(rows.dtype).eps ** 0.5, LAYERS * coarsest)
+    if rows.dtype.itemsize == 1:  # float8, with which torch does not compute
+        rows, alone = rows.float(), alone.float()
     tolerance = share * max(float(alone.abs().nan_to_num().max()), 1e-6)
     far = float((rows - alone).abs().nan_to_num().max()) > tolerance
     return far or not torch.equal(rows.isnan(), alone.isnan())  # such as the deviation of a single row

@@ -69,6 +69,11 @@ class Stage(PipelineStage):
                 f"{name} returns integers or a mask, which torch {torch.__version__} cannot send to the next "
                 "stage: install torch 2.12 or newer, or return them as floating-point numbers"
             )
+        if index + 1 < n_stages and any(t.requires_grad and t.dtype.itemsize == 1 for t in returns.tensors):
+            raise ValueError(
+                f"{name} returns float8 numbers that require a gradient, which would be sent back in 8 bits: return "
+                "them as bfloat16, or detached"
+            )
         super().__init__(
             module, index, n_stages, device, input_args=takes.tensors, output_args=returns.tensors, group=group
         )
@@ -98,6 +103,7 @@ class Stage(PipelineStage):
 
     def _sendable(self, tensor: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Makes a tensor contiguous (attention's is not) and, for torch's backward pass, no input and no view."""
+        tensor = tensor.resolve_conj().resolve_neg()  # itself if there is nothing to do
         passed_on = any(tensor is one for one in inputs)
         if passed_on or (self.split_backward and tensor._is_view()):  # such as a Linear's output for 3-D input
             return tensor.clone(memory_format=torch.contiguous_format)
@@ -143,7 +149,7 @@ class Stage(PipelineStage):
 def _sent_back(grad: torch.Tensor | None, of: torch.Tensor, device: torch.device) -> torch.Tensor | None:
     """What a stage sends for the gradient of an input: contiguous, or marked if there is none but one is expected."""
     if grad is not None:
-        return grad.contiguous()
+        return grad.resolve_conj().resolve_neg().contiguous()
     if SENDS_ANY_DTYPE and not of.requires_grad:
         return None
     marked = torch.empty(of.numel(), dtype=of.dtype, device=device)

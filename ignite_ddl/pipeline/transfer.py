@@ -107,7 +107,8 @@ class Transfer:
         header = pickle.dumps((structure, [(t.shape, t.dtype, t.requires_grad) for t in tensors]))
         device = idist.device()
         announced = [torch.tensor([len(header)], device=device), torch.frombuffer(bytearray(header), dtype=torch.uint8)]
-        parts = [*(part.to(device) for part in announced), *(t.detach().contiguous() for t in tensors)]
+        values = [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors]
+        parts = [*(part.to(device) for part in announced), *values]
         return [(dist.isend(t, self._peer(pp_rank), group=self.mesh.pp_group), t) for t in parts]
 
     def _receive(self, pp_rank: int) -> Any:

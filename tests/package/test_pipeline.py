@@ -651,6 +651,40 @@ def first_mse(output, y):
     return nn.functional.mse_loss(output[0], y)
 
 
+class Conjugated(nn.Module):
+    """A filter: torch conjugates its buffer, what it returns and so a gradient of it when it is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("filter", torch.fft.fft(torch.arange(4, dtype=torch.double)).conj())
+
+    def forward(self, x):
+        return (torch.fft.fft(x) * self.filter).conj()
+
+
+class Real(nn.Linear):
+    def forward(self, x):
+        return super().forward(torch.fft.ifft(x).real)
+
+
+@any_dtype
+@on_each_rank(pp=2)
+def test_conjugated_numbers_in_a_buffer_and_between_stages(local_rank):
+    torch.manual_seed(0)
+    whole, x = nn.Sequential(nn.Linear(4, 4), Conjugated(), Real(4, 4)).double(), torch.randn(8, 4, dtype=torch.double)
+    pipeline = ddl.auto_model(copy.deepcopy(whole), split=[2, 1], n_microbatches=4)
+    assert gap(pipeline, whole, x, x) < 1e-12
+    assert torch.allclose(pipeline(x), whole(x))
+
+
+class InFloat8(nn.Linear):
+    """Returns numbers of 8 bits, with a gradient if it has a bias."""
+
+    def forward(self, x):
+        small = super().forward(x).to(torch.float8_e4m3fn)
+        return x, small if self.bias is not None else small.detach()
+
+
 def cannot_be_sent(local_rank, layers):
     x = torch.linspace(-1, 1, 8).repeat(4, 1).T.contiguous()
     ddl.auto_model(nn.Sequential(*layers), split=[1, len(layers) - 1], n_microbatches=4).train_step(x, x, summed)
@@ -663,13 +697,19 @@ def cannot_be_sent(local_rank, layers):
         ([Counts(4, 4), First()], r"same shapes, dtypes and plain values .* and \[2\] after .* and \[0\]"),
         ([Counts(4, 4, bias=False), First()], r"same shapes, .*\(2, 4\), .* after .*\(0, 4\)"),
         ([Holds(4, 4), First()], "stage 0 .* should be made of tensors, .* but holds a Holder"),
+        ([InFloat8(4, 4), First()], "stage 0 .* returns float8 numbers that require a gradient, .* or detached"),
         ([nn.Linear(4, 4), Alone(4, 4)], "output should have a row for each sample .* a single number"),
     ],
-    ids=["number", "shape", "object", "mean"],
+    ids=["number", "shape", "object", "float8", "mean"],
 )
 def test_what_cannot_travel_is_refused(layers, said):
     with pytest.raises(ddl.RankError, match=said):
         run(cannot_be_sent, 2, layers, pp=2)
+
+
+@any_dtype
+def test_numbers_of_8_bits_travel_without_a_gradient():
+    run(cannot_be_sent, 2, [InFloat8(4, 4, bias=False), First(), nn.Linear(4, 4)], pp=2)
 
 
 class Widens(nn.Linear):
