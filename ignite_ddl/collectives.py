@@ -12,6 +12,7 @@ from typing import Any
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
+from cloudpickle import cloudpickle
 from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSingleEpochException
 from torch.distributed.tensor import DTensor
 
@@ -62,10 +63,21 @@ def packed(value: Any) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and getattr(sys.modules.get(obj.__module__), obj.__qualname__, None) is not obj:
+            # Of the script: ranks got it by cloudpickle with the function they run, and know it by this.
+            known = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(obj)
+            return NotImplemented if known is None else (_class_of_script, (known,))
         is_plain = isinstance(obj, torch.Tensor) and not isinstance(obj, DTensor)
         if not is_plain or obj.device.type in ("cpu", "meta"):
             return NotImplemented
         return _on_this_device, (obj.detach().cpu().as_subclass(torch.Tensor),)
+
+
+def _class_of_script(known: str) -> type:
+    found = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(known)
+    if found is None:
+        raise ValueError("a class that one rank has made cannot be sent to another: define it at the top of the script")
+    return found
 
 
 def _on_this_device(tensor: torch.Tensor) -> torch.Tensor:

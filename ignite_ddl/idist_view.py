@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ignite.distributed.comp_models.native import _NativeDistModel
 from torch.utils._pytree import tree_map
 
-from ignite_ddl.collectives import gathered, gathered_values
+from ignite_ddl.collectives import gathered, gathered_values, value_of
 from ignite_ddl.mesh import Mesh, get_mesh
 
 
@@ -58,9 +58,8 @@ class _DataParallelModel(_NativeDistModel):
 
     def broadcast(self, tensor: Any, src: int = 0, safe_mode: bool = False) -> Any:
         """Sends any value: Ignite's EpochMetric has what its function returned on ``src``, and 0.0 elsewhere."""
-        box = [tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, tensor)]
-        dist.broadcast_object_list(box, src=self.ranks[src], group=self.group)
-        return tree_map(lambda leaf: leaf.to(self.device()) if isinstance(leaf, torch.Tensor) else leaf, box[0])
+        sent = value_of(self.ranks[src], tensor, self.group)
+        return tree_map(lambda leaf: leaf.to(self.device()) if isinstance(leaf, torch.Tensor) else leaf, sent)
 
     def barrier(self) -> None:
         dist.barrier(group=self.group)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ignite_ddl.collectives import gathered, gathered_values, value_of
+from ignite_ddl.collectives import gathered, gathered_values, packed, value_of
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut
 from ignite_ddl.pipeline.structure import flatten, local_tensor
@@ -104,7 +104,7 @@ class Transfer:
 
     def _send(self, value: Any, pp_rank: int, stage: str) -> list[tuple[dist.Work, torch.Tensor]]:
         tensors, structure = flatten(value, stage)
-        header = pickle.dumps((structure, [(t.shape, t.dtype, t.requires_grad) for t in tensors]))
+        header = packed((structure, [(t.shape, t.dtype, t.requires_grad) for t in tensors]))
         device = idist.device()
         announced = [torch.tensor([len(header)], device=device), torch.frombuffer(bytearray(header), dtype=torch.uint8)]
         values = [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors]

@@ -74,3 +74,29 @@ def meets_again(rank):
 
 def test_a_meeting_that_failed_is_held_again():
     assert run(meets_again, 2) == [2, 2]
+
+
+SCRIPT = """
+import enum
+from typing import NamedTuple
+
+
+class Kind(enum.Enum):
+    A = 1
+
+
+class Point(NamedTuple):
+    x: int
+    kind: Kind
+
+
+def on_a_rank(rank):
+    found = gathered_values(Point(rank, Kind.A))
+    return [type(p) is Point and p.kind is Kind.A and p.x for p in found], value_of(0, Point(5, Kind.A)).x
+"""
+
+
+def test_a_class_of_the_script_stays_itself():
+    script = {"__name__": "__main__", **{name: getattr(collectives, name) for name in ("gathered_values", "value_of")}}
+    exec(SCRIPT, script)
+    assert run(script["on_a_rank"], 2) == [([0, 1], 5)] * 2
