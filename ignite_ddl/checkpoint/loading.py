@@ -60,6 +60,7 @@ class Plan:
         gradients: of each model with an open window of gradient accumulation the gradients, by name.
         layouts: of these gradients.
         per_rank: states of objects that belong to a rank.
+        refusal: what is wrong with an optimizer whose model has names that the checkpoint lacks.
         checked: what ``reads`` makes :meth:`Folder.read` do, once its digests have been compared.
     """
 
@@ -73,6 +74,7 @@ class Plan:
     layouts: dict[str, Any] = field(default_factory=dict)
     checked: Any = None
     per_rank: dict[str, dict[str, Any]] = field(default_factory=dict)
+    refusal: ValueError | None = None
 
     def state_of(self, key: str, on_any_mesh: bool = False) -> tuple[Any, bool]:
         """An object's state on this rank, and whether it is that of another dp rank."""
@@ -102,6 +104,8 @@ def make_plan(folder: Folder, objects: Mapping[str, Any]) -> Plan:
     saved_as: dict[int, str] = {}  # of tensors, by id
     for key, model in kinds.models.items():
         plan.names[key] = _plan_model(plan, key, model, saved_as)
+        for name, tensor in local_state(model)[0].items():  # those that the checkpoint lacks, too
+            saved_as.setdefault(id(tensor), f"{key}.{name}")
     for key, optimizer in kinds.optimizers.items():
         plan.names[key], plan.states[key] = _plan_optimizer(plan, key, optimizer, saved_as)
     if kinds.engines and GRADIENTS in folder.content["objects"]:
@@ -223,10 +227,14 @@ def _plan_optimizer(
     groups = groups_by_name("to_load", key, optimizer, saved_as, "load the optimizer together with its model")
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         if unknown := next((name for name, _ in group if name not in saved["names"]), None):
-            raise ValueError(
+            error = ValueError(
                 f"to_load[{key!r}] has {unknown!r} in parameter group {number}, but in {folder.path} that group has "
-                f"{_short(saved['names'])}"
+                f"{_short(saved['names'])}: leave it out of to_load, and its state begins anew"
             )
+            if not any(missing for _, missing in plan.names.values()):
+                raise error
+            plan.refusal = error  # after that about the names of the model, if these have to be the same
+            return (names, []), {}
         options = decoded(saved["options"])
         on_device = options.get("capturable") or options.get("fused")
         for name, parameter in group:
@@ -274,6 +282,8 @@ def check(plan: Plan, of_ranks: list[dict[str, tuple[list[str], list[str]]]], st
                 f"{plan.folder.path} should have the names of to_load[{key!r}], but lacks {_short(missing)} and has "
                 f"{_short(unmatched)} besides; {cure}"
             )
+    if plan.refusal is not None:
+        raise plan.refusal
     plan.checked = plan.folder.check(plan.reads)
 
 

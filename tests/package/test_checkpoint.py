@@ -477,6 +477,21 @@ def test_other_optimizers_are_refused(saved):
         ddl.Checkpoint.load_objects({"model": run.model, "optimizer": run.optimizer}, saved)
 
 
+def test_an_optimizer_beside_a_model_with_a_new_layer(tmp_path):
+    def things(*layers):
+        model = nn.Sequential(*layers)
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+
+    ddl.Checkpoint(things(nn.Linear(2, 2)), tmp_path).save("x")
+    new = things(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="has 'model.1.weight' in parameter group 0, .* leave it out of to_load"):
+        ddl.Checkpoint.load_objects(new, tmp_path / "x", strict=False)
+    with pytest.raises(ValueError, match="names of to_load.'model'., but lacks 1.bias, 1.weight and has none besides"):
+        ddl.Checkpoint.load_objects(new, tmp_path / "x")
+    del new["optimizer"]
+    ddl.Checkpoint.load_objects(new, tmp_path / "x", strict=False)
+
+
 class Derived(torch.optim.Adam):
     """What Adam has saved fits it."""
 
