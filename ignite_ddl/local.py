@@ -325,5 +325,5 @@ def _set_tensors(
         for name, value in tensors.items():
             kind, part, of = name.split(".", 2)
             if (kind, of) == (key, names[id(p)]):
-                on_device = value.to(p.device) if value.ndim or steps_on_device else value
+                on_device = value.to(p.device) if part != "step" or steps_on_device else value
                 optimizer.state[p][part] = _like(on_device.clone(), p)

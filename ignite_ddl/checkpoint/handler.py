@@ -82,7 +82,8 @@ class Checkpoint(IgniteCheckpoint):
         to_save: names to objects: the model of ``ddl.auto_model``, the optimizer of ``ddl.auto_optim``, the trainer,
             the loader of ``ddl.auto_dataloader``, and anything else with ``state_dict`` and ``load_state_dict``, such
             as schedulers, a GradScaler, EarlyStopping, metrics. Metrics that have begun to count can only be loaded
-            where as many dp ranks are: elsewhere leave them out of ``to_load``.
+            where as many dp ranks are: elsewhere leave them out of ``to_load``. Loading runs none of a state's own
+            code: a named tuple in it comes back as a tuple, a ``defaultdict`` of a function as a dict.
         save_handler: a folder on a file system that all ranks see; it is made if need be. Several runs may save into
             it under different names: one that is alive keeps what it has saved (see Note).
         filename_prefix: as in Ignite.

@@ -246,8 +246,9 @@ def _plan_optimizer(
 def _plan_state(plan: Plan, key: str, name: str, parameter: torch.Tensor, on_device: bool) -> dict[str, Any]:
     saved = plan.folder.content["optimizers"][key]["states"][name]
     state = {part: decoded(value) for part, value in saved["values"].items()}
-    if on_device and isinstance(state.get("step"), torch.Tensor):
-        state["step"] = state["step"].to(parameter.device)  # as torch's load_state_dict does
+    for part, value in state.items():
+        if isinstance(value, torch.Tensor) and (on_device or part != "step"):
+            state[part] = value.to(parameter.device)  # as torch's load_state_dict does
     for part in saved["tensors"]:
         in_folder = f"{key}.{name}.{part}"
         state[part] = _empty_state(parameter, plan.folder.tensors[in_folder])
@@ -327,7 +328,10 @@ def _apply_resettable(plan: Plan) -> None:
     """Sets what handlers of STARTED and EPOCH_STARTED may reset."""
     for key, optimizer in plan.kinds.optimizers.items():
         for group, saved in zip(optimizer.param_groups, plan.folder.content["optimizers"][key]["groups"], strict=True):
-            group.update(decoded(saved["options"]))
+            options = decoded(saved["options"])
+            rates = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+            on_device = {name: group[name].device for name in rates if isinstance(group.get(name), torch.Tensor)}
+            group.update(options | {name: rates[name].to(device) for name, device in on_device.items()})
         optimizer.__setstate__({"param_groups": optimizer.param_groups})  # as torch does: of Adam's state AdamW's
     for key, other in plan.kinds.others.items():
         other.load_state_dict(plan.per_rank[key] if key in plan.per_rank else plan.state_of(key)[0])

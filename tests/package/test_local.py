@@ -430,10 +430,10 @@ def test_steps_are_on_the_gpu_where_its_kernels_count_them(option):
     weight = nn.Parameter(torch.empty(2, device="meta"))  # in place of a GPU
     optimizer = torch.optim.Adam([weight])
     optimizer.param_groups[0] |= {option: True} if option else {}
-    saved = {"inner.step.w": torch.tensor(3.0), "inner.exp_avg.w": torch.zeros(2)}
+    saved = {"inner.step.w": torch.tensor(3.0), "inner.exp_avg.w": torch.zeros(2), "inner.mu.w": torch.ones(())}
     _set_tensors("inner", optimizer, {id(weight): "w"}, saved)
     devices = {part: value.device.type for part, value in optimizer.state[weight].items()}
-    assert devices == {"step": "meta" if option else "cpu", "exp_avg": "meta"}
+    assert devices == {"step": "meta" if option else "cpu", "exp_avg": "meta", "mu": "meta"}
 
 
 def test_what_does_not_hold_is_refused():
