@@ -249,7 +249,7 @@ class MeshEngine(Engine):
             over_data_parallel(owner)
             self.counts_rows = self.counts_rows or not isinstance(owner, NOT_REDUCED)
         if isinstance(handler, TimeLimit | TerminateOnNan):
-            handler = functools.partial(_end_together, handler)
+            handler = _EndTogether(handler)
         if isinstance(owner, FastaiLRFinder) and handler == owner._log_lr_and_loss:
             handler = on_this_rank(owner, handler)
         # Handlers of ProgressBar.attach; a user's handlers of the bar run on every rank.
@@ -262,11 +262,24 @@ class MeshEngine(Engine):
         return added
 
 
-def _end_together(limit: TimeLimit | TerminateOnNan, engine: MeshEngine) -> None:
-    """Ends the run where any rank's clock or output says so: if some ranks ended it, the others would wait for them."""
-    limit(engine)
-    if get_mesh().world_size > 1 and on_any_rank(engine.should_terminate):
-        engine.terminate()
+class _EndTogether:
+    """Ends the run where any rank's clock or output says so: if some ranks ended it, the others would wait for them.
+
+    It equals the handler of which it is made, by which Ignite finds what to remove.
+    """
+
+    def __init__(self, limit: TimeLimit | TerminateOnNan) -> None:
+        self.limit = limit
+
+    def __call__(self, engine: MeshEngine) -> None:
+        self.limit(engine)
+        if get_mesh().world_size > 1 and on_any_rank(engine.should_terminate):
+            engine.terminate()
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.limit
+
+    __hash__ = object.__hash__
 
 
 def mid_step_error(iteration: int) -> ValueError:

@@ -421,6 +421,17 @@ def test_the_clock_of_one_rank_ends_the_run_of_all(axes):
     assert launch(axes, limited) == [2, 2]
 
 
+def test_a_limit_can_be_removed():
+    engine = ddl.MeshEngine(lambda engine, batch: None)
+    for event in Events.EPOCH_COMPLETED, Events.ITERATION_COMPLETED(every=2):
+        limit = TimeLimit(60)
+        handle = engine.add_event_handler(event, limit)
+        assert engine.has_event_handler(limit)
+        engine.remove_event_handler(limit, event)
+        assert not engine.has_event_handler(limit)
+        handle.remove()
+
+
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
 def test_a_nan_in_the_outputs_of_one_rank_ends_the_run_of_all(axes):
     def ending(local_rank):
