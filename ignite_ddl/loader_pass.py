@@ -34,12 +34,14 @@ class Pass:
         epoch: the epoch of its shuffling.
         batches: number of batches that it has returned, those before it was resumed included.
         ended: whether it has returned its last batch.
+        was_left: whether it has said so, by StopIteration.
         full_batch: over cp, of batches 1, 2, 4, 8, …: the batch before its tokens were divided among cp peers.
     """
 
     def __init__(self, loader: Any, consumer: Any, in_full: bool = False) -> None:
         self.loader, self.consumer, self.epoch, self.in_full = loader, consumer, consumer.epoch, in_full
         self.rows, self.filler, self.batches, self.n_rows, self.ended = (0, 0), None, 0, 0, False
+        self.was_left = False
         self.plan: EpochPlan | None = None  # not of an iterable dataset
         self.full_batch: Any = None
         self.stream: torch.Generator | None = None
@@ -53,6 +55,7 @@ class Pass:
 
     def __next__(self) -> Any:
         if self.ended:  # torch's iterator may be another pass's by now
+            self.was_left = True
             raise StopIteration
         if self.iterator is None:
             self._begin()
@@ -181,7 +184,7 @@ class Pass:
                 )
             raise
         if batch is self:
-            self.ended = True
+            self.ended = self.was_left = True
             raise StopIteration
         if self.plan is None:
             batch, n_local, n_global, self._digest = batch

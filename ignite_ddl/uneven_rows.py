@@ -23,6 +23,8 @@ _is_watching = False
 def watch_optimizer_steps(of_loop: Any) -> None:
     """Refuses a step, in this loop, of an average over ranks that is not the average over rows; after it, warns."""
     global _is_watching, _uneven_loader
+    for left in [loop for loop in _uneven_loops if loop.was_left]:  # and kept, as beside a list of its batches
+        del _uneven_loops[left]
     is_uneven = of_loop.rows[1] % get_mesh().dp_size != 0
     _uneven_loader = weakref.ref(of_loop.loader) if is_uneven else None
     if is_uneven:

@@ -647,6 +647,15 @@ def test_a_layer_of_another_stage(local_rank):
         model[0].parameters()
 
 
+def ahead(loader):
+    batches = iter(loader)
+    batch = next(batches)
+    while batch is not None:
+        following = next(batches, None)
+        yield batch
+        batch = following
+
+
 def plain_loop(local_rank, rows, how="", **options):
     """A loop of one's own; what it does with rows that are uneven, or before an even batch."""
     model = ddl.auto_model(mlp(), **options)
@@ -654,10 +663,13 @@ def plain_loop(local_rank, rows, how="", **options):
     loader = ddl.auto_dataloader(TensorDataset(X[:12], Y[:12]), batch_size=rows)
     if how == "ignite":
         create_supervised_trainer(model, optimizer, F.mse_loss).run(loader)
+    if how == "lists":
+        kept = iter(ddl.auto_dataloader(X[:9], batch_size=4))
+        list(kept)
     if how == "looks":
         next(iter(loader))
         loader = [(X[:2], Y[:2])]
-    for x, y in loader:
+    for x, y in ahead(loader) if how == "ahead" else loader:
         weight = 2 * loader.rows[0] / loader.rows[1] if how == "weighs" else 1.0
         (weight * F.mse_loss(model(x), y)).backward()
         if how == "reads":
@@ -671,16 +683,17 @@ def plain_loop(local_rank, rows, how="", **options):
 def loops(local_rank):
     return [
         len(said(local_rank, plain_loop, *args))
-        for args in ((4,), (7, "weighs"), (7, "reads"), (7, "evaluates"), (7, "looks"), (7, "after"))
+        for args in ((4,), (4, "lists"), (7, "weighs"), (7, "reads"), (7, "evaluates"), (7, "looks"), (7, "after"))
     ]
 
 
 def test_a_step_after_a_loop_on_uneven_rows_is_warned_of_once():
-    assert on(loops, dp=2) == [[0, 0, 0, 0, 0, 1]] * 2
+    assert on(loops, dp=2) == [[0, 0, 0, 0, 0, 0, 1]] * 2
 
 
-@pytest.mark.parametrize("how", ["", "ignite"])
-@pytest.mark.parametrize("options", [{}, {"shard": True}])
+@pytest.mark.parametrize(
+    ("how", "options"), [("", {}), ("", {"shard": True}), ("ignite", {"shard": True}), ("ahead", {})]
+)
 def test_a_step_in_a_loop_on_uneven_rows_is_refused(how, options):
     refused(partial(plain_loop, rows=5, how=how, **options), "counts each row once: let ddl.create_supervised", dp=2)
 
