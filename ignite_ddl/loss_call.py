@@ -48,6 +48,8 @@ def checked_loss(contract: LossContract, empty: bool) -> Callable[[Any, Any], to
         contract.communicates = contract.communicates or getattr(watch, "found_others", False)
         if contract.is_checking:
             contract.inspect(loss, output, y, since)
+        elif contract.is_uneven:  # by which an optimizer's step knows which models this loss has weighted
+            contract.find_others(dependencies(loss, output, since)[1])
         return loss
 
     return loss_of

@@ -134,6 +134,7 @@ class LossContract:
         self.communicates = False  # whether it sums or gathers over ranks by itself
         self.seen: dict[Any, tuple[float, float]] = {}  # the least and the largest targets, by dtype, dims and NaN
         self.n_rows: int | None = None  # of this rank's batch, as its loader counts them
+        self.is_uneven = False  # whether dp ranks may have unlike numbers of them
         self.counted, self.is_clamped = 0.0, False  # what counts on this rank; whether nothing does by max(1, count)
         self.least, self.most = math.inf, 0.0  # the divisors that a declared function has given for parts
         self.state = LossState(loss_fn, mesh)
@@ -287,6 +288,11 @@ class LossContract:
         """The number of rows of targets, which under pp are those of a microbatch."""
         return n_samples(output, y, self.n_rows if self.mesh.pp_size == 1 else None)
 
+    def find_others(self, weights: list[nn.Parameter]) -> None:
+        """Finds the models to which weights belong that the loss depends on."""
+        if used := set(map(id, weights)):  # of no rows, a loss has none
+            self.others = [m for m in MODELS if m is not self.model and not used.isdisjoint(parameter_ids(m))]
+
     def _check_weights(self, weights: list[nn.Parameter]) -> None:
         if not weights:
             return
@@ -299,9 +305,8 @@ class LossContract:
                 "DTensor; for a second call of the model (a critic's), give it both inputs in one call, such as "
                 "torch.stack([real, fake], 1), or use dp alone without shard, or tp alone"
             )
-        models = list(MODELS)
-        self.others = [m for m in models if m is not self.model and not used.isdisjoint(parameter_ids(m))]
-        known = {id(p) for model in models for p in unsharded_parameters(model)}
+        self.find_others(weights)
+        known = {id(p) for model in MODELS for p in unsharded_parameters(model)}
         unknown = [w for w in weights if not getattr(w, BELONGS_TO_A_MODEL, False) and id(w) not in known]
         if unknown and not isinstance(self.loss_fn, DistributedDataParallel):
             raise ValueError(

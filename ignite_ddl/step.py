@@ -165,6 +165,7 @@ class TrainingStep:
             contract.check_rows(rows)
             contract.begin(x, y, accumulates=(window or 1) > 1, last=self.ends_run)
         contract.counted, contract.n_rows = contract.count(y, local_divisor), None if rows is None else rows[0]
+        contract.is_uneven = rows is not None and (rows[1] or 1) % self.mesh.dp_size > 0
         if not self.open:
             self.stages.begin_window()
         return local_divisor

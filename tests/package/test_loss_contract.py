@@ -379,7 +379,7 @@ def test_a_loss_with_weights_of_its_own_needs_somebody_to_average_them():
     assert_right(lambda local_rank: trained(0, loss_fn=ddl.auto_model(Scaled())), dp=2)
 
 
-def with_its_loss(local_rank, called=False, by_hand=False, **options):
+def with_its_loss(local_rank, called=False, by_hand=False, checks=True, **options):
     """The loss has weights, which the same optimizer steps; dp ranks have unlike numbers of rows."""
     torch.manual_seed(0)
     model, scaled = ddl.auto_model(mlp(), **options), ddl.auto_model(Scaled(), **options)
@@ -391,7 +391,8 @@ def with_its_loss(local_rank, called=False, by_hand=False, **options):
         ddl.forward_backward(engine, model, *batch, loss_fn)
         optimizer.step()
 
-    trainer = ddl.MeshEngine(update) if by_hand else ddl.create_supervised_trainer(model, optimizer, loss_fn)
+    trainer = ddl.create_supervised_trainer(model, optimizer, loss_fn, checks=checks)
+    trainer = ddl.MeshEngine(update) if by_hand else trainer
     trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=5), max_epochs=2)
     weights = torch.cat([weight.flatten() for weight in ddl.full_state_dict(model).values()])
     return [ddl.full_state_dict(scaled)["scale"].item()], weights
@@ -401,6 +402,7 @@ def with_its_loss(local_rank, called=False, by_hand=False, **options):
 def test_the_weights_of_a_loss_are_stepped_beside_the_models(options):
     def all_of_them(local_rank, **options):
         each = [with_its_loss(0, called, by_hand, **options) for called in (False, True) for by_hand in (False, True)]
+        each.append(with_its_loss(0, checks=False, **options))
         return [scale for (scale,), _ in each], torch.cat([weights for _, weights in each])
 
     assert_right(partial(all_of_them, **options), dp=2)
