@@ -19,7 +19,7 @@ from torch import nn
 
 from ignite_ddl.arguments import COUNT, FUNCTION, a, takes
 from ignite_ddl.audit import check_same_rows, warn_of_same_batch
-from ignite_ddl.collectives import meet, on_any_rank
+from ignite_ddl.collectives import gathered_values, meet, on_any_rank
 from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import ShardedDataLoader
 from ignite_ddl.errors import reason_in_a_run
@@ -78,6 +78,7 @@ class MeshEngine(Engine):
         self.weighted: list[nn.Module] = []  # models whose gradients of this batch are weighted by rows
         self.in_backward = False  # whether it is inside of ddl.forward_backward, or the trainer's
         self.has_warned = False  # of batches that dp ranks prepare unlike
+        self.ends_together = True  # whether handlers that may end a run are on all ranks
         self.n_batches = 0  # of all runs
         self.updates, self.updated = 0, False  # earlier batches after which a model was stepped; whether this is one
         self.resume: Any = None  # what was loaded, until the run continues from there
@@ -215,6 +216,8 @@ class MeshEngine(Engine):
         elif event_name is Events.STARTED:
             self._in_step = self._in_epoch = False
             self._pass = None if self._dataloader_iter is None else self._pass
+            if self.steps and get_mesh().world_size > 1:
+                self.ends_together = len(set(gathered_values(sum(map(_is_limit, self._handlers()))))) == 1
         elif event_name is Events.EPOCH_STARTED:
             iteration, done = self.state.iteration, self._init_iter  # of this epoch, in runs before
             if done is None and self._dataloader_iter is None:  # as Ignite is going to count them
@@ -223,6 +226,11 @@ class MeshEngine(Engine):
         of_all_ranks = event_name is Events.ITERATION_COMPLETED and self.rows is not None
         with completing(self.state.output if of_all_ranks else None):
             super()._fire_event(event_name, *args, **kwargs)
+
+    def _handlers(self) -> list[Callable]:
+        """All handlers; those of an event with a filter, such as every=2, are in a function of Ignite's."""
+        of_events = [handler for handlers in self._event_handlers.values() for handler, *_ in handlers]
+        return [handler._parent() if hasattr(handler, "_parent") else handler for handler in of_events]
 
     def terminate_epoch(self, *args: Any, **kwargs: Any) -> None:
         """As in Ignite; the next epoch has its own order of rows."""
@@ -273,13 +281,17 @@ class _EndTogether:
 
     def __call__(self, engine: MeshEngine) -> None:
         self.limit(engine)
-        if get_mesh().world_size > 1 and on_any_rank(engine.should_terminate):
+        if get_mesh().world_size > 1 and engine.ends_together and on_any_rank(engine.should_terminate):
             engine.terminate()
 
     def __eq__(self, other: object) -> bool:
         return other is self or other is self.limit
 
     __hash__ = object.__hash__
+
+
+def _is_limit(handler: Callable) -> bool:
+    return isinstance(handler, _EndTogether)
 
 
 def mid_step_error(iteration: int) -> ValueError:

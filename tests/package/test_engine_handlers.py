@@ -25,7 +25,7 @@ from ignite.handlers import (
 )
 from ignite.handlers.tensorboard_logger import GradsScalarHandler, TensorboardLogger
 from ignite.metrics import Loss
-from ranks import in_float64, launch, on, on_each_rank, trainer_of
+from ranks import in_float64, launch, on, on_each_rank, run, trainer_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -430,6 +430,17 @@ def test_a_limit_can_be_removed():
         engine.remove_event_handler(limit, event)
         assert not engine.has_event_handler(limit)
         handle.remove()
+
+
+def test_limits_of_one_rank_ask_no_other():
+    def limited(local_rank):
+        trainer = trainer_of(ddl.auto_model(nn.Linear(8, 3)))
+        for limit in (TimeLimit(600), TerminateOnNan()) if local_rank == 0 else ():
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), limit)
+        trainer.run(ddl.auto_dataloader(TensorDataset(torch.randn(12, 8), torch.randn(12, 3)), batch_size=4))
+        return trainer.state.iteration
+
+    assert run(limited, 2, timeout=20) == [3, 3]
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
