@@ -78,6 +78,8 @@ What is not found, and differs from one process without an error:
 - under pp, a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on it;
 - random numbers that a script draws for weights or gradients under pp, where each stage draws different ones;
 - with ``loss_divisor="rows"``, a batch of a second loader that was read in another step than the one that trains on it;
+- rows of an earlier batch on which an update function trains a rank that has none of this one: they have no weight, as
+  what it makes of the row that it is lent (``drop_last=True`` leaves no rank without rows);
 - a loss that is a mean over rows in the steps where it is checked, but not in those between;
 - targets with rows in dim 1 whose dim 0 has the same length;
 - a term of a loss in which rows meet, or targets that do not count, if it changes the loss by less than the tolerance
