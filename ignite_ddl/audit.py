@@ -100,6 +100,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ignite.distributed as idist
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -467,8 +468,8 @@ def _warn_of_padding(stages: Any, x: Any, mesh: Mesh, lengths: list[torch.Size],
 
 
 def _comparable(value: Any) -> Any:
-    """A value of any structure with digests in place of tensors."""
-    leaves = tree_leaves(value)
+    """A value of any structure with digests in place of tensors and arrays."""
+    leaves = [torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in tree_leaves(value)]
     return [(tuple(leaf.shape), digest(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ignite_ddl.compat import gathers, without_transforms
 from ignite_ddl.experts.balance import router_loss_weight
+from ignite_ddl.kept_state import cloned
 from ignite_ddl.pipeline.structure import local_tensor, n_rows, some_rows, tensors_of
 from ignite_ddl.rows_alone import MAY_DEPEND, few_rows, norm_over_rows
 from ignite_ddl.traceless import WatchForSums, differ, evaluating, without_trace
@@ -286,7 +287,7 @@ class _Gradients:
 
     def __init__(self, run: Callable, x: Any, stages: Sequence[nn.Module], seed: int, part: slice, n: int) -> None:
         factor, part = (1.0, part) if part.stop else (0.0, slice(0, n))
-        rows = some_rows(x, part, n)
+        rows = cloned(some_rows(x, part, n))
         by: dict[Any, torch.Tensor] = {i: t for i, t in enumerate(tensors_of(rows)) if t.requires_grad}
 
         def note(module: nn.Module, *_: Any) -> None:  # after FSDP2's hook, which gathers them

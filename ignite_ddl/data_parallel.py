@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -274,9 +274,28 @@ def reshard(root: nn.Module) -> None:
             module.reshard()
 
 
+_SENDS_NONE = contextvars.ContextVar("forward passes send no buffers", default=False)
+
+
+@contextlib.contextmanager
+def buffers_apart(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, forward passes send no buffers, for which ranks would wait if a pass of a check fails on one of them."""
+    modules = {module for stage in stages for module in stage.modules()}
+    wrapped = [m for m in modules if isinstance(m, DistributedDataParallel) and m.require_forward_param_sync]
+    token = _SENDS_NONE.set(True)
+    for module in wrapped:
+        module.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        _SENDS_NONE.reset(token)
+        for module in wrapped:
+            module.require_forward_param_sync = True
+
+
 def share_buffers(module: nn.Module, mesh: Mesh) -> None:
     """Broadcasts dp rank 0's buffers (BatchNorm's running statistics) over dp, as DDP does before a forward pass."""
-    if mesh.dp_cp_size == 1:
+    if mesh.dp_cp_size == 1 or _SENDS_NONE.get():
         return
     buffers = [b for b in module.buffers() if not isinstance(b, DTensor)]
     if not buffers:

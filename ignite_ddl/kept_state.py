@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import copy
+import enum
 import functools
+import itertools
 import sys
 import types
-from collections import deque
+import warnings
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
 from ignite.engine import Engine
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ignite_ddl.pipeline.structure import SomeRows, tensors_of
+from ignite_ddl.pipeline.structure import SomeRows, local_tensor, map_leaves, tensors_of
 from ignite_ddl.tensor.random import random_states, set_random_states, state_of
 
-_KINDS = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, deque, set, torch.Tensor)
+_ARRAYS = (torch.Tensor, np.ndarray)
+_KINDS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, np.generic, tuple, list, dict, deque, set)
+_KINDS = (*_KINDS, *_ARRAYS)
 _NUMBERS = (bool, int, float, complex, str)
 OF_EACH_MODULE = frozenset(vars(nn.Module()))
 LARGE = 2**16  # entries and numbers of a variable, of which no more are copied
@@ -83,14 +93,14 @@ def _lists_weights(value: Any) -> bool:
 def _parts(value: Any, whole: bool) -> list[tuple[Any, Any]]:
     """What may be changed in place in a variable, itself first, each with a copy: containers, and tensors."""
     found: dict[int, tuple[Any, Any]] = {}
-    pending, left = [value], LARGE
+    pending, left = [value] if isinstance(value, _PARTS) else [], LARGE
     while pending:
         part = pending.pop()
-        size = part.numel() if isinstance(part, torch.Tensor) else len(part) if isinstance(part, _NESTS) else 0
+        size = size_of(part)
         if id(part) in found or isinstance(part, nn.Parameter) or size > left and not (whole and part is value):
             continue
-        if isinstance(part, torch.Tensor):
-            found[id(part)] = part, part.detach().clone()
+        if isinstance(part, _ARRAYS):
+            found[id(part)] = part, copied(part)
         elif isinstance(part, _NESTS):
             pending += [one for one in (part.values() if isinstance(part, dict) else part) if isinstance(one, _PARTS)]
             if not isinstance(part, tuple):
@@ -99,12 +109,34 @@ def _parts(value: Any, whole: bool) -> list[tuple[Any, Any]]:
     return list(found.values())
 
 
+def size_of(part: Any) -> int:
+    if isinstance(part, torch.Tensor):
+        return part.numel()
+    return part.size if isinstance(part, np.ndarray) else len(part) if isinstance(part, _NESTS) else 1
+
+
 _NESTS = (list, dict, deque, set, tuple)
-_PARTS = (*_NESTS, torch.Tensor)
+_PARTS = (*_NESTS, *_ARRAYS)
 
 
 def copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value.copy() if type(value) is np.ndarray else value  # not a file's, which are mapped to memory
+
+
+def cloned(tree: Any, all_of_them: bool = False) -> Any:
+    """Copies for code that may change tensors in place, but for those that require gradients, or of all."""
+
+    def clone(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, torch.Tensor) and (all_of_them or not leaf.requires_grad) else leaf
+
+    return map_leaves(clone, tree)
+
+
+def versions(tree: Any) -> list[int]:
+    """Numbers of tensors, which grow where one is changed in place."""
+    return [tensor._version for tensor in tensors_of(tree) if not tensor.is_inference()]
 
 
 def _refill(value: Any, before: Any) -> None:
@@ -118,13 +150,20 @@ def _refill(value: Any, before: Any) -> None:
         with torch.no_grad():
             if value.shape != before.shape:  # resized in place, as a buffer of an observer in its first pass
                 value.resize_(before.shape)
-            value.copy_(before)
+            local_tensor(value).copy_(local_tensor(before))
+    elif isinstance(value, np.ndarray):
+        value[...] = before
 
 
 def same_value(value: Any, before: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        same_shape = isinstance(before, torch.Tensor) and value.shape == before.shape
-        return same_shape and bool(((value == before) | (value != value) & (before != before)).all())
+        if not isinstance(before, torch.Tensor) or value.shape != before.shape:
+            return False
+        value, before = local_tensor(value), local_tensor(before)  # of this rank's part, since peers may not ask
+        return bool(((value == before) | (value != value) & (before != before)).all())
+    if isinstance(value, np.ndarray):
+        same = type(value) is type(before) and value.shape == before.shape and value.dtype == before.dtype
+        return value is before or same and value.tobytes() == before.tobytes()
     if isinstance(value, list | dict | deque):
         if type(value) is not type(before) or len(value) != len(before):
             return False
@@ -172,8 +211,17 @@ def _names(code: types.CodeType) -> set[str]:
 
 def _has_attributes(one: Any) -> bool:
     """Whether the user may have given it attributes: not to what a library has made."""
+    if isinstance(one, types.SimpleNamespace | argparse.Namespace):
+        return True
     of = one if isinstance(one, type | types.FunctionType) else type(one)
-    return hasattr(one, "__dict__") and not isinstance(one, types.ModuleType) and not _is_of_a_library(of.__module__)
+    if isinstance(one, types.ModuleType) or _is_of_a_library(of.__module__):
+        return False
+    return hasattr(one, "__dict__") or bool(_slots(one))
+
+
+def _slots(one: Any) -> dict[str, str]:
+    held = [vars(of) for of in type(one).__mro__ if not _is_of_a_library(of.__module__)]
+    return {k: k for of in held for k, v in of.items() if isinstance(v, types.MemberDescriptorType)}
 
 
 def _is_of_a_library(name: Any) -> bool:
@@ -202,16 +250,21 @@ def _variables(owner: Any) -> list[tuple[Held, Iterable[str] | None]]:
         ]
     if isinstance(owner, type):
         return [(_Attributes(owner, {name: name for name in vars(owner) if not name.startswith("__")}), None)]
-    return [(vars(owner), None)]
+    held = [(vars(owner), None)] if hasattr(owner, "__dict__") else []
+    return [*held, (_Attributes(owner, slots), None)] if (slots := _slots(owner)) else held
 
 
-def reached(function: Any) -> list[Any]:
-    """What may keep a state for a function, and is no library's: itself, and what it uses by its closure, its defaults,
-    arguments that are bound, globals that its code names, and attributes of what is found there.
+def reached(*functions: Any, by_hooks: bool = True) -> list[Any]:
+    """What may keep a state for functions or modules, and is no library's: themselves, and what they use by a closure,
+    defaults, arguments that are bound, globals that code names, and attributes of what is found there.
+
+    Args:
+        functions: functions, modules, or other objects.
+        by_hooks: whether to look at what hooks of modules use, too. Default: True.
     """
     found: dict[int, Any] = {}
-    pending, seen = deque([function]), {}
-    while pending and len(found) < _MOST:
+    pending, seen, n_modules = deque(functions), {}, 0
+    while pending and len(found) - n_modules < _MOST:
         one = pending.popleft()
         if isinstance(one, DistributedDataParallel):
             one = one.module
@@ -222,14 +275,44 @@ def reached(function: Any) -> list[Any]:
             pending += [one.__func__, getattr(one, "__self__", None)]
         elif isinstance(one, _NESTS):
             pending += [] if len(one) > _MOST else one.values() if isinstance(one, dict) else one
-        elif isinstance(one, nn.Module | functools.partial) or state_of(one) or _has_attributes(one):
+        elif isinstance(one, nn.Module):
+            found[id(one)] = one
+            n_modules += 1
+            hooks = (one._forward_hooks, one._forward_pre_hooks) if by_hooks else ()
+            pending += [value for name, value in vars(one).items() if name not in OF_EACH_MODULE]
+            pending += [value for held in (one._modules, *hooks) for value in held.values()]
+            pending += type(one).__mro__[:-1]  # FSDP2's class comes before the user's
+        elif isinstance(one, functools.partial) or state_of(one) or _has_attributes(one):
             found[id(one)] = one
             variables = [(held, list(held) if names is None else names) for held, names in _variables(one)]
             pending += [held[name] for held, names in variables for name in names if name in held]
-            pending += [] if isinstance(one, types.FunctionType | functools.partial) else [type(one)]
+            pending += [] if isinstance(one, types.FunctionType | functools.partial | type) else type(one).__mro__[:-1]
             pending += [one.func] if isinstance(one, functools.partial) else []
             pending += one.__mro__[1:-1] if isinstance(one, type) else []
     return list(found.values())
+
+
+def beside(stages: Iterable[nn.Module], by_hooks: bool = True) -> list[Any]:
+    """What may keep a state for modules, but for these: objects, classes, globals and closures of what they call."""
+    stages = list(stages)
+    own = {id(module) for stage in stages for module in stage.modules()}
+    return [one for one in reached(*stages, by_hooks=by_hooks) if id(one) not in own]
+
+
+def label_of(owner: Any) -> str:
+    return getattr(owner, "__qualname__", type(owner).__name__)
+
+
+def kept_beside(owners: Iterable[Any]) -> dict[str, tuple[Held, str]]:
+    """By a name of each where such owners hold their variables, and under which names."""
+    found: dict[tuple[int, str], tuple[str, Held]] = {}
+    for owner in owners:
+        for held, names in _variables(owner):
+            for name in [k for k in (list(held) if names is None else names) if k in held]:
+                found.setdefault((id(held), name), (f"{label_of(owner)}.{name}", held))
+    keys = Counter(key for key, _ in found.values())
+    numbered = enumerate(found.items())
+    return {f"{key} ({i})" if keys[key] > 1 else key: (held, name) for i, ((_, name), (key, held)) in numbered}
 
 
 def saved_states(owners: Iterable[Any]) -> list[SavedState]:
@@ -284,18 +367,46 @@ def captured_rows(owners: Iterable[Any], rows: SomeRows | None) -> Iterator[None
 
 def _has_rows(value: Any, n: int) -> bool:
     found = tensors_of(value) if isinstance(value, _PARTS) and not isinstance(value, nn.Parameter) else []
-    return any(tensor.ndim and len(tensor) == n for tensor in found)
+    return any(tensor.ndim and len(tensor) == n and not isinstance(tensor, DTensor) for tensor in found)
 
 
 @contextlib.contextmanager
 def states_kept(owners: Iterable[Any]) -> Iterator[list[SavedState]]:
     """Restores at its end what code inside changes in the states of modules, and of what else keeps some."""
-    kept = saved_states(owners)
+    with _iterators_kept(owners := list(owners)):
+        kept = saved_states(owners)
+        try:
+            yield kept
+        finally:
+            for of_owner in kept:
+                of_owner.restore()
+
+
+_COPIED = (itertools.count, *(type(iter(of)) for of in ([], (), range(0))))  # iterators that read no other ones
+
+
+@contextlib.contextmanager
+def _iterators_kept(owners: Iterable[Any]) -> Iterator[None]:
+    """Inside, variables hold a copy of an iterator; in the end one that has not moved."""
+    variables = [variable for owner in owners for variable in _variables(owner)]
+    named = [(held, name) for held, names in variables for name in (list(held) if names is None else names)]
+    places = [(held, name, held[name]) for held, name in named if name in held and hasattr(held[name], "__next__")]
+    pairs: dict[int, tuple[Any, Any]] = {}  # one iterator in several places stays one
+    for value in (value for *_, value in places if id(value) not in pairs):
+        if isinstance(value, _COPIED):
+            with warnings.catch_warnings(action="ignore"), contextlib.suppress(TypeError):  # count, from Python 3.12 on
+                pairs[id(value)] = copy.copy(value), value
+                continue
+        if type(value).__module__ in ("builtins", "itertools") or isinstance(value, _BaseDataLoaderIter):
+            pairs[id(value)] = itertools.tee(value)
+    places = [(held, name, *pairs[id(value)]) for held, name, value in places if id(value) in pairs]
+    for held, name, inside, _ in places:
+        held[name] = inside
     try:
-        yield kept
+        yield
     finally:
-        for of_owner in kept:
-            of_owner.restore()
+        for held, name, _, after in places:
+            held[name] = after
 
 
 @contextlib.contextmanager

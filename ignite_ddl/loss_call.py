@@ -42,12 +42,13 @@ def checked_loss(contract: LossContract, empty: bool) -> Callable[[Any, Any], to
         since = newest_node()
         if contract.is_checking:
             refuse_freed(output)
+            contract.before_call(output, y)
         watch = WatchForSums() if contract.is_checking and contract.is_local else contextlib.nullcontext()
         with watch:
             loss = _loss(contract, output, y, empty)
         contract.communicates = contract.communicates or getattr(watch, "found_others", False)
         if contract.is_checking:
-            contract.inspect(loss, output, y, since)
+            contract.inspect(loss, since)
         elif contract.is_uneven:  # by which an optimizer's step knows which models this loss has weighted
             contract.find_others(dependencies(loss, output, since)[1])
         return loss

@@ -31,7 +31,7 @@ from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, unsharded_parameters
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.divisor import IGNORED, Divisor, divisor_of
-from ignite_ddl.kept_state import captured
+from ignite_ddl.kept_state import captured, cloned, versions
 from ignite_ddl.loss_graph import dependencies, parameter_ids
 from ignite_ddl.loss_state import LossState
 from ignite_ddl.mesh import Mesh
@@ -41,6 +41,7 @@ from ignite_ddl.pipeline.structure import (
     concatenated,
     detached,
     have_rows,
+    map_leaves,
     may_be_a_sample,
     n_rows,
     n_samples,
@@ -60,6 +61,7 @@ BY_PASSES = 2.0**20  # in place of 1 for an inconclusive comparison, if it needs
 _FEW, _MOST_SENT = 4, 2**16  # rows whose targets dp ranks give each other, and the most numbers in them
 ASKS_PEERS = 2.0**40  # added to that where targets of other ranks are to be compared, too
 ROUNDINGS = 16  # of 16 bits, by which the loss of a model's rows may differ from that of parts of them
+_FEW_NUMBERS = 2**20  # in output and targets, of which there is a copy before it is known that the loss changes none
 _MAX_INCONCLUSIVE = 16  # inconclusive checks, after which there is a warning
 _DECLARE = (
     'pass loss_divisor="rows" for a mean over rows, "sum" for a sum, or a function from targets to the divisor of the '
@@ -140,6 +142,8 @@ class LossContract:
         self.state = LossState(loss_fn, mesh)
         self.refusal = ""  # of this step's comparison, if forward passes have to confirm it
         self.pairs: list[tuple[Any, Any]] = []  # detached outputs and targets of this step, by microbatch
+        self.given: Any = None  # output and targets of a call, with containers of their own
+        self.copies: tuple[Any, Any] | None = None  # the same, if the call may change them in place
         self.earlier_pairs: list[tuple[Any, Any]] = []  # of earlier steps, until there are two rows
         self.has_warned = False  # of what differs between dp ranks
         self.asks_peers = False  # whether dp ranks compare it with targets of each other in this step
@@ -254,19 +258,29 @@ class LossContract:
                 "number, so a rank's part of it is not known: let it give what counts, without a clamp"
             )
 
-    def inspect(self, loss: torch.Tensor, output: Any, y: Any, since: int) -> None:
-        """Inspects the graph of a loss, and keeps what :meth:`compare` needs; called in steps that check.
+    def before_call(self, output: Any, y: Any) -> None:
+        """Keeps what a call of ``loss_fn`` gets, which may take entries out of it, or change tensors in place."""
+        self.given = map_leaves(lambda leaf: leaf, (output, y))
+        self.versions, changes = versions(self.given), self.state.changes_arguments
+        is_small = sum(tensor.numel() for tensor in tensors_of(self.given)) <= _FEW_NUMBERS
+        self.copies = detached(cloned(self.given, True)) if changes or changes is None and is_small else None
+
+    def inspect(self, loss: torch.Tensor, since: int) -> None:
+        """After a call, inspects the graph of a loss, and keeps what :meth:`compare` needs; in steps that check.
 
         Args:
             loss: what ``loss_fn`` returned.
-            output: what it was given.
-            y: the targets.
             since: the number of the newest node of autograd before it was called.
 
         Raises:
             ValueError: if the loss depends on weights whose gradients would be wrong, or, if its divisor was not
                 declared and the model cannot run with parts of the rows here, on anything else than rows of the output.
         """
+        output, y = self.given
+        changes = self.versions != versions(self.given)
+        pair = self.copies or (None if changes else detached(self.given))  # the next step that checks has copies
+        self.given = self.copies = None
+        self.state.changes_arguments = changes or bool(self.state.changes_arguments)
         if not self.pairs:
             outputs, weights, uses_older = dependencies(loss, output, since)
             if self.is_split:
@@ -280,8 +294,8 @@ class LossContract:
             self.uses_more = weight or ("a number without rows" if no_rows else kept)
             if not self.divisor.certain and self.uses_more and self.is_split and not self.by_passes:
                 raise ValueError(self._cannot_be_checked())
-        if self.is_compared or self.state.owners:
-            self.pairs.append(detached((output, y)))
+        if pair is not None and (self.is_compared or self.state.owners):
+            self.pairs.append(pair)
             self.state.pair = self.pairs[0]
 
     def _n_samples(self, output: Any, y: Any) -> int:
@@ -402,7 +416,7 @@ class LossContract:
 
         def run(part: Any) -> Any:
             nonlocal draws
-            before, output = random_states(), transform(stages.forward_only(part))
+            before, output = random_states(), transform(stages.forward_only(cloned(part)))
             draws = draws or has_drawn(before)
             return output
 
@@ -659,6 +673,7 @@ class LossContract:
 
     def conclude(self, n_inconclusive: float) -> None:
         """Records the result of a check, given the number of dp ranks whose comparison was inconclusive."""
+        self.pairs, self.state.pair = [], None  # of a loss that is made anew in each step, many contracts are kept
         if not self.is_checking or self.is_confirmed:
             return
         self.is_confirmed = n_inconclusive < self.mesh.dp_cp_size

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ignite_ddl.collectives import on_any_rank, value_of
-from ignite_ddl.kept_state import captured_rows, random_kept, reached, saved_states, states_kept
+from ignite_ddl.kept_state import captured_rows, cloned, random_kept, reached, saved_states, states_kept
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.parts import MODELS
 from ignite_ddl.pipeline.structure import SomeRows, n_rows, tensors_of
@@ -38,12 +38,14 @@ class LossState:
         variables: their states at the begin of the step.
         pair: output and targets of the first call in this step; None before it.
         digest: a number of the state in the end, if the step has changed it and the loss depends on it; else 0.
+        changes_arguments: whether the loss function changes output or targets in place; None if this is not known.
         needs_graph: whether the loss function calls ``torch.autograd.grad``, which fails without a graph.
     """
 
     def __init__(self, loss_fn: Callable, mesh: Mesh) -> None:
         self.loss_fn, self.mesh = loss_fn, mesh
         self.needs_graph = False
+        self.changes_arguments: bool | None = None
         self._reached: list[Any] | None = None
         self.begin(False)
 
@@ -59,7 +61,7 @@ class LossState:
         self.digest = 0.0
 
     def call(
-        self, output: Any, y: Any, rows: SomeRows | None = None, run: Callable[[Any], Any] = lambda same: same
+        self, output: Any, y: Any, rows: SomeRows | None = None, run: Callable[[Any], Any] | None = None
     ) -> torch.Tensor:
         """The loss, by a call that leaves no trace in what the loss function keeps.
 
@@ -72,7 +74,10 @@ class LossState:
         owners = self.owners_and_models()
         kept = weights_kept(one for one in owners if isinstance(one, nn.Module))
         with kept, states_kept(owners), captured_rows(owners, rows):
-            loss = self.loss_fn(run(output), y)
+            output = output if run is None else run(output)
+            if self.changes_arguments is not False:  # of which the step has views
+                output, y = cloned((output, y), all_of_them=True)
+            loss = self.loss_fn(output, y)
             return loss.detach() if isinstance(loss, torch.Tensor) else loss
 
     def owners_and_models(self) -> list[Any]:
@@ -140,7 +145,7 @@ class LossState:
         models = [one for one in self.owners_and_models() if isinstance(one, nn.Module)]
         try:  # also where nothing was found: the loss may sum over ranks, of which one has a single row
             with torch.no_grad(), weights_kept(models), states_kept(self.owners) as kept, self.trying():
-                self.loss_fn(*self.pair)
+                self.loss_fn(*cloned(self.pair, all_of_them=True))
                 by_loss = [set(state.changed()) for state in kept]
         except Exception:
             return [set() for _ in found]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,17 @@ from torch.utils.data import get_worker_info
 
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.context.sequence import are_shards, full_rows, full_sequences, shard_tokens
-from ignite_ddl.kept_state import holds_iterators, random_kept, reached, states_kept
+from ignite_ddl.kept_state import holds_iterators, random_kept, reached, states_kept, versions
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.structure import concatenated, detached, local_tensor, n_rows, some_rows, tensors_of
+from ignite_ddl.pipeline.structure import (
+    concatenated,
+    detached,
+    local_tensor,
+    map_leaves,
+    n_rows,
+    some_rows,
+    tensors_of,
+)
 from ignite_ddl.tensor.random import has_drawn, random_states
 from ignite_ddl.traceless import WatchForSums, differ, weights_kept
 
@@ -195,11 +204,16 @@ class CheckedTransform:
         self.transform, self.tried = transform, 0  # with how many rows: 2 for more
 
     def __call__(self, output: Any) -> Any:
+        if self.tried == 2 or (n := n_rows(output)) <= self.tried:
+            return self.transform(output)
+        given = map_leaves(lambda leaf: leaf, output)  # it may change the output, and return it
+        tensors, before = tensors_of(given), versions(given)
         result = self.transform(output)
-        if self.tried < 2 and result is not output and (n := n_rows(output)) > self.tried:
+        same = result is output and versions(given) == before
+        if not (same and len(now := tensors_of(output)) == len(tensors) and all(map(operator.is_, now, tensors))):
             self.tried = min(n, 2) if get_mesh().pp_size > 1 else 2
-            check_transform("model_transform", self.transform, output, n, "in loss_fn, which is compared")
-            check_tokens_of("model_transform", self.transform, output)
+            check_transform("model_transform", self.transform, given, n, "in loss_fn, which is compared")
+            check_tokens_of("model_transform", self.transform, given)
         return result
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.collectives import gathered_values, on_any_rank
-from ignite_ddl.kept_state import LARGE, modules_of, same_value
+from ignite_ddl.kept_state import LARGE, cloned, modules_of, same_value
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import (
     concatenated,
@@ -84,7 +84,7 @@ def _depend(
     def outputs(rows: Any, seed: int) -> list[torch.Tensor]:
         nonlocal keeps_rows
         with without_trace(stages, seed) as kept:
-            found = [local_tensor(output).clone() for output in tensors_of(run(rows)) if output.ndim]
+            found = [local_tensor(output).clone() for output in tensors_of(run(cloned(rows))) if output.ndim]
             keeps_rows = keeps_rows or any(of_module.has_rows(n_rows(rows)) for of_module in kept)
             if counted is not None:
                 kept_values.append({**stored_values(plain, n_rows(rows)), **_small_buffers(plain)})

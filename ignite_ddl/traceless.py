@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import ignite.distributed as idist
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -18,8 +19,23 @@ from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.collectives import gathered
 from ignite_ddl.compat import forget_forward_pass, gathers, no_transforms, without_dispatch_modes
-from ignite_ddl.data_parallel import reshard
-from ignite_ddl.kept_state import OF_EACH_MODULE, SavedState, copied, modules_of, random_kept, states_kept
+from ignite_ddl.data_parallel import buffers_apart, reshard
+from ignite_ddl.kept_state import (
+    LARGE,
+    OF_EACH_MODULE,
+    Held,
+    SavedState,
+    beside,
+    cloned,
+    copied,
+    kept_beside,
+    label_of,
+    modules_of,
+    random_kept,
+    saved_states,
+    size_of,
+    states_kept,
+)
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, tensors_of
 from ignite_ddl.tensor.random import random_stream, state_of
@@ -65,18 +81,21 @@ def exact_float32() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_trace(stages: Iterable[nn.Module], seed: int = 0) -> Iterator[list[SavedState]]:
-    """Restores at its end what forward passes inside change in these modules; random numbers there depend on the seed.
+    """Restores at its end what forward passes inside change in these modules, and beside them in objects and globals;
+    random numbers there depend on the seed.
 
     Raises:
         UnlikeModules: if ranks that gather weights in these passes need other ones, or only some of them fail.
     """
-    held = [one for module in modules_of(stages).values() for one in vars(module).values() if state_of(one)]
+    others = beside(stages)
+    held = [one for one in others if state_of(one)]
     with (
         exact_float32(),
         random_kept(held),
+        buffers_apart(stages),
         _gathering_alike(stages),
         weights_kept(stages),
-        states_kept(stages) as kept,
+        states_kept([*stages, *others]) as kept,
         random_stream(seed),
     ):
         for stream in (random, sys.modules.get("numpy.random", random), *held):
@@ -232,39 +251,59 @@ def _largest(tensor: torch.Tensor) -> float:
 @contextlib.contextmanager
 def state_that_grows(stages: Iterable[nn.Module], found: list[str], attributes: bool = True) -> Iterator[None]:
     """Adds to ``found`` the names of buffers, and of attributes, that a forward pass inside has changed; of modules but
-    BatchNorm.
+    BatchNorm, and of objects and globals that forward uses.
     """
     modules = {name: module for name, module in modules_of(stages).items() if not isinstance(module, _NormBase)}
     dicts = [(k, held) for k, m in modules.items() for held in (m._buffers, *([vars(m)] if attributes else []))]
     kept = [(name, SavedState(held)) for name, held in dicts]
+    others = beside(stages, by_hooks=False) if attributes else []
+    kept += [(label_of(one), state) for one in others for state in saved_states([one])]
     yield
     found += [f"{name}.{changed}".removeprefix(".") for name, of_module in kept for changed in of_module.changed()]
 
 
 def stored_values(stages: Iterable[nn.Module], n: int) -> dict[str, Any]:
-    """Plain attributes of modules that forward passes may read: numbers, and tensors without n rows."""
+    """Plain attributes that forward passes may read, of modules and beside them: numbers, and what has not n rows."""
     found = {}
-    for name, module in modules_of(stages).items():
-        for attribute, value in vars(module).items():
-            leaves = [] if attribute in OF_EACH_MODULE else tree_leaves(value)
-            plain = all(type(leaf) in (bool, int, float, complex, torch.Tensor) for leaf in leaves)
-            if leaves and plain and not any(isinstance(leaf, torch.Tensor) and n in leaf.shape for leaf in leaves):
-                found[f"{name}.{attribute}".removeprefix(".")] = map_leaves(copied, value)
+    for name, (held, attribute) in _attributes(stages).items():
+        value = held[attribute]
+        leaves = [] if attribute in OF_EACH_MODULE else tree_leaves(value)
+        if leaves and all(map(_is_plain, leaves)) and not any(n in getattr(leaf, "shape", ()) for leaf in leaves):
+            found[name] = map_leaves(copied, value)
     return found
+
+
+def _is_plain(leaf: Any) -> bool:
+    numbers = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufc"
+    return numbers or type(leaf) in (bool, int, float, complex, torch.Tensor)
+
+
+def _attributes(stages: Iterable[nn.Module]) -> dict[str, tuple[Held, str]]:
+    """By name where modules, and what else forward uses, hold attributes; of the latter those that are not large."""
+    others = {k: place for k, place in kept_beside(beside(stages)).items() if _is_small(place[0][place[1]])}
+    named = [(name, vars(module)) for name, module in modules_of(stages).items()]
+    return others | {f"{name}.{k}".removeprefix("."): (held, k) for name, held in named for k in held}
+
+
+def _is_small(value: Any) -> bool:
+    if size_of(value) > LARGE:
+        return False
+    return sum(map(size_of, tree_leaves(value))) <= LARGE
 
 
 def _outputs(run: Callable[[Any], Any], x: Any, stages: Iterable[nn.Module]) -> list[torch.Tensor]:
     with without_trace(stages):
-        return [local_tensor(output).clone() for output in tensors_of(run(x)) if output.is_floating_point()]
+        return [local_tensor(output).clone() for output in tensors_of(run(cloned(x))) if output.is_floating_point()]
 
 
 def outputs_depend_on(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], others: dict[str, Any]) -> bool:
     """Whether outputs change if attributes of modules have these values instead; three passes on every rank."""
 
     def run_with_others(x: Any) -> Any:
+        places = _attributes(stages)
         for name, value in others.items():
-            module, _, attribute = name.rpartition(".")
-            setattr(modules_of(stages)[module], attribute, map_leaves(copied, value))
+            held, attribute = places[name]
+            held[attribute] = map_leaves(copied, value)
         return run(x)
 
     try:

@@ -23,6 +23,7 @@ from ignite_ddl.arguments import a, takes, whole
 from ignite_ddl.collectives import gathered
 from ignite_ddl.context.layout import check_length, local_positions, natural_order, place_in, shard_sequence
 from ignite_ddl.errors import THIS_WAS_IN
+from ignite_ddl.kept_state import cloned
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, tensors_of
 from ignite_ddl.replicas import digest
@@ -319,7 +320,7 @@ def length_matters(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module
     try:
         with torch.no_grad(), evaluating(stages), WatchForSums() as watch:
             with without_trace(stages), full_sequences():
-                expected = [local_tensor(tensor).clone() for tensor in tensors_of(run(row))]
+                expected = [local_tensor(tensor).clone() for tensor in tensors_of(run(cloned(row)))]
             with without_trace(stages):
                 found = [local_tensor(tensor) for tensor in tensors_of(run(_part(row, mesh)))]
             return bool(lengths) and not are_shards(found, expected, lengths[0], mesh, watch.coarsest)
@@ -331,10 +332,10 @@ def _calls(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], mesh:
     """The calls of modules with this rank's tokens, and with all."""
     with torch.no_grad(), evaluating(stages):
         with without_trace(stages), _recorded_calls(stages) as full, full_sequences():
-            run(x)
+            run(cloned(x))
         try:
             with without_trace(stages), _recorded_calls(stages) as shared:
-                run(_part(x, mesh))
+                run(cloned(_part(x, mesh)))
         except (AssertionError, IndexError, RuntimeError) as error:
             error.add_note(
                 f"{THIS_WAS_IN}a model that gets a cp rank's part of the tokens of a sequence: what needs all of them "

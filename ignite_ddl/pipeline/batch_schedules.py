@@ -17,6 +17,7 @@ from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
 from ignite_ddl.data_parallel import local_round, reshard
 from ignite_ddl.experts.routing import routers_of
 from ignite_ddl.experts.style import experts_of
+from ignite_ddl.kept_state import cloned
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, check_trains, trains
 from ignite_ddl.pipeline.schedules import SCHEDULES, check_same_microbatches, microbatches_for
@@ -174,7 +175,7 @@ class BatchSchedules:
 
         stages = list(self.stages.values())
         with without_trace(stages), torch.enable_grad(), autocast:
-            self.transfer.pass_through([rows_of(x, 0, few)], run)
+            self.transfer.pass_through([cloned(rows_of(x, 0, few))], run)
             for stage in stages:
                 reshard(stage)
         self._agree(refused, self.unknown)
@@ -199,7 +200,7 @@ class BatchSchedules:
         stages, grown = list(self.stages.values()), []
 
         def passed(rows: Any) -> None:
-            self.transfer.pass_through([rows], run)
+            self.transfer.pass_through([cloned(rows)], run)
             for stage in stages:
                 reshard(stage)
 

@@ -18,11 +18,21 @@ from torch.utils._pytree import tree_map_only
 from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.data_parallel import local_round, reshard, share_buffers
 from ignite_ddl.experts.balance import router_loss_weight
+from ignite_ddl.kept_state import versions
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.batch_schedules import BatchSchedules
 from ignite_ddl.pipeline.cut import Cut, Holder
 from ignite_ddl.pipeline.schedules import SCHEDULES
-from ignite_ddl.pipeline.structure import check_graphs, check_joins, check_rows, flatten, joined, n_rows, rows_of
+from ignite_ddl.pipeline.structure import (
+    check_graphs,
+    check_joins,
+    check_rows,
+    detached,
+    flatten,
+    joined,
+    n_rows,
+    rows_of,
+)
 from ignite_ddl.pipeline.transfer import Transfer
 from ignite_ddl.rows_alone import MAX_ROWS, evaluated_rows_depend
 from ignite_ddl.tensor.random import draw_seed, random_stream
@@ -234,11 +244,17 @@ class PipelineStages:
     def forward(
         self, x: Any, y: Any, loss_fn: Callable, transform: Callable, share: Callable, weight: float, autocast: Context
     ) -> tuple[Any, torch.Tensor | None]:
+        changed: list[Any] = []  # by microbatch, what a transform makes that changes its argument in place
+
         def weighted_loss(output: Any, target: Any) -> torch.Tensor:
-            return loss_fn(transform(output), target) * (share(target, y) * weight)
+            before, result = versions(output), transform(output)
+            changed.extend([detached(result)] if versions(output) != before else [])
+            return loss_fn(result, target) * (share(target, y) * weight)
 
         output, loss = self.train_step(x, y, weighted_loss, autocast)
-        return (None, None) if loss is None else (transform(output), loss / weight if weight else loss)
+        if loss is None:
+            return None, None
+        return joined(changed) if changed else transform(output), loss / weight if weight else loss
 
     def backward(self, loss: torch.Tensor | None, weight: float) -> None:
         """Does nothing: the schedule has run it."""

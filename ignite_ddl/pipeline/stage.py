@@ -89,6 +89,8 @@ class Stage(PipelineStage):
         for tensor in inputs:  # torch receives those of each step in the same leaves, which would keep their hooks
             if tensor._backward_hooks and tensor.is_leaf:
                 tensor._backward_hooks = None
+        if self.is_first:  # views of one tensor, which layers may change in place: let autograd not take them for one
+            inputs = tuple(tensor if tensor.requires_grad else tensor.data for tensor in inputs)
         output = self.submod(self.takes.structure.unflatten(inputs))
         tensors, structure = flatten(output, self.name)
         shapes, expected = (tuple((t.shape, t.dtype) for t in of) for of in (tensors, self.returns.tensors))

@@ -5,6 +5,7 @@ import copy
 import itertools
 import math
 import random
+import types
 import warnings
 import weakref
 from functools import partial
@@ -1281,6 +1282,42 @@ def test_numbers_that_forward_keeps_of_a_ranks_own_rows(axes):
         assert_right(partial(trained, make=partial(keeping, start, reads=False), **options), **axes)
 
 
+class InPlace(nn.Module):
+    def forward(self, x):
+        return x.sub_(0.3).mul_(0.5)
+
+
+def test_an_input_that_forward_changes_in_place_is_changed_once():
+    train = partial(trained, make=lambda: nn.Sequential(InPlace(), *mlp()), rows=4, epochs=2)  # 8 steps
+    assert_right(train, dp=2)
+    assert_right(train, pp=2)
+
+
+class InObject(nn.Module):
+    """Keeps a mean, or a number of calls or rows, in an object."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.kept, self.what = types.SimpleNamespace(mean=torch.zeros(()), n=0), what
+
+    def forward(self, x):
+        if self.training:
+            self.kept.mean = 0.9 * self.kept.mean + 0.1 * x.detach().mean()
+            self.kept.n += len(x) if self.what == "rows" else 1
+        return x - (self.kept.mean if self.what == "mean" else self.kept.n / 20)
+
+
+def in_object(what):
+    return nn.Sequential(nn.Linear(8, 16), InObject(what), nn.Tanh(), nn.Linear(16, 4))
+
+
+def test_numbers_that_forward_keeps_in_an_object():
+    refused(partial(trained, make=partial(in_object, "mean")), "forward keeps 'SimpleNamespace.mean', which diff", dp=2)
+    refused(partial(trained, make=partial(in_object, "rows")), "keeps 'SimpleNamespace.n', which depends on how", dp=2)
+    refused(partial(trained, make=partial(in_object, "calls")), "forward changes 'SimpleNamespace.", pp=2)
+    assert_right(partial(trained, make=partial(in_object, "calls"), shard=True), dp=2)
+
+
 class Counts(nn.Module):
     """Counts rows: for later outputs, or only to be looked at; in a buffer or an attribute, in forward or in none."""
 
@@ -1779,15 +1816,23 @@ class FailsOnFew(nn.Module):
 
 
 @in_float64
-def trained_by_sign(local_rank, make, negative=(0, 3, 8, 11, 14, 15), shape=(2,), **options):
+def trained_by_sign(local_rank, make, negative=(0, 3, 8, 11, 14, 15), shape=(2,), shard=True, **options):
     """By default, the first rows of each rank are of both signs, its last two rows of one."""
     torch.manual_seed(0)
     x = torch.rand(16, *shape) + 0.1
     x[list(negative)] *= -1
-    model = ddl.auto_model(make(), shard=True, **options)
+    model = ddl.auto_model(make(), shard=shard, **options)
     trainer = trainer_of(model, nn.functional.mse_loss)
     trainer.run(ddl.auto_dataloader(TensorDataset(x, x.flip(1)), batch_size=16), max_epochs=3)
     return trainer.state.output
+
+
+class FailsAndSends(FailsOnFew):
+    """The same with a buffer, which DDP sends before a forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("zero", torch.zeros(()))
 
 
 BY_SIGN = partial(OfSign, 4), partial(OfSign, 6)
@@ -1799,10 +1844,20 @@ OF_TOKENS = {"negative": (0, 1, 2, 3, 8, 10), "shape": (4, 2)}
     ("make", "options", "mesh"),
     [
         *((make, {}, {"dp": 2}) for make in (*BY_SIGN, FailsOnFew)),
+        (FailsAndSends, {"shard": False, "negative": (0, 3, 8, 15)}, {"dp": 2}),
         *((make, OF_REGIONS, {"dp": 2, "tp": 2}) for make in BY_SIGN),
         *((make, OF_TOKENS, {"dp": 2, "cp": 2}) for make in BY_SIGN),
     ],
-    ids=["alike", "unlike", "fails", "regions alike", "regions unlike", "tokens alike", "tokens unlike"],
+    ids=[
+        "alike",
+        "unlike",
+        "fails",
+        "fails and sends",
+        "regions alike",
+        "regions unlike",
+        "tokens alike",
+        "tokens unlike",
+    ],
 )
 def test_a_check_whose_few_rows_lead_ranks_to_other_layers_finds_nothing(make, options, mesh):
     train = partial(trained_by_sign, make=make, **options)

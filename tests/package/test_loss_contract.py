@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
-from ranks import assert_right, launch, on, on_each_rank, refused, trainer_of
+from ranks import assert_right, in_float64, launch, on, on_each_rank, refused, trainer_of
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 import ignite_ddl as ddl
 from ignite_ddl.divisor import divisor_of
 from ignite_ddl.loss_contract import LossContract
-from ignite_ddl.mesh import Mesh
+from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.structure import full_tensors
 from ignite_ddl.rows_alone import several_rows
 
@@ -1577,3 +1577,84 @@ def test_a_model_that_draws_random_numbers_and_returns_its_loss_has_to_declare_i
             training()
     else:
         training()
+
+
+def halved(output, y):
+    output.mul_(0.5)
+    return (output - y["t"]).abs().mean()
+
+
+def less(output, y):
+    y["t"].sub_(1)
+    return F.cross_entropy(output, y["class"].sub_(1)) + (output - y["t"]).square().mean()
+
+
+def popped(output, y):
+    weight = y.pop("w")
+    return (weight * (output - y["t"])).square().mean()
+
+
+@in_float64
+def changing(local_rank):
+    """Losses, outputs and weights, where loss functions change their arguments."""
+    found, weights = [], []
+    for loss_fn in (halved, less, popped):
+        torch.manual_seed(0)
+        rows = [(x[:3], {"t": x[3:], "w": x[:3].abs(), "class": torch.tensor(1 + i % 3)}) for i, x in enumerate(X)]
+        model = ddl.auto_model(nn.Linear(3, 3))
+        trainer = trainer_of(
+            model,
+            loss_fn,
+            prepare_batch=lambda batch, **_: batch,
+            output_transform=lambda x, y, y_pred, loss: (loss.item(), y_pred.sum().item(), y["t"].sum().item()),
+        )
+
+        @trainer.on(Events.ITERATION_COMPLETED)
+        def _(engine):
+            loss, *sums = engine.state.output
+            found.extend([loss, *(idist.all_reduce(number) for number in sums)])
+
+        trainer.run(ddl.auto_dataloader(rows, batch_size=6), max_epochs=1)
+        weights += ddl.full_state_dict(model).values()
+    return found, torch.cat([weight.flatten() for weight in weights])
+
+
+def test_losses_that_change_their_arguments_change_them_once():
+    assert_right(changing, dp=2)
+
+
+class KeepsAverages:
+    """A task whose loss is one of its methods, with averages of weights that are cut."""
+
+    def __init__(self, model):
+        self.averages = [p.detach().clone() for p in model.parameters()]
+
+    def loss_fn(self, output, y):
+        return F.mse_loss(output, y)
+
+
+def with_averages(local_rank):
+    torch.manual_seed(0)
+    model = ddl.auto_model(mlp(), shard=True)
+    task = KeepsAverages(model)
+    trainer = trainer_of(model, task.loss_fn)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def _():
+        for average, p in zip(task.averages, model.parameters(), strict=True):
+            average.lerp_(p.detach(), 0.1)
+
+    trainer.run(ddl.auto_dataloader(TensorDataset(X[:14], Y[:14]), batch_size=7), max_epochs=2)  # 7: as the weights
+    return [trainer.state.output], torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+def test_a_loss_may_belong_to_what_keeps_cut_weights():
+    assert_right(with_averages, dp=2)
+
+
+def test_a_loss_made_anew_in_each_step_keeps_no_batch():
+    contract = LossContract(lambda output, y: (output - y).mean(), divisor_of(F.mse_loss, "rows"), get_mesh(), None)
+    contract.pairs = [(X, X)]
+    contract.state.pair = contract.pairs[0]
+    contract.conclude(0.0)
+    assert (contract.pairs, contract.state.pair) == ([], None)

@@ -171,6 +171,47 @@ def test_a_transform_of_microbatches_of_one_row_is_tried_once(monkeypatch):
     assert tried == [1, 3]
 
 
+def centred_in_place(output):
+    output.sub_(output.mean(0))
+    return output
+
+
+def centred_entry(output):
+    output["z"] = output["z"] - output["z"].mean(0)
+    return output
+
+
+def halved_in_place(output):
+    return output.mul_(0.5)
+
+
+def test_a_transform_that_changes_its_argument_is_tried():
+    x = torch.randn(4, 3)
+    for transform, output in ((centred_in_place, x.clone()), (centred_entry, {"z": x.clone()})):
+        with pytest.raises(ValueError, match="model_transform makes rows of a batch from other rows"):
+            CheckedTransform(transform)(output)
+    assert torch.equal(CheckedTransform(halved_in_place)(x.clone()), 0.5 * x)
+
+
+@in_float64
+def with_halved_output(local_rank):
+    torch.manual_seed(0)
+    model = ddl.auto_model(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))
+    trainer = ddl.create_supervised_trainer(
+        model,
+        ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1)),
+        F.mse_loss,
+        model_transform=halved_in_place,
+        output_transform=lambda x, y, y_pred, loss: [loss.item(), y_pred.sum().item()],
+    )
+    trainer.run(ddl.auto_dataloader(TensorDataset(*torch.randn(2, 8, 3)), batch_size=4), max_epochs=1)
+    return trainer.state.output, torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+def test_a_transform_in_place_changes_the_output_of_a_pipeline_once():
+    assert_right(with_halved_output, pp=2)
+
+
 @in_float64
 def evaluation(local_rank, transform):
     torch.manual_seed(0)

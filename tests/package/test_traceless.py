@@ -1,7 +1,11 @@
 """Checks by forward passes, where a GPU's kernels round apart what is the same in one process."""
 
+import argparse
+import enum
 import itertools
+import types
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +19,7 @@ from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.loss_state import LossState
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.rows_alone import rows_depend_on_each_other
-from ignite_ddl.traceless import WatchForSums, exact_float32, outputs_depend_on
+from ignite_ddl.traceless import WatchForSums, exact_float32, outputs_depend_on, without_trace
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 
@@ -110,7 +114,7 @@ def test_outputs_that_no_two_calls_have_in_common_do_not_depend_on_what_is_store
     model = Atomics(16, 4)
     model.last_loss = 1.0
     assert not outputs_depend_on(model, X, [model], {"last_loss": 2.0})
-    assert outputs_depend_on(model, X, [model], {"factor": 1.1})
+    assert outputs_depend_on(model, X, [model], {"Atomics.factor": 1.1})
 
 
 @pytest.mark.parametrize("rounds", [False, True])
@@ -156,3 +160,105 @@ def test_parts_of_features_and_tokens_may_round_apart_as_16_bits_do(monkeypatch)
         torch.mm(weight, weight)
     assert are_shards([X], [X * 1.03], 16, get_mesh(), watch.coarsest)
     assert not are_shards([X], [X * 1.03], 16, get_mesh())
+
+
+class Counter:
+    n = 0
+
+
+class Slots:
+    __slots__ = ("n",)
+
+    def __init__(self):
+        self.n = 0
+
+
+class Phase(enum.Enum):
+    FIRST, SECOND = 1, 2
+
+
+class Annealed(nn.Linear):
+    """Divides by a number that its calls change, where it keeps it."""
+
+    n = 0
+
+    def __init__(self, make):
+        super().__init__(16, 4)
+        self.kept = make()
+
+    def forward(self, x):
+        global CALLED  # noqa: PLW0603
+        kept = self.kept
+        if isinstance(kept, torch.Generator):
+            n = torch.rand((), generator=kept)
+        elif hasattr(kept, "__next__"):
+            n = next(kept)
+        elif isinstance(kept, np.generic):
+            n = self.kept = kept + np.int64(1)
+        elif isinstance(kept, Phase):
+            self.kept = Phase(3 - kept.value)
+            n = kept.value
+        elif kept == "class":
+            Annealed.n += 1
+            n = Annealed.n
+        elif kept == "global":
+            CALLED += 1
+            n = CALLED
+        elif isinstance(kept, np.ndarray):
+            kept += 1
+            n = float(kept[0])
+        else:
+            kept = kept[0] if isinstance(kept, list) else kept
+            kept.n += 1
+            n = kept.n
+        return super().forward(x) / (1 + n)
+
+
+CALLED = 0
+KEPT = {
+    "object": Counter,
+    "slots": Slots,
+    "in a list": lambda: [Counter()],
+    "namespace": lambda: types.SimpleNamespace(n=0),
+    "arguments": lambda: argparse.Namespace(n=0),
+    "array": lambda: np.zeros(1),
+    "scalar": lambda: np.int64(0),
+    "enum": lambda: Phase.FIRST,
+    "count": itertools.count,
+    "generator": lambda: (i for i in itertools.count()),
+    "class": lambda: "class",
+    "global": lambda: "global",
+}
+
+
+@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
+def test_checks_leave_no_trace_in_what_is_kept_beside_a_module(make):
+    model, same = Annealed(make), Annealed(make)
+    same.load_state_dict(model.state_dict())
+    before = Annealed.n, CALLED
+    right = [same(X) for _ in range(4)]
+    Annealed.n, globals()["CALLED"] = before
+    assert not rows_depend_on_each_other(model, X, [model])
+    found = []
+    for _ in range(4):
+        with without_trace([model]):
+            model(X)
+        found.append(model(X))
+    assert all(map(torch.equal, found, right))
+
+
+def test_checks_leave_no_trace_in_a_generator_inside_an_object():
+    model = Annealed(lambda: types.SimpleNamespace(n=0, of=torch.Generator().manual_seed(0)))
+    before = model.kept.of.get_state()
+    with without_trace([model]):
+        torch.rand(3, generator=model.kept.of)
+    assert torch.equal(model.kept.of.get_state(), before)
+
+
+def test_an_iterator_in_two_places_stays_one():
+    model = nn.Module()
+    model.first = model.second = (i for i in range(9))
+    for i in range(0, 4, 2):
+        with without_trace([model]):
+            assert (next(model.first), next(model.second)) == (i, i + 1)
+        assert (next(model.second), next(model.first)) == (i, i + 1)
