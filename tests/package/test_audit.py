@@ -1301,10 +1301,11 @@ class InObject(nn.Module):
         self.kept, self.what = types.SimpleNamespace(mean=torch.zeros(()), n=0), what
 
     def forward(self, x):
+        y = x - (self.kept.mean if self.what == "mean" else self.kept.n / 20)
         if self.training:
             self.kept.mean = 0.9 * self.kept.mean + 0.1 * x.detach().mean()
             self.kept.n += len(x) if self.what == "rows" else 1
-        return x - (self.kept.mean if self.what == "mean" else self.kept.n / 20)
+        return y
 
 
 def in_object(what):
