@@ -17,7 +17,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint
 from ignite.metrics import Average
 from packaging.version import Version
-from ranks import in_float64, on, on_each_rank, trainer_of
+from ranks import in_float64, mesh_of, on, on_each_rank, trainer_of
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Replicate
@@ -27,6 +27,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import ignite_ddl as ddl
 from ignite_ddl import state
+from ignite_ddl.guards import check_parameter_hooks
 
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 generator = torch.Generator().manual_seed(1)
@@ -1003,3 +1004,15 @@ def test_tensors_that_torch_does_not_send_are_refused(local_rank):
     frozen = Odd("empty")
     frozen.odd.requires_grad_(False)
     assert ddl.auto_model(frozen, shard=True)(torch.ones(2, 3)).shape == (2, 2)
+
+
+def test_a_hook_that_only_logs_sees_no_gradient_of_a_check():
+    weight, seen = nn.Parameter(torch.ones(3)), []
+
+    def log(gradient):
+        seen.append(gradient.norm())
+
+    weight.register_hook(log)
+    for _ in range(3):  # steps
+        check_parameter_hooks([("weight", weight)], mesh_of(dp=2), by_ddp=True)
+    assert not seen
