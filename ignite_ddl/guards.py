@@ -187,6 +187,8 @@ def copy_parameter_attributes(before: Mapping[str, nn.Parameter], model: nn.Modu
     for name, old in replaced.items():  # in a second loop: a tied weight has two names
         setattr(old, _REPLACED, name)
         if type(old) is nn.Parameter:
+            old._elsewhere = name not in after  # on another stage, whose rank does what a script does by the given net
+            old._live = next(((p, p._version) for p in after.values() if p.requires_grad), None)
             old.__class__ = _Replaced
 
 
@@ -196,13 +198,26 @@ class _Replaced(nn.Parameter):
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         old = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls)
-        if function in _LOOKS:
+        changes = function.__name__ in ("__get__", "__set__", "detach") or function.__name__.endswith("_")
+        if function in _LOOKS or (old._elsewhere and (changes or not torch.is_grad_enabled())):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        raise ValueError(
-            f"this is {getattr(old, _REPLACED)!r} as it was before ddl.auto_model, which has put another parameter in "
-            "its place, perhaps on another rank: take parameters from the returned model, and for a weight that two "
-            "modules use, give both the same nn.Parameter before (b.weight = a.weight), not in a list or a function"
+        raise old.error()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """As in a copy of the given net for a teacher, before the model has been trained."""
+        if self._live is None or self._live[0]._version != self._live[1]:
+            raise self.error()
+        with torch._C.DisableTorchFunctionSubclass():
+            memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def error(self) -> ValueError:
+        return ValueError(
+            f"this is {getattr(self, _REPLACED)!r} as it was before ddl.auto_model, which has put another parameter in "
+            "its place, perhaps on another rank: take parameters from the returned model, copy a net before it is "
+            "given to ddl.auto_model, and for a weight that two modules use, give both the same nn.Parameter before "
+            "(b.weight = a.weight), not in a list or a function"
         )
 
 

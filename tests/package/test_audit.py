@@ -1731,6 +1731,10 @@ def test_the_given_net_in_place_of_its_pipeline(local_rank):
         with pytest.raises(ValueError, match="model should be what ddl.auto_model returned"):
             use()
     ddl.create_supervised_evaluator(copy.deepcopy(net))  # each rank's own
+    trained = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
+    trained.run([(X, Y)])
+    with pytest.raises(ValueError, match="as it was before ddl.auto_model, .* copy a net before it is given"):
+        copy.deepcopy(net)  # layers of the other stage are as before
 
 
 class Finetuned(nn.Linear):
