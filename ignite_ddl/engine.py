@@ -19,7 +19,7 @@ from torch import nn
 
 from ignite_ddl.arguments import COUNT, FUNCTION, a, takes
 from ignite_ddl.audit import check_same_rows, warn_of_same_batch
-from ignite_ddl.collectives import gathered_values, meet, on_any_rank
+from ignite_ddl.collectives import gathered, meet, on_any_rank
 from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import ShardedDataLoader
 from ignite_ddl.errors import reason_in_a_run
@@ -217,7 +217,8 @@ class MeshEngine(Engine):
             self._in_step = self._in_epoch = False
             self._pass = None if self._dataloader_iter is None else self._pass
             if self.steps and get_mesh().world_size > 1:
-                self.ends_together = len(set(gathered_values(sum(map(_is_limit, self._handlers()))))) == 1
+                n_limits = torch.tensor([sum(map(_is_limit, self._handlers()))], device=idist.device())
+                self.ends_together = len({int(of_rank) for of_rank in gathered(n_limits, None)}) == 1
         elif event_name is Events.EPOCH_STARTED:
             iteration, done = self.state.iteration, self._init_iter  # of this epoch, in runs before
             if done is None and self._dataloader_iter is None:  # as Ignite is going to count them

@@ -28,7 +28,7 @@ def tokens(across, inside):
 def order():
     """What happens where the optimizer is made before the model is sharded."""
     return {
-        "error": "Who could notice whose parameters an optimizer holds?",
+        "nothing learned": "So it is with torch alone: the old parameters get no gradient. ddl watches them.",
         "as DDP": "Sharding makes new parameters.",
     }
 
