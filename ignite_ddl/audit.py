@@ -23,7 +23,7 @@ unused weights        weights that a rank did not use, for whose gradients DDP w
 independent rows      a model, or a stage, whose output for a row depends on other rows,  steps 1, 8, 16, 32, …
                       in training or in evaluation, or the gradient of that output         an evaluator's first
 rows that meet        a ``prepare_batch``, a ``model_transform``, or an evaluator's       first batch
-                      ``output_transform`` that makes a row from others (``mixing.py``);
+                      ``output_transform`` that makes a row from others (``checks/mixing.py``);
                       a warning where it is random, or of a ``collate_fn``
 tokens that meet      over cp, a ``model_transform``, or an ``output_transform`` of an    first batch
                       evaluator or a metric, that looks at other tokens or numbers them
@@ -48,10 +48,11 @@ state of a loss       what a loss function keeps from call to call, computed fro
                       rank's own rows or for each microbatch, and by which it computes
 unlike results        a loss or a ``prepare_batch`` that gives dp ranks other results     steps 1, 2, 4, 8, …;
                       for the same rows, by what a script has computed of its rank's      a warning
-                      rows: a queue, a bank, running statistics (``unlike_results.py``)
+                      rows: a queue, a bank, running statistics (``checks/unlike_results.py``)
 ====================  ==================================================================  ============================
 
-The code between cut layers is checked in a model's first forward pass (``regions.py``), losses by ``loss_contract.py``.
+The code between cut layers is checked in a model's first forward pass (``checks/regions.py``), losses by
+``loss_contract.py``.
 
 What is not found, and differs from one process without an error:
 
@@ -108,7 +109,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ignite_ddl.backward import (
+from ignite_ddl.checks.backward import (
     ROW_GRADIENTS_DEPEND,
     check_backward_hooks,
     checking_functions,
@@ -116,23 +117,23 @@ from ignite_ddl.backward import (
     nudged,
     row_gradients_depend,
 )
+from ignite_ddl.checks.fingerprint import check_unchanged, fingerprint_of, warn_of_random_values
+from ignite_ddl.checks.modules_in_use import ModulesInUse, finds_unused
+from ignite_ddl.checks.regions import check_regions_once
+from ignite_ddl.checks.replicas import check_replicas, digest, lost_changes
+from ignite_ddl.checks.rows_alone import ROWS_DEPEND, rows_depend_on_each_other, several_rows
+from ignite_ddl.checks.traceless import UNLIKE_MODULES, outputs_depend_on, outputs_depend_on_padding, stored_values
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank, value_of
 from ignite_ddl.context.sequence import check_tokens, length_matters
 from ignite_ddl.data_parallel import local_round
 from ignite_ddl.experts.style import experts_of
-from ignite_ddl.fingerprint import check_unchanged, fingerprint_of, warn_of_random_values
 from ignite_ddl.lazy import without_values
 from ignite_ddl.loss_contract import ROUNDINGS, LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.modules_in_use import ModulesInUse, finds_unused
 from ignite_ddl.optim import check_same_options
 from ignite_ddl.pipeline.cut import check_root_hooks
-from ignite_ddl.pipeline.structure import are_samples, n_rows, tensors_of, tensors_of_rows
-from ignite_ddl.regions import check_regions_once
-from ignite_ddl.replicas import check_replicas, digest, lost_changes
-from ignite_ddl.rows_alone import ROWS_DEPEND, rows_depend_on_each_other, several_rows
+from ignite_ddl.structure import are_samples, n_rows, tensors_of, tensors_of_rows
 from ignite_ddl.tensor.gradients import ReplicatedWeights
-from ignite_ddl.traceless import UNLIKE_MODULES, outputs_depend_on, outputs_depend_on_padding, stored_values
 
 TOKENS_CHECKED = "_tokens_checked"  # on a model whose tokens have been checked, or are not to be
 ROWS_CHECKED = "_rows_checked"  # the same of its rows

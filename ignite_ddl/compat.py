@@ -12,21 +12,21 @@ file                                    what it uses
 ``data.py``                             ``DataLoader._get_iterator``, an Ignite engine's ``_dataloader_iter``
 ``lent_row.py``                         ``torch.utils._pytree``, as most of the following
 ``collectives.py``                      ``distributed_c10d._get_default_store``
-``same_samples.py``                     ``torch.utils._pytree``
+``checks/same_samples.py``              ``torch.utils._pytree``
 ``loss_contract.py``                    ``torch.utils._pytree``
-``loss_state.py``                       ``torch.utils._pytree``
-``loss_graph.py``                       the numbers of autograd's nodes
-``replicas.py``                         ``_NormBase``, ``nn.Module._non_persistent_buffers_set``,
+``checks/loss_state.py``                ``torch.utils._pytree``
+``checks/loss_graph.py``                the numbers of autograd's nodes
+``checks/replicas.py``                  ``_NormBase``, ``nn.Module._non_persistent_buffers_set``,
                                         ``_forward_pre_hooks``, ``FSDPModule._get_fsdp_state``
 ``audit.py``                            ``torch.utils._pytree``
-``traceless.py``                        ``_NormBase``, ``nn.Module._buffers``, torch's dispatch mode, the ``_schema``
+``checks/traceless.py``                 ``_NormBase``, ``nn.Module._buffers``, torch's dispatch mode, the ``_schema``
                                         of its operators
-``kept_state.py``                       ``torch.utils._pytree``
-``rows_alone.py``                       ``_NormBase``, ``torch.utils._pytree``
-``fingerprint.py``                      ``nn.Module._parameters``, ``_modules``, ``Parameter._backward_hooks``
-``backward.py``                         ``nn.Module._backward_hooks``, ``_backward_pre_hooks``; a Function's node
+``checks/kept_state.py``                ``torch.utils._pytree``
+``checks/rows_alone.py``                ``_NormBase``, ``torch.utils._pytree``
+``checks/fingerprint.py``               ``nn.Module._parameters``, ``_modules``, ``Parameter._backward_hooks``
+``checks/backward.py``                  ``nn.Module._backward_hooks``, ``_backward_pre_hooks``; a Function's node
                                         (``BackwardCFunction``) and its ``_forward_cls``
-``guards.py``                           ``Parameter._backward_hooks``
+``checks/guards.py``                    ``Parameter._backward_hooks``
 ``step.py``                             ``torch._foreach_mul_``
 ``model.py``                            ``_ddp_params_and_buffers_to_ignore``, which DDP reads
 ``engine.py``                           of Ignite's Engine the order of handlers, ``_setup_dataloader_iter``,
@@ -44,7 +44,7 @@ file                                    what it uses
 ``pipeline/cut.py``                     ``nn.Module._forward_hooks``, ``_forward_pre_hooks``, ``_modules``
 ``pipeline/stage.py``                   ``PipelineStage``: its call of a stage, its backward pass and what it keeps for
                                         that, its first message; ``Tensor._backward_hooks``
-``pipeline/structure.py``               ``torch.utils._pytree``
+``structure.py``                        ``torch.utils._pytree``
 ``pipeline/pipeline.py``                ``torch.utils._pytree``
 ``pipeline/local_stages.py``            ``torch.utils._pytree``
 ``pipeline/trace.py``                   ``torch.distributed.pipelining.Pipe._from_traced``, ``torch.utils._pytree``,
@@ -63,8 +63,8 @@ file                                    what it uses
 ``course/ranks.py``                     torch's dispatch mode
 ``course/tpu.py``                       Ignite's XLA classes, with torch_xla 2.7 to 2.9
 ``throughput.py``                       ``torch.utils._pytree``; an Ignite engine's ``_dataloader_iter``
-``mixing.py``                           ``torch.utils._pytree``
-``unlike_results.py``                   torch's dispatch mode
+``checks/mixing.py``                    ``torch.utils._pytree``
+``checks/unlike_results.py``            torch's dispatch mode
 ``diagnose/calls.py``                   torch's flight recorder and its store, ``distributed_c10d._world``
 ``lab/parity.py``                       ``torch.utils._pytree``
 ======================================  ===============================================================

@@ -31,11 +31,11 @@ from ignite_ddl.arguments import (
     takes,
     whole,
 )
+from ignite_ddl.checks.mixing import CheckedCollate
+from ignite_ddl.checks.same_samples import check_same_dataset
 from ignite_ddl.epoch_plan import Drawn, LocalBatches, LocalStream
 from ignite_ddl.loader_pass import Pass
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.mixing import CheckedCollate
-from ignite_ddl.same_samples import check_same_dataset
 
 
 def _is_sampler(value: Any) -> bool:

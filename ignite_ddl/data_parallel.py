@@ -19,12 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_ddl.checks.guards import refuse_second_derivatives
 from ignite_ddl.collectives import SENT, octets
 from ignite_ddl.compat import keep_missing_gradients, replaced_parameter, replicate, unsharded_parameters
 from ignite_ddl.experts.style import dim_to_shard, experts_of
-from ignite_ddl.guards import refuse_second_derivatives
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline.structure import tensors_of
+from ignite_ddl.structure import tensors_of
 
 _in_step = contextvars.ContextVar("a step: a backward pass follows", default=False)
 _in_trial = contextvars.ContextVar("a function is tried on this rank", default=False)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ignite_ddl.arguments import FUNCTION, Fits, check, one_of
-from ignite_ddl.pipeline.structure import n_rows, n_samples, tensors_of
+from ignite_ddl.structure import n_rows, n_samples, tensors_of
 from ignite_ddl.tensor.loss import cross_entropy
 
 DIVISOR = Fits(

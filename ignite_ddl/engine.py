@@ -19,17 +19,17 @@ from torch import nn
 
 from ignite_ddl.arguments import COUNT, FUNCTION, a, takes
 from ignite_ddl.audit import check_same_rows, warn_of_same_batch
+from ignite_ddl.checks.guards import check_handler
+from ignite_ddl.checks.optimizer_steps import check_weights_stepped_by_hand, refusing_unweighted_steps
 from ignite_ddl.collectives import gathered, meet, on_any_rank
 from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import ShardedDataLoader
 from ignite_ddl.errors import reason_in_a_run
-from ignite_ddl.guards import check_handler
 from ignite_ddl.idist_view import on_this_rank, warning_of_sums_over_peers
 from ignite_ddl.lent_row import without_rows
 from ignite_ddl.loader_pass import Pass
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.metrics import NOT_REDUCED, completing, over_data_parallel
-from ignite_ddl.optimizer_steps import check_weights_stepped_by_hand, refusing_unweighted_steps
 from ignite_ddl.parts import PartError
 from ignite_ddl.step import TrainingStep
 from ignite_ddl.uneven_rows import forget_uneven_rows, warn_of_padded_rows

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
+from ignite_ddl.checks.same_samples import fingerprint_of
 from ignite_ddl.mesh import Mesh
-from ignite_ddl.same_samples import fingerprint_of
 from ignite_ddl.tensor.random import state_of
 
 

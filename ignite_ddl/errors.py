@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ignite_ddl.arguments import first_line
-from ignite_ddl.guards import Hook
+from ignite_ddl.checks.guards import Hook
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.parts import MODELS, PartError
 

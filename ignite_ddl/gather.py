@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ignite_ddl.arguments import TENSOR, takes
+from ignite_ddl.checks.traceless import GATHERS_ROWS
 from ignite_ddl.collectives import gathered, gathered_values
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.traceless import GATHERS_ROWS
 
 # Of a rank without rows, which was lent one: what has been gathered.
 _without_rows: contextvars.ContextVar[list | None] = contextvars.ContextVar("gathered without rows", default=None)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ignite_ddl.arguments import a, takes
 from ignite_ddl.mesh import Mesh
-from ignite_ddl.pipeline.structure import local_tensor
+from ignite_ddl.structure import local_tensor
 
 P = ParamSpec("P")
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import default_collate
 
+from ignite_ddl.checks.mixing import CheckedCollate
+from ignite_ddl.checks.same_samples import check_same_samples
 from ignite_ddl.context.sequence import shard_batch
 from ignite_ddl.epoch_plan import EpochPlan, shared_random_stream
 from ignite_ddl.lent_row import of_unknown_type, without_rows
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.mixing import CheckedCollate
-from ignite_ddl.pipeline.structure import n_rows, tensors_of
-from ignite_ddl.same_samples import check_same_samples
+from ignite_ddl.structure import n_rows, tensors_of
 from ignite_ddl.uneven_rows import watch_optimizer_steps
 
 

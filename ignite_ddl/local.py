@@ -19,8 +19,8 @@ from ignite_ddl.engine import MeshEngine
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.local_stages import stages_of
-from ignite_ddl.pipeline.structure import local_tensor
 from ignite_ddl.state import local_state
+from ignite_ddl.structure import local_tensor
 
 
 class LocalSGD:

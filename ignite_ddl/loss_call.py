@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ignite_ddl.checks.loss_graph import dependencies
+from ignite_ddl.checks.traceless import WatchForSums
 from ignite_ddl.compat import newest_node
 from ignite_ddl.data_parallel import refuse_freed
 from ignite_ddl.gather import giving_no_rows
 from ignite_ddl.loss_contract import LossContract
-from ignite_ddl.loss_graph import dependencies
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.structure import tensors_of
-from ignite_ddl.traceless import WatchForSums
+from ignite_ddl.structure import tensors_of
 
 _IN_A_PIPELINE = (
     "Under pp, loss_fn runs where the last stage is, with the output and the targets of a microbatch: what layers or "

@@ -27,16 +27,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.arguments import first_line
+from ignite_ddl.checks.kept_state import captured, cloned, versions
+from ignite_ddl.checks.loss_graph import dependencies, parameter_ids
+from ignite_ddl.checks.loss_state import LossState
+from ignite_ddl.checks.rows_alone import several_rows
+from ignite_ddl.checks.traceless import WatchForSums, address_of, evaluating, without_trace
+from ignite_ddl.checks.unlike_results import CURE, unlike_results
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, unsharded_parameters
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.divisor import IGNORED, Divisor, divisor_of
-from ignite_ddl.kept_state import captured, cloned, versions
-from ignite_ddl.loss_graph import dependencies, parameter_ids
-from ignite_ddl.loss_state import LossState
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.parts import MODELS
-from ignite_ddl.pipeline.structure import (
+from ignite_ddl.structure import (
     SomeRows,
     concatenated,
     detached,
@@ -50,10 +53,7 @@ from ignite_ddl.pipeline.structure import (
     tensors_of,
     unpickled,
 )
-from ignite_ddl.rows_alone import several_rows
 from ignite_ddl.tensor.random import has_drawn, random_states
-from ignite_ddl.traceless import WatchForSums, address_of, evaluating, without_trace
-from ignite_ddl.unlike_results import CURE, unlike_results
 
 _CONTRACTS_KEPT = 64  # of a model
 _FIRST, _EACH = 16, 17  # steps that are all checked, then each one of these: a prime, to meet each batch of an epoch

@@ -22,14 +22,14 @@ from ignite.exceptions import NotComputableError
 from ignite.metrics import HSIC, GpuInfo, Loss, MaximumMeanDiscrepancy, Metric, RunningAverage, VariableAccumulation
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ignite_ddl.checks.mixing import check_tokens_of
 from ignite_ddl.collectives import gathered, gathered_values
 from ignite_ddl.context.sequence import two_halves
 from ignite_ddl.divisor import divisor_of
 from ignite_ddl.idist_view import PeerError, data_parallel_view, is_in_view
 from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.mixing import check_tokens_of
-from ignite_ddl.pipeline.structure import n_rows, tensors_of
+from ignite_ddl.structure import n_rows, tensors_of
 
 _COMPLETED = contextvars.ContextVar("the output of an iteration that all ranks complete", default=None)
 

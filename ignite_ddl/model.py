@@ -17,16 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import FLAG, MODULE, OPTIMIZER, WORLD, a, each, one_of, takes
 from ignite_ddl.audit import ROWS_CHECKED, TOKENS_CHECKED
-from ignite_ddl.collectives import SENT, octets
-from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
-from ignite_ddl.compat import keep_sparse_gradients_apart, use_usual_strides
-from ignite_ddl.context.sequence import SharedSequences
-from ignite_ddl.data_parallel import LOCAL_ROUNDS, LocalRound, apply_data_parallel, fully_shard, share_buffers
-from ignite_ddl.errors import explain_transforms
-from ignite_ddl.experts.routing import routers_of
-from ignite_ddl.experts.style import Experts, apply_experts, check_experts_of
-from ignite_ddl.fingerprint import take_fingerprint
-from ignite_ddl.guards import (
+from ignite_ddl.checks.fingerprint import take_fingerprint
+from ignite_ddl.checks.guards import (
     check_layers,
     check_optimizer,
     check_parameter_hooks,
@@ -38,6 +30,15 @@ from ignite_ddl.guards import (
     refuse_plain_names,
     strip_ddp_prefix,
 )
+from ignite_ddl.checks.regions import check_regions_once
+from ignite_ddl.collectives import SENT, octets
+from ignite_ddl.comm_hooks import COMM_HOOK, check_comm_hook, register_comm_hook
+from ignite_ddl.compat import keep_sparse_gradients_apart, use_usual_strides
+from ignite_ddl.context.sequence import SharedSequences
+from ignite_ddl.data_parallel import LOCAL_ROUNDS, LocalRound, apply_data_parallel, fully_shard, share_buffers
+from ignite_ddl.errors import explain_transforms
+from ignite_ddl.experts.routing import routers_of
+from ignite_ddl.experts.style import Experts, apply_experts, check_experts_of
 from ignite_ddl.lazy import LazyLayers, materialize
 from ignite_ddl.mesh import Mesh, check_experts, get_mesh, sizes_without_world
 from ignite_ddl.metrics import reduce_metrics_over_dp
@@ -48,7 +49,6 @@ from ignite_ddl.pipeline.local_stages import stages_of
 from ignite_ddl.pipeline.pipeline import Pipeline
 from ignite_ddl.pipeline.schedules import ROWS, SCHEDULES, check_same_microbatches, microbatches_for
 from ignite_ddl.pipeline.trace import TracedLayer
-from ignite_ddl.regions import check_regions_once
 from ignite_ddl.tensor.plan import apply_plan, check_plan
 from ignite_ddl.tensor.random import share_random_stream
 

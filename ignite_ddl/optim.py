@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ignite_ddl.arguments import first_line
+from ignite_ddl.checks.guards import LocalStateDict, refuse_full_states, refuse_ignites_checkpoint
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.compat import quiet_redistribution
-from ignite_ddl.guards import LocalStateDict, refuse_full_states, refuse_ignites_checkpoint
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.parts import is_part
 from ignite_ddl.pipeline.pipeline import SHARED
-from ignite_ddl.pipeline.structure import local_tensor
+from ignite_ddl.structure import local_tensor
 from ignite_ddl.tensor.random import random_states, set_random_states
 
 _ADAPTED = "_adapted_to_the_mesh"  # on an optimizer

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 
 from ignite_ddl.arguments import Fits, check, one_of
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.structure import local_tensor
+from ignite_ddl.structure import local_tensor
 
 AMP_MODES = {"amp": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AMP_MODE = Fits(f"None or one of {', '.join(AMP_MODES)}", one_of(*AMP_MODES).read)

@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ignite_ddl.audit import ROWS_CHECKED, TOKENS_CHECKED, Audit
+from ignite_ddl.checks.loss_graph import models_before
+from ignite_ddl.checks.mixing import CheckedTransform
+from ignite_ddl.checks.optimizer_steps import watch_unreduced_gradients
 from ignite_ddl.compat import UNREDUCED
 from ignite_ddl.data_parallel import gradient_sync, local_round
 from ignite_ddl.errors import explaining_errors
@@ -21,12 +24,9 @@ from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.experts.routing import routers_of, update_biases
 from ignite_ddl.loss_call import checked_loss
 from ignite_ddl.loss_contract import ASKS_PEERS, BY_PASSES, LossContract, LossContracts
-from ignite_ddl.loss_graph import models_before
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.mixing import CheckedTransform
-from ignite_ddl.optimizer_steps import watch_unreduced_gradients
 from ignite_ddl.pipeline.local_stages import call, stages_of
-from ignite_ddl.pipeline.structure import local_tensor, n_rows, n_samples
+from ignite_ddl.structure import local_tensor, n_rows, n_samples
 from ignite_ddl.tensor.gradients import redistribute_gradient
 
 Rows = tuple[int, int | None] | None  # the local and the global number of rows of a batch

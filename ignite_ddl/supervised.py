@@ -23,23 +23,23 @@ from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, takes
 from ignite_ddl.audit import check_evaluated_rows, check_same_rows, check_tokens_are_independent
+from ignite_ddl.checks.guards import check_optimizer
+from ignite_ddl.checks.mixing import check_prepare_batch, check_tokens_of, check_transform
+from ignite_ddl.checks.replicas import make_alike_for_evaluation
+from ignite_ddl.checks.unlike_results import CURE, unlike_results
 from ignite_ddl.clipping import MAX_NORM, clip, parameters_of_others
 from ignite_ddl.context.sequence import full_sequences, shard_prepared
 from ignite_ddl.data_parallel import refuse_in_a_round
 from ignite_ddl.divisor import DIVISOR
 from ignite_ddl.engine import MeshEngine
-from ignite_ddl.guards import check_optimizer
 from ignite_ddl.lent_row import without_rows
 from ignite_ddl.loader_pass import Pass
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.mixing import check_prepare_batch, check_tokens_of, check_transform
 from ignite_ddl.optim import adapt_optimizer
 from ignite_ddl.pipeline.local_stages import PipelineStages, Stages, call, on_some_ranks, stages_of
-from ignite_ddl.pipeline.structure import full_tensors, n_rows
 from ignite_ddl.precision import AMP_MODE, ScaledOptimizer, autocast_for, make_scaler
-from ignite_ddl.replicas import make_alike_for_evaluation
 from ignite_ddl.step import TrainingStep
-from ignite_ddl.unlike_results import CURE, unlike_results
+from ignite_ddl.structure import full_tensors, n_rows
 
 
 def _is_device(value: Any) -> bool:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ignite_ddl.arguments import ENGINE, POSITIVE, takes, whole
 from ignite_ddl.loader_pass import Pass
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.structure import n_rows
+from ignite_ddl.structure import n_rows
 
 
 class Throughput:

@@ -14,7 +14,7 @@ import ignite_ddl
 from ignite_ddl.course.figures import show
 
 # ignite_ddl.course.checks.* have none, and code of the course, but for its figures, shows cells of a chapter.
-MODULES = [m.name for m in pkgutil.walk_packages(ignite_ddl.__path__, "ignite_ddl.") if ".checks" not in m.name]
+MODULES = [m.name for m in pkgutil.walk_packages(ignite_ddl.__path__, "ignite_ddl.") if "course.checks" not in m.name]
 FIGURES = "ignite_ddl.course.figures.ch"
 
 

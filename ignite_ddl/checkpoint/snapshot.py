@@ -17,10 +17,10 @@ from ignite_ddl.checkpoint.kinds import Kinds
 from ignite_ddl.checkpoint.per_rank import add_tensors, capture_gradients
 from ignite_ddl.checkpoint.resume import capture_runs
 from ignite_ddl.checkpoint.values import encoded, plain_state
+from ignite_ddl.checks.replicas import check_replicas
 from ignite_ddl.data_parallel import LOCAL_ROUNDS, local_round, share_buffers
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
-from ignite_ddl.replicas import check_replicas
 from ignite_ddl.state import Shard, local_state, shard_of
 from ignite_ddl.tensor.random import random_states
 

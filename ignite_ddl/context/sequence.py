@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ignite_ddl.arguments import a, takes, whole
+from ignite_ddl.checks.kept_state import cloned
+from ignite_ddl.checks.replicas import digest
+from ignite_ddl.checks.rows_alone import norm_over_rows
+from ignite_ddl.checks.traceless import UnlikeModules, WatchForSums, differ, evaluating, without_trace
 from ignite_ddl.collectives import gathered
 from ignite_ddl.context.layout import check_length, local_positions, natural_order, place_in, shard_sequence
 from ignite_ddl.errors import THIS_WAS_IN
-from ignite_ddl.kept_state import cloned
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline.structure import local_tensor, map_leaves, n_rows, tensors_of
-from ignite_ddl.replicas import digest
-from ignite_ddl.rows_alone import norm_over_rows
-from ignite_ddl.traceless import UnlikeModules, WatchForSums, differ, evaluating, without_trace
+from ignite_ddl.structure import local_tensor, map_leaves, n_rows, tensors_of
 
 NOT_SHARED = (
     "on a mesh with cp, batches should come from ddl.auto_dataloader, which gives each cp rank its tokens: run the "

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ignite_ddl.arguments import check, whole
 from ignite_ddl.course.models import _check_counts, _layers_at
-from ignite_ddl.pipeline.structure import full_tensors
+from ignite_ddl.structure import full_tensors
 from ignite_ddl.tensor import Column, Row, Sequence, ShardedRandom, SharedInput, SplitSequence
 
 

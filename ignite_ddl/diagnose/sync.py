@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ignite_ddl.arguments import MODULE, takes
+from ignite_ddl.checks.replicas import digest, dp_local_statistics
 from ignite_ddl.collectives import gathered_values
 from ignite_ddl.data_parallel import local_round
 from ignite_ddl.diagnose.calls import recorded_calls
 from ignite_ddl.diagnose.report import UnlikeCalls, unlike_calls
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
-from ignite_ddl.replicas import digest, dp_local_statistics
 from ignite_ddl.state import local_state, shard_of
 
 

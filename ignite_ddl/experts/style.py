@@ -16,7 +16,7 @@ from ignite_ddl.arguments import MAPPING, takes
 from ignite_ddl.experts.dispatch import Dispatch
 from ignite_ddl.experts.layer import combined
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline.structure import local_tensor
+from ignite_ddl.structure import local_tensor
 from ignite_ddl.tensor.layers import summed, with_summed_gradient
 
 

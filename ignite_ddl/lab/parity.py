@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from ignite_ddl.arguments import AMOUNT, FLAG, FUNCTION, MAPPING, MODULE, SECONDS, WORLD, or_none, shown, takes
+from ignite_ddl.checks.rows_alone import rows_may_depend
 from ignite_ddl.clipping import MAX_NORM
 from ignite_ddl.data import auto_dataloader
 from ignite_ddl.divisor import divisor_of
@@ -46,9 +47,8 @@ from ignite_ddl.lazy import LazyLayers, replace_module
 from ignite_ddl.mesh import DP_AXES, get_mesh, sizes_without_world
 from ignite_ddl.model import FITS, auto_model, auto_optim, check_model, warn_without_plan
 from ignite_ddl.pipeline.schedules import SCHEDULES, microbatches_for
-from ignite_ddl.pipeline.structure import n_rows
-from ignite_ddl.rows_alone import rows_may_depend
 from ignite_ddl.state import full_tensor
+from ignite_ddl.structure import n_rows
 from ignite_ddl.supervised import create_supervised_trainer
 
 __all__ = ["Number", "ParityReport", "Step", "check_parity"]

@@ -12,19 +12,19 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ignite_ddl.backward import ROW_GRADIENTS_DEPEND, nudged, row_gradients_depend
+from ignite_ddl.checks.backward import ROW_GRADIENTS_DEPEND, nudged, row_gradients_depend
+from ignite_ddl.checks.kept_state import cloned
+from ignite_ddl.checks.rows_alone import MAX_ROWS, ROWS_DEPEND, rows_depend_on_each_other
+from ignite_ddl.checks.traceless import not_settled, state_that_grows, weights_kept, without_trace
 from ignite_ddl.collectives import gathered, gathered_values, on_any_rank
 from ignite_ddl.data_parallel import local_round, reshard
 from ignite_ddl.experts.routing import routers_of
 from ignite_ddl.experts.style import experts_of
-from ignite_ddl.kept_state import cloned
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, check_trains, trains
 from ignite_ddl.pipeline.schedules import SCHEDULES, check_same_microbatches, microbatches_for
-from ignite_ddl.pipeline.structure import Structure, detached, joined, rows_of
 from ignite_ddl.pipeline.transfer import Transfer
-from ignite_ddl.rows_alone import MAX_ROWS, ROWS_DEPEND, rows_depend_on_each_other
-from ignite_ddl.traceless import not_settled, state_that_grows, weights_kept, without_trace
+from ignite_ddl.structure import Structure, detached, joined, rows_of
 
 _KEPT = 16  # schedules of a pipeline; each holds receive buffers
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ignite_ddl.arguments import MODULE, Fits, one_of, shown, takes, whole
 from ignite_ddl.lazy import Lazy, LazyLayers, replace_module
 from ignite_ddl.pipeline.cut import named_layers
-from ignite_ddl.pipeline.structure import detached, map_leaves, tensors_of
+from ignite_ddl.structure import detached, map_leaves, tensors_of
 
 UNIT = Fits('"flops" or "seconds"', one_of("flops", "seconds").read)
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ignite_ddl.arguments import AMOUNTS, COUNT, WORLD, each, first_line, takes
+from ignite_ddl.checks.traceless import evaluating
 from ignite_ddl.pipeline.schedules import NAME, SCHEDULES, check_microbatches, stage_owners
-from ignite_ddl.traceless import evaluating
 
 CUT_FITS = {
     "schedule": NAME,

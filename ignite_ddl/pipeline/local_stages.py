@@ -15,28 +15,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from ignite_ddl.checks.kept_state import versions
+from ignite_ddl.checks.rows_alone import MAX_ROWS, evaluated_rows_depend
+from ignite_ddl.checks.traceless import without_trace
 from ignite_ddl.compat import BELONGS_TO_A_MODEL
 from ignite_ddl.data_parallel import local_round, reshard, share_buffers
 from ignite_ddl.experts.balance import router_loss_weight
-from ignite_ddl.kept_state import versions
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.batch_schedules import BatchSchedules
 from ignite_ddl.pipeline.cut import Cut, Holder
 from ignite_ddl.pipeline.schedules import SCHEDULES
-from ignite_ddl.pipeline.structure import (
-    check_graphs,
-    check_joins,
-    check_rows,
-    detached,
-    flatten,
-    joined,
-    n_rows,
-    rows_of,
-)
 from ignite_ddl.pipeline.transfer import Transfer
-from ignite_ddl.rows_alone import MAX_ROWS, evaluated_rows_depend
+from ignite_ddl.structure import check_graphs, check_joins, check_rows, detached, flatten, joined, n_rows, rows_of
 from ignite_ddl.tensor.random import draw_seed, random_stream
-from ignite_ddl.traceless import without_trace
 
 _on_some_ranks_only = False
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ignite_ddl.checks.guards import LocalStateDict, full_state_error, refuse_pickling
 from ignite_ddl.compat import allow_empty_parameter_lists
-from ignite_ddl.guards import LocalStateDict, full_state_error, refuse_pickling
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut, add_submodule, holders_of, named_layers, sequential
 from ignite_ddl.pipeline.local_stages import PipelineStages
-from ignite_ddl.pipeline.structure import full_tensors, map_leaves, tensors_of
+from ignite_ddl.structure import full_tensors, map_leaves, tensors_of
 
 SHARED = "_shared_with"  # on a parameter that several stages hold: its first name, and the pp ranks
 

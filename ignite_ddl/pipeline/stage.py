@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from ignite_ddl.pipeline.structure import Structure, flatten
+from ignite_ddl.structure import Structure, flatten
 from ignite_ddl.tensor.random import random_stream
 
 SENDS_ANY_DTYPE = hasattr(PipelineStage, "_forward_metadata_inference")  # torch 2.12 and newer

@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from ignite_ddl.arguments import MODULE, NAMES, Fits, first_line, takes
-from ignite_ddl.kept_state import states_kept
+from ignite_ddl.checks.kept_state import states_kept
+from ignite_ddl.checks.traceless import evaluating, without_trace
 from ignite_ddl.pipeline.cut import modules_of
-from ignite_ddl.pipeline.structure import n_rows
-from ignite_ddl.traceless import evaluating, without_trace
+from ignite_ddl.structure import n_rows
 
 BEFORE = Fits(
     'a list of names of modules, or "auto"',

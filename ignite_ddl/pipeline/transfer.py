@@ -14,7 +14,7 @@ from torch import nn
 from ignite_ddl.collectives import gathered, gathered_values, packed, value_of
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.pipeline.cut import Cut
-from ignite_ddl.pipeline.structure import flatten, local_tensor
+from ignite_ddl.structure import flatten, local_tensor
 from ignite_ddl.tensor.gradients import redistribute_gradient
 
 _NOT_HELD, _FROZEN, _NO_GRADIENT, _HAS_GRADIENT = range(4)  # of a weight that stages share, on a rank

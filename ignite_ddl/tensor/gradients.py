@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from ignite_ddl.collectives import gathered
 from ignite_ddl.mesh import Mesh
-from ignite_ddl.pipeline.structure import local_tensor
+from ignite_ddl.structure import local_tensor
 
 
 class ReplicatedWeights:

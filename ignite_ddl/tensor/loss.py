@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from ignite_ddl.arguments import INTEGER, SHARE, TENSOR, Fits, one_of, takes
-from ignite_ddl.pipeline.structure import local_tensor
+from ignite_ddl.structure import local_tensor
 
 REDUCTION = Fits('"mean", "sum" or "none"', one_of("mean", "sum", "none").read)
 

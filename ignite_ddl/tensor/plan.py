@@ -12,9 +12,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
+from ignite_ddl.checks.guards import refuse_second_derivatives
 from ignite_ddl.compat import quiet_shape_errors
 from ignite_ddl.errors import explain_errors
-from ignite_ddl.guards import refuse_second_derivatives
 from ignite_ddl.tensor.convolution import InputChannels, OutputChannels
 from ignite_ddl.tensor.gradients import layout_of
 from ignite_ddl.tensor.inside import ShardedRandom, SharedWeight, is_by_channel

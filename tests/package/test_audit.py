@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl import backward, modules_in_use
-from ignite_ddl.rows_alone import rows_depend_on_each_other
+from ignite_ddl.checks import backward, modules_in_use
+from ignite_ddl.checks.rows_alone import rows_depend_on_each_other
 
 generator = torch.Generator().manual_seed(3)
 X = torch.randn(14, 8, generator=generator, dtype=torch.float64)

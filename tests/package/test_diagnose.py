@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import ignite_ddl as ddl
+from ignite_ddl.checks.replicas import check_replicas
 from ignite_ddl.diagnose.calls import calls_counted, recorded_calls
 from ignite_ddl.diagnose.report import unlike_calls
-from ignite_ddl.replicas import check_replicas
 
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 

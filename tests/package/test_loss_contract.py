@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 import ignite_ddl as ddl
+from ignite_ddl.checks.rows_alone import several_rows
 from ignite_ddl.divisor import divisor_of
 from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.pipeline.structure import full_tensors
-from ignite_ddl.rows_alone import several_rows
+from ignite_ddl.structure import full_tensors
 
 generator = torch.Generator().manual_seed(2)
 X = torch.randn(22, 6, generator=generator, dtype=torch.float64)

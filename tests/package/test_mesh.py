@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 from ranks import TIMEOUT, mesh_of, on_each_rank, run
 
 import ignite_ddl as ddl
+from ignite_ddl.checks.replicas import check_replicas
 from ignite_ddl.mesh import AXES, check_mesh, sizes_without_world
-from ignite_ddl.replicas import check_replicas
 
 axis = st.integers(1, 5)
 

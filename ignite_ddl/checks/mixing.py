@@ -18,21 +18,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 
+from ignite_ddl.checks.kept_state import holds_iterators, random_kept, reached, states_kept, versions
+from ignite_ddl.checks.traceless import WatchForSums, differ, weights_kept
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.context.sequence import are_shards, full_rows, full_sequences, shard_tokens
-from ignite_ddl.kept_state import holds_iterators, random_kept, reached, states_kept, versions
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.structure import (
-    concatenated,
-    detached,
-    local_tensor,
-    map_leaves,
-    n_rows,
-    some_rows,
-    tensors_of,
-)
+from ignite_ddl.structure import concatenated, detached, local_tensor, map_leaves, n_rows, some_rows, tensors_of
 from ignite_ddl.tensor.random import has_drawn, random_states
-from ignite_ddl.traceless import WatchForSums, differ, weights_kept
 
 _FEW = 4  # rows of outputs that are tried
 _MIXES = (

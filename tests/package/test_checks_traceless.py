@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ignite_ddl import regions
-from ignite_ddl.backward import row_gradients_depend
+from ignite_ddl.checks import regions
+from ignite_ddl.checks.backward import row_gradients_depend
+from ignite_ddl.checks.loss_state import LossState
+from ignite_ddl.checks.rows_alone import rows_depend_on_each_other
+from ignite_ddl.checks.traceless import WatchForSums, exact_float32, outputs_depend_on, without_trace
 from ignite_ddl.context.sequence import are_shards
 from ignite_ddl.divisor import divisor_of
 from ignite_ddl.loss_contract import LossContract
-from ignite_ddl.loss_state import LossState
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.rows_alone import rows_depend_on_each_other
-from ignite_ddl.traceless import WatchForSums, exact_float32, outputs_depend_on, without_trace
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_ddl.checks.traceless import UNLIKE_MODULES, peers_are_elsewhere
 from ignite_ddl.compat import gathers, leaves_gradients
 from ignite_ddl.mesh import Mesh
-from ignite_ddl.traceless import UNLIKE_MODULES, peers_are_elsewhere
 
 END = -1  # instead of a module's number: the end of a stage's first forward pass in a step
 

@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ignite_ddl.arguments import first_line
+from ignite_ddl.checks.traceless import LAYERS, WatchForSums, evaluating, without_trace
 from ignite_ddl.collectives import on_any_rank
 from ignite_ddl.compat import without_dispatch_modes
 from ignite_ddl.data_parallel import reshard
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.structure import map_leaves, some_rows, tensors_of
+from ignite_ddl.structure import map_leaves, some_rows, tensors_of
 from ignite_ddl.tensor.layers import full_between_layers, local_input, region_ends
-from ignite_ddl.traceless import LAYERS, WatchForSums, evaluating, without_trace
 
 _ROWS = 2  # of a batch that the check runs on: plain attention takes memory
 

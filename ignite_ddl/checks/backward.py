@@ -21,12 +21,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ignite_ddl.checks.kept_state import cloned
+from ignite_ddl.checks.rows_alone import MAY_DEPEND, few_rows, norm_over_rows
+from ignite_ddl.checks.traceless import WatchForSums, differ, evaluating, without_trace
 from ignite_ddl.compat import gathers, without_transforms
 from ignite_ddl.experts.balance import router_loss_weight
-from ignite_ddl.kept_state import cloned
-from ignite_ddl.pipeline.structure import local_tensor, n_rows, some_rows, tensors_of
-from ignite_ddl.rows_alone import MAY_DEPEND, few_rows, norm_over_rows
-from ignite_ddl.traceless import WatchForSums, differ, evaluating, without_trace
+from ignite_ddl.structure import local_tensor, n_rows, some_rows, tensors_of
 
 
 def check_backward_hooks(module: nn.Module) -> None:
@@ -215,10 +215,10 @@ ROW_GRADIENTS_DEPEND = (
 def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module]) -> bool:
     """Whether gradients of some rows' outputs change if these rows are computed without the others.
 
-    False where it cannot be known, see :func:`rows_depend_on_each_other
-    <ignite_ddl.traceless.rows_depend_on_each_other>`, where FSDP2 gathers weights in a backward pass, since ranks would
-    wait for each other there, where code runs a backward pass of its own, which adds to ``p.grad``, or where outputs
-    change, too, such as by an inner loop of gradients. Every rank makes four passes, as peers may wait in them.
+    False where it cannot be known (see :func:`~ignite_ddl.checks.rows_alone.rows_depend_on_each_other`), where FSDP2
+    gathers weights in a backward pass, since ranks would wait for each other there, where code runs a backward pass
+    of its own, which adds to ``p.grad``, or where outputs change, too, such as by an inner loop of gradients. Every
+    rank makes four passes, as peers may wait in them.
     """
     if MAY_DEPEND.get() or any(gathers(module) for stage in stages for module in stage.modules()):
         return False
@@ -349,7 +349,7 @@ def _add_up(coarsest: float, gradients: dict[Any, torch.Tensor], *parts: dict[An
     But for rounding, which is relative to the largest: some should add up to 0.
 
     Args:
-        coarsest: as :class:`WatchForSums <ignite_ddl.traceless.WatchForSums>` has noted it.
+        coarsest: as :class:`WatchForSums <ignite_ddl.checks.traceless.WatchForSums>` has noted it.
         gradients: those of all rows.
         parts: those of some of them.
     """

@@ -17,13 +17,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ignite_ddl.checks.kept_state import captured_rows, cloned, random_kept, reached, saved_states, states_kept
+from ignite_ddl.checks.replicas import digest
+from ignite_ddl.checks.traceless import differ, exact_float32, weights_kept
 from ignite_ddl.collectives import on_any_rank, value_of
-from ignite_ddl.kept_state import captured_rows, cloned, random_kept, reached, saved_states, states_kept
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.parts import MODELS
-from ignite_ddl.pipeline.structure import SomeRows, n_rows, tensors_of
-from ignite_ddl.replicas import digest
-from ignite_ddl.traceless import differ, exact_float32, weights_kept
+from ignite_ddl.structure import SomeRows, n_rows, tensors_of
 
 
 class LossState:

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import ignite_ddl as ddl
 from ignite_ddl import state
-from ignite_ddl.guards import check_parameter_hooks
+from ignite_ddl.checks.guards import check_parameter_hooks
 
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 generator = torch.Generator().manual_seed(1)

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 import ignite_ddl as ddl
-from ignite_ddl import mixing
-from ignite_ddl.mixing import CheckedCollate, CheckedTransform, rows_meet
+from ignite_ddl.checks import mixing
+from ignite_ddl.checks.mixing import CheckedCollate, CheckedTransform, rows_meet
 
 SEEN = []
 

@@ -17,10 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ignite_ddl.collectives import gathered
-from ignite_ddl.compat import forget_forward_pass, gathers, no_transforms, without_dispatch_modes
-from ignite_ddl.data_parallel import buffers_apart, reshard
-from ignite_ddl.kept_state import (
+from ignite_ddl.checks.kept_state import (
     LARGE,
     OF_EACH_MODULE,
     Held,
@@ -36,8 +33,11 @@ from ignite_ddl.kept_state import (
     size_of,
     states_kept,
 )
+from ignite_ddl.collectives import gathered
+from ignite_ddl.compat import forget_forward_pass, gathers, no_transforms, without_dispatch_modes
+from ignite_ddl.data_parallel import buffers_apart, reshard
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.structure import local_tensor, map_leaves, tensors_of
+from ignite_ddl.structure import local_tensor, map_leaves, tensors_of
 from ignite_ddl.tensor.random import random_stream, state_of
 
 UNLIKE_MODULES = (

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_ddl.checks.guards import check_parameter_hooks
+from ignite_ddl.checks.replicas import digest
 from ignite_ddl.compat import forget_forward_pass
 from ignite_ddl.data_parallel import reshard
-from ignite_ddl.guards import check_parameter_hooks
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.structure import local_tensor
-from ignite_ddl.replicas import digest
 from ignite_ddl.state import INITIAL_VALUES
+from ignite_ddl.structure import local_tensor
 
 
 class _Fingerprint:

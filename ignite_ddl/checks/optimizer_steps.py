@@ -11,11 +11,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ignite_ddl.checks.replicas import digest
 from ignite_ddl.collectives import gathered_values
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, UNREDUCED, local_gradients, zero_unreduced_gradients
 from ignite_ddl.data_parallel import LOCAL_ROUNDS
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.replicas import digest
 
 _IN_A_WINDOW = (
     "the optimizer steps in the middle of a window, last=False of ddl.forward_backward or the trainer's "

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
-from ignite_ddl.backward import checking_functions, nudged, row_gradients_depend
+from ignite_ddl.checks.backward import checking_functions, nudged, row_gradients_depend
 
 generator = torch.Generator().manual_seed(3)
 X = torch.randn(14, 8, generator=generator, dtype=torch.float64)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ignite_ddl.compat import unsharded_parameters
 from ignite_ddl.parts import MODELS
-from ignite_ddl.pipeline.structure import tensors_of
+from ignite_ddl.structure import tensors_of
 
 
 def parameter_ids(model: nn.Module) -> set[int]:

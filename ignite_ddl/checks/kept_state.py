@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ignite_ddl.pipeline.structure import SomeRows, local_tensor, map_leaves, tensors_of
+from ignite_ddl.structure import SomeRows, local_tensor, map_leaves, tensors_of
 from ignite_ddl.tensor.random import random_states, set_random_states, state_of
 
 _ARRAYS = (torch.Tensor, np.ndarray)

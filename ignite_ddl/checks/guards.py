@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ignite_ddl.checks.kept_state import reached, states_kept
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, called_by_ignites_checkpoint, without_transforms
-from ignite_ddl.kept_state import reached, states_kept
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.parts import PART_OF_A_MODEL, guard_cut_model, refuse_pickling
-from ignite_ddl.pipeline.structure import local_tensor, tensors_of
+from ignite_ddl.structure import local_tensor, tensors_of
 
 _REPLACED = "_replaced_by_auto_model"  # on a parameter that another has replaced: its name
 

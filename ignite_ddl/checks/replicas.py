@@ -22,8 +22,8 @@ from ignite_ddl.compat import unsharded_parameters
 from ignite_ddl.data_parallel import local_round, share_buffers
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
-from ignite_ddl.pipeline.structure import local_tensor
 from ignite_ddl.state import local_state
+from ignite_ddl.structure import local_tensor
 from ignite_ddl.tensor.gradients import is_cut
 
 _CUDA_TOLERANCE = 0.01  # over tp: its kernels may add in another order on each rank; not run on several GPUs yet

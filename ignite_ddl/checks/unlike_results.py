@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ignite_ddl.checks.kept_state import Held, captured, holds_iterators, reached
+from ignite_ddl.checks.mixing import numbers, tried
+from ignite_ddl.checks.traceless import differ
 from ignite_ddl.collectives import gathered_values
 from ignite_ddl.data_parallel import without_calls_of_models
-from ignite_ddl.kept_state import Held, captured, holds_iterators, reached
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.mixing import numbers, tried
-from ignite_ddl.pipeline.structure import SomeRows, pickled, tensors_of, unpickled
-from ignite_ddl.traceless import differ
+from ignite_ddl.structure import SomeRows, pickled, tensors_of, unpickled
 
 _FEW = 4  # rows that are tried
 _MOST_SENT = 2**20  # numbers in them

@@ -13,10 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from ignite_ddl.checks.kept_state import LARGE, cloned, modules_of, same_value
+from ignite_ddl.checks.traceless import WatchForSums, differ, evaluating, stored_values, without_trace
 from ignite_ddl.collectives import gathered_values, on_any_rank
-from ignite_ddl.kept_state import LARGE, cloned, modules_of, same_value
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.pipeline.structure import (
+from ignite_ddl.structure import (
     concatenated,
     local_tensor,
     may_be_a_sample,
@@ -26,7 +27,6 @@ from ignite_ddl.pipeline.structure import (
     tensors_of,
     unpickled,
 )
-from ignite_ddl.traceless import WatchForSums, differ, evaluating, stored_values, without_trace
 
 MAX_ROWS = 8  # rows on which a model is tried
 ROWS_DEPEND = (
