@@ -18,11 +18,11 @@ from ignite.engine import Events, _prepare_batch
 from ignite.metrics import Metric
 from torch import nn
 from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.arguments import COUNT, FLAG, FUNCTION, MODULE, NUMBER, OPTIMIZER, a, having, takes
 from ignite_ddl.audit import check_evaluated_rows, check_same_rows, check_tokens_are_independent
+from ignite_ddl.checks.fingerprint import fingerprint_of
 from ignite_ddl.checks.guards import check_optimizer
 from ignite_ddl.checks.mixing import check_prepare_batch, check_tokens_of, check_transform
 from ignite_ddl.checks.replicas import make_alike_for_evaluation
@@ -173,7 +173,8 @@ def create_supervised_trainer(
             optimizer.zero_grad()
             step.open, step.expected, step.counted = False, 0.0, 0.0  # perhaps of a window that a run's end has cut
         last = iteration % gradient_accumulation_steps == 0
-        if not _is_training(model):
+        fingerprint = fingerprint_of(model)
+        if fingerprint is None or not fingerprint.is_training():
             model.train()
         is_checked = step.audit is not None and not step.audit.step
         escape = ", or, for each rank's rows, pass checks=False" if is_checked else None
@@ -199,16 +200,6 @@ def create_supervised_trainer(
     if deterministic:
         trainer.add_event_handler(Events.STARTED, _choose_deterministic_algorithms)
     return trainer
-
-
-def _is_training(module: nn.Module | None) -> bool:
-    """Whether ``module.train()``, which sets each attribute anew, would change nothing."""
-    if module is None:
-        return True
-    if isinstance(module, DistributedDataParallel):  # has a train() of its own, which calls the model's
-        return module.training and _is_training(module.module)
-    as_written = "train" not in vars(module) and type(module).train is nn.Module.train  # one's own may freeze layers
-    return as_written and module.training and all(map(_is_training, module._modules.values()))
 
 
 def _step_optimizer(

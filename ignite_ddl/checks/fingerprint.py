@@ -41,10 +41,15 @@ class _Fingerprint:
         return type(None), ()
 
     def take(self, model: nn.Module) -> None:
-        self.dicts = [d for module in model.modules() for d in (module._parameters, module._modules)]
+        modules, plain = list(model.modules()), model.module if self.by_ddp else model
+        self.attributes = list(map(vars, modules))
+        self.trains_as_written = all(
+            type(m).train is nn.Module.train for m in plain.modules()
+        )  # others may freeze layers
+        self.dicts = [d for module in modules for d in (module._parameters, module._modules)]
         self.entries = self._entries()
         self.n_attributes = len(vars(model))
-        named = list((model.module if self.by_ddp else model).named_parameters())
+        named = list(plain.named_parameters())
         self.parameters = [(name, p, p.dtype, p.requires_grad, _has_hooks(p)) for name, p in named]
         self.strides = [(name, p, p.stride()) for name, p in named if p.ndim > 3]
 
@@ -55,6 +60,11 @@ class _Fingerprint:
         """Looks in the modules' own dicts, without a line of Python for each: walking through the model takes long."""
         now = self._entries()
         return len(now) == len(self.entries) and all(map(operator.is_, now, self.entries))
+
+    def is_training(self) -> bool:
+        """Whether ``model.train()`` would change nothing, which sets an attribute of each module."""
+        all_train = all(each.get("training") and "train" not in each for each in self.attributes)
+        return all_train and self.trains_as_written and self.has_same_entries()
 
 
 def take_fingerprint(model: nn.Module, sharded: bool) -> None:
