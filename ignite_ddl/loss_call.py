@@ -60,53 +60,65 @@ def _loss(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Ten
     """Calls the loss function; torch's losses fail on cut logits, or return a DTensor."""
     kind = contract.divisor.kind
     if empty and kind != "sum" or callable(kind) and contract.divisor.of(y) == 0:
-        if not empty:
-            contract.check_that_nothing_counts(output, y)
-        used: list[torch.Tensor] = []  # what the loss does not use gets no gradient, as on other ranks
-        with contextlib.suppress(Exception), giving_no_rows() if empty else contextlib.nullcontext([]) as gathered:
-            since = newest_node()
-            loss = contract.loss_fn(output, y)
-            if gathered:  # the loss of others' rows, whose backward pass all ranks need
-                return loss
-            used = dependencies(loss, output, since)[0]  # the call changes its state, too
-        return _loss_of_nothing(used if any(tensor.ndim for tensor in used) else output)
-    cut = [tensor for tensor in tensors_of(output) if isinstance(tensor, DTensor)]
-    if cut:
-        advice = (
-            "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn; what forward returns of weights "
-            "that are cut over ranks it should compute of weight.full_tensor()"
-        )
-    else:
-        advice = (
-            "the model returns plain ones, so this is a weight that is cut over ranks, or its gradient: let forward "
-            "return what the loss takes of weights (computed of weight.full_tensor(); to return a full weight, its "
-            "clone) and pass loss_divisor=, use weight_decay, or leave the weight uncut, by shard=False or a "
-            "tensor_plan without its layer; or it is what a hook keeps of a layer that tensor_plan cuts: let the hook "
-            "keep output.full_tensor()"
-        )
+        return _loss_where_nothing_counts(contract, output, y, empty)
     try:
         with giving_no_rows() if contract.n_rows == 0 else contextlib.nullcontext():  # but a row that it was lent
             loss = contract.loss_fn(output, y)
     except Exception as error:
-        if "mixed torch.Tensor and DTensor" in str(error):
-            raise ValueError(f"loss_fn should compute with plain tensors, but fails on a DTensor: {advice}") from error
-        if get_mesh().pp_size > 1 and "not have been used in the graph" in str(error):
-            raise ValueError(
-                "loss_fn takes a gradient of the output by a tensor before it (x?), but under pp it sees the output of "
-                "the last stage alone, whose graph begins there: use a mesh without pp, or a model with a layer that "
-                "computes such gradients by itself and returns them"
-            ) from error
-        if get_mesh().pp_size > 1 and "a pipeline cannot be called" not in str(error):
-            error.add_note(_IN_A_PIPELINE)
-        elif get_mesh().dp_size > 1 and "is invalid for input of size" in str(error):
-            error.add_note(_OVER_DP)
+        _explain(error, output)
         raise
     if isinstance(loss, DTensor):
+        advice = _cure_of_cut_tensors(output)
         raise ValueError(f"loss_fn should return a plain tensor, but gave a DTensor, {loss.placements}: {advice}")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         given = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"loss_fn should return one number, but gave {given}")
     return loss
+
+
+def _loss_where_nothing_counts(contract: LossContract, output: Any, y: Any, empty: bool) -> torch.Tensor:
+    if not empty:
+        contract.check_that_nothing_counts(output, y)
+    used: list[torch.Tensor] = []  # what the loss does not use gets no gradient, as on other ranks
+    with contextlib.suppress(Exception), giving_no_rows() if empty else contextlib.nullcontext([]) as gathered:
+        since = newest_node()
+        loss = contract.loss_fn(output, y)
+        if gathered:  # the loss of others' rows, whose backward pass all ranks need
+            return loss
+        used = dependencies(loss, output, since)[0]  # the call changes its state, too
+    return _loss_of_nothing(used if any(tensor.ndim for tensor in used) else output)
+
+
+def _explain(error: Exception, output: Any) -> None:
+    """Raises a ValueError, or adds a note, if an error of ``loss_fn`` comes of the mesh."""
+    mesh, words = get_mesh(), str(error)
+    if "mixed torch.Tensor and DTensor" in words:
+        advice = _cure_of_cut_tensors(output)
+        raise ValueError(f"loss_fn should compute with plain tensors, but fails on a DTensor: {advice}") from error
+    if mesh.pp_size > 1 and "not have been used in the graph" in words:
+        raise ValueError(
+            "loss_fn takes a gradient of the output by a tensor before it (x?), but under pp it sees the output of "
+            "the last stage alone, whose graph begins there: use a mesh without pp, or a model with a layer that "
+            "computes such gradients by itself and returns them"
+        ) from error
+    if mesh.pp_size > 1 and "a pipeline cannot be called" not in words:
+        error.add_note(_IN_A_PIPELINE)
+    elif mesh.dp_size > 1 and "is invalid for input of size" in words:
+        error.add_note(_OVER_DP)
+
+
+def _cure_of_cut_tensors(output: Any) -> str:
+    if any(isinstance(tensor, DTensor) for tensor in tensors_of(output)):
+        return (
+            "for logits that are cut by vocabulary, use ddl.cross_entropy as loss_fn; what forward returns of weights "
+            "that are cut over ranks it should compute of weight.full_tensor()"
+        )
+    return (
+        "the model returns plain ones, so this is a weight that is cut over ranks, or its gradient: let forward return "
+        "what the loss takes of weights (computed of weight.full_tensor(); to return a full weight, its clone) and "
+        "pass loss_divisor=, use weight_decay, or leave the weight uncut, by shard=False or a tensor_plan without its "
+        "layer; or it is what a hook keeps of a layer that tensor_plan cuts: let the hook keep output.full_tensor()"
+    )
 
 
 def _loss_of_nothing(output: Any) -> torch.Tensor:

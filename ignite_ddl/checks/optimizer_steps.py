@@ -108,34 +108,47 @@ def check_weights_stepped_by_hand(engine: Any) -> None:
     stepped = [p for optimizer in engine.optimizers for group in optimizer.param_groups for p in group["params"]]
     ours = {id(p) for step in steps for p in step.model.parameters()}
     own = [p for p in stepped if id(p) not in ours and not hasattr(p, LOCAL_ROUNDS) and not isinstance(p, DTensor)]
-    of_models = [hasattr(p, BELONGS_TO_A_MODEL) for p in own]
     held = [(tuple(p.shape), digest(p.detach())) for p in own]
-    peers = gathered_values(held, mesh.dp_cp_group)
-    for parameter, of_model, *digests in zip(own, of_models, *peers, strict=False):
-        if len(set(digests)) > 1:
-            problem = (
-                f"an optimizer steps a weight of shape {tuple(parameter.shape)} of "
-                f"{'a' if of_model else 'no'} model from ddl.auto_model, which "
-                f"differs between {'dp' if mesh.cp_size == 1 else 'dp or cp'} ranks now, since each has computed its "
-                f"gradient from its own {'rows' if mesh.cp_size == 1 else 'rows or tokens'}: "
-                + ("" if of_model else _cure_beside_a_model(mesh))
-                + ("compute its gradient by ddl.forward_backward" if of_model or mesh.pp_size == 1 else "")
-                + (", or average what is written into grad over these ranks" if of_model else "")
-            )
-            if of_model or not by_hand_alone:
-                raise ValueError(problem)
-            if mesh.rank == 0:  # each rank may be meant to train a model of its own
-                warnings.warn(problem, stacklevel=2)
-            return
-    if mesh.pp_size > 1:
-        beside = [each for each, of_model in zip(held, of_models, strict=True) if not of_model]
-        of_stages = zip(*gathered_values(beside, mesh.pp_group), strict=False)
-        unlike = next((each[0][0] for each in of_stages if len(set(each)) > len({shape for shape, _ in each})), None)
-        if unlike is not None:
-            raise ValueError(
-                f"an optimizer steps a weight of shape {unlike} of no model from ddl.auto_model, which differs between "
-                f"stages now, since the last one alone computes the loss: {_cure_beside_a_model(mesh)}"
-            )
+    unlike = _first_unlike(own, gathered_values(held, mesh.dp_cp_group))
+    if unlike is not None:
+        of_model = hasattr(unlike, BELONGS_TO_A_MODEL)
+        problem = _differs_over_dp(unlike, of_model, mesh)
+        if of_model or not by_hand_alone:
+            raise ValueError(problem)
+        if mesh.rank == 0:  # each rank may be meant to train a model of its own
+            warnings.warn(problem, stacklevel=2)
+    if mesh.pp_size > 1:  # on all ranks, also where some have warned
+        of_none = [h for h, p in zip(held, own, strict=True) if not hasattr(p, BELONGS_TO_A_MODEL)]
+        _compare_with_stages(mesh, of_none if unlike is None else [])
+
+
+def _first_unlike(parameters: list[torch.Tensor], held_by_peers: list[list[Any]]) -> torch.Tensor | None:
+    pairs = zip(parameters, *held_by_peers, strict=False)
+    return next((parameter for parameter, *held in pairs if len(set(held)) > 1), None)
+
+
+def _differs_over_dp(parameter: torch.Tensor, of_model: bool, mesh: Mesh) -> str:
+    over, rows = ("dp", "rows") if mesh.cp_size == 1 else ("dp or cp", "rows or tokens")
+    if of_model:
+        cure = "compute its gradient by ddl.forward_backward, or average what is written into grad over these ranks"
+    else:
+        cure = _cure_beside_a_model(mesh) + ("compute its gradient by ddl.forward_backward" * (mesh.pp_size == 1))
+    return (
+        f"an optimizer steps a weight of shape {tuple(parameter.shape)} of {'a' if of_model else 'no'} model from "
+        f"ddl.auto_model, which differs between {over} ranks now, since each has computed its gradient from its own "
+        f"{rows}: {cure}"
+    )
+
+
+def _compare_with_stages(mesh: Mesh, held: list[tuple[tuple[int, ...], Any]]) -> None:
+    """Raises a ValueError if stages hold unlike values of a weight of no model; they may step other ones, too."""
+    of_stages = zip(*gathered_values(held, mesh.pp_group), strict=False)
+    unlike = next((each[0][0] for each in of_stages if len(set(each)) > len({shape for shape, _ in each})), None)
+    if unlike is not None:
+        raise ValueError(
+            f"an optimizer steps a weight of shape {unlike} of no model from ddl.auto_model, which differs between "
+            f"stages now, since the last one alone computes the loss: {_cure_beside_a_model(mesh)}"
+        )
 
 
 def _cure_beside_a_model(mesh: Mesh) -> str:
