@@ -13,6 +13,7 @@ import ast
 import contextlib
 import copy
 import importlib
+import inspect
 import itertools
 import logging
 import math
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cloudpickle
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events, create_supervised_trainer as create_plain_trainer
@@ -35,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+import ignite_ddl.arguments as fits
 from ignite_ddl.arguments import AMOUNT, FLAG, FUNCTION, MAPPING, MODULE, SECONDS, WORLD, or_none, shown, takes
 from ignite_ddl.checks.rows_alone import rows_may_depend
 from ignite_ddl.clipping import MAX_NORM
@@ -43,6 +46,7 @@ from ignite_ddl.divisor import divisor_of
 from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.experts.routing import routers_of, update_biases
 from ignite_ddl.launch import Parallel, RankError
+from ignite_ddl.launch.parallel import _pack_function
 from ignite_ddl.lazy import LazyLayers, replace_module
 from ignite_ddl.mesh import DP_AXES, get_mesh, sizes_without_world
 from ignite_ddl.model import FITS, auto_model, auto_optim, check_model, warn_without_plan
@@ -107,8 +111,9 @@ class ParityReport:
         first: the first :class:`Number` that differs, or None. The order: the loss of step 1, its gradients in the
             model's order, the next step, and last the weights.
         steps: a :class:`Step` for each step.
-        dead: names of weights whose gradients are zero in every step of one process, so that agreement says nothing
-            about them. It ends with "loss" if all gradients are zero, so that training does not move the loss.
+        dead: names of weights whose gradients are zero in every step of one process, or at most ``atol`` of the
+            largest, so that agreement says nothing about them. It ends with "loss" if all gradients are zero, or
+            ``lr`` moves no weight, so that training does not move the loss.
         text: the report in words, with what a difference usually means.
     """
 
@@ -126,7 +131,7 @@ class ParityReport:
 @takes(
     FITS, model=MODULE | FUNCTION, plan=or_none(FITS["tensor_plan"]), loss_fn=FUNCTION, steps=WORLD,
     **dict.fromkeys(("shard", "reshard_after_forward", "offload"), FLAG),
-    lr=AMOUNT, max_norm=MAX_NORM, atol=AMOUNT, timeout=SECONDS, smaller=MAPPING, trainer=MAPPING,
+    lr=fits.POSITIVE, max_norm=MAX_NORM, atol=AMOUNT, timeout=SECONDS, smaller=MAPPING, trainer=MAPPING,
 )  # fmt: skip
 def check_parity(
     model: nn.Module | Callable[..., nn.Module],
@@ -194,7 +199,8 @@ def check_parity(
         timeout: seconds that the ranks may take. Default: 120.
         smaller: keyword arguments for the function ``model``, such as ``{"n_layers": 2}``, that make a model which one
             process can hold.
-        trainer: further arguments for both trainers, such as ``prepare_batch`` or ``model_transform``.
+        trainer: further arguments for both trainers, such as ``prepare_batch`` or ``model_transform``. Not
+            ``output_transform``: what is compared is the loss itself.
 
     Returns:
         ParityReport: print it; ``report.equal`` is for an ``assert``.
@@ -232,12 +238,16 @@ def check_parity(
         raise ValueError(f"smaller is for a function that makes the model, but given a {type(model).__name__}")
     cut = {"schedule": schedule, "n_microbatches": n_microbatches, "split": split, "costs": costs}
     shard = {"shard": shard, "reshard_after_forward": reshard_after_forward, "offload": offload}
+    if trainer:
+        _check_trainer(trainer)
     batch = _as_doubles(batch)
     warn_without_plan(plan, tp, stacklevel=4)
     plan = {} if plan is None else plan  # which neither check_model nor the ranks warn of again
     job = _Job(model, plan, batch, loss_fn, mesh, cut, shard, steps, max_norm, smaller or {}, trainer or {})
+    _, (alone, _), _ = cloudpickle.loads(_pack_function(_on_a_rank, (job, ""), {}))  # the ranks get it as it is now
     with tempfile.TemporaryDirectory(prefix="ignite_ddl_parity_", ignore_cleanup_errors=True) as folder:
-        reference = _in_one_process(job, lr)
+        reference = _in_one_process(alone, lr, atol)
+        job.rows = alone.rows
         torch.save(reference, Path(folder) / "reference.pt")
         parallel = Parallel("gloo", sizes["dp"] * pp * cp * tp, **mesh, timeout=timeout, threads_per_rank=1)
         try:
@@ -248,7 +258,20 @@ def check_parity(
             if from_package and isinstance(error.exception, ValueError):
                 raise error.exception from None
             raise
-    return _report(job, reference, [Number(*values) for values in itertools.chain(*found)], atol)
+    report = _report(job, reference, [Number(*values) for numbers, _ in found for values in numbers], atol)
+    refusals = [refusal for _, refusal in found if refusal]
+    if report.first is None and refusals:  # else the report says the same, and where it begins
+        raise ValueError(refusals[0])
+    return report
+
+
+def _check_trainer(trainer: Mapping[str, Any]) -> None:
+    own = {"model", "optimizer", "loss_fn", "device", "output_transform", "max_norm"}  # which check_parity sets
+    others = [name for name in inspect.signature(create_supervised_trainer).parameters if name not in own]
+    for name in trainer:
+        if name not in others:
+            also = ": give it to check_parity itself" if name == "max_norm" else ""
+            raise ValueError(f"trainer should hold some of {', '.join(others)}, but given {name!r}{also}")
 
 
 def _as_doubles(batch: Any) -> Any:
@@ -257,7 +280,11 @@ def _as_doubles(batch: Any) -> Any:
     if not all(isinstance(t, torch.Tensor) and t.ndim for t in leaves) or len({len(t) for t in leaves}) != 1:
         shapes = shown(tree_map(lambda t: tuple(t.shape) if isinstance(t, torch.Tensor) else t, batch))
         raise ValueError(f"batch should hold tensors with a row for each sample, but given {shapes}")
-    return tree_map(lambda t: t.detach().cpu().double() if t.is_floating_point() else t.cpu(), batch)
+    return tree_map(lambda t: _in_double(t.detach().cpu()), batch)
+
+
+def _in_double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(_DOUBLES.get(tensor.dtype, tensor.dtype))
 
 
 @dataclass
@@ -277,12 +304,18 @@ class _Job:
     trainer: Mapping[str, Any]
     rows: tuple[int, ...] = ()  # of the global batches, in turn
     loops: bool = False  # whether experts that would not run in float64 were changed
+    refusal: str = ""  # of the end of the run
 
     def make_model(self) -> nn.Module:
         torch.manual_seed(0)
-        made = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model(**self.smaller)
+        made = self.model if isinstance(self.model, nn.Module) else self.model(**self.smaller)
+        with contextlib.suppress(Exception):  # a function may return a model that it has returned before
+            made = copy.deepcopy(made)
         self.loops = _loop_over_experts(made)
-        return made.double()
+        for part in (made, self.loss_fn, *self.trainer.values()):
+            if isinstance(part, nn.Module):
+                part._apply(_in_double)
+        return made
 
     def samples(self) -> list[Any]:
         """The rows of the batch, then its first rows again, for a smaller batch."""
@@ -296,8 +329,8 @@ class _Job:
             for name, parameter in _named(model):
                 if parameter.requires_grad:
                     grad = parameter.grad
-                    grad = torch.zeros(parameter.shape) if grad is None else full_tensor(grad, parameter)
-                    record(state.iteration, "gradient", name, grad)
+                    grad = torch.zeros_like(parameter) if grad is None else grad
+                    record(state.iteration, "gradient", name, _as_real(full_tensor(grad, parameter)))
 
         def record_loss(_: Engine) -> None:
             record(state.iteration, "loss", "loss", torch.tensor(state.output))
@@ -310,11 +343,16 @@ class _Job:
         trainer.add_event_handler(Events.ITERATION_COMPLETED, record_loss)
         try:
             trainer.run(loader, max_epochs=self.steps)
-        except ValueError:
+        except ValueError as error:
             if not trainer.should_terminate:  # what the end of a run finds is compared here, and named with its rank
                 raise
+            self.refusal = str(error)
         for name, parameter in _named(model):
-            record(self.steps, "weight", name, full_tensor(parameter))
+            record(self.steps, "weight", name, _as_real(full_tensor(parameter)))
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -346,7 +384,7 @@ class _Comparable(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         args, kwargs = [_double(v) for v in args], {name: _double(v) for name, v in (kwargs or {}).items()}
-        func = torch.Tensor.double if func in _CASTS else func
+        func = _CASTS.get(func, func)
         if func in _DROPOUTS and kwargs.get("training", True):
             kwargs["training"] = False
             if kwargs.get("p", 0.5):
@@ -355,6 +393,16 @@ class _Comparable(TorchFunctionMode):
             kwargs["training"] = args[1] is None
             alone = "has no running statistics: its output depends on the rows that a rank has"
             self.notes.add(f"BatchNorm {'took its running statistics, as in eval()' if args[1] is not None else alone}")
+        elif func in _TORCHS_DROPOUTS:
+            args, kwargs = [], dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
+            if kwargs["train"] and kwargs["p"]:
+                self.notes.add("dropout was off")
+            kwargs["train"] = False
+        elif func in _RECURRENT:
+            place = next(place for place, value in enumerate(args) if isinstance(value, float))  # only dropout is one
+            if args[place]:
+                self.notes.add("dropout was off")
+            args[place] = 0.0
         elif func in _DROPOUT_AT:
             place = _DROPOUT_AT[func]
             if kwargs.pop("dropout_p", 0.0) or (len(args) > place and args[place]):
@@ -363,15 +411,22 @@ class _Comparable(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+_DOUBLES = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64)
+_DOUBLES |= dict.fromkeys((torch.complex64, torch.complex32), torch.complex128)
+_CASTS = dict.fromkeys((torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16), torch.Tensor.double)
+_CASTS |= dict.fromkeys((torch.Tensor.cfloat, torch.Tensor.chalf), torch.Tensor.cdouble)
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+_TORCHS_DROPOUTS = (
+    torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout,
+    torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_, torch.native_dropout,
+)  # fmt: skip
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 # The position of their argument dropout_p.
 _DROPOUT_AT = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 
 
 def _double(value: Any) -> Any:
-    low = isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)
-    return torch.float64 if low else value
+    return _DOUBLES.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 @contextlib.contextmanager
@@ -388,7 +443,7 @@ def _comparable() -> Iterator[_Comparable]:
 # --------------------------------------------------------------------------------------- one process, and a rank
 
 
-def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
+def _in_one_process(job: _Job, lr: float | None, atol: float) -> dict[str, Any]:
     """The numbers of one process by (step, kind, name), and what the ranks and the report need besides."""
     values: dict[tuple[int, str, str], torch.Tensor] = {}
     sizes: dict[tuple[int, str], float] = {}
@@ -409,8 +464,8 @@ def _in_one_process(job: _Job, lr: float | None) -> dict[str, Any]:
             replace_module(model, lazy, lazy.build())
         trainer, optimizer = _plain_trainer(job, model, lr, of_routers)
         job.train(model, trainer, DataLoader(job.samples(), batch_size=job.rows[0]), optimizer, record)
-    return {"values": values, "sizes": sizes, "lr": optimizer.param_groups[0]["lr"],
-            "dead": _dead_weights(model, values, sizes),
+    lr = optimizer.param_groups[0]["lr"]
+    return {"values": values, "sizes": sizes, "lr": lr, "dead": _dead_weights(model, values, sizes, lr, atol),
             "notes": sorted(mode.notes | ({_LOOPED} if job.loops else set()))}  # fmt: skip
 
 
@@ -465,15 +520,18 @@ def _plain_trainer(
     return trainer, optimizer
 
 
-def _dead_weights(model: nn.Module, values: Mapping[tuple, torch.Tensor], sizes: Mapping[tuple, float]) -> list[str]:
-    """Names of weights whose gradients are zero in every step; "loss" if all are."""
+def _dead_weights(
+    model: nn.Module, values: Mapping[tuple, torch.Tensor], sizes: Mapping[tuple, float], lr: float, atol: float
+) -> list[str]:
+    """Names of weights whose gradients are too small to compare in every step; "loss" if nothing moves."""
     gradients = {name: 0.0 for name, p in _named(model) if p.requires_grad}
     for (_, kind, name), value in values.items():
         if kind == "gradient":
             gradients[name] = max(gradients[name], _largest(value))
     largest = max(gradients.values())
-    dead = [name for name, size in gradients.items() if size <= DEAD * largest]
-    if largest <= DEAD * max(size for (_, kind), size in sizes.items() if kind == "loss"):
+    dead = [name for name, size in gradients.items() if size <= max(DEAD, atol) * largest]
+    loss, weight = (max(size for (_, each), size in sizes.items() if each == kind) for kind in ("loss", "weight"))
+    if largest <= DEAD * loss or lr * largest <= DEAD * weight:
         dead.append("loss")
     return dead
 
@@ -504,7 +562,7 @@ def _rows(job: _Job, model: nn.Module) -> tuple[int, ...]:
     return (rows,)
 
 
-def _on_a_rank(local_rank: int, job: _Job, folder: str) -> list[tuple]:
+def _on_a_rank(local_rank: int, job: _Job, folder: str) -> tuple[list[tuple], str]:
     """Trains on this rank, and compares its numbers with those of one process."""
     logging.getLogger("ignite.distributed.auto.auto_model").setLevel(logging.WARNING)
     reference = torch.load(Path(folder) / "reference.pt", mmap=True)
@@ -528,7 +586,7 @@ def _on_a_rank(local_rank: int, job: _Job, folder: str) -> list[tuple]:
         trainer = create_supervised_trainer(model, optimizer, job.loss_fn, max_norm=job.max_norm, **job.trainer)
         trainer.logger.setLevel(logging.CRITICAL)  # an error is raised
         job.train(model, trainer, auto_dataloader(job.samples(), batch_size=job.rows[0]), optimizer, record)
-    return found
+    return found, job.refusal
 
 
 # ------------------------------------------------------------------------------------------------- the report
@@ -567,9 +625,13 @@ def _report(job: _Job, reference: dict[str, Any], numbers: list[Number], atol: f
             f"this usually means: {_hint(job, different)}",
         ]
     if names := [name for name in dead if name != "loss"]:
-        lines.append(f"says nothing about weights whose gradients are zero in one process: {', '.join(names)}")
+        lines.append(
+            f"says nothing about weights whose gradients are zero in one process, or at most {atol:.0e} of the largest"
+            f": {', '.join(names)}"
+        )
     if "loss" in dead:
-        lines.append("says nothing: the loss does not move in one process; use a batch from which the model learns")
+        cure = "use a batch from which the model learns, or a larger lr"
+        lines.append(f"says nothing: the loss does not move in one process; {cure}")
     lines += reference["notes"]
     return ParityReport(first is None and "loss" not in dead, worst, first, steps, dead, "\n".join(lines))
 

@@ -2,6 +2,7 @@
 
 import textwrap
 import threading
+import warnings
 
 import pytest
 import torch
@@ -175,12 +176,97 @@ def test_a_dead_model_is_no_proof():
     report = ddl.check_parity(with_unused, None, batch(), F.mse_loss, dp=2)
     assert report.equal
     assert report.dead == ["0.weight", "0.bias"]
-    assert "says nothing about weights whose gradients are zero in one process: 0.weight, 0.bias" in str(report)
+    assert "gradients are zero in one process, or at most 1e-10 of the largest: 0.weight, 0.bias" in str(report)
     report = ddl.check_parity(layers(), None, batch(), lambda output, y: 0 * output.mean() + 1, dp=2)
     assert not report.equal
     assert report.first is None
     assert report.dead[-1] == "loss"
     assert "the loss does not move" in str(report)
+
+
+class Faint(nn.Module):
+    """In its branch rows depend on each other, by less than what counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.branch = layers(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = self.branch(x)
+        return self.net(x) + 1e-11 * (y - y.mean(0)).tanh() * x[:, :2]
+
+
+def test_what_is_too_small_to_compare_is_named():
+    report = ddl.check_parity(Faint(), None, batch(), F.mse_loss, dp=2, lr=1e-30)
+    assert report.first is None
+    assert report.dead == ["branch.weight", "branch.bias", "loss"]  # the last: no weight moves
+    assert not report.equal
+
+
+# --------------------------------------------------------------------------------- what the caller's objects do
+
+
+class WarmsUp:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, output, y):
+        self.calls += 1
+        return F.mse_loss(output, y) * min(1.0, self.calls / 3)
+
+
+def test_the_caller_s_own_model_and_criterion_stay_and_the_ranks_begin_with_them():
+    model, criterion = layers(), WarmsUp()
+    weights = [p.clone() for p in model.parameters()]
+    report = ddl.check_parity(lambda: model, None, batch(), lambda output, y: criterion(output, y), dp=2)
+    assert report.equal, report
+    assert criterion.calls == 0
+    assert all(torch.equal(p, before) for p, before in zip(model.parameters(), weights, strict=True))
+
+
+class CountsLate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = layers()
+        self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("n", torch.tensor(0))
+
+    def forward(self, x):
+        self.n += self.training
+        if self.n > 2:
+            self.seen += x.detach().sum(0)
+        return self.net(x)
+
+
+def test_what_the_end_of_the_run_refuses_is_refused():
+    with pytest.raises(ValueError, match="'seen' should be the same on all dp ranks"):
+        ddl.check_parity(CountsLate(), None, batch(), F.mse_loss, dp=2)
+
+
+class OfAllSorts(nn.Module):
+    """Complex weights, dropout of torch's own functions, and a weight that cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 6, 2, dropout=0.5, batch_first=True)
+        self.mixes = nn.Parameter(torch.randn(6, 6, dtype=torch.cfloat))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.out = nn.utils.weight_norm(nn.Linear(6, 2))
+
+    def forward(self, x):
+        y = torch.dropout(self.recurrent(x)[0][:, -1], 0.5, self.training)
+        return self.out((y.cfloat() @ self.mixes).abs() * x[:, 0].abs().mean(-1, keepdim=True))
+
+
+def test_complex_numbers_weights_of_a_loss_and_other_dropouts():
+    x = torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(1))
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))
+    report = ddl.check_parity(OfAllSorts(), None, (x, torch.arange(8) % 2), criterion, dp=2)
+    assert report.equal, report
+    assert (report.worst.error < 1e-13, report.dead) == (True, [])
+    assert "dropout was off" in str(report)
+    assert criterion.weight.dtype == torch.float32
 
 
 # ----------------------------------------------------------------------------- factories, refusals, the command
@@ -205,6 +291,11 @@ def test_a_refusal_comes_through_as_it_is_and_another_failure_as_a_rank_error():
     with pytest.raises(ValueError, match=words) as caught:
         ddl.check_parity(layers(nn.PReLU()), PLAN, batch(), F.mse_loss, tp=2)  # known on the ranks alone
     assert "Traceback" not in str(caught.value)
+    for name in ("output_transform", "max_norm", "device"):  # check_parity's own
+        with pytest.raises(ValueError, match=f"trainer should hold some of non_blocking, .* but given '{name}'"):
+            ddl.check_parity(layers(), None, batch(), F.mse_loss, dp=2, trainer={name: None})
+    with pytest.raises(ValueError, match=r"lr should be a positive number, but given 0\.0"):
+        ddl.check_parity(layers(), None, batch(), F.mse_loss, dp=2, lr=0.0)
     with pytest.raises(ValueError, match="a row for each sample"):
         ddl.check_parity(layers(), None, (torch.zeros(3, 4), torch.zeros(2, 2)), F.mse_loss)
 
