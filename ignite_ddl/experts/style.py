@@ -16,7 +16,7 @@ from ignite_ddl.arguments import MAPPING, takes
 from ignite_ddl.experts.dispatch import Dispatch
 from ignite_ddl.experts.layer import combined
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.structure import local_tensor
+from ignite_ddl.structure import local_tensor, tensors_of
 from ignite_ddl.tensor.layers import summed, with_summed_gradient
 
 
@@ -26,7 +26,8 @@ class Experts(ParallelStyle):
 
     Its weights are (experts, ...), one for all experts. Its forward takes tokens (tokens, width), the experts of each
     token (tokens, top_k) and the weights of these (tokens, top_k), and returns for each token the weighted sum of its
-    experts' outputs: so do the experts of ``ddl.MixtureOfExperts``, and those of Hugging Face's transformers 5. An
+    experts' outputs: so do the experts of ``ddl.MixtureOfExperts``, and those of Hugging Face's transformers 5. If it
+    counts the experts by an attribute, this is ``num_experts`` or ``n_experts``; it takes no other tensors. An
     all-to-all of uneven sizes sends each token to the ranks of its experts, and a second one brings the outputs back
     to the token's rank, which weights and sums them (GShard, Lepikhin et al. 2020, arXiv:2006.16668, section 3, where
     they are padded). Nothing is padded, and only choices that the router has dropped are left out. On a mesh without
@@ -103,8 +104,9 @@ class Experts(ParallelStyle):
             part = distribute_tensor(weight.detach(), device_mesh, placements, src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, requires_grad=weight.requires_grad))
         over_ep = "ep" in axes
-        if over_ep and isinstance(getattr(module, "num_experts", None), int):
-            module.num_experts = n_experts // get_mesh().ep_size  # read by transformers' forward
+        for count in ("num_experts", "n_experts") if over_ep else ():  # read by transformers' forward, and by others
+            if vars(module).get(count) == n_experts:
+                setattr(module, count, n_experts // get_mesh().ep_size)
         tp_mesh = get_mesh().device_mesh["tp"] if "tp" in axes and self.tp else None
         module.forward = _OverRanks(module, n_experts, over_ep, tp_mesh)
         return module
@@ -126,12 +128,20 @@ class _OverRanks:
         self.signature, self.names = inspect.signature(module.forward), _needed(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given = self.signature.bind(*args, **kwargs).arguments
-        x, index, weights = (given.pop(name) for name in self.names)
+        given = self.signature.bind(*args, **kwargs)
+        x, index, weights = (given.arguments[name] for name in self.names)
         if any(isinstance(tensor, DTensor) for tensor in (x, index, weights)):
             raise ValueError(
                 "experts should get full tokens as plain tensors, but get a DTensor: let the layers before them in "
                 "tensor_plan return full outputs (not ddl.Sequence's parts)"
+            )
+        others = [value for name, value in given.arguments.items() if name not in self.names]
+        if any(tensor.ndim or self.tp_mesh is not None for tensor in tensors_of(others)):
+            raise ValueError(
+                "experts on several ranks should get no tensors besides tokens, their experts and the weights of "
+                "these, since each rank has other experts, tokens in another order, or a part of a sum, but get "
+                f"{', '.join(str(tuple(tensor.shape)) for tensor in tensors_of(others))}: make what experts have a "
+                "weight (experts, ...) of the module that holds them, multiply x or the weights by what tokens have"
             )
         if not self.over_ep:
             return self.on_this_rank(x, index, weights, given)
@@ -141,28 +151,34 @@ class _OverRanks:
         return combined(dispatch.to_tokens(outputs), dispatch.order, weights, x)
 
     def on_this_rank(
-        self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, given: Mapping[str, Any]
+        self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, given: inspect.BoundArguments
     ) -> torch.Tensor:
         """What this rank's experts make of tokens that it has, the sum of all parts of an expert."""
+
+        def made_of(*tokens: torch.Tensor) -> torch.Tensor:
+            given.arguments.update(zip(self.names, tokens, strict=True))
+            return self.forward(*given.args, **given.kwargs)
+
         uncut = dict(self.module._parameters)
         local = {name: local_tensor(p) for name, p in uncut.items()}
         self.module._parameters.update(local)  # DTensor knows no sums over the tokens of other ranks
         try:
             if not len(x):
                 with torch.no_grad():  # of one token, for the shape
-                    made = self.forward(*(t.new_zeros(1, *t.shape[1:]) for t in (x, index, weights)), **given)
+                    made = made_of(*(t.new_zeros(1, *t.shape[1:]) for t in (x, index, weights)))
                 # so that backward passes, which communicate, reach this rank's weights, too
                 return x.new_zeros(0, *made.shape[1:]) + sum(t.flatten()[:0].sum() for t in (x, *local.values()))
             if self.tp_mesh is not None:
                 x, weights = (with_summed_gradient(tensor, self.tp_mesh) for tensor in (x, weights))
-            outputs = self.forward(x, index, weights, **given).to(x.dtype)
+            outputs = made_of(x, index, weights).to(x.dtype)
         finally:
             self.module._parameters.update(uncut)
         return outputs if self.tp_mesh is None else summed(outputs, self.tp_mesh)
 
 
 def _needed(forward: Callable) -> list[str]:
-    return [p.name for p in inspect.signature(forward).parameters.values() if p.default is p.empty]
+    parameters = inspect.signature(forward).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def dim_to_shard(shape: Sequence[int], copies: int) -> int | None:
@@ -193,6 +209,15 @@ def check_experts_of(
             f'ep={ep} should share experts, but tensor_plan names none: {{"blocks.*.moe.experts": ddl.Experts()}}'
         )
     for name, style in of_experts.items():
+        n_experts = len(next(modules[name].parameters()))
+        own = {key: value for key, value in vars(modules[name]).items() if key not in ("_parameters", "_modules")}
+        for attribute, value in own.items() if ep > 1 else ():
+            if any(tensor.shape[:1] == (n_experts,) for tensor in tensors_of(value)):
+                raise ValueError(
+                    f"ep={ep} should cut what {name!r} has of each of its {n_experts} experts, but {attribute!r} holds "
+                    "a tensor of that length, which is no weight: make it an nn.Parameter (experts, ...), with "
+                    "requires_grad=False if it is not trained, or compute it in forward"
+                )
         for weight_name, weight in modules[name].named_parameters():
             if len(weight) % ep:
                 raise ValueError(f"ep={ep} should divide the experts of {name!r}, but there are {len(weight)}")

@@ -246,6 +246,52 @@ def test_experts_with_keywords_and_another_width_where_one_rank_gets_no_token():
     assert run(losses_of_wider, 2, dp=2, ep=2) == [pytest.approx(losses_of_wider(0), abs=1e-12)] * 2
 
 
+class Scaled(nn.Module):
+    """Experts with a scale for each: an argument, an attribute or a weight. They count themselves."""
+
+    def __init__(self, scale=None):
+        super().__init__()
+        self.w, self.n_experts, self.scale = nn.Parameter(torch.randn(4, 6, 6)), 4, scale
+
+    def forward(self, x, /, index, *, weights, scale=None, **of_tokens):
+        outputs, scale = torch.zeros_like(x), self.scale if scale is None else scale
+        for i, k in ((i, k) for i in range(self.n_experts) for k in range(index.shape[1])):
+            at = (index[:, k] == i).nonzero()[:, 0]
+            outputs = outputs.index_add(0, at, scale[i] * (x[at] @ self.w[i]) * weights[at, k, None])
+        return outputs * of_tokens.get("gate", 1.0)
+
+
+SCALE = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+
+
+class OfScaled(OfWider):
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.router, self.head = what, ddl.Router(6, 4, 2), nn.Linear(6, 6)
+        self.experts = Scaled({"attribute": SCALE, "weight": nn.Parameter(SCALE)}.get(what))
+
+    def forward(self, x):
+        index, weights = self.router(x.flatten(0, 1))
+        given = {"scale": SCALE, "gate": x.flatten(0, 1)[:, :1]} if self.what == "argument" else {}
+        return self.head(self.experts(x.flatten(0, 1), index, weights=weights, **given)).view_as(x)
+
+
+@in_float64
+def losses_of_scaled(local_rank, what):
+    losses = []
+    trainer = trainer_of(ddl.auto_model(OfScaled(what), {"experts": ddl.Experts()}), F.mse_loss)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
+    trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8), max_epochs=1)
+    return losses
+
+
+def test_what_each_expert_has_is_a_weight():
+    assert run(losses_of_scaled, 2, "weight", dp=2, ep=2) == [pytest.approx(losses_of_scaled(0, "weight"))] * 2
+    words = r"no tensors besides tokens, .* but get \(4,\), \(20, 1\): make what .*, multiply x"
+    with pytest.raises(ddl.RankError, match=words):
+        run(losses_of_scaled, 2, "argument", dp=2, ep=2)
+
+
 class Regularised(nn.Module):
     """Gathers a weight of the experts by hand, for a regulariser and for what it computes of rows."""
 
@@ -438,6 +484,8 @@ class Fused(nn.Module):
             {"1": ddl.Experts(tp={"gate_up_proj": 1, "down_proj": 2})},
             {"tp": 2},
         ),
+        ("each of its 4 experts, but 'scale' holds", functools.partial(OfScaled, "attribute"),
+         {"experts": ddl.Experts()}, {"dp": 2, "ep": 2}),
         ("capacity_factor drops .* leave one of them out", lambda: net(capacity_factor=1.0), PLAN, {"cp": 2}),
         ("ep cannot be combined with dp_replicate", net, PLAN, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
     ],
