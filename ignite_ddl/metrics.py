@@ -113,7 +113,7 @@ def _by_hand(name: str, method: Callable) -> Callable:
     def by_hand(metric: Metric, *args: Any, **kwargs: Any) -> Any:
         is_one_ranks = is_in_view()  # as in data_parallel_view([rank])
         is_ignites = type(metric).__module__.startswith("ignite.")  # a user's own may be updated on one rank alone
-        is_first = name in ("update", "load_state_dict") and "_over_data_parallel" not in vars(metric)
+        is_first = name != "compute" and "_over_data_parallel" not in vars(metric)
         if is_first and is_ignites and not is_one_ranks:
             return getattr(over_data_parallel(metric), name)(*args, **kwargs)
         return _in_view(method, metric, *args, **kwargs)
@@ -197,9 +197,15 @@ class _Methods:
                 _warn_of_local_value(self.metric, value, mesh)
         return value
 
-    def load_state_dict(self, state: Mapping) -> None:
-        self.had_rows, self.losses = True, None  # assumed: the state does not say
-        self.original["load_state_dict"](state)
+    def _state_dict_per_rank(self) -> dict[str, Any]:  # also of a metric inside another one
+        state = self.original["_state_dict_per_rank"]()
+        return state if self.losses is None else state | {_LOSSES: self.losses.state()}
+
+    def _load_state_dict_per_rank(self, state: Mapping) -> None:
+        self.had_rows = True  # assumed: the state does not say
+        if self.losses is not None:
+            self.losses.load(state.get(_LOSSES))
+        self.original["_load_state_dict_per_rank"](state)
 
 
 def _warn_of_local_value(metric: Metric, value: Any, mesh: Mesh) -> None:
@@ -275,6 +281,7 @@ class _BatchLosses:
         self._find_divisor(metric._loss_fn)
         # Of each batch: the loss times its divisor, the divisor, and what _weight returns.
         self.losses: list[torch.Tensor] = []
+        self.lost = False  # whether those of earlier batches are not known
         self.updates, self.least = 0, math.inf  # Ignite's least weight of a batch
         self.batches = 0  # of an engine, those without rows on this rank included
 
@@ -283,10 +290,23 @@ class _BatchLosses:
         self.divisor, batch_size = divisor_of(loss_fn), self.metric._batch_size
         if not self.divisor.certain and batch_size is not len:  # by which Ignite weights batches
             self.divisor = divisor_of(loss_fn, batch_size)
-        self.adds_up = not callable(self.divisor.kind) and self.divisor.kind != "sum"
+        self.divides = callable(self.divisor.kind)
+        self.adds_up = not self.divides and self.divisor.kind != "sum"
 
     def clear(self) -> None:
         self.losses.clear()
+        self.lost = False
+
+    def state(self) -> tuple[list[list[float]], bool, bool]:
+        return [of_batch.tolist() for of_batch in self.losses], self.divides, self.adds_up
+
+    def load(self, state: tuple[list[list[float]], bool, bool] | None) -> None:
+        """Goes on from a :meth:`state`; None: that of earlier versions and of Ignite itself, without losses."""
+        self.clear()
+        self.lost = state is None
+        if state is not None:
+            losses, self.divides, self.adds_up = state
+            self.losses = [torch.tensor(of_batch, dtype=torch.float64) for of_batch in losses]
 
     def add(self, output: Any, empty: bool) -> None:
         if get_mesh().dp_cp_size == 1:
@@ -305,7 +325,7 @@ class _BatchLosses:
             return
         if not empty:
             loss = loss_fn(y_pred, y).detach()
-            counted = self.divisor.of(y) if callable(self.divisor.kind) else 1.0
+            counted = self.divisor.of(y) if self.divides else 1.0
             numbers = [loss * counted if counted else 0.0, counted, *self._weight(y)]
         self.losses.append(torch.stack([torch.as_tensor(n, dtype=torch.float64, device="cpu") for n in numbers]))
 
@@ -350,6 +370,11 @@ class _BatchLosses:
             ) from error
 
     def compute(self, mesh: Mesh) -> float:
+        if self.lost:
+            raise ValueError(
+                "Loss of a weighted mean or of a sum was loaded from a state that has no losses of batches, so that "
+                "those of ranks cannot be added up: leave it out of to_load, or reset it, and it counts from there"
+            )
         if not self.losses:
             raise NotComputableError("Loss must have at least one example before it can be computed.")
         losses = torch.stack(self.losses).to(idist_utils.device())
@@ -367,7 +392,7 @@ class _BatchLosses:
             )
         if self.divisor.declared:
             counted = weight
-        loss = total / counted if callable(self.divisor.kind) else total
+        loss = total / counted if self.divides else total
         return float((loss * weight).sum() / weight.sum())
 
 
@@ -384,7 +409,9 @@ def _gather_rows(output: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 NOT_REDUCED = RunningAverage, GpuInfo  # in compute; they may be attached on one rank alone
-_METHODS = ("reset", "update", "compute", "state_dict", "load_state_dict")
+_PER_RANK = ("_state_dict_per_rank", "_load_state_dict_per_rank")
+_METHODS = ("reset", "update", "compute", "state_dict", "load_state_dict", *_PER_RANK)
+_LOSSES = "_losses_of_batches"  # in a state
 
 
 def _metrics_inside(value: Any) -> Iterator[Metric]:

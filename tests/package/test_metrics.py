@@ -477,6 +477,32 @@ def test_a_loss_may_say_by_batch_size_what_it_divides_by():
             parallel.run(weighted_loss, torch.nn.CrossEntropyLoss(reduction="sum"), lambda y: max(3, 2 * n_counted(y)))
 
 
+@in_float64
+def loaded_losses(local_rank, known):
+    """Loads a weighted mean, alone and inside another metric, after one of two batches; then all of them anew."""
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(11, 3), torch.tensor([0, 0, 0, 1, 2, 1, 2, 2, 1, 0, 2]))
+    loss_fn, found = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1])), []
+    for factor in (None, 2):
+        saved, metric = (over_data_parallel(factor * Loss(loss_fn) if factor else Loss(loss_fn)) for _ in range(2))
+        for epoch in range(2):
+            for number, batch in enumerate(ddl.auto_dataloader(data, batch_size=6)):
+                if (epoch, number) == (0, 1):
+                    metric.load_state_dict(saved.state_dict() if known else type(saved).state_dict(Loss(loss_fn)))
+                (metric if epoch or number else saved).update(batch)
+            found += [metric.compute()]
+            metric.reset()
+    return found
+
+
+def test_a_loaded_loss_goes_on_with_the_losses_of_batches_before():
+    with ddl.Parallel(backend="gloo", nproc_per_node=2, dp=2) as parallel:
+        alone = loaded_losses(0, True)
+        assert parallel.run(loaded_losses, True) == [pytest.approx(alone, rel=1e-12)] * 2
+        with pytest.raises(ddl.RankError, match="has no losses of batches"):  # of an earlier version
+            parallel.run(loaded_losses, False)
+
+
 def mean_of_time_major(y_pred, y):
     return torch.nn.functional.cross_entropy(y_pred.reshape(-1, 3), y.t().reshape(-1))
 
