@@ -74,6 +74,8 @@ What is not found, and differs from one process without an error:
   one that mixes tokens there; a hook or a Function that is used first in a step that does not look for it;
 - what a script keeps of its rank's rows (a running mean of inputs), and an update function of your own, a
   ``model_transform``, an ``output_transform``, or a loss with ``loss_divisor="local"`` reads later;
+- gradients of an open window (``last=False``) that a script sets to None or to zeros by itself: with ``shard=True`` and
+  on meshes of dp with tp or pp torch keeps them elsewhere, where ``zero_grad`` of optimizers and modules reaches them;
 - a state that forward carries from batch to batch and drops where the number of rows changes, if batches are uneven;
 - a number of rows that a loss function counts from call to call, where all dp ranks have as many;
 - under pp, a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on it;

@@ -20,7 +20,11 @@ from torch import nn
 from ignite_ddl.arguments import COUNT, FUNCTION, a, takes
 from ignite_ddl.audit import check_same_rows, warn_of_same_batch
 from ignite_ddl.checks.guards import check_handler
-from ignite_ddl.checks.optimizer_steps import check_weights_stepped_by_hand, refusing_unweighted_steps
+from ignite_ddl.checks.optimizer_steps import (
+    check_weights_stepped_by_hand,
+    refusing_unweighted_steps,
+    without_gradients,
+)
 from ignite_ddl.collectives import gathered, meet, on_any_rank
 from ignite_ddl.context.sequence import NOT_SHARED
 from ignite_ddl.data import ShardedDataLoader
@@ -76,9 +80,10 @@ class MeshEngine(Engine):
         self.steps: dict[int, TrainingStep] = {}  # by id of the model
         self.optimizers: list[torch.optim.Optimizer] = []  # that have stepped
         self.weighted: list[nn.Module] = []  # models whose gradients of this batch are weighted by rows
+        self.unweighted: set[int] = set()  # ids of their parameters that got new ones since, by a plain backward()
         self.in_backward = False  # whether it is inside of ddl.forward_backward, or the trainer's
         self.has_warned = False  # of batches that dp ranks prepare unlike
-        self.ends_together = True  # whether handlers that may end a run are on all ranks
+        self.knows_limits = False  # whether ranks have compared their limits in this epoch
         self.n_batches = 0  # of all runs
         self.updates, self.updated = 0, False  # earlier batches after which a model was stepped; whether this is one
         self.resume: Any = None  # what was loaded, until the run continues from there
@@ -99,10 +104,12 @@ class MeshEngine(Engine):
                 raise ValueError(NOT_SHARED)
             if batches.full_batch is not None:
                 check_same_rows(get_mesh(), batches.full_batch, axes=("cp",))
-        engine.weighted, engine.in_backward = [], False
+        engine.weighted, engine.unweighted, engine.in_backward = [], set(), False
         engine.updates, engine.updated = engine.updates + engine.updated, False
         if get_mesh().world_size == 1:
             return process_function(engine, batch)
+        if hasattr(engine, "is_evaluator") and engine.rows is not None and not engine.knows_limits:
+            engine._compare_limits()
         if engine.counts_rows and engine.rows is None and engine.state.iteration == 1:
             warn_of_same_batch(get_mesh(), batch)
         with refusing_unweighted_steps(engine):
@@ -121,6 +128,10 @@ class MeshEngine(Engine):
         step.updates, step.order, state = self.updates, getattr(plan, "digest", 0) % 2**20, self.state
         n_epochs, n_iterations = state.max_epochs or 0, getattr(state, "max_iters", None)  # one of them is None
         step.ends_run = state.iteration in (n_epochs * (state.epoch_length or 0), n_iterations)
+        if get_mesh().world_size > 1 and not self.knows_limits:
+            self._compare_limits()
+        if self.unweighted:
+            self.unweighted -= set(map(id, without_gradients(step.model)))
         self.in_backward = True
         output, loss = step(*args, **kwargs)
         self.in_backward = False
@@ -216,17 +227,22 @@ class MeshEngine(Engine):
         elif event_name is Events.STARTED:
             self._in_step = self._in_epoch = False
             self._pass = None if self._dataloader_iter is None else self._pass
-            if self.steps and get_mesh().world_size > 1:
-                n_limits = torch.tensor([sum(map(_is_limit, self._handlers()))], device=idist.device())
-                self.ends_together = len({int(of_rank) for of_rank in gathered(n_limits, None)}) == 1
         elif event_name is Events.EPOCH_STARTED:
             iteration, done = self.state.iteration, self._init_iter  # of this epoch, in runs before
             if done is None and self._dataloader_iter is None:  # as Ignite is going to count them
                 done = iteration % (self.state.epoch_length or iteration + 1)
-            self._in_epoch, self._epoch_began = True, iteration - (done or 0)
+            self._in_epoch, self._epoch_began, self.knows_limits = True, iteration - (done or 0), False
         of_all_ranks = event_name is Events.ITERATION_COMPLETED and self.rows is not None
         with completing(self.state.output if of_all_ranks else None):
             super()._fire_event(event_name, *args, **kwargs)
+
+    def _compare_limits(self) -> None:
+        """In the first step of an epoch, in which all ranks are: limits of some ranks alone must not ask the others."""
+        self.knows_limits = True
+        limits = [handler for handler in self._handlers() if isinstance(handler, _EndTogether)]
+        of_ranks = gathered(torch.tensor([len(limits)], device=idist.device()), None)
+        for limit in limits:
+            limit.is_everywhere = all(int(n) == len(limits) for n in of_ranks)
 
     def _handlers(self) -> list[Callable]:
         """All handlers; those of an event with a filter, such as every=2, are in a function of Ignite's."""
@@ -278,21 +294,17 @@ class _EndTogether:
     """
 
     def __init__(self, limit: TimeLimit | TerminateOnNan) -> None:
-        self.limit = limit
+        self.limit, self.is_everywhere = limit, False
 
     def __call__(self, engine: MeshEngine) -> None:
         self.limit(engine)
-        if get_mesh().world_size > 1 and engine.ends_together and on_any_rank(engine.should_terminate):
+        if self.is_everywhere and on_any_rank(engine.should_terminate):
             engine.terminate()
 
     def __eq__(self, other: object) -> bool:
         return other is self or other is self.limit
 
     __hash__ = object.__hash__
-
-
-def _is_limit(handler: Callable) -> bool:
-    return isinstance(handler, _EndTogether)
 
 
 def mid_step_error(iteration: int) -> ValueError:

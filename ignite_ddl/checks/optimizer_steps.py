@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -16,6 +17,7 @@ from ignite_ddl.collectives import gathered_values
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, UNREDUCED, local_gradients, zero_unreduced_gradients
 from ignite_ddl.data_parallel import LOCAL_ROUNDS
 from ignite_ddl.mesh import Mesh, get_mesh
+from ignite_ddl.structure import local_tensor
 
 _IN_A_WINDOW = (
     "the optimizer steps in the middle of a window, last=False of ddl.forward_backward or the trainer's "
@@ -58,12 +60,27 @@ def refusing_unweighted_steps(engine: Any) -> Iterator[None]:
         stepped = [p for group in optimizer.param_groups for p in group["params"]]  # under pp perhaps none here, yet
         engine.updated = engine.updated or not stepped or any(hasattr(p, BELONGS_TO_A_MODEL) for p in stepped)
 
+    plain_backward = torch.autograd.backward
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        new = [] if engine.in_backward else [p for model in engine.weighted for p in without_gradients(model)]
+        plain_backward(*args, **kwargs)
+        engine.unweighted |= {id(p) for p in new if p.grad is not None}
+
     handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    if engine.rows is not None and engine.rows[1] % get_mesh().dp_size:
+        torch.autograd.backward = backward  # which Tensor.backward() calls
     try:
         yield
     finally:
+        torch.autograd.backward = plain_backward
         for handle in handles:
             handle.remove()
+
+
+def without_gradients(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters whose gradients are None or zeros."""
+    return [p for p in model.parameters() if p.grad is None or not local_tensor(p.grad).any()]
 
 
 def _check_gradients(engine: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -81,7 +98,7 @@ def _check_gradients(engine: Any, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(_IN_A_WINDOW)
     if engine.rows is None or engine.rows[1] % get_mesh().dp_size == 0:
         return
-    weighted = {id(parameter) for model in engine.weighted for parameter in model.parameters()}
+    weighted = {id(p) for model in engine.weighted for p in model.parameters()} - engine.unweighted
     if any(parameter.grad is not None and id(parameter) not in weighted for parameter in stepped):
         n_local, n_global = engine.rows
         if engine.in_backward:

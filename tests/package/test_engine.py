@@ -483,3 +483,31 @@ def test_a_step_in_the_middle_of_a_window_is_refused():
     refused(partial(with_a_flush, handler=False), words, dp=2)
     assert_right(partial(with_a_flush, shard=True, epoch_length=4), dp=2)
     assert_right(partial(with_a_flush, tensor_plan={}), tp=2)
+
+
+def test_a_plain_backward_after_a_weighted_one_is_refused_where_batches_are_uneven():
+    def adversaries(local_rank, n_rows, zero=True):
+        torch.manual_seed(0)
+        generator, critic = ddl.auto_model(nn.Linear(3, 2)), ddl.auto_model(nn.Linear(2, 1))
+        of_both = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
+
+        def update(engine, batch):
+            x, y = batch
+            of_both[0].zero_grad()
+            ddl.forward_backward(engine, generator, x, y, lambda output, y: (critic(output) - 1).square().mean())
+            of_both[0].step()
+            if zero:
+                of_both[1].zero_grad()
+                critic(y).square().mean().backward()
+            else:  # a term of weights alone, the same on all ranks
+                sum(p.square().sum() for p in critic.parameters()).backward()
+            of_both[1].step()
+
+        rows = TensorDataset(torch.randn(n_rows, 3), torch.randn(n_rows, 2))
+        ddl.MeshEngine(update).run(ddl.auto_dataloader(rows, batch_size=5))
+        return [p.detach() for p in critic.parameters()]
+
+    refused(partial(adversaries, n_rows=5), "call ddl.forward_backward, which weights by rows", dp=2)
+    of_weights = in_float64(partial(adversaries, n_rows=5, zero=False))
+    for weights in on(of_weights, dp=2):
+        torch.testing.assert_close(weights, of_weights(0))

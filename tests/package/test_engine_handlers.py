@@ -442,6 +442,26 @@ def test_limits_of_one_rank_ask_no_other():
 
     assert run(limited, 2, timeout=20) == [3, 3]
 
+    def limited_otherwise(local_rank):
+        """In an update function of one's own, in an evaluator, and from an epoch on."""
+        model, batches = ddl.auto_model(nn.Linear(8, 3)), TensorDataset(torch.randn(12, 8), torch.randn(12, 3))
+        loader = ddl.auto_dataloader(batches, batch_size=4)
+        engine = ddl.MeshEngine(
+            lambda engine, batch: ddl.forward_backward(engine, model, *batch, nn.functional.mse_loss)[1].item()
+        )
+        evaluator = ddl.create_supervised_evaluator(model)
+
+        def limit(of):
+            if local_rank == 0:
+                of.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
+
+        limit(engine)
+        limit(evaluator)
+        engine.add_event_handler(Events.EPOCH_COMPLETED(once=1), limit)
+        return engine.run(loader, max_epochs=2).iteration, evaluator.run(loader).iteration
+
+    assert run(limited_otherwise, 2, timeout=20) == [(6, 3)] * 2
+
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
 def test_a_nan_in_the_outputs_of_one_rank_ends_the_run_of_all(axes):
