@@ -94,10 +94,15 @@ class Cluster:
 
     @takes(n_ranks=COUNT, apart=COUNT)
     def link(self, n_ranks: int, apart: int) -> Link:
-        """The network of a group of ranks whose neighbours are ``apart`` ranks away."""
-        if n_ranks * apart <= self.node:
+        """The slowest network of the groups of ranks whose neighbours are ``apart`` ranks away.
+
+        Groups lie one after the other: of six ranks in nodes of eight, the second has two on one node, four on the
+        next.
+        """
+        size = n_ranks * apart
+        if size <= self.node and (self.devices <= self.node or self.node % size == 0):
             return self.inside
-        ports = min(n_ranks, max(1, self.node // apart)) if self.spread else 1
+        ports = max(1, math.gcd(size, self.node) // apart) if self.spread else 1  # of the fewest on a node
         if ports == 1:
             return self.between
         return Link(self.between.latency, min(self.inside.bandwidth, ports * self.between.bandwidth))
@@ -304,10 +309,10 @@ def predict(
     and p - 1 more if backward is split: ours, what ``simulate`` gives where m is a multiple of p (for the last of 2 p
     or more). dp: rings (Rajbhandari et al. 2020, section 7), less what the passes beside them hide
     (``Cluster.overlap``); ZeRO-2 reduces for each microbatch, ZeRO-3 gathers twice for each, too; with ``dp_shard``
-    these stay among its ranks, and replicas all-reduce a shard's gradients. cp: keys and values go round a ring, twice
-    as many bytes in backward, with their gradients in the same dtype (``cost.ring_attention`` has what ``ddl`` sends:
-    gradients in float32 and one hop more), less what attention's own products hide. ep: four exchanges
-    of the tokens that experts take, forward and backward, none hidden.
+    these stay among its ranks, and replicas all-reduce a shard's gradients; experts' among every ep-th rank. cp: keys
+    and values go round a ring, twice as many bytes in backward, with their gradients in the same dtype
+    (``cost.ring_attention`` has what ``ddl`` sends: gradients in float32 and one hop more), less what attention's own
+    products hide. ep: four exchanges of the tokens that experts take, forward and backward, none hidden.
 
     Memory of states is ``cost.zero_memory`` of the parameters on a rank; with a single microbatch, gradients come while
     activations go, so that only what they need beyond those is counted. That of activations is
@@ -357,7 +362,8 @@ def predict(
     if dp % shard or (shard < dp and not zero):
         raise ValueError(f"dp_shard should divide dp={dp}, and have zero=1, 2 or 3, but given {shard} with zero={zero}")
     given = (dp, pp, tp, cp, ep, shard, schedule if pp > 1 else "", v, m, zero)
-    return _Costs(model, cluster, batch).plan(*given, recompute, full_layers)
+    used = dataclasses.replace(cluster, devices=dp * pp * tp * cp)
+    return _Costs(model, used, batch).plan(*given, recompute, full_layers)
 
 
 class _Layer(NamedTuple):
@@ -434,7 +440,7 @@ class _Costs:
         layer = self._layer(b, tp, cp, ep, recompute, full)
         compute, bubble, messages = self._pipeline(layer, pp, v, m, on_rank, schedule)
         dense, experts = self.held(pp, tp, layers, ep)
-        dp_seconds, dp_bytes = self._dp(dense + experts, dp, tp, cp, shard, zero, m, layers, compute)
+        dp_seconds, dp_bytes = self._dp(dense, experts, dp, tp, cp, ep, shard, zero, m, layers, compute)
         seconds = {
             "compute": m * compute,
             "tp": m * layers * layer.n_rings * layer.ring,
@@ -523,19 +529,26 @@ class _Costs:
         return model.tied * -(-model.vocabulary // tp) * model.width * model.gradient_bytes / n
 
     def _dp(
-        self, held: float, dp: int, tp: int, cp: int, shard: int, zero: int, m: int, layers: int, compute: float
-    ) -> tuple[float, float]:
+        self, dense: float, experts: float, dp: int, tp: int, cp: int, ep: int, shard: int, zero: int, m: int,
+        layers: int, compute: float,
+    ) -> tuple[float, float]:  # fmt: skip
         """Seconds of dp's messages that nothing hides, and bytes that a rank sends."""
-        model, cluster, n, replicas = self.model, self.cluster, shard * cp, dp // shard
-        if n * replicas == 1:
+        model, cluster, n = self.model, self.cluster, shard * cp
+        if dp * cp == 1:
             return 0.0, 0.0
         passes = m if zero > 1 else 1  # with gradients of their own
         gathers = (0, 1, 1, 2 * m)[zero]
         forward, backward = compute * m / 3, 2 * compute * m / 3
-        link, across = cluster.link(n, tp), cluster.link(replicas, n * tp)
-        gradient, weight = held * model.gradient_bytes, held * model.weight_bytes
-        reduce = (1 if zero else 2) * _pass(n, gradient, link) + 2 * _pass(replicas, gradient / n, across)
-        gather = _pass(n, weight, link)
+        held = [(dense + experts, n, tp)] if ep == 1 else [(dense, n, tp), (experts, max(1, n // ep), tp * ep)]
+        reduce = gather = sent = 0.0
+        for numbers, n, apart in held:  # every ep-th rank has the same experts
+            replicas = dp * cp * tp // (n * apart)
+            link, across = cluster.link(n, apart), cluster.link(replicas, n * apart)
+            gradient, weight = numbers * model.gradient_bytes, numbers * model.weight_bytes
+            reduce += (1 if zero else 2) * _pass(n, gradient, link) + 2 * _pass(replicas, gradient / n, across)
+            gather += _pass(n, weight, link)
+            sent += (n - 1) / n * (passes * (1 if zero else 2) * gradient + gathers * weight)
+            sent += passes * 2 * (replicas - 1) / replicas * gradient / n
         # What is sent in one microbatch alone can hide beside that one alone.
         beside_reduce = backward * passes / m
         if zero == 3:
@@ -544,9 +557,7 @@ class _Costs:
         else:
             left = _exposed(passes * reduce, cluster.overlap * beside_reduce, reduce / layers)
             left += _exposed(gathers * gather, cluster.overlap * forward / m, gather / layers) if gathers else 0.0
-        each_ = (n - 1) / n
-        sent = each_ * (passes * (1 if zero else 2) * gradient + gathers * weight)
-        return left, sent + passes * 2 * (replicas - 1) / replicas * gradient / n
+        return left, sent
 
     def _memory(
         self, dense: float, experts: float, b: int, dp: int, pp: int, tp: int, cp: int, ep: int, shard: int,
@@ -587,7 +598,8 @@ class _Costs:
         }
         # A second copy of the weights: replicate's full one, or FSDP2's shard of what stays full.
         if dp * cp > 1 and (zero in (1, 2) or pp * tp > 1 and not zero):
-            memory["buffers"] += (dense + experts) * model.weight_bytes / (n if zero else 1)
+            copied = dense / n + experts / max(1, n / ep) if zero else dense + experts
+            memory["buffers"] += copied * model.weight_bytes
         if m == 1:  # gradients come while activations go
             memory["gradients"] = max(0.0, gradients - activations)
         return memory

@@ -210,6 +210,11 @@ def test_experts_are_exchanged_and_shared_out():
     assert cut.seconds["ep"] == close(36 * 4 * (7 * 5e-6 + 2 * value * 7 / 8 / 300e9))
     assert cut.memory["optimizer"] == close(one.memory["optimizer"])  # dp has shared them out anyway
     assert cut.memory["weights"] < 0.3 * one.memory["weights"]
+    dense, experts = mixed._held(1, 1, 36, 1)
+    assert one.sent["dp"] == close(7 / 8 * (dense + experts) * 4)
+    assert cut.sent["dp"] == close(7 / 8 * dense * 4)  # no other rank has the same experts
+    half = predict(mixed, Cluster(8, **A100), 8, dp=8, ep=4, dp_shard=8, zero=3, microbatches=1)
+    assert half.sent["dp"] == close(7 / 8 * dense * 6 + 1 / 2 * experts / 4 * 6)
 
 
 def test_plans_with_experts_lack_what_ddl_refuses_and_nothing_else():
@@ -257,6 +262,16 @@ def test_devices_know_dtypes_kernels_and_ports():
     rings = [(cluster.link(n, apart).bandwidth) for n, apart in ((8, 1), (16, 1), (8, 2), (2, 8))]
     assert rings == [300e9, 200e9, 100e9, 25e9]  # inside, eight ports, four, one
     assert dataclasses.replace(cluster, spread=False).link(16, 1).bandwidth == 25e9
+
+
+def test_groups_that_straddle_nodes_have_the_network_between_them():
+    cluster = Cluster(24, **A100)
+    rings = [cluster.link(n, apart).bandwidth for n, apart in ((4, 1), (3, 1), (6, 1), (12, 1), (3, 4), (2, 3))]
+    assert rings == [300e9, 25e9, 50e9, 100e9, 25e9, 25e9]  # of six ranks two may be alone on a node, of twelve four
+    narrow = Model(layers=12, width=1536, heads=12, vocabulary=51200, sequence=2048)
+    many, alone = (predict(narrow, cluster, 4 * dp, dp=dp, tp=6).seconds["tp"] for dp in (4, 1))
+    one_node = predict(narrow, Cluster(6, **A100), 4, tp=6).seconds["tp"]
+    assert alone == one_node < many / 3  # six ranks of the first node
 
 
 def test_balanced_stages_count_the_output_layer():
