@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,8 @@ class Model:
                 blocks, and an attribute that counts the heads; or a config of such a transformer.
             sequence: tokens of a row.
             given: fields of :class:`Model` that are not to be read from the module. Bytes are by default those of its
-                dtype, with Adam; of a config those of :class:`Model`, without dropout.
+                dtypes, of all weights in the mean, with Adam; weights without ``requires_grad`` have no gradients and
+                no states, but work as if they had. Of a config those of :class:`Model`, without dropout.
 
         Returns:
             Model: whose number of parameters is a module's within 2 %, of transformers within 0.1 % (or, of a tiny one,
@@ -164,15 +166,20 @@ class Model:
         if not isinstance(module, nn.Module):
             raise ValueError(f"module should be a module, or a config of transformers, but given {shown(module)}")
 
-        parameters = list(module.parameters())
-        size = parameters[0].element_size() if parameters else 4
+        counts, trained = Counter(), Counter()  # of numbers by their bytes
+        for parameter in module.parameters():
+            counts[parameter.element_size()] += parameter.numel()
+            trained[parameter.element_size()] += parameter.numel() * parameter.requires_grad
+        has = counts.total()
+        size = max(counts, key=counts.get, default=4)  # of activations: that of most weights
         drops = any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
         numbers = {
-            **dict.fromkeys(("weight_bytes", "gradient_bytes", "value_bytes"), size),
-            "optimizer_bytes": 2 * size,
+            "weight_bytes": _mean_bytes(counts, has),
+            "gradient_bytes": _mean_bytes(trained, has),
+            "optimizer_bytes": 2 * _mean_bytes(trained, has),
+            "value_bytes": size,
             "mask_bytes": size * drops,
         }
-        has = _size(module)
         if of_transformers:
             within, model = 0.001, cls(sequence=sequence, **(numbers | _from_config(config) | given))
         else:
@@ -356,6 +363,11 @@ def _from_parts(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"module should have {' and '.join(lacks)}, but has none: describe it by Model(...)")
     vocabulary, width = max(tables, key=lambda one: one.num_embeddings).weight.shape
     return {"layers": len(blocks), "width": width, "heads": heads[0] if heads else None, "vocabulary": vocabulary}
+
+
+def _mean_bytes(counts: Counter, n: int) -> float:
+    total = sum(size * count for size, count in counts.items())
+    return total // n if n and total % n == 0 else total / max(1, n)
 
 
 def _size(module: nn.Module) -> int:

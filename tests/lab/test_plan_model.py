@@ -134,3 +134,16 @@ def test_ours_are_read_as_before():
     with torch.device("meta"):
         module = GPT(512, length=64, width=128, n_heads=4, n_blocks=4)
     assert Model.of(module, 64) == Model(4, 128, 4, 512, 64, True, True, 4, 4, 8, 4, 0)
+
+
+def test_bytes_are_those_of_all_weights_and_of_those_that_are_trained():
+    module = GPT(80, length=16, width=64, n_heads=4, n_blocks=4, tied=False).bfloat16()
+    module.embed.float()
+    n = sum(p.numel() for p in module.parameters())
+    for p in module.parameters():
+        p.requires_grad_(p.dtype == torch.float32)
+    model, trained = Model.of(module, 16), sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert 0 < trained < n / 10
+    assert model.weight_bytes * n == pytest.approx(2 * n + 2 * trained)
+    assert (model.gradient_bytes * n, model.optimizer_bytes * n) == pytest.approx((4 * trained, 8 * trained))
+    assert model.value_bytes == 2
