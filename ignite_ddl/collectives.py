@@ -25,9 +25,9 @@ SENT |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}  # by gl
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """The tensors of all ranks of a group, which have one shape, in the order of ranks."""
-    tensor = tensor.contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor, group=group)
+    dist.all_gather([octets(part) for part in parts], octets(tensor), group=group)
     return parts
 
 

@@ -44,6 +44,14 @@ def test_a_contrastive_loss_of_gathered_rows_is_that_of_one_process(axes, option
         torch.testing.assert_close(found, weights, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.uint32, torch.bfloat16, torch.complex64], ids=str)
+def test_rows_of_any_type_are_gathered(dtype):
+    def labels(local_rank):
+        return ddl.gather_rows(torch.full((1 + local_rank,), local_rank).to(dtype)).to(torch.complex64).tolist()
+
+    assert launch({"dp": 2}, labels) == [[0, 1, 1]] * 2
+
+
 def test_what_cannot_be_gathered_is_refused():
     refused(trained, "under pp loss_fn gets the rows of a microbatch", dp=2, pp=2)
     refused(lambda local_rank: ddl.gather_rows(torch.ones(2, 1 + local_rank)), "the same shape and type on all", dp=2)
