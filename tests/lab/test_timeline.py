@@ -177,6 +177,38 @@ def test_a_run_that_raises_is_recorded_and_the_next_one_too(monkeypatch):
     timeline.stop()
 
 
+@pytest.mark.parametrize("ends", ["by itself", "stop", "stop in a handler", "late stop", "skip_completed"])
+@patiently
+def test_a_run_that_did_not_complete_ends_before_the_next(ends):
+    timeline = Timeline()
+
+    def step(engine, batch):
+        if ends == "skip_completed":
+            engine.terminate(skip_completed=True)
+        elif engine.state.iteration == 2 and ends != "stop in a handler":
+            raise RuntimeError("on purpose")
+
+    trainer, evaluator = Engine(step), Engine(lambda engine, batch: None)
+    trainer.logger.disabled = True
+    timeline.attach(trainer)
+    if ends == "stop in a handler":
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=2), timeline.stop)
+    with contextlib.suppress(RuntimeError):
+        trainer.run([0, 1])
+    if ends == "stop":
+        timeline.stop()
+    time.sleep(DELAY)
+    timeline.attach(evaluator, "evaluation")
+    evaluator.run([0])
+    if ends == "late stop":
+        timeline.stop()
+    with timeline:
+        pass
+    timeline.stop()
+    assert sum(record.seconds for record in timeline.records) < DELAY
+    assert compute_names(timeline)[-1] == "evaluation 1"
+
+
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("event", [Events.EPOCH_STARTED(once=2), Events.ITERATION_COMPLETED(once=2)])
 def test_attached_in_the_midst_of_a_run_it_records_the_rest(event):
@@ -412,6 +444,18 @@ def spans_only(local_rank):
     with timeline.span("mine"):
         dist.barrier()
     return timeline
+
+
+def records_on_the_first(local_rank):
+    timeline = Timeline()
+    if local_rank == 0:
+        with timeline.span("alone"):
+            pass
+    return timeline
+
+
+def test_a_rank_that_records_nothing_is_merged_as_another():
+    assert [(record.rank, record.name) for record in merged(2, records_on_the_first).records] == [(0, "alone")]
 
 
 def test_spans_of_ranks_that_record_nothing_else_are_of_different_ranks():
@@ -707,6 +751,7 @@ def test_clocks_without_a_common_collective_start_together():
         (lambda: Timeline().span("x", kind="computing").__enter__(), "kind should be one of .*but given"),
         (lambda: Timeline().attach(3), "engine should be an ignite.engine.Engine, but given 3"),
         (lambda: Timeline.merge([made_up(0, "a", 1.0, 2.0)] * 2), r"different ranks, but given ranks \[0, 0\]"),
+        (lambda: bubble([Record(0, "forward", "0F0", 1.0, 1.0)]), "last longer than 0, but .* from 1.0 to 1.0"),
         (lambda: Timeline.merge([3]), "one Timeline per rank, in a list, but given .3."),
         (lambda: Timeline.merge(Timeline()), "one Timeline per rank, in a list, but given Timeline"),
         (lambda: Timeline.merge(None), "one Timeline per rank, in a list, but given None"),

@@ -153,6 +153,12 @@ class Timeline:
             Events.ITERATION_COMPLETED: (mark("handlers"), True),
             Events.COMPLETED: (run_ends, False),
         }
+
+        def run_ends_here() -> None:
+            if engine.should_terminate == "skip_completed":
+                run_ends()
+
+        engine.add_event_handler(Events.TERMINATE, run_ends_here)
         engine.add_event_handler(Events.STARTED, run_begins)
         self._reorder(engine, Events.STARTED, run_begins, first=True)
         for event, (handler, _) in handlers.items():
@@ -204,6 +210,7 @@ class Timeline:
             self._recorder.spans.append((kind, name, start, now(), None))
 
     def __enter__(self) -> Timeline:
+        self._marks.append(("run", now(), None, 0))
         self._begin("with")
         return self
 
@@ -214,6 +221,8 @@ class Timeline:
         """Stops recording until the next run or ``with``, also after a run ended by an exception."""
         self._stopped |= self._users
         for user in list(self._users):
+            if user != "with":
+                self._marks.append(("stop", now(), user, 0))
             self._end(user)
 
     def clear(self) -> None:
@@ -230,8 +239,7 @@ class Timeline:
 
     def _start_recorder(self) -> None:
         self._loaded = None
-        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._recorder.rank = self.rank
+        self.rank = self._recorder.rank = _rank()
 
     def _begin(self, user: Any) -> None:
         self._start_recorder()
@@ -464,7 +472,11 @@ class Timeline:
         return spans, list(self._recorder.calls)
 
     def _records_of_marks(self) -> Iterator[Record]:
-        """Engines' runs with their data and steps. Records left open by an exception end with the last mark."""
+        """Engines' runs with their data and steps.
+
+        What an exception leaves open ends with the last record before another run, or where :meth:`stop` was called.
+        """
+        marks = list(self._marks)
         begun: dict[int, float] = {}  # runs of engines
         inside: dict[int, tuple[str, str, float]] = {}  # the current data or step of an engine
         seen: dict[int, float] = {}
@@ -479,7 +491,20 @@ class Timeline:
             if number in begun:
                 yield Record(self.rank, "handlers", "run", begun.pop(number), when)
 
-        for what, when, number, iteration in list(self._marks):
+        times = [when for _, when, *_ in marks] + [span[3] for span in list(self._recorder.spans)]
+
+        def left_open(number: int, when: float) -> float:
+            """The end of a run without one: the last record before another engine's run, else ``when``."""
+            others = [begin for what, begin, other, _ in marks if what == "run" and other != number]
+            if not (after := [begin for begin in others if seen[number] < begin < when]):
+                return when
+            return max((time for time in times if time < min(after)), default=seen[number])
+
+        for what, when, number, iteration in marks:
+            if what == "stop" and number in begun:
+                yield from end_run(number, left_open(number, when))
+            if what == "stop" or number is None:  # "with"
+                continue
             if what == "run":
                 yield from end_run(number, seen.get(number, when))
             begun.setdefault(number, when)
@@ -491,12 +516,13 @@ class Timeline:
                 inside[number] = ("compute", f"{self._names[number]} {iteration}", when)
             elif what == "end":
                 yield from end_run(number, when)
-        latest = max([*seen.values(), *(span[3] for span in self._recorder.spans)], default=0.0)
         for number in list(begun):
-            yield from end_run(number, latest)
+            yield from end_run(number, left_open(number, max(times)))
 
     def __getstate__(self) -> dict[str, Any]:
         # Only the records, without the engines' handlers and torch's objects.
+        if self._loaded is None and not self._marks and not self._recorder.spans:
+            self.rank = _rank()  # of a rank that has recorded nothing
         kept = {name: getattr(self, name) for name in ("rank", "synchronize", "_machine")}
         return kept | {"_loaded": self._spans_and_calls()}
 
@@ -526,7 +552,7 @@ def bubble(records: Iterable[Record]) -> dict[int, float]:
         dict: rank to share, between 0 and 1.
 
     Raises:
-        ValueError: if the records contain no pass.
+        ValueError: if the records contain no pass, or take no time.
 
     Examples:
         .. code-block:: python
@@ -541,7 +567,10 @@ def bubble(records: Iterable[Record]) -> dict[int, float]:
     passes = [record for record in records if record.kind in PASSES]
     if not passes:
         raise ValueError("records should contain forward or backward passes of a pipeline, but contain none")
-    length = max(record.end for record in passes) - min(record.start for record in passes)
+    start, end = min(record.start for record in passes), max(record.end for record in passes)
+    length = end - start
+    if not length > 0:
+        raise ValueError(f"records should last longer than 0, but the passes are from {start} to {end}")
     busy: dict[int, float] = defaultdict(float)
     for record in passes:
         busy[record.rank] += record.end - record.start
@@ -656,6 +685,10 @@ def _move(part: tuple[list[_Span], list[Call]], seconds: float) -> None:
         spans[place] = span._replace(record=record._replace(start=record.start + seconds, end=record.end + seconds))
     for place, call in enumerate(calls):
         calls[place] = call.moved(seconds)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _machine() -> str:
