@@ -6,6 +6,7 @@ matplotlib is imported when the first figure is asked for.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -248,7 +249,7 @@ def log_ticks(axes: Axes, low: float, high: float) -> None:
     | each(having("", "get_label"), ""),
 )
 def key(figure: Figure, entries: dict | list) -> None:
-    """The legend, in one line below the figure.
+    """The legend below the figure, eight entries a line.
 
     Args:
         figure: where.
@@ -259,7 +260,8 @@ def key(figure: Figure, entries: dict | list) -> None:
     if isinstance(entries, dict):
         entries = [Patch(color=colour, label=name) for name, colour in entries.items()]
     figure.legend(
-        handles=entries, loc="outside lower right", ncols=len(entries), handlelength=1.2, frameon=False, fontsize=9
+        handles=entries, loc="outside lower right", ncols=min(len(entries), 8), handlelength=1.2, frameon=False,
+        fontsize=9,
     )  # fmt: skip
 
 
@@ -421,7 +423,7 @@ def stripes(
 @takes(value=whole(0, floats=True))
 def ranks_in(value: int) -> list[int]:
     """The ranks whose number is in a sum, if rank r has put in 2 ** r."""
-    return [rank for rank in range(len(RANK)) if int(value) >> rank & 1]
+    return [rank for rank in range(value.bit_length()) if value >> rank & 1]
 
 
 @takes(FITS, start=_POINT, end=_POINT)
@@ -471,7 +473,7 @@ def lines_and_marks(
         axes: where.
         predicted: name of a line to x to y.
         measured: name of a line to x to y; a name may be missing.
-        colours: of the lines.
+        colours: of the lines, in turn.
         scale: number by which y is multiplied. Default: 1.
         offset: from a line's end to its name, in points. Default: (7, 0).
 
@@ -484,7 +486,8 @@ def lines_and_marks(
             lines = {"one server": {1: 2, 4: 8, 64: 128}, "ring": {2: 2, 4: 3, 64: 3.94}}
             draw.lines_and_marks(axes, lines, {"one server": {4: 8}}, ["#D55E00", "#0072B2"])
     """
-    for (name, line), colour, mark in zip(predicted.items(), colours, "sov", strict=False):
+    looks = zip(itertools.cycle(colours), itertools.cycle("sov"), strict=True)  # and from the first again
+    for (name, line), (colour, mark) in zip(predicted.items(), looks, strict=False):
         axes.plot(list(line), [scale * y for y in line.values()], color=colour, linewidth=2)
         found = measured.get(name, {})
         look = {"color": colour, "markersize": 8, "markeredgecolor": "white"}
@@ -525,20 +528,21 @@ def timeline(records, title: str = "What each rank did, measured") -> Figure:
         raise ValueError("records is empty: nothing was recorded")
     start, end = min(record.start for record in records), max(record.end for record in records)
     ranks = sorted({record.rank for record in records})
+    length = end - start or 1.0
     figure, axes = new_figure(title, width=7.4, height=1.15 + 0.42 * len(ranks))
     for record in records:
         texts = [record.kind if record.kind in ("data", "handlers") else record.name]
         if record.waits_for is not None:
             texts = [f"waits for rank {record.waits_for}", f"waits for {record.waits_for}", f"for {record.waits_for}"]
-        share = (record.end - record.start) / (end - start)
+        share = (record.end - record.start) / length
         text = next((text for text in texts if share > 0.011 * (len(text) + 1)), "")
         left, right = 1e3 * (record.start - start), 1e3 * (record.end - start)
         colour = ACTIVITY[record.kind]
         span(axes, ranks.index(record.rank), left, right, colour, text, 0.78, 0.4, edge="none", va="center")
     name_rows(axes, [f"rank {rank}" for rank in ranks], bare=True)
-    axes.set_xlim(0, 1e3 * (end - start))
+    axes.set_xlim(0, 1e3 * length)
     axes.set_xlabel("milliseconds")
-    seen = {record.kind for record in records if record.end - record.start > 0.01 * (end - start)}
+    seen = {record.kind for record in records if record.end - record.start > 0.01 * length}
     key(figure, _colours_of(seen))
     return on_any_page(figure)
 
@@ -589,7 +593,7 @@ def schedules(panels: dict[str, list], title: str, unit: str = "ms", row: float 
         other = [r for r in sent if r.end > start and r.start < end]
         steps[name] = start, end, ranks, other + taken
     rows = [len(ranks) for _, _, ranks, _ in steps.values()]
-    longest = max(end - start for start, end, *_ in steps.values())
+    longest = max(end - start for start, end, *_ in steps.values()) or 1.0
     height = 1.05 + sum(row * n + 0.32 for n in rows)
     figure, axes = stack(title, 7.6, height, [n + 0.5 for n in rows])
 
@@ -651,7 +655,7 @@ def step_rows(panels: dict[str, dict[str, list]], title: str, ends_marked: bool 
     everything = {name: [r for row in rows.values() for r in row] for name, rows in panels.items()}
     begins = {name: min(record.start for record in records) for name, records in everything.items()}
     ends = {name: 1e3 * (max(r.end for r in rs) - begins[name]) for name, rs in everything.items()}
-    longest = max(ends.values())
+    longest = max(ends.values()) or 1.0
     counts = [len(rows) for rows in panels.values()]
     figure, axes = stack(title, 7.6, 1.0 + sum(0.29 * n + 0.36 for n in counts), [n + 0.5 for n in counts])
 

@@ -859,11 +859,17 @@ def figure(plans: Sequence[Plan], title: str = "Every plan: time against memory"
     Returns:
         the figure.
     """
+    from matplotlib import colormaps
+
     from ignite_ddl.lab import draw
 
     made, axes = draw.new_figure(title, height=3.6)
     unit, name = _unit(plans)
-    shades = dict(zip(sorted({getattr(one, colour) for one in plans}), draw.RANK[1:], strict=False))
+    sizes = sorted({getattr(one, colour) for one in plans})
+    colours = draw.RANK[1:]
+    if len(sizes) > len(colours):
+        colours = [colormaps["turbo"]((place + 0.5) / len(sizes)) for place in range(len(sizes))]
+    shades = dict(zip(sizes, colours, strict=False))
     for one in reversed(plans):
         at = sum(one.memory.values()) / unit, sum(one.seconds.values())
         shade = shades.get(getattr(one, colour), draw.GREY) if one.fits else draw.GREY

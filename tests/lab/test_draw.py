@@ -86,6 +86,15 @@ def test_a_timeline_has_a_row_a_rank_in_milliseconds_from_the_first_record():
     assert texts(draw.timeline(narrow).axes[0]) == ["step 1", "for 2"]
 
 
+def test_records_without_length_are_drawn():
+    step = [Record(0, "forward", "0F0", 1.0, 1.0, None, 0, 0)]
+    for figure in (
+        draw.timeline(step), draw.schedules({"at once": step}, "A finding"),
+        draw.step_rows({"at once": {"rank 0": step}}, "A finding"),
+    ):  # fmt: skip
+        assert bars(figure.axes[0])[-1][:3] == (0, 0, 0)
+
+
 def test_a_timeline_of_nothing_is_refused():
     with pytest.raises(ValueError, match="nothing was recorded"):
         draw.timeline([])
@@ -158,3 +167,11 @@ def test_lines_are_predicted_and_marks_are_measured():
     assert found == [{1: 4.0, 4: 16.0}, {4: 16.0}, {2: 4.0, 4: 6.0}, {}]
     assert [line.get_linestyle() for line in axes.lines] == ["-", "None"] * 2
     assert texts(axes) == ["one server", "ring"]
+    _, axes = draw.new_figure("It grows")
+    draw.lines_and_marks(axes, dict.fromkeys("abcde", server), {"e": {1: 2.0}}, RANK[:2])
+    assert texts(axes) == list("abcde")
+    assert [len(line.get_xdata()) for line in axes.lines] == [2, 0] * 4 + [2, 1]
+
+
+def test_a_sum_has_the_ranks_that_put_in():
+    assert [draw.ranks_in(value) for value in (0, 5, 2**9 + 1, 6.0)] == [[], [0, 2], [0, 9], [1, 2]]

@@ -12,6 +12,7 @@ from packaging.version import Version
 from ignite_ddl.course import GPT, measure_plan, published, published_since
 from ignite_ddl.lab import cost, simulate
 from ignite_ddl.lab.cost import Link
+from ignite_ddl.lab.draw import GREY
 from ignite_ddl.lab.plan import A100, CLOSE_RATIO, H100, Cluster, Model, figure, plan, predict, table
 
 SEVEN = Model(layers=36, width=4096, heads=32, vocabulary=51200, sequence=2048)
@@ -364,6 +365,12 @@ def test_it_prints_and_draws():
     fitting = sorted((one for one in plans if one.fits), key=lambda one: sum(one.seconds.values()))
     named = [f"{one.dp} × {one.pp} × {one.tp}" for one in (fitting[0], fitting[-1])]
     assert [text.get_text() for text in axes.texts] == named
+    one = plans[0]
+    many = figure([one._replace(tp=2**n, short=-1.0) for n in range(12)], colour="tp")  # more than RANK has colours
+    colours = [line.get_color() for line in many.axes[0].lines if line.get_marker() == "o"]
+    assert len(set(colours)) == 12
+    assert GREY not in colours
+    assert [text.get_text() for text in many.legends[0].get_texts()] == [f"tp {2**n}" for n in range(12)]
     small = predict(SMALL, dataclasses.replace(HERE, memory=1e5), 16, dp=4)
     heading, line = str(small).split("\n")
     assert heading.split()[-4:] == ["MB", "short", "seconds", "MFU"]

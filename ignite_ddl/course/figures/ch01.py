@@ -114,11 +114,11 @@ def _listed(values) -> list:
 
 def _number(axes: draw.Axes, left: float, top: float, width: float, height: float, value: int) -> None:
     """A tile with the number, in the colour of its rank, or in stripes if several ranks are in it."""
-    origins = draw.ranks_in(value)
-    if len(origins) == 1:
-        draw.tile(axes, left, top, width, height, RANK[origins[0]], value, draw.INK)
+    colours = [RANK[rank % len(RANK)] for rank in draw.ranks_in(value)]
+    if len(colours) == 1:
+        draw.tile(axes, left, top, width, height, colours[0], value, draw.INK)
         return
-    draw.stripes(axes, left, top, width, height, [RANK[rank] for rank in origins])
+    draw.stripes(axes, left, top, width, height, colours)
     ground = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
     draw.tile(axes, left, top, width, height, "none", value, draw.INK, color="#222222", bbox=ground)
 

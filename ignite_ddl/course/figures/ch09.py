@@ -67,7 +67,7 @@ def ring_steps(states: list[list[list[int]]]) -> draw.Figure:
                 draw.label_rank(axes, left - 0.2, top + rank + 0.5, rank, color=INK)
             for place, value in enumerate(chunks):
                 inside = left + place + 0.1, top + rank + 0.1, 0.8, 0.8
-                draw.stripes(axes, *inside, [RANK[origin] for origin in draw.ranks_in(value)])
+                draw.stripes(axes, *inside, [RANK[origin % len(RANK)] for origin in draw.ranks_in(value)])
                 if step and value != states[step - 1][rank][place]:
                     frame = left + place + 0.03, top + rank + 0.03, 0.94, 0.94
                     draw.tile(axes, *frame, "none", edge=_FRAME, linewidth=2)
