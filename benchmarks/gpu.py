@@ -33,7 +33,7 @@ ROUNDS = 5
 def main(arguments: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--output", type=Path, help=f"default with a GPU: {PATH.name} in ignite_ddl/lab")
+    parser.add_argument("--output", type=Path, help=f"default with a GPU: {PATH.name} in ignite_ddl/course")
     parser.add_argument("--size", type=float, default=1.0, help="scales the work, for a smoke test")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -170,9 +170,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds: whether it runs, not what it takes")
     given = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() and not given.quick else {}
-    here = machine()
     for name in given.files or FILES:
-        start = time.monotonic()
+        here, start = machine(), time.monotonic()
         rows = rows_of(name, FILES[name], given.quick)
         results[name] = {"machine": here | {"minutes": round((time.monotonic() - start) / 60, 1)}, "rows": rows}
         print(f"{name}.py: {results[name]['machine']['minutes']} min", flush=True)

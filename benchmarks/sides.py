@@ -194,6 +194,8 @@ def main(description: str, parts: Mapping[str, Callable[[bool], list[dict]]]) ->
     parser.add_argument("--only", default="", help="parts whose name begins so")
     parser.add_argument("--json", type=Path, help="write the rows there")
     given, rows = parser.parse_args(), []
+    if not any(name.startswith(given.only) for name in parts):
+        parser.error(f"--only should begin one of {', '.join(parts)}, but given {given.only!r}")
     for name, measure in parts.items():
         if name.startswith(given.only):
             print(f"{time.strftime('%H:%M:%S')}  {name}", file=sys.stderr, flush=True)

@@ -28,6 +28,7 @@ from ignite_ddl.pipeline.schedules import SCHEDULES
 from ignite_ddl.precision import AMP_MODES
 
 PROMPT = "Captain Wentworth "
+PLANNED = ("dp", "pp", "tp", "dp_replicate", "dp_shard", "schedule", "microbatches", "shard")
 
 
 def new_model(args):
@@ -127,7 +128,7 @@ def make_parser():
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline, default 1f1b")
     add("--microbatches", type=count, help="of the pipeline, default one per stage")
     add("--shard", action="store_true", default=None, help="shard weights and optimizer over dp (FSDP2)")
-    add("--plan", choices=["auto"], help="let ignite_ddl.lab.plan choose the six above for the ranks at hand")
+    add("--plan", choices=["auto"], help="let ignite_ddl.lab.plan choose the eight above for the ranks at hand")
     add("--backend", default="gloo", help="default gloo, on the CPU; nccl for one GPU per rank")
     add("--amp-mode", choices=AMP_MODES, help="mixed precision by autocast, such as bfloat16")
     add("--dtype", choices=["float32", "float64"], default="float32", help="of the weights, default float32")
@@ -186,6 +187,9 @@ def main():
     args = parser.parse_args()
     try:
         if args.plan:
+            given = [name for name in PLANNED if getattr(args, name) != parser.get_default(name)]
+            if given:
+                raise ValueError(f"--plan auto chooses --{given[0].replace('_', '-')} itself: leave out one of the two")
             whole = ddl.Parallel(backend=args.backend, nproc_per_node=args.ranks, dp=-1)
             choose(args, whole.mesh_sizes["dp"])
         mesh = {name: getattr(args, name) for name in ("dp", "pp", "tp", "dp_replicate", "dp_shard")}

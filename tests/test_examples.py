@@ -160,6 +160,7 @@ def test_help_names_every_option(monkeypatch, capsys):
         ("--pp 2 --schedule 2f2b", "argument --schedule: invalid choice: '2f2b' .*"),
         ("--resume", "--resume needs --checkpoints, the folder to go on from"),
         ("--ranks 7 --plan auto", "batch should be divisible by the dp of a mesh of 7 devices, .*"),
+        ("--ranks 4 --plan auto --dp-shard 2", "--plan auto chooses --dp-shard itself: leave out one of the two"),
         ("--save /nowhere/gpt.pt", "--save should name a file in a folder that exists, but given /nowhere/gpt.pt"),
     ],
 )

@@ -734,7 +734,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(os.path.relpath(new(args.number, args.name, args.title, root)))
         return 0
     if args.command == "from-text":
-        texts = sorted((build / "text").glob(f"{int(args.chapter):02d}_*.py"))
+        number, stem = args.chapter.zfill(2), Path(args.chapter).stem
+        texts = [p for p in sorted((build / "text").glob("*.py")) if p.stem == stem or p.name[:3] == f"{number}_"]
         if len(texts) != 1:
             raise SystemExit(f"build/text holds {len(texts)} scripts of chapter {args.chapter}, not one")
         path = root / "notebooks" / f"{texts[0].stem}.ipynb"

@@ -546,7 +546,8 @@ def main(words: list[str]) -> int:
             layers = sizes.get("pp") and case.layers
             plan = case.plan(case.prefix_of_layers if layers else case.prefix) if sizes.get("tp") else None
             text, right, dead = said(partial(layers_of, case) if layers else case.make, plan, case, **sizes)
-            wrong += not right
+            uncut = bool(sizes.get("pp")) and not case.layers  # as the U-Net, whose refusal stands below
+            wrong += not right or text.startswith("refused") != uncut
             cells.append("refused" if text.startswith("refused") else text)
             if dead:
                 notes[name] = dead

@@ -234,8 +234,9 @@ def page():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing, fail if the page is out of date")
+    check = parser.parse_args().check
     text = page()
-    if parser.parse_args().check:
+    if check:
         if text != PAGE.read_text():
             sys.exit(f"{PAGE.name} is out of date: python tools/styles_table.py")
     else:

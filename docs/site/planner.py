@@ -1,5 +1,6 @@
 """What the planner's page shows, from ``ignite_ddl.lab`` itself: in the page by Pyodide, at first by tools/site.py."""
 
+import dataclasses
 import json
 from html import escape
 
@@ -75,7 +76,8 @@ def show(given: dict) -> dict:
         parts = (1, 2, 1) if given["recompute"] == "full" else (1, 1, 1)
         f, i, w = (work * part / sum(parts) for part in parts)
         sent = rows * model.sequence / how["cp"] * model.width * model.value_bytes / tp
-        message = cluster.link(pp, dp * how["cp"] * tp).seconds(sent)
+        used = dataclasses.replace(cluster, devices=dp * pp * tp * how["cp"])
+        message = used.link(pp, dp * how["cp"] * tp).seconds(sent)
         step = simulate.pipeline(schedule, pp, m, f, i, w, transfer=message if pp > 1 else 0)
     except ValueError as error:
         return {"refused": str(error)}
