@@ -47,6 +47,7 @@ def std_of_all(function, errors):
         ([[1, 2, 3, 4], [4, 4, 4, 4]], 3),
         ([[6, 7, 6, 5, 9, 9], [3, 1, 2, 3, 9, 9], [2, 2, 2, 2, 9, 9]], 3),
         ([[0, 9, 9, 9, 9], [9, 1, 0, 0, 0]], 1),
+        ([[2, 1, 3, 2, 2, 1], [1, 1, 2, 1, 2, 0]], 2),
     ],
     about=lambda right, patience: f"right answers {' and '.join(map(str, right))}, patience {patience}",
     right="all ranks stop after the same epoch, and send one number an epoch",
@@ -65,14 +66,20 @@ def stop_epoch(function, right, patience):
         text = f"together they have {together} right and stop after epoch {true}, yours after {epochs[0]}"
         if epochs[0] == _stops_after(right[0], patience):
             text += "; rank 0 alone would do that"
+        elif epochs[0] == _stops_after(together, patience, anew=False):
+            text += "; with a better score the count begins anew"
+        elif epochs[0] == _stops_after(together, patience, than="the last"):
+            text += "; better is better than the best so far, not than the epoch before"
         raise Hint(text)
     _check_traffic(traffic, true * NUMBER, f"until epoch {true} one number an epoch is enough")
 
 
-def _stops_after(right, patience):
+def _stops_after(right, patience, anew=True, than="the best"):
     best, waited = right[0], 0
     for epoch, now in enumerate(right[1:], start=2):
-        best, waited = (now, 0) if now > best else (best, waited + 1)
+        better = now > best
+        best = now if better or than == "the last" else best
+        waited = 0 if better and anew else waited + (not better)
         if waited == patience:
             return epoch
     return len(right)

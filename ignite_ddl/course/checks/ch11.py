@@ -7,7 +7,7 @@ from ignite_ddl.course.exercises import Hint, exercise
 from ignite_ddl.lab import cost
 
 # Rates of two parameter groups, the batch that they were tuned for, the new batch, steps of warm-up
-SCALED = (((0.1, 0.01), 32, 256, 5), ((0.2, 0.3), 10, 40, 3), ((0.5, 0.5), 64, 64, 2))
+SCALED = (((0.1, 0.01), 32, 256, 5), ((0.2, 0.3), 10, 40, 3), ((0.5, 0.5), 64, 64, 2), ((0.1, 0.2), 32, 80, 4))
 MOMENTUM = 0.9  # it cancels out: any will do
 
 
@@ -39,6 +39,8 @@ def _compare_rates(values, rate, group, factor, n_steps):
         text += "; start from the rate that was tuned, not from 0"
     elif _close(values[1], expected[0]) and _close(values[2], expected[1]):
         text += "; you are one step late: set the rate before the step that uses it"
+    elif factor % 1 and _close(end, rate * (factor // 1)):
+        text += f"; // makes {factor // 1:g} of the factor"
     elif _close(end, rate * factor**0.5):
         text += "; that is the square root of the factor, linear scaling takes the factor"
     elif all(_close(value, rate) for value in values):

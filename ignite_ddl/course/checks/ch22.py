@@ -42,6 +42,10 @@ CASES = {
     ),
     "ranks 1 and 2 have not come": ([[(WORLD, False)], [], [], [(WORLD, False)]], {1, 2}),
     "ranks 0 and 1 wait for each other": ([[(PAIR[0], False)], [((0, 1, 2), False)], [((0, 1, 2), False)], []], set()),
+    "rank 1 has broadcast and gone on, rank 2 has not come": (
+        [[(PAIR[0], True), ((0, 1, 2), False)], [(PAIR[0], True), ((0, 1, 2), True)], []],
+        {2},
+    ),
     "rank 3 has made three calls on other groups": (
         [
             [(WORLD, False)],

@@ -17,6 +17,8 @@ def who_am_i(function):
         "srun": (_SRUN | {"SLURM_JOB_NODELIST": "node[1-2]"}, (6, 2, 12, "node1")),
         "srun on three racks": (_SRUN | {"SLURM_JOB_NODELIST": "gpu[07-09,12],login1"}, (6, 2, 12, "gpu07")),
         "srun on two names": (_SRUN | {"SLURM_JOB_NODELIST": "anna,otto[3,5]"}, (6, 2, 12, "anna")),
+        "srun on names with a hyphen": (_SRUN | {"SLURM_JOB_NODELIST": "gpu-a[1-2]"}, (6, 2, 12, "gpu-a1")),
+        "srun on one machine": (_SRUN | {"SLURM_JOB_NODELIST": "otto[3]"}, (6, 2, 12, "otto3")),
         "torchrun started by srun": (_SRUN | {"SLURM_JOB_NODELIST": "node[1-2]"} | _TORCHRUN, (5, 1, 8, "10.0.0.7")),
     }
     for case, (environ, right) in cases.items():

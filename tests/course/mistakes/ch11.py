@@ -20,6 +20,9 @@ MISTAKES = {
         "start from the rate that was tuned": {"1 + (batch_size / base_batch - 1)": "batch_size / base_batch"},
         "one step late": {"ITERATION_STARTED": "ITERATION_COMPLETED"},
         "the square root of the factor": {"batch_size / base_batch": "(batch_size / base_batch) ** 0.5"},
+        "your rate is 0.125, not 0.1375; // makes 2 of the factor": {
+            "batch_size / base_batch": "batch_size // base_batch"
+        },
         "that is scaled, and not warmed up": {" * climbed": ""},
         "this is parameter group 1, which has a rate of its own": {"[group[": "[optimizer.param_groups[0]["},
         "after the warm-up the rate stays at 0.8": {"warm_up_steps, 1)": "warm_up_steps, 9)"},

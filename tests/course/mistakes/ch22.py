@@ -15,6 +15,7 @@ MISTAKES = {
         "return a set of ranks, not [3]": lambda records: [3],
         "nobody waits: you blame [0, 1, 2, 3], it is nobody": {"return late": "return set(range(len(records)))"},
         "rank 0 waits for 1, 1 for 3: you blame [1, 3], it is [3]": {" - set(waiting)": ""},
+        "rank 2 has not come: you blame [1, 2], it is [2]": {" if made(other, group) < made(rank, group)": ""},
         "1 for 3: you blame nobody, it is [3]": {"members == group for": "True for"},
     },
 }

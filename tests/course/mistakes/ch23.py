@@ -9,6 +9,12 @@ MISTAKES = {
             "rank, local, size,": "rank, rank, size,"
         },
         "no launcher: the address is 127.0.0.1, not 'localhost'": {"127.0.0.1": "localhost"},
+        "the first machine of gpu-a[1-2] is gpu-a1, not 'gpu'": {
+            'first[1] + (first[2] or "")': "environ['SLURM_JOB_NODELIST'].split(',')[0].split('-')[0].replace('[', '')"
+        },
+        "the first machine of otto[3] is otto3, not 'otto3]'": {
+            'first[1] + (first[2] or "")': "re.split(r'-\\d|,', environ['SLURM_JOB_NODELIST'])[0].replace('[', '')"
+        },
         "the first machine of gpu[07-09,12],login1 is gpu07, not 'gpu7'": {"first[2] or": "first[2].lstrip('0') or"},
     },
     "cable_bytes": {
