@@ -45,7 +45,7 @@ def _compare(x, y, px, py, weights, n_rows, rows):
     if n_rows < rows and weights[n_rows:].abs().max() > 0:
         raise Hint(f"{n_rows} rows padded to {rows}: rows that are only padding have a weight in your mean")
     total = float(weights.sum())
-    if abs(total - 1) > 10 * error:
+    if not abs(total - 1) <= 10 * error:
         raise Hint(
             f"{n_rows} rows padded to {rows}: your weights add up to {total:.4g}, those of a mean over the "
             f"{n_rows} real rows to 1"

@@ -41,11 +41,11 @@ def _compare(seconds, true, run, parts):
         f"a batch takes {batch} s, a step {step} s, handlers {before} s before it and {after} s after it, "
         f"and {epoch} s after an epoch"
     )
-    if all(abs(seconds[part] - true[part]) < 1e-6 for part in true):
+    part = next((part for part in true if not abs(seconds[part] - true[part]) < 1e-6), None)
+    if part is None:
         return
-    part = next(part for part in true if abs(seconds[part] - true[part]) >= 1e-6)
     text = f"{case}: {part} took {true[part]} s, you have {seconds[part]:g} s"
-    if abs(sum(seconds.values()) - run) >= 1e-6:
+    if not abs(sum(seconds.values()) - run) < 1e-6:
         text += f"; your parts make {sum(seconds.values()):g} s, the run took {run:g} s"
     raise Hint(text)
 
@@ -93,7 +93,7 @@ def _compare_straggler(answer, true, tables):
         elif rank in (steps.index(min(steps)), steps.index(max(steps))):
             why = f": the step of rank {rank} holds computing and the meeting; which of them makes it so long?"
         raise Hint(f"{case}; the others wait for {'none' if true[0] is None else true[0]}, not for {rank}{why}")
-    if abs(gain - true[1]) > 1e-6:
+    if not abs(gain - true[1]) <= 1e-6:
         raise Hint(
             f"{case}; without rank {rank}'s delay an iteration gains {1e3 * true[1]:.1f} ms, not {1e3 * gain:.1f}: "
             "then the ranks wait for the next one"

@@ -92,7 +92,7 @@ def _compare_split(answer, rank, entered, left, came_last):
     if last != came_last:
         raise Hint(f"{case}: the last to come is rank {came_last}, your rank {rank} says {last}")
     for name, value, true in zip(("idle", "communication"), seconds, (idle, communication), strict=True):
-        if abs(value - true) > 1e-6:
+        if not abs(value - true) <= 1e-6:
             text = f"{case}: it is {true:g} s of {name}, you say {value:g}"
             if name == "communication" and abs(value - (left[rank] - entered[rank])) < 1e-6:
                 text += "; that is its whole stay"

@@ -106,7 +106,7 @@ def n_of_n_plus_b(function):
                 "a gradient is late when its version is no longer the newest"
             )
         for version, (mean, value) in enumerate(zip(means, right, strict=True)):
-            if abs(mean - value) > 1e-9 * abs(value):
+            if not abs(mean - value) <= 1e-9 * abs(value):
                 text = f"{where}: update {version} is {mean:g}, the mean of its {needed} gradients is {value:g}"
                 if abs(mean - value * needed) <= 1e-9 * abs(mean):
                     text += "; yours is their sum"

@@ -41,7 +41,7 @@ def unequal_stages(function):
             case = f"stages of {stages} s, {m} microbatches"
             if isinstance(got, bool) or not isinstance(got, int | float):
                 raise Hint(f"{case}: return seconds, a number, not {got!r:.40}")
-            if abs(got - right) > 0.02 * right:
+            if not abs(got - right) <= 0.02 * right:
                 mean, slow, turns = sum(stages) / len(stages), max(stages), m + len(stages) - 1
                 for what, wrong in (
                     ("every microbatch waits for the slowest stage, not for the mean one", turns * mean),

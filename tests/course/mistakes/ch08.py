@@ -25,6 +25,7 @@ MISTAKES = {
         "the last to come is rank 1, your rank 0 says 0": {"max(": "min("},
         "it is 0 s of idle, you say 2": lambda entered, left: (1, 2.0, 0.5),
         "it is 0.5 s of communication, you say 2.5; that is": {"left - last": "left - entered"},
+        "it is 2 s of idle, you say nan": {"last - entered": "float('nan')"},
         "float32 has 7 digits": {GATHER: "idist.all_gather(torch.tensor([entered])).tolist()"},
         "right, but rank 0 hands 16": {"left - last": "left - last + 0 * idist.all_reduce(left)"},
     },

@@ -20,6 +20,7 @@ MISTAKES = {
         "you make 1 updates, it is 2": {"version < len(updates)": "version < len(updates) or version == 1"},
         "the last ones are fewer": {"return updates": "return updates + ([mean(hand)] if hand else [])"},
         "late are [3]": {"return updates, dropped": "return updates, [0]"},
+        "update 0 is nan, the mean of its 3 gradients is 3": {"mean(": "float('nan') * mean("},
         "yours is their sum": {"mean(": "sum("},
         "not by all workers": {"mean(hand)": "sum(hand) / (len(hand) + 1)"},
         "starts from an empty hand": {"            hand = []\n": "", "== needed": "% needed == 0"},
