@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from ignite_ddl.course.exercises import Hint, exercise
 from ignite_ddl.course.gpt import GPT
 from ignite_ddl.course.ranks import try_on_ranks
 from ignite_ddl.course.text import CharacterText
+from ignite_ddl.state import shard_of
 
 
 @exercise(
@@ -37,12 +39,22 @@ def count_weights(function, vocabulary, length, width, blocks, tied):
         raise Hint(f"you count {found:,} of {wanted:,}")
 
 
-def _first_losses(local_rank: int, build: Callable, n_steps: int = 3) -> list[float]:
-    """The losses of a run's first steps."""
-    logging.disable(logging.INFO)
-    parts, losses = build({}), []
+def _first_losses(local_rank: int, build: Callable, cut: dict, n_steps: int = 3) -> tuple[list[float], int]:
+    """The losses of a run's first steps, and the numbers in the weights that this rank holds."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)  # of idist, about each loader and model
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of a mesh without a plan, which gets a hint
+            return _losses_and_weights(build(dict(cut)), n_steps)
+    finally:
+        logging.disable(before)
+
+
+def _losses_and_weights(parts: dict, n_steps: int) -> tuple[list[float], int]:
+    losses = []
     if not isinstance(parts, dict) or set(parts) != {"model", "optimizer", "trainer", "loader"}:
         raise Hint(f"return a dict of model, optimizer, trainer and loader, not {parts!r:.40}")
+    held = sum(piece.numel() for weight in parts["model"].parameters() for _, piece in shard_of(weight).pieces)
 
     @parts["trainer"].on(Events.ITERATION_COMPLETED)
     def note(trainer):
@@ -51,7 +63,7 @@ def _first_losses(local_rank: int, build: Callable, n_steps: int = 3) -> list[fl
             trainer.terminate()
 
     parts["trainer"].run(parts["loader"])
-    return losses
+    return losses, held
 
 
 def _reference(cut: dict) -> dict:
@@ -70,19 +82,27 @@ def _reference(cut: dict) -> dict:
 
 @exercise
 def build(function):
-    """The losses of the reference, in one process and on two ranks."""
-    found = _first_losses(0, function)
-    wanted = _first_losses(0, _reference)
+    """The losses of the reference, in one process and on two ranks, which hold half of the weights each."""
+    found, _ = _first_losses(0, function, {})
+    wanted, n_weights = _first_losses(0, _reference, {})
     for step, (loss, right) in enumerate(zip(found, wanted, strict=True), start=1):
-        if abs(loss - right) > 1e-9:
+        if not abs(loss - right) <= 1e-9:
             look = "rows, weights and the loss" if step == 1 else "the optimizer, its rate and the clipping"
             raise Hint(f"the loss of step {step} is {loss:.4f}, not {right:.4f}: look at {look}")
-    on_two = try_on_ranks(2, _first_losses, function, timeout=20)
-    if any(abs(loss - right) > 1e-9 for losses in on_two for loss, right in zip(losses, wanted, strict=True)):
-        raise Hint(
-            f"one process is right, two ranks begin with {on_two[0][0]:.4f} in place of {wanted[0]:.4f}: the rows of a "
-            "step are those of all ranks together"
-        )
+    for axis, cut, cure in (("dp", {"shard": True}, "it"), ("tp", {}, "GPT.tensor_plan")):
+        on_two = try_on_ranks(2, _first_losses, function, cut, timeout=60, **{axis: 2})
+        if not all(
+            abs(loss - right) <= 1e-9 for losses, _ in on_two for loss, right in zip(losses, wanted, strict=True)
+        ):
+            raise Hint(
+                f"one process is right, two ranks on {axis} begin with {on_two[0][0][0]:.4f} in place of "
+                f"{wanted[0]:.4f}: the rows of a step are those of all ranks together"
+            )
+        if (held := on_two[0][1]) > 0.6 * n_weights:
+            given = f"{cut} as cut" if cut else f"{axis}=2"
+            raise Hint(
+                f"with {given}, rank 0 of 2 holds {held:,} of {n_weights:,} weights: hand {cure} to ddl.auto_model"
+            )
     return "the same losses in one process and on two ranks"
 
 
@@ -99,6 +119,8 @@ def first_wrong(function):
                 if not is_count(n) or n > n_layers:
                     raise Hint(f"{case}: you run {n!r} layers; it should be 1 to {n_layers}")
                 asked.append(n)
+                if len(asked) > 10 * n_layers + 10:
+                    raise Hint(f"{case}: {len(asked)} runs and no end; the last two are of {asked[-2]} and {n} layers")
                 return wrong is not None and n > wrong
 
             found = function(differs, n_layers)
@@ -157,7 +179,9 @@ def positions_that_leak(function, case):
 @exercise
 def rounded(function):
     """Rows and prefixes alone are rounded as among others; three values; the gradient passes."""
-    x = torch.randn(4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[1] *= 0.01  # a small number has a scale, too
+    x.requires_grad_()
     values = function(x)
     if not isinstance(values, torch.Tensor) or values.shape != x.shape:
         raise Hint("return a tensor of the shape of x")
@@ -168,8 +192,7 @@ def rounded(function):
     scale = x.abs().amax(-1, keepdim=True)
     if not values.allclose((x / scale).round() * scale):
         raise Hint("each number should be −1, 0 or 1 times the largest size of its character")
-    (gradient,) = torch.autograd.grad(values.sum(), x)
-    if not gradient.allclose(torch.ones_like(x)):
+    if not values.requires_grad or not torch.autograd.grad(values.sum(), x)[0].allclose(torch.ones_like(x)):
         raise Hint("the gradient should pass as if nothing were rounded")
     if not function(torch.zeros(1, 1, 8)).isfinite().all():
         raise Hint("a character of zeros becomes nan")

@@ -30,12 +30,18 @@ MISTAKES = {
             "ddl.auto_dataloader(text, batch_size=ROWS, shuffle=True)": "ddl.auto_dataloader("
             "text, batch_size=ROWS * ddl.get_mesh().dp_size, shuffle=True)"
         },
+        "with {'shard': True} as cut, rank 0 of 2 holds 107,264 of 107,264 weights": {", **cut)": ")"},
+        "with tp=2, rank 0 of 2 holds 107,264 of 107,264 weights": {"GPT.tensor_plan, ": ""},
     },
     "first_wrong": {
         "you run 0 layers; it should be 1 to": {"differs(middle)": "differs(middle - 1)"},
         "you return 1: differs(n) runs layers 0 to n - 1": {"return high - 1": "return high"},
         "none wrong: you return": {" if high <= n_layers else None": ""},
         "runs; 3 are enough": one_by_one,
+        "1 layers, none wrong: 21 runs and no end; the last two are of 1 and 1 layers": {
+            "low, high = 0": "low, high = 1",
+            "high - low > 1": "low < high",
+        },
     },
     "positions_that_leak": {
         "return a list of positions, not True": lambda model, x: True,
@@ -52,7 +58,9 @@ MISTAKES = {
         "return a tensor of the shape of x": lambda x: x.abs().amax(-1),
         "a row alone is rounded otherwise than among four": by_batch,
         "the scale sees later ones": by_row,
+        "each number should be −1, 0 or 1 times": {"1e-12": "1.0"},
         "−1, 0 or 1 times the largest size of its character": lambda x: x + (x.round() - x).detach(),
+        "not yet: the gradient should pass": {"return x + (": "x = x.detach()\n    return x + ("},
         "the gradient should pass as if nothing were rounded": {"x + (": "(", " - x).detach()": ")"},
         "a character of zeros becomes nan": {".clamp(min=1e-12)": ""},
     },
