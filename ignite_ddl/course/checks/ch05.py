@@ -1,6 +1,6 @@
 """The checks of chapter 05: an accuracy without copies, and a stream dealt to ranks without reading ahead."""
 
-from itertools import count
+from itertools import count, islice
 
 from torch.utils.data import DistributedSampler
 
@@ -54,12 +54,18 @@ def _near(value, true):
 @exercise
 def deal_stream(function):
     """Each row of a stream to one rank, as many steps on each rank, no more than a global batch read ahead."""
-    for n_rows, batch_size, world_size in ((10, 4, 4), (8, 4, 4), (21, 8, 4), (3, 4, 2), (9, 4, 1), (0, 4, 2)):
+    sizes = (10, 4, 4), (8, 4, 4), (21, 8, 4), (3, 4, 2), (9, 4, 1), (0, 4, 2)
+    for read, (n_rows, batch_size, world_size) in [*((iter, size) for size in sizes), (list, sizes[0])]:
+        expected = -(-n_rows // batch_size)
         dealt = [
-            [_rows(share) for share in function(iter(range(n_rows)), batch_size, world_size, rank)]
+            # Not to its end, which may never come.
+            [
+                _rows(share)
+                for share in islice(function(read(range(n_rows)), batch_size, world_size, rank), expected + 2)
+            ]
             for rank in range(world_size)
         ]
-        _check_dealt(dealt, n_rows, batch_size)
+        _check_dealt(dealt, n_rows, batch_size, expected, "list" if read is list else "stream")
     for batch_size, world_size in ((4, 2), (6, 4)):
         for rank in range(world_size):
             _check_ahead(function, batch_size, world_size, rank)
@@ -72,10 +78,15 @@ def _rows(share):
     return list(share)
 
 
-def _check_dealt(dealt, n_rows, batch_size):
-    case = f"a stream of {n_rows} rows, batches of {batch_size}, {len(dealt)} rank{'s' * (len(dealt) > 1)}"
+def _check_dealt(dealt, n_rows, batch_size, expected, what):
+    case = f"a {what} of {n_rows} rows, batches of {batch_size}, {len(dealt)} rank{'s' * (len(dealt) > 1)}"
     steps = [len(shares) for shares in dealt]
-    expected = -(-n_rows // batch_size)
+    if min(steps) > expected + 1 and what == "list":
+        raise Hint(
+            f"{case}: your steps never end; whatever iterates over a list begins at its first row, so call iter once"
+        )
+    if min(steps) > expected + 1:
+        raise Hint(f"{case}: your steps go on after the {expected} of one process; an empty batch is the end")
     if len(set(steps)) > 1:
         raise Hint(f"{case}: your ranks make {steps} steps, so some wait for ever; yield an empty list instead")
     if steps[0] != expected:
