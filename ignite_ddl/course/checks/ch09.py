@@ -61,16 +61,16 @@ def crossover_bytes(function, n_ranks, latency, bandwidth):
     if isinstance(found, bool) or not isinstance(found, int | float):
         raise Hint(f"return a number of bytes, not {type(found).__name__}")
     if n_ranks == 3:
-        if abs(found) > 1e-6:
+        if not abs(found) <= 1e-6:
             raise Hint(
                 f"here tree and ring send the same number of messages, the ring shorter ones: it is "
                 f"never slower, so the answer is 0, not {found:.4g}. Does your tree round log2(3) up?"
             )
         return
-    if found <= 0:
+    if not found > 0:
         raise Hint("for a buffer of a few bytes the tree is faster, so the answer is above 0")
     tree, ring = (way(n_ranks, found, link).seconds for way in (cost.all_reduce_tree, cost.all_reduce_ring))
-    if abs(tree - ring) > 1e-9 * ring:
+    if not abs(tree - ring) <= 1e-9 * ring:
         raise Hint(
             f"with your {found:.4g} bytes the tree takes {tree / ring:.3g} times as long as the ring"
             + ("; 5 ranks need 3 rounds up, and 3 down" if n_ranks == 5 else "")
@@ -88,7 +88,7 @@ def moments(function, rows, centre):
     right = x.double().mean(dim=0), x.double().var(dim=0, correction=0)
     ranks = counted_on_ranks(function, [(part,) for part in x.split(rows)], WAIT_SECONDS, cure=_CURE)
     for rank, (found, _) in enumerate(ranks):
-        kinds = [_kind(part) for part in found] if isinstance(found, tuple) else None
+        kinds = [_kind(part) for part in found] if isinstance(found, tuple | list) else None
         if kinds != [(torch.float32, (FEATURES,))] * 2:
             raise Hint(f"rank {rank} should return two float32 tensors of shape ({FEATURES},)")
         if not all(_close(part, whole) for part, whole in zip(found, right, strict=True)):

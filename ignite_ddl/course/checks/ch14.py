@@ -114,29 +114,33 @@ def forward_ahead(function, world_size, n_layers, width):
             raise Hint(f"the outputs of rank {rank} are wrong; gather rows in rank order, and wait")
         if events.count("all_gather") != n_layers:
             raise Hint(f"one gather a layer is enough, rank {rank} calls {events.count('all_gather')}")
-        called = multiplied = 0
+        called = outputs = 0
         for event in events:
+            multiplied = outputs // right.numel()  # layers: one may take several products, part by part
             called += event == "all_gather"
             if called > multiplied + 2:
                 raise Hint(
                     f"the gather of layer {called - 1} is called before layer {multiplied} has multiplied: "
                     "three whole layers at once"
                 )
-            if event == "product":
+            if event != "all_gather":
                 if called < min(multiplied + 2, n_layers):
                     raise Hint(
                         f"right, but while layer {multiplied} multiplies, the gather of layer {called} "
                         "has not been called"
                     )
-                multiplied += 1
+                outputs += event
 
 
 def _whole(layer, width):
     return _vector(width * width, 1 + layer).reshape(width, width)
 
 
+_PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv")}
+
+
 class _Events(TorchDispatchMode):
-    """The gathers and products of this rank, in order."""
+    """The gathers of this rank, and of each product the number of outputs, in order."""
 
     def __init__(self):
         super().__init__()
@@ -145,9 +149,10 @@ class _Events(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             self.events.append("all_gather")
-        elif func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.events.append("product")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _PRODUCTS:
+            self.events.append(result.numel())
+        return result
 
 
 def _ahead_on_a_rank(local_rank, function, n_layers, width):

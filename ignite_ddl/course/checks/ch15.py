@@ -50,12 +50,12 @@ def partial_convolution(function):
         right = F.conv2d(x, weight, bias, padding="same")
         parts = []
         for rank in range(n_ranks):
-            part = function(x, weight, bias, rank, n_ranks)
+            part = function(x.clone(), weight.clone(), bias.clone(), rank, n_ranks)
             if not isinstance(part, torch.Tensor) or part.shape != right.shape:
                 given = tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
                 raise Hint(f"{case}: each rank's part should be {tuple(right.shape)}, yours is {given}")
             parts.append(part)
-            if not torch.equal(part, function(*_without_others(x, weight, rank, n_ranks), bias, rank, n_ranks)):
+            if not torch.equal(part, function(*_without_others(x, weight, rank, n_ranks), bias.clone(), rank, n_ranks)):
                 raise Hint(f"{case}: rank {rank} uses channels that another rank holds")
         total = sum(parts)
         if (total - right).abs().max() < 1e-12:

@@ -49,18 +49,18 @@ def _one_microbatch(function, seed, n_rows):
         parameter.grad = torch.ones_like(parameter)
     torch.manual_seed(seed + 100)  # other microbatches have drawn their numbers since
     now, runs = torch.get_rng_state(), []
-    stage.register_forward_pre_hook(lambda *_: runs.append(1))
+    stage[0].register_forward_pre_hook(lambda *_: runs.append(1))  # of its first layer: also by stage.forward
     found = function(stage, hidden.clone(), state, gradient.clone())
     if not isinstance(found, torch.Tensor) or found.shape != hidden.shape:
         raise Hint(f"return the gradient of hidden, a tensor of shape {tuple(hidden.shape)}")
     if len(runs) != 1:
         raise Hint(f"your function runs the stage forward {len(runs)} times; the price is one pass")
-    if float((found - kept.grad).abs().max()) > 1e-12:
+    if not float((found - kept.grad).abs().max()) <= 1e-12:
         raise Hint(
             "the gradient of hidden is not that of the first forward pass: did dropout set the same numbers to zero?"
         )
     added = [parameter.grad - 1 for parameter in stage.parameters()]
-    if any(float((mine - theirs).abs().max()) > 1e-12 for mine, theirs in zip(added, right, strict=True)):
+    if not all(float((mine - theirs).abs().max()) <= 1e-12 for mine, theirs in zip(added, right, strict=True)):
         raise Hint("the weights' gradients are not in .grad, added to those of the microbatch before")
     if not torch.equal(torch.get_rng_state(), now):
         raise Hint(

@@ -11,7 +11,15 @@ def all_reduced(weights, gradient, lr, max_norm):
 NORM = "idist.all_reduce(mine.square().sum()).sqrt()"
 GATHER = "dist.all_gather(list(weights.chunk(n)), shard)"
 LAYER = "        x = (x @ torch.cat(parts).T).tanh()\n"
-RIGHT = {"clipped_step": [{"max_norm / norm": "max_norm / (norm + 1e-6)"}]}  # as torch does
+WHOLE = "x @ torch.cat(parts).T"
+RIGHT = {
+    "clipped_step": [{"max_norm / norm": "max_norm / (norm + 1e-6)"}],  # as torch does
+    "forward_ahead": [
+        {WHOLE: "torch.cat([x @ part.T for part in parts], 1)"},
+        {WHOLE: "torch.einsum('ri,oi->ro', x, torch.cat(parts))"},
+        {WHOLE: "torch.stack([torch.cat(parts) @ row for row in x])"},
+    ],
+}
 MISTAKES = {
     "clipped_step": {
         "should keep their shape": lambda weights, *_: weights.resize_(3),

@@ -1,7 +1,9 @@
 """Natural mistakes in chapter 15's exercises."""
 
 BIAS = "bias if rank == 0 else None"
-RIGHT = {"partial_convolution": [{BIAS: "bias / n_ranks"}]}  # a share of the bias from each rank
+RIGHT = {
+    "partial_convolution": [{BIAS: "bias / n_ranks"}, {BIAS: "bias.div_(n_ranks)"}]
+}  # a share of the bias from each rank
 MISTAKES = {
     "cheapest_cuts": {
         "return a list of 2 words, one for each layer": {"return cuts": "return cuts[1:]"},

@@ -4,7 +4,7 @@ LAST = "n_microbatches)]"
 TIME = "(m + n_ranks - 1) * (rows / m * row_seconds + overhead)"
 RIGHT = {
     "one_f_one_b": [{"return order": "return iter(order", LAST: f"{LAST})"}],
-    "backward_again": [{"hidden.detach()": "hidden"}],
+    "backward_again": [{"hidden.detach()": "hidden"}, {"stage(hidden)": "stage.forward(hidden)"}],
     "choose_microbatches": [{"return min": "import numpy\n    return numpy.int64(min", TIME: f"{TIME})"}],
 }
 MISTAKES = {
@@ -23,6 +23,9 @@ MISTAKES = {
     },
     "backward_again": {
         "return the gradient of hidden, a tensor of shape (4, 8)": lambda *given: None,
+        "the gradient of hidden is not that of the first forward pass": {
+            "return hidden.grad": "return hidden.grad * float('nan')"
+        },
         "runs the stage forward 2 times": {"output = stage(hidden)": "stage(hidden)\n    output = stage(hidden)"},
         "did dropout set the same numbers to zero": {"torch.set_rng_state(state)": ""},
         "the weights' gradients are not in .grad": {
