@@ -12,6 +12,7 @@ import inspect
 import linecache
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -136,7 +137,21 @@ def _explain(error: BaseException, function: Callable) -> str:
         if not place:  # an assert without message in the check: show its source line
             frame = _frames(error)[-1]
             return f"this does not hold: {_source(frame).removeprefix('assert ')}"
-    return f"{type(error).__name__}: {_first_line(str(error))}".rstrip(": ") + place
+    told = f"{type(error).__name__}: {_first_line(str(error))}".rstrip(": ")
+    wanted = getattr(function, "__annotations__", {}).get("return", "what its docstring says")
+    if not place and wanted is not None and _stumbled(error):
+        wanted = wanted if isinstance(wanted, str) else inspect.formatannotation(wanted)
+        return f"the check cannot read what {name} returns ({told}); it should be {wanted}"
+    return told + place
+
+
+def _stumbled(error: BaseException) -> bool:
+    """Whether the error arose in the check itself, or in what of torch it called: at what it was given."""
+    files = [Path(code.co_filename) for code, _ in _frames(error)]
+    while "torch" in files[-1].parts:
+        files.pop()
+    here = Path(__file__)
+    return isinstance(error, Exception) and files[-1] != here and files[-1].is_relative_to(here.parent)
 
 
 def _place(error: BaseException, function: Callable) -> tuple[str, bool]:

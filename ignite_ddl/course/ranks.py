@@ -19,7 +19,7 @@ from ignite_ddl.lab.bytes import Traffic, count_bytes
 from ignite_ddl.launch.parallel import PRELOAD, start_forkserver
 
 __all__ = ["NumbersSent", "counted_on_ranks", "on_nodes", "on_ranks", "try_on_ranks"]
-_WAITS = re.compile("did not finish within|which cannot complete: |[Tt]imed out")  # the launcher's words, or gloo's
+_WAITS = re.compile("\nWaiting in |which cannot complete: |[Tt]imed out")  # the launcher's words, or gloo's
 PRELOAD.append("ignite_ddl.course")  # nearly every cell's function uses it: imported once, not by each rank
 if "IPython" in sys.modules and sys.modules["IPython"].get_ipython():  # so that the first launch finds imports done
     start_forkserver()
@@ -75,6 +75,7 @@ def try_on_ranks(
     *args: Any,
     timeout: float,
     cure: str = "every rank has to make the same calls, in the same order",
+    **axes: int | None,
 ) -> list[Any]:
     """:func:`on_ranks` for the check of an exercise: the usual ways to fail together become hints.
 
@@ -84,12 +85,13 @@ def try_on_ranks(
         args: its other arguments.
         timeout: seconds that the run may take.
         cure: what to do if ranks wait for each other. Default: to make the same calls, in the same order.
+        axes: sizes of the mesh's axes, as in :func:`on_ranks`.
 
     Returns:
         list: what each rank returned, in rank order.
 
     Raises:
-        Hint: if ranks wait for each other, or hand tensors of different sizes to one collective.
+        Hint: if ranks wait for each other, never end, or hand tensors of different sizes to one collective.
 
     Example:
         >>> from ignite_ddl.course.ranks import try_on_ranks
@@ -97,10 +99,12 @@ def try_on_ranks(
         [0, 1]
     """
     try:
-        return on_ranks(n_ranks, function, *args, timeout=timeout)
+        return on_ranks(n_ranks, function, *args, timeout=timeout, **axes)
     except ddl.RankError as error:
         if _WAITS.search(str(error)):
             raise Hint(f"your ranks wait for each other: {cure}") from None
+        if (early := re.match(r"(rank \d+) did not finish within \S+ s", str(error))) is not None:
+            raise Hint(f"{early[0]}, and waits for nobody: does a loop there end?") from None
         if "SIGABRT" in str(error):
             raise Hint("gloo gave up: a rank was sent a tensor of another size than it expected") from None
         raise

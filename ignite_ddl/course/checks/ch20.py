@@ -6,7 +6,7 @@ import torch
 
 import ignite_ddl as ddl
 from ignite_ddl.course.exercises import Hint, exercise
-from ignite_ddl.course.ranks import on_ranks
+from ignite_ddl.course.ranks import try_on_ranks
 from ignite_ddl.lab.bytes import count_bytes
 
 WAIT_SECONDS = 60  # what is right takes well under one; a loaded machine may start slowly
@@ -55,7 +55,7 @@ def count_once(function, axes, rows):
     """Every rank knows the totals, no row counts twice, and two numbers travel."""
     n_ranks = axes["dp"] * axes["pp"] * axes["tp"]
     right = (sum(n - n // 3 for n in rows), sum(rows))
-    ranks = on_ranks(n_ranks, _on_a_rank, function, rows, **axes, timeout=WAIT_SECONDS)
+    ranks = try_on_ranks(n_ranks, _on_a_rank, function, rows, **axes, timeout=WAIT_SECONDS)
     for rank, (found, stage, sent) in enumerate(ranks):
         where = f"rank {rank}, stage {stage} of {axes['pp']}"
         if not isinstance(found, tuple) or len(found) != 2 or None in found:

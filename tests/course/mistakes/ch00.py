@@ -34,4 +34,11 @@ MISTAKES = {
         "right, but a rank sends 3 numbers": {"return ": "return 0 * idist.all_reduce(0.0) + "},
     },
 }
-WAITING = {"mean_of_all": {"your ranks wait for each other": {"return ": "return n_rows if idist.get_rank() else "}}}
+WAITING = {
+    "mean_of_all": {
+        "your ranks wait for each other": {"return ": "return n_rows if idist.get_rank() else "},
+        "rank 0 did not finish within 2 s, and waits for nobody: does a loop": {
+            "return ": "while True:\n        pass\n    return "
+        },
+    }
+}

@@ -20,6 +20,9 @@ MISTAKES = {
         "right, but a rank hands in": {"return ": "idist.all_gather(torch.zeros(9))\n    return "},
     },
     "deal_stream": {
+        "cannot read what deal_stream returns (TypeError: 'NoneType' object is not iterable); it should be what its": {
+            "yield ": ""
+        },
         "yield a list of rows for each step, not a int": lambda stream, *_: stream,
         "your ranks make [3, 3, 2, 2] steps, so some wait for ever": {
             "iter(stream)": "islice(stream, rank, None, world_size)",
@@ -32,6 +35,10 @@ MISTAKES = {
             "iter(stream)": "(row + 1 for row in stream)"
         },
         "in step 3 your ranks hold [0, 0, 0, 2] rows": {"batch[rank::world_size]": LAST_TAKES_THE_REST},
+        "a list of 10 rows, batches of 4, 4 ranks: your steps never end": {"iter(stream)": "stream"},
+        "stream of 10 rows, batches of 4, 4 ranks: your steps go on after the 3 of one process": {
+            f"while batch := {READ}:": f"while True:\n        batch = {READ}"
+        },
         "you read 40 rows and gave no batch": {"iter(stream)": "iter(list(stream))"},
         "batches of 4: after step 1 you have read 8 rows of the stream, 4": {
             f"while batch := {READ}:": f"ahead = {READ}\n    while batch := ahead:\n        ahead = {READ}"

@@ -35,6 +35,7 @@ MISTAKES = {
         "the logarithm is not that of the softmax": {"torch.logaddexp": "torch.maximum"},
     },
     "tokens_of": {
+        "cannot read what <lambda> returns (TypeError: 'NoneType' object is not iterable); it": lambda *given: None,
         "each of the tokens 0 to 7 should be on one rank": lambda rank, n_ranks, n_tokens: [rank],
         "tokens: the other layers want as many on each": lambda rank, n_ranks, n_tokens: (
             list(range(n_tokens - n_ranks + 1)) if rank == 0 else [n_tokens - rank]
