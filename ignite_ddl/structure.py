@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import enum
 import operator
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,9 +167,7 @@ def check_joins(parts: Sequence[Any]) -> None:
 
 def _plain_values_of(tree: Any) -> list[Any]:
     """Numbers, strings and the like of an output of any structure, in order."""
-    found: list[Any] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, _PLAIN) else None, tree)
-    return found
+    return [leaf for leaf in _leaves_of(tree) if isinstance(leaf, _PLAIN)]
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,17 +188,34 @@ def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping)
 
 
+def _names_in(record: Any) -> list[str]:
+    """Those of its fields, and of attributes that it has besides, such as ``__post_init__`` makes."""
+    names = dict.fromkeys([*(field.name for field in dataclasses.fields(record)), *getattr(record, "__dict__", ())])
+    return [name for name in names if hasattr(record, name)]
+
+
 def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
-    """torch's ``tree_map``, which goes into dataclasses, too."""
+    """torch's ``tree_map``, which goes into dataclasses, too, whose ``__post_init__`` it does not run again."""
 
     def inside(*leaves: Any) -> Any:
         if not _is_record(leaves[0]):
             return function(*leaves)
-        fields = [field.name for field in dataclasses.fields(leaves[0]) if field.init]
-        values = {name: map_leaves(function, *(getattr(leaf, name) for leaf in leaves)) for name in fields}
-        return dataclasses.replace(leaves[0], **values)
+        record = copy.copy(leaves[0])
+        for name in _names_in(leaves[0]):
+            # also of a frozen one
+            object.__setattr__(record, name, map_leaves(function, *(getattr(leaf, name) for leaf in leaves)))
+        return record
 
     return tree_map(inside, *trees, is_leaf=_is_record)
+
+
+def _leaves_of(tree: Any) -> Iterator[Any]:
+    """torch's ``tree_leaves``, which goes into dataclasses, too."""
+    for leaf in tree_leaves(tree, is_leaf=_is_record):
+        if _is_record(leaf):
+            yield from _leaves_of([getattr(leaf, name) for name in _names_in(leaf)])
+        else:
+            yield leaf
 
 
 def detached(tree: Any) -> Any:
@@ -229,13 +245,7 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors of a batch or an output of any structure, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    found: list[torch.Tensor] = []
-    for leaf in tree_leaves(tree, is_leaf=_is_record):  # builds none anew, as map_leaves does
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif _is_record(leaf):
-            found += tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init])
-    return found
+    return [leaf for leaf in _leaves_of(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def n_rows(tree: Any) -> int:
