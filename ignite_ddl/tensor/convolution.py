@@ -125,6 +125,12 @@ def _check_is_convolution(style: ParallelStyle, name: str, module: nn.Module) ->
     kind = type(style).__name__
     if not isinstance(module, CONVOLUTIONS):
         raise ValueError(f"{kind} cuts an nn.Conv1d, 2d or 3d, but {name!r} is a {type(module).__name__}")
+    torchs = next(of_torch for of_torch in CONVOLUTIONS if isinstance(module, of_torch))
+    if getattr(module._conv_forward, "__func__", None) is not torchs._conv_forward:
+        raise ValueError(
+            f"{kind} cuts a convolution as torch computes it, but {name!r}, a {type(module).__name__}, has a "
+            "_conv_forward of its own, which would compute with a part of the weight: leave it out of the plan"
+        )
     if module.groups != 1:
         raise ValueError(
             f"{kind} cuts a convolution with groups=1, but {name!r} has groups={module.groups}: leave it out of "

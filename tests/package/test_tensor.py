@@ -264,6 +264,11 @@ def test_weights_of_single_channels_have_no_style(between):
         assert check_plan(nn.Sequential(*layers[:2], harmless, layers[3], nn.BatchNorm2d(4)), CONVOLVED, 2)
 
 
+class Standardised(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+
 @pytest.mark.parametrize(
     ("convolution", "style", "message"),
     [
@@ -271,6 +276,7 @@ def test_weights_of_single_channels_have_no_style(between):
         (nn.Conv2d(4, 6, 3), ddl.InputChannels(), "tp=3 should divide the 4 input channels of '0'"),
         (nn.Conv2d(6, 6, 3, groups=2), ddl.OutputChannels(), "with groups=1, but '0' has groups=2: leave it out"),
         (nn.Conv2d(6, 6, 3, groups=6), ddl.InputChannels(), "with groups=1, but '0' has groups=6"),
+        (Standardised(6, 6, 3), ddl.InputChannels(), "'0', a Standardised, has a _conv_forward of its own"),
         (nn.ConvTranspose2d(6, 6, 3), ddl.OutputChannels(), "but '0' is a ConvTranspose2d"),
         (nn.Conv2d(6, 6, 3), ddl.Column(), "but '0' is a Conv2d; ddl.OutputChannels is for convolutions"),
         (nn.Conv1d(6, 6, 3), ddl.Row(), "but '0' is a Conv1d; ddl.InputChannels is for convolutions"),
