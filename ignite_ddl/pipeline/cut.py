@@ -128,7 +128,8 @@ class Holder:
     def __init__(self, name: str, module: nn.Module, keys: Sequence[str]) -> None:
         self.name, self.module = name, weakref.ref(module)
         self.is_list = isinstance(module, nn.Sequential | nn.ModuleList)  # of which forward calls what is added, too
-        self.held = {key: weakref.ref(module._modules[key]) for key in (module._modules if self.is_list else keys)}
+        held = {key: module._modules[key] for key in (module._modules if self.is_list else keys)}
+        self.held = {key: (lambda: None) if layer is None else weakref.ref(layer) for key, layer in held.items()}
 
     def check_unchanged(self) -> None:
         """Raises a ValueError if a layer was added, replaced or removed, which stages do not follow."""

@@ -9,7 +9,7 @@ from torch import nn
 
 import ignite_ddl as ddl
 from ignite_ddl.course import CNN
-from ignite_ddl.pipeline.cut import named_layers
+from ignite_ddl.pipeline.cut import holders_of, named_layers
 from ignite_ddl.pipeline.local_stages import stages_of
 
 # ----------------------------------------------------------------------------------------------------- their names
@@ -85,6 +85,26 @@ def test_a_train_of_its_own_that_changes_nothing_is_right():
     model = TalksOfTraining(nn.Linear(2, 2), Frozen(nn.Tanh(), nn.BatchNorm1d(2)))  # the layer takes its own along
     assert pipeline_of(model, mesh_of(2)) is not None
     assert all(module.training for module in model.modules())
+
+
+class WithNone(nn.Module):
+    pipeline_layers = "blocks.0", "blocks.2"
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(2, 2), None, nn.Linear(2, 2)])
+
+    def forward(self, x):
+        return self.blocks[2](self.blocks[0](x))
+
+
+def test_a_list_may_hold_none_beside_its_layers():
+    holders = holders_of(net := WithNone(), net.pipeline_layers)
+    for holder in holders:
+        holder.check_unchanged()
+    net.blocks[1] = nn.Tanh()
+    with pytest.raises(ValueError, match=r"'blocks.1' was added"):
+        holders[1].check_unchanged()
 
 
 def names(layers, extra=False):
