@@ -230,9 +230,9 @@ class TrainingStep:
                 weights = {id(p): p for model in self.models for p in model.parameters()}
                 groups = [] if self.optimizer is None else self.optimizer.param_groups
                 weights |= {id(p): p for group in groups for p in group["params"]}  # of the loss, too
-                gradients = [p.grad for p in weights.values() if p.grad is not None]
-                if gradients:
-                    torch._foreach_mul_([local_tensor(g) for g in gradients], factor)
+                gradients = [local_tensor(p.grad) for p in weights.values() if p.grad is not None]
+                if gradients:  # of conjugated numbers, which torch._foreach_mul_ refuses, those in memory
+                    torch._foreach_mul_([g.conj() if g.is_conj() else g for g in gradients], factor)
         self.expected = self.counted = 0.0
         if self.has_routers:
             update_biases(self.model)

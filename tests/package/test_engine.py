@@ -455,6 +455,27 @@ def with_weights_of_the_loss(local_rank, plain=False, **options):
     return torch.cat([p.flatten() for m in (model, loss_fn) for p in ddl.full_state_dict(m).values()])
 
 
+class Conjugated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3, 1, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x.to(self.w.dtype) @ self.w.conj()).imag
+
+
+def test_conjugated_gradients_are_those_of_a_window():
+    """Its second batch has fewer rows."""
+    x, found = torch.randn(6, 3, dtype=torch.float64), []
+    for rows, n in ((6, 1), (4, 2)):
+        model = Conjugated()
+        optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss, gradient_accumulation_steps=n)
+        trainer.run(ddl.auto_dataloader(TensorDataset(x, x[:, :1]), batch_size=rows))
+        found.append(model.w.detach())
+    torch.testing.assert_close(*found)
+
+
 def test_weights_of_the_loss_are_those_of_one_batch_in_place_of_a_window():
     right = with_weights_of_the_loss(0, plain=True)
     for found in (with_weights_of_the_loss(0), *on(partial(with_weights_of_the_loss, shard=True), dp=2)):
