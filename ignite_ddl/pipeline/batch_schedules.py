@@ -35,10 +35,10 @@ class MicrobatchLoss:
     torch cuts targets that are one tensor: it gets row numbers.
     """
 
-    def __init__(self, autocast: Context, structure: Structure) -> None:
+    def __init__(self, autocast: Context, structure: Structure, stages: list[Any]) -> None:
         self.loss_fn: Callable | None = None
         self.y: Any = None
-        self.autocast, self.structure = autocast, structure
+        self.autocast, self.structure, self.stages = autocast, structure, stages
 
     def __call__(self, output: tuple[torch.Tensor, ...], rows: torch.Tensor) -> torch.Tensor:
         with self.autocast:
@@ -146,7 +146,7 @@ class BatchSchedules:
             Stage(module, self.cut.describe(s), s, *place, *interfaces[s], autocast, known.split_backward)
             for s, module in self.stages.items()
         ]
-        loss = MicrobatchLoss(autocast, interfaces[max(interfaces)][1].structure)
+        loss = MicrobatchLoss(autocast, interfaces[max(interfaces)][1].structure, stages)
         make = getattr(schedules, known.torch_class)
         return make(stages if known.stages_per_rank > 1 else stages[0], n, loss_fn=loss, scale_grads=False), loss
 

@@ -205,11 +205,14 @@ class PipelineStages:
         check_graphs(x, y)
         rows = check_rows(x, y)
         tensors, structure = flatten(tree_map_only(torch.Tensor, torch.Tensor.contiguous, x), "x")
-        shapes = repr((structure, [(tuple(t.shape), t.dtype) for t in tensors]))
-        device = idist.device().type
-        around = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        key = rows, shapes, (getattr(autocast, "fast_dtype", None), around, self.module.training)
-        schedule, loss, new = self.schedules.get(key, x, rows, autocast or contextlib.nullcontext())
+        shapes = repr((structure, [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]))
+        device, autocast = idist.device().type, autocast or contextlib.nullcontext()
+        with autocast:
+            computes_in = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        key = rows, shapes, (computes_in, self.module.training)
+        schedule, loss, new = self.schedules.get(key, x, rows, autocast)
+        for part in (loss, *loss.stages):
+            part.autocast = autocast  # of this step
         self._share_buffers()
         loss.loss_fn, loss.y = loss_fn, y
         losses: list[torch.Tensor] | None = [] if self.is_last else None
@@ -235,17 +238,23 @@ class PipelineStages:
     def forward(
         self, x: Any, y: Any, loss_fn: Callable, transform: Callable, share: Callable, weight: float, autocast: Context
     ) -> tuple[Any, torch.Tensor | None]:
-        changed: list[Any] = []  # by microbatch, what a transform makes that changes its argument in place
+        # By microbatch: whether a transform changes its argument in place, and what it makes then, or the argument.
+        parts: list[tuple[bool, Any]] = []
 
         def weighted_loss(output: Any, target: Any) -> torch.Tensor:
             before, result = versions(output), transform(output)
-            changed.extend([detached(result)] if versions(output) != before else [])
+            is_changed = versions(output) != before
+            parts.append((is_changed, detached(result if is_changed else output)))
             return loss_fn(result, target) * (share(target, y) * weight)
 
         output, loss = self.train_step(x, y, weighted_loss, autocast)
         if loss is None:
             return None, None
-        return joined(changed) if changed else transform(output), loss / weight if weight else loss
+        if any(is_changed for is_changed, _ in parts):
+            output = joined([part if is_changed else transform(part) for is_changed, part in parts])
+        else:
+            output = transform(output)
+        return output, loss / weight if weight else loss
 
     def backward(self, loss: torch.Tensor | None, weight: float) -> None:
         """Does nothing: the schedule has run it."""

@@ -104,9 +104,11 @@ class Stage(PipelineStage):
         return tuple(self._sendable(tensor, inputs) for tensor in tensors)
 
     def _sendable(self, tensor: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Makes a tensor contiguous (attention's is not) and, for torch's backward pass, no input and no view."""
+        """Makes a tensor contiguous (attention's is not) and, for torch's backward pass, which detaches it in place, no
+        input, no view and no weight.
+        """
         tensor = tensor.resolve_conj().resolve_neg()  # itself if there is nothing to do
-        passed_on = any(tensor is one for one in inputs)
+        passed_on = any(tensor is one for one in inputs) or (tensor.is_leaf and tensor.requires_grad)
         if passed_on or (self.split_backward and tensor._is_view()):  # such as a Linear's output for 3-D input
             return tensor.clone(memory_format=torch.contiguous_format)
         return tensor.contiguous()

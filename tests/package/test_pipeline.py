@@ -743,6 +743,9 @@ def changing(local_rank, by_a_flag):
     for around in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16), contextlib.nullcontext()):
         with around:
             pipeline.train_step(x.float(), x, nn.functional.mse_loss)
+    off, on = (torch.autocast("cpu", torch.bfloat16, enabled=enabled) for enabled in (False, True))
+    losses = [pipeline.train_step(x.float(), x, nn.functional.mse_loss, context)[1] for context in (off, on, off)]
+    assert losses == [None] * 3 or losses[0] == losses[2] != losses[1]
 
 
 @any_dtype
@@ -760,6 +763,17 @@ class Transposed(nn.Linear):
 class Tabled(nn.Linear):
     def forward(self, x):
         return super().forward(x), self.weight
+
+
+@on_each_rank(pp=2)
+def test_a_weight_that_the_last_stage_returns_is_trained_on_also_where_x_requires_a_gradient(local_rank):
+    torch.manual_seed(0)
+    whole, x = nn.Sequential(nn.Tanh(), Tabled(4, 4)).double(), torch.randn(8, 4, dtype=torch.double)
+    pipeline = ddl.auto_model(copy.deepcopy(whole), n_microbatches=2)
+    for requires_grad in (False, True, False):
+        assert gap(pipeline, whole, x, x, lambda output, y: summed(output[0], y)) < 1e-12
+        assert all(p.requires_grad for p in pipeline.parameters())
+        pipeline.train_step(x.detach().requires_grad_(requires_grad), x, lambda output, y: summed(output[0], y))
 
 
 class Packed(nn.Linear):
@@ -804,10 +818,15 @@ def test_numbers_beside_the_rows_are_the_same_for_all_of_them():
         run(counted, 2, True, pp=2)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Rows:
     y: torch.Tensor
     width: int
+    twice: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "y", self.y + 1)
+        object.__setattr__(self, "twice", self.y * 2)
 
 
 class InARecord(nn.Linear):
@@ -822,6 +841,7 @@ def test_rows_in_a_dataclass_are_joined(local_rank):
     found = ddl.auto_model(copy.deepcopy(whole), n_microbatches=4)(x)
     assert found.width == 4
     assert torch.allclose(found.y, whole(x).y)
+    assert torch.allclose(found.twice, 2 * found.y)
 
 
 def test_packed_rows_and_a_single_microbatch_are_joined():
