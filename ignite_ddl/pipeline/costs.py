@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ignite_ddl.arguments import MODULE, Fits, one_of, shown, takes, whole
+from ignite_ddl.arguments import MODULE, Fits, first_line, one_of, shown, takes, whole
+from ignite_ddl.context.sequence import full_sequences
 from ignite_ddl.lazy import Lazy, LazyLayers, replace_module
 from ignite_ddl.pipeline.cut import named_layers
 from ignite_ddl.structure import detached, map_leaves, tensors_of
@@ -62,14 +63,15 @@ def layer_costs(model: nn.Module, x: Any, unit: str = "flops", repeats: int = 5)
     if unit == "flops" or idist.get_rank() == 0:
         device = torch.device("meta") if unit == "flops" else idist.device()
         hidden, box = (
-            map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, torch.Tensor) else leaf, x),
+            map_leaves(lambda leaf: leaf.detach().to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, x),
             [[]],
         )
-        for _, layer in layers:
-            with torch.random.fork_rng(), torch.enable_grad():
+        for name, layer in layers:
+            # Of cp peers, which would share the sequences, perhaps no other measures.
+            with torch.random.fork_rng(), torch.enable_grad(), full_sequences():
                 layer = _copy_on(layer, device)
                 cost = _flops if unit == "flops" else _seconds
-                hidden, found = cost(layer, hidden, repeats)
+                hidden, found = cost(name, layer, hidden, repeats)
             box[0].append(found)
     if unit == "seconds" and idist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)
@@ -98,13 +100,19 @@ def _forward_backward(layer: nn.Module, hidden: Any) -> Any:
     return detached(output)
 
 
-def _flops(layer: nn.Module, hidden: Any, _: int) -> tuple[Any, float]:
+def _flops(name: str, layer: nn.Module, hidden: Any, _: int) -> tuple[Any, float]:
     with FlopCounterMode(display=False) as counter:
-        output = _forward_backward(layer, hidden)
+        try:
+            output = _forward_backward(layer, hidden)
+        except Exception as error:
+            raise ValueError(
+                f'unit="flops" computes the shapes of a {type(layer).__name__}, {name!r}, but no numbers, on torch\'s '
+                f'meta device, which failed ({first_line(error)}): if the layer needs numbers, take unit="seconds"'
+            ) from error
     return output, float(counter.get_total_flops())
 
 
-def _seconds(layer: nn.Module, hidden: Any, repeats: int) -> tuple[Any, float]:
+def _seconds(_: str, layer: nn.Module, hidden: Any, repeats: int) -> tuple[Any, float]:
     output, seconds = _forward_backward(layer, hidden), []
     for _ in range(repeats):
         start = time.perf_counter()

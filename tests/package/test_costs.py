@@ -77,11 +77,32 @@ def test_seconds_are_measured_and_leave_no_trace():
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+    ddl.layer_costs(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2)), x := -torch.ones(4, 2), unit="seconds")
+    assert torch.equal(x, -torch.ones(4, 2))
+
+
+class Attention(nn.Linear):
+    def forward(self, x):
+        q, k, v = super().forward(x).unsqueeze(1).chunk(3, -1)
+        return ddl.ring_attention(q, k, v, is_causal=True).squeeze(1)
+
+
+def costs_of_attention(local_rank):
+    return ddl.layer_costs(nn.Sequential(Attention(4, 12), nn.Linear(4, 4)), torch.ones(2, 4, 4), "seconds", repeats=1)
+
+
+def test_attention_over_ranks_is_measured_on_one():
+    first, second = run(costs_of_attention, 2, cp=2, timeout=20)
+    assert first == second
 
 
 def test_units_are_flops_or_seconds():
     with pytest.raises(ValueError, match='unit should be "flops" or "seconds", but given \'ms\''):
         ddl.layer_costs(nn.Sequential(nn.Linear(2, 2)), torch.zeros(1, 2), unit="ms")
+    experts = nn.Sequential(ddl.MixtureOfExperts(4, 8, n_experts=2, top_k=1, normalize=False))
+    with pytest.raises(ValueError, match=r"""of a MixtureOfExperts, '0', .* take unit="seconds\""""):
+        ddl.layer_costs(experts, torch.zeros(3, 4))
+    assert len(ddl.layer_costs(experts, torch.zeros(3, 4), unit="seconds")) == 1
 
 
 class Slow(nn.Linear):
