@@ -390,6 +390,12 @@ def unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [one._unsharded_param for one in _fsdp_parameters(module).values() if hasattr(one, "_unsharded_param")]
 
 
+def gathered_parameters(unit: FSDPModule) -> list[nn.Parameter]:
+    """The same of this unit alone, without those inside it."""
+    held = [one for group in _fsdp_groups(unit) for one in group.fsdp_params]
+    return [one._unsharded_param for one in held if hasattr(one, "_unsharded_param")]
+
+
 def address_for_ignite(init_method: str, rank: int, world_size: int) -> str:
     """An address that Ignite cannot mistake for "env://".
 

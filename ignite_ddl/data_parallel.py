@@ -21,10 +21,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.checks.guards import refuse_second_derivatives
 from ignite_ddl.collectives import SENT, octets
-from ignite_ddl.compat import keep_missing_gradients, replaced_parameter, replicate, unsharded_parameters
+from ignite_ddl.compat import (
+    gathered_parameters,
+    keep_missing_gradients,
+    replaced_parameter,
+    replicate,
+    unsharded_parameters,
+    without_transforms,
+)
 from ignite_ddl.experts.style import dim_to_shard, experts_of
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.structure import tensors_of
+from ignite_ddl.structure import address_of, map_leaves, tensors_of
 
 _in_step = contextvars.ContextVar("a step: a backward pass follows", default=False)
 _in_trial = contextvars.ContextVar("a function is tried on this rank", default=False)
@@ -105,32 +112,36 @@ def apply_data_parallel(module: nn.Module, mesh: Mesh, options: Mapping[str, Any
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.register_forward_pre_hook(_refuse_replaced_weights, prepend=True)
+            unit.register_forward_hook(_copy_weights, prepend=True)
     module.register_forward_pre_hook(_make_full_weights, prepend=True)
     module.register_forward_pre_hook(_refuse_in_a_trial, prepend=True)  # before FSDP2 begins a pass
     if mesh.pp_size == 1:
         module.register_forward_hook(_reshard_outside_of_a_step)
 
 
-def _reshard_outside_of_a_step(root: nn.Module, _: Any, output: Any) -> None:
+def _reshard_outside_of_a_step(root: nn.Module, *_: Any) -> None:
     """After a forward pass that perhaps no backward pass follows, which would do it: an optimizer made later, or a
     change of weights by hand, would get the full weights that FSDP2 keeps. A backward pass gathers them again.
     """
     if not (torch.is_grad_enabled() and _in_step.get()):
         reshard(root)
-        refuse_freed(output)
 
 
-def refuse_freed(output: Any) -> None:
-    """Raises a ValueError if an output is a weight that FSDP2 has freed: to read it would end the process."""
-    if any(_is_freed(tensor) for tensor in tensors_of(output)):
-        raise ValueError(
-            "the model returns one of its weights, whose memory is freed after the forward pass: let forward return a "
-            "copy, weight.clone(), which has the same gradient"
-        )
+def _copy_weights(unit: nn.Module, _: Any, output: Any) -> Any:
+    """Before FSDP2's own hook: weights in the unit's output, or views of them, as copies, which have their gradients.
 
+    FSDP2 frees the memory of those that it has gathered, also before a loss reads it: to do so would end the process.
+    """
+    if torch.compiler.is_compiling():
+        return output
+    held = {address_of(weight) for weight in gathered_parameters(unit)} - {0}
 
-def _is_freed(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+    def is_held(leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and address_of(without_transforms(leaf)) in held
+
+    if not any(map(is_held, tensors_of(output))):
+        return output
+    return map_leaves(lambda leaf: leaf.clone() if is_held(leaf) else leaf, output)
 
 
 @contextlib.contextmanager

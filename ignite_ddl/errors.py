@@ -58,8 +58,8 @@ _REASONS = (
         lambda mesh: mesh.dp_size > 1,
         "a backward pass goes through derivatives that forward or the loss computes (torch.func, create_graph=True), "
         "but shard=True, or dp beside tp or pp, has freed the weights that these need: take a mesh of dp alone or of "
-        "tp alone, without shard=True; or forward returns a view of a weight (expand, a slice): let it return a copy, "
-        "view.clone()",
+        "tp alone, without shard=True; or a layer keeps a view of a weight besides its output, for the loss: let it "
+        "keep view.clone()",
     ),
     (
         "Expected more than 1 value per channel when training",

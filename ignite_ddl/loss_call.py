@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from ignite_ddl.checks.loss_graph import dependencies
 from ignite_ddl.checks.traceless import WatchForSums
 from ignite_ddl.compat import newest_node
-from ignite_ddl.data_parallel import refuse_freed
 from ignite_ddl.gather import giving_no_rows
 from ignite_ddl.loss_contract import LossContract
 from ignite_ddl.mesh import get_mesh
@@ -41,7 +40,6 @@ def checked_loss(contract: LossContract, empty: bool) -> Callable[[Any, Any], to
     def loss_of(output: Any, y: Any) -> torch.Tensor:
         since = newest_node()
         if contract.is_checking:
-            refuse_freed(output)
             contract.before_call(output, y)
         watch = WatchForSums() if contract.is_checking and contract.is_local else contextlib.nullcontext()
         with watch:

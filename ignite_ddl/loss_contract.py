@@ -293,7 +293,7 @@ class LossContract:
             weight = "a weight that the model returns" if any(isinstance(t, nn.Parameter) for t in outputs) else ""
             self.uses_more = weight or ("a number without rows" if no_rows else kept)
             if not self.divisor.certain and self.uses_more and self.is_split and not self.by_passes:
-                raise ValueError(self._cannot_be_checked())
+                raise ValueError(self._cannot_be_checked("" if self.has_whole_rows else " (on a mesh with pp or cp)"))
         if pair is not None and (self.is_compared or self.state.owners):
             self.pairs.append(pair)
             self.state.pair = self.pairs[0]
@@ -379,7 +379,7 @@ class LossContract:
             except Exception as error:
                 if not self.is_split or cuts_captured and may_be_constant:
                     return None
-                return self._cannot_compare(error, captures)
+                return self._cannot_compare(error, captures, len(tensors_of(output)) > 1)
 
         try:
             (found,) = self._checked(sums, may_be_constant)
@@ -413,6 +413,7 @@ class LossContract:
         n = 1 if on_any_rank(not have_rows(n, x, y), self.mesh.dp_cp_group) else n  # as many passes on each rank
 
         draws = False  # in another way than by modules of dropout, which evaluate here
+        why = "" if n > 1 else "it takes two rows of x and of targets"
 
         def run(part: Any) -> Any:
             nonlocal draws
@@ -425,15 +426,23 @@ class LossContract:
                 with without_trace(modules):
                     return self.state.call(rows.of(x), rows.of(y), rows if cuts_captured else None, run)
 
-            with contextlib.suppress(Exception), evaluating(modules, all_of_them=False):
-                found = self._added_up(loss_of, y, n)
-                return None if draws else found
+            nonlocal why
+            try:
+                with evaluating(modules, all_of_them=False):
+                    found = self._added_up(loss_of, y, n)
+            except Exception as error:
+                why = why or f"that fails: {first_line(error)}"
+                return None
+            why = "the model draws random numbers" if draws else why
+            return None if draws else found
 
         _, may_be_constant = self._captures(n)
         found = self._checked(sums, may_be_constant, lambda value: gathered_values(value, self.mesh.dp_cp_group))
-        refusals = list(filter(None, gathered_values(self.refusal, self.mesh.dp_cp_group)))
+        refusals, reasons = zip(*gathered_values((self.refusal, why), self.mesh.dp_cp_group), strict=True)
+        refusals = list(filter(None, refusals))
         if not any(found) and (refusals or not self.is_confirmed):
-            raise ValueError(refusals[0] if refusals else self._cannot_be_checked())
+            why = next(filter(None, reasons), "")
+            raise ValueError(refusals[0] if refusals else self._cannot_be_checked(f" ({why})" if why else ""))
         self.uses_more = self.uses_more or (_SHARED if refusals else "")
         return sum(one is None or not one.says_something for one in found)
 
@@ -561,16 +570,18 @@ class LossContract:
             return (rows.rows.stop - rows.rows.start) / rows.n
         return self.divisor.share(rows.of(y), y)
 
-    def _cannot_compare(self, error: Exception, captures: bool) -> None:
+    def _cannot_compare(self, error: Exception, captures: bool, several: bool) -> None:
         """Says so, where the loss of parts fails."""
         if "differentiated Tensor" in str(error):
             if not self.by_passes:
                 raise ValueError(_BY_WEIGHTS) from error
             self.uses_more = _GRADIENT
         elif not self.divisor.certain:
+            shared = " A vector in the output that all rows share is cut, too, if it is as long as a microbatch."
             raise ValueError(
                 f"loss_fn should be a mean over rows, but fails with a part of them ({first_line(error)}), so "
-                f"what it divides by cannot be checked: {_DECLARE}.{' ' + _CAPTURES if captures else ''}"
+                f"what it divides by cannot be checked: {_DECLARE}.{shared if several else ''}"
+                f"{' ' + _CAPTURES if captures else ''}"
             ) from error
 
     def _refusal(self, found: _Sums, advice: str) -> str:
@@ -595,10 +606,10 @@ class LossContract:
         terms = "a loss or an auxiliary term that the model computes, or a gradient by its input"
         return f"uses {self.uses_more} ({terms}), and " if self.uses_more else ""
 
-    def _cannot_be_checked(self) -> str:
+    def _cannot_be_checked(self, why: str = "") -> str:
         return (
-            f"loss_fn should be a mean over rows, but {self._used()}cannot be computed for parts of them here (perhaps "
-            f"since the model draws random numbers), so what it divides by cannot be checked: {_DECLARE}"
+            f"loss_fn should be a mean over rows, but {self._used()}cannot be computed for parts of them here{why}, so "
+            f"what it divides by cannot be checked: {_DECLARE}"
         )
 
     def check_that_nothing_counts(self, output: Any, y: Any) -> None:

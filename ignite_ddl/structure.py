@@ -175,6 +175,13 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the memory of this rank's part of a tensor begins; 0 if it has none."""
+    local = local_tensor(tensor)
+    plain = type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided
+    return local.untyped_storage().data_ptr() if plain else 0
+
+
 def full_tensors(tree: Any) -> Any:
     """The same values with each DTensor gathered; its ranks call it together."""
     return tree_map_only(DTensor, DTensor.full_tensor, tree)

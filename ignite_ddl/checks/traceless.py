@@ -37,7 +37,7 @@ from ignite_ddl.collectives import gathered
 from ignite_ddl.compat import forget_forward_pass, gathers, no_transforms, without_dispatch_modes
 from ignite_ddl.data_parallel import buffers_apart, reshard
 from ignite_ddl.mesh import get_mesh
-from ignite_ddl.structure import local_tensor, map_leaves, tensors_of
+from ignite_ddl.structure import address_of, local_tensor, map_leaves, tensors_of
 from ignite_ddl.tensor.random import random_stream, state_of
 
 UNLIKE_MODULES = (
@@ -192,13 +192,6 @@ class _KeepingWeights(TorchDispatchMode):
             if replaced:
                 p.data = data
         return written
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """Where the memory of this rank's part of a tensor begins; 0 if it has none."""
-    local = local_tensor(tensor)
-    plain = type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided
-    return local.untyped_storage().data_ptr() if plain else 0
 
 
 @contextlib.contextmanager
