@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_convert
 from torch.utils.data.dataloader import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
@@ -33,7 +33,7 @@ from ignite_ddl.arguments import (
 )
 from ignite_ddl.checks.mixing import CheckedCollate
 from ignite_ddl.checks.same_samples import check_same_dataset
-from ignite_ddl.epoch_plan import Drawn, LocalBatches, LocalStream
+from ignite_ddl.epoch_plan import DatasetInPlaceOf, Drawn, LocalBatches, LocalStream, SamplerInPlaceOf
 from ignite_ddl.loader_pass import Pass
 from ignite_ddl.mesh import Mesh, get_mesh
 
@@ -183,12 +183,12 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
     if workers and idist.get_world_size() > 1 and not iterable:
         kwargs["num_workers"] = -(-workers // idist.get_nproc_per_node())
     kwargs.setdefault("pin_memory", idist.device().type == "cuda")
-    if mesh.dp_size > 1 and mesh.rank == 0 and kwargs.get("collate_fn") not in (None, default_collate):
-        kwargs["collate_fn"] = CheckedCollate(kwargs["collate_fn"])
+    kwargs["collate_fn"] = kwargs.get("collate_fn") or default_collate
     if iterable:
         batch_size, drop_last = kwargs.pop("batch_size", 1), kwargs.pop("drop_last", False)
-        parts = LocalStream(dataset, batch_size, drop_last, mesh, kwargs.pop("collate_fn", None) or default_collate)
-        loader = ShardedDataLoader(parts, batch_size=None, **kwargs)
+        parts = LocalStream(dataset, batch_size, drop_last, mesh)
+        loader = ShardedDataLoader(DatasetInPlaceOf(dataset, parts), batch_size=None, **kwargs)
+        loader.parts = parts
         loader.__dict__.update(batch_size=batch_size, drop_last=drop_last)  # as asked for: len(loader) counts by them
         loader.drawn = Drawn(kwargs.get("generator"), dataset)
         return loader
@@ -200,8 +200,8 @@ def _make_loader(dataset: Dataset, mesh: Mesh, **kwargs: Any) -> ShardedDataLoad
     drawn = Drawn(generator, of_one_process, getattr(of_one_process, "sampler", None))
     batches = LocalBatches(of_one_process, _common_seed(mesh), mesh.dp_rank, mesh.dp_size, drawn, workers)
     batches.most = _most_batches(of_one_process, dataset)
-    loader = ShardedDataLoader(dataset, batch_sampler=batches, **kwargs)
-    loader.drawn = drawn
+    loader = ShardedDataLoader(dataset, batch_sampler=SamplerInPlaceOf(of_one_process, batches), **kwargs)
+    loader.drawn, loader.parts = drawn, batches
     as_asked_for = {name: given[name] for name in ("batch_size", "drop_last") if name in given}
     if hasattr(of_one_process, "sampler"):
         as_asked_for["sampler"] = of_one_process.sampler
@@ -241,6 +241,7 @@ class ShardedDataLoader(DataLoader):
 
     filler: Any = None
     drawn: Drawn
+    parts: LocalBatches | LocalStream
     stream: torch.Generator | None = None  # the random stream of transforms, of which each consumer gets a copy
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -249,6 +250,7 @@ class ShardedDataLoader(DataLoader):
         self.loops = _Consumer(self)  # for loops and plain engines
         self.consumers: WeakKeyDictionary[Any, _Consumer] = WeakKeyDictionary()  # by engine
         self._workers_pass: weakref.ref[Pass] | None = None  # the pass that has the persistent workers
+        self._checked: CheckedCollate | None = None  # collate_fn, on a rank that tries it
         self._rows, self._rows_are_used = (0, 0), False  # whether a script has read `rows`, perhaps to weight by them
 
     @property
@@ -268,11 +270,28 @@ class ShardedDataLoader(DataLoader):
 
     def torch_iterator(self, new: Pass) -> Iterator[Any]:
         """torch's iterator for a pass. Persistent workers serve one pass at a time; another one gets new workers."""
-        busy = self._workers_pass and self._workers_pass()
-        if busy is not None and not busy.ended and busy.iterator is self._iterator:
-            return self._get_iterator()
-        self._workers_pass = weakref.ref(new)
-        return super().__iter__()
+        busy, given = self._workers_pass and self._workers_pass(), self.collate_fn
+        try:
+            self.collate_fn = self._collate_for_torch(given)
+            if busy is not None and not busy.ended and busy.iterator is self._iterator:
+                return self._get_iterator()
+            self._workers_pass = weakref.ref(new)
+            return super().__iter__()
+        finally:
+            self.collate_fn = given
+            if self._checked is not None and self.num_workers:
+                self._checked.is_checked = True  # by workers, which have copies
+
+    def _collate_for_torch(self, given: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:
+        mesh, collate = get_mesh(), given
+        if mesh.dp_size > 1 and mesh.rank == 0 and given is not default_collate:
+            if self._checked is None or self._checked.collate_fn is not given:
+                self._checked = CheckedCollate(given)
+            collate = self._checked
+        if isinstance(self.parts, LocalBatches):
+            return collate
+        self.parts.collate = collate
+        return default_convert  # of what that has made
 
     @takes(epoch=whole(0))
     def set_epoch(self, epoch: int) -> None:
@@ -304,7 +323,7 @@ class ShardedDataLoader(DataLoader):
         if consumer is None:
             return None
         now = self.drawn.states()
-        state = {"generator": now, "generator_now": now, "seed": getattr(self.batch_sampler, "seed", None)}
+        state = {"generator": now, "generator_now": now, "seed": getattr(self.parts, "seed", None)}
         state |= consumer.state_dict(current, new_pass)
         return state | {name: self.drawn.kept(state[name]) for name in ("generator", "generator_now")}
 
@@ -326,8 +345,8 @@ class ShardedDataLoader(DataLoader):
         consumer.epoch = state["next"]
         if consumer.stream is not None and state["stream"] is not None:
             consumer.stream.set_state(state["stream"])
-        if isinstance(self.batch_sampler, LocalBatches):
-            self.batch_sampler.seed = state["seed"]
+        if isinstance(self.parts, LocalBatches):
+            self.parts.seed = state["seed"]
         self.drawn.set(state["generator_now"])
 
     def reseed(self, engine: Any = None) -> None:

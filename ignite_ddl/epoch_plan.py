@@ -34,21 +34,46 @@ def shared_random_stream(stream: torch.Generator | None) -> Iterator[None]:
         stream.set_state(torch.get_rng_state())
 
 
-class LocalBatches(Sampler[list[int]]):
-    """This rank's parts of one process's batches, by the plan of the pass that begins; a batch sampler for torch."""
+class _InPlaceOf:
+    """What torch iterates over in place of an object of the user's, whose attributes are read and set by it."""
+
+    def __init__(self, given: Any, local: Any) -> None:
+        vars(self).update(_given=given, _local=local)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._local)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_given", "_local") or name.startswith("__"):  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._given, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._given, name, value)
+
+
+class SamplerInPlaceOf(_InPlaceOf, Sampler[list[int]]):
+    """``loader.batch_sampler``, with :class:`LocalBatches`."""
+
+
+class DatasetInPlaceOf(_InPlaceOf, IterableDataset):
+    """``loader.dataset`` of an iterable dataset, with a :class:`LocalStream`."""
+
+
+class LocalBatches:
+    """This rank's parts of one process's batches, by the plan of the pass that begins."""
 
     def __init__(self, batches: Any, seed: int, rank: int, size: int, drawn: Drawn, workers: int) -> None:
         self.batches, self.seed, self.rank, self.size = batches, seed, rank, size
         self.drawn, self.workers = drawn, workers
-        self.batch_size, self.drop_last = getattr(batches, "batch_size", None), getattr(batches, "drop_last", False)
         self.most = math.inf  # batches of an epoch; a sampler that gives more has no end
         self.plan: EpochPlan | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
         return (self.plan or EpochPlan(self, 0)).batches()
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
 
 class EpochPlan:
@@ -196,11 +221,13 @@ def _seed_worker(rows: list[int], seeds: tuple[int, ...]) -> list[int]:
     return rows
 
 
-class LocalStream(IterableDataset):
-    """This rank's part of each ``batch_size`` samples of an iterable dataset."""
+class LocalStream:
+    """This rank's part of each ``batch_size`` samples of an iterable dataset; ``collate`` is set before each pass."""
 
-    def __init__(self, dataset: IterableDataset, batch_size: int, drop_last: bool, mesh: Mesh, collate: Any) -> None:
-        self.dataset, self.batch_size, self.drop_last, self.collate = dataset, batch_size, drop_last, collate
+    collate: Callable[[list[Any]], Any]
+
+    def __init__(self, dataset: IterableDataset, batch_size: int, drop_last: bool, mesh: Mesh) -> None:
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
         self.rank, self.size = mesh.dp_rank, mesh.dp_size
 
     def __iter__(self) -> Iterator[tuple[Any, int, int, int]]:
@@ -212,14 +239,6 @@ class LocalStream(IterableDataset):
             fingerprint = fingerprint_of(batch if first else batch[:1])
             first = False
             yield self.collate(batch[start:end] or batch[:1]), end - start, len(batch), fingerprint
-
-    def __getattr__(self, name: str) -> Any:  # set_epoch and others of the dataset, by loader.dataset
-        if name == "dataset" or name.startswith("__"):  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
 
 def part(n: int, rank: int, size: int) -> tuple[int, int]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import default_collate
 
-from ignite_ddl.checks.mixing import CheckedCollate
 from ignite_ddl.checks.same_samples import check_same_samples
 from ignite_ddl.context.sequence import shard_batch
 from ignite_ddl.epoch_plan import EpochPlan, shared_random_stream
@@ -131,15 +130,13 @@ class Pass:
             return
         if resumed is not None:
             self.batches, self.n_rows = resumed["batches"], resumed["rows"]
-        self.plan = loader.batch_sampler.plan = EpochPlan(loader.batch_sampler, self.epoch, resumed)
+        self.plan = loader.parts.plan = EpochPlan(loader.parts, self.epoch, resumed)
         stream = self.stream = consumer.stream and consumer.stream.clone_state()
         drawn = stream and stream.get_state()
         # torch's new iterator draws a random number; that of a resumed pass was drawn in the interrupted run.
         with torch.random.fork_rng(devices=[], enabled=resumed is not None), shared_random_stream(stream):
             self.iterator = loader.torch_iterator(self)
-        if loader.num_workers and isinstance(loader.collate_fn, CheckedCollate):
-            loader.collate_fn.is_checked = True  # by workers, which have copies
-        loader.batch_sampler.plan = None
+        loader.parts.plan = None
         if stream is not None and resumed is None and consumer is not loader.loops and loader.generator is None:
             torch.empty((), dtype=torch.int64).random_()  # as in one process; a rank may run a loop alone
         if resumed is not None and stream is not None:
@@ -177,7 +174,7 @@ class Pass:
                 batch = next(self.iterator, self)
         except Exception as error:
             loader = self.loader
-            if getattr(loader.batch_sampler, "size", 1) > 1 and loader.collate_fn is not default_collate:
+            if self.plan is not None and loader.parts.size > 1 and loader.collate_fn is not default_collate:
                 error.add_note(
                     "collate_fn gets this rank's rows of a batch, of which there may be one alone: if it leaves rows "
                     "out, it may have none to collate; leave them out of the dataset instead (torch's Subset)"

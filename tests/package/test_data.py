@@ -224,6 +224,58 @@ def test_a_stream_that_draws_gives_each_row_once(workers, axes):
     assert ranks == [ranks[0]] * len(axes) + [ranks[-1]] * len(axes)
 
 
+class Epochs(IterableDataset):
+    """Rows, or batches of them, in an order that an attribute says; a class for a dataset, and for a batch sampler."""
+
+    def __init__(self, batch_size=1):
+        self.seed, self.rank, self.dataset, self.batch_size = 0, 0, 6, batch_size  # names of attributes of ours, too
+
+    def set_seed(self, seed):
+        self.seed = seed
+
+    def __len__(self):
+        return self.dataset // self.batch_size
+
+    def __iter__(self):
+        order = torch.randperm(self.dataset, generator=torch.Generator().manual_seed(self.seed)) + self.rank
+        return iter(order.tolist() if self.batch_size == 1 else order.reshape(-1, self.batch_size).tolist())
+
+
+class Scaling:
+    scale = 1
+
+    def __call__(self, samples):
+        return self.scale * torch.tensor(samples)
+
+
+def by_worker(number):
+    get_worker_info().dataset.rank += 10 * number
+
+
+def attributes_are_set(local_rank, make):
+    kinds = (Epochs(), {}), ([*range(20)], {"batch_sampler": Epochs(2)}), (Epochs(), {"num_workers": 2})
+    found = []
+    for dataset, options in kinds:
+        sizes = {} if "batch_sampler" in options else {"batch_size": 2}
+        loader = make(dataset, **options, **sizes, collate_fn=Scaling(), worker_init_fn=by_worker)
+        holder = getattr(loader, "batch_sampler" if "batch_sampler" in options else "dataset")
+        holder.set_seed(3)
+        found += [*loader]
+        holder.seed, holder.rank, loader.collate_fn.scale = 5, 2, 3
+        found += [*loader]
+        loader.collate_fn = torch.tensor
+        found += [*loader]
+        assert (holder.seed, len(holder), copy.deepcopy(holder).seed) == (5, 6 // holder.batch_size, 5)
+    return [batch.tolist() for batch in found]
+
+
+def test_attributes_of_what_was_given_are_set_by_the_loader():
+    alone = attributes_are_set(0, DataLoader)
+    assert attributes_are_set(0, ddl.auto_dataloader) == alone
+    ranks = run(attributes_are_set, 2, ddl.auto_dataloader, dp=2)
+    assert [first + second for first, second in zip(*ranks, strict=True)] == alone
+
+
 def test_what_a_rank_without_rows_keeps_of_a_batch(monkeypatch):
     """No rows of tensors, of lists of strings and of other lists; a number of the whole batch stays."""
     rows = [{"x": torch.ones(2), "file": "a.png"}]
