@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_ddl.arguments import MAPPING, TENSOR, Fits, a, check, takes, whole
@@ -21,6 +22,7 @@ from ignite_ddl.lazy import materialize
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.parts import PART_OF_A_MODEL, ROW_ORDER
 from ignite_ddl.pipeline.local_stages import stages_of
+from ignite_ddl.structure import local_tensor
 
 INITIAL_VALUES = "_initial_values"  # on a pipeline, until weights are loaded: their digests; see audit.py
 WAIT_SECONDS = 60  # until every rank has called
@@ -50,7 +52,7 @@ def full_state_dict(model: nn.Module, on_rank: int | None = None) -> dict[str, t
     found: dict[str, Any] = {name: tensor for name, tensor in full_tensors(model, on_rank) if tensor is not None}
     known = stages.full_shapes()
     if any(map(is_extra_state, known)):
-        found |= stages.gather_stages(local_state(model)[2])
+        found |= stages.gather_stages(_tensors_and_extra_state(stages)[1])
     return {name: found[name] for name in known} if on_rank in (None, mesh.rank) else {}
 
 
@@ -134,7 +136,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     materialize(model)
     targets, saved_as, extra = local_state(model)
     shapes = stages.full_shapes()  # of every stage, so that all ranks refuse alike
-    of_stages = gathered_values(saved_as, mesh.pp_group) if mesh.pp_size > 1 else [saved_as]
+    mine = saved_as, cannot_load(model, saved_otherwise=True)
+    of_stages, refusals = zip(*(gathered_values(mine, mesh.pp_group) if mesh.pp_size > 1 else [mine]), strict=True)
+    if any(refusals):
+        raise ValueError(next(filter(None, refusals)))
     _check_names(shapes, of_stages)
     first_names = {name: first for part in of_stages for name, first in part.items()}
     names = _names_in(state, shapes, first_names)
@@ -142,12 +147,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     for name, in_state in names.items():
         if shapes[name] != (given := shape_of(in_state)):
             raise ValueError(f"state[{name!r}] should have shape {shapes[name]}, but has {given}")
-    vars(model).pop(INITIAL_VALUES, None)
     with torch.no_grad():
         for name, target in targets.items():
             _assign(target, state[names[name]])  # a function, so that one full tensor is alive at a time
     for name in set(extra) & set(state):
         set_extra_state(model, name, state[name])
+    call_load_hooks(model)
 
 
 @takes(value=TENSOR, parameter=a("a parameter", nn.Parameter))
@@ -226,6 +231,46 @@ def set_extra_state(model: nn.Module, name: str, value: Any) -> None:
     """Gives a module of the model what its ``get_extra_state`` has returned under ``name``."""
     module = stages_of(model).plain_module().get_submodule(name.rpartition(".")[0])
     (module.module if isinstance(module, DistributedDataParallel) else module).set_extra_state(value)
+
+
+def call_load_hooks(model: nn.Module) -> None:
+    """Calls the hooks that modules' ``load_state_dict`` calls at its end, such as those that compute a cache anew."""
+
+    def call(module: nn.Module) -> None:
+        for hook in module._load_state_dict_post_hooks.values():
+            hook(module, _IncompatibleKeys([], []))
+
+    model.apply(call)  # a module's after those inside it, as in torch
+
+
+def cannot_load(model: nn.Module, saved_otherwise: bool = False) -> str | None:
+    """Why nothing can be loaded into tensors of this rank's state dict: modules made copies; None: it can be.
+
+    Args:
+        model: what ``ddl.auto_model`` returned, or any module.
+        saved_otherwise: whether the state is one of :func:`full_state_dict`, which may have something else under the
+            name of a parameter. Default: False, one of :func:`local_state`, which has the parameter itself.
+    """
+    stages = stages_of(model)
+    registered, again = stages.registered(), stages.state_dict()
+    for name, tensor in _tensors_and_extra_state(stages)[0].items():
+        held = registered.get(name, again[name])
+        if held is tensor or (name in registered and not saved_otherwise) or _memory(held) == _memory(tensor):
+            continue
+        if name in registered:
+            return (
+                f"state cannot be loaded, since a module of the model saves {name!r} by its own code, which makes a "
+                "copy of it: give the state to load_state_dict of the plain model, before ddl.auto_model"
+            )
+        return (
+            f"the model's state dict has {name!r}, which is no parameter or buffer, but a copy that its module makes "
+            "when it is saved, so that nothing can be loaded into it: register_buffer it, or save it by get_extra_state"
+        )
+    return None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return local_tensor(tensor).untyped_storage().data_ptr()
 
 
 def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
@@ -313,6 +358,8 @@ def local_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, st
     """
     stages = stages_of(model)
     tensors, extra = _tensors_and_extra_state(stages)
+    registered = stages.registered()
+    tensors = {name: registered.get(name, tensor) for name, tensor in tensors.items()}  # not what modules make of them
     over_stages = {name: names[0] for names in stages.shared_names() for name in names}
     first: dict[int, str] = {}
     saved_as = {}

@@ -23,7 +23,7 @@ from ignite_ddl.checkpoint.snapshot import groups_by_name
 from ignite_ddl.checkpoint.storage import Folder, agree, attempt
 from ignite_ddl.checkpoint.values import decoded, plain_state
 from ignite_ddl.mesh import Mesh, get_mesh
-from ignite_ddl.state import INITIAL_VALUES, Shard, local_state, set_extra_state, shard_of
+from ignite_ddl.state import Shard, call_load_hooks, cannot_load, local_state, set_extra_state, shard_of
 from ignite_ddl.tensor.random import draw_seed, set_random_states
 
 
@@ -172,6 +172,8 @@ def _check_kinds(folder: Folder, kinds: Kinds) -> None:
 
 def _plan_model(plan: Plan, key: str, model: nn.Module, saved_as: dict[int, str]) -> tuple[list[str], list[str]]:
     """Adds what this rank reads of a model; returns its names, and those that the checkpoint lacks."""
+    if refusal := cannot_load(model):
+        raise ValueError(f"to_load[{key!r}] cannot be loaded: {refusal}")
     folder, tensors = plan.folder, local_state(model)[0]
     first_names = folder.content["models"][key]["saved_as"]
     of_model: dict[int, str] = {}
@@ -307,11 +309,11 @@ def apply(plan: Plan) -> None:
     _, error = attempt(plan.folder.read, plan.checked)
     agree(error)
     for key, model in plan.kinds.models.items():
-        vars(model).pop(INITIAL_VALUES, None)
         extra = plan.folder.content["models"][key]["extra"]
         for name in local_state(model)[2]:
             if name in extra:
                 set_extra_state(model, name, decoded(extra[name]))
+        call_load_hooks(model)
     for key, optimizer in plan.kinds.optimizers.items():
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             optimizer.state.pop(parameter, None)
@@ -333,6 +335,8 @@ def _apply_resettable(plan: Plan) -> None:
             on_device = {name: group[name].device for name in rates if isinstance(group.get(name), torch.Tensor)}
             group.update(options | {name: rates[name].to(device) for name, device in on_device.items()})
         optimizer.__setstate__({"param_groups": optimizer.param_groups})  # as torch does: of Adam's state AdamW's
+        for hook in getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {}).values():
+            hook(optimizer)
     for key, other in plan.kinds.others.items():
         other.load_state_dict(plan.per_rank[key] if key in plan.per_rank else plan.state_of(key)[0])
     _apply_random(plan)

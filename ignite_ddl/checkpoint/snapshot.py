@@ -21,7 +21,7 @@ from ignite_ddl.checks.replicas import check_replicas
 from ignite_ddl.data_parallel import LOCAL_ROUNDS, local_round, share_buffers
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.pipeline.local_stages import stages_of
-from ignite_ddl.state import Shard, local_state, shard_of
+from ignite_ddl.state import Shard, cannot_load, local_state, shard_of
 from ignite_ddl.tensor.random import random_states
 
 
@@ -92,6 +92,8 @@ def _check_per_rank_states(kinds: Kinds) -> None:
 
 
 def _capture_model(key: str, model: nn.Module, names: dict[int, str], shards: dict[str, Shard]) -> dict[str, Any]:
+    if refusal := cannot_load(model):
+        raise ValueError(f"to_save[{key!r}] could not be loaded again: {refusal}")
     tensors, saved_as, extra = local_state(model)
     local = local_round(model)
     in_a_round = local is not None and local.steps > 0

@@ -145,9 +145,14 @@ class OneStage:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has of the uncut model's state dict, with parameters themselves."""
-        root = self.plain_module()
-        state = root.state_dict(keep_vars=True)
-        for name, module in root.named_modules():
+        return self._by_uncut_names(self.plain_module().state_dict(keep_vars=True))
+
+    def registered(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters and buffers by the names of the uncut model, which modules may save otherwise."""
+        return self._by_uncut_names(_registered(self.plain_module()))
+
+    def _by_uncut_names(self, state: dict[str, Any]) -> dict[str, Any]:
+        for name, module in self.plain_module().named_modules():
             if isinstance(module, DistributedDataParallel):  # such as in an AveragedModel, which names it, too
                 start, ddp = f"{name}.", f"{name}.module."
                 state = {start + k.removeprefix(ddp) if k.startswith(ddp) else k: value for k, value in state.items()}
@@ -333,11 +338,19 @@ class PipelineStages:
     def state_dict(self) -> dict[str, Any]:
         return self.module.state_dict(keep_vars=True)
 
+    def registered(self) -> dict[str, torch.Tensor]:
+        return _registered(self.module)
+
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
         return self.cut.shapes
 
     def shared_names(self) -> list[list[str]]:
         return self.cut.shared
+
+
+def _registered(module: nn.Module) -> dict[str, torch.Tensor]:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return parameters | dict(module.named_buffers(remove_duplicate=False))
 
 
 Stages = OneStage | PipelineStages

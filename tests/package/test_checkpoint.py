@@ -1237,6 +1237,52 @@ def test_safetensors_of_any_mesh(mesh, size, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"], "an older export is replaced"
 
 
+class Copying(nn.Linear):
+    """Saves a copy of its weight by a hook, and what depends on the weight is computed anew when it is loaded."""
+
+    def __init__(self, name="weight"):
+        super().__init__(2, 2)
+        self.name, self.norm = name, -1.0
+        self.register_state_dict_post_hook(Copying.copy)
+        self.register_load_state_dict_post_hook(Copying.load)
+
+    def copy(self, state, prefix, _):
+        state[prefix + self.name] = self.weight.detach().clone()
+
+    def load(self, _):
+        self.norm = float(self.weight.norm())
+
+
+@on_each_rank(pp=2)
+def test_modules_that_save_copies_and_hooks_of_loading(local_rank, tmp_path):
+    """The copies are on one stage, where an optimizer has the parameter itself."""
+    saved, loaded = (ddl.auto_model(nn.Sequential(nn.Linear(2, 2), Copying())) for _ in range(2))
+    things, called = [], []
+    for model in (saved, loaded):
+        optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        things.append({"model": model, "optimizer": optimizer})
+    optimizer.register_load_state_dict_post_hook(lambda _: called.append(True))
+    ddl.Checkpoint(things[0], tmp_path).save("it")
+    ddl.Checkpoint.load_newest(things[1], tmp_path)
+    assert [*map(torch.equal, saved.parameters(), loaded.parameters())] == [True, True]
+    assert called == [True]
+    full = ddl.full_state_dict(saved)
+    assert local_rank == 0 or loaded.get_submodule("1").norm == float(full["1.weight"].norm())
+    with pytest.raises(ValueError, match="saves '1.weight' by its own code.* of the plain model, before ddl.auto_mod"):
+        ddl.load_full_state_dict(loaded, full)
+    plain = nn.Sequential(nn.Linear(2, 2), Copying())
+    plain.load_state_dict(full)
+    assert torch.equal(ddl.full_state_dict(ddl.auto_model(plain))["1.weight"], full["1.weight"])
+    hooked = ddl.auto_model(nn.Sequential(nn.Linear(2, 2), Copying()))
+    for layer in hooked.modules():
+        layer._state_dict_hooks.clear()
+    ddl.load_full_state_dict(hooked, full)
+    assert local_rank == 0 or hooked.get_submodule("1").norm == float(full["1.weight"].norm())
+    odd = ddl.auto_model(nn.Sequential(nn.Linear(2, 2), Copying("other")))
+    with pytest.raises(ValueError, match="'1.other', which is no parameter .* register_buffer it, or save it by get_"):
+        ddl.Checkpoint({"model": odd}, tmp_path).save("odd")
+
+
 def test_one_name_of_a_tied_weight_is_enough(tmp_path):
     """As Hugging Face's files have it."""
     model = Run().model
