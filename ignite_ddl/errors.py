@@ -101,6 +101,12 @@ _REASONS = (
         "tensor_plan",
     ),
     (
+        "Expected variable to have sparse gradient",
+        lambda mesh: mesh.dp_cp_size > 1,
+        "an nn.Embedding with sparse=True shares its weight with something that gives it a dense gradient (a tied "
+        "head), and DDP waits for a sparse one: sparse=False has the same gradients",
+    ),
+    (
         "expect_autograd_hooks_",
         lambda mesh: True,
         "static_graph=True needs a first step of one batch, after whose backward pass DDP knows the graph, but it "

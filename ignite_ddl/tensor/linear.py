@@ -125,6 +125,11 @@ class Column(ColwiseParallel):
         return sizes
 
     @staticmethod
+    def _prepare_input_fn(input_layouts, desired_input_layouts, module, inputs, device_mesh):
+        _check_positional(Column, module, inputs)
+        return ColwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, module, inputs, device_mesh)
+
+    @staticmethod
     def _prepare_output_fn(output_layouts, use_local_output, module, outputs, device_mesh):
         if is_full_between_layers() and use_local_output and not output_layouts[0].is_replicate():
             return _in_original_order(outputs.full_tensor(), module)
@@ -225,6 +230,7 @@ class Row(RowwiseParallel):
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired_input_layouts, module, inputs, device_mesh):
+        _check_positional(Row, module, inputs)
         if module._takes_sharded_input and not isinstance(inputs[0], DTensor):
             inputs = (local_input(module, inputs[0]), *inputs[1:])
         return RowwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, module, inputs, device_mesh)
@@ -238,6 +244,14 @@ class Row(RowwiseParallel):
             style.desired_input_layouts = (Shard(-1),)
             return _shard_transposed(style, module, device_mesh, Shard(0), Replicate())
         return super(Row, style)._apply(module, device_mesh)
+
+
+def _check_positional(style: type[ParallelStyle], module: nn.Module, inputs: tuple) -> None:
+    if not inputs:
+        raise ValueError(
+            f"{style.__name__} takes the first positional argument of its {type(module).__name__}, but given keyword "
+            "arguments only: call it by layer(x), not by layer(input=x)"
+        )
 
 
 def _shard_transposed(

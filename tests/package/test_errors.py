@@ -22,6 +22,7 @@ from ignite_ddl.parts import PartError
         ),
         (PartError(RuntimeError("no strategy")), r"\(no strategy\): .* leave it uncut"),
         (RuntimeError("Expected to have finished reduction"), "pass find_unused_parameters=True"),
+        (RuntimeError("Expected variable to have sparse gradient."), "sparse=False has the same gradients"),
         (
             TypeError("cannot assign 'torch.DoubleTensor' as parameter 'weight' (torch.nn.Parameter or None expected)"),
             "a layer computes a weight that was its parameter before .* change the layer before ddl.auto_model",

@@ -461,9 +461,11 @@ def test_a_shared_input_is_the_first_argument_and_others_come_through(local_rank
     masked = ddl.auto_model(whole, plan)
     for (args, kwargs), right in zip(calls, expected, strict=True):
         torch.testing.assert_close(masked(*args, **kwargs), right)
-    for wrong in (lambda: masked(x=x), lambda: masked(None)):
-        with pytest.raises(ValueError, match="SharedInput takes the first positional argument"):
-            wrong()
+    shared = "SharedInput", (lambda: masked(x=x), lambda: masked(None))
+    for style, calls in (shared, ("Column", [lambda: masked.q(input=x)]), ("Row", [lambda: masked.out(input=x)])):
+        for wrong in calls:
+            with pytest.raises(ValueError, match=f"{style} takes the first positional argument"):
+                wrong()
 
 
 @on_each_rank(tp=4)
