@@ -58,7 +58,7 @@ def stop_epoch(function, right, patience):
     epochs, traffic = zip(*ranks, strict=True)
     if None in epochs:
         raise Hint("your function returns nothing: it should return the last epoch that is trained")
-    if len(set(epochs)) > 1:
+    if any(epoch != epochs[0] for epoch in epochs[1:]):  # a set tells equal tensors apart
         raise Hint(f"your ranks stop after epochs {list(epochs)}; the later ones wait for ever")
     together = [sum(column) for column in zip(*right, strict=True)]
     true = _stops_after(together, patience)

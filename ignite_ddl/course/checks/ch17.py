@@ -20,9 +20,9 @@ def smoothed_loss(function, n_ranks, rows, n_classes, smoothing, shift):
     numbers = torch.Generator().manual_seed(n_ranks)
     logits = 3 * torch.randn(rows, n_classes, generator=numbers, dtype=torch.float64) + shift
     target = torch.randint(n_classes, (rows,), generator=numbers)
-    target[:2] = torch.tensor([0, n_classes - 1])  # of the first rank and of the last
     parts = logits.chunk(n_ranks, 1)
     firsts = [sum(part.shape[1] for part in parts[:rank]) for rank in range(n_ranks)]
+    target[:3] = torch.tensor([0, n_classes - 1, firsts[1]])  # the first one, the last one, and where ranks meet
     args = [(part, target, first, n_classes, smoothing) for part, first in zip(parts, firsts, strict=True)]
     ranks = counted_on_ranks(function, args, WAIT_SECONDS)
     whole = logits.clone().requires_grad_()

@@ -14,11 +14,11 @@ def by_all_numbers(errors):
     return by_squares(errors, lambda mine: idist.all_gather(mine).view(-1, 3).sum(0))
 
 
-RIGHT = {"std_of_all": [by_squares]}
+RIGHT = {"std_of_all": [by_squares], "stop_epoch": [{"return epoch": "return torch.tensor(epoch)"}]}
 MISTAKES = {
     "std_of_all": {
         "the check cannot read what std_of_all returns (TypeError: unsupported operand type(s) for -: 'list' and "
-        "'float'); it should be float": {"return ": "return [0.0] * "},
+        "'float'); it should be float": {"return ": "return [] and "},
         "your function returns nothing": lambda errors: None,
         "[7, 9]: the standard deviation is 3.162, rank 0 returns 1.000, the mean of the ranks' own": lambda errors: (
             errors.std(correction=0).item() if len(errors) else 0.0

@@ -33,4 +33,6 @@ MISTAKES = {
         },
     },
 }
-WAITING = {"serve_with_momentum": {"your ranks wait for each other": lambda weights, *_: weights}}
+WAITING = {
+    "serve_with_momentum": {"your ranks wait for each other: in each step the server": lambda weights, *_: weights}
+}

@@ -8,6 +8,7 @@ CHANGE = " + smoothing * change / len(target)"
 RIGHT = {"smoothed_loss": [{"return loss": "return [loss", CHANGE: f"{CHANGE}]"}]}  # a list will do
 MISTAKES = {
     "smoothed_loss": {
+        "index 17 is out of bounds": {"target < first + logits": "target <= first + logits"},
         "rank 0 should return the loss and the gradient": {f", gradient{CHANGE}": ""},
         "the loss of rank 0 should be one float64 number": {"return loss": "return float(loss)"},
         "of rank 0 should have the shape of its logits, (6, 17)": {CHANGE: "[:, 1:]"},
