@@ -49,7 +49,7 @@ file                                    what it uses
 ``pipeline/local_stages.py``            ``torch.utils._pytree``
 ``pipeline/trace.py``                   ``torch.distributed.pipelining.Pipe._from_traced``, ``torch.utils._pytree``,
                                         ``nn.Module._backward_hooks``, ``_backward_pre_hooks``, a Function's node and
-                                        its ``_forward_cls``, ``ShapeEnv._log_guard``
+                                        its ``_forward_cls``, ``ShapeEnv._log_guard``, ``_NormBase``
 ``tensor/linear.py``                    ``ParallelStyle._apply``, which every style overrides, as in the next two
 ``tensor/sequence.py``                  and ``SequenceParallel._replicate_module_fn``
 ``tensor/inside.py``                    and ``nn``'s ``_NormBase``

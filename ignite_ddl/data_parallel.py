@@ -316,4 +316,4 @@ def share_buffers(module: nn.Module, mesh: Mesh) -> None:
     if mesh.dp_cp_rank > 0:
         with torch.no_grad():
             for buffer, values in zip(buffers, flat.split([b.nbytes for b in buffers]), strict=True):
-                buffer.copy_(values.clone().view(buffer.dtype).view(buffer.shape))  # the clone is aligned
+                buffer.data.copy_(values.clone().view(buffer.dtype).view(buffer.shape))  # the clone is aligned

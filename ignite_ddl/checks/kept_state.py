@@ -151,7 +151,7 @@ def _refill(value: Any, before: Any) -> None:
         with torch.no_grad():
             if value.shape != before.shape:  # resized in place, as a buffer of an observer in its first pass
                 value.resize_(before.shape)
-            local_tensor(value).copy_(local_tensor(before))
+            local_tensor(value).data.copy_(local_tensor(before))  # a graph may have saved it, as BatchNorm's has
     elif isinstance(value, np.ndarray):
         value[...] = before
 

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ignite_ddl.checks.kept_state import captured_rows, cloned, random_kept, reached, saved_states, states_kept
 from ignite_ddl.checks.replicas import digest
-from ignite_ddl.checks.traceless import differ, exact_float32, weights_kept
+from ignite_ddl.checks.traceless import differ, evaluating, exact_float32, weights_kept
 from ignite_ddl.collectives import on_any_rank, value_of
+from ignite_ddl.data_parallel import buffers_apart
 from ignite_ddl.mesh import Mesh
 from ignite_ddl.parts import MODELS
 from ignite_ddl.structure import SomeRows, n_rows, tensors_of
@@ -90,7 +91,11 @@ class LossState:
         with contextlib.ExitStack() as stack:
             stack.enter_context(exact_float32())  # it may run a model of its own, such as a teacher
             stack.enter_context(torch.set_grad_enabled(self.needs_graph))
-            stack.enter_context(random_kept(self.owners_and_models()))
+            owners = self.owners_and_models()
+            modules = [one for one in owners if isinstance(one, nn.Module)]
+            stack.enter_context(random_kept(owners))
+            stack.enter_context(evaluating(modules, all_of_them=False))  # BatchNorm and dropout have rules of their own
+            stack.enter_context(buffers_apart(modules))
             for model in MODELS if self.needs_graph else ():
                 if isinstance(model, DistributedDataParallel):  # which expects a backward pass after a forward one
                     stack.enter_context(model.no_sync())

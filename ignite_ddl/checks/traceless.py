@@ -339,7 +339,7 @@ def outputs_depend_on_padding(
 @contextlib.contextmanager
 def evaluating(stages: Iterable[nn.Module], all_of_them: bool = True) -> Iterator[None]:
     """Inside, modules are in evaluation mode; or only torch's and ours, whose rules for training are stated."""
-    was = [(module, module.training) for module in modules_of(stages).values()]
+    was = [(module, module.training) for stage in stages for module in stage.modules()]
     for module, training in was:
         libraries = all(of.__module__.startswith(("torch.", "ignite_ddl.")) for of in type(module).__mro__[:-1])
         module.training = training and not (all_of_them or libraries or isinstance(module, _BatchNorm))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import operator
@@ -112,7 +113,7 @@ def _distribute_tensors(model: nn.Module, layers: list[TracedLayer]) -> None:
     unused = [name for name, tensor in known.items() if name in kept and id(tensor) not in used]
     for i, layer in enumerate(layers):
         for name in [*layer._uses, *(unused if i == 0 else ())]:
-            _register(layer, name, known[name], name in kept)
+            _register(layer, model, name, known[name], name in kept)
 
 
 def _not_recorded(name: str, what: str) -> ValueError:
@@ -469,16 +470,27 @@ def _row_shapes(leaves: Sequence[Any]) -> list[Any]:
     return [(tuple(leaf.shape[1:]), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
-def _register(layer: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
+def _register(layer: nn.Module, model: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
     *parents, last = name.split(".")
     for parent in parents:
+        model = model._modules[parent]
         if parent not in layer._modules:
-            layer.add_module(parent, nn.Module())
+            layer.add_module(parent, _empty_module(model))
         layer = layer._modules[parent]
     if isinstance(tensor, nn.Parameter):
         layer.register_parameter(last, tensor)
     else:
         layer.register_buffer(last, tensor, persistent)
+
+
+def _empty_module(module: nn.Module) -> nn.Module:
+    """One without tensors; in place of BatchNorm one of its kind, by which the rules for its statistics know it."""
+    if not isinstance(module, nn.modules.batchnorm._NormBase):
+        return nn.Module()
+    empty = copy.copy(module)
+    empty._parameters, empty._buffers = dict.fromkeys(module._parameters), dict.fromkeys(module._buffers)
+    empty._non_persistent_buffers_set = set()
+    return empty
 
 
 def _block_names(model: nn.Module) -> list[str]:

@@ -1658,3 +1658,23 @@ def test_a_loss_made_anew_in_each_step_keeps_no_batch():
     contract.state.pair = contract.pairs[0]
     contract.conclude(0.0)
     assert (contract.pairs, contract.state.pair) == ([], None)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=str)
+def test_a_loss_may_call_a_model_with_batchnorm_which_takes_the_rows_of_a_rank(options):
+    """As in a DCGAN's step of the generator; twice, real and generated rows, in one loss."""
+
+    def adversary(local_rank, divisor=None):
+        torch.manual_seed(0)
+        layers = nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Tanh(), nn.Linear(5, 1)
+        critic = ddl.auto_model(nn.Sequential(*layers).double(), **options)
+        generator = ddl.auto_model(nn.Linear(6, 7).double(), **options)
+        optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
+        loss_fn = lambda fake, real: F.softplus(critic(fake)).mean() + F.softplus(-critic(real)).mean()  # noqa: E731
+        trainer = ddl.create_supervised_trainer(generator, optimizer, loss_fn, loss_divisor=divisor)
+        trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8), max_epochs=2)
+        statistics = {k: v for k, v in ddl.full_state_dict(critic).items() if "running" in k}
+        return trainer.state.output, ddl.full_state_dict(generator)["weight"], statistics
+
+    for found, right in zip(on(adversary, dp=2), on(partial(adversary, divisor="local"), dp=2), strict=True):
+        torch.testing.assert_close(found, right)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from ignite.handlers import EMAHandler
-from ranks import on_each_rank, trainer_of
+from ranks import on, on_each_rank, trainer_of
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.parametrizations import spectral_norm
@@ -580,3 +580,25 @@ def test_a_traced_model_and_a_pipeline_of_it_can_be_copied(local_rank):
     after, mean = ddl.full_state_dict(pipeline), ddl.full_state_dict(average.ema_model)
     for name, value in mean.items():
         torch.testing.assert_close(value, (before[name] + after[name]) / 2, rtol=0, atol=1e-12)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_batchnorm_of_traced_layers_is_that_of_a_sequence_of_layers():
+    def trained(local_rank, traces):
+        torch.manual_seed(0)
+        model, x = Normed().double(), torch.randn(16, 4).double()
+        layers = ddl.trace_layers(model, x, before=["body.3"]) if traces else model.body
+        model = ddl.auto_model(layers, **({} if traces else {"split": [3, 1]}))
+        trainer = trainer_of(model)
+        trainer.run(ddl.auto_dataloader(TensorDataset(x, x[:, :2]), batch_size=8), max_epochs=2)
+        return trainer.state.output, list(ddl.full_state_dict(model).values())
+
+    torch.testing.assert_close(on(trained, True, pp=2)[0], on(trained, False, pp=2)[0])
