@@ -291,7 +291,8 @@ class _Gradients:
         by: dict[Any, torch.Tensor] = {i: t for i, t in enumerate(tensors_of(rows)) if t.requires_grad}
 
         def note(module: nn.Module, *_: Any) -> None:  # after FSDP2's hook, which gathers them
-            by.update({(module, k): p for k, p in module._parameters.items() if p is not None and p.requires_grad})
+            held = {(module, k): p for k, p in module._parameters.items() if isinstance(p, nn.Parameter)}
+            by.update({key: p for key, p in held.items() if p.requires_grad})  # not what functional_call has put there
 
         handles = [m.register_forward_pre_hook(note) for m in {m for stage in stages for m in stage.modules()}]
         try:

@@ -407,3 +407,27 @@ def gradients_on_the_edge(local_rank):
 
 def test_of_a_relu_whose_input_is_0_but_for_rounding_gradients_are_compared_beside_it():
     assert launch({"dp": 2}, gradients_on_the_edge) == [[True, False]] * 2
+
+
+class AdaptsToEachRow(nn.Module):
+    """MAML (Finn et al. 2017): a row is a task, to which forward adapts weights by gradients of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 2)
+
+    def forward(self, x):
+        weights = dict(self.layer.named_parameters())
+
+        def of_task(row):
+            loss = torch.func.functional_call(self.layer, weights, (row[:, None],)).square().mean()
+            grads = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+            adapted = {k: w - 0.1 * g for (k, w), g in zip(weights.items(), grads, strict=True)}
+            return torch.func.functional_call(self.layer, adapted, (row[:1],))
+
+        return torch.stack([of_task(row) for row in x])
+
+
+def test_gradients_of_rows_whose_weights_forward_has_adapted_are_those_of_each_row():
+    model, x = AdaptsToEachRow(), torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    assert not row_gradients_depend(model, x, [model])
