@@ -116,8 +116,12 @@ _REASONS = (
 
 
 @contextlib.contextmanager
-def explaining_errors() -> Iterator[None]:
-    """Raises torch's errors about parts of tensors as ValueErrors with a cure."""
+def explaining_errors(rows: tuple[int, int | None] | None = None) -> Iterator[None]:
+    """Raises torch's errors about parts of tensors as ValueErrors with a cure, or adds a note.
+
+    Args:
+        rows: this rank's number of rows and that of the batch. Default: not known.
+    """
     try:
         yield
     except Exception as error:
@@ -136,7 +140,19 @@ def explaining_errors() -> Iterator[None]:
         for words, holds, reason in _REASONS:
             if words in str(error) and holds(mesh):
                 raise ValueError(reason) from error
+        is_split = rows is not None and rows[0] < (rows[1] or 0) and mesh.pp_size == 1
+        if is_split and not getattr(error, "__notes__", ()) and _is_about(rows[0], str(error)):
+            error.add_note(
+                f"This rank has {rows[0]} of the batch's {rows[1]} rows: if these are parts of one thing, such as the "
+                "nodes of a graph, let it be one row (a dataset of x[None], of which forward takes x[0] and returns "
+                "output[None]), or take a mesh of tp alone"
+            )
         raise
+
+
+def _is_about(n: int, words: str) -> bool:
+    """Whether an error is about shapes, and one of them has this number."""
+    return bool(re.search(r"shape|size|out of bounds", words) and re.search(rf"(?<!\d){n}(?!\d)", words))
 
 
 def _is_of_a_script(error: Exception) -> bool:

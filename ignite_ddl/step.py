@@ -124,7 +124,7 @@ class TrainingStep:
         loss_of, share = checked_loss(contract, empty=n_rows(x) == 0), contract.divisor.share
         with (
             gradient_sync(self.stages.local_stages(), last),
-            explaining_errors(),
+            explaining_errors(rows),
             router_loss_weight(of_batch, rows is None or rows[0] > 0),
             contextlib.nullcontext() if self.audit is None else self.audit.watching(),
         ):
@@ -159,7 +159,7 @@ class TrainingStep:
         strict = self.audit is not None and self.mesh.dp_cp_size > 1 and not contract.n_steps
         local_divisor = contract.divisor.local(rows, x, y, strict)
         if self.audit is not None:
-            with autocast, explaining_errors():
+            with autocast, explaining_errors(rows):
                 self.audit.begin(rows, x, y)
         if self.checks:
             contract.check_rows(rows)

@@ -63,6 +63,16 @@ def test_errors_that_a_script_makes_or_handles_stay_as_they_are():
     assert not notes
 
 
+@pytest.mark.parametrize("words", ["mat1 and mat2 shapes cannot be multiplied (10x10 and 5x8)", "15x5 is no number"])
+def test_shapes_of_a_ranks_rows_have_a_note(words, monkeypatch):
+    monkeypatch.setattr(errors, "get_mesh", lambda: mesh_of(dp=2))
+    with pytest.raises(RuntimeError) as found, explaining_errors((5, 10)):
+        raise RuntimeError(words)
+    assert [note[:41] for note in getattr(found.value, "__notes__", [])] == (
+        ["This rank has 5 of the batch's 10 rows: i"] if "shapes" in words else []
+    )
+
+
 def test_what_is_not_known_is_left():
     with pytest.raises(RuntimeError, match="^else$"), explaining_errors():
         raise RuntimeError("else")
