@@ -26,7 +26,7 @@ from ignite_ddl.checks.optimizer_steps import (
     without_gradients,
 )
 from ignite_ddl.collectives import gathered, meet, on_any_rank
-from ignite_ddl.context.sequence import NOT_SHARED
+from ignite_ddl.context.sequence import NOT_SHARED, tokens_kept
 from ignite_ddl.data import ShardedDataLoader
 from ignite_ddl.errors import reason_in_a_run
 from ignite_ddl.idist_view import on_this_rank, warning_of_sums_over_peers
@@ -167,7 +167,7 @@ class MeshEngine(Engine):
                 "Ignite, or give max_epochs and epoch_length"
             )
         try:
-            with warning_of_sums_over_peers(lambda: self._in_step):
+            with warning_of_sums_over_peers(lambda: self._in_step), tokens_kept():
                 state = super().run(data, max_epochs, epoch_length=epoch_length, **limit)
             for step in self.steps.values():
                 if step.audit is not None:

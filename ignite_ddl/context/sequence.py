@@ -250,6 +250,17 @@ def two_halves(tree: Any, n: int | None = None) -> list[Any] | None:
 
 
 @contextlib.contextmanager
+def tokens_kept() -> Iterator[None]:
+    """Inside, other batches are read, as by an evaluator in a handler; afterwards, the last one is that of before."""
+    global _tokens
+    before = _tokens
+    try:
+        yield
+    finally:
+        _tokens = before
+
+
+@contextlib.contextmanager
 def full_sequences() -> Iterator[None]:
     """Inside, this process has all tokens of its sequences."""
     token = _FULL.set(True)

@@ -773,6 +773,9 @@ REFUSALS = {
                        "output_transform of Accuracy makes something of a token from other tokens"),
     "targets of the next token": ({"evaluates": True, "metrics": lambda: {"next": Accuracy(of_the_next)}},
                                   "output_transform of Accuracy makes something of a token from other tokens"),
+    "targets of the next token, after batches of another length": (
+        {"evaluates": True, "metrics": dict, "beside": lambda: texts(LENGTH // 2)},
+        "output_transform of Accuracy makes something of a token from other tokens"),
     "a mean in a transform": ({"model_transform": lambda output: output - output.mean(1, keepdim=True)},
                               "model_transform makes something of a token from other tokens"),
     "positions in a transform": ({"model_transform": lambda output: output * torch.arange(output.shape[1])[:, None]},
@@ -813,7 +816,7 @@ def attempts(local_rank, names):
     return [attempt(**REFUSALS[name][0]) for name in names]
 
 
-def attempt(make=text_model, data=texts, loader=None, evaluates=False, metrics=dict, **options):
+def attempt(make=text_model, data=texts, loader=None, evaluates=False, metrics=dict, beside=None, **options):
     """What the step says, at most of one kind."""
     torch.manual_seed(0)
     with torch.random.fork_rng():
@@ -824,6 +827,10 @@ def attempt(make=text_model, data=texts, loader=None, evaluates=False, metrics=d
     else:
         engine = trainer_of(model, **({"loss_fn": token_loss} | options))
     engine.logger.disabled = True
+    if beside is not None:
+        others, within = ddl.auto_dataloader(beside(), batch_size=8), ddl.create_supervised_evaluator(model)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: within.run(others))
+        Accuracy(of_the_next).attach(engine, "next")
     try:
         engine.run(loader)
     except ValueError as error:
