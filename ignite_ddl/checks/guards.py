@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -179,6 +180,7 @@ def copy_parameter_attributes(before: Mapping[str, nn.Parameter], model: nn.Modu
         guard_cut_model(model, part_of_each=mesh.tp_size * mesh.pp_size == 1)
     still = {id(parameter) for parameter in after.values()}
     replaced = {name: old for name, old in before.items() if id(old) not in still}
+    live, steps = [(p, p._version) for p in after.values()], _steps
     for name, old in replaced.items():
         if name in after:
             for attribute, value in vars(old).items():
@@ -188,36 +190,69 @@ def copy_parameter_attributes(before: Mapping[str, nn.Parameter], model: nn.Modu
         setattr(old, _REPLACED, name)
         if type(old) is nn.Parameter:
             old._elsewhere = name not in after  # on another stage, whose rank does what a script does by the given net
-            old._live = next(((p, p._version) for p in after.values() if p.requires_grad), None)
+            old._live = live, steps
             old.__class__ = _Replaced
 
 
+_steps = 0  # of all optimizers
+
+
+def _count_step(*_: Any) -> None:
+    global _steps
+    _steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
 class _Replaced(nn.Parameter):
-    """A parameter of the uncut model that a script has kept: nothing that is done with it reaches the model."""
+    """A parameter of the uncut model that a script has kept: nothing that is done with it reaches the model.
+
+    Of another stage, it may be written to, and its views, too; read only until a weight has changed.
+    """
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         old = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls)
-        changes = function.__name__ in ("__get__", "__set__", "detach") or function.__name__.endswith("_")
-        if function in _LOOKS or (old._elsewhere and (changes or not torch.is_grad_enabled())):
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
-        raise old.error()
+        name = function.__name__
+        views, writes = name in ("__get__", "detach"), name == "__set__" or name.endswith("_")
+        writes = writes and any(type(leaf) is cls for leaf in tree_leaves(args[:1]))
+        stays = old._elsewhere and not old._is_stale()
+        reads = views or not torch.is_grad_enabled()
+        if not (function in _LOOKS or old._elsewhere and (views or writes) or stays and reads):
+            raise old.error()
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+            if views and not stays and isinstance(result, torch.Tensor):
+                result = result.as_subclass(cls)
+                vars(result).update(vars(old))
+        return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    def _is_stale(self) -> bool:
+        live, steps = self._live
+        return steps != _steps or any(p._version != version for p, version in live)
+
+    def _copied(self) -> nn.Parameter:
         """As in a copy of the given net for a teacher, before the model has been trained."""
-        if self._live is None or self._live[0]._version != self._live[1]:
+        if self._is_stale():
             raise self.error()
         with torch._C.DisableTorchFunctionSubclass():
-            memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+            return nn.Parameter(self.detach().clone(), self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        memo[id(self)] = copied = self._copied()
         return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._copied().__reduce_ex__(protocol)
 
     def error(self) -> ValueError:
         return ValueError(
             f"this is {getattr(self, _REPLACED)!r} as it was before ddl.auto_model, which has put another parameter in "
-            "its place, perhaps on another rank: take parameters from the returned model, copy a net before it is "
-            "given to ddl.auto_model, and for a weight that two modules use, give both the same nn.Parameter before "
-            "(b.weight = a.weight), not in a list or a function"
+            "its place, perhaps on another rank: take parameters from the returned model, their values from "
+            "ddl.full_state_dict(model), called on every rank, copy a net before it is given to ddl.auto_model, and "
+            "for a weight that two modules use, give both the same nn.Parameter before (b.weight = a.weight), not in a "
+            "list or a function"
         )
 
 

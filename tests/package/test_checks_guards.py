@@ -4,6 +4,7 @@ Each case trains a few float64 steps of SGD on ranks with different rows, a smal
 """
 
 import copy
+import io
 import math
 import random
 from collections import OrderedDict
@@ -982,6 +983,41 @@ def test_a_parameter_that_was_taken_before_the_model_was_cut_is_refused(local_ra
     ):
         with pytest.raises(ValueError, match="as it was before ddl.auto_model, .* take parameters from the returned"):
             use()
+
+
+@on_each_rank(pp=2)
+def test_values_of_the_given_net_are_refused_once_a_stage_has_been_trained(local_rank):
+    x, net = X[:2], mlp()
+    right = net(x)
+    model = ddl.auto_model(net)
+    with torch.no_grad():
+        assert net(x).equal(right)
+        assert copy.deepcopy(net)(x).equal(right)
+    optimizer = ddl.auto_optim(torch.optim.SGD([p for k, p in model.named_parameters() if "bias" in k], lr=0.5))
+    ddl.create_supervised_trainer(model, optimizer, F.mse_loss).run([(X, Y)])
+    for use in (
+        lambda: net(x),
+        lambda: [torch.zeros_like(p).lerp_(p, 0.5) for p in net.parameters()],
+        lambda: [p.data.norm() for p in net.parameters()],
+        lambda: torch.save(net.state_dict(), io.BytesIO()),
+        lambda: copy.deepcopy(net),
+    ):
+        with pytest.raises(ValueError, match="as it was before .* ddl.full_state_dict"), torch.no_grad():
+            use()
+    for p in net.parameters():  # each rank writes to its own
+        p.data.fill_(local_rank)
+    assert {name: float(value.max()) for name, value in ddl.full_state_dict(model).items()} == {
+        f"{i}.{kind}": i / 2 for i in (0, 2) for kind in ("weight", "bias")
+    }
+
+
+@on_each_rank(pp=2)
+def test_a_net_with_a_frozen_stage_is_copied_before_training(local_rank):
+    net = mlp()
+    net[2].requires_grad_(False)
+    right = net(X)
+    ddl.auto_model(net)
+    assert copy.deepcopy(net)(X).equal(right)
 
 
 class Odd(nn.Linear):
