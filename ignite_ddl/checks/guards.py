@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from ignite.handlers.base_logger import BaseWeightsHandler
 from torch import nn
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ignite_ddl.checks.kept_state import reached, states_kept
+from ignite_ddl.checks.kept_state import LARGE, OF_EACH_MODULE, beside, kept_beside, reached, states_kept
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, called_by_ignites_checkpoint, without_transforms
 from ignite_ddl.mesh import Mesh, get_mesh
 from ignite_ddl.parts import PART_OF_A_MODEL, guard_cut_model, refuse_pickling
@@ -84,29 +85,74 @@ def check_layers(model: nn.Module, mesh: Mesh, plain: bool) -> None:
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Refuses a weight whose memory another tensor of the model has, too: it would not change with the weight."""
+    """Refuses a weight whose memory another tensor has, too, of the model or of objects that it uses: it would not
+    change with the weight.
+    """
     weights = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
-    others = {id(b): (name, b) for name, b in model.named_buffers()}
+    others = [*model.named_buffers(), *model.named_parameters()]
     for at, module in model.named_modules():
-        for name, value in vars(module).items():
-            held = value if isinstance(value, list | tuple) else (value,)
-            others |= {id(t): (f"{at}.{name}".lstrip("."), t) for t in held if isinstance(t, torch.Tensor)}
-    taken: dict[int, list[tuple[int, int, str]]] = {}
-    for name, tensor in [*weights.values(), *(other for key, other in others.items() if key not in weights)]:
-        if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+        kept = [(k, v) for k, v in vars(module).items() if k not in OF_EACH_MODULE]
+        kept = [(k, v) for k, v in kept if f"{k}_orig" not in module._parameters]  # of spectral_norm, made in each pass
+        others += [(f"{at}.{k}".lstrip("."), found) for k, v in kept for found in _memories(v)]
+    used = kept_beside(beside([model])).items()  # but for globals, whose names may be those of attributes in its code
+    used = [(name, held[key]) for name, (held, key) in used if "__builtins__" not in held]
+    others += [(name, found) for name, value in used for found in _memories(value)]
+    taken: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, one in [*weights.values(), *(other for other in others if id(other[1]) not in weights)]:
+        if isinstance(one, np.ndarray):
+            places = [weight for of_storage in taken.values() for weight in of_storage]
+        elif one.is_meta or one.layout != torch.strided or not one.numel():
             continue
-        start = tensor.data_ptr()
-        length = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        end, places = start + length * tensor.element_size(), taken.setdefault(tensor.untyped_storage().data_ptr(), [])
-        with_weight = next((weight for a, b, weight in places if a < end and start < b), None)
+        else:
+            places = taken.setdefault(one.untyped_storage().data_ptr(), [])
+        with_weight = next((weight for weight, tensor in places if _overlap(tensor, one)), None)
         if with_weight is not None:
             raise ValueError(
                 f"{name!r} has the memory of {with_weight!r}, as a view of it, which ranks that cut, gather or copy "
                 "weights would not keep: let forward compute it from the parameter (F.linear(x, self.weight.t())), or "
                 "give both modules the same nn.Parameter (b.weight = a.weight)"
             )
-        if id(tensor) in weights:
-            places.append((start, end, name))
+        if id(one) in weights:
+            places.append((name, one))
+
+
+def _memories(value: Any) -> list[Any]:
+    """Tensors and numpy's arrays in a variable."""
+    pending, seen = [value], {}
+    while pending and len(seen) < LARGE:
+        one = pending.pop()
+        if id(one) not in seen:
+            seen[id(one)] = one
+            pending += one.values() if isinstance(one, dict) else one if isinstance(one, list | tuple) else ()
+    return [one for one in seen.values() if type(one) in (torch.Tensor, nn.Parameter, np.ndarray)]
+
+
+def _overlap(weight: torch.Tensor, other: Any) -> bool:
+    """Whether a tensor or an array has an element of a weight's memory."""
+    (a, b), (start, end) = map(_span, (weight, other))
+    if start >= b or a >= end:
+        return False
+    if isinstance(other, np.ndarray) or weight.dtype.itemsize != other.dtype.itemsize:
+        return True
+    elements = torch.zeros(weight.untyped_storage().nbytes() // weight.dtype.itemsize, dtype=torch.bool)
+    for tensor in (weight, other):  # such as columns of one matrix, one between the others
+        once = [n if stride else 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        view = elements.as_strided(once, tensor.stride(), tensor.storage_offset())
+        if view.any():
+            return True
+        view.fill_(True)
+    return False
+
+
+def _span(one: Any) -> tuple[int, int]:
+    """The addresses between which the memory of a tensor or an array is."""
+    if isinstance(one, np.ndarray):
+        start, size, strides = one.__array_interface__["data"][0], one.itemsize, one.strides
+    else:
+        start, size = one.data_ptr(), one.element_size()
+        strides = [size * stride for stride in one.stride()]
+    steps = [(n - 1) * stride for n, stride in zip(one.shape, strides, strict=True)]
+    return start + sum(min(step, 0) for step in steps), start + size + sum(max(step, 0) for step in steps)
 
 
 def check_parameter_hooks(

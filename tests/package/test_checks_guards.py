@@ -28,7 +28,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import ignite_ddl as ddl
 from ignite_ddl import state
-from ignite_ddl.checks.guards import check_parameter_hooks
+from ignite_ddl.checks.guards import check_layers, check_parameter_hooks
 
 PLAN = {"0": ddl.Column(), "2": ddl.Row()}
 generator = torch.Generator().manual_seed(1)
@@ -959,6 +959,44 @@ def test_weights_that_share_memory_unseen_are_refused_where_they_would_not_stay_
         on(losses_of_autoencoder, how, True, dp=2)
     alone = losses_of_autoencoder(0, how, False)
     assert on(losses_of_autoencoder, how, False, dp=2) == [pytest.approx(alone, abs=1e-12)] * 2
+
+
+class Holder:
+    """An object that a model uses."""
+
+
+def with_a_view(place):
+    model = mlp()
+    first, holder, view = model[0], Holder(), model[0].weight.detach()
+    if place == "frozen":
+        model[2] = nn.Linear(8, 16)
+        model[2].weight = nn.Parameter(view, requires_grad=False)
+    elif place == "closure":
+        first.view = lambda: view
+    elif place == "object":
+        first.view, holder.view = holder, view
+    else:
+        first.view = {"dict": {"view": view}, "nested": [[view[2:]]], "array": view.numpy()[::2]}[place]
+    return model
+
+
+@pytest.mark.parametrize("place", ["frozen", "closure", "object", "dict", "nested", "array"])
+def test_memory_of_weights_is_seen_wherever_a_model_has_it(place):
+    with pytest.raises(ValueError, match="has the memory of '0.weight', as a view of it"):
+        check_layers(with_a_view(place), mesh_of(dp=2), plain=False)
+
+
+def test_memory_that_weights_do_not_share():
+    model, fused = mlp(), torch.randn(16, 16)
+    model.a, model.b = (nn.Linear(8, 16) for _ in range(2))
+    model.a.weight, model.b.weight = map(nn.Parameter, fused.chunk(2, 1))  # columns of one matrix
+    model.c = nn.utils.spectral_norm(nn.Linear(8, 16))
+    model.sizes = {"self": model, "weights": [*model.parameters()]}
+    model.sizes["own"] = model.sizes
+    check_layers(model, mesh_of(dp=2), plain=False)
+    model.a.fused = fused
+    with pytest.raises(ValueError, match="'a.fused' has the memory of 'a.weight'"):
+        check_layers(model, mesh_of(dp=2), plain=False)
 
 
 @pytest.mark.parametrize(("shard", "axes"), [(True, {"dp": 2}), (False, {"dp": 2, "tp": 2})], ids=str)
