@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ignite_ddl.checks.kept_state import cloned
 from ignite_ddl.checks.rows_alone import MAY_DEPEND, few_rows, norm_over_rows
-from ignite_ddl.checks.traceless import WatchForSums, differ, evaluating, without_trace
+from ignite_ddl.checks.traceless import Kept, WatchForSums, as_real, differ, evaluating, put, rows_kept, without_trace
 from ignite_ddl.compat import gathers, without_transforms
 from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.structure import local_tensor, n_rows, some_rows, tensors_of
@@ -226,8 +226,8 @@ def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.
     n = part.stop
     whole, rest = slice(0, n), slice(0, part.start)
 
-    def gradients(rows: slice, seed: int = 0) -> _Gradients:
-        return _Gradients(run, few, stages, seed, rows, n)
+    def gradients(rows: slice, seed: int = 0, first: Iterable[Kept] = ()) -> _Gradients:
+        return _Gradients(run, few, stages, seed, rows, n, first)
 
     try:
         with (
@@ -237,12 +237,14 @@ def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.
             WatchForSums() as watch,
         ):
             together = gradients(whole)
-            draws = not _add_up(watch.coarsest, together.found, gradients(whole, seed=1).found)
+            again = gradients(whole, 1, together.left)  # unlike by random numbers, or by what was kept of each row
+            unlike = together.outputs_differ(again, watch.coarsest)
+            unlike = unlike or not _add_up(watch.coarsest, together.found, again.found)
             others, alone = gradients(rest), gradients(part)
             by_rows = norm_over_rows(stages)
     except Exception:
         return False
-    unknown = watch.found or by_rows or draws or together.keeps_rows or part.start < 1
+    unknown = watch.found or by_rows or unlike or part.start < 1
     unknown = unknown or not together.lengths == others.lengths == alone.lengths  # some outputs have no rows: a weight
     if unknown or together.outputs_differ(alone, watch.coarsest):
         return False
@@ -277,15 +279,25 @@ class _Gradients:
         seed: of random numbers.
         part: which rows are computed; if none, all of them are, times 0, as peers may wait for this rank.
         n: the number of rows.
+        first: what an earlier pass has kept of each row, with which this one goes on.
 
     Attributes:
         outputs: the outputs.
         found: the gradients.
         lengths: of the outputs, for each row.
-        keeps_rows: whether modules keep a state of each row.
+        left: what modules keep of each row.
     """
 
-    def __init__(self, run: Callable, x: Any, stages: Sequence[nn.Module], seed: int, part: slice, n: int) -> None:
+    def __init__(
+        self,
+        run: Callable,
+        x: Any,
+        stages: Sequence[nn.Module],
+        seed: int,
+        part: slice,
+        n: int,
+        first: Iterable[Kept] = (),
+    ) -> None:
         factor, part = (1.0, part) if part.stop else (0.0, slice(0, n))
         rows = cloned(some_rows(x, part, n))
         by: dict[Any, torch.Tensor] = {i: t for i, t in enumerate(tensors_of(rows)) if t.requires_grad}
@@ -297,11 +309,12 @@ class _Gradients:
         handles = [m.register_forward_pre_hook(note) for m in {m for stage in stages for m in stage.modules()}]
         try:
             with without_trace(stages, seed) as kept, torch.enable_grad(), router_loss_weight(0.0):
+                put(first)
                 outputs = [o.to_local() if isinstance(o, DTensor) else o for o in tensors_of(run(rows))]
-                outputs = [o for o in outputs if o.requires_grad and o.is_floating_point() and o.ndim and len(o)]
+                outputs = [as_real(o) for o in outputs if o.requires_grad and o.ndim and len(o)]
                 total = factor * sum(_weighted(output, part, n) for output in outputs)
                 grads = torch.autograd.grad(total, list(by.values()), allow_unused=True)
-                self.keeps_rows = any(of_module.has_rows(n_rows(rows)) for of_module in kept)
+                self.left = rows_kept(kept, n_rows(rows))
         finally:
             for handle in handles:
                 handle.remove()

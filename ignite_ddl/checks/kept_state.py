@@ -22,7 +22,6 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ignite_ddl.structure import SomeRows, local_tensor, map_leaves, tensors_of
@@ -67,12 +66,6 @@ class SavedState:
         if now is value:
             return not all(same_value(part, before) for part, before in parts)
         return not same_value(now, parts[0][1] if parts and parts[0][0] is value else value)
-
-    def has_rows(self, n: int) -> bool:
-        """Whether something that a forward pass has changed has a row for each of n rows, as a hidden state has."""
-        now = self.state()
-        changed = [now[name] for name in self.changed() if name in now]
-        return any(isinstance(leaf, torch.Tensor) and n in leaf.shape for leaf in tree_leaves(changed))
 
     def restore(self, but: Iterable[str] = ()) -> None:
         now, but = self.state(), set(but)

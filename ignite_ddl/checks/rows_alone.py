@@ -14,7 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.checks.kept_state import LARGE, cloned, modules_of, same_value
-from ignite_ddl.checks.traceless import WatchForSums, differ, evaluating, stored_values, without_trace
+from ignite_ddl.checks.traceless import (
+    Kept,
+    WatchForSums,
+    as_real,
+    differ,
+    evaluating,
+    put,
+    rows_kept,
+    stored_values,
+    without_trace,
+)
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.structure import (
@@ -53,10 +63,11 @@ def rows_depend_on_each_other(
 ) -> bool:
     """Whether the outputs for some rows change if these rows run without the others, in training or in evaluation.
 
-    False where it cannot be known: of a model that draws random numbers there, sums over ranks by itself, or cannot be
-    called with fewer rows, and of BatchNorm without running statistics, which takes a rank's rows by a stated rule. In
-    training, torch's modules and ours are in evaluation mode for that reason. Every rank makes eight passes; nine with
-    ``counted``, to which the names and values are added of what modules keep in training of the number of rows.
+    False where it cannot be known: of a model that draws random numbers there, goes on with what it has kept of each
+    row, sums over ranks by itself, or cannot be called with fewer rows, and of BatchNorm without running statistics,
+    which takes a rank's rows by a stated rule. In training, torch's modules and ours are in evaluation mode for that
+    reason. Every rank makes eight passes; nine with ``counted``, to which the names and values are added of what
+    modules keep in training of the number of rows.
     """
     in_training = not MAY_DEPEND.get() and _depend(run, x, stages, False, counted)
     return evaluated_rows_depend(run, x, stages) or in_training
@@ -77,22 +88,22 @@ def _depend(
     few, part = few_rows(x)
     n, last = n_rows(x), n_rows(few)
     all_have_rows = all(len(tensor) == n for tensor in tensors_of(x) if tensor.ndim)
-    keeps_rows = False  # whether modules keep a state of each row from call to call, which other rows would read
+    left: list[Kept] = []  # of each row, by the last pass: a model that goes on with it would read other rows' in parts
     kept_values = []  # after each pass
     plain = [stage.module if isinstance(stage, DistributedDataParallel) else stage for stage in stages]
 
-    def outputs(rows: Any, seed: int) -> list[torch.Tensor]:
-        nonlocal keeps_rows
+    def outputs(rows: Any, seed: int, first: Iterable[Kept] = ()) -> list[torch.Tensor]:
         with without_trace(stages, seed) as kept:
-            found = [local_tensor(output).clone() for output in tensors_of(run(cloned(rows))) if output.ndim]
-            keeps_rows = keeps_rows or any(of_module.has_rows(n_rows(rows)) for of_module in kept)
+            put(first)
+            found = [as_real(local_tensor(out)).clone() for out in tensors_of(run(cloned(rows))) if out.ndim]
+            left[:] = rows_kept(kept, n_rows(rows))
             if counted is not None:
                 kept_values.append({**stored_values(plain, n_rows(rows)), **_small_buffers(plain)})
             return found
 
     with torch.no_grad(), evaluating(stages, evaluates), WatchForSums() as watch:
         try:
-            together, again = outputs(few, 0), outputs(few, 1)
+            together, again = outputs(few, 0), outputs(few, 1, list(left))
             if counted is not None:
                 outputs(some_rows(few, slice(None), last, lambda leaf, _: leaf[:1].expand_as(leaf).clone()), 0)
             parts = [slice(0, part.start or last), part]  # the largest of all rows is in one of them
@@ -100,8 +111,8 @@ def _depend(
         except Exception:
             return False
     no_statistics = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in modules_of(stages).values())
-    draws = any(not torch.equal(one, other) for one, other in zip(together, again, strict=True))
-    if no_statistics or draws or keeps_rows or watch.found or n < 2 or not all_have_rows:
+    unlike = any(not torch.equal(one, other) for one, other in zip(together, again, strict=True))
+    if no_statistics or unlike or watch.found or n < 2 or not all_have_rows:
         return False
     if counted is not None:
         del kept_values[-2]  # that of the first part

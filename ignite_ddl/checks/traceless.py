@@ -284,9 +284,32 @@ def _is_small(value: Any) -> bool:
     return sum(map(size_of, tree_leaves(value))) <= LARGE
 
 
+Kept = tuple[Held, str, Any]  # where a variable is, and its value
+
+
+def rows_kept(states: Iterable[SavedState], n: int) -> list[Kept]:
+    """Copies of what a forward pass has changed that have a row for each of n rows, as a hidden state has."""
+    changed = [(of, name, of.state()) for of in states for name in of.changed()]
+    values = [(of.held, name, now[name]) for of, name, now in changed if name in now]
+    found = [(held, name, value) for held, name, value in values if any(n in t.shape for t in tensors_of(value))]
+    return [(held, name, map_leaves(copied, value)) for held, name, value in found]
+
+
+def put(kept: Iterable[Kept]) -> None:
+    """Lets the next pass go on with it."""
+    for held, name, value in kept:
+        held[name] = value
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs, in another dim; real ones as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def _outputs(run: Callable[[Any], Any], x: Any, stages: Iterable[nn.Module]) -> list[torch.Tensor]:
     with without_trace(stages):
-        return [local_tensor(output).clone() for output in tensors_of(run(cloned(x))) if output.is_floating_point()]
+        outputs = [as_real(local_tensor(output)).clone() for output in tensors_of(run(cloned(x)))]
+        return [output for output in outputs if output.is_floating_point()]
 
 
 def outputs_depend_on(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module], others: dict[str, Any]) -> bool:

@@ -1160,6 +1160,45 @@ def test_the_largest_of_rows_is_found_whichever_row_has_it(at):
     assert rows_depend_on_each_other(model, x, [model])
 
 
+class KeepsOutputs(nn.Module):
+    """A layer of which the last outputs are kept, in one of several ways."""
+
+    def __init__(self, layer, how):
+        super().__init__()
+        self.layer, self.how, self.last, self.seen = layer, how, None, {}
+        if how == "hook":
+            layer.register_forward_hook(lambda module, x, y: self.seen.update(last=y.detach()))
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.how != "hook":
+            self.last = {"attribute": y, "list": [y.detach()]}[self.how]
+        return y
+
+
+@pytest.mark.parametrize("how", ["attribute", "list", "hook"])
+def test_a_kept_output_hides_no_rows_that_depend_on_each_other(how):
+    x = X[:8].float()
+    for layer, depend in ((Centred(), True), (nn.Linear(8, 4), False)):
+        model = KeepsOutputs(layer, how)
+        model(x)  # a batch before
+        assert rows_depend_on_each_other(model, x, [model]) is depend
+    carries = Carries()
+    carries(x)
+    assert not rows_depend_on_each_other(carries, x, [carries])
+
+
+def test_complex_outputs_are_compared():
+    for layer, depend in ((Centred(), True), (nn.Tanh(), False)):
+        model = nn.Sequential(layer, Turned())
+        assert rows_depend_on_each_other(model, X[:8], [model]) is depend
+
+
+class Turned(nn.Module):
+    def forward(self, x):
+        return torch.complex(x, x)
+
+
 class CentredLater(nn.Module):
     centres = False
 

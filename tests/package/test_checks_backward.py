@@ -1,5 +1,6 @@
 """What a user's code does to gradients in a backward pass: an autograd.Function that is not linear is refused."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -313,6 +314,14 @@ def test_gradients_of_rows_that_depend_on_other_rows_are_refused(mesh, options):
     for make in (partial(quantised, by_batch=True), partial(net, Through(ByLargest))):
         with pytest.raises(ValueError, match="the gradient of a row's output should depend on that row alone"):
             on(partial(trained, make=make, **options), **mesh)
+
+
+def test_a_kept_output_and_complex_numbers_hide_no_gradients_of_rows_that_depend_on_others():
+    for by_batch, turns in itertools.product((True, False), repeat=2):
+        kept, model = [], quantised(by_batch)
+        model.register_forward_hook(lambda module, x, y: kept.__setitem__(slice(None), [y]))  # noqa: B023
+        run = lambda x: torch.polar(model(x).exp(), model(x)) if turns else model(x)  # noqa: B023, E731
+        assert row_gradients_depend(run, X, [model]) is by_batch
 
 
 class Chosen(nn.Module):
