@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ignite_ddl.checks.kept_state import cloned
-from ignite_ddl.checks.rows_alone import MAY_DEPEND, few_rows, norm_over_rows
+from ignite_ddl.checks.rows_alone import MAY_DEPEND, few_rows, norm_over_rows, opened
 from ignite_ddl.checks.traceless import Kept, WatchForSums, as_real, differ, evaluating, put, rows_kept, without_trace
 from ignite_ddl.compat import gathers, without_transforms
 from ignite_ddl.experts.balance import router_loss_weight
@@ -222,6 +222,7 @@ def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.
     """
     if MAY_DEPEND.get() or any(gathers(module) for stage in stages for module in stage.modules()):
         return False
+    run, x = opened(run, x)
     few, part = few_rows(x)
     n = part.stop
     whole, rest = slice(0, n), slice(0, part.start)

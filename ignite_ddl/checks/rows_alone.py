@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ignite_ddl.checks.kept_state import LARGE, cloned, modules_of, same_value
 from ignite_ddl.checks.traceless import (
@@ -85,6 +87,7 @@ def _depend(
     evaluates: bool,
     counted: dict[str, Any] | None = None,
 ) -> bool:
+    run, x = opened(run, x)
     few, part = few_rows(x)
     n, last = n_rows(x), n_rows(few)
     all_have_rows = all(len(tensor) == n for tensor in tensors_of(x) if tensor.ndim)
@@ -155,6 +158,41 @@ def few_rows(x: Any) -> tuple[Any, slice]:
     few = some_rows(x, slice(MAX_ROWS), n) if all_have_rows else x
     last = n_rows(few)
     return few, slice(last - max(1, last // 3), last)
+
+
+@dataclasses.dataclass
+class _Opened:
+    """What is in a container that torch's pytree takes for a leaf, as transformers' BatchEncoding; and this itself."""
+
+    held: dict[Any, Any]
+    of: Any
+
+
+def opened(run: Callable[[Any], Any], x: Any) -> tuple[Callable[[Any], Any], Any]:
+    """The batch with such containers opened, so that rows in them are seen, and a run that takes it."""
+
+    def open_one(leaf: Any) -> Any:
+        is_mapping = isinstance(leaf, MutableMapping)
+        if not is_mapping and (isinstance(leaf, torch.Tensor | nn.Module | type) or dataclasses.is_dataclass(leaf)):
+            return leaf
+        held = tree_map(open_one, dict(leaf if is_mapping else getattr(leaf, "__dict__", {})))
+        return _Opened(held, leaf) if any(isinstance(t, torch.Tensor | _Opened) for t in tree_leaves(held)) else leaf
+
+    def close(leaf: Any) -> Any:
+        if not isinstance(leaf, _Opened):
+            return leaf
+        made = copy.copy(leaf.of)
+        (made if isinstance(made, MutableMapping) else vars(made)).update(closed(leaf.held))
+        return made
+
+    def closed(tree: Any) -> Any:
+        return tree_map(close, tree, is_leaf=lambda leaf: isinstance(leaf, _Opened))
+
+    try:
+        inside = tree_map(open_one, x)
+    except Exception:  # objects that hold each other
+        return run, x
+    return lambda rows: run(closed(rows)), inside
 
 
 def several_rows(x: Any) -> Any:

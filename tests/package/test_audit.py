@@ -8,6 +8,7 @@ import random
 import types
 import warnings
 import weakref
+from collections import UserDict
 from functools import partial
 
 import numpy
@@ -1192,6 +1193,38 @@ def test_complex_outputs_are_compared():
     for layer, depend in ((Centred(), True), (nn.Tanh(), False)):
         model = nn.Sequential(layer, Turned())
         assert rows_depend_on_each_other(model, X[:8], [model]) is depend
+
+
+class Holder:
+    def __init__(self, x):
+        self.x, self.itself, self.length = x, nn.Identity(), len(x)
+
+
+class Items(dict):
+    """Which torch's pytree takes for a leaf."""
+
+
+def test_rows_in_containers_of_other_kinds_are_seen():
+    kinds = (
+        lambda x: Items(x=x),
+        lambda x: UserDict(x=x),
+        lambda x: types.SimpleNamespace(x=x),
+        Holder,
+        lambda x: Holder([UserDict(x=x)]),
+    )
+    given = X[:8].clone()
+
+    def x_of(batch):
+        x = batch["x"] if hasattr(batch, "keys") else batch.x
+        return x[0]["x"] if isinstance(x, list) else x
+
+    for make, (layer, depend) in itertools.product(kinds, ((Centred(), True), (nn.Tanh(), False))):
+        batch = make(given)
+        assert rows_depend_on_each_other(lambda b: layer(x_of(b)), batch, [layer]) is depend  # noqa: B023
+        assert x_of(batch) is given
+    knot = Holder(given)
+    knot.itself = knot  # not known, and no error
+    assert not rows_depend_on_each_other(lambda b: layer(b.x), knot, [layer])
 
 
 class Turned(nn.Module):
