@@ -10,6 +10,7 @@ notebook's. An answer is a function, or a dict of what to replace in the text of
 import ast
 import importlib
 import inspect
+import logging
 import re
 from pathlib import Path
 from symtable import symtable
@@ -123,7 +124,7 @@ def test_each_mistake_gets_its_hint(chapter, reached, capsys, monkeypatch):
     module, data = (importlib.import_module(name) for name in (CHECKS.format(chapter), f"mistakes.ch{chapter}"))
     checks = {name: getattr(module, name) for name in CHECK.findall(inspect.getsource(module))}
     assert set(data.MISTAKES) == set(checks)
-    solutions, problems = Solutions(chapter), []
+    solutions, problems, silenced = Solutions(chapter), [], logging.root.manager.disable
     for name, check in checks.items():
 
         def function(answer, name=name):
@@ -148,6 +149,7 @@ def test_each_mistake_gets_its_hint(chapter, reached, capsys, monkeypatch):
             if reached.isdisjoint(lines):
                 problems.append(f"line {node.lineno}: no mistake reaches {ast.unparse(node)}")
     assert not problems, "\n".join(problems)
+    assert logging.root.manager.disable == silenced  # the learner's kernel logs as before
 
 
 # --- what the checks take for right is so ---------------------------------------------------------------
