@@ -39,7 +39,7 @@ _CONVOLUTIONS = (*(nn.Conv1d, nn.Conv2d, nn.Conv3d), *(nn.ConvTranspose1d, nn.Co
 _CHUNK = 2  # tokens of a chunk in check_tokens
 _FEW = 16  # numbers of unlike rows, which may be the same on all ranks by chance
 _ROWS, _WINDOWS = 4, 4  # on which a model is tried: rows of a batch, and windows of each
-_tokens = 0  # of each row of the last batch on this rank
+_rows, _tokens = 0, 0  # of the last batch, and of each of its rows on this rank
 
 
 def cp_group() -> dist.ProcessGroup | None:
@@ -142,8 +142,8 @@ def shard_batch(batch: Any) -> Any:
             "window= or is_causal= of ddl.ring_attention instead"
         )
 
-    global _tokens
-    _tokens = lengths.pop() // mesh.cp_size
+    global _rows, _tokens
+    _rows, _tokens = n_rows(batch), lengths.pop() // mesh.cp_size
     return _part(batch, mesh)
 
 
@@ -167,7 +167,7 @@ def shard_prepared(prepared: Any, batch: Any) -> Any:
     Raises:
         ValueError: if a tensor of more than one dim counts no tokens, or pairs of them, or they cannot be shared.
     """
-    global _tokens
+    global _rows, _tokens
     mesh, n, tensors = get_mesh(), n_rows(batch), [tensor for tensor in tensors_of(prepared) if tensor.ndim > 1]
     length = next((tensor.shape[1] for tensor in tensors_of(batch) if tensor.ndim > 1), 0)
     dims = [_token_dim(tensor, n, length) for tensor in tensors]
@@ -178,7 +178,7 @@ def shard_prepared(prepared: Any, batch: Any) -> Any:
     if not tensors or None in dims or pairs:
         return shard_batch(prepared)  # which refuses it
     check_length(length, mesh.cp_size)
-    _tokens = length // mesh.cp_size
+    _rows, _tokens = n, length // mesh.cp_size
     return shard_tokens(prepared, n, length)
 
 
@@ -211,8 +211,7 @@ def full_rows(tree: Any) -> tuple[Any, int, int]:
         tree: a tree of tensors for this rank's tokens of the last batch. One that does not count them stays as it is.
     """
     mesh = get_mesh()
-    counting = [tensor for tensor in tensors_of(tree) if _tokens in tensor.shape[1:]]
-    n = len(counting[0]) if counting else 0
+    n = _n_counted(tree)
     few, length = min(n, _ROWS), _tokens * mesh.cp_size
 
     def full(leaf: Any) -> Any:
@@ -227,6 +226,14 @@ def full_rows(tree: Any) -> tuple[Any, int, int]:
     return (map_leaves(full, tree) if few else tree), few, length
 
 
+def _n_counted(tree: Any) -> int:
+    """The rows of what was made of the last batch; 0 if none of its tensors counts tokens in a dim of their own."""
+    counting = [tensor for tensor in tensors_of(tree) if _tokens in tensor.shape[1:]]
+    if any(len(tensor) == _rows * _tokens for tensor in counting):  # a row of each token, and as many classes
+        return _rows
+    return len(counting[0]) if counting else 0
+
+
 def two_halves(tree: Any, n: int | None = None) -> list[Any] | None:
     """A tree made of this rank's part of the last batch, in two halves of its tokens; None if it has no tokens.
 
@@ -234,10 +241,10 @@ def two_halves(tree: Any, n: int | None = None) -> list[Any] | None:
         tree: made of some rows.
         n: how many they are. Default: as many as its first tensor that counts tokens in a dim of their own has.
     """
-    counting = [tensor for tensor in tensors_of(tree) if _tokens in tensor.shape[1:]]
-    if not counting or _tokens < 2:
+    counted = _n_counted(tree)
+    if not counted or _tokens < 2:
         return None
-    n = n or len(counting[0])
+    n = n or counted
 
     def half(leaf: Any, part: slice) -> Any:
         dim = _token_dim(leaf, n, _tokens) if isinstance(leaf, torch.Tensor) else None

@@ -517,6 +517,18 @@ def flat(output):
     return y_pred.flatten(0, 1), y.flatten()
 
 
+def right_classes(_, classes):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(4, 8, classes), torch.randint(classes, (4, 8)))
+    metrics = {"accuracy": Accuracy(flat), "loss": Loss(F.cross_entropy, flat)}
+    evaluator = ddl.create_supervised_evaluator(ddl.auto_model(nn.Identity()), metrics)
+    return evaluator.run(ddl.auto_dataloader(data, batch_size=2)).metrics
+
+
+def test_as_many_classes_as_a_rank_has_tokens():
+    assert launch({"cp": 2}, right_classes, 4) == [pytest.approx(right_classes(0, 4))] * 2
+
+
 @in_float64
 def trained(_, kind, function=ring_attention, plan=None, shard=None, epochs=3, **options):
     """Losses and norms, first gradients, weights and metrics."""
