@@ -69,8 +69,22 @@ class _Pickler(pickle.Pickler):
             return NotImplemented if known is None else (_class_of_script, (known,))
         is_plain = isinstance(obj, torch.Tensor) and not isinstance(obj, DTensor)
         if not is_plain or obj.device.type in ("cpu", "meta"):
-            return NotImplemented
+            return reduced(obj) or NotImplemented
         return _on_this_device, (obj.detach().cpu().as_subclass(torch.Tensor),)
+
+
+def reduced(obj: Any) -> tuple | None:
+    """How pickle takes a tensor of a type that torch cannot unpickle, such as uint16 and float8; None: any other."""
+    if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.dtype in SENT or obj.is_quantized:
+        return None
+    if obj.layout != torch.strided or obj.device.type != "cpu":
+        return None
+    return _from_octets, (type(obj), octets(obj), obj.dtype, obj.shape, obj.requires_grad)
+
+
+def _from_octets(kind: type, raw: torch.Tensor, dtype: torch.dtype, shape: torch.Size, has_grad: bool) -> torch.Tensor:
+    tensor = raw.view(dtype).view(shape)
+    return tensor.requires_grad_(has_grad) if kind is torch.Tensor else kind(tensor, requires_grad=has_grad)
 
 
 def _class_of_script(known: str) -> type:
@@ -86,7 +100,8 @@ def _on_this_device(tensor: torch.Tensor) -> torch.Tensor:
 
 def octets(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, in its own memory if it is contiguous: gloo sends few types by themselves."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one number may have any stride
 
 
 def on_any_rank(found: bool, group: dist.ProcessGroup | None = None) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import nn
 
 from ignite_ddl.arguments import MODULE, takes
 from ignite_ddl.checks.replicas import digest, dp_local_statistics
-from ignite_ddl.collectives import gathered_values
+from ignite_ddl.collectives import gathered_values, value_of
 from ignite_ddl.data_parallel import local_round
 from ignite_ddl.diagnose.calls import recorded_calls
 from ignite_ddl.diagnose.report import UnlikeCalls, unlike_calls
@@ -151,10 +150,9 @@ def check_same_calls() -> list[UnlikeCalls]:
 
 def _difference(mine: torch.Tensor | None, root: int) -> float:
     """The largest difference of any rank's values from those of one rank."""
-    box: list[Any] = [mine.detach().cpu() if mine is not None and dist.get_rank() == root else None]
-    dist.broadcast_object_list(box, src=root)
+    of_root = value_of(root, mine.detach().cpu() if mine is not None and dist.get_rank() == root else None)
     largest = 0.0
     if mine is not None:
-        difference = (mine.detach().cpu().to(torch.complex128) - box[0].to(torch.complex128)).abs()
+        difference = (mine.detach().cpu().to(torch.complex128) - of_root.to(torch.complex128)).abs()
         largest = float(difference.nan_to_num(nan=torch.inf).max())
     return max(gathered_values(largest))

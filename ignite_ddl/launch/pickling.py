@@ -13,6 +13,8 @@ from typing import Any
 
 import cloudpickle
 
+from ignite_ddl.collectives import reduced
+
 
 def dumps(value: Any) -> bytes:
     """What ``cloudpickle.loads`` reads in a rank: functions of cells and scripts by value, and all that they use."""
@@ -29,6 +31,8 @@ class _Pickler(cloudpickle.Pickler):
         is_module = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
         if is_module and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)
+        if (tensor := reduced(obj)) is not None:
+            return tensor
         if isinstance(obj, types.FunctionType):
             used = cloudpickle.cloudpickle._extract_code_globals(obj.__code__)  # cached: what is added here is sent
             used.update(dict.fromkeys(_names_in_classes(obj.__code__)))

@@ -27,6 +27,7 @@ import cloudpickle
 import ignite.distributed as idist
 import torch
 
+from ignite_ddl.collectives import reduced
 from ignite_ddl.compat import address_for_ignite, set_nproc_per_node
 from ignite_ddl.launch.companions import kind
 from ignite_ddl.launch.job import ALL_CALLS, MARK, STACK_SIGNAL, Job, kill_orphans
@@ -256,8 +257,8 @@ class _ResultPickler(cloudpickle.Pickler):
             moved = obj.detach().cpu()
             if isinstance(obj, torch.nn.Parameter):
                 moved = torch.nn.Parameter(moved, requires_grad=obj.requires_grad)
-            return moved.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-        return super().reducer_override(obj)
+            return reduced(moved) or moved.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return reduced(obj) or super().reducer_override(obj)
 
 
 def _pack_result(result: Any) -> bytes:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run
 
+import ignite_ddl as ddl
 from ignite_ddl import collectives
 from ignite_ddl.pipeline.transfer import Transfer
 
@@ -54,6 +55,22 @@ def test_the_last_stage_sends_its_outputs_to_the_gpus_of_its_peers(my_gpu, monke
     own = tensors()
     assert transfer.from_last_stage(own) is own
     check_arrived(transfer.from_last_stage(None))
+
+
+def of_odd_types(rank, given):
+    bias = torch.nn.Parameter(torch.full((), rank, dtype=torch.float8_e4m3fn), requires_grad=False)
+    layer = torch.nn.Module()
+    layer.register_parameter("bias", bias)
+    return given, collectives.gathered_values((given, bias)), [str(found) for found in ddl.check_in_sync(layer)]
+
+
+def test_types_of_tensors_that_torch_cannot_unpickle():
+    given = torch.arange(6).to(torch.uint16).view(2, 3).T, torch.empty(0, 3, dtype=torch.complex32)
+    for back, gathered, out_of_sync in run(of_odd_types, 2, given, dp=2):
+        for found in (back, *(of_rank for of_rank, _ in gathered)):
+            assert [(t.dtype, t.tolist()) for t in found] == [(t.dtype, t.tolist()) for t in given]
+        assert [(type(bias), float(bias)) for _, bias in gathered] == [(torch.nn.Parameter, 0), (torch.nn.Parameter, 1)]
+        assert out_of_sync == ["bias: ranks 0 | 1 differ by up to 1"]
 
 
 def meets_again(rank):
