@@ -276,7 +276,8 @@ def without_values(model: nn.Module) -> str | None:
         if parameter.is_meta:
             return name
         if hasattr(parameter, _IS_NEW):
-            if parameter.numel() and bool(local_tensor(parameter).isnan().all()):
+            local = local_tensor(parameter)
+            if local.numel() and bool(local.isnan().all()):
                 return name
             delattr(parameter, _IS_NEW)  # what is NaN later has become so
     return None

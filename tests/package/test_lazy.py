@@ -278,6 +278,15 @@ def forgetting(local_rank, options):
     return trainer_of(model).run([(x, x)]).output
 
 
+@on_each_rank(dp=2)
+def test_a_rank_without_rows_of_a_weight_has_loaded_it(local_rank):
+    with ddl.empty_weights():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model = ddl.auto_model(model, shard=True)
+    ddl.load_full_state_dict(model, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).state_dict())
+    trainer_of(model).run([(torch.ones(4, 3), torch.ones(4, 1))])
+
+
 def test_weights_that_were_not_loaded_are_noticed():
     for options in ({"shard": True}, {}):
         with pytest.raises(ddl.RankError, match="has no values yet, since the model was made in ddl.empty_weights"):
