@@ -17,7 +17,8 @@ from torch import nn
 from ignite_ddl.arguments import COUNT, FOLDER, MODULE, PATH, Fits, takes
 from ignite_ddl.checkpoint.form import read
 from ignite_ddl.checkpoint.storage import agree, on_rank_0
-from ignite_ddl.state import full_tensors, load_full_state_dict
+from ignite_ddl.pipeline.local_stages import stages_of
+from ignite_ddl.state import full_tensors, is_extra_state, load_full_state_dict
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -40,7 +41,7 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
         list: the paths of the files with weights, on every rank.
 
     Raises:
-        ValueError: if ``max_shard_size`` is not positive.
+        ValueError: if ``max_shard_size`` is not positive, the model has no tensors, or safetensors not their type.
         OSError: on every rank, if rank 0 cannot write.
 
     Examples:
@@ -66,6 +67,8 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
     """
     # Not by torch's HuggingFaceStorageWriter: it stores the rows of Column(parts=) in the order of ranks.
     folder, parts, weight_map, total = Path(folder), [], {}, 0
+    if all(map(is_extra_state, stages_of(model).full_shapes())):
+        raise ValueError("model should have parameters or buffers, of which files are made, but has none")
     error: Exception | None = None
     tensors = ((name, tensor) for name, tensor in full_tensors(model) if tensor is not None)  # on rank 0
     for batch in _batches(tensors, math.inf if max_shard_size is None else max_shard_size):
@@ -76,6 +79,12 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
                 save_file(batch, path, metadata={"format": "pt"})
             except Exception as raised:  # the other ranks go on giving tensors
                 error = raised if isinstance(raised, OSError) else OSError(f"{path} could not be written: {raised}")
+                if isinstance(raised, KeyError):
+                    name = next(name for name, tensor in batch.items() if tensor.dtype == raised.args[0])
+                    error = ValueError(
+                        f"model has {name!r} of the type {raised}, which safetensors does not know: save it by "
+                        "ddl.Checkpoint, or torch.save on one rank what ddl.full_state_dict(model) gives to all"
+                    )
         parts.append(path)
         weight_map |= dict.fromkeys(batch, len(parts))
         total += sum(tensor.nbytes for tensor in batch.values())

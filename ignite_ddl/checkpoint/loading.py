@@ -251,6 +251,9 @@ def _plan_state(plan: Plan, key: str, name: str, parameter: torch.Tensor, on_dev
     for part, value in state.items():
         if isinstance(value, torch.Tensor) and (on_device or part != "step"):
             state[part] = value.to(parameter.device)  # as torch's load_state_dict does
+        of_cut_scalar = isinstance(parameter, DTensor) and not parameter.ndim and part not in _NUMBERS
+        if of_cut_scalar and isinstance(value, torch.Tensor):
+            state[part] = _replicated(state[part], parameter)
     for part in saved["tensors"]:
         in_folder = f"{key}.{name}.{part}"
         state[part] = _empty_state(parameter, plan.folder.tensors[in_folder])
@@ -265,9 +268,14 @@ def _empty_state(parameter: torch.Tensor, saved: Any) -> torch.Tensor:
         return torch.empty_like(parameter.detach(), dtype=dtype)
     if not isinstance(parameter, DTensor):
         return torch.empty(size, dtype=dtype, device=parameter.device)
-    local = torch.empty(size, dtype=dtype, device=parameter.to_local().device)
-    mesh = parameter.device_mesh
-    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return _replicated(torch.empty(size, dtype=dtype, device=parameter.to_local().device), parameter)
+
+
+_NUMBERS = ("step", "mu", "eta", "mu_product")  # that torch's optimizers keep beside a state of a parameter's shape
+
+
+def _replicated(local: torch.Tensor, parameter: DTensor) -> DTensor:
+    return DTensor.from_local(local, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False)
 
 
 # ---------------------------------------------------------------------------------------------- 2. check

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ignite_ddl.collectives import octets
+
 _MAX_DEPTH = 100  # containers in containers, so that neither a damaged file nor a list of itself takes all of the stack
 _DICTS = {"Counter": Counter, "OrderedDict": OrderedDict} | {
     f"defaultdict of {factory.__name__}": partial(defaultdict, factory) for factory in (int, float, str, list, dict)
@@ -49,8 +51,8 @@ def encoded(value: Any, where: str, depth: int = _MAX_DEPTH) -> Any:
         raise ValueError(f"{where[:200]}… should be at most {_MAX_DEPTH} containers deep")
     depth -= 1
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_quantized):
-        full = (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().contiguous()
-        data = base64.b64encode(full.reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
+        full = (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
+        data = base64.b64encode(octets(full).numpy().tobytes()).decode()
         return {"tensor": data, "dtype": str(full.dtype).removeprefix("torch."), "shape": list(full.shape)}
     if isinstance(value, Mapping):
         pairs, kind = value.items(), type(value).__name__

@@ -1184,7 +1184,8 @@ def test_workers_draw_by_batch():
 @pytest.mark.parametrize("value", [
     None, True, 3, -0.1, float("inf"), "a", [1, [2]], (1, (2,)), {"a": 1}, {1: 2, (3, 4): [5]}, {"tuple": [1]}, {},
     torch.tensor(2.5), torch.tensor([[1, 2]], dtype=torch.int16), torch.tensor([1.5], dtype=torch.bfloat16),
-    torch.empty(0, 3), torch.tensor(True), Counter("aab"), OrderedDict(a=1), defaultdict(list, {"a": [1]}),
+    torch.empty(0, 3), torch.tensor(True), torch.tensor([1 + 2j]).conj(), torch.tensor([2j]).conj().imag,
+    Counter("aab"), OrderedDict(a=1), defaultdict(list, {"a": [1]}),
 ], ids=str)  # fmt: skip
 def test_json_keeps_values_and_kinds(value):
     found = decoded(json.loads(json.dumps(encoded(value, "x"))))
@@ -1253,6 +1254,42 @@ class Copying(nn.Linear):
         self.norm = float(self.weight.norm())
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def scaled(local_rank, folder, steps):
+    """Goes on from a checkpoint, if there is one; returns the losses."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 1))
+    tp = ddl.get_mesh().tp_size > 1
+    model = ddl.auto_model(net, {"0": ddl.Column(), "1": ddl.SharedWeight(), "2": ddl.Row()} if tp else None)
+    optimizer = ddl.auto_optim(torch.optim.NAdam(model.parameters(), lr=0.1))
+    things, losses = {"model": model, "optimizer": optimizer}, []
+    ddl.Checkpoint.load_newest(things, folder)
+    trainer = ddl.create_supervised_trainer(model, optimizer, F.mse_loss)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
+    x = torch.linspace(-1, 1, 16).view(4, 4)
+    trainer.run([(x, x[:, :1])] * steps)
+    ddl.Checkpoint(things, folder).save("it")
+    return losses
+
+
+def test_a_parameter_that_is_one_number_and_its_state_under_tp(tmp_path):
+    expected = scaled(0, tmp_path / "in one go", 4)
+    with ddl.Parallel(backend="gloo", nproc_per_node=2, tp=2) as parallel:
+        for before in (lambda folder: parallel.run(scaled, folder, 2), lambda folder: scaled(0, folder, 2)):
+            folder = tmp_path / str(before)
+            before(folder)
+            assert parallel.run(scaled, folder, 2)[1] == pytest.approx(expected[2:], rel=1e-5)
+    assert scaled(0, folder, 1)[0] < expected[-1]
+
+
 @on_each_rank(pp=2)
 def test_modules_that_save_copies_and_hooks_of_loading(local_rank, tmp_path):
     """The copies are on one stage, where an optimizer has the parameter itself."""
@@ -1294,6 +1331,10 @@ def test_one_name_of_a_tied_weight_is_enough(tmp_path):
         ddl.import_weights(ddl.auto_model(net(tied=False)), tmp_path)
     with pytest.raises(ValueError, match="has neither"):
         ddl.import_weights(other, tmp_path / "nothing")
+    with pytest.raises(ValueError, match="model should have parameters or buffers"):
+        ddl.export_weights(nn.ReLU(), tmp_path)
+    with pytest.raises(ValueError, match="'weight' of the type torch.complex128, which safetensors does not know"):
+        ddl.export_weights(nn.Linear(2, 2, dtype=torch.complex128), tmp_path)
     for size in (0, 1.5):
         with pytest.raises(ValueError, match="max_shard_size should be"):
             ddl.export_weights(other, tmp_path, size)
