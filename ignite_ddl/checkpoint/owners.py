@@ -61,7 +61,9 @@ def _lock(folder: Path, byte: int, how: int) -> bool | None:
             known = False
         try:
             if not known:
-                _opened[key] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+                opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+                _opened.pop(key, None)  # of a file that was removed; the new one is the last to be given up
+                _opened[key] = opened
         except OSError:  # as where another user owns it
             return None
         if len(_opened) > 100:  # folders in one process: the first one is given up

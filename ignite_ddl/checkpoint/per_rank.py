@@ -135,6 +135,11 @@ def _encoded(placement: Any) -> str | int:
     """A placement as JSON: the dim of a Shard, the operation of a Partial, or an empty string."""
     if isinstance(placement, Cut):
         return placement.dim
+    if not isinstance(placement, Partial | Replicate):  # FSDP2's over tp is no Shard
+        raise ValueError(
+            f"a gradient that is placed as {placement} cannot be saved between two optimizer steps: take a checkpoint "
+            "of an iteration in which the optimizer steps"
+        )
     return placement.reduce_op if isinstance(placement, Partial) else ""
 
 
