@@ -161,7 +161,7 @@ def same_value(value: Any, before: Any) -> bool:
         same = type(value) is type(before) and value.shape == before.shape and value.dtype == before.dtype
         return value is before or same and value.tobytes() == before.tobytes()
     if isinstance(value, list | dict | deque):
-        if type(value) is not type(before) or len(value) != len(before):
+        if not isinstance(value, type(before)) or len(value) != len(before):  # a copy of a subclass may be none
             return False
         if isinstance(value, dict) and list(value) != list(before):
             return False
@@ -181,6 +181,8 @@ class _Attributes(MutableMapping):
         self.owner, self.names = owner, names
 
     def __getitem__(self, name: str) -> Any:
+        if isinstance(self.owner, type):  # by getattr, a descriptor would compute a value, to be put in its place
+            return vars(self.owner)[name]
         try:
             return getattr(self.owner, self.names[name])
         except (AttributeError, ValueError) as error:  # an empty cell
@@ -212,16 +214,31 @@ def _has_attributes(one: Any) -> bool:
     of = one if isinstance(one, type | types.FunctionType) else type(one)
     if isinstance(one, types.ModuleType) or _is_of_a_library(of.__module__):
         return False
+    if of is one and _knows_no_torch(str(of.__module__).partition(".")[0]):
+        return False
     return hasattr(one, "__dict__") or bool(_slots(one))
 
 
 def _slots(one: Any) -> dict[str, str]:
     held = [vars(of) for of in type(one).__mro__ if not _is_of_a_library(of.__module__)]
-    return {k: k for of in held for k, v in of.items() if isinstance(v, types.MemberDescriptorType)}
+    slots = {k: k for of in held for k, v in of.items() if isinstance(v, types.MemberDescriptorType)}
+    return {k: k for k in slots if not k.startswith("__")}  # which Cython has, and which cannot be set
 
 
 def _is_of_a_library(name: Any) -> bool:
     return str(name).partition(".")[0] in _LIBRARIES and name != "__main__"
+
+
+@functools.lru_cache
+def _knows_no_torch(package: str) -> bool:
+    """Whether it is an installed package such as scikit-learn, whose functions and classes, of which there are
+    thousands, keep no state of a training; of its objects some may.
+    """
+    module = sys.modules.get(package)
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    installed = any(part in str(place) for place in places for part in ("site-packages", "dist-packages"))
+    of_package = [one for name, one in list(sys.modules.items()) if name.partition(".")[0] == package]
+    return installed and not any(getattr(one, "__dict__", {}).get("torch") is torch for one in of_package)
 
 
 def _variables(owner: Any) -> list[tuple[Held, Iterable[str] | None]]:
@@ -233,13 +250,13 @@ def _variables(owner: Any) -> list[tuple[Held, Iterable[str] | None]]:
     if isinstance(owner, functools.partial):
         return [(dict(enumerate(owner.args)), None), (owner.keywords, None)]
     if isinstance(owner, types.FunctionType):
-        names = _names(owner.__code__)
+        names = sorted(_names(owner.__code__))  # the order of a set differs from rank to rank
         cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
         modules = [one for name in names if isinstance(one := owner.__globals__.get(name), types.ModuleType)]
         return [
             *((_Attributes(cell, {name: "cell_contents"}), None) for name, cell in cells),
-            (owner.__globals__, sorted(names)),
-            *((vars(module), sorted(names)) for module in modules if not _is_of_a_library(module.__name__)),
+            (owner.__globals__, names),
+            *((vars(module), names) for module in modules if not _is_of_a_library(module.__name__)),
             (_Attributes(owner, {"its defaults": "__defaults__"}), None),
             (owner.__kwdefaults__ or {}, None),
             (vars(owner), None),
@@ -296,7 +313,7 @@ def beside(stages: Iterable[nn.Module], by_hooks: bool = True) -> list[Any]:
 
 
 def label_of(owner: Any) -> str:
-    return getattr(owner, "__qualname__", type(owner).__name__)
+    return owner.__qualname__ if isinstance(owner, type | types.FunctionType) else type(owner).__name__
 
 
 def kept_beside(owners: Iterable[Any]) -> dict[str, tuple[Held, str]]:
@@ -306,9 +323,11 @@ def kept_beside(owners: Iterable[Any]) -> dict[str, tuple[Held, str]]:
         for held, names in _variables(owner):
             for name in [k for k in (list(held) if names is None else names) if k in held]:
                 found.setdefault((id(held), name), (f"{label_of(owner)}.{name}", held))
-    keys = Counter(key for key, _ in found.values())
-    numbered = enumerate(found.items())
-    return {f"{key} ({i})" if keys[key] > 1 else key: (held, name) for i, ((_, name), (key, held)) in numbered}
+    keys, numbers, named = Counter(key for key, _ in found.values()), Counter(), {}
+    for (_, name), (key, held) in found.items():
+        named[f"{key} ({numbers[key]})" if keys[key] > 1 else key] = held, name
+        numbers[key] += 1  # of its own label, since a rank may have more of another
+    return named
 
 
 def saved_states(owners: Iterable[Any]) -> list[SavedState]:
@@ -330,7 +349,12 @@ def holds_iterators(owners: Iterable[Any]) -> bool:
     for value in list(values):
         if isinstance(value, _NESTS) and len(value) <= _MOST:
             values += value.values() if isinstance(value, dict) else value
-    return any(hasattr(value, "__next__") for value in values)
+    return any(map(_is_iterator, values))
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether it is one itself: a class of iterators, and what has any attribute, are none."""
+    return not isinstance(value, type) and hasattr(type(value), "__next__")
 
 
 def captured(owners: Iterable[Any], n: int, of_modules: bool = False) -> list[tuple[Held, str]]:
@@ -386,7 +410,7 @@ def _iterators_kept(owners: Iterable[Any]) -> Iterator[None]:
     """Inside, variables hold a copy of an iterator; in the end one that has not moved."""
     variables = [variable for owner in owners for variable in _variables(owner)]
     named = [(held, name) for held, names in variables for name in (list(held) if names is None else names)]
-    places = [(held, name, held[name]) for held, name in named if name in held and hasattr(held[name], "__next__")]
+    places = [(held, name, held[name]) for held, name in named if name in held and _is_iterator(held[name])]
     pairs: dict[int, tuple[Any, Any]] = {}  # one iterator in several places stays one
     for value in (value for *_, value in places if id(value) not in pairs):
         if isinstance(value, _COPIED):

@@ -2,7 +2,9 @@
 
 import argparse
 import enum
+import functools
 import itertools
+import sys
 import types
 
 import numpy as np
@@ -13,7 +15,9 @@ from torch import nn
 
 from ignite_ddl.checks import regions
 from ignite_ddl.checks.backward import row_gradients_depend
+from ignite_ddl.checks.kept_state import kept_beside, reached, states_kept
 from ignite_ddl.checks.loss_state import LossState
+from ignite_ddl.checks.mixing import rows_meet
 from ignite_ddl.checks.rows_alone import rows_depend_on_each_other
 from ignite_ddl.checks.traceless import WatchForSums, exact_float32, outputs_depend_on, without_trace
 from ignite_ddl.context.sequence import are_shards
@@ -262,3 +266,79 @@ def test_an_iterator_in_two_places_stays_one():
         with without_trace([model]):
             assert (next(model.first), next(model.second)) == (i, i + 1)
         assert (next(model.second), next(model.first)) == (i, i + 1)
+
+
+class Attributes(dict):
+    __getattr__ = dict.get
+
+
+class Frozen(dict):
+    def _refuse(self, *_, **__):
+        raise TypeError("frozen")
+
+    clear = update = __setitem__ = __delitem__ = _refuse
+
+
+class Numbers:
+    n = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.n += 1
+        return self.n
+
+
+class MeanOf:
+    def __get__(self, instance, owner):
+        return float(owner.values[0])
+
+
+class Statistics:
+    values = [1.0]  # noqa: RUF012
+    mean = MeanOf()
+
+    @property
+    def first(self):
+        return self.values[0]
+
+
+HELD = [itertools.chain, Numbers, Attributes(n=1), Frozen(n=1)]
+
+
+@pytest.mark.parametrize("held", HELD, ids=lambda held: getattr(held, "__name__", None) or type(held).__name__)
+def test_what_only_looks_like_an_iterator_or_like_a_change_lets_rows_be_found_that_meet(held):
+    model = Annealed(lambda: held)
+    model.forward = lambda x: nn.Linear.forward(model, x - x.mean(0))
+    assert rows_depend_on_each_other(model, X, [model])
+    assert rows_meet(functools.partial(lambda held, x: x - x.mean(0), held), X, 8)[0]
+    with states_kept([model]) as kept:
+        pass
+    assert not any(state.changed() for state in kept)
+
+
+def test_descriptors_of_a_class_stay():
+    model = Annealed(Statistics)
+    with without_trace([model]):
+        Statistics.values.append(2.0)
+        Statistics.values = [2.0]
+    assert type(vars(Statistics)["mean"]) is MeanOf
+    assert Statistics.mean == 1.0
+    assert len(Statistics.values) == 1
+
+
+def test_names_of_what_is_kept_are_those_of_another_rank_that_has_one_thing_more():
+    first, second, more = types.SimpleNamespace(n=0), types.SimpleNamespace(n=0), Slots()
+    of_ranks = [kept_beside([first, *others, second]) for others in ([more], [])]
+    assert [[k for k, (held, _) in of.items() if held is vars(second)] for of in of_ranks] == [
+        ["SimpleNamespace.n (1)"]
+    ] * 2
+
+
+def test_installed_packages_that_know_no_torch_are_no_code_of_a_user(monkeypatch):
+    module = types.ModuleType("installed_package")
+    module.__file__ = "/lib/site-packages/installed_package/__init__.py"
+    exec("n = 0\ndef tick():\n    global n\n    n += 1", vars(module))
+    monkeypatch.setitem(sys.modules, "installed_package", module)
+    assert reached(module.tick) == []
