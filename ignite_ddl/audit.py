@@ -96,7 +96,6 @@ What is not found, and differs from one process without an error:
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -275,7 +274,7 @@ class Audit:
             if counted is not None and on_any_rank(bool(counted)):
                 _check_counted(stages, x, mesh, counted)
             plain = stages.plain_module()  # DDP counts passes that have gradients
-            run = functools.partial(stages.model_fn, plain)
+            run = type(stages)(plain, stages.model_fn).forward_only
             if on_any_rank(row_gradients_depend(run, x, [plain])):
                 with nudged([plain]):
                     depend = on_any_rank(row_gradients_depend(run, x, [plain]))

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.arguments import first_line
-from ignite_ddl.checks.kept_state import captured, cloned, versions
+from ignite_ddl.checks.kept_state import captured, cloned, random_kept, reached, states_kept, versions
 from ignite_ddl.checks.loss_graph import dependencies, parameter_ids
 from ignite_ddl.checks.loss_state import LossState
 from ignite_ddl.checks.rows_alone import several_rows
@@ -412,12 +412,15 @@ class LossContract:
         modules, n = [stages.plain_module()], self._n_samples(x, (x, y))
         n = 1 if on_any_rank(not have_rows(n, x, y), self.mesh.dp_cp_group) else n  # as many passes on each rank
 
+        owners = reached(getattr(transform, "transform", transform))  # of a CheckedTransform that of the user
         draws = False  # in another way than by modules of dropout, which evaluate here
         why = "" if n > 1 else "it takes two rows of x and of targets"
 
         def run(part: Any) -> Any:
             nonlocal draws
-            before, output = random_states(), transform(stages.forward_only(cloned(part)))
+            before, output = random_states(), stages.forward_only(cloned(part))
+            with states_kept(owners), random_kept(owners):
+                output = transform(output)
             draws = draws or has_drawn(before)
             return output
 

@@ -22,6 +22,7 @@ from ignite.exceptions import NotComputableError
 from ignite.metrics import HSIC, GpuInfo, Loss, MaximumMeanDiscrepancy, Metric, RunningAverage, VariableAccumulation
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ignite_ddl.checks.kept_state import random_kept, reached, states_kept
 from ignite_ddl.checks.mixing import check_tokens_of
 from ignite_ddl.collectives import gathered, gathered_values
 from ignite_ddl.context.sequence import two_halves
@@ -156,12 +157,13 @@ class _Methods:
         if not self.transforms_checked:
             self.transforms_checked = True
             check_tokens_of(f"output_transform of {type(self.metric).__name__}", transform, output)
-        rows = transform(output)
-        drops_tokens = two_halves(rows) is None and any(tensor.ndim for tensor in tensors_of(rows))
-        halves = two_halves(output) if drops_tokens and not self.had_rows else None
-        n_of_halves = n_rows(rows)
-        with contextlib.suppress(Exception):  # no value of so few tokens
-            n_of_halves = sum(n_rows(transform(half)) for half in halves or ()) or n_of_halves
+        with states_kept(owners := reached(transform)), random_kept(owners):
+            rows = transform(output)
+            drops_tokens = two_halves(rows) is None and any(tensor.ndim for tensor in tensors_of(rows))
+            halves = two_halves(output) if drops_tokens and not self.had_rows else None
+            n_of_halves = n_rows(rows)
+            with contextlib.suppress(Exception):  # no value of so few tokens
+                n_of_halves = sum(n_rows(transform(half)) for half in halves or ()) or n_of_halves
         if n_of_halves != n_rows(rows):
             raise ValueError(
                 f"output_transform of {type(self.metric).__name__} should make rows of all tokens, as flatten(0, 1) "

@@ -350,8 +350,7 @@ def create_supervised_evaluator(
     autocast = autocast_for(amp_mode, device)
     is_first, runs = True, 0
 
-    def transformed(x: Any, y: Any, y_pred: Any) -> Any:
-        return output_transform(x, y, model_transform(y_pred))
+    transformed = functools.partial(_both_transforms, model_transform, output_transform)
 
     def evaluate(engine: MeshEngine, batch: Any) -> Any:
         nonlocal is_first, runs
@@ -375,8 +374,8 @@ def create_supervised_evaluator(
                 if is_first and engine.rows is not None and y_pred is not None:
                     names, given = "model_transform or output_transform", (x, y, y_pred)
                     if get_mesh().dp_size > 1:
-                        check_transform(names, lambda given: transformed(*given), given, n_rows(x), "in a metric")
-                    check_tokens_of(names, lambda given: transformed(*given), given)
+                        check_transform(names, transformed, given, n_rows(x), "in a metric")
+                    check_tokens_of(names, transformed, given)
                 is_first = False
                 if y_pred is not None:
                     y_pred = model_transform(y_pred)
@@ -389,6 +388,11 @@ def create_supervised_evaluator(
     for name, metric in (metrics or {}).items():
         metric.attach(evaluator, name)
     return evaluator
+
+
+def _both_transforms(model_transform: Callable, output_transform: Callable, given: tuple[Any, Any, Any]) -> Any:
+    x, y, y_pred = given
+    return output_transform(x, y, model_transform(y_pred))
 
 
 def _choose_deterministic_algorithms() -> None:

@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ignite_ddl.checks.kept_state import cloned
+from ignite_ddl.checks.kept_state import cloned, reached, saved_states, states_kept
 from ignite_ddl.checks.rows_alone import MAY_DEPEND, few_rows, norm_over_rows, opened
 from ignite_ddl.checks.traceless import Kept, WatchForSums, as_real, differ, evaluating, put, rows_kept, without_trace
 from ignite_ddl.compat import gathers, without_transforms
@@ -43,11 +43,15 @@ def check_backward_hooks(module: nn.Module) -> None:
 
 def _call_linear(hook: Any, grads: tuple, owner: str) -> Any:
     """Calls a backward hook, which has to be linear: for gradients twice as large it has to return twice as much."""
-    kept = _times(1, grads)  # it may change them in place
+    owners = reached(hook)
+    before, kept = saved_states(owners), _times(1, grads)  # it may change them in place
     result = hook(*grads)
     if result is not None or not _alike(grads, kept):
         larger = _times(2, kept)
-        twice = hook(*larger)
+        with states_kept(owners):
+            for state in before:
+                state.restore()
+            twice = hook(*larger)
         changed, twice = (grads, larger) if result is None else (result, twice)
         if not _alike(_times(2, changed), twice):
             raise ValueError(
@@ -151,7 +155,8 @@ def _tried(apply: Any, node: Any, saved: tuple, changed: Any) -> Any:
     """What a backward pass returns for changed gradients; None if that cannot be tried without a trace."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     traces = (torch.autograd, "backward"), (torch.autograd, "grad"), (nn.Module, "__call__")
-    with contextlib.suppress(Exception), torch.random.fork_rng(devices), torch.no_grad(), _failing(*traces):
+    states = states_kept(reached(node._forward_cls, *vars(node).values()))
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices), torch.no_grad(), _failing(*traces), states:
         return apply(_Context(_copied(vars(node) | {"saved_tensors": saved}), node), *changed())
     return None
 

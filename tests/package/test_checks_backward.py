@@ -440,3 +440,48 @@ class AdaptsToEachRow(nn.Module):
 def test_gradients_of_rows_whose_weights_forward_has_adapted_are_those_of_each_row():
     model, x = AdaptsToEachRow(), torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     assert not row_gradients_depend(model, x, [model])
+
+
+class Fading(Identity):
+    """Is linear in each call, but by a number that its calls change."""
+
+    calls = 0
+
+    @staticmethod
+    def backward(ctx, g):
+        Fading.calls += 1
+        return g / (1 + 0.01 * Fading.calls)
+
+
+class WithFading(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        h = super().forward(x)
+        if h.requires_grad:
+            h.register_hook(self.fade)
+        return Fading.apply(h)
+
+    def fade(self, g):
+        self.calls += 1
+        return g / (1 + 0.01 * self.calls)
+
+
+def fading(local_rank):
+    torch.manual_seed(0)
+    Fading.calls, calls = 0, [0]
+    net = nn.Sequential(WithFading(8, 4), nn.Linear(4, 4)).double()
+
+    def fade(module, _, grads):
+        calls[0] += 1
+        return tuple(g / (1 + 0.01 * calls[0]) for g in grads)
+
+    net[1].register_full_backward_hook(fade)
+    trainer = trainer_of(ddl.auto_model(net))
+    output = trainer.run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=4), max_epochs=2).output
+    return output, Fading.calls, net[0].calls, calls[0]
+
+
+def test_checks_leave_no_trace_in_hooks_and_functions():
+    right, *calls = fading(0)
+    assert on(fading, dp=2) == [(pytest.approx(right, abs=1e-12), *calls)] * 2

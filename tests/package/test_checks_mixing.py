@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Events
 from ignite.metrics import Accuracy, Loss
-from ranks import assert_right, in_float64, mesh_of, on, refused
+from ranks import assert_right, in_float64, mesh_of, on, refused, trainer_of
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
@@ -342,3 +342,44 @@ def test_a_batch_prepared_by_the_number_of_rows_is_refused():
 def with_sorted_rows(batch, **_):
     order = batch[0][:, 0].argsort()
     return batch[0][order], batch[1][order]
+
+
+class WithPenalty(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, (y**2).mean()
+
+
+@in_float64
+def counted_calls(local_rank, evaluates=False):
+    """What functions around a model make of numbers that their own calls change."""
+    torch.manual_seed(0)
+    data, calls = TensorDataset(torch.randn(12, 3), torch.randint(4, (12,))), dict.fromkeys(("fn", "of", "out"), 0)
+
+    def count(name, value):
+        calls[name] += 1
+        return value * (1 + 0.01 * calls[name])
+
+    def fn(model, x):
+        output, penalty = model(x)
+        return count("fn", output), penalty
+
+    def of(output):
+        return count("of", output[0]), output[1]
+
+    def out(x, y, y_pred, *_):
+        return count("out", y_pred[0]), y
+
+    model, given = ddl.auto_model(WithPenalty(3, 4)), {"model_fn": fn, "model_transform": of}
+    if evaluates:
+        evaluator = ddl.create_supervised_evaluator(model, {"a": Loss(F.cross_entropy)}, output_transform=out, **given)
+        return evaluator.run(ddl.auto_dataloader(data, batch_size=4)).metrics["a"], calls
+    trainer = trainer_of(model, lambda output, y: F.cross_entropy(output[0], y) + output[1], **given)
+    return trainer.run(ddl.auto_dataloader(data, batch_size=4), max_epochs=3).output, calls
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_checks_leave_no_trace_in_functions_around_a_model(evaluates):
+    right, calls = counted_calls(0, evaluates)
+    found = on(functools.partial(counted_calls, evaluates=evaluates), dp=2)
+    assert found == [(pytest.approx(right, abs=1e-12), calls)] * 2
