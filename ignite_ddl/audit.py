@@ -81,6 +81,9 @@ What is not found, and differs from one process without an error:
 - under pp, a ``collate_fn`` that pads to the longest of a rank's rows, before a model whose output depends on it;
 - random numbers that a script draws for weights or gradients under pp, where each stage draws different ones;
 - with ``loss_divisor="rows"``, a batch of a second loader that was read in another step than the one that trains on it;
+- what a check's own calls change and do not put back, so that one process would have counted less: a ``ContextVar``,
+  shared memory (``multiprocessing.Value``), attributes of a tensor, a sparse or quantized tensor that is changed in
+  place, and files;
 - rows of an earlier batch on which an update function trains a rank that has none of this one: they have no weight, as
   what it makes of the row that it is lent (``drop_last=True`` leaves no rank without rows);
 - a loss that is a mean over rows in the steps where it is checked, but not in those between;
@@ -471,8 +474,13 @@ def _warn_of_padding(stages: Any, x: Any, mesh: Mesh, lengths: list[torch.Size],
 
 def _comparable(value: Any) -> Any:
     """A value of any structure with digests in place of tensors and arrays."""
-    leaves = [torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in tree_leaves(value)]
-    return [(tuple(leaf.shape), digest(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def comparable(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf.shape, zlib.crc32(leaf.tobytes())
+        return (tuple(leaf.shape), digest(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+
+    return list(map(comparable, tree_leaves(value)))
 
 
 def check_evaluated_rows(model: nn.Module, stages: Any, x: Any) -> None:
@@ -553,7 +561,7 @@ def warn_of_same_batch(mesh: Mesh, batch: Any) -> None:
     """Warns if dp ranks have the same batch: metrics would count its rows once for each of them."""
     digests = [digest(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     peers = gathered(torch.tensor([hash(tuple(digests))], device=idist.device()), mesh.groups["dp"])
-    if len(peers) > 1 and digests and all(torch.equal(peer, peers[0]) for peer in peers) and mesh.rank == 0:
+    if len(peers) > 1 and any(digests) and all(torch.equal(peer, peers[0]) for peer in peers) and mesh.rank == 0:
         warnings.warn(
             f"each dp rank has the same batch, so that metrics which sum over ranks count its rows {len(peers)} times: "
             "run the engine on a loader of ddl.auto_dataloader, which divides rows among ranks",

@@ -6,6 +6,7 @@ import io
 import pickle
 import sys
 import time
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,8 +62,10 @@ def packed(value: Any) -> bytes:
     return file.getvalue()
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType) or obj is types.CodeType:  # such as the one that fills a defaultdict
+            return super().reducer_override(obj)
         if isinstance(obj, type) and getattr(sys.modules.get(obj.__module__), obj.__qualname__, None) is not obj:
             # Of the script: ranks got it by cloudpickle with the function they run, and know it by this.
             known = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(obj)

@@ -121,6 +121,13 @@ def _cure_of_cut_tensors(output: Any) -> str:
 
 def _loss_of_nothing(output: Any) -> torch.Tensor:
     """A loss of 0, by which gradients are zeros: the mean of no rows would be NaN."""
+    if not tensors_of(output):  # an object, such as a SimpleNamespace
+        output = getattr(output, "__dict__", output)
+    if not tensors_of(output):
+        raise ValueError(
+            "the model's output should be made of tensors in tuples, lists, dicts or dataclasses where none of a "
+            f"rank's targets count, but is a {type(output).__name__} without any: let forward return its tensors"
+        )
     tensors = [tensor for tensor in tensors_of(output) if tensor.ndim and tensor.is_floating_point()]
     if not tensors and any(not tensor.isfinite().all() for tensor in tensors_of(output)):
         raise ValueError(

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ignite_ddl.arguments import first_line
-from ignite_ddl.checks.kept_state import captured, cloned, random_kept, reached, states_kept, versions
+from ignite_ddl.checks.kept_state import captured, cloned, reached, states_kept, streams_kept, versions
 from ignite_ddl.checks.loss_graph import dependencies, parameter_ids
 from ignite_ddl.checks.loss_state import LossState
 from ignite_ddl.checks.rows_alone import several_rows
@@ -419,7 +419,7 @@ class LossContract:
         def run(part: Any) -> Any:
             nonlocal draws
             before, output = random_states(), stages.forward_only(cloned(part))
-            with states_kept(owners), random_kept(owners):
+            with states_kept(owners), streams_kept(owners):
                 output = transform(output)
             draws = draws or has_drawn(before)
             return output
@@ -780,7 +780,10 @@ def _key_of(loss_fn: Callable, declared: Any) -> Hashable:
     code = getattr(loss_fn, "__code__", None)
     if code is None:
         return id(loss_fn), _key_of(declared, None) if callable(declared) else declared
-    closure = [cell.cell_contents for cell in getattr(loss_fn, "__closure__", None) or ()]
+    closure = []
+    for cell in getattr(loss_fn, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty one, of a name that is given a value later, or never
+            closure.append(cell.cell_contents)
     values = tuple(
         id(value) if callable(value) else value for value in closure if callable(value) or type(value) is str
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import array
 import contextlib
 import copy
 import enum
@@ -11,13 +12,14 @@ import itertools
 import sys
 import types
 import warnings
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections import Counter, UserDict, UserList, deque
+from collections.abc import Generator, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import numpy as np
 import torch
 from ignite.engine import Engine
+from ignite.metrics import Metric
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -27,7 +29,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ignite_ddl.structure import SomeRows, local_tensor, map_leaves, tensors_of
 from ignite_ddl.tensor.random import random_states, set_random_states, state_of
 
-_ARRAYS = (torch.Tensor, np.ndarray)
+_BYTES = (array.array, bytearray)
+_ARRAYS = (torch.Tensor, np.ndarray, *_BYTES)
+_CACHED = type(functools.cache(id))
+_WRAPPERS = (types.MethodType, classmethod, staticmethod, property, functools.cached_property, _CACHED)
+_OBJECTS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, Metric)  # of libraries, for users' states
 _KINDS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, np.generic, tuple, list, dict, deque, set)
 _KINDS = (*_KINDS, *_ARRAYS)
 _NUMBERS = (bool, int, float, complex, str)
@@ -94,6 +100,8 @@ def _parts(value: Any, whole: bool) -> list[tuple[Any, Any]]:
         if id(part) in found or isinstance(part, nn.Parameter) or size > left and not (whole and part is value):
             continue
         if isinstance(part, _ARRAYS):
+            if isinstance(part, torch.Tensor) and not is_dense(part):
+                continue
             found[id(part)] = part, copied(part)
         elif isinstance(part, _NESTS):
             pending += [one for one in (part.values() if isinstance(part, dict) else part) if isinstance(one, _PARTS)]
@@ -106,16 +114,23 @@ def _parts(value: Any, whole: bool) -> list[tuple[Any, Any]]:
 def size_of(part: Any) -> int:
     if isinstance(part, torch.Tensor):
         return part.numel()
-    return part.size if isinstance(part, np.ndarray) else len(part) if isinstance(part, _NESTS) else 1
+    return part.size if isinstance(part, np.ndarray) else len(part) if isinstance(part, (*_NESTS, *_BYTES)) else 1
 
 
 _NESTS = (list, dict, deque, set, tuple)
 _PARTS = (*_NESTS, *_ARRAYS)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its numbers can be copied and compared: not if it is sparse, nested, quantized, or has none."""
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+
+
 def copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
+    if isinstance(value, _BYTES):
+        return value[:]
     return value.copy() if type(value) is np.ndarray else value  # not a file's, which are mapped to memory
 
 
@@ -126,6 +141,14 @@ def cloned(tree: Any, all_of_them: bool = False) -> Any:
         return leaf.clone() if isinstance(leaf, torch.Tensor) and (all_of_them or not leaf.requires_grad) else leaf
 
     return map_leaves(clone, tree)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of what is kept; a tree that contains itself is one."""
+    try:
+        return tree_leaves(tree)
+    except RecursionError:
+        return [tree]
 
 
 def versions(tree: Any) -> list[int]:
@@ -147,11 +170,17 @@ def _refill(value: Any, before: Any) -> None:
             local_tensor(value).data.copy_(local_tensor(before))  # a graph may have saved it, as BatchNorm's has
     elif isinstance(value, np.ndarray):
         value[...] = before
+    elif isinstance(value, _BYTES):
+        value[:] = before
 
 
 def same_value(value: Any, before: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        if not isinstance(before, torch.Tensor) or value.shape != before.shape:
+        if value is before:
+            return True
+        if not isinstance(before, torch.Tensor) or not is_dense(value) or not is_dense(before):
+            return False
+        if value.shape != before.shape:
             return False
         if isinstance(value, FakeTensor):  # of a trace, without values
             return True
@@ -209,7 +238,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 def _has_attributes(one: Any) -> bool:
     """Whether the user may have given it attributes: not to what a library has made."""
-    if isinstance(one, types.SimpleNamespace | argparse.Namespace):
+    if isinstance(one, _OBJECTS):
         return True
     of = one if isinstance(one, type | types.FunctionType) else type(one)
     if isinstance(one, types.ModuleType) or _is_of_a_library(of.__module__):
@@ -247,6 +276,8 @@ def _variables(owner: Any) -> list[tuple[Held, Iterable[str] | None]]:
         return []
     if isinstance(owner, nn.Module):
         return [(held, None) for module in owner.modules() for held in (module._buffers, vars(module))]
+    if isinstance(owner, types.BuiltinMethodType):
+        return [({"__self__": owner.__self__}, None)]
     if isinstance(owner, functools.partial):
         return [(dict(enumerate(owner.args)), None), (owner.keywords, None)]
     if isinstance(owner, types.FunctionType):
@@ -284,9 +315,16 @@ def reached(*functions: Any, by_hooks: bool = True) -> list[Any]:
         if id(one) in seen or isinstance(one, (torch.Tensor, *_NUMBERS)):
             continue
         seen[id(one)] = one  # which lives, so that no other has its id
-        if isinstance(one, types.MethodType | classmethod | staticmethod):
-            pending += [one.__func__, getattr(one, "__self__", None)]
+        if isinstance(one, _WRAPPERS):
+            pending += [getattr(one, name, None) for name in ("__func__", "__self__", "__wrapped__", "fget", "func")]
+        elif isinstance(one, types.BuiltinMethodType):
+            if isinstance(one.__self__, _PARTS):  # such as kept.append
+                found[id(one)] = one
+            pending.append(one.__self__)
         elif isinstance(one, _NESTS):
+            if _has_attributes(one):  # of a class of the user
+                found[id(one)] = one
+                pending += type(one).__mro__[:-1]
             pending += [] if len(one) > _MOST else one.values() if isinstance(one, dict) else one
         elif isinstance(one, nn.Module):
             found[id(one)] = one
@@ -386,8 +424,10 @@ def captured_rows(owners: Iterable[Any], rows: SomeRows | None) -> Iterator[None
 
 
 def _has_rows(value: Any, n: int) -> bool:
-    found = tensors_of(value) if isinstance(value, _PARTS) and not isinstance(value, nn.Parameter) else []
-    return any(tensor.ndim and len(tensor) == n and not isinstance(tensor, DTensor) for tensor in found)
+    found = leaves_of(value) if isinstance(value, _PARTS) and not isinstance(value, nn.Parameter) else []
+    found = [leaf for leaf in found if not isinstance(leaf, _NESTS)]
+    tensors = [tensor for tensor in tensors_of(found) if is_dense(tensor) and not isinstance(tensor, DTensor)]
+    return any(tensor.ndim and len(tensor) == n for tensor in tensors)
 
 
 @contextlib.contextmanager
@@ -400,6 +440,42 @@ def states_kept(owners: Iterable[Any]) -> Iterator[list[SavedState]]:
         finally:
             for of_owner in kept:
                 of_owner.restore()
+
+
+class ReadAhead(Generator):
+    """An iterator of which checks read ahead, each by a copy of this; what is sent to a generator cannot be kept back.
+
+    Args:
+        of: the iterator.
+    """
+
+    def __init__(self, of: Any) -> None:
+        self.of, self.read, self.place = of, [], None  # what was read ahead; in a copy how much of it it has read
+
+    def copy(self) -> ReadAhead:
+        other = ReadAhead(self.of)
+        other.read, other.place = self.read, self.place or 0
+        return other
+
+    def send(self, value: Any) -> Any:
+        if value is not None and (self.place is not None or self.read):
+            raise ValueError("a generator of which checks have read ahead cannot be sent a value: pass checks=False")
+        if self.place is None:
+            return self.read.pop(0) if self.read else next(self.of) if value is None else self.of.send(value)
+        if self.place == len(self.read):
+            self.read.append(next(self.of))
+        self.place += 1
+        return self.read[self.place - 1]
+
+    def throw(self, *error: Any) -> Any:
+        if self.place is None:
+            return self.of.throw(*error)
+        raise ValueError("a generator cannot be closed by a check")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.of, name)
 
 
 _COPIED = (itertools.count, *(type(iter(of)) for of in ([], (), range(0))))  # iterators that read no other ones
@@ -417,8 +493,9 @@ def _iterators_kept(owners: Iterable[Any]) -> Iterator[None]:
             with warnings.catch_warnings(action="ignore"), contextlib.suppress(TypeError):  # count, from Python 3.12 on
                 pairs[id(value)] = copy.copy(value), value
                 continue
-        if type(value).__module__ in ("builtins", "itertools") or isinstance(value, _BaseDataLoaderIter):
-            pairs[id(value)] = itertools.tee(value)
+        if type(value).__module__ in ("builtins", "itertools") or isinstance(value, _BaseDataLoaderIter | ReadAhead):
+            after = value if isinstance(value, ReadAhead) else ReadAhead(value)
+            pairs[id(value)] = after.copy(), after
     places = [(held, name, *pairs[id(value)]) for held, name, value in places if id(value) in pairs]
     for held, name, inside, _ in places:
         held[name] = inside
@@ -432,10 +509,20 @@ def _iterators_kept(owners: Iterable[Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def random_kept(owners: Iterable[Any]) -> Iterator[None]:
     """Restores at its end all streams of random numbers, those of generators among the owners included."""
-    drawn, kept = random_states(), [stream for one in owners if (stream := state_of(one))]
+    drawn = random_states()
+    try:
+        with streams_kept(owners):
+            yield
+    finally:
+        set_random_states(drawn)
+
+
+@contextlib.contextmanager
+def streams_kept(owners: Iterable[Any]) -> Iterator[None]:
+    """Restores at its end the streams of generators among the owners alone."""
+    kept = [stream for one in owners if (stream := state_of(one))]
     try:
         yield
     finally:
-        set_random_states(drawn)
         for state, put in kept:
             put(state)

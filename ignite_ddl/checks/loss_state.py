@@ -15,9 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from ignite_ddl.checks.kept_state import captured_rows, cloned, random_kept, reached, saved_states, states_kept
+from ignite_ddl.checks.kept_state import (
+    captured_rows,
+    cloned,
+    leaves_of,
+    random_kept,
+    reached,
+    saved_states,
+    states_kept,
+)
 from ignite_ddl.checks.replicas import digest
 from ignite_ddl.checks.traceless import differ, evaluating, exact_float32, weights_kept
 from ignite_ddl.collectives import on_any_rank, value_of
@@ -143,7 +151,7 @@ class LossState:
             return isinstance(leaf, torch.Tensor) and (leaf.grad_fn is not None or leaf.ndim > 0 and len(leaf) == n)
 
         def of_rows(state: Any) -> set[str]:
-            leaves = {name: tree_leaves(state.held[name]) for name in state.changed() if name in state.held}
+            leaves = {name: leaves_of(state.held[name]) for name in state.changed() if name in state.held}
             return {name for name, of_name in leaves.items() if of_name and all(map(is_of_batch, of_name))}
 
         found = [of_rows(state) for state in self.variables]
@@ -162,7 +170,7 @@ class LossState:
         changed = [
             {k: state.held[k] for k in state.changed() if k in state.held and k not in of} for state, of in pairs
         ]
-        return [{k: v for k, v in of.items() if all(map(_is_plain, tree_leaves(v)))} for of in changed]
+        return [{k: v for k, v in of.items() if all(map(_is_plain, leaves_of(v)))} for of in changed]
 
     def _differ(self, put: Callable[[], Any]) -> bool:
         """Whether the loss of this step's first rows would be another with what is kept as ``put`` puts it."""

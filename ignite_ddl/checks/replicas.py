@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_ddl.checks.kept_state import is_dense
 from ignite_ddl.collectives import gathered, gathered_values, octets, on_any_rank
 from ignite_ddl.compat import unsharded_parameters
 from ignite_ddl.data_parallel import local_round, share_buffers
@@ -132,7 +133,12 @@ def dp_local_statistics(model: nn.Module) -> set[int]:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """64 bits that depend on each bit of what this rank holds, and on its place; the same for any number of threads."""
+    """64 bits that depend on each bit of what this rank holds, and on its place; the same for any number of threads.
+
+    It is 0 of a sparse, nested or quantized tensor, whose numbers are not in one place.
+    """
+    if not is_dense(tensor):
+        return 0
     held = octets(local_tensor(tensor))
     if held.storage_offset() % 8:  # where words of 8 octets cannot begin
         held = held.clone()

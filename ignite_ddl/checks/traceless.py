@@ -25,8 +25,10 @@ from ignite_ddl.checks.kept_state import (
     beside,
     cloned,
     copied,
+    is_dense,
     kept_beside,
     label_of,
+    leaves_of,
     modules_of,
     random_kept,
     saved_states,
@@ -260,7 +262,7 @@ def stored_values(stages: Iterable[nn.Module], n: int) -> dict[str, Any]:
     found = {}
     for name, (held, attribute) in _attributes(stages).items():
         value = held[attribute]
-        leaves = [] if attribute in OF_EACH_MODULE else tree_leaves(value)
+        leaves = [] if attribute in OF_EACH_MODULE else leaves_of(value)
         if leaves and all(map(_is_plain, leaves)) and not any(n in getattr(leaf, "shape", ()) for leaf in leaves):
             found[name] = map_leaves(copied, value)
     return found
@@ -268,7 +270,7 @@ def stored_values(stages: Iterable[nn.Module], n: int) -> dict[str, Any]:
 
 def _is_plain(leaf: Any) -> bool:
     numbers = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufc"
-    return numbers or type(leaf) in (bool, int, float, complex, torch.Tensor)
+    return numbers or type(leaf) in (bool, int, float, complex) or type(leaf) is torch.Tensor and is_dense(leaf)
 
 
 def _attributes(stages: Iterable[nn.Module]) -> dict[str, tuple[Held, str]]:
@@ -281,7 +283,7 @@ def _attributes(stages: Iterable[nn.Module]) -> dict[str, tuple[Held, str]]:
 def _is_small(value: Any) -> bool:
     if size_of(value) > LARGE:
         return False
-    return sum(map(size_of, tree_leaves(value))) <= LARGE
+    return sum(map(size_of, leaves_of(value))) <= LARGE
 
 
 Kept = tuple[Held, str, Any]  # where a variable is, and its value

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from ignite_ddl.checks.kept_state import random_kept, reached, states_kept, versions
+from ignite_ddl.checks.kept_state import reached, states_kept, streams_kept, versions
 from ignite_ddl.checks.rows_alone import MAX_ROWS, evaluated_rows_depend
 from ignite_ddl.checks.traceless import without_trace
 from ignite_ddl.compat import BELONGS_TO_A_MODEL
@@ -108,7 +108,7 @@ class OneStage:
                 leaves no trace in ``model_fn`` either.
         """
         owners = [] if checks else reached(self.model_fn)
-        with states_kept(owners), random_kept(owners):
+        with states_kept(owners), streams_kept(owners):
             return self.model_fn(self.model, x)
 
     def rows_depend(self, x: Any) -> bool:

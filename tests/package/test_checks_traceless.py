@@ -1,6 +1,8 @@
 """Checks by forward passes, where a GPU's kernels round apart what is the same in one process."""
 
 import argparse
+import array
+import collections
 import enum
 import functools
 import itertools
@@ -11,18 +13,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from ignite.metrics import Average
 from torch import nn
 
 from ignite_ddl.checks import regions
 from ignite_ddl.checks.backward import row_gradients_depend
-from ignite_ddl.checks.kept_state import kept_beside, reached, states_kept
+from ignite_ddl.checks.kept_state import is_dense, kept_beside, reached, same_value, states_kept
 from ignite_ddl.checks.loss_state import LossState
 from ignite_ddl.checks.mixing import rows_meet
+from ignite_ddl.checks.replicas import digest
 from ignite_ddl.checks.rows_alone import rows_depend_on_each_other
 from ignite_ddl.checks.traceless import WatchForSums, exact_float32, outputs_depend_on, without_trace
 from ignite_ddl.context.sequence import are_shards
 from ignite_ddl.divisor import divisor_of
-from ignite_ddl.loss_contract import LossContract
+from ignite_ddl.loss_contract import LossContract, _key_of
 from ignite_ddl.mesh import get_mesh
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
@@ -342,3 +346,104 @@ def test_installed_packages_that_know_no_torch_are_no_code_of_a_user(monkeypatch
     exec("n = 0\ndef tick():\n    global n\n    n += 1", vars(module))
     monkeypatch.setitem(sys.modules, "installed_package", module)
     assert reached(module.tick) == []
+
+
+class Frequencies(dict):
+    n = 0
+
+    def tick(self):
+        self.n += 1
+
+
+class Lazy:
+    def __init__(self):
+        self.calls = []
+
+    @property
+    def now(self):
+        return self.calls.append(1)
+
+
+def cached():
+    calls = []
+    return functools.cache(lambda: calls), lambda: calls
+
+
+STATES = {
+    "array": lambda: (of := array.array("d", [0.0]), lambda: of.__setitem__(0, of[0] + 1), lambda: of[0]),
+    "bytearray": lambda: (of := bytearray(1), lambda: of.append(1), lambda: len(of)),
+    "UserDict": lambda: (of := collections.UserDict(), lambda: of.update(n=1), lambda: len(of)),
+    "Metric": lambda: (of := Average(), lambda: of.update(1.0), lambda: of.num_examples),
+    "attribute of a dict": lambda: (of := Frequencies(), of.tick, lambda: of.n),
+    "method of a list": lambda: (of := [], functools.partial(of.append, 1), lambda: len(of)),
+    "property": lambda: (of := Lazy(), lambda: of.now, lambda: len(of.calls)),
+    "cache": lambda: (of := cached(), lambda: of[0]().append(1), lambda: len(of[1]())),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_checks_leave_no_trace_in_states_of_many_kinds(kind):
+    _, tick, read = STATES[kind]()
+    before = read()
+    with states_kept(reached(lambda: tick())):
+        tick()
+        assert read() != before
+    assert read() == before
+
+
+OTHERS = {
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "csr": lambda: torch.eye(4).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+    "meta": lambda: torch.ones(4, device="meta"),
+    "a cycle": lambda: (one := {}, one.update(itself=one)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_rows_that_meet_are_found_beside_tensors_of_other_layouts(make):
+    model, held = Annealed(make), make()
+    model.forward = lambda x: nn.Linear.forward(model, x - x.mean(0))
+    assert rows_depend_on_each_other(model, X, [model])
+    assert contract_of(lambda o, y: F.cross_entropy(o, y) * (1 if held is not None else 0)).compare() == 0.0
+    if isinstance(held, torch.Tensor):
+        assert (is_dense(held), digest(held)) == (False, 0)
+        assert (same_value(held, held), same_value(held, make())) == (True, False)
+
+
+def echoing():
+    sent = 1
+    while True:
+        sent = (yield sent) or sent + 1
+
+
+def test_a_generator_of_which_checks_have_read_may_be_sent_values():
+    model = nn.Module()
+    model.of = echoing()
+    for n in (1, 8):
+        for _ in range(2):
+            with states_kept([model]):
+                assert [next(model.of), next(model.of)] == [n, n + 1]
+                with states_kept([model]):
+                    assert next(model.of) == n + 2
+                assert next(model.of) == n + 2
+                with pytest.raises(ValueError, match="cannot be sent a value"):
+                    model.of.send(3)
+        assert [next(model.of) for _ in range(3)] == [n, n + 1, n + 2]
+        assert model.of.send(7) == 7
+    model.of.close()
+    assert list(model.of) == []
+
+
+def test_a_loss_may_use_a_name_that_has_no_value():
+    def loss_fn(output, y):
+        return F.cross_entropy(output, y) if later is None else 0
+
+    def compare():
+        return _key_of(loss_fn, None)
+
+    assert compare() == compare()
+    later = None
