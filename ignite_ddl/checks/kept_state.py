@@ -24,6 +24,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ignite_ddl.structure import SomeRows, local_tensor, map_leaves, tensors_of

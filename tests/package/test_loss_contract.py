@@ -5,6 +5,7 @@ import random
 import warnings
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import ignite.distributed as idist
 import pytest
@@ -1678,3 +1679,24 @@ def test_a_loss_may_call_a_model_with_batchnorm_which_takes_the_rows_of_a_rank(o
 
     for found, right in zip(on(adversary, dp=2), on(partial(adversary, divisor="local"), dp=2), strict=True):
         torch.testing.assert_close(found, right)
+
+
+class InNamespace(nn.Linear):
+    def forward(self, x):
+        return SimpleNamespace(of=super().forward(x))
+
+
+def trained_by_namespaces(local_rank):
+    torch.manual_seed(0)
+    model, y = ddl.auto_model(InNamespace(6, 8).double()), TARGETS[:12, 0].clone()
+    y[:3] = -100
+    optimizer = ddl.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = ddl.create_supervised_trainer(
+        model, optimizer, lambda o, y: F.cross_entropy(o.of, y), loss_divisor=lambda y: (y != -100).sum()
+    )
+    trainer.run(ddl.auto_dataloader(TensorDataset(X[:12], y), batch_size=6))
+    return [], torch.cat([w.flatten() for w in ddl.full_state_dict(model).values()])
+
+
+def test_an_output_may_be_an_object_where_nothing_counts():
+    assert_right(trained_by_namespaces, dp=2)
