@@ -293,8 +293,13 @@ def rows_kept(states: Iterable[SavedState], n: int) -> list[Kept]:
     """Copies of what a forward pass has changed that have a row for each of n rows, as a hidden state has."""
     changed = [(of, name, of.state()) for of in states for name in of.changed()]
     values = [(of.held, name, now[name]) for of, name, now in changed if name in now]
-    found = [(held, name, value) for held, name, value in values if any(n in t.shape for t in tensors_of(value))]
+    found = [(held, name, value) for held, name, value in values if any(n in shape for shape in _shapes(value))]
     return [(held, name, map_leaves(copied, value)) for held, name, value in found]
+
+
+def _shapes(value: Any) -> list[torch.Size]:
+    leaves = [leaf for leaf in leaves_of(value) if not isinstance(leaf, dict | list)]  # such as one with itself inside
+    return [tensor.shape for tensor in tensors_of(leaves) if is_dense(tensor)]
 
 
 def put(kept: Iterable[Kept]) -> None:
