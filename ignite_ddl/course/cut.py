@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ignite_ddl.course.ranks import on_ranks
+from ignite_ddl.course.ranks import try_on_ranks
 from ignite_ddl.lab.bytes import count_bytes
 
 __all__ = ["ComparedCut", "compare_cut", "derivatives", "part_of", "run_cut"]
@@ -119,7 +119,7 @@ def run_cut(
     Returns:
         list: for each rank what it found, and its collectives: (op, bytes put in) of each, "forward" and "backward".
     """
-    return on_ranks(n_ranks, _on_a_rank, n_ranks, layer, dict(given), dict(dims), timeout=timeout)
+    return try_on_ranks(n_ranks, _on_a_rank, n_ranks, layer, dict(given), dict(dims), timeout=timeout)
 
 
 def _on_a_rank(rank: int, n_ranks: int, layer: Callable, given: dict, dims: dict) -> tuple[dict, dict]:
