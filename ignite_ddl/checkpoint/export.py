@@ -79,10 +79,10 @@ def export_weights(model: nn.Module, folder: str | Path, max_shard_size: int | N
                 save_file(batch, path, metadata={"format": "pt"})
             except Exception as raised:  # the other ranks go on giving tensors
                 error = raised if isinstance(raised, OSError) else OSError(f"{path} could not be written: {raised}")
-                if isinstance(raised, KeyError):
-                    name = next(name for name, tensor in batch.items() if tensor.dtype == raised.args[0])
+                unknown = [name for name, tensor in batch.items() if tensor.dtype in raised.args]
+                if isinstance(raised, KeyError) and unknown:
                     error = ValueError(
-                        f"model has {name!r} of the type {raised}, which safetensors does not know: save it by "
+                        f"model has {unknown[0]!r} of the type {raised}, which safetensors does not know: save it by "
                         "ddl.Checkpoint, or torch.save on one rank what ddl.full_state_dict(model) gives to all"
                     )
         parts.append(path)

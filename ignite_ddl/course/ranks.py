@@ -104,7 +104,7 @@ def try_on_ranks(
         if _WAITS.search(str(error)):
             raise Hint(f"your ranks wait for each other: {cure}") from None
         if (early := re.match(r"(rank \d+) did not finish within \S+ s", str(error))) is not None:
-            raise Hint(f"{early[0]}, and waits for nobody: does a loop there end?") from None
+            raise Hint(f"{early[0]}, and waited for no rank then: does a loop there end?") from None
         if "SIGABRT" in str(error):
             raise Hint("gloo gave up: a rank was sent a tensor of another size than it expected") from None
         raise

@@ -37,7 +37,7 @@ MISTAKES = {
 WAITING = {
     "mean_of_all": {
         "your ranks wait for each other": {"return ": "return n_rows if idist.get_rank() else "},
-        "rank 0 did not finish within 2 s, and waits for nobody: does a loop": {
+        "rank 0 did not finish within 2 s, and waited for no rank then: does a loop": {
             "return ": "while True:\n        pass\n    return "
         },
     }
