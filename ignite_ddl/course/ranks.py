@@ -19,7 +19,7 @@ from ignite_ddl.lab.bytes import Traffic, count_bytes
 from ignite_ddl.launch.parallel import PRELOAD, start_forkserver
 
 __all__ = ["NumbersSent", "counted_on_ranks", "on_nodes", "on_ranks", "try_on_ranks"]
-_WAITS = re.compile("\nWaiting in |which cannot complete: |[Tt]imed out")  # the launcher's words, or gloo's
+_WAITS = re.compile("[Ww]aiting in |which cannot complete: |[Tt]imed out")  # the launcher's words, or gloo's
 PRELOAD.append("ignite_ddl.course")  # nearly every cell's function uses it: imported once, not by each rank
 if "IPython" in sys.modules and sys.modules["IPython"].get_ipython():  # so that the first launch finds imports done
     start_forkserver()

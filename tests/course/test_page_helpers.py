@@ -186,7 +186,7 @@ def in_a_circle(local_rank):  # each pair is rank r and its successor, and all b
         torch.distributed.all_reduce(torch.ones(1), group=pair)
 
 
-@pytest.mark.parametrize("timeout", [6, 60])  # ended by the limit, and by the launcher, which sees an endless wait
+@pytest.mark.parametrize("timeout", [2, 60])  # ended by the limit, and by the launcher, which sees an endless wait
 @pytest.mark.parametrize("work", [without_rank_1, in_a_circle])
 def test_ranks_of_an_exercise_that_wait_for_each_other_get_a_hint(work, timeout, monkeypatch):
     monkeypatch.setattr(parent, "LOOK_SECONDS", (0.5, 0.5) if timeout == 60 else (60, 60))
