@@ -118,6 +118,7 @@ from ignite_ddl.checks.backward import (
     check_backward_hooks,
     checking_functions,
     checking_tensor_hooks,
+    may_depend_in_training,
     nudged,
     row_gradients_depend,
 )
@@ -142,6 +143,7 @@ from ignite_ddl.tensor.gradients import ReplicatedWeights
 TOKENS_CHECKED = "_tokens_checked"  # on a model whose tokens have been checked, or are not to be
 ROWS_CHECKED = "_rows_checked"  # the same of its rows
 MOST_IN_FULL = 4096  # tokens of a rank's part of a sequence, up to which a model that mixes tokens is tried in full
+_MANY = 64  # steps, after which rows are checked in three passes, and by all others if these show something
 
 
 class Audit:
@@ -270,14 +272,16 @@ class Audit:
         if mesh.dp_size > 1:
             x = several_rows(x)
         if mesh.dp_cp_size > 1:
+            plain = stages.plain_module()  # DDP counts passes that have gradients
+            run = type(stages)(plain, stages.model_fn).forward_only
+            if self.step > _MANY and not on_any_rank(may_depend_in_training(run, x, [plain])):
+                return
             counted: dict[str, Any] | None = {} if mesh.dp_size > 1 else None
             depends = rows_depend_on_each_other(stages.forward_only, x, stages.local_stages(), counted)
             if on_any_rank(depends):
                 raise ValueError(ROWS_DEPEND)
             if counted is not None and on_any_rank(bool(counted)):
                 _check_counted(stages, x, mesh, counted)
-            plain = stages.plain_module()  # DDP counts passes that have gradients
-            run = type(stages)(plain, stages.model_fn).forward_only
             if on_any_rank(row_gradients_depend(run, x, [plain])):
                 with nudged([plain]):
                     depend = on_any_rank(row_gradients_depend(run, x, [plain]))

@@ -236,12 +236,7 @@ def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.
         return _Gradients(run, few, stages, seed, rows, n, first)
 
     try:
-        with (
-            evaluating(stages, all_of_them=False),
-            _without_hooks(stages),
-            _failing((torch.autograd, "backward")),
-            WatchForSums() as watch,
-        ):
+        with _backward_tried(stages) as watch:
             together = gradients(whole)
             again = gradients(whole, 1, together.left)  # unlike by random numbers, or by what was kept of each row
             unlike = together.outputs_differ(again, watch.coarsest)
@@ -255,6 +250,37 @@ def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.
     if unknown or together.outputs_differ(alone, watch.coarsest):
         return False
     return not _add_up(watch.coarsest, together.found, others.found, alone.found)
+
+
+def may_depend_in_training(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module]) -> bool:
+    """Whether outputs or gradients of some rows change in training without the others, for whatever reason: random
+    numbers, too, or since it cannot be tried. Every rank makes three passes, where the checks that say why make 13.
+    """
+    if MAY_DEPEND.get() or any(gathers(module) for stage in stages for module in stage.modules()):
+        return True
+    run, x = opened(run, x)
+    few, part = few_rows(x)
+    try:
+        with _backward_tried(stages) as watch:
+            of = slice(0, part.stop), slice(0, part.start), part
+            together, others, alone = (_Gradients(run, few, stages, 0, rows, part.stop) for rows in of)
+    except Exception:
+        return True
+    if not together.outputs or together.lengths != alone.lengths or together.outputs_differ(alone, watch.coarsest):
+        return True
+    return not _add_up(watch.coarsest, together.found, others.found, alone.found)
+
+
+@contextlib.contextmanager
+def _backward_tried(stages: Sequence[nn.Module]) -> Iterator[WatchForSums]:
+    """The context of backward passes that are no step's."""
+    with (
+        evaluating(stages, all_of_them=False),
+        _without_hooks(stages),
+        _failing((torch.autograd, "backward")),
+        WatchForSums() as watch,
+    ):
+        yield watch
 
 
 @contextlib.contextmanager
@@ -373,7 +399,7 @@ def _add_up(coarsest: float, gradients: dict[Any, torch.Tensor], *parts: dict[An
         gradients: those of all rows.
         parts: those of some of them.
     """
-    largest = {key: float(g.abs().nan_to_num().max()) if g.numel() else 0.0 for key, g in gradients.items()}
+    largest = {key: _largest(g) if g.numel() else 0.0 for key, g in gradients.items()}
     most = max(largest.values(), default=0.0)
     for key in dict.fromkeys(itertools.chain(gradients, *parts)):
         left = sum((-part[key] for part in parts if key in part), gradients.get(key, 0.0))
@@ -381,9 +407,17 @@ def _add_up(coarsest: float, gradients: dict[Any, torch.Tensor], *parts: dict[An
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else left.dtype
         eps = max(torch.finfo(dtype).eps, coarsest)
         tolerance = min(0.05, 1e5 * eps) * largest.get(key, 0.0) + 10 * eps**0.5 * most
-        if left.numel() and float(left.abs().nan_to_num().max()) > tolerance:
+        if left.numel() and _largest(left) > tolerance:
             return False
     return True
+
+
+def _largest(gradient: torch.Tensor) -> float:
+    """The largest number of a gradient; NaN counts as 0."""
+    if gradient.is_complex():
+        return float(gradient.abs().nan_to_num().max())
+    least, most = map(float, gradient.aminmax())  # which is much faster than a tensor of absolute values
+    return float(gradient.abs().nan_to_num().max()) if not math.isfinite(most - least) else max(-least, most)
 
 
 @contextlib.contextmanager

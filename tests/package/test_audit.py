@@ -5,6 +5,7 @@ import copy
 import itertools
 import math
 import random
+import re
 import types
 import warnings
 import weakref
@@ -28,7 +29,8 @@ from torch.utils.data import TensorDataset
 
 import ignite_ddl as ddl
 from ignite_ddl.checks import backward, modules_in_use
-from ignite_ddl.checks.rows_alone import rows_depend_on_each_other
+from ignite_ddl.checks.backward import ROW_GRADIENTS_DEPEND, may_depend_in_training
+from ignite_ddl.checks.rows_alone import ROWS_DEPEND, rows_depend_on_each_other
 
 generator = torch.Generator().manual_seed(3)
 X = torch.randn(14, 8, generator=generator, dtype=torch.float64)
@@ -1175,6 +1177,51 @@ class KeepsOutputs(nn.Module):
         if self.how != "hook":
             self.last = {"attribute": y, "list": [y.detach()]}[self.how]
         return y
+
+
+class CentredLate(nn.Module):
+    """Takes a mean over rows, or scales gradients by their number, from a step on."""
+
+    def __init__(self, how=""):
+        super().__init__()
+        self.layer, self.how, self.late = nn.Linear(8, 4), how, True
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.late and self.how == "mean":
+            y = y - y.mean(0)
+        return y.detach() + (y - y.detach()) / len(x) if self.late and self.how == "gradient" else y
+
+
+@pytest.mark.parametrize("how", ["", "mean", "gradient"])
+def test_three_passes_show_what_thirteen_do(how):
+    model = CentredLate(how)
+    assert may_depend_in_training(model, X[:8].float(), [model]) is bool(how)
+    dropping = nn.Sequential(model, DropsByItself())
+    assert may_depend_in_training(dropping, X[:8].float(), [dropping])
+
+
+class DropsByItself(nn.Module):
+    def forward(self, x):
+        return x * torch.rand(len(x), 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "says", "options"),
+    [("mean", ROWS_DEPEND, {}), ("mean", ROWS_DEPEND, {"shard": True}), ("gradient", ROW_GRADIENTS_DEPEND, {})],
+)
+def test_rows_that_depend_on_each_other_late_are_refused(how, says, options):
+    def late(local_rank):
+        model = ddl.auto_model(CentredLate(how).double(), **options)
+        trainer = trainer_of(model, F.mse_loss)
+
+        @trainer.on(Events.ITERATION_STARTED)
+        def _():
+            getattr(model, "module", model).late = trainer.state.iteration > 100
+
+        trainer.run([(X[:4], Y[:4])] * 140)
+
+    refused(late, re.escape(says[:60]), dp=2)
 
 
 @pytest.mark.parametrize("how", ["attribute", "list", "hook"])
