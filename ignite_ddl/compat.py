@@ -152,7 +152,7 @@ def forget_forward_pass(root: nn.Module) -> None:
             state._modules_to_run_forward.clear()
             for group in _fsdp_groups(module):
                 group._post_forward_indices.clear()
-                group.comm_ctx.post_forward_order.clear()
+                vars(group.comm_ctx).get("post_forward_order", []).clear()  # none before the first pass
 
 
 def _fsdp_parameters(model: nn.Module) -> dict[int, Any]:

@@ -32,6 +32,7 @@ from ignite_ddl.checks.loss_graph import dependencies, parameter_ids
 from ignite_ddl.checks.loss_state import LossState
 from ignite_ddl.checks.rows_alone import several_rows
 from ignite_ddl.checks.traceless import WatchForSums, address_of, evaluating, without_trace
+from ignite_ddl.checks.trying import may_fail
 from ignite_ddl.checks.unlike_results import CURE, unlike_results
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.compat import BELONGS_TO_A_MODEL, unsharded_parameters
@@ -236,7 +237,7 @@ class LossContract:
         """The divisor of the same targets twice, by whatever way they may be joined."""
         found = []
         for kinds in ((), (list,), (list, tuple)):
-            with contextlib.suppress(Exception):
+            with may_fail("divisors that count unlike for more targets"):
                 found.append(self.divisor.of(_twice(y, kinds)))
         return found
 
@@ -475,13 +476,12 @@ class LossContract:
         if not n or not peers or self.uses_more or self.communicates or of_rows and not may_be_constant:
             return
         sizes, more = [n, *(size for size, _ in peers)], sum(size for size, _ in peers)
-        try:
+        found = None
+        with may_fail("losses that depend on other rows' targets"):  # which may be of another length
             theirs = [unpickled(y, of_peer) for _, of_peer in peers]
             targets, times = concatenated([y, *theirs], sizes), 1 + -(-more // n)
             outputs = some_rows(concatenated([output] * times, [n] * times), slice(n + more), n * times)
             found = self._added_up(lambda rows: self.state.call(rows.of(outputs), rows.of(targets)), targets, n + more)
-        except Exception:  # targets of another length, or that do not fit these outputs
-            return
         if found is not None and found.differ:
             raise ValueError(self._refusal(found, f"Some of them have targets of other ranks. {_ROWS_MEET}"))
 
@@ -622,11 +622,9 @@ class LossContract:
         """
         if not self.divisor.declared or not self.n_steps:
             return
-        try:
-            with self.state.trying(), WatchForSums() as watch:
-                loss = float(self.state.call(output, y))
-        except Exception:
-            return
+        loss = math.nan
+        with may_fail("losses of targets that do not count"), self.state.trying(), WatchForSums() as watch:
+            loss = float(self.state.call(output, y))
         if math.isfinite(loss) and abs(loss) > 1e-12 and not watch.found:
             raise ValueError(
                 f"loss_divisor is 0 for the targets of a rank or microbatch whose loss is {loss:.6g}, so that these "

@@ -240,12 +240,15 @@ def pickled(tree: Any) -> bytes | None:
 
 
 def unpickled(own: Any, sent: bytes) -> Any:
-    """A tree that was sent, with tensors on the devices of those of another tree of this structure."""
+    """A tree that was sent, with tensors on the devices of those of another tree, of which it has the structure."""
 
     def placed(leaf: Any, other: Any) -> Any:
         return other.to(leaf.device) if isinstance(leaf, torch.Tensor) else other
 
-    return map_leaves(placed, own, pickle.loads(sent))
+    try:
+        return map_leaves(placed, own, pickle.loads(sent))
+    except ValueError as error:
+        raise ValueError("a tree of another structure was sent") from error
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ import pytest
 # Set before torch is imported, and inherited by kernels and ranks: 4 ranks on 2 cores with default threads
 # are many times slower than with one thread each.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["IGNITE_DDL_RAISES"] = "1"  # a check that fails by itself raises
 
 CHAPTER_LIMIT = 60  # seconds; DESIGN's bound for a chapter on 2 cores
 CELL_TIMEOUT = 120  # seconds; nbval's own 2000 would hide a hang for half an hour

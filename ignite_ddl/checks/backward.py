@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ignite_ddl.checks.kept_state import cloned, reached, saved_states, states_kept
 from ignite_ddl.checks.rows_alone import MAY_DEPEND, few_rows, norm_over_rows, opened
 from ignite_ddl.checks.traceless import Kept, WatchForSums, as_real, differ, evaluating, put, rows_kept, without_trace
+from ignite_ddl.checks.trying import may_fail
 from ignite_ddl.compat import gathers, without_transforms
 from ignite_ddl.experts.balance import router_loss_weight
 from ignite_ddl.structure import local_tensor, n_rows, some_rows, tensors_of
@@ -156,7 +157,13 @@ def _tried(apply: Any, node: Any, saved: tuple, changed: Any) -> Any:
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     traces = (torch.autograd, "backward"), (torch.autograd, "grad"), (nn.Module, "__call__")
     states = states_kept(reached(node._forward_cls, *vars(node).values()))
-    with contextlib.suppress(Exception), torch.random.fork_rng(devices), torch.no_grad(), _failing(*traces), states:
+    with (
+        may_fail("backward passes that depend on other rows"),
+        torch.random.fork_rng(devices),
+        torch.no_grad(),
+        _failing(*traces),
+        states,
+    ):
         return apply(_Context(_copied(vars(node) | {"saved_tensors": saved}), node), *changed())
     return None
 
@@ -235,7 +242,7 @@ def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.
     def gradients(rows: slice, seed: int = 0, first: Iterable[Kept] = ()) -> _Gradients:
         return _Gradients(run, few, stages, seed, rows, n, first)
 
-    try:
+    with may_fail("gradients of rows that depend on other rows"):
         with _backward_tried(stages) as watch:
             together = gradients(whole)
             again = gradients(whole, 1, together.left)  # unlike by random numbers, or by what was kept of each row
@@ -243,13 +250,12 @@ def row_gradients_depend(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.
             unlike = unlike or not _add_up(watch.coarsest, together.found, again.found)
             others, alone = gradients(rest), gradients(part)
             by_rows = norm_over_rows(stages)
-    except Exception:
-        return False
-    unknown = watch.found or by_rows or unlike or part.start < 1
-    unknown = unknown or not together.lengths == others.lengths == alone.lengths  # some outputs have no rows: a weight
-    if unknown or together.outputs_differ(alone, watch.coarsest):
-        return False
-    return not _add_up(watch.coarsest, together.found, others.found, alone.found)
+        unknown = watch.found or by_rows or unlike or part.start < 1
+        unknown = unknown or not together.lengths == others.lengths == alone.lengths  # some outputs have no rows
+        if unknown or together.outputs_differ(alone, watch.coarsest):
+            return False
+        return not _add_up(watch.coarsest, together.found, others.found, alone.found)
+    return False
 
 
 def may_depend_in_training(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Module]) -> bool:
@@ -260,15 +266,14 @@ def may_depend_in_training(run: Callable[[Any], Any], x: Any, stages: Sequence[n
         return True
     run, x = opened(run, x)
     few, part = few_rows(x)
-    try:
+    with may_fail("rows that depend on each other"):
         with _backward_tried(stages) as watch:
             of = slice(0, part.stop), slice(0, part.start), part
             together, others, alone = (_Gradients(run, few, stages, 0, rows, part.stop) for rows in of)
-    except Exception:
-        return True
-    if not together.outputs or together.lengths != alone.lengths or together.outputs_differ(alone, watch.coarsest):
-        return True
-    return not _add_up(watch.coarsest, together.found, others.found, alone.found)
+        if together.outputs and together.lengths == alone.lengths:
+            differs = together.outputs_differ(alone, watch.coarsest)
+            return differs or not _add_up(watch.coarsest, together.found, others.found, alone.found)
+    return True
 
 
 @contextlib.contextmanager
@@ -345,12 +350,13 @@ class _Gradients:
                 outputs = [o.to_local() if isinstance(o, DTensor) else o for o in tensors_of(run(rows))]
                 outputs = [as_real(o) for o in outputs if o.requires_grad and o.ndim and len(o)]
                 total = factor * sum(_weighted(output, part, n) for output in outputs)
-                grads = torch.autograd.grad(total, list(by.values()), allow_unused=True)
+                has_graph = bool(by and outputs)
+                grads = torch.autograd.grad(total, list(by.values()), allow_unused=True) if has_graph else ()
                 self.left = rows_kept(kept, n_rows(rows))
         finally:
             for handle in handles:
                 handle.remove()
-        pairs = zip(by, map(_local_gradient, grads), strict=True)
+        pairs = zip(by, map(_local_gradient, grads), strict=has_graph)
         self.outputs = [o.detach() for o in outputs]
         self.lengths = [len(o) / (part.stop - part.start) for o in outputs]
         self.found = {key: _padded(g, key, part, n) for key, g in pairs if g is not None}

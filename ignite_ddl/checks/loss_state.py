@@ -28,6 +28,7 @@ from ignite_ddl.checks.kept_state import (
 )
 from ignite_ddl.checks.replicas import digest
 from ignite_ddl.checks.traceless import differ, evaluating, exact_float32, weights_kept
+from ignite_ddl.checks.trying import may_fail
 from ignite_ddl.collectives import on_any_rank, value_of
 from ignite_ddl.data_parallel import buffers_apart
 from ignite_ddl.mesh import Mesh
@@ -156,13 +157,13 @@ class LossState:
 
         found = [of_rows(state) for state in self.variables]
         models = [one for one in self.owners_and_models() if isinstance(one, nn.Module)]
-        try:  # also where nothing was found: the loss may sum over ranks, of which one has a single row
-            with torch.no_grad(), weights_kept(models), states_kept(self.owners) as kept, self.trying():
+        # Also where nothing was found: the loss may sum over ranks, of which one has a single row.
+        with may_fail("losses that depend on what a rank keeps"), torch.no_grad(), weights_kept(models):
+            with states_kept(self.owners) as kept, self.trying():
                 self.loss_fn(*cloned(self.pair, all_of_them=True))
                 by_loss = [set(state.changed()) for state in kept]
-        except Exception:
-            return [set() for _ in found]
-        return [names - changed for names, changed in zip(found, by_loss, strict=True)]
+            return [names - changed for names, changed in zip(found, by_loss, strict=True)]
+        return [set() for _ in found]
 
     def _changed(self) -> list[dict[str, Any]]:
         """The numbers and tensors that this step has changed, of all that is kept from call to call."""
@@ -180,14 +181,12 @@ class LossState:
                 put()
                 return torch.as_tensor(self.call(*self.pair))
 
-        try:
-            with torch.no_grad():
-                first, again, other = loss_with(lambda: None), loss_with(lambda: None), loss_with(put)
-                if not torch.equal(first, again):  # a GPU adds up by atomic operations (classes of pixels, CTC)
-                    return differ(first, other)
-                return differ(first.double(), other.double())
-        except Exception:
-            return False
+        with may_fail("losses that depend on what a rank keeps"), torch.no_grad():
+            first, again, other = loss_with(lambda: None), loss_with(lambda: None), loss_with(put)
+            if not torch.equal(first, again):  # a GPU adds up by atomic operations (classes of pixels, CTC)
+                return differ(first, other)
+            return differ(first.double(), other.double())
+        return False
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -6,7 +6,6 @@ in one process. It is tried with other rows in the place of the last ones.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import operator
 import warnings
@@ -20,6 +19,7 @@ from torch.utils.data import get_worker_info
 
 from ignite_ddl.checks.kept_state import holds_iterators, random_kept, reached, states_kept, versions
 from ignite_ddl.checks.traceless import WatchForSums, differ, weights_kept
+from ignite_ddl.checks.trying import may_fail
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.context.sequence import are_shards, full_rows, full_sequences, shard_tokens
 from ignite_ddl.mesh import get_mesh
@@ -59,26 +59,24 @@ def rows_meet(function: Callable[[Any], Any], rows: Any, n: int) -> tuple[bool, 
     parts = slice(0, n_kept), slice(n - n_kept, n)  # the largest of all rows is replaced in one of them
     if holds_iterators(owners):
         return False, False
-    try:
-        with torch.no_grad(), WatchForSums() as watch:
-            (first, draws), (again, _) = (tried(noting, _replaced(rows, slice(0, n), n), owners) for _ in range(2))
-            others = [tried(function, _replaced(rows, kept, n), owners)[0] for kept in parts]
-            same = all(a.shape == b.shape and not _differ(a, b) for a, b in zip(first, again, strict=False))
-            if watch.found or n < 2 or not same or rows_in_lists:
-                return False, draws
-            pairs = [(kept, *one) for kept, other in zip(parts, others, strict=True) for one in enumerate(other)]
-            meet = {i for kept, i, other in pairs if _meet(first[i], other, kept, n)}
-            if meet or not draws:
-                with contextlib.suppress(Exception):  # it may need as many rows
-                    of_parts = [tried(function, _some(rows, kept, n), owners)[0] for kept in parts]
+    with may_fail("rows that meet"), torch.no_grad(), WatchForSums() as watch:
+        (first, draws), (again, _) = (tried(noting, _replaced(rows, slice(0, n), n), owners) for _ in range(2))
+        others = [tried(function, _replaced(rows, kept, n), owners)[0] for kept in parts]
+        same = all(a.shape == b.shape and not _differ(a, b) for a, b in zip(first, again, strict=False))
+        if watch.found or n < 2 or not same or rows_in_lists:
+            return False, draws
+        pairs = [(kept, *one) for kept, other in zip(parts, others, strict=True) for one in enumerate(other)]
+        meet = {i for kept, i, other in pairs if _meet(first[i], other, kept, n)}
+        if meet or not draws:
+            with may_fail("rows that meet"):  # it may need as many rows
+                of_parts = [tried(function, _some(rows, kept, n), owners)[0] for kept in parts]
+                if all(len(fewer) == len(first) for fewer in of_parts):
                     meet = {i for i in meet if any(first[i].shape != fewer[i].shape for fewer in of_parts)}
-                    if not draws and any(
-                        _depend_on_number(first, *one, n) for one in zip(of_parts, parts, strict=True)
-                    ):
+                    of_number = (_depend_on_number(first, *one, n) for one in zip(of_parts, parts, strict=True))
+                    if not draws and any(of_number):
                         return True, draws
-            return bool(meet), draws
-    except Exception:
-        return False, False
+        return bool(meet), draws
+    return False, False
 
 
 def tokens_meet(function: Callable[[Any], Any], tree: Any) -> bool:
@@ -97,7 +95,7 @@ def tokens_meet(function: Callable[[Any], Any], tree: Any) -> bool:
     rows, n, length = full_rows(tree)
     owners, meet = reached(function), False
     if n and not holds_iterators(owners):
-        with contextlib.suppress(Exception), torch.no_grad(), WatchForSums() as watch:
+        with may_fail("tokens that are numbered or left out"), torch.no_grad(), WatchForSums() as watch:
             with full_sequences():
                 of_all, draws = tried(function, copy.deepcopy(rows), owners)
             of_part, _ = tried(function, copy.deepcopy(shard_tokens(rows, n, length)), owners)
@@ -143,7 +141,7 @@ def _some(rows: Any, kept: slice, n: int) -> Any:
 def _depend_on_number(first: list[torch.Tensor], fewer: list[torch.Tensor], kept: slice, n: int) -> bool:
     """Whether some of the rows differ where there are no others; indices, which are integers, may."""
     are_placed, moved = False, False  # whether rows of one tensor stay in their places, and those of another do not
-    for of_all, of_some in zip(first, fewer, strict=True):
+    for of_all, of_some in zip(first, fewer, strict=False):
         if not of_all.ndim or of_all.shape[1:] != of_some.shape[1:] or len(of_all) != n or len(of_some) == n:
             continue
         same = len(of_some) == kept.stop - kept.start and not _differ(of_all[kept], of_some)
@@ -269,7 +267,7 @@ def _differs_from_one_process(prepare: Callable[[Any], Any], batch: Any, n: int)
     parts = gathered_values((n, detached(batch)), mesh.groups["dp"])
     sizes = [size for size, _ in parts]
     begin = sum(sizes[: mesh.dp_rank])
-    with contextlib.suppress(Exception), torch.no_grad():
+    with may_fail("rows that meet in prepare_batch"), torch.no_grad():
         whole = concatenated([part for size, part in parts if size], [size for size in sizes if size])
         (own, _), (of_all, _) = (tried(prepare, copy.deepcopy(of), owners) for of in (detached(batch), whole))
         pairs = [(a, b) for a, b in zip(own, of_all, strict=True) if a.ndim and len(a) == n and len(b) == sum(sizes)]

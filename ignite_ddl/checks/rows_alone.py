@@ -27,6 +27,7 @@ from ignite_ddl.checks.traceless import (
     stored_values,
     without_trace,
 )
+from ignite_ddl.checks.trying import may_fail
 from ignite_ddl.collectives import gathered_values, on_any_rank
 from ignite_ddl.mesh import get_mesh
 from ignite_ddl.structure import (
@@ -104,29 +105,29 @@ def _depend(
                 kept_values.append({**stored_values(plain, n_rows(rows)), **_small_buffers(plain)})
             return found
 
-    with torch.no_grad(), evaluating(stages, evaluates), WatchForSums() as watch:
-        try:
+    with may_fail("rows that depend on each other"):
+        with torch.no_grad(), evaluating(stages, evaluates), WatchForSums() as watch:
             together, again = outputs(few, 0), outputs(few, 1, list(left))
             if counted is not None:
                 outputs(some_rows(few, slice(None), last, lambda leaf, _: leaf[:1].expand_as(leaf).clone()), 0)
             parts = [slice(0, part.start or last), part]  # the largest of all rows is in one of them
             alone = [outputs(some_rows(few, of, last) if all_have_rows else few, 0) for of in parts]
-        except Exception:
+        no_statistics = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in modules_of(stages).values())
+        unlike = any(not torch.equal(one, other) for one, other in zip(together, again, strict=True))
+        if no_statistics or unlike or watch.found or n < 2 or not all_have_rows:
             return False
-    no_statistics = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in modules_of(stages).values())
-    unlike = any(not torch.equal(one, other) for one, other in zip(together, again, strict=True))
-    if no_statistics or unlike or watch.found or n < 2 or not all_have_rows:
-        return False
-    if counted is not None:
-        del kept_values[-2]  # that of the first part
-        counted.update(_of_their_number(*kept_values))
-    pairs = [(of, *pair) for of, found in zip(parts, alone, strict=True) for pair in zip(together, found, strict=False)]
-    for of, output, of_part in pairs:
-        each = len(output) // last  # such as a row for each token
-        rows = output[of.start * each : of.stop * each]
-        of_rows = len(output) == each * last and len(of_part) < len(output)  # not a table, which has as many entries
-        if output.is_floating_point() and of_rows and differ(rows, of_part, watch.coarsest):
-            return True
+        if counted is not None:
+            del kept_values[-2]  # that of the first part
+            counted.update(_of_their_number(*kept_values))
+        pairs = [
+            (of, *pair) for of, found in zip(parts, alone, strict=True) for pair in zip(together, found, strict=False)
+        ]
+        for of, output, of_part in pairs:
+            each = len(output) // last  # such as a row for each token
+            rows = output[of.start * each : of.stop * each]
+            of_rows = len(output) == each * last and len(of_part) < len(output)  # not a table, with as many entries
+            if output.is_floating_point() and of_rows and differ(rows, of_part, watch.coarsest):
+                return True
     return False
 
 
@@ -205,7 +206,7 @@ def several_rows(x: Any) -> Any:
         return x
     peers = gathered_values(pickled(some_rows(x, slice(1), n)), mesh.dp_group)
     others = [peer for rank, peer in enumerate(peers) if rank != mesh.dp_rank and peer is not None][:MAX_ROWS]
-    with contextlib.suppress(Exception):  # rows of another length
+    with may_fail("rows that depend on each other"):  # rows of another length
         joined = concatenated([x, *(unpickled(x, other) for other in others)], [1] * (1 + len(others)))
         return joined if n < 2 and not may_be_a_sample(x) else x
     return x

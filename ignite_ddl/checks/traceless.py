@@ -35,6 +35,7 @@ from ignite_ddl.checks.kept_state import (
     size_of,
     states_kept,
 )
+from ignite_ddl.checks.trying import may_fail
 from ignite_ddl.collectives import gathered
 from ignite_ddl.compat import forget_forward_pass, gathers, no_transforms, without_dispatch_modes
 from ignite_ddl.data_parallel import buffers_apart, reshard
@@ -329,16 +330,14 @@ def outputs_depend_on(run: Callable[[Any], Any], x: Any, stages: Sequence[nn.Mod
             held[attribute] = map_leaves(copied, value)
         return run(x)
 
-    try:
-        with torch.no_grad():
-            plain, other, again = (_outputs(given, x, stages) for given in (run, run_with_others, run))
-    except Exception:
-        return False
-    if not all(map(torch.equal, plain, again)):  # a GPU adds up by atomic operations (scatter_add), in any order
-        return any(map(differ, other, plain))
-    return not all(
-        a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in zip(plain, other, strict=False)
-    )
+    with may_fail("outputs that depend on what modules keep"), torch.no_grad():
+        plain, other, again = (_outputs(given, x, stages) for given in (run, run_with_others, run))
+        if not all(map(torch.equal, plain, again)):  # a GPU adds up by atomic operations (scatter_add), in any order
+            return any(map(differ, other, plain))
+        return not all(
+            a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in zip(plain, other, strict=False)
+        )
+    return False
 
 
 def outputs_depend_on_padding(
@@ -357,13 +356,12 @@ def outputs_depend_on_padding(
         larger[tuple(map(slice, leaf.shape))] = leaf
         return larger
 
-    try:
+    with may_fail("outputs that depend on padding"):
         with torch.no_grad(), evaluating(stages), WatchForSums() as watch:
             plain, with_more = _outputs(run, x, stages), _outputs(run, map_leaves(padded, x), stages)
-    except Exception:
-        return False
-    pairs = [(a, b[tuple(map(slice, a.shape))]) for a, b in zip(plain, with_more, strict=False) if a.ndim == b.ndim]
-    return any(differ(a, b, watch.coarsest) for a, b in pairs)
+        pairs = [(a, b[tuple(map(slice, a.shape))]) for a, b in zip(plain, with_more, strict=False) if a.ndim == b.ndim]
+        return any(differ(a, b, watch.coarsest) for a, b in pairs)
+    return False
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ignite_ddl.checks.kept_state import Held, captured, holds_iterators, reached
 from ignite_ddl.checks.mixing import numbers, tried
 from ignite_ddl.checks.traceless import differ
+from ignite_ddl.checks.trying import may_fail
 from ignite_ddl.collectives import gathered_values
 from ignite_ddl.data_parallel import without_calls_of_models
 from ignite_ddl.mesh import get_mesh
@@ -52,7 +53,7 @@ def unlike_results(function: Callable[[Any], Any], rows: Any, n: int) -> bool:
     given = peers[0][1]
     if given is None or not all(may_try for may_try, _ in peers):
         return False
-    with contextlib.suppress(Exception), torch.no_grad(), without_calls_of_models(), _RefusesCollectives():
+    with may_fail("unlike results of ranks"), torch.no_grad(), without_calls_of_models(), _RefusesCollectives():
         rows, *values = unpickled(part, given)
         with _replaced(of_batch, values):
             found, draws = tried(function, rows, owners)
