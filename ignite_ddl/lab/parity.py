@@ -12,6 +12,7 @@ import argparse
 import ast
 import contextlib
 import copy
+import functools
 import importlib
 import inspect
 import itertools
@@ -287,6 +288,18 @@ def _in_double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(_DOUBLES.get(tensor.dtype, tensor.dtype))
 
 
+def _part_in_double(part: Any) -> Any:
+    """A loss, a transform, or what it is made of (a module, functools.partial, tensors), in float64: a copy."""
+    if isinstance(part, torch.Tensor):
+        return _in_double(part)
+    if isinstance(part, nn.Module):
+        return copy.deepcopy(part)._apply(_in_double)
+    if isinstance(part, functools.partial):
+        function, args, kwargs = tree_map(_part_in_double, (part.func, part.args, part.keywords))
+        return functools.partial(function, *args, **kwargs)
+    return part
+
+
 @dataclass
 class _Job:
     """What is trained, and how: the same in one process and on the ranks."""
@@ -312,9 +325,9 @@ class _Job:
         with contextlib.suppress(Exception):  # a function may return a model that it has returned before
             made = copy.deepcopy(made)
         self.loops = _loop_over_experts(made)
-        for part in (made, self.loss_fn, *self.trainer.values()):
-            if isinstance(part, nn.Module):
-                part._apply(_in_double)
+        made._apply(_in_double)
+        self.loss_fn = _part_in_double(self.loss_fn)
+        self.trainer = {name: _part_in_double(value) for name, value in self.trainer.items()}
         return made
 
     def samples(self) -> list[Any]:

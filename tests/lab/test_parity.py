@@ -1,5 +1,6 @@
 """ddl.check_parity says "equal" where a mesh is right; where it is wrong, it says what, where and by how much."""
 
+import functools
 import textwrap
 import threading
 import warnings
@@ -259,10 +260,22 @@ class OfAllSorts(nn.Module):
         return self.out((y.cfloat() @ self.mixes).abs() * x[:, 0].abs().mean(-1, keepdim=True))
 
 
+def class_weights(y):
+    return (1 + y).sum()
+
+
+def in_halves(criterion, output, y, pos_weight):
+    one_hot = F.one_hot(y, 2).to(output.dtype)
+    of_rows = F.binary_cross_entropy_with_logits(output, one_hot, pos_weight=pos_weight, reduction="none").sum(1)
+    return criterion(output, y) + of_rows.sum() / class_weights(y)
+
+
 def test_complex_numbers_weights_of_a_loss_and_other_dropouts():
     x = torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(1))
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))
-    report = ddl.check_parity(OfAllSorts(), None, (x, torch.arange(8) % 2), criterion, dp=2)
+    loss_fn = functools.partial(in_halves, criterion, pos_weight=torch.tensor([1.0, 2.0]))
+    report = ddl.check_parity(OfAllSorts(), None, (x, torch.arange(8) % 2), loss_fn, dp=2,
+                              trainer={"loss_divisor": class_weights})  # fmt: skip
     assert report.equal, report
     assert (report.worst.error < 1e-13, report.dead) == (True, [])
     assert "dropout was off" in str(report)

@@ -28,7 +28,7 @@ FAILURES_OF_OTHERS = {
 
 @pytest.mark.parametrize("of", FAILURES_OF_OTHERS)
 def test_a_check_ends_where_others_code_fails(of):
-    with pytest.raises(Exception):
+    with pytest.raises((TypeError, IndexError, ValueError, RuntimeError)):
         FAILURES_OF_OTHERS[of]()
     with warnings.catch_warnings(action="error"), may_fail("faults"):
         FAILURES_OF_OTHERS[of]()
