@@ -14,14 +14,15 @@ same weights          with FSDP2, dp ranks that get gradients of different weigh
                                                                                           when a run ends
 same calls            with shard=True, dp ranks that do not call a layer equally often    steps 1, 2, 4, 8, …
 same steps            ranks that skip a step of the optimizer                             each step
-numbers of rows       buffers, and attributes on which outputs depend, in which forward   steps 1, 8, 16, 32, …
+numbers of rows       buffers, and attributes on which outputs depend, in which forward   steps 1, 8, 16, 32, 64
                       counts the rows of a dp rank
 same target shapes    targets padded to other lengths on other ranks                      each step
 model called          a step that calls a method of the model instead of the model, past  each step
                       the wrapper that reduces gradients
 unused weights        weights that a rank did not use, for whose gradients DDP waits      each step
-independent rows      a model, or a stage, whose output for a row depends on other rows,  steps 1, 8, 16, 32, …
-                      in training or in evaluation, or the gradient of that output         an evaluator's first
+independent rows      a model, or a stage, whose output for a row depends on other rows,  steps 1, 8, 16, 32, …;
+                      in training or in evaluation, or the gradient of that output        after 64 in training
+                                                                                          alone; an evaluator's first
 rows that meet        a ``prepare_batch``, a ``model_transform``, or an evaluator's       first batch
                       ``output_transform`` that makes a row from others (``checks/mixing.py``);
                       a warning where it is random, or of a ``collate_fn``
@@ -86,6 +87,7 @@ What is not found, and differs from one process without an error:
   place, and files;
 - rows of an earlier batch on which an update function trains a rank that has none of this one: they have no weight, as
   what it makes of the row that it is lent (``drop_last=True`` leaves no rank without rows);
+- what shows in a check's own passes alone, where the code does not run with a part of the rows;
 - a loss that is a mean over rows in the steps where it is checked, but not in those between;
 - targets with rows in dim 1 whose dim 0 has the same length;
 - a term of a loss in which rows meet, or targets that do not count, if it changes the loss by less than the tolerance
