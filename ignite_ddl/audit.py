@@ -184,7 +184,7 @@ class Audit:
         """Before the forward pass."""
         self.step += 1
         self.is_check_step = self.step & (self.step - 1) == 0
-        check_unchanged(self.model)
+        check_unchanged(self.model, self.is_check_step)
         if self.is_check_step:
             self._check_before_forward(x, y)
         if rows is not None and self.mesh.pp_size > 1:

@@ -32,6 +32,11 @@ class _Fingerprint:
     def __init__(self, model: nn.Module, sharded: bool) -> None:
         self.by_ddp, self.sharded = isinstance(model, DistributedDataParallel), sharded
         self.finds_unused = self.by_ddp and (model.find_unused_parameters or model.static_graph)
+        plain = model.module if self.by_ddp else model
+        self.names, named = set(vars(model)), list(plain.named_parameters())
+        self.parameters = [(name, p, p.dtype, p.requires_grad, _hooks(p, self.by_ddp)) for name, p in named]
+        self.strides = [(name, p, p.stride()) for name, p in named if p.ndim > 3]
+        self.children = {k: m for k, m in plain._modules.items() if vars(model).get(k) is m}  # also DDP's attributes
         self.take(model)
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -48,10 +53,13 @@ class _Fingerprint:
         )  # others may freeze layers
         self.dicts = [d for module in modules for d in (module._parameters, module._modules)]
         self.entries = self._entries()
-        self.n_attributes = len(vars(model))
-        named = list(plain.named_parameters())
-        self.parameters = [(name, p, p.dtype, p.requires_grad, _has_hooks(p)) for name, p in named]
-        self.strides = [(name, p, p.stride()) for name, p in named if p.ndim > 3]
+        self.children = {k: m for k, m in plain._modules.items() if k in self.children}
+        vars(model).update(self.children)
+        now, before = {id(p): p for p in plain.parameters()}, {id(p) for _, p, *_ in self.parameters}
+        self.added = [
+            p for i, p in now.items() if i not in before
+        ]  # frozen, or _check_new_parameters would refuse them
+        self.parameters = [each for each in self.parameters if id(each[1]) in now]
 
     def _entries(self) -> list[Any]:
         return list(itertools.chain.from_iterable(map(dict.values, self.dicts)))
@@ -101,8 +109,13 @@ def fingerprint_of(model: nn.Module) -> _Fingerprint | None:
     return getattr(model, "_fingerprint", None)  # also of what torch.compile has wrapped
 
 
-def check_unchanged(model: nn.Module) -> None:
-    """Raises a ValueError if a model was changed since ``ddl.auto_model``, so that gradients would not be reduced."""
+def check_unchanged(model: nn.Module, again: bool = True) -> None:
+    """Raises a ValueError if a model was changed since ``ddl.auto_model``, so that gradients would not be reduced.
+
+    Args:
+        model: the model.
+        again: whether to try hooks that have been tried before. Default: True.
+    """
     fingerprint, mesh = fingerprint_of(model), get_mesh()
     if fingerprint is None or mesh.dp_cp_size * mesh.pp_size == 1:  # over tp alone, torch's layers reduce what is cut
         return
@@ -111,9 +124,6 @@ def check_unchanged(model: nn.Module) -> None:
     if not fingerprint.has_same_entries():
         forget_forward_pass(model)  # perhaps an error has ended it, which the script has caught
         reshard(model)  # FSDP2 puts unsharded parameters in the places of others
-        if not fingerprint.has_same_entries():
-            _check_new_parameters(model, fingerprint)
-            fingerprint.take(model)
     for name, parameter, stride in fingerprint.strides:
         if parameter.stride() != stride:
             raise ValueError(
@@ -122,18 +132,30 @@ def check_unchanged(model: nn.Module) -> None:
             )
     if fingerprint.by_ddp:
         _check_unchanged_under_ddp(model, fingerprint)
-    for name, parameter, _, _, hooked in fingerprint.parameters:  # hooked by a style of the plan
-        if not hooked and _has_hooks(parameter):
-            check_parameter_hooks([(name, parameter)], mesh, fingerprint.by_ddp)
+    for name, parameter, _, _, hooks in fingerprint.parameters:
+        if (found := _hooks(parameter)) and found != hooks:
+            check_parameter_hooks([(name, parameter)], mesh, fingerprint.by_ddp, but=hooks, again=again)
+    has_same_entries = fingerprint.has_same_entries()
+    if not has_same_entries or any(p.requires_grad for p in fingerprint.added):
+        _check_new_parameters(model, fingerprint)
+    if not has_same_entries:
+        fingerprint.take(model)  # after all else was compared with what was before
 
 
 def _check_unchanged_under_ddp(model: DistributedDataParallel, fingerprint: _Fingerprint) -> None:
-    if len(vars(model)) != fingerprint.n_attributes:
-        misplaced = next((k for k in list(vars(model))[fingerprint.n_attributes :] if hasattr(model.module, k)), None)
-        if misplaced is not None:
-            raise ValueError(
-                f"{misplaced!r} was set on DDP's wrapper, where the model does not see it: set it on model.module"
-            )
+    own = vars(model)
+    set_on_it = [
+        *(own.keys() - fingerprint.names),
+        *model._parameters,
+        *model._buffers,
+        *model._modules.keys() - {"module"},
+    ]
+    set_on_it = [name for name in set_on_it if hasattr(model.module, name)]
+    set_on_it += [name for name, child in fingerprint.children.items() if own.get(name) is not child]
+    if set_on_it:
+        raise ValueError(
+            f"{set_on_it[0]!r} was set on DDP's wrapper, where the model does not see it: set it on model.module"
+        )
     for name, parameter, dtype, trained, _ in fingerprint.parameters:
         if parameter.dtype is not dtype:
             raise ValueError(
@@ -149,16 +171,18 @@ def _check_unchanged_under_ddp(model: DistributedDataParallel, fingerprint: _Fin
             )
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def _hooks(parameter: nn.Parameter, after_alone: bool = False) -> tuple[int, ...]:
+    """The numbers of a parameter's hooks, of which none is given twice; or of those that run after its gradient."""
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return (*(() if after_alone else before or ()), *(after or ())) if before or after else ()
 
 
 def _check_new_parameters(model: nn.Module, fingerprint: _Fingerprint) -> None:
-    before = {id(p): name for name, p, _, trained, _ in fingerprint.parameters if trained}
+    before = {id(p): (name, trained) for name, p, _, trained, _ in fingerprint.parameters}
     plain = model.module if fingerprint.by_ddp else model
-    after = {id(p): name for name, p in plain.named_parameters() if p.requires_grad}
-    new = [name for i, name in after.items() if i not in before]
-    removed = [name for i, name in before.items() if i not in after]
+    after = {id(p): (name, p.requires_grad) for name, p in plain.named_parameters()}
+    new = [name for i, (name, trained) in after.items() if trained and i not in before]
+    removed = [name for i, (name, trained) in before.items() if trained and i not in after]
     if new or removed and fingerprint.by_ddp and not fingerprint.finds_unused:
         name, change = (new or removed)[0], "added or replaced" if new else "removed"
         raise ValueError(

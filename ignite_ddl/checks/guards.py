@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -156,7 +159,12 @@ def _span(one: Any) -> tuple[int, int]:
 
 
 def check_parameter_hooks(
-    parameters: Iterable[tuple[str, nn.Parameter]], mesh: Mesh, by_ddp: bool, before: bool = False
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    mesh: Mesh,
+    by_ddp: bool,
+    before: bool = False,
+    but: Container[int] = (),
+    again: bool = True,
 ) -> None:
     """Refuses hooks of parameters that would get another gradient than in one process, or none.
 
@@ -168,13 +176,17 @@ def check_parameter_hooks(
         mesh: the mesh.
         by_ddp: whether DDP averages gradients.
         before: whether the model is going to be cut, which would lose hooks. Default: False.
+        but: the numbers of hooks that are ours.
+        again: whether to try hooks that have been tried before, since what they do may depend on a state. Default:
+            True.
     """
     for name, parameter in parameters:
-        hooks = parameter._backward_hooks or {}
+        hooks = {k: hook for k, hook in (parameter._backward_hooks or {}).items() if k not in but}
         tried = _TRIED.setdefault(parameter, set()) if hooks else set()
-        after = bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+        after = any(k not in but for k in getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
         if by_ddp or (mesh.pp_size > 1 and mesh.dp_cp_size == 1):
-            refused = after or not all(_is_linear(hook, parameter) for k, hook in hooks.items() if k not in tried)
+            untried = [hook for k, hook in hooks.items() if again or k not in tried]
+            refused = after or not all(_is_linear(hook, parameter) for hook in untried)
             tried.update(() if refused else hooks)
         else:
             refused = bool(hooks) and mesh.dp_cp_size > 1
@@ -192,25 +204,41 @@ _TRIED = WeakTensorKeyDictionary()  # the numbers of a parameter's hooks that we
 def _is_linear(hook: Callable, parameter: nn.Parameter) -> bool:
     """Whether the average of what a hook makes of gradients is what it makes of their average."""
     local = local_tensor(parameter)
+    tolerance = max(1e-3, 4 * torch.finfo(local.dtype).eps)
 
     def hooked(gradient: torch.Tensor) -> torch.Tensor:
         changed = gradient.clone()  # perhaps in place
         return changed if (found := hook(changed)) is None else found
 
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), states_kept(reached(hook)):
-        for scale in (1e-3, 1, 1e3):  # of small gradients and of large ones, which a hook may clip
-            one, other = scale * torch.randn_like(local), 3 * scale * torch.randn_like(local)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), states_kept(reached(hook)), _silence():
+        for scale in (1e-3, 1, 1e3, None):  # of small gradients and of large ones, which a hook may clip; and of NaN
+            one, other = (scale or 1) * torch.randn_like(local), 3 * (scale or 1) * torch.randn_like(local)
+            if scale is None and one.numel():
+                one[(0,) * one.ndim] = torch.nan
             try:
                 both = hooked(together := one + other)
                 if torch.equal(both, together):  # such as one that only logs
                     continue
-                if not torch.allclose(
-                    hooked(one) + hooked(other), both, rtol=1e-3, atol=1e-3 * float(both.abs().max())
-                ):
+                share = tolerance * float(both.nan_to_num().abs().max())
+                if not torch.allclose(hooked(one) + hooked(other), both, rtol=tolerance, atol=share, equal_nan=True):
                     return False
             except Exception:
-                return False
+                if scale is not None:  # a hook may refuse NaN
+                    return False
     return True
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """What a hook says of the numbers of a check is not said."""
+    with contextlib.redirect_stdout(nowhere := io.StringIO()), contextlib.redirect_stderr(nowhere):
+        level = logging.root.manager.disable
+        logging.disable()
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                yield
+        finally:
+            logging.disable(level)
 
 
 def copy_parameter_attributes(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import re
 import types
 import warnings
 import weakref
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from functools import partial
 
 import numpy
@@ -106,6 +106,31 @@ def seeded(model):
     model.apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None)
 
 
+def activation(model):
+    model[1] = nn.GELU()
+
+
+def together(change):
+    """A change in one step with another, after which the model is looked at anew."""
+
+    def both(model):
+        activation(model)
+        change(model)
+
+    return both
+
+
+def doubled(model):
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+def on_the_wrapper(local_rank, child):
+    model = ddl.auto_model(nn.Sequential(OrderedDict(zip("abc", mlp(), strict=True))))
+    model.c = child
+    trainer_of(model).run(ddl.auto_dataloader(TensorDataset(X, Y), batch_size=8))
+
+
 NO_MODEL = "optimizer holds a weight of shape .* of no model from ddl.auto_model"
 
 
@@ -123,6 +148,10 @@ NO_MODEL = "optimizer holds a weight of shape .* of no model from ddl.auto_model
         (accumulating, "'0.weight' has a hook", {}),
         (frozen, "'0.weight' was unfrozen when ddl.auto_model wrapped the model in DDP", {}),
         (seeded, "'0.weight' should be the same on all dp ranks", {}),
+        (together(hooked), "'0.weight' has a hook", {}),
+        (together(hooked), "'0.weight' has a hook", {"shard": True}),
+        (together(frozen), "'0.weight' was unfrozen when", {}),
+        (hooked, "'0.weight' has a hook", {"make": lambda: doubled(mlp())}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -145,23 +174,16 @@ def test_changes_between_steps_are_refused():
     refused(partial(late, shard=True), "'2.weight' was added or replaced", dp=2)
 
 
-def activation(model):
-    model[1] = nn.GELU()
-
-
-def frozen_in_place(model):
-    frozen(model)
-
-
-def doubled(model):
-    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+@pytest.mark.parametrize("child", [nn.Linear(16, 4).double(), nn.Identity(), None], ids=repr)
+def test_a_child_that_is_set_on_the_wrapper_is_refused(child):
+    refused(partial(on_the_wrapper, child=child), "'c' was set on DDP's wrapper", dp=2)
 
 
 def test_changes_that_change_no_gradient_are_right():
     assert_right(partial(trained, change=activation), dp=2)
     assert_right(partial(trained, change=doubled), dp=2)  # linear, so it commutes with the average
     assert_right(partial(trained, change=accumulating, shard=True), dp=2)
-    assert_right(partial(trained, change=frozen_in_place, shard=True), dp=2)
+    assert_right(partial(trained, change=together(frozen), shard=True), dp=2)
 
 
 class Encoder(nn.Sequential):

@@ -1090,3 +1090,26 @@ def test_a_hook_that_only_logs_sees_no_gradient_of_a_check():
     for _ in range(3):  # steps
         check_parameter_hooks([("weight", weight)], mesh_of(dp=2), by_ddp=True)
     assert not seen
+
+
+def test_a_hook_is_tried_with_nan_in_its_dtype_and_anew(capsys):
+    def check(hook, dtype=torch.float32):
+        weight = nn.Parameter(torch.ones(3, 2, dtype=dtype))
+        weight.register_hook(hook)
+        for later in (False, True):
+            step["later"] = later
+            check_parameter_hooks([("weight", weight)], mesh_of(dp=2), by_ddp=True)
+
+    def says(gradient):
+        if gradient.isnan().any():
+            print("NaN")
+            raise ValueError("NaN")
+        return gradient * 3
+
+    step = {}
+    for hook in (torch.nan_to_num, lambda gradient: gradient.clamp(-1, 1) if step["later"] else gradient * 2):
+        with pytest.raises(ValueError, match="'weight' has a hook"):
+            check(hook)
+    check(says)
+    check(lambda gradient: gradient * 0.1, torch.bfloat16)
+    assert not capsys.readouterr().out
